@@ -1,0 +1,1 @@
+"""megatron_rl: stable reinforcement learning of Mixture-of-Experts language models on Megatron-Core, with vLLM."""

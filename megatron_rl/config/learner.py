@@ -1,0 +1,79 @@
+"""The `learner` section: layout, precision and optimizer of the Megatron side."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+
+from megatron_rl.config.base import Dtype, Section
+from megatron_rl.config.model import Architecture
+
+
+class ParallelConfig(Section):
+    """Sizes of the process groups. Data-parallel size is what remains: ranks / (tensor · pipeline)."""
+
+    tensor: PositiveInt = 1
+    """Tensor-parallel size. Above 1, sequence parallelism is on: Megatron's MoE layers need it."""
+    pipeline: PositiveInt = 1
+    """Pipeline-parallel size (1F1B schedule)."""
+    expert: PositiveInt = 1
+    """Expert-parallel size: experts are dealt over this many of the ranks of one pipeline stage."""
+    expert_tensor: PositiveInt = 1
+    """Tensor-parallel size inside one expert."""
+
+    def problems(self, architecture: Architecture, world_size: int | None) -> list[str]:
+        """Why this layout cannot hold the model; empty where it can. ``world_size`` None: not known yet."""
+        a, found = architecture, []
+
+        def must_divide(size: int, what: str, number: int, key: str) -> None:
+            if number % size:
+                fits = [n for n in (1, 2, 4, 8, 16, 32, 64) if number % n == 0]
+                found.append(f"learner.parallel.{key}: {size} does not divide {what} ({number}); try one of {fits}")
+
+        must_divide(self.tensor, "the number of attention heads", a.num_heads, "tensor")
+        must_divide(self.tensor, "the number of key/value heads", a.num_kv_heads, "tensor")
+        must_divide(self.pipeline, "the number of layers", a.num_layers, "pipeline")
+        if a.is_moe:
+            must_divide(self.expert, "the number of experts", a.num_experts, "expert")
+            must_divide(self.expert_tensor, "the width of an expert", a.moe_ffn_hidden_size, "expert_tensor")
+        elif self.expert > 1 or self.expert_tensor > 1:
+            found.append(f"learner.parallel.expert: {self.expert}, but the model ({a.model_type}) has no experts; use 1")
+        if world_size is not None:
+            for size, key in (
+                (self.tensor * self.pipeline, "tensor · pipeline"),
+                (self.expert * self.expert_tensor * self.pipeline, "expert · expert_tensor · pipeline"),
+            ):
+                if world_size % size:
+                    found.append(f"learner.parallel: {key} = {size} does not divide the number of ranks ({world_size})")
+        return found
+
+
+class OptimizerConfig(Section):
+    """Adam(W), sharded over data-parallel ranks by Megatron's DistributedOptimizer."""
+
+    lr: float = Field(1e-6, gt=0)
+    """Peak learning rate; the `schedule` section says how it moves."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """Decay of the second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay (AdamW)."""
+    clip_grad: float = Field(1.0, ge=0)
+    """Largest global gradient norm; larger gradients are scaled down to it. 0 turns clipping off."""
+
+
+class LearnerConfig(Section):
+    dtype: Dtype = "bf16"
+    """Type of weights and activations. Master weights, gradients' reduction and log-probs are fp32 in every case."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Layout over ranks."""
+    max_tokens_per_microbatch: PositiveInt = 16384
+    """Most tokens (prompts and responses) that one forward pass packs together; a longer sequence goes alone."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations recomputed in the backward pass: none; attention and experts; or whole layers."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Adam's numbers."""

@@ -1,0 +1,121 @@
+"""The `model` section, and what a checkpoint's config.json says about its architecture (no torch needed)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import model_validator
+
+from megatron_rl.config.base import Section
+from megatron_rl.errors import InputError
+
+
+class ModelConfig(Section):
+    path: Path
+    """Folder of the starting checkpoint in Hugging Face layout (config.json, *.safetensors, tokenizer files).
+    A relative path is looked up from the recipe's folder first, then from the working directory."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The numbers of a decoder that layout checks, the converter and the planner need."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    tie_embeddings: bool
+    qkv_bias: bool
+    qk_layernorm: bool
+    num_experts: int  # 0 for a dense model
+    experts_per_token: int
+    moe_ffn_hidden_size: int
+    norm_topk_prob: bool
+    moe_layers: tuple[bool, ...]  # per layer: MoE (True) or dense
+
+    @property
+    def is_moe(self) -> bool:
+        return self.num_experts > 0
+
+
+# Per model_type: (bias on q/k/v, RMSNorm on q and k). What is not here has no converter and is refused.
+_FAMILIES = {
+    "qwen3_moe": (False, True),
+    "qwen3": (False, True),
+    "qwen2": (True, False),
+    "llama": (False, False),
+}
+
+
+def read_architecture(path: Path) -> Architecture:
+    """Read ``path/config.json``. Raises `InputError` where it is missing, broken or of another architecture."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise InputError(f"model.path: {file} does not exist; expected a checkpoint folder in Hugging Face layout")
+    try:
+        config = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise InputError(f"model.path: {file} is not valid JSON ({error})") from error
+    model_type = config.get("model_type")
+    if model_type not in _FAMILIES:
+        raise InputError(
+            f"model.path: {file} has model_type {model_type!r}; supported architectures: {', '.join(_FAMILIES)}"
+        )
+    try:
+        return _architecture(config)
+    except KeyError as error:
+        raise InputError(f"model.path: {file} lacks the key {error.args[0]!r}") from error
+
+
+def _architecture(config: dict[str, Any]) -> Architecture:
+    qkv_bias, qk_layernorm = _FAMILIES[config["model_type"]]
+    num_layers, is_moe = config["num_hidden_layers"], config["model_type"].endswith("_moe")
+    # transformers 5 writes `rope_parameters`, earlier releases `rope_theta` and `rope_scaling`.
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope_theta = float(rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
+    scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
+    step, dense = config.get("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
+    return Architecture(
+        model_type=config["model_type"],
+        num_layers=num_layers,
+        hidden_size=config["hidden_size"],
+        ffn_hidden_size=config["intermediate_size"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config.get("num_key_value_heads", config["num_attention_heads"]),
+        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        vocab_size=config["vocab_size"],
+        max_position_embeddings=config["max_position_embeddings"],
+        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope_theta=rope_theta,
+        rope_scaling=rope if scaled else None,
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=bool(config.get("attention_bias", False)) or qkv_bias,
+        qk_layernorm=qk_layernorm,
+        num_experts=config["num_experts"] if is_moe else 0,
+        experts_per_token=config["num_experts_per_tok"] if is_moe else 0,
+        moe_ffn_hidden_size=config["moe_intermediate_size"] if is_moe else 0,
+        norm_topk_prob=bool(config.get("norm_topk_prob", False)),
+        moe_layers=tuple(is_moe and i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
+    )
+
+
+class RuntimeConfig(Section):
+    device: str = "auto"
+    """`cuda`, `cpu` or `auto` (CUDA where PyTorch sees a device). The only switch between a laptop and a cluster."""
+
+    @model_validator(mode="after")
+    def _known_device(self) -> RuntimeConfig:
+        if self.device not in ("auto", "cuda", "cpu"):
+            raise ValueError(f"device {self.device!r}: allowed are auto, cuda, cpu")
+        return self

@@ -1,0 +1,16 @@
+"""Errors that a user can act on. The command line turns each into one message and an exit status."""
+
+from __future__ import annotations
+
+EXIT_DONE, EXIT_BAD_INPUT, EXIT_ENDED_BY_LIMIT = 0, 2, 3
+
+
+class InputError(ValueError):
+    """A recipe, dataset or checkpoint that cannot be used: exit status 2, before any engine starts.
+
+    Messages name the file, the key or row, what was found, what is allowed and the likely fix.
+    """
+
+
+class RunEnded(RuntimeError):
+    """An alarm or a limit ended the run on purpose: exit status 3. What was computed is saved."""

@@ -1,0 +1,180 @@
+"""Run a function on several gloo ranks and get back what each rank returned.
+
+    from tests.parallel.gloo import run_ranks
+
+    def test_sum():
+        results = run_ranks("tests.parallel.programs", "all_reduce_rank", world_size=2, scale=3.0)
+        assert results == [9.0, 9.0]
+
+The function is named, not passed: every rank is a fresh interpreter that imports the module (from the repository root)
+and calls `module.function(**kwargs)`. Arguments and return values travel by pickle; return CPU tensors, numbers and
+containers of them. Keep rank programs in a module that imports neither pytest nor this file's caller.
+
+Each rank starts with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set as `torchrun` sets
+them, so code that calls `torch.distributed.init_process_group()` itself works (`init_process_group=False`); by default
+the rank has joined a gloo group before the function is called. The rendezvous store lives in the calling process on a
+port the system chose: parallel test runs do not collide.
+
+A rank that raises, dies or exceeds `timeout_s` ends all ranks, and `RankFailure` shows the end of every rank's output,
+the one that failed first at the top. Program output is otherwise dropped; set GLOO_RANKS_VERBOSE=1 to see it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+OUTPUT_TAIL_CHARS = 6000
+POLL_SECONDS = 0.02
+# Ranks that merely lost their peer get this long to print their own error before they are ended.
+GRACE_SECONDS = 2.0
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or ran out of time; the message holds the output of all ranks."""
+
+
+def run_ranks(
+    fn_module: str,
+    fn_name: str,
+    world_size: int,
+    *,
+    timeout_s: float = 240.0,
+    init_process_group: bool = True,
+    env: dict[str, str] | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call `fn_module.fn_name(**kwargs)` on `world_size` ranks.
+
+    Args:
+        fn_module: dotted module name, importable from the repository root (for example "tests.parallel.programs").
+        timeout_s: seconds for the whole call, start-up included (about 4 s for megatron.core on a quiet machine).
+        init_process_group: join the gloo group before the call, leave it after.
+        env: additions to the environment of every rank.
+        kwargs: picklable keyword arguments; the names above cannot be used.
+
+    Returns:
+        the pickled return value of every rank, in rank order.
+
+    Raises:
+        RankFailure: see the module's docstring.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="gloo-ranks-") as folder:
+        job = Path(folder, "job.pkl")
+        job.write_bytes(pickle.dumps((fn_module, fn_name, kwargs, init_process_group)))
+        logs = [Path(folder, f"rank{rank}.log") for rank in range(world_size)]
+        ranks: list[subprocess.Popen] = []
+        try:
+            for rank, log in enumerate(logs):
+                with log.open("wb") as output:
+                    ranks.append(
+                        subprocess.Popen(
+                            [sys.executable, "-m", "tests.parallel.gloo", str(job)],
+                            cwd=REPOSITORY,
+                            env=_rank_environment(rank, world_size, store.port, env or {}),
+                            stdout=output,
+                            stderr=subprocess.STDOUT,
+                            stdin=subprocess.DEVNULL,
+                            start_new_session=True,
+                        )
+                    )
+            failure = _wait(ranks, time.monotonic() + timeout_s)
+        finally:
+            _end(ranks)
+        if failure is not None or os.environ.get("GLOO_RANKS_VERBOSE"):
+            report = _report(ranks, logs, failure)
+            if failure is not None:
+                first, reason = failure
+                raise RankFailure(f"{fn_module}.{fn_name} on {world_size} ranks: rank {first} {reason}\n{report}")
+            print(report)
+        return [pickle.loads(Path(folder, f"result{rank}.pkl").read_bytes()) for rank in range(world_size)]
+
+
+def _rank_environment(rank: int, world_size: int, port: int, extra: dict[str, str]) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        # Every rank is a client of the caller's store, as under torchrun: rank 0 must not bind the port again.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": path,
+        "PYTHONFAULTHANDLER": "1",
+        **extra,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _wait(ranks: list[subprocess.Popen], deadline: float) -> tuple[int, str] | None:
+    """Wait for all ranks; the first that failed and why, or None."""
+    while True:
+        codes = [process.poll() for process in ranks]
+        failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
+        if failed:
+            grace = time.monotonic() + GRACE_SECONDS
+            while any(process.poll() is None for process in ranks) and time.monotonic() < grace:
+                time.sleep(POLL_SECONDS)
+            code = codes[failed[0]]
+            reason = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with status {code}"
+            return failed[0], reason
+        if None not in codes:
+            return None
+        if time.monotonic() > deadline:
+            return codes.index(None), "did not finish in time"
+        time.sleep(POLL_SECONDS)
+
+
+def _end(ranks: list[subprocess.Popen]) -> None:
+    """End every rank together with the processes it started (checkpoint writers, for example)."""
+    for process in ranks:
+        # The session outlives its leader if the leader left a child behind.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _report(ranks: list[subprocess.Popen], logs: list[Path], failure: tuple[int, str] | None) -> str:
+    order = sorted(range(len(ranks)), key=lambda rank: (failure is not None and rank != failure[0], rank))
+    parts = []
+    for rank in order:
+        text = logs[rank].read_text(errors="replace")[-OUTPUT_TAIL_CHARS:].strip()
+        parts.append(f"--- rank {rank} (status {ranks[rank].returncode}) ---\n{text or '(no output)'}")
+    return "\n".join(parts)
+
+
+def _rank_main(job: Path) -> None:
+    """What a rank runs: join, call, store the result beside the job."""
+    fn_module, fn_name, kwargs, join = pickle.loads(job.read_bytes())
+    import torch
+
+    torch.set_num_threads(1)
+    if join:
+        torch.distributed.init_process_group("gloo")
+    result = getattr(importlib.import_module(fn_module), fn_name)(**kwargs)
+    Path(job.parent, f"result{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(result))
+    if torch.distributed.is_initialized():
+        # A rank that leaves early tears down the connections that its peers still use.
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _rank_main(Path(sys.argv[1]))

@@ -1,0 +1,42 @@
+"""The launcher of gloo ranks: results in rank order, and failures that name the rank and show its output."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parallel.gloo import RankFailure, run_ranks
+
+PROGRAMS = "tests.parallel.gloo_programs"
+
+
+def test_results_come_back_in_rank_order():
+    results = run_ranks(PROGRAMS, "scaled_sum", 2, scale=3.0)
+    assert [rank for rank, _ in results] == [0, 1]
+    assert [value.item() for _, value in results] == [9.0, 9.0]
+
+
+def test_a_program_may_join_the_group_itself():
+    assert run_ranks(PROGRAMS, "joins_by_itself", 2, init_process_group=False) == [2, 2]
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_failure_shows_the_rank_that_raised_first(bad_rank):
+    with pytest.raises(RankFailure, match=f"rank {bad_rank} left with status 1") as caught:
+        run_ranks(PROGRAMS, "one_rank_raises", 2, bad_rank=bad_rank)
+    assert f"ValueError: broken on purpose at rank {bad_rank}" in str(caught.value)
+
+
+def test_failure_of_a_rank_that_dies_names_the_signal():
+    with pytest.raises(RankFailure, match="rank 1 was ended by SIGABRT"):
+        run_ranks(PROGRAMS, "one_rank_dies", 2, bad_rank=1)
+
+
+def test_a_rank_that_hangs_is_ended_and_its_output_shown():
+    with pytest.raises(RankFailure, match="rank 0 did not finish in time") as caught:
+        run_ranks(PROGRAMS, "never_returns", 1, timeout_s=15)
+    assert "about to sleep" in str(caught.value)
+
+
+def test_unknown_function_is_reported_as_such():
+    with pytest.raises(RankFailure, match="has no attribute 'no_such_program'"):
+        run_ranks(PROGRAMS, "no_such_program", 1)
