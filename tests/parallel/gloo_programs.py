@@ -38,5 +38,4 @@ def one_rank_dies(bad_rank: int) -> None:
 
 def never_returns() -> None:
     """Sleep longer than any test waits."""
-    print("about to sleep", flush=True)
     time.sleep(3600)
