@@ -211,7 +211,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=600, help="imitation steps; 0 saves random weights")
     parser.add_argument("--batch-size", type=int, default=64, help="demonstrations a step")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
-    parser.add_argument("--think-prob", type=float, default=0.55, help="share of step-by-step demonstrations")
+    parser.add_argument("--think-prob", type=float, default=0.62, help="share of step-by-step demonstrations")
     parser.add_argument("--slip-prob", type=float, default=0.1, help="probability of a wrong running sum")
     parser.add_argument("--num-train", type=int, default=2048, help="training problems")
     parser.add_argument("--num-validation", type=int, default=256, help="held-out problems")
