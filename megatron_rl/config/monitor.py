@@ -1,0 +1,77 @@
+"""The `monitor` section: what is watched and written, and which rules act on it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from megatron_rl.config.base import Section
+
+Action = Literal["warn", "decay_lr", "save", "record_batch", "stop"]
+Statistic = Literal["value", "ratio", "slope", "log_slope", "log_slope_lower", "not_finite"]
+
+
+class AlarmRule(Section):
+    """`statistic` of `metric` above (or below) a bound in `for_steps` observations in a row: do what `then` says."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]+$")
+    """Name of the rule; the metric alarm/<name> is 1 in steps in which it goes off and 0 in the others."""
+    metric: str
+    """A metric by its name in metrics.jsonl. Steps without it are no observations."""
+    statistic: Statistic = "value"
+    """value: the metric. ratio: the metric over the median of the window before it. slope: least-squares slope over
+    the window, per step. log_slope: the same of the metric's natural logarithm (0.01 = 1% a step). log_slope_lower:
+    the lower end of that slope's 95% confidence interval. not_finite: 1 for NaN or infinity, else 0."""
+    window: PositiveInt = 20
+    """Observations that ratio and the slopes look at; until there are as many, they say nothing."""
+    above: float | None = None
+    """The rule's condition holds while the statistic is greater than this."""
+    below: float | None = None
+    """The rule's condition holds while the statistic is smaller than this."""
+    for_steps: PositiveInt = 1
+    """Consecutive observations for which the condition must hold."""
+    again_after: PositiveInt | None = None
+    """Goes off again each time the condition has held for this many further steps; null: once, until the condition
+    has ceased and come back."""
+    then: list[Action] = Field(["warn"], min_length=1)
+    """warn: say so. decay_lr: halve the learning rate (not below min_lr). save: write a checkpoint. record_batch:
+    write the step's batch to batches/. stop: save and end the run with exit status 3."""
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> AlarmRule:
+        if self.statistic == "not_finite":
+            if self.above is not None or self.below is not None:
+                raise ValueError("above/below: statistic not_finite needs no bound; remove it")
+        elif (self.above is None) == (self.below is None):
+            raise ValueError(f"rule {self.name!r}: give exactly one of above and below")
+        if self.statistic in ("slope", "log_slope", "log_slope_lower") and self.window < 3:
+            raise ValueError(f"window: {self.window} observations have no slope with a confidence; use at least 3")
+        return self
+
+
+class MonitorConfig(Section):
+    tensorboard: bool = True
+    """Write TensorBoard event files."""
+    terminal: Literal["auto", "live", "plain", "off"] = "auto"
+    """live: coloured lines above a status line with progress, phase and ETA. plain: one line per step. auto: live
+    where standard output is a terminal, else plain. log.txt has the plain lines in every case."""
+    show_sample_every: int = Field(0, ge=0)
+    """Steps between printed sample responses (the first of the step, shortened); 0: none."""
+    plots: bool = True
+    """Draw plots/curves.png at the end of the run."""
+    noise_ema: float = Field(0.9, ge=0, lt=1)
+    """Decay per step of the running means behind noise/grad_norm_ema and noise/gns."""
+    growth_window: int = Field(50, ge=3)
+    """Steps over which mismatch/growth, the slope of log mismatch/rho_std, is fitted."""
+    repetition_ngram: PositiveInt = 8
+    """Length in tokens of the n-grams whose repeats are counted in response/repetition_frac."""
+    alarms: list[AlarmRule] = []
+    """Rules that act; see `tools/score_alarms.py` for what they would have done in past runs."""
+
+    @model_validator(mode="after")
+    def _unique_names(self) -> MonitorConfig:
+        names = [rule.name for rule in self.alarms]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"alarms: more than one rule is named {', '.join(twice)}")
+        return self

@@ -1,0 +1,101 @@
+"""The `schedule` section: how the learning rate and the weight decay move over optimizer steps."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from megatron_rl.config.base import Section
+
+
+class DetectorConfig(Section):
+    """When a rise of the mean response length counts as a surge (`tools/tune_surge_detector.py` prints why so)."""
+
+    smoothing_steps: PositiveInt = 7
+    """The length is smoothed by the median of this many observations: outliers shorter than half of it vanish."""
+    surge_ratio: float = Field(2.0, gt=1)
+    """A surge is a smoothed length of at least this many times the baseline."""
+    confirm_steps: PositiveInt = 2
+    """Consecutive observations that must pass before the surge is believed."""
+    baseline_window: PositiveInt = 80
+    """The baseline is the smallest smoothed length among this many latest observations."""
+    min_step: NonNegativeInt = 20
+    """No surge is reported before this step: the first steps of a run say little."""
+
+
+class ScheduleConfig(Section):
+    """Steps are optimizer steps counted from 0; one that is skipped for overflow does not count."""
+
+    style: Literal["constant", "linear", "cosine", "length-decay"] = "constant"
+    """What follows the warm-up: the peak rate for ever; a line or a half cosine down to `min_lr`;
+    or halving every `decay_period` steps (arXiv 2602.01826, Algorithm 1)."""
+    min_lr: float | None = Field(None, ge=0)
+    """Floor of the decay; null: a tenth of learner.optimizer.lr."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps of linear warm-up from `warmup_from` to the peak rate, before anything else."""
+    warmup_from: float = Field(0.0, ge=0)
+    """Rate of step 0 where there is a warm-up."""
+    decay_steps: PositiveInt | None = None
+    """Step at which linear and cosine reach `min_lr`; null: the last step of the run."""
+    mode: Literal["manual", "auto", "shadow"] | None = None
+    """Length-decay only. manual: `decay_period` is given. auto: constant until the response length surges at step
+    t_s, then decay_period = round(period_factor · t_s). shadow: constant, and the rate that manual (where
+    `decay_period` is given) or auto would have set is logged as lr_sched/shadow_lr."""
+    decay_period: PositiveInt | None = None
+    """Steps between halvings, counted from step 0 (T_decay)."""
+    period_factor: float = Field(1.8, gt=1)
+    """T_decay over the step of the surge, in mode auto; above 1, so that the first halving comes after the surge."""
+    detector: DetectorConfig = DetectorConfig()
+    """When a surge is believed."""
+    weight_decay_end: float | None = Field(None, ge=0)
+    """Weight decay reached at the last step, from learner.optimizer.weight_decay; null: it stays constant."""
+    weight_decay_style: Literal["linear", "cosine"] = "linear"
+    """How the weight decay moves where `weight_decay_end` is given."""
+
+    @model_validator(mode="after")
+    def _keys_of_one_style(self) -> ScheduleConfig:
+        if self.style != "length-decay":
+            for key in ("mode", "decay_period"):
+                if getattr(self, key) is not None:
+                    raise ValueError(
+                        f"{key}: {getattr(self, key)!r} has no effect with style {self.style!r}; "
+                        f"remove it or set style: length-decay"
+                    )
+        elif self.mode is None:
+            raise ValueError("mode: missing; style length-decay needs mode manual, auto or shadow")
+        elif self.mode == "manual" and self.decay_period is None:
+            raise ValueError("decay_period: missing; mode manual needs it (204 in the paper's main run)")
+        elif self.mode == "auto" and self.decay_period is not None:
+            raise ValueError("decay_period: mode auto finds it from the response length; remove it or set mode: manual")
+        if self.decay_steps is not None and self.style not in ("linear", "cosine"):
+            raise ValueError(f"decay_steps: has no effect with style {self.style!r}; remove it")
+        if self.decay_period is not None and self.warmup_steps >= self.decay_period:
+            raise ValueError(
+                f"warmup_steps: {self.warmup_steps} leaves no step at the peak rate before the first halving at step "
+                f"{self.decay_period} (decay_period); shorten the warm-up"
+            )
+        return self
+
+    def floor(self, lr: float) -> float:
+        """The smallest rate that the decay reaches from peak rate ``lr``."""
+        return 0.1 * lr if self.min_lr is None else self.min_lr
+
+    def problems(self, lr: float, weight_decay: float, total_steps: int) -> list[str]:
+        """What does not fit the optimizer's numbers or the length of the run; empty where all does."""
+        found = []
+        if self.floor(lr) > lr:
+            found.append(f"schedule.min_lr: {self.min_lr} is above learner.optimizer.lr ({lr})")
+        if self.warmup_from > lr:
+            found.append(f"schedule.warmup_from: {self.warmup_from} is above learner.optimizer.lr ({lr})")
+        if self.style in ("linear", "cosine") and self.warmup_steps >= (self.decay_steps or total_steps):
+            found.append(
+                f"schedule.warmup_steps: {self.warmup_steps} leaves nothing of the {self.decay_steps or total_steps} "
+                "steps for the decay"
+            )
+        if self.weight_decay_end is not None and self.weight_decay_end < weight_decay:
+            found.append(
+                f"schedule.weight_decay_end: {self.weight_decay_end} is below learner.optimizer.weight_decay "
+                f"({weight_decay}); Megatron's weight decay only grows"
+            )
+        return found

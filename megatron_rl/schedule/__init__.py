@@ -1,0 +1,10 @@
+"""Learning-rate schedules: pure arithmetic on step numbers and response lengths, no torch, no Megatron.
+
+Megatron's scheduler class is extended with this logic in `megatron_rl.learner.scheduler`.
+"""
+
+from megatron_rl.schedule.learning_rate import LearningRateSchedule
+from megatron_rl.schedule.length_decay import LengthDecay, length_decay_lr
+from megatron_rl.schedule.surge import SurgeDetector
+
+__all__ = ["LearningRateSchedule", "LengthDecay", "SurgeDetector", "length_decay_lr"]

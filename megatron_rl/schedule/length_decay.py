@@ -1,0 +1,97 @@
+"""The length-decay learning rate [arXiv 2602.01826, Algorithm 1]: halving on a clock that the response length sets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.config.schedule import ScheduleConfig
+from megatron_rl.schedule.surge import SurgeDetector
+
+
+def length_decay_lr(step: int, lr: float = 1e-6, min_lr: float | None = None, decay_period: int | None = 204) -> float:
+    """η(t) = max(η0 · 2^−floor(t / T_decay), η_min) [arXiv 2602.01826, Algorithm 1].
+
+    ``step`` is t, the absolute optimizer step counted from 0; ``lr`` is η0; ``min_lr`` is η_min, None for 0.1 · η0;
+    ``decay_period`` is T_decay in steps, None for a constant rate. The halvings are exact in floating point.
+    Raises ValueError for a negative step, a period below 1, or a floor above the peak.
+    """
+    if step < 0:
+        raise ValueError(f"step {step}: optimizer steps are counted from 0")
+    if decay_period is not None and decay_period < 1:
+        raise ValueError(f"decay_period {decay_period}: must be at least 1 step, or None for a constant rate")
+    floor = 0.1 * lr if min_lr is None else min_lr
+    if not 0.0 <= floor <= lr:
+        raise ValueError(f"min_lr {floor}: must lie between 0 and lr ({lr})")
+    if decay_period is None:
+        return float(lr)
+    return max(math.ldexp(lr, -(step // decay_period)), float(floor))
+
+
+class LengthDecay:
+    """The state of a length-decay schedule: which period is in force, and where it came from.
+
+    Modes (`ScheduleConfig.mode`): `manual` has its period from the start; `auto` gets it, once, when the detector
+    confirms a surge; `shadow` changes nothing and answers `shadow_lr`.
+    """
+
+    def __init__(self, config: ScheduleConfig) -> None:
+        assert config.mode is not None, "LengthDecay is for style length-decay, which the schema gives a mode"
+        self.config = config
+        self.detector = SurgeDetector(config.detector)
+        self._latched_period: int | None = None
+
+    @property
+    def planned_period(self) -> int | None:
+        """The period that the given number or the surge asks for, whether or not the mode acts on it."""
+        return self.config.decay_period if self.config.decay_period is not None else self._latched_period
+
+    @property
+    def decay_period(self) -> int | None:
+        """The period in force; None: the rate is constant (so far)."""
+        return None if self.config.mode == "shadow" else self.planned_period
+
+    def observe(self, step: int, mean_length: float) -> int | None:
+        """Show the detector the mean response length (tokens) of ``step``; returns the surge step, once, else None."""
+        surge_step = self.detector.observe(step, mean_length)
+        if surge_step is not None and self._latched_period is None:
+            # A run whose first observation already surges would get period 0.
+            self._latched_period = max(1, round(self.config.period_factor * surge_step))
+        return surge_step
+
+    def lr(self, step: int, max_lr: float, min_lr: float) -> float:
+        """The rate in force at ``step`` between ``max_lr`` and ``min_lr``."""
+        return length_decay_lr(step, max_lr, min_lr, self.decay_period)
+
+    def shadow_lr(self, step: int, max_lr: float, min_lr: float) -> float:
+        """The rate that the planned period gives at ``step``; differs from `lr` in mode shadow only."""
+        return length_decay_lr(step, max_lr, min_lr, self.planned_period)
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """`lr_sched/*` of ``step``, less the rates themselves. -1 stands for "none yet"."""
+        detector, period = self.detector, self.planned_period
+        found = {
+            "lr_sched/surge_step": float(-1 if detector.surge_step is None else detector.surge_step),
+            "lr_sched/decay_period": float(-1 if period is None else period),
+            "lr_sched/decay_count": float(0 if self.decay_period is None else step // self.decay_period),
+        }
+        if detector.smoothed is not None:
+            found["lr_sched/length_ema"] = detector.smoothed
+            found["lr_sched/length_baseline"] = detector.baseline
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values: the mode and period that were in force, the latched period, the detector's memory."""
+        return {
+            "mode": self.config.mode,
+            "decay_period": self.config.decay_period,
+            "latched_period": self._latched_period,
+            "detector": self.detector.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`. A latched period stays what it was, whatever the recipe now says of its factor;
+        mode and a given `decay_period` are the recipe's."""
+        self._latched_period = state["latched_period"]
+        self.detector.load_state_dict(state["detector"])

@@ -1,0 +1,100 @@
+"""The response-length surge: the early warning that starts the decay in mode `auto` [arXiv 2602.01826, §4].
+
+The paper reads the surge off a plot; the rule here is ours:
+
+* smoothed length ``s_t`` = median of the last `smoothing_steps` observed mean lengths,
+* baseline ``b_t`` = smallest ``s`` among the last `baseline_window` observations,
+* surge = ``s_t >= surge_ratio · b_t`` in `confirm_steps` consecutive observations, none before `min_step`.
+
+A median drops outliers that an average would carry along; a trailing minimum follows slow growth and decline alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+from megatron_rl.config.schedule import DetectorConfig
+
+
+class SurgeDetector:
+    """Watches the mean response length of each step; reports the step of the first surge, once."""
+
+    def __init__(self, config: DetectorConfig) -> None:
+        self.config = config
+        self.surge_step: int | None = None
+        self.smoothed: float | None = None
+        self.baseline: float | None = None
+        self.streak = 0  # consecutive observations at or above surge_ratio · baseline
+        self._last_step: int | None = None
+        self._recent: deque[float] = deque(maxlen=config.smoothing_steps)
+        self._window: deque[float] = deque(maxlen=config.baseline_window)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | DetectorConfig | None) -> SurgeDetector:
+        """From a recipe's `schedule.detector` mapping; None gives the defaults. Unknown keys are errors."""
+        return cls(DetectorConfig.model_validate({} if config is None else config))
+
+    def observe(self, step: int, mean_length: float) -> int | None:
+        """Take the mean response length (tokens) of ``step``; return ``step`` if it confirms the surge, else None.
+
+        Steps must not go back; a step may repeat (an update skipped for overflow is done again at the same step).
+        A length that is not finite, or not above 0 (an empty step), is no observation.
+        """
+        if self._last_step is not None and step < self._last_step:
+            raise ValueError(f"step {step} comes after step {self._last_step}: observations must be in order")
+        self._last_step = int(step)
+        if not math.isfinite(mean_length) or mean_length <= 0:
+            return None
+        self._recent.append(float(mean_length))
+        if len(self._recent) < self.config.smoothing_steps:
+            return None  # a median of few would make a chance dip the baseline of the next `baseline_window` steps
+        self.smoothed = float(median(self._recent))
+        self._window.append(self.smoothed)
+        self.baseline = min(self._window)
+        above = self.ratio >= self.config.surge_ratio
+        self.streak = self.streak + 1 if above else 0
+        if self.surge_step is None and self.streak >= self.config.confirm_steps and step >= self.config.min_step:
+            self.surge_step = int(step)
+            return self.surge_step
+        return None
+
+    @property
+    def ratio(self) -> float:
+        """Smoothed length over baseline; 1 until there are enough observations to smooth."""
+        return 1.0 if self.smoothed is None else self.smoothed / self.baseline
+
+    def explain(self) -> str:
+        """One sentence: what the detector sees now and what it made of it."""
+        if self.smoothed is None:
+            return f"fewer than {self.config.smoothing_steps} response lengths observed so far"
+        c = self.config
+        seen = (
+            f"smoothed length {self.smoothed:.0f} (median of {c.smoothing_steps}) is {self.ratio:.2f} × the baseline "
+            f"{self.baseline:.0f} (minimum over {c.baseline_window}); threshold {c.surge_ratio:g} ×, "
+            f"{self.streak} of {c.confirm_steps} in a row"
+        )
+        return f"{seen}; " + (
+            f"surge confirmed at step {self.surge_step}" if self.surge_step is not None else "no surge"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that later decisions depend on, as plain JSON values."""
+        return {
+            "surge_step": self.surge_step,
+            "streak": self.streak,
+            "last_step": self._last_step,
+            "recent": list(self._recent),
+            "window": list(self._window),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`. With a shorter window than it was saved with, the latest values are kept."""
+        self.surge_step, self.streak, self._last_step = state["surge_step"], state["streak"], state["last_step"]
+        self._recent = deque(state["recent"], maxlen=self.config.smoothing_steps)
+        self._window = deque(state["window"], maxlen=self.config.baseline_window)
+        self.smoothed = self._window[-1] if self._window else None
+        self.baseline = min(self._window) if self._window else None
