@@ -1,0 +1,81 @@
+"""The `data` section: which problems, how they become prompts, and in what order they come."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+
+from megatron_rl.config.base import Section
+
+
+class DataSourceConfig(Section):
+    """One file of problems: `.jsonl` (one object a line) or `.parquet`; {problem, answer} or verl's columns."""
+
+    path: str = Field(min_length=1)
+    """The file. A relative path counts from the directory the command runs in."""
+    name: str | None = None
+    """Prefix of prompt ids, and `data_source` of rows that do not name one. null: the file's name without extension."""
+    prompt_key: str | None = None
+    """Column of the problem: text or a list of chat messages. null: `prompt`, `problem` or `question`, in this order."""
+    answer_key: str | None = None
+    """Column of the gold answer; dots descend into nested objects. null: `reward_model.ground_truth`, `answer` or
+    `ground_truth`, in this order."""
+    id_key: str | None = None
+    """Column of a unique name of each row. null: `id` where the file has it, else the row's number counted from 0."""
+    limit: PositiveInt | None = None
+    """Read only the first this many rows. null: all of them."""
+
+
+class PromptConfig(Section):
+    """How a problem becomes the token ids that the engine sees."""
+
+    template: str = "{problem}"
+    """Text around each problem: `{problem}` stands for it. With chat messages it wraps the last user message."""
+    system: str | None = None
+    """System message put before the chat, unless the row brings its own. Needs a chat template."""
+    chat_template: str = "auto"
+    """`auto`: the tokenizer's own where it has one; `none`: plain text; anything else: path of a Jinja file."""
+    chat_template_args: dict[str, Any] = {}
+    """Extra variables for the chat template, for example {enable_thinking: false}."""
+    add_special_tokens: bool = True
+    """Let the tokenizer add its first token to plain text. Never done after a chat template, which writes its own."""
+    max_length: PositiveInt = 1024
+    """Longest prompt in tokens."""
+    overlong: Literal["error", "drop"] = "error"
+    """A prompt longer than `max_length` ends the run before it starts, or is left out and counted."""
+
+    @field_validator("template")
+    @classmethod
+    def _template_holds_the_problem(cls, template: str) -> str:
+        if template.count("{problem}") != 1:
+            raise ValueError(f"must contain {{problem}} exactly once, found {template!r}")
+        return template
+
+    @model_validator(mode="after")
+    def _system_needs_a_chat(self) -> PromptConfig:
+        if self.system is not None and self.chat_template == "none":
+            raise ValueError("`system` needs a chat template, but `chat_template` is none; write it into `template`")
+        return self
+
+
+def _as_list(value: Any) -> Any:
+    """One source may be written without the list around it, or as its path alone."""
+    values = value if isinstance(value, list) else [value]
+    return [{"path": item} if isinstance(item, str) else item for item in values]
+
+
+Sources = Annotated[list[DataSourceConfig], BeforeValidator(_as_list)]
+
+
+class DataConfig(Section):
+    train: Sources = Field(min_length=1)
+    """Problems to train on: one source or a list, concatenated. A bare path stands for {path: ...}."""
+    validation: Sources = []
+    """Held-out problems, kept apart by `data_source` in the `val/` metrics. Empty: no validation."""
+    prompt: PromptConfig = PromptConfig()
+    """How problems become prompts, the same for training and validation."""
+    shuffle: bool = True
+    """A new order every epoch, drawn from (seed, epoch). false: file order every epoch."""
+    seed: NonNegativeInt = 0
+    """Seed of that order."""

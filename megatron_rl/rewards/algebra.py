@@ -1,0 +1,103 @@
+r"""Equality of two mathematical expressions by math-verify. Imported by worker processes alone.
+
+math-verify (SymPy behind it) proposes; a numeric check at high precision disposes. The check is needed: math-verify
+compares decimals at six places and chops small differences to zero, so that it takes ``.0000671`` for ``.0000672`` and
+``2^{-97}`` for ``2^{-98}``.
+"""
+
+from __future__ import annotations
+
+import logging
+from fractions import Fraction
+from functools import lru_cache
+
+import sympy
+from latex2sympy2_extended import NormalizationConfig
+from math_verify import LatexExtractionConfig, parse, verify
+
+from megatron_rl.rewards.canonical import plain_number, rounds_to
+
+logging.disable(logging.CRITICAL)  # math-verify logs each expression that it cannot read
+
+_DIGITS = 30  # of numeric evaluation
+_AGREE = sympy.Float("1e-20", _DIGITS)  # relative difference of equal values at that precision, with room to spare
+_ZERO = sympy.Float("1e-25", _DIGITS)  # what is left of an expression whose exact value is zero
+_READER = [
+    LatexExtractionConfig(
+        boxed_match_priority=-1,
+        normalization_config=NormalizationConfig(basic_latex=True, malformed_operators=True, boxed="none"),
+    )
+]
+_POINTS = (Fraction(17, 13), Fraction(29, 11), Fraction(5, 7))  # where expressions with variables are compared
+
+
+@lru_cache(maxsize=4096)
+def _expression(latex: str) -> sympy.Basic | None:
+    """``latex`` as SymPy reads it, or None. The time limit is the worker's, hence none here."""
+    latex = latex.replace(r"\text{degree}", r"^{\circ}")
+    found = parse(f"${latex}$", _READER, fallback_mode="no_fallback", parsing_timeout=None)
+    expression = found[0] if found else None
+    if isinstance(expression, sympy.Basic) and {str(symbol) for symbol in expression.free_symbols} == {"i"}:
+        return expression.subs(next(iter(expression.free_symbols)), sympy.I)
+    return expression
+
+
+def algebra_equal(candidate: str, gold: str) -> bool:
+    """Whether two LaTeX expressions, or two equations, are equal. May take any time and memory: run it limited."""
+    ours, theirs = _expression(candidate), _expression(gold)
+    if ours is None or theirs is None:
+        return False
+    if isinstance(theirs, sympy.Eq) or isinstance(ours, sympy.Eq):
+        return isinstance(theirs, sympy.Eq) and isinstance(ours, sympy.Eq) and _same_locus(ours, theirs)
+    decimal, other = plain_number(candidate), theirs
+    if decimal is None or decimal.places is None:
+        decimal, other = plain_number(gold), ours
+    if decimal is not None and decimal.places is not None:
+        value = _constant(other)
+        return value is not None and rounds_to(value, decimal)
+    return bool(verify(theirs, ours, timeout_seconds=None)) and _agree(ours, theirs)
+
+
+def _constant(expression: sympy.Basic) -> Fraction | None:
+    """Value of a real constant to 30 digits; None for anything else."""
+    if not isinstance(expression, sympy.Expr) or expression.free_symbols:
+        return None
+    value = expression.doit().evalf(_DIGITS)
+    return Fraction(str(value)) if value.is_Float or value.is_Rational else None
+
+
+def _same_locus(ours: sympy.Eq, theirs: sympy.Eq) -> bool:
+    """Two equations with one solution set: their sides' differences have a constant ratio other than zero."""
+    difference, reference = ours.lhs - ours.rhs, theirs.lhs - theirs.rhs
+    if difference.free_symbols != reference.free_symbols or not reference.free_symbols:
+        return False
+    ratio = sympy.cancel(difference.doit() / reference.doit())
+    return bool(ratio.is_number and ratio.is_finite and ratio.is_nonzero)
+
+
+def _agree(ours: sympy.Basic, theirs: sympy.Basic) -> bool:
+    """Numeric agreement: of constants at 30 digits, of expressions with variables at points of them."""
+    if not isinstance(ours, sympy.Expr) or not isinstance(theirs, sympy.Expr):
+        return True  # sets and functions: nothing to evaluate, math-verify compared their structure
+    names = sorted(ours.free_symbols | theirs.free_symbols, key=str)
+    if not names:
+        return _close(ours.doit().evalf(_DIGITS), theirs.doit().evalf(_DIGITS))
+    seen = 0
+    for shift in range(len(_POINTS)):
+        point = {
+            name: sympy.Rational(*_POINTS[(k + shift) % len(_POINTS)].as_integer_ratio()) + k
+            for k, name in enumerate(names)
+        }
+        values = [expression.doit().subs(point).evalf(_DIGITS) for expression in (ours, theirs)]
+        if not all(value.is_number and value.is_finite for value in values):
+            continue  # a pole, or a function without a value
+        if not _close(*values):
+            return False
+        seen += 1
+    return seen > 0 or ours == theirs
+
+
+def _close(one: sympy.Expr, other: sympy.Expr) -> bool:
+    if one == 0 or other == 0:
+        return bool(abs(one - other) < _ZERO)
+    return bool(abs(one - other) <= _AGREE * sympy.Max(abs(one), abs(other)))

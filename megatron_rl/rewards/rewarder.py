@@ -1,0 +1,169 @@
+"""Scores groups of rollouts: the reward that a recipe names, over worker processes, then shaping by length."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.errors import InputError
+from megatron_rl.rewards.custom import check_function
+from megatron_rl.rewards.math_task import math_verdict
+from megatron_rl.rewards.modsum import modsum_reward
+from megatron_rl.rewards.pool import Outcome, WorkerPool
+from megatron_rl.rewards.shaping import overlong_penalty
+
+if TYPE_CHECKING:  # workers import this package and need none of these
+    from megatron_rl.config.reward import RewardConfig
+    from megatron_rl.types import Group, Prompt, Rollout
+
+logger = logging.getLogger(__name__)
+
+Task = dict[str, Any]
+
+_IN_PLACE = {"modsum": modsum_reward, "exact": lambda response, answer: float(response.strip() == answer.strip())}
+
+
+def check_reward(config: RewardConfig, max_response_length: int, sources: Iterable[str] = ()) -> None:
+    """Raise InputError for a `reward` section that cannot work. Starts and imports nothing: quick enough for `check`.
+
+    ``sources``: every `data_source` of the prompts, where already known.
+    """
+    for name in _names(config):
+        if ":" in name:
+            check_function(name)
+    if config.overlong and config.overlong.buffer > max_response_length:
+        raise InputError(
+            f"reward.overlong.buffer: {config.overlong.buffer} is more than the maximum response length "
+            f"({max_response_length}); every response would be punished. Use a part of it, say a quarter"
+        )
+    missing = sorted(set(sources) - set(config.by_source)) if config.name == "by_source" else []
+    if missing:
+        raise InputError(
+            f"reward.by_source: no entry for data source {', '.join(map(repr, missing))}; "
+            f"it has {sorted(config.by_source)}"
+        )
+
+
+def _names(config: RewardConfig) -> list[str]:
+    return sorted(set(config.by_source.values())) if config.name == "by_source" else [config.name]
+
+
+class Rewarder:
+    """Fills ``raw_reward``, ``reward`` and ``masked`` of rollouts.
+
+    Scoring is local: under several ranks each scores the groups that it holds. Worker processes start with the
+    Rewarder, where the reward needs any, and get ready while the engines do; `close` ends them.
+    """
+
+    def __init__(self, config: RewardConfig, max_response_length: int, sources: Iterable[str] = ()) -> None:
+        check_reward(config, max_response_length, sources)
+        self._config = config
+        self._max_response_length = max_response_length
+        names = _names(config)
+        functions = [name for name in names if ":" in name]
+        self._pool: WorkerPool | None = None
+        if functions or "math" in names:
+            self._pool = WorkerPool(
+                config.num_workers,
+                timeout_s=config.timeout_s,
+                memory_limit_mib=config.memory_limit_mib,
+                algebra="math" in names,
+                functions=functions,
+            )
+        self._warned = False
+
+    def score(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Score every rollout in place and return the metrics of it.
+
+        A response whose scoring failed earns 0: counted as ``reward/timeouts`` (over its limits),
+        ``reward/worker_failures`` (its worker died) or ``reward/errors`` (a reward function raised).
+        """
+        rollouts = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
+        verdicts = [self._verdict(prompt, rollout) for prompt, rollout in rollouts]
+        outcomes = self._settle(verdicts)
+        for (_, rollout), outcome in zip(rollouts, outcomes):
+            rollout.raw_reward = outcome.value
+            self._shape(rollout)
+        return _metrics([rollout for _, rollout in rollouts], outcomes)
+
+    def _verdict(self, prompt: Prompt, rollout: Rollout) -> float | Task:
+        """The reward, or the task for a worker that finds it."""
+        name = self._config.name
+        if name == "by_source":
+            if prompt.data_source not in self._config.by_source:
+                check_reward(self._config, self._max_response_length, [prompt.data_source])
+            name = self._config.by_source[prompt.data_source]
+        if name == "math":
+            return math_verdict(rollout.text, prompt.answer)
+        if name in _IN_PLACE:
+            return _IN_PLACE[name](rollout.text, prompt.answer)
+        return {
+            "kind": name,
+            "data_source": prompt.data_source,
+            "solution_str": rollout.text,
+            "ground_truth": prompt.answer,
+            "extra_info": prompt.extra,
+        }
+
+    def _settle(self, verdicts: Sequence[float | Task]) -> list[Outcome]:
+        """Have workers compute what is still a task; equal tasks once."""
+        unique: dict[Any, int] = {}
+        tasks: list[Task] = []
+        places: list[int] = []
+        for position, verdict in enumerate(verdicts):
+            if isinstance(verdict, dict):
+                key = (verdict["candidate"], verdict["gold"]) if verdict["kind"] == "math" else position
+                if key not in unique:
+                    unique[key] = len(tasks)
+                    tasks.append(verdict)
+                places.append(unique[key])
+        if not tasks:
+            return [Outcome(float(verdict)) for verdict in verdicts]  # type: ignore[arg-type]
+        if self._pool is None:
+            raise RuntimeError("this Rewarder is closed")
+        computed = self._pool.run(tasks)
+        self._warn(computed)
+        of_task = iter(places)
+        return [computed[next(of_task)] if isinstance(verdict, dict) else Outcome(verdict) for verdict in verdicts]
+
+    def _warn(self, outcomes: Sequence[Outcome]) -> None:
+        """Show the first exception of a reward function in full; later ones are only counted."""
+        failed = next((outcome for outcome in outcomes if outcome.failure == "error"), None)
+        if failed and not self._warned:
+            logger.warning("a reward function raised; such responses score 0 (reward/errors):\n%s", failed.detail)
+            self._warned = True
+
+    def _shape(self, rollout: Rollout) -> None:
+        rollout.reward = rollout.raw_reward
+        overlong = self._config.overlong
+        if overlong:
+            length = len(rollout.tokens)
+            rollout.reward += overlong_penalty(length, self._max_response_length, overlong.buffer, overlong.penalty)
+        if self._config.mask_truncated and rollout.truncated:
+            rollout.masked = True
+
+    def close(self) -> None:
+        """End the worker processes. May be called twice."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+
+    def __enter__(self) -> Rewarder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _metrics(rollouts: Sequence[Rollout], outcomes: Sequence[Outcome]) -> dict[str, float]:
+    count = max(len(rollouts), 1)
+    failures = [outcome.failure for outcome in outcomes]
+    return {
+        "critic/rewards/mean": sum(rollout.reward for rollout in rollouts) / count,
+        "critic/score/mean": sum(rollout.raw_reward for rollout in rollouts) / count,
+        "reward/masked_frac": sum(rollout.masked for rollout in rollouts) / count,
+        "reward/timeouts": float(failures.count("timeout")),
+        "reward/worker_failures": float(failures.count("crash")),
+        "reward/errors": float(failures.count("error")),
+    }
