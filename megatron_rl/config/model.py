@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from pydantic import model_validator
+from typing import Any, Literal
 
 from megatron_rl.config.base import Section
 from megatron_rl.errors import InputError
@@ -102,7 +100,7 @@ def _architecture(config: dict[str, Any]) -> Architecture:
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=bool(config.get("attention_bias", False)) or qkv_bias,
         qk_layernorm=qk_layernorm,
-        num_experts=config["num_experts"] if is_moe else 0,
+        num_experts=(config.get("num_experts") or config["num_local_experts"]) if is_moe else 0,
         experts_per_token=config["num_experts_per_tok"] if is_moe else 0,
         moe_ffn_hidden_size=config["moe_intermediate_size"] if is_moe else 0,
         norm_topk_prob=bool(config.get("norm_topk_prob", False)),
@@ -111,11 +109,5 @@ def _architecture(config: dict[str, Any]) -> Architecture:
 
 
 class RuntimeConfig(Section):
-    device: str = "auto"
-    """`cuda`, `cpu` or `auto` (CUDA where PyTorch sees a device). The only switch between a laptop and a cluster."""
-
-    @model_validator(mode="after")
-    def _known_device(self) -> RuntimeConfig:
-        if self.device not in ("auto", "cuda", "cpu"):
-            raise ValueError(f"device {self.device!r}: allowed are auto, cuda, cpu")
-        return self
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """`auto` is CUDA where PyTorch sees a device. The only switch between a laptop and a cluster."""

@@ -1,0 +1,88 @@
+"""Command line: ``python -m megatron_rl {train,check,schema} …``. Exit status: see `megatron_rl.errors`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_ENDED_BY_LIMIT, InputError, RunEnded
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except InputError as error:
+        # Every rank found the same problem: one message is enough.
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except RunEnded as reason:
+        print(f"run ended: {reason}", file=sys.stderr)
+        return EXIT_ENDED_BY_LIMIT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m megatron_rl", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = _command(commands, "train", _train, "run a recipe; under torchrun or srun for several ranks")
+    train.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|never|DIR",
+        help="auto (default): continue from the newest complete checkpoint of the run directory, if any; "
+        "never: start anew, refused where the run directory holds a run; DIR: continue from that checkpoint",
+    )
+    check = _command(commands, "check", _check, "check a recipe without starting an engine")
+    check.add_argument("--ranks", type=int, help="number of ranks the job will have (default: WORLD_SIZE, if set)")
+    schema = commands.add_parser("schema", help="print the recipe's JSON Schema, for editors")
+    schema.set_defaults(run=_schema)
+    return parser
+
+
+def _command(commands, name: str, run, text: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=text, description=text)
+    command.add_argument("recipe", help="YAML file")
+    command.add_argument(
+        "--set", action="append", default=[], metavar="KEY.PATH=VALUE", dest="overrides", help="override one key"
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+def _train(options: argparse.Namespace) -> int:
+    from megatron_rl.check import check_recipe
+    from megatron_rl.config import load_recipe
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    check_recipe(recipe, int(os.environ.get("WORLD_SIZE", 1)))
+    from megatron_rl.train import train
+
+    train(recipe, resume=options.resume)
+    return EXIT_DONE
+
+
+def _check(options: argparse.Namespace) -> int:
+    from megatron_rl.check import check_recipe
+    from megatron_rl.config import load_recipe
+
+    ranks = options.ranks or (int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
+    checked = check_recipe(load_recipe(options.recipe, options.overrides), ranks)
+    for what, value in checked.report:
+        print(f"{what:>10}  {value}")
+    return EXIT_DONE
+
+
+def _schema(options: argparse.Namespace) -> int:
+    from megatron_rl.config import Recipe
+
+    print(json.dumps(Recipe.model_json_schema(), indent=2))
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""From scored groups to the batch that the learner updates on."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from megatron_rl.config import Recipe
+from megatron_rl.objective import compute_advantages, informative_groups
+from megatron_rl.types import Batch, Group, Rollout, Sequence
+
+
+def build_batch(step: int, groups: list[Group], recipe: Recipe) -> Batch:
+    """Advantages over whole groups, then one `Sequence` per rollout, dealt into mini-batches in order.
+
+    Groups stay together, so that a mini-batch sees a group's positive and negative samples at once wherever
+    `batch.minibatches` divides the number of prompts.
+    """
+    pairs = [(group, rollout) for group in groups for rollout in group.rollouts]
+    advantages = compute_advantages(
+        torch.tensor([rollout.reward for _, rollout in pairs]),
+        torch.tensor([i for i, group in enumerate(groups) for _ in group.rollouts]),
+        recipe.objective.advantage,
+        lengths=torch.tensor([0 if rollout.masked else len(rollout.tokens) for _, rollout in pairs]),
+    )
+    sequences = [
+        _sequence(group, rollout, float(advantage)) for (group, rollout), advantage in zip(pairs, advantages, strict=True)
+    ]
+    parts = np.array_split(np.arange(len(sequences)), min(recipe.batch.minibatches, len(sequences) or 1))
+    return Batch(step=step, sequences=sequences, minibatches=[part.tolist() for part in parts if len(part)])
+
+
+def keep_informative(groups: list[Group]) -> list[Group]:
+    """The groups whose rewards are not all equal: the others carry no advantage [DAPO]."""
+    if not groups:
+        return []
+    rewards = torch.tensor([r for group in groups for r in group.rewards])
+    ids = torch.tensor([i for i, group in enumerate(groups) for _ in group.rollouts])
+    kept = set(ids[informative_groups(rewards, ids)].tolist())
+    return [group for i, group in enumerate(groups) if i in kept]
+
+
+def _sequence(group: Group, rollout: Rollout, advantage: float) -> Sequence:
+    response = np.asarray(rollout.tokens, dtype=np.int64)
+    return Sequence(
+        id=f"{rollout.prompt_id}/{rollout.sample}",
+        tokens=np.concatenate([np.asarray(group.prompt.tokens, dtype=np.int64), response]),
+        prompt_length=len(group.prompt.tokens),
+        inference_logprobs=rollout.inference_logprobs,
+        loss_mask=np.full(len(response), not rollout.masked),
+        advantage=advantage,
+        reward=rollout.reward,
+        policy_versions=rollout.policy_versions,
+        routed_experts=rollout.routed_experts,
+    )

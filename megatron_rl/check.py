@@ -1,0 +1,96 @@
+"""Everything about a recipe that can be known to be wrong before an engine starts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from megatron_rl.config import Recipe
+from megatron_rl.config.model import Architecture, read_architecture
+from megatron_rl.data import check_source
+from megatron_rl.errors import InputError
+
+
+@dataclass(frozen=True)
+class CheckedRecipe:
+    architecture: Architecture
+    world_size: int | None
+    report: list[tuple[str, str]]  # what, value: for a person to read
+
+
+def check_recipe(recipe: Recipe, world_size: int | None = None) -> CheckedRecipe:
+    """Model, layout, batch arithmetic, lengths, precision and data files of ``recipe``; no GPU, no engine, seconds.
+
+    Args:
+        world_size: ranks of the job; None: not known (then only what holds for every number of ranks is checked).
+
+    Raises:
+        InputError: with every problem found, one a line.
+    """
+    architecture = read_architecture(recipe.model.path)
+    problems = recipe.learner.parallel.problems(architecture, world_size)
+    problems += _lengths(recipe, architecture)
+    problems += _sampling(recipe)
+    for kind in ("train", "validation"):
+        for source in getattr(recipe.data, kind):
+            try:
+                check_source(source)
+            except InputError as error:
+                problems.append(f"data.{kind}: {error}")
+    if problems:
+        raise InputError(f"recipe {recipe.name}:\n" + "\n".join(f"  {problem}" for problem in problems))
+    return CheckedRecipe(architecture, world_size, _report(recipe, architecture, world_size))
+
+
+def _lengths(recipe: Recipe, architecture: Architecture) -> list[str]:
+    prompt, response = recipe.data.prompt.max_length, recipe.rollout.max_response_length
+    limit = architecture.max_position_embeddings
+    if prompt + response > limit:
+        return [
+            f"rollout.max_response_length: {response} plus data.prompt.max_length {prompt} is {prompt + response} "
+            f"tokens, the model holds {limit} (max_position_embeddings); shorten one of them"
+        ]
+    return []
+
+
+def _sampling(recipe: Recipe) -> list[str]:
+    """The learner's pi is the softmax at the sampling temperature; it knows no truncation of the vocabulary."""
+    rollout, found = recipe.rollout, []
+    if rollout.top_p < 1.0:
+        found.append(
+            f"rollout.top_p: {rollout.top_p} cuts the tail off mu but not off pi, a mismatch that no correction removes; "
+            "use 1.0 for training"
+        )
+    if rollout.top_k > 0:
+        found.append(f"rollout.top_k: {rollout.top_k} cuts mu but not pi; use -1 (off) for training")
+    if rollout.temperature <= 0:
+        found.append(f"rollout.temperature: {rollout.temperature} is greedy, a policy without gradient; use 1.0")
+    return found
+
+
+def _report(recipe: Recipe, a: Architecture, world_size: int | None) -> list[tuple[str, str]]:
+    parallel, learner, rollout = recipe.learner.parallel, recipe.learner, recipe.rollout
+    experts = f", {a.num_experts} experts top-{a.experts_per_token}" if a.is_moe else ", dense"
+    model_ranks = parallel.tensor * parallel.pipeline
+    ranks = world_size if world_size is not None else int(os.environ.get("WORLD_SIZE", model_ranks))
+    return [
+        ("model", f"{a.model_type}: {a.num_layers} layers, width {a.hidden_size}{experts}"),
+        (
+            "layout",
+            f"{ranks} ranks: tensor {parallel.tensor}, pipeline {parallel.pipeline}, expert {parallel.expert}, "
+            f"data {ranks // model_ranks}",
+        ),
+        (
+            "step",
+            f"{recipe.batch.prompts} prompts × {rollout.num_samples} samples = {recipe.num_sequences} sequences, "
+            f"{recipe.batch.minibatches} update(s) of {recipe.num_sequences // recipe.batch.minibatches}",
+        ),
+        ("run", f"{recipe.num_steps} steps, {recipe.num_updates} updates, into {recipe.run_dir}"),
+        ("precision", f"learner {learner.dtype}, rollout {rollout.dtype}"),
+        ("sampling", f"temperature {rollout.temperature:g}, log-probs of mu and pi after temperature"),
+        (
+            "objective",
+            f"{recipe.objective.advantage}, {recipe.objective.policy_term.name}, "
+            f"{'+'.join(c.mode for c in recipe.objective.correction) or 'no correction'}, {recipe.objective.aggregation}",
+        ),
+    ]

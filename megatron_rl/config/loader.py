@@ -1,0 +1,201 @@
+"""Reading a recipe: YAML with `extends:` and `--set`, checked at once, errors in the user's own terms."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from megatron_rl.config.recipe import Recipe
+from megatron_rl.errors import InputError
+
+_PATH_KEYS = (("model", "path"),)  # looked up from the folder of the recipe that names them
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that reads scalars as YAML 1.2 does and refuses a key given twice.
+
+    YAML 1.1, PyYAML's default, reads `off` as false and `1e-6` as a string: both are values people write here.
+    """
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
+        for _REPLACED in [("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=deep)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), "tTfF")
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:\d+\.\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(?:inf|nan))$"),
+    "-+0123456789.",
+)
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, merge, override and validate a recipe.
+
+    Args:
+        path: YAML file. `extends:` names one file or a list of files (relative to it), merged in order before it.
+        overrides: ``a.b=value`` strings, values in YAML, applied last.
+
+    Raises:
+        InputError: naming file, key path, value found, values allowed and the nearest valid key.
+    """
+    path = Path(path)
+    values = _read(path, ())
+    for override in overrides:
+        _apply(values, override)
+    _fill_in(values)
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise InputError(_explain(path, error)) from error
+
+
+def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
+    path = path.resolve()
+    if path in chain:
+        raise InputError(f"{path}: extends itself through {' → '.join(p.name for p in (*chain, path))}")
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        by = f" (extended by {chain[-1]})" if chain else ""
+        raise InputError(f"recipe {path}: no such file{by}{hint}")
+    try:
+        values = yaml.load(path.read_text(), _Loader)  # noqa: S506 (derives from SafeLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"recipe {path}: not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise InputError(f"recipe {path}: expected a mapping of keys, found {type(values).__name__}")
+    for keys in _PATH_KEYS:
+        _anchor(values, keys, path.parent)
+    for key in ("train", "validation"):
+        _anchor_sources(values.get("data"), key, path.parent)
+    bases = values.pop("extends", [])
+    merged: dict[str, Any] = {}
+    for base in [bases] if isinstance(bases, str) else bases:
+        merged = _merge(merged, _read(path.parent / base, (*chain, path)))
+    return _merge(merged, values)
+
+
+def _anchor(values: dict[str, Any], keys: tuple[str, ...], folder: Path) -> None:
+    *parents, last = keys
+    for key in parents:
+        values = values.get(key) if isinstance(values, dict) else None
+    if isinstance(values, dict) and isinstance(values.get(last), str):
+        values[last] = _existing(values[last], folder)
+
+
+def _anchor_sources(data: Any, key: str, folder: Path) -> None:
+    """Data files, like the model, are looked up beside the recipe that names them."""
+    if not isinstance(data, dict) or key not in data:
+        return
+    sources = data[key] if isinstance(data[key], list) else [data[key]]
+    data[key] = [
+        _existing(s, folder)
+        if isinstance(s, str)
+        else {**s, "path": _existing(s["path"], folder)}
+        if isinstance(s, dict) and isinstance(s.get("path"), str)
+        else s
+        for s in sources
+    ]
+
+
+def _existing(value: str, folder: Path) -> str:
+    beside = folder / value
+    return str(beside.resolve()) if not Path(value).is_absolute() and beside.exists() else value
+
+
+def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    """``top`` over ``base``, mappings key by key. Another policy term replaces the old one with all its numbers."""
+    merged = dict(base)
+    for key, value in top.items():
+        old = merged.get(key)
+        other_variant = key == "policy_term" and isinstance(value, dict) and "name" in value
+        if isinstance(old, dict) and isinstance(value, dict) and not (other_variant and value["name"] != old.get("name")):
+            merged[key] = _merge(old, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise InputError(f"--set {override!r}: expected KEY.PATH=VALUE")
+    try:
+        value = yaml.load(text, _Loader)  # noqa: S506
+    except yaml.YAMLError as error:
+        raise InputError(f"--set {override!r}: the value is not valid YAML: {error}") from error
+    *parents, last = key.strip().split(".")
+    for parent in parents:
+        values = values.setdefault(parent, {})
+        if not isinstance(values, dict):
+            raise InputError(f"--set {override!r}: {parent!r} is a value, not a section")
+    old = values.get(last)
+    values[last] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+
+
+def _fill_in(values: dict[str, Any]) -> None:
+    """The objective needs the longest response (Dr.GRPO's constant); the rollout section knows it."""
+    rollout, objective = values.get("rollout"), values.setdefault("objective", {})
+    if isinstance(rollout, dict) and isinstance(objective, dict) and "max_response_length" in rollout:
+        objective.setdefault("max_response_length", rollout["max_response_length"])
+
+
+def _explain(path: Path, error: ValidationError) -> str:
+    lines = []
+    for item in error.errors():
+        location = ".".join(str(part) for part in item["loc"])
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            lines.append(f"{location}: unknown key{_nearest(item['loc'])}")
+        elif item["type"] == "missing":
+            lines.append(f"{location}: missing, and it has no default")
+        elif item["type"] == "value_error":
+            lines += [f"{location}: {line}" if location else line for line in message.splitlines()]
+        else:
+            lines.append(f"{location}: found {item['input']!r}; {message[0].lower()}{message[1:]}")
+    return f"recipe {path}:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def _nearest(location: tuple[Any, ...]) -> str:
+    """``; did you mean …?`` by walking the schema to where the unknown key stands."""
+    model: Any = Recipe
+    for part in location[:-1]:
+        field = model.model_fields.get(part) if isinstance(part, str) and _is_section(model) else None
+        if field is not None:
+            model = next((t for t in _sections(field.annotation)), None)
+        # List indices and the tags of unions are no fields: stay where we are.
+    if not _is_section(model):
+        return ""
+    allowed = list(model.model_fields)
+    near = difflib.get_close_matches(str(location[-1]), allowed, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else f"; allowed are {', '.join(allowed)}"
+
+
+def _is_section(model: Any) -> bool:
+    return isinstance(model, type) and issubclass(model, BaseModel)
+
+
+def _sections(annotation: Any):
+    if _is_section(annotation):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _sections(argument)

@@ -1,0 +1,94 @@
+"""Checkpoints of the learner: Megatron's distributed format, readable under another layout, published atomically.
+
+A checkpoint is a folder ``step_00000050``: Megatron's shards plus ``trainer.json`` (step counters and the small states
+of the loop: sampler, scheduler, monitor). It is written under a temporary name and renamed when every rank is done, so
+a folder with the final name is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.utils import unwrap_model
+
+from megatron_rl.errors import InputError
+from megatron_rl.learner.distributed import world_rank, world_size
+
+TRAINER_FILE = "trainer.json"
+
+# fully_reshardable: optimizer state by parameter, so that another TP/EP/PP/DP can load it.
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": True,
+}
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(path for path in Path(folder).glob("step_*") if (path / TRAINER_FILE).is_file())
+
+
+def save_checkpoint(
+    folder: Path, step: int, model: GPTModel, optimizer: MegatronOptimizer, trainer_state: dict[str, Any]
+) -> Path:
+    """Write ``folder/step_…`` (every rank calls it) and return its path. An existing one of that step is replaced."""
+    final = Path(folder) / checkpoint_name(step)
+    partial = final.with_name(f".partial-{final.name}")
+    if world_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    _barrier()
+    dist_checkpointing.save(
+        _sharded_state(model, optimizer, is_loading=False), str(partial), content_metadata=_METADATA
+    )
+    if world_rank() == 0:
+        (partial / TRAINER_FILE).write_text(json.dumps(trainer_state, indent=1))
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+    _barrier()
+    return final
+
+
+def load_checkpoint(path: Path, model: GPTModel, optimizer: MegatronOptimizer) -> dict[str, Any]:
+    """Fill model and optimizer from ``path``, written under any layout; returns the trainer state."""
+    if not (Path(path) / TRAINER_FILE).is_file():
+        raise InputError(f"checkpoint {path}: no {TRAINER_FILE} in it; expected a complete folder step_…")
+    state = _sharded_state(model, optimizer, is_loading=True)
+    state = dist_checkpointing.load(state, str(path))
+    unwrap_model(model).load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return json.loads((Path(path) / TRAINER_FILE).read_text())
+
+
+def prune_checkpoints(folder: Path, keep_last: int) -> None:
+    """Delete all but the newest ``keep_last`` complete checkpoints (0 keeps all)."""
+    if world_rank() == 0 and keep_last > 0:
+        for path in list_checkpoints(folder)[:-keep_last]:
+            shutil.rmtree(path)
+
+
+def _sharded_state(model: GPTModel, optimizer: MegatronOptimizer, is_loading: bool) -> dict[str, Any]:
+    weights = unwrap_model(model).sharded_state_dict(metadata=dict(_METADATA))
+    return {
+        "model": weights,
+        "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=dict(_METADATA)),
+    }
+
+
+def _barrier() -> None:
+    if world_size() > 1:
+        dist.barrier()

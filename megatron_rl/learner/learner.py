@@ -1,0 +1,262 @@
+"""The learner: a Megatron model, its optimizer, and one method per thing the loop asks of them.
+
+Sums, not means: every microbatch's loss arrives divided by denominators taken over the whole mini-batch, Megatron adds
+gradients over microbatches and data-parallel ranks, and nothing is divided again. So loss and gradient do not depend on
+microbatch size, packing or layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_rl.config import Recipe
+from megatron_rl.config.model import Architecture, read_architecture
+from megatron_rl.errors import RunEnded
+from megatron_rl.learner import checkpoint
+from megatron_rl.learner.distributed import any_rank, gather_objects, initialize
+from megatron_rl.learner.logprobs import token_logprobs
+from megatron_rl.learner.model import DTYPES, build_model, use_transformer_engine
+from megatron_rl.learner.packing import Microbatch, build_microbatch, deal
+from megatron_rl.learner.scheduler import build_scheduler
+from megatron_rl.learner.weights import WeightMap
+from megatron_rl.objective import (
+    Denominators,
+    MetricStats,
+    NoiseKey,
+    ObjectiveInputs,
+    compute_objective,
+    finalize_metrics,
+    needs_old_logprobs,
+)
+from megatron_rl.types import Batch
+
+PhaseFn = Callable[[str], AbstractContextManager]
+
+
+class Learner:
+    """Holds the policy pi. Every rank of the job builds one and calls the same methods in the same order."""
+
+    def __init__(self, recipe: Recipe, phase: PhaseFn = lambda name: nullcontext()):
+        self.recipe, self.phase = recipe, phase
+        self.config = recipe.learner
+        self.device = initialize(self.config.parallel, recipe.runtime.device, recipe.seed)
+        self.architecture: Architecture = read_architecture(recipe.model.path)
+        model = build_model(self.architecture, self.config, self.device)
+        self.weights = WeightMap(model, self.architecture)
+        self.weights.load(recipe.model.path)
+        self.module = model  # the bare GPTModel; self.model wraps it for data parallelism
+        self.model, self.optimizer = self._wrap(model)
+        self.scheduler = build_scheduler(recipe.schedule, self.config.optimizer, self.optimizer, recipe.num_updates)
+        self.step = 0  # rollout steps done
+        self.num_updates = 0  # optimizer steps applied: the policy version
+        self.consecutive_skips = 0
+
+    def _wrap(self, model: torch.nn.Module) -> tuple[DistributedDataParallel, Any]:
+        optimizer, dtype = self.config.optimizer, self.config.dtype
+        model = DistributedDataParallel(
+            model.config,
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+            model,
+        )
+        config = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=optimizer.lr,
+            weight_decay=optimizer.weight_decay,
+            adam_beta1=optimizer.beta1,
+            adam_beta2=optimizer.beta2,
+            adam_eps=optimizer.eps,
+            clip_grad=optimizer.clip_grad,
+            params_dtype=DTYPES[dtype],
+            bf16=dtype == "bf16",
+            fp16=dtype == "fp16",
+            initial_loss_scale=2.0**15,
+            use_distributed_optimizer=True,
+        )
+        # Gloo twins of the groups are needed only where NCCL is the main backend.
+        wrapped = get_megatron_optimizer(config, [model], use_gloo_process_groups=self.device.type == "cuda")
+        model.config.grad_scale_func = wrapped.scale_loss
+        model.config.finalize_model_grads_func = _add_up_grads
+        return model, wrapped
+
+    # -- the update
+
+    def update(self, batch: Batch) -> dict[str, float]:
+        """One optimizer step per mini-batch of ``batch``; metrics over all of it, the same on every rank."""
+        if needs_old_logprobs(self.recipe.objective, len(batch.minibatches)):
+            with self.phase("old_logprobs"):
+                for sequence, logprobs in zip(batch.sequences, self.compute_logprobs(batch), strict=True):
+                    sequence.old_logprobs = logprobs
+        stats, steps = [], []
+        with self.phase("update"):
+            for indices in batch.minibatches:
+                minibatch_stats, step_metrics = self._update_minibatch(batch, indices)
+                stats.append(minibatch_stats)
+                steps.append(step_metrics)
+        metrics = finalize_metrics(MetricStats.merge(stats)) if stats else {}
+        for name in steps[0] if steps else ():
+            metrics[name] = float(np.mean([step[name] for step in steps]))
+        metrics["actor/num_updates"] = float(self.num_updates)
+        return metrics
+
+    def _update_minibatch(self, batch: Batch, indices: list[int]) -> tuple[MetricStats, dict[str, float]]:
+        sequences = [batch.sequences[i] for i in indices]
+        denominators = Denominators(
+            num_tokens=float(sum(int(s.loss_mask.sum()) for s in sequences)), num_sequences=float(len(sequences))
+        )
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        microbatches = self._microbatches(batch, indices)
+        results = self._run(microbatches, partial(self._loss, denominators=denominators))
+        stats = self._reduce_stats([stats for stats in results if stats is not None])
+        lr = self.optimizer.param_groups[0]["lr"]
+        updated, grad_norm, _ = self.optimizer.step()
+        if updated:
+            self.scheduler.step(1)
+            self.num_updates += 1
+        padded = sum(m.tokens.numel() for m in microbatches)
+        real = sum(m.num_real_tokens for m in microbatches)
+        totals = np.sum(gather_objects((padded, real)), axis=0)
+        return stats, {
+            "actor/grad_norm": float(grad_norm) if grad_norm is not None else float("nan"),
+            "actor/lr": float(lr),
+            "actor/update_skipped": float(not updated),
+            "perf/padding_frac": 1.0 - float(totals[1]) / float(totals[0]),
+        }
+
+    def _loss(
+        self, logits: torch.Tensor, microbatch: Microbatch, *, denominators: Denominators
+    ) -> tuple[torch.Tensor, torch.Tensor, MetricStats | None]:
+        unit = torch.ones((), dtype=torch.int, device=logits.device)  # Megatron's token count, unused: see _add_up_grads
+        if not microbatch.indices:
+            return logits.sum() * 0.0, unit, None
+        logprobs, entropy = self._token_logprobs(logits, microbatch)
+        inputs = ObjectiveInputs(
+            current_logprobs=logprobs,
+            old_logprobs=microbatch.old_logprobs,
+            inference_logprobs=microbatch.inference_logprobs,
+            advantages=microbatch.advantages,
+            loss_mask=microbatch.loss_mask,
+            cu_seqlens=microbatch.cu_seqlens,
+            sequence_ids=torch.tensor(microbatch.indices, device=logits.device),
+            entropy=entropy,
+        )
+        noise = NoiseKey(self.recipe.seed, self.num_updates)
+        result = compute_objective(inputs, self.recipe.objective, denominators=denominators, noise_key=noise)
+        return result.loss, unit, result.stats
+
+    def _reduce_stats(self, local: list[MetricStats]) -> MetricStats:
+        """Statistics of the whole mini-batch on every rank. Only the last pipeline stage has any."""
+        gathered = gather_objects([stats.cpu() for stats in local] if self._counts() else [])
+        return MetricStats.merge([stats for rank in gathered for stats in rank])
+
+    def _counts(self) -> bool:
+        """One rank per data-parallel replica speaks for it: first of its tensor group, on the last stage."""
+        return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+
+    # -- log-probabilities
+
+    def compute_logprobs(self, batch: Batch) -> list[np.ndarray]:
+        """log pi of every response token, one [R] float32 array per sequence, on every rank. No gradient."""
+
+        def collect(logits: torch.Tensor, microbatch: Microbatch):
+            found = []
+            if microbatch.indices:
+                logprobs, _ = self._token_logprobs(logits, microbatch)
+                pieces = logprobs.cpu().split(microbatch.response_lengths)
+                found = [(i, p.numpy()) for i, p in zip(microbatch.indices, pieces, strict=True)]
+            return logits.new_zeros(()), torch.ones((), dtype=torch.int, device=logits.device), found
+
+        with torch.no_grad():
+            results = self._run(self._microbatches(batch, range(len(batch.sequences))), collect, forward_only=True)
+        mine = [item for found in results for item in found] if self._counts() else []
+        by_index = dict(item for rank in gather_objects(mine) for item in rank)
+        return [by_index[i] for i in range(len(batch.sequences))]
+
+    def _token_logprobs(self, logits: torch.Tensor, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return token_logprobs(
+            logits.flatten(0, 1),
+            microbatch.positions,
+            microbatch.labels,
+            vocab_size=self.architecture.vocab_size,
+            temperature=self.recipe.rollout.temperature,
+            group=parallel_state.get_tensor_model_parallel_group(),
+        )
+
+    # -- running the model
+
+    def _microbatches(self, batch: Batch, indices: list[int] | range) -> list[Microbatch]:
+        lengths = [len(batch.sequences[i].tokens) for i in indices]
+        plan = deal(lengths, parallel_state.get_data_parallel_world_size(), self.config.max_tokens_per_microbatch)
+        return [
+            build_microbatch(
+                batch,
+                [indices[i] for i in chosen],
+                multiple_of=self.config.parallel.tensor,
+                pad_token=0,
+                device=self.device,
+            )
+            for chosen in plan[parallel_state.get_data_parallel_rank()]
+        ]
+
+    def _run(self, microbatches: list[Microbatch], loss: Callable, forward_only: bool = False) -> list[Any]:
+        """Megatron's schedule over ``microbatches``; what ``loss`` returned third, on the last stage, else empty."""
+
+        def forward_step(data: Iterator[Microbatch], model: torch.nn.Module):
+            microbatch = next(data)
+            if not use_transformer_engine(self.device):
+                self.module.rotary_pos_emb.position_ids = microbatch.position_ids
+            logits = model(
+                input_ids=microbatch.tokens,
+                position_ids=microbatch.position_ids[None],
+                attention_mask=None,
+                packed_seq_params=microbatch.packed,
+            )
+            return logits, partial(loss, microbatch=microbatch)
+
+        self.model.train(not forward_only)
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(microbatches),
+            model=[self.model],
+            num_microbatches=len(microbatches),
+            seq_length=microbatches[0].tokens.numel(),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    # -- weights and state
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole tensors in Hugging Face names, learner dtype, one at a time; collective (see `WeightMap.export`)."""
+        return self.weights.export()
+
+    def save(self, folder: Path, state: dict[str, Any]) -> Path:
+        """Checkpoint of this step. ``state``: what the loop wants back from `load`; JSON-able."""
+        own = {"step": self.step, "num_updates": self.num_updates, "scheduler": self.scheduler.state_dict()}
+        return checkpoint.save_checkpoint(folder, self.step, self.model, self.optimizer, {"learner": own, **state})
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Continue from a checkpoint; returns the loop's ``state``."""
+        state = checkpoint.load_checkpoint(path, self.model, self.optimizer)
+        own = state.pop("learner")
+        self.step, self.num_updates = own["step"], own["num_updates"]
+        self.scheduler.load_state_dict(own["scheduler"])
+        return state
+
+
+def _add_up_grads(model: list[torch.nn.Module], num_tokens: torch.Tensor | None, **kwargs: Any) -> None:
+    """Megatron's reduction of gradients without its division by tokens: our losses carry their denominators."""
+    finalize_model_grads(model, None, **kwargs)

@@ -1,0 +1,151 @@
+"""From a Hugging Face architecture to a Megatron `GPTModel` on this rank."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_rl.config.learner import LearnerConfig
+from megatron_rl.config.model import Architecture
+from megatron_rl.errors import InputError
+from megatron_rl.learner.attention import PackedRotaryEmbedding, SDPACoreAttention
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+try:
+    import transformer_engine  # noqa: F401
+
+    HAVE_TRANSFORMER_ENGINE = True
+except ImportError:
+    HAVE_TRANSFORMER_ENGINE = False
+
+
+def use_transformer_engine(device: torch.device) -> bool:
+    """TransformerEngine's layers where they can run, Megatron's own with SDPA elsewhere."""
+    return HAVE_TRANSFORMER_ENGINE and device.type == "cuda"
+
+
+def padded_vocab_size(architecture: Architecture, tensor_parallel: int) -> int:
+    """The vocabulary rounded up to what ``tensor_parallel`` ranks share evenly.
+
+    Padding rows never reach a softmax: `learner.logprobs` masks them, so that pi is over the same tokens as mu.
+    """
+    return -(-architecture.vocab_size // tensor_parallel) * tensor_parallel
+
+
+def transformer_config(
+    architecture: Architecture, learner: LearnerConfig, device: torch.device, num_ranks: int = 1
+) -> TransformerConfig:
+    """Megatron's configuration for this architecture, layout and precision."""
+    a, parallel, dtype = architecture, learner.parallel, DTYPES[learner.dtype]
+    te = use_transformer_engine(device)
+    config = {
+        "num_layers": a.num_layers,
+        "hidden_size": a.hidden_size,
+        "ffn_hidden_size": a.ffn_hidden_size,
+        "num_attention_heads": a.num_heads,
+        "num_query_groups": a.num_kv_heads,
+        "kv_channels": a.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": a.rms_norm_eps,
+        "qk_layernorm": a.qk_layernorm,
+        "add_bias_linear": False,
+        "add_qkv_bias": a.qkv_bias,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # precision
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": learner.dtype == "bf16",
+        "fp16": learner.dtype == "fp16",
+        "attention_softmax_in_fp32": True,
+        # layout
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+        "sequence_parallel": parallel.tensor > 1,
+        "variable_seq_lengths": parallel.pipeline > 1,
+        # Losses arrive divided by their global denominators; Megatron must only add them up.
+        "calculate_per_token_loss": True,
+        # Fusions need Apex or TransformerEngine kernels; on one side only they would add mismatch.
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": te,
+        "use_cpu_initialization": device.type == "cpu",
+        "perform_initialization": False,
+        **_recompute(learner.recompute, a.is_moe),
+    }
+    if a.is_moe:
+        config |= {
+            "num_moe_experts": a.num_experts,
+            "moe_router_topk": a.experts_per_token,
+            "moe_ffn_hidden_size": a.moe_ffn_hidden_size,
+            "moe_layer_freq": [int(moe) for moe in a.moe_layers],
+            # softmax over the selected logits = softmax over all, selected and renormalised
+            "moe_router_pre_softmax": not a.norm_topk_prob,
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_grouped_gemm": te,
+        }
+    return TransformerConfig(**config)
+
+
+def _recompute(mode: str, is_moe: bool) -> dict[str, object]:
+    if mode == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if mode == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"] + ["moe"] * is_moe}
+    return {}
+
+
+def layer_spec(config: TransformerConfig, device: torch.device) -> TransformerBlockSubmodules:
+    """Layers of this pipeline stage: TransformerEngine's, or Megatron's own with SDPA as core attention."""
+    te = use_transformer_engine(device)
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=te, normalization="RMSNorm")
+    if not te:
+        for layer in block.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = SDPACoreAttention
+    return block
+
+
+def build_model(architecture: Architecture, learner: LearnerConfig, device: torch.device) -> GPTModel:
+    """An uninitialised model (weights come from `learner.weights`), on this rank's stage, on ``device``."""
+    if architecture.rope_scaling is not None:
+        raise InputError(
+            f"model.path: rope scaling {architecture.rope_scaling} is not supported; remove it from config.json if the "
+            f"run stays within {architecture.max_position_embeddings} tokens"
+        )
+    config = transformer_config(architecture, learner, device)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=layer_spec(config, device),
+        vocab_size=padded_vocab_size(architecture, learner.parallel.tensor),
+        max_sequence_length=architecture.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=True,
+        share_embeddings_and_output_weights=architecture.tie_embeddings,
+        position_embedding_type="rope",
+        rotary_percent=1.0,
+        rotary_base=architecture.rope_theta,
+    )
+    if not use_transformer_engine(device):
+        model.rotary_pos_emb = PackedRotaryEmbedding(model.rotary_pos_emb)
+    model = model.to(device=device, dtype=DTYPES[learner.dtype])
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            # Experts keep an optimizer of their own whatever the layout is, so that its checkpoint can be loaded
+            # under another one: Megatron decides by this mark, and sets it only where expert parallelism is on.
+            parameter.allreduce = False
+    return model

@@ -1,0 +1,103 @@
+"""Dealing sequences over data-parallel ranks and microbatches, and laying a microbatch out as one packed row.
+
+Shapes: N packed tokens of a microbatch, b sequences in it, n response tokens in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_rl.learner.attention import PackedSequences
+from megatron_rl.types import Batch
+
+
+def deal(lengths: Seq[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
+    """Indices of sequences per rank and microbatch: ``result[rank][microbatch]``.
+
+    Every rank gets the same number of microbatches (expert-parallel ranks exchange tokens in each), as few as
+    ``max_tokens`` allows, and microbatches that run at the same time are of similar size. A sequence longer than
+    ``max_tokens`` goes alone; a microbatch can be empty when there are fewer sequences than ranks.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    num_rounds = max(1, -(-sum(lengths) // (num_ranks * max_tokens)))
+    while (bins := _fill(order, lengths, num_rounds * num_ranks, max_tokens)) is None:
+        num_rounds += 1
+    bins.sort(key=lambda b: -sum(lengths[i] for i in b))
+    plan: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    for round_ in range(num_rounds):
+        row = bins[round_ * num_ranks : (round_ + 1) * num_ranks]
+        for rank, indices in enumerate(row if round_ % 2 == 0 else reversed(row)):
+            plan[rank].append(sorted(indices))
+    return plan
+
+
+def _fill(order: list[int], lengths: Seq[int], num_bins: int, max_tokens: int) -> list[list[int]] | None:
+    """Longest first into the emptiest bin (LPT); None where one overflows."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    load = [0] * num_bins
+    for i in order:
+        emptiest = min(range(num_bins), key=load.__getitem__)
+        if bins[emptiest] and load[emptiest] + lengths[i] > max_tokens:
+            return None
+        bins[emptiest].append(i)
+        load[emptiest] += lengths[i]
+    return bins
+
+
+@dataclass
+class Microbatch:
+    """One packed row of tokens and what the objective needs of its sequences, on the device."""
+
+    indices: list[int]  # [b] into Batch.sequences
+    tokens: torch.Tensor  # [1, N] int64; the tail is padding to a multiple of the tensor-parallel size
+    position_ids: torch.Tensor  # [N] int64, restarting at each sequence
+    packed: PackedSequences
+    positions: torch.Tensor  # [n] int64: the row whose logits predict each response token
+    labels: torch.Tensor  # [n] int64: the response tokens
+    response_lengths: list[int]  # [b], sum n
+    cu_seqlens: torch.Tensor  # [b + 1] int64, offsets of the sequences among the response tokens
+    inference_logprobs: torch.Tensor  # [n] float32
+    old_logprobs: torch.Tensor | None  # [n] float32
+    advantages: torch.Tensor  # [b] float32
+    loss_mask: torch.Tensor  # [n] bool
+    num_real_tokens: int  # N without padding
+
+
+def build_microbatch(
+    batch: Batch, indices: list[int], *, multiple_of: int, pad_token: int, device: torch.device
+) -> Microbatch:
+    """Lay the sequences ``indices`` of ``batch`` out back to back.
+
+    The tail padding is a sequence of its own: attention, positions and losses of real tokens do not see it.
+    """
+    sequences = [batch.sequences[i] for i in indices]
+    lengths = [len(s.tokens) for s in sequences]
+    total = sum(lengths)
+    tail = -total % multiple_of if total else multiple_of
+    starts = np.cumsum([0, *lengths])
+    rows = lengths + [tail] * (tail > 0)
+    positions = [np.arange(start + s.prompt_length, start + len(s.tokens)) - 1 for start, s in zip(starts, sequences)]
+
+    def join(pieces: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(pieces or [np.zeros(0)])).to(device=device, dtype=dtype)
+
+    has_old = bool(sequences) and all(s.old_logprobs is not None for s in sequences)
+    return Microbatch(
+        indices=indices,
+        tokens=join([s.tokens for s in sequences] + [np.full(tail, pad_token)], torch.int64)[None],
+        position_ids=join([np.arange(n) for n in rows], torch.int64),
+        packed=PackedSequences.from_lengths(rows, device),
+        positions=join(positions, torch.int64),
+        labels=join([s.tokens[s.prompt_length :] for s in sequences], torch.int64),
+        response_lengths=[s.response_length for s in sequences],
+        cu_seqlens=join([np.cumsum([0, *(s.response_length for s in sequences)])], torch.int64),
+        inference_logprobs=join([s.inference_logprobs for s in sequences], torch.float32),
+        old_logprobs=join([s.old_logprobs for s in sequences], torch.float32) if has_old else None,
+        advantages=torch.tensor([s.advantage for s in sequences], dtype=torch.float32, device=device),
+        loss_mask=join([s.loss_mask for s in sequences], torch.bool),
+        num_real_tokens=total,
+    )
