@@ -1,0 +1,353 @@
+"""The `objective` section: advantage, policy term, correction of the training-inference mismatch, aggregation.
+
+Symbols of the papers: mu = probability under the rollout engine, po = under the learner at rollout weights,
+pi = under the learner now; rho = po/mu, r = pi/po, w = pi/mu; A = advantage.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
+
+from megatron_rl.config.base import Section
+
+AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce"]
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+Level = Literal["token", "sequence", "geometric"]
+
+ANCHORED_ON_ROLLOUT = ("reinforce", "dppo")
+"""Policy terms defined by pi and mu alone: no forward pass at rollout weights, and corrections see w for rho."""
+CARRIES_W = ("minirl", "dppo")
+"""Policy terms that already hold w = pi/mu: a second importance weight would square the correction."""
+SEQUENCE_RATIO = ("gspo", "gmpo")
+"""Policy terms whose ratio belongs to a sequence: they are the papers' only when sequences count alike."""
+
+PPO_LIKE_CLIP = 0.01
+"""Bounds of a length-normalized sequence ratio live near 1e-4; from here up they look like PPO's per-token ones."""
+
+
+class ObjectiveWarning(UserWarning):
+    """A legal objective that is probably not what was meant."""
+
+
+class PpoClip(Section):
+    name: Literal["ppo_clip"] = "ppo_clip"
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    """epsilon_low: the ratio r is clipped below at 1 - clip_low."""
+    clip_high: PositiveFloat = 0.28
+    """epsilon_high: r is clipped above at 1 + clip_high (0.28 is DAPO's, 0.2 PPO's)."""
+    dual_clip: float | None = Field(None, gt=1)
+    """For A < 0 the loss is bounded by -dual_clip · A. null: no bound."""
+
+
+class Gspo(Section):
+    name: Literal["gspo"] = "gspo"
+    clip_low: float = Field(3e-4, gt=0, lt=1)
+    """epsilon_low of the sequence ratio s; far smaller than PPO's because s is a geometric mean over tokens."""
+    clip_high: PositiveFloat = 4e-4
+    """epsilon_high of the sequence ratio s."""
+
+
+class Gmpo(Section):
+    name: Literal["gmpo"] = "gmpo"
+    log_clip_low: PositiveFloat = 0.4
+    """A token's log-ratio is clipped below at -log_clip_low where A < 0."""
+    log_clip_high: PositiveFloat = 0.4
+    """A token's log-ratio is clipped above at log_clip_high where A > 0."""
+
+
+class Cispo(Section):
+    name: Literal["cispo"] = "cispo"
+    clip_high: PositiveFloat = 5.0
+    """epsilon_high: the detached ratio is clipped to [0, 1 + clip_high]. The paper tunes it and prints no value."""
+
+
+class Reinforce(Section):
+    name: Literal["reinforce"] = "reinforce"
+
+
+class MiniRl(Section):
+    name: Literal["minirl"] = "minirl"
+    cap: PositiveFloat = 5.0
+    """w is truncated here."""
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    """Tokens with A < 0 and r < 1 - clip_low are masked."""
+    clip_high: PositiveFloat = 0.27
+    """Tokens with A > 0 and r > 1 + clip_high are masked."""
+
+
+class Dppo(Section):
+    name: Literal["dppo"] = "dppo"
+    divergence: Literal["tv", "kl"] = "tv"
+    """Distance between the two-point distributions (sampled token, any other) of mu and pi: |mu - pi|, or KL."""
+    delta: PositiveFloat | None = None
+    """Distance from which updates that move further away are masked. null: 0.15 for tv, 0.05 for kl."""
+    cap: PositiveFloat = 20.0
+    """C: w is truncated here (20 in the authors' code)."""
+
+    @property
+    def threshold(self) -> float:
+        return self.delta if self.delta is not None else {"tv": 0.15, "kl": 0.05}[self.divergence]
+
+
+class Sapo(Section):
+    name: Literal["sapo"] = "sapo"
+    tau_positive: PositiveFloat = 1.0
+    """Temperature of the sigmoid gate where A >= 0."""
+    tau_negative: PositiveFloat = 1.05
+    """Temperature of the sigmoid gate where A < 0; larger, so that these fade faster away from r = 1."""
+
+
+PolicyTerm = Annotated[
+    PpoClip | Gspo | Gmpo | Cispo | Reinforce | MiniRl | Dppo | Sapo,
+    Field(discriminator="name"),
+]
+
+
+class NoCorrection(Section):
+    mode: Literal["none"] = "none"
+
+
+class Is(Section):
+    mode: Literal["is"] = "is"
+    level: Level = "token"
+    """Which ratio is the weight: the token's, the product over the sequence, or its geometric mean."""
+
+
+class Tis(Section):
+    mode: Literal["tis"] = "tis"
+    level: Level = "token"
+    """Which ratio is the weight: the token's, the product over the sequence, or its geometric mean."""
+    cap: PositiveFloat = 2.0
+    """C: the weight is min(ratio, C). 2 in arXiv 2602.01826, 3 in arXiv 2510.26788."""
+
+
+class _Masking(Section):
+    renormalize: bool = False
+    """false: a dropped token keeps its place in the denominators. true: it leaves them."""
+
+
+class Mis(_Masking):
+    mode: Literal["mis"] = "mis"
+    level: Level = "token"
+    """Which ratio is the weight: the token's, the product over the sequence, or its geometric mean."""
+    cap: PositiveFloat = 3.0
+    """C: the weight is the ratio where it is at most C, else 0 (3 with the sequence level in arXiv 2510.26788)."""
+    lower: PositiveFloat | None = None
+    """Ratios below this are dropped too. null: one-sided, as the papers write it."""
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> Mis:
+        if self.lower is not None and self.lower >= self.cap:
+            raise ValueError(f"lower {self.lower:g} is not below cap {self.cap:g}: every token would be dropped")
+        return self
+
+
+class IcePop(_Masking):
+    mode: Literal["icepop"] = "icepop"
+    level: Literal["token"] = "token"
+    """IcePop is defined on tokens."""
+    lower: PositiveFloat = 0.5
+    """Tokens whose ratio is below are dropped."""
+    upper: PositiveFloat = 5.0
+    """Tokens whose ratio is above are dropped."""
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> IcePop:
+        if self.lower >= self.upper:
+            raise ValueError(
+                f"lower {self.lower:g} is not below upper {self.upper:g}: every token would be dropped; "
+                f"the bounds look reversed (lower: {self.upper:g}, upper: {self.lower:g}?)"
+            )
+        return self
+
+
+class Reject(_Masking):
+    mode: Literal["reject"] = "reject"
+    statistic: Literal["geometric", "seq_mean_k1", "seq_mean_k3", "max_k3"] = "seq_mean_k3"
+    """What a sequence is judged by. `geometric` and `seq_mean_k1` are compared with bounds on the ratio scale (1 is
+    agreement): lower <= exp(mean log rho) <= upper. `seq_mean_k3` and `max_k3` are divergences: 0 is agreement."""
+    lower: NonNegativeFloat | None = None
+    """Sequences with a smaller statistic are dropped. null: no bound."""
+    upper: PositiveFloat | None = None
+    """Sequences with a larger statistic are dropped. null: no bound."""
+
+    @field_validator("statistic", mode="before")
+    @classmethod
+    def _other_spellings(cls, statistic: Any) -> Any:
+        return {"geometric_mean": "geometric", "seq_max_k3": "max_k3"}.get(statistic, statistic)
+
+    @property
+    def on_ratio_scale(self) -> bool:
+        return self.statistic in ("geometric", "seq_mean_k1")
+
+    @model_validator(mode="after")
+    def _bounds_make_sense(self) -> Reject:
+        if self.lower is None and self.upper is None:
+            raise ValueError("neither lower nor upper is given: nothing would be rejected; set at least one")
+        if self.lower is not None and self.upper is not None and self.lower >= self.upper:
+            raise ValueError(f"lower {self.lower:g} is not below upper {self.upper:g}: every sequence would be dropped")
+        if self.on_ratio_scale and self.lower == 0:
+            raise ValueError("lower 0 on the ratio scale bounds nothing; leave it out")
+        return self
+
+
+class Veto(_Masking):
+    mode: Literal["veto"] = "veto"
+    threshold: PositiveFloat = 1e-4
+    """A sequence with any token ratio below this is dropped."""
+
+
+class Opsm(_Masking):
+    mode: Literal["opsm"] = "opsm"
+    delta: PositiveFloat = 1e-4
+    """A sequence with A < 0 is dropped where mean_t(log po - log pi) exceeds this."""
+
+
+Correction = Annotated[
+    NoCorrection | Is | Tis | Mis | IcePop | Reject | Veto | Opsm,
+    Field(discriminator="mode"),
+]
+WEIGHTING_MODES = ("is", "tis", "mis", "icepop")
+
+
+class Distortion(Section):
+    """Weight distortion of arXiv 2602.01103, Eqs 17-18: an instrument that provokes instability on purpose."""
+
+    delta: NonNegativeFloat
+    """phi: weight of tokens with po < low_prob; the paper uses 3, 2, 1.2 and 0."""
+    low_prob: float = Field(0.1, gt=0, lt=1)
+    """pi_low: below this probability a token's term is multiplied by delta."""
+
+
+class Variance(Section):
+    """Variance injection of arXiv 2602.01103, Eq 21: unbiased noise on every token's term, the control experiment."""
+
+    sigma: PositiveFloat = 0.2
+    """Standard deviation of the factor, whose mean is 1."""
+
+
+class ObjectiveConfig(Section):
+    """What is minimised. Spelling and equations: docs/add-an-objective.md and the functions' docstrings."""
+
+    advantage: AdvantageName = "grpo"
+    """How rewards become advantages: grpo (standardized in the group), dr_grpo (centred), rloo (leave one out),
+    reinforce_pp (centred, then whitened over the batch), reinforce (the reward itself)."""
+    policy_term: PolicyTerm = PpoClip()
+    """The surrogate of one token or sequence; a bare name stands for its defaults."""
+    correction: list[Correction] = []
+    """Weights and masks against the training-inference mismatch; they multiply the policy term, and each other."""
+    aggregation: Aggregation = "token-mean"
+    """How token terms become one number over the global mini-batch."""
+    max_response_length: PositiveInt | None = None
+    """L, the constant that seq-mean-token-sum-norm divides by; filled from the rollout section where absent."""
+    distortion: Distortion | None = None
+    """Instrument: biased token weights. null: off."""
+    variance: Variance | None = None
+    """Instrument: unbiased noise on token weights. null: off."""
+    prob_bands: tuple[float, ...] = (0.01, 0.1, 0.5, 0.9)
+    """Edges in (0, 1) of the bands of po for mismatch/rho_mean/<band> and mismatch/rho_count/<band>."""
+
+    @field_validator("policy_term", mode="before")
+    @classmethod
+    def _bare_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("correction", mode="before")
+    @classmethod
+    def _none_is_empty(cls, value: Any) -> Any:
+        if value is None:
+            return []
+        return (
+            [{"mode": item} if isinstance(item, str) else item for item in value] if isinstance(value, list) else value
+        )
+
+    @field_validator("prob_bands")
+    @classmethod
+    def _bands_ascend(cls, edges: tuple[float, ...]) -> tuple[float, ...]:
+        if list(edges) != sorted(set(edges)) or any(not 0 < edge < 1 for edge in edges):
+            raise ValueError(f"edges must ascend strictly inside (0, 1), found {list(edges)}")
+        return edges
+
+    @model_validator(mode="after")
+    def _combination_makes_sense(self) -> ObjectiveConfig:
+        name = self.policy_term.name
+        if self.aggregation == "seq-mean-token-sum-norm" and self.max_response_length is None:
+            raise ValueError(
+                "aggregation seq-mean-token-sum-norm divides by max_response_length, which is absent; set it to the "
+                "longest response that rollouts may have (never the padded width of a batch)"
+            )
+        for item in self.correction:
+            if item.mode in WEIGHTING_MODES and name in CARRIES_W:
+                raise ValueError(
+                    f"correction mode {item.mode} on policy term {name}, which already carries w = pi/mu: the mismatch "
+                    f"would be corrected twice; leave it out (masks alone, reject, veto and opsm, are allowed)"
+                )
+            if getattr(item, "renormalize", False) and (name in ANCHORED_ON_ROLLOUT or item.mode == "opsm"):
+                raise ValueError(
+                    f"renormalize on {item.mode} with policy term {name}: what it drops depends on the current policy, "
+                    "so the global denominator would be known only after every microbatch has run; leave it false"
+                )
+        for message in objective_warnings(self):
+            warnings.warn(message, ObjectiveWarning, stacklevel=2)
+        return self
+
+    @property
+    def active_corrections(self) -> list[Correction]:
+        """The correction list without `none`."""
+        return [item for item in self.correction if item.mode != "none"]
+
+    @property
+    def renormalizes(self) -> bool:
+        """Whether a dropped token leaves the denominators, which then depend on old and inference log-probs."""
+        return any(getattr(item, "renormalize", False) for item in self.correction)
+
+
+def objective_warnings(config: ObjectiveConfig) -> list[str]:
+    """Reasons to doubt a legal objective, one sentence each; raised as ObjectiveWarning on validation."""
+    term, found = config.policy_term, []
+    if term.name == "gspo" and max(term.clip_low, term.clip_high) >= PPO_LIKE_CLIP:
+        found.append(
+            f"gspo clips at 1 - {term.clip_low:g} and 1 + {term.clip_high:g}, which look like PPO's per-token bounds; "
+            "its ratio is a geometric mean over the sequence and needs about 3e-4 and 4e-4, or it is never clipped"
+        )
+    if term.name == "ppo_clip" and max(term.clip_low, term.clip_high) < PPO_LIKE_CLIP:
+        found.append(
+            f"ppo_clip clips at 1 - {term.clip_low:g} and 1 + {term.clip_high:g}, which look like GSPO's bounds for a "
+            "sequence ratio; per-token ratios usually need about 0.2"
+        )
+    if term.name in SEQUENCE_RATIO and config.aggregation != "seq-mean-token-mean":
+        found.append(
+            f"{term.name} equals the paper's sequence objective only under aggregation seq-mean-token-mean, "
+            f"found {config.aggregation}"
+        )
+    weighting = [item.mode for item in config.correction if item.mode in WEIGHTING_MODES]
+    if len(weighting) > 1:
+        found.append(
+            f"the corrections {', '.join(weighting)} each multiply by an importance ratio: the product counts it twice"
+        )
+    for item in config.correction:
+        if item.mode == "reject" and item.on_ratio_scale and not (item.lower or 0) < 1 < (item.upper or math.inf):
+            found.append(
+                f"reject on {item.statistic} compares on the ratio scale, where 1 means agreement, and its bounds "
+                f"(lower {item.lower}, upper {item.upper}) drop sequences on which both engines agree; divergences "
+                "like 0.001 belong to seq_mean_k3 and max_k3"
+            )
+    if any(getattr(item, "cap", math.inf) < 1 for item in config.correction):
+        found.append("a correction cap below 1 shrinks tokens on which both engines agree")
+    return found
+
+
+def with_max_response_length(section: Mapping[str, Any] | None, max_response_length: int) -> dict[str, Any]:
+    """The raw `objective` mapping of a recipe with max_response_length filled where absent or null.
+
+    A loader calls this with rollout's limit before `ObjectiveConfig.model_validate`.
+    """
+    filled = dict(section or {})
+    if filled.get("max_response_length") is None:
+        filled["max_response_length"] = max_response_length
+    return filled

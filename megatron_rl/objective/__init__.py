@@ -1,0 +1,31 @@
+"""What is minimised: advantages · policy terms · corrections · aggregation · instruments, as pure functions.
+
+No collectives and no state: a learner splits a mini-batch as it likes, passes the global denominators in, and adds
+up losses and metric statistics. How to add a term: docs/add-an-objective.md.
+"""
+
+from megatron_rl.objective.advantages import ADVANTAGES, compute_advantages
+from megatron_rl.objective.aggregation import AGGREGATIONS, compute_denominators
+from megatron_rl.objective.compute import ObjectiveResult, compute_objective
+from megatron_rl.objective.corrections import CORRECTIONS
+from megatron_rl.objective.inputs import Denominators, NoiseKey, ObjectiveInputs, needs_old_logprobs
+from megatron_rl.objective.metrics import finalize_metrics
+from megatron_rl.objective.policy_terms import POLICY_TERMS
+from megatron_rl.objective.stats import MetricStats
+
+__all__ = [
+    "ADVANTAGES",
+    "AGGREGATIONS",
+    "CORRECTIONS",
+    "POLICY_TERMS",
+    "Denominators",
+    "MetricStats",
+    "NoiseKey",
+    "ObjectiveInputs",
+    "ObjectiveResult",
+    "compute_advantages",
+    "compute_denominators",
+    "compute_objective",
+    "finalize_metrics",
+    "needs_old_logprobs",
+]

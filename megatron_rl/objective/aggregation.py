@@ -1,0 +1,95 @@
+"""From token terms to one number over the global mini-batch (algorithms.md §4).
+
+Every call returns its additive share: with the global denominators passed in, the shares of all microbatches of all
+data-parallel ranks sum to the loss of the mini-batch. Shapes: "tokens" is [B, T] padded or [N] packed; ``B``
+sequences; L = max_response_length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.objective import ObjectiveConfig
+from megatron_rl.errors import InputError
+from megatron_rl.objective.corrections import correct
+from megatron_rl.objective.inputs import Denominators, ObjectiveInputs, Tokens, check_available, read_tokens
+
+
+def _token_mean(lengths: Tensor, counts: Denominators, config: ObjectiveConfig) -> Tensor | float:
+    """Σ_i Σ_t m l / Σ_i Σ_t m [DAPO Eq 8]."""
+    return _share(1.0, counts.num_tokens)
+
+
+def _seq_mean_token_mean(lengths: Tensor, counts: Denominators, config: ObjectiveConfig) -> Tensor | float:
+    """(1/B) Σ_i (Σ_t m l / T_i) [GSPO Eq 5; OH Eq 3]; a sequence without a trained token contributes 0."""
+    return _share(1.0, counts.num_sequences) / lengths.clamp(min=1)
+
+
+def _seq_mean_token_sum(lengths: Tensor, counts: Denominators, config: ObjectiveConfig) -> Tensor | float:
+    """(1/B) Σ_i Σ_t m l."""
+    return _share(1.0, counts.num_sequences)
+
+
+def _seq_mean_token_sum_norm(lengths: Tensor, counts: Denominators, config: ObjectiveConfig) -> Tensor | float:
+    """(1/B) Σ_i Σ_t m l / L, Dr. GRPO with the configured L, whatever the padded width."""
+    return _share(1.0 / config.max_response_length, counts.num_sequences)
+
+
+def _share(numerator: float, count: Tensor | float) -> Tensor | float:
+    """numerator / count; numerator where nothing is counted: every term is masked then and the loss 0, not 0/0."""
+    return numerator / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1))
+
+
+AGGREGATIONS: dict[str, Callable[[Tensor, Denominators, ObjectiveConfig], Tensor | float]] = {
+    "token-mean": _token_mean,
+    "seq-mean-token-mean": _seq_mean_token_mean,
+    "seq-mean-token-sum": _seq_mean_token_sum,
+    "seq-mean-token-sum-norm": _seq_mean_token_sum_norm,
+}
+"""Functions of (trained tokens of each sequence [B], global counts, config) to a factor: a number or [B]."""
+
+
+def token_factors(tokens: Tokens, kept: Tensor, counts: Denominators, config: ObjectiveConfig) -> Tensor | float:
+    """The factor of each token's term, a number or tokens; `kept` are the bool tokens that denominators count."""
+    lengths = tokens.lengths if kept is tokens.mask else tokens.layout.sum(kept.to(tokens.weight.dtype))
+    factor = AGGREGATIONS[config.aggregation](lengths, counts, config)
+    return tokens.layout.expand(factor) if isinstance(factor, Tensor) and factor.dim() else factor
+
+
+def count(tokens: Tokens, kept: Tensor, renormalized: bool) -> Denominators:
+    """Denominators of the given tokens alone. Every sequence counts, fully masked ones too, unless renormalized."""
+    num_tokens = kept.sum(dtype=torch.float64)
+    if not renormalized:
+        return Denominators(num_tokens, float(tokens.layout.num_sequences))
+    alive = (tokens.layout.sum(kept.to(tokens.weight.dtype)) > 0) | (tokens.lengths == 0)
+    return Denominators(num_tokens, alive.sum(dtype=torch.float64), renormalized=True)
+
+
+@torch.no_grad()
+def compute_denominators(inputs: ObjectiveInputs, config: ObjectiveConfig | None = None) -> Denominators:
+    """Counts of these sequences, to be summed over microbatches and ranks before the first gradient.
+
+    Reads `loss_mask` and its layout. Where `config` has a `renormalize` correction it also applies the corrections,
+    which needs `old_logprobs` and `inference_logprobs` (`current_logprobs` is then any tensor of the same shape; the
+    old log-probs will do). The results are 0-dim tensors on the device: nothing waits for it.
+
+    Raises InputError where a needed tensor is absent.
+    """
+    if config is None or not config.renormalizes:
+        tokens = read_tokens(inputs)
+        return count(tokens, tokens.mask, renormalized=False)
+    if inputs.old_logprobs is None:
+        raise InputError(
+            "old_logprobs is None, but a correction with renormalize: true needs them to count what is kept"
+        )
+    check_available(inputs, config)
+    tokens = read_tokens(inputs)
+    return count(tokens, kept_tokens(tokens, correct(tokens, config).left_out), renormalized=True)
+
+
+def kept_tokens(tokens: Tokens, left_out: Tensor | None) -> Tensor:
+    """bool tokens that denominators count; the mask itself where nothing is left out."""
+    return tokens.mask if left_out is None else tokens.mask & ~left_out

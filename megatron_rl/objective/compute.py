@@ -1,0 +1,93 @@
+"""The objective: policy term × corrections × instruments, aggregated over the global mini-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.objective import ObjectiveConfig
+from megatron_rl.errors import InputError
+from megatron_rl.objective.aggregation import count, kept_tokens, token_factors
+from megatron_rl.objective.corrections import Corrected, correct
+from megatron_rl.objective.inputs import (
+    Denominators,
+    NoiseKey,
+    ObjectiveInputs,
+    Tokens,
+    check_available,
+    read_tokens,
+)
+from megatron_rl.objective.instruments import distortion_factor, ids_for_noise, variance_factor
+from megatron_rl.objective.metrics import collect, finalize_metrics
+from megatron_rl.objective.policy_terms import POLICY_TERMS
+from megatron_rl.objective.stats import MetricStats
+
+
+@dataclass(frozen=True)
+class ObjectiveResult:
+    loss: Tensor  # 0-dim, differentiable: this call's share of the mini-batch's loss
+    stats: MetricStats  # detached, on the device; merge and reduce before finalize_metrics
+
+    @cached_property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of this call alone, as plain floats. Reading them waits for the device."""
+        return finalize_metrics(self.stats)
+
+
+def compute_objective(
+    inputs: ObjectiveInputs,
+    config: ObjectiveConfig,
+    denominators: Denominators | None = None,
+    noise_key: NoiseKey | tuple[int, int] = (0, 0),
+) -> ObjectiveResult:
+    """Loss and metric statistics of some sequences of a mini-batch.
+
+    With `denominators` of the global mini-batch (see compute_denominators) the losses of its microbatches and ranks
+    sum to the loss of the whole, whatever the split; without, these sequences are the mini-batch. Nothing waits for
+    the device before `result.metrics` is read.
+
+    Per token: loss = φ · ξ · weight · term, times the factor of the aggregation; all but the term carry no gradient
+    (algorithms.md §2 term, §3 weight, §4 factor, §5 φ and ξ). `noise_key` (seed, step) names the draw of ξ.
+
+    Raises InputError where shapes disagree or a needed tensor is absent.
+    """
+    check_available(inputs, config)
+    tokens = read_tokens(inputs)
+    corrected = correct(tokens, config)
+    kept = kept_tokens(tokens, corrected.left_out)
+    factor = token_factors(tokens, kept, _denominators(tokens, kept, config, denominators), config)
+    term = POLICY_TERMS[config.policy_term.name](tokens, config.policy_term)
+    weight = _token_weight(tokens, config, corrected, denominators is None, NoiseKey(*noise_key))
+    loss = (term.loss * (weight * factor)).sum()
+    return ObjectiveResult(loss, collect(tokens, config, term, corrected, loss))
+
+
+@torch.no_grad()
+def _token_weight(
+    tokens: Tokens, config: ObjectiveConfig, corrected: Corrected, whole_minibatch: bool, key: NoiseKey
+) -> Tensor:
+    """tokens: product of mask, corrections, φ and ξ."""
+    weight = tokens.weight
+    if corrected.weight is not None:
+        weight = weight * corrected.weight
+    if config.distortion is not None:
+        weight = weight * distortion_factor(tokens, config.distortion)
+    if config.variance is not None:
+        ids = ids_for_noise(tokens, whole_minibatch)
+        weight = weight * variance_factor(tokens, config.variance, key, ids)
+    return weight
+
+
+def _denominators(tokens: Tokens, kept: Tensor, config: ObjectiveConfig, given: Denominators | None) -> Denominators:
+    if given is None:
+        return count(tokens, kept, config.renormalizes)
+    if given.renormalized != config.renormalizes:
+        raise InputError(
+            f"the objective {'has' if config.renormalizes else 'has no'} correction with renormalize: true, but the "
+            f"denominators were counted {'with' if given.renormalized else 'without'} one; "
+            "pass the same config to compute_denominators"
+        )
+    return given

@@ -1,0 +1,171 @@
+"""Corrections of the training-inference mismatch: weights and masks outside the policy term (algorithms.md §3).
+
+Symbols: rho = po/mu per token; for terms anchored on the rollout engine (reinforce, dppo) w = pi/mu stands in its
+place. Nothing here carries a gradient. Shapes: "tokens" is [B, T] padded or [N] packed; ``B`` sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.objective import ANCHORED_ON_ROLLOUT, ObjectiveConfig, Reject
+from megatron_rl.objective.guards import k3, safe_exp
+from megatron_rl.objective.inputs import Tokens
+
+
+class Ratios:
+    """The importance ratios that corrections are made of, each computed at most once."""
+
+    def __init__(self, tokens: Tokens, anchored_on_rollout: bool):
+        self.tokens = tokens
+        learner = tokens.current.detach() if anchored_on_rollout else tokens.old
+        self.log = learner - tokens.inference  # tokens, log rho (or log w), 0 where masked
+
+    @cached_property
+    def log_sum(self) -> Tensor:
+        """[B]: Σ_t log rho."""
+        return self.tokens.layout.sum(self.log)
+
+    @cached_property
+    def log_mean(self) -> Tensor:
+        """[B]: mean_t log rho; minus the sequence mean of k1."""
+        return self.log_sum / self.tokens.lengths.clamp(min=1)
+
+    @cached_property
+    def token(self) -> Tensor:
+        """tokens: rho."""
+        return safe_exp(self.log)
+
+    def at(self, level: str) -> Tensor:
+        """tokens: rho_t, or P_i = exp(Σ_t log rho), or exp(mean_t log rho), the last two repeated on their tokens."""
+        if level == "token":
+            return self.token
+        return self.tokens.layout.expand(safe_exp(self.log_sum if level == "sequence" else self.log_mean))
+
+    def expand(self, per_sequence: Tensor) -> Tensor:
+        return self.tokens.layout.expand(per_sequence)
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What one correction does: multiply by `weight`, then set to 0 where not `keep`."""
+
+    weight: Tensor | None = None  # tokens
+    keep: Tensor | None = None  # bool tokens
+    bounds: tuple[float, float] | None = None  # of the weighting modes' ratio, for rollout_is_* metrics
+
+
+def importance(config, ratios: Ratios) -> Effect:
+    """`is`: rho, untruncated [FP16 Eq 5]."""
+    return Effect(weight=ratios.at(config.level), bounds=(0.0, math.inf))
+
+
+def truncated(config, ratios: Ratios) -> Effect:
+    """`tis`: min(rho, C) [LD; FP16]."""
+    return Effect(weight=ratios.at(config.level).clamp(max=config.cap), bounds=(0.0, config.cap))
+
+
+def masked(config, ratios: Ratios) -> Effect:
+    """`mis`: rho · 1[rho <= C], optionally also rho >= lower."""
+    return _band(ratios.at(config.level), config.lower or 0.0, config.cap)
+
+
+def icepop(config, ratios: Ratios) -> Effect:
+    """`icepop`: rho_t · 1[lower <= rho_t <= upper]."""
+    return _band(ratios.token, config.lower, config.upper)
+
+
+def _band(ratio: Tensor, lower: float, upper: float) -> Effect:
+    return Effect(weight=ratio, keep=(ratio >= lower) & (ratio <= upper), bounds=(lower, upper))
+
+
+def reject(config: Reject, ratios: Ratios) -> Effect:
+    """`reject`: 1[lower <= statistic <= upper] on whole sequences.
+
+    `geometric` and `seq_mean_k1` hold mean_t log rho, which is minus the mean of k1, against
+    [log lower, log upper]; holding k1 itself against them would keep [1/upper, 1/lower] instead.
+    """
+    if config.on_ratio_scale:
+        statistic, lower, upper = ratios.log_mean, _log(config.lower, -math.inf), _log(config.upper, math.inf)
+    else:
+        lower = -math.inf if config.lower is None else config.lower
+        upper = math.inf if config.upper is None else config.upper
+        divergence, tokens = k3(ratios.log), ratios.tokens
+        statistic = tokens.layout.max(divergence) if config.statistic == "max_k3" else tokens.sequence_mean(divergence)
+    return Effect(keep=ratios.expand((statistic >= lower) & (statistic <= upper)))
+
+
+def veto(config, ratios: Ratios) -> Effect:
+    """`veto`: drop a sequence with any rho_t below the threshold."""
+    tokens = ratios.tokens
+    catastrophic = (ratios.log < math.log(config.threshold)) & tokens.mask
+    return Effect(keep=ratios.expand(tokens.layout.sum(catastrophic.to(tokens.weight.dtype)) == 0))
+
+
+def opsm(config, ratios: Ratios | None, tokens: Tokens) -> Effect:
+    """`opsm`, off-policy sequence masking: drop where A < 0 and mean_t(log po - log pi) > δ."""
+    drift = tokens.sequence_mean(-tokens.log_ratio.detach())
+    return Effect(keep=~(tokens.layout.expand(drift > config.delta) & (tokens.advantages < 0)))
+
+
+def _log(bound: float | None, absent: float) -> float:
+    return absent if bound is None else math.log(bound)
+
+
+CORRECTIONS: dict[str, Callable[[object, Ratios], Effect]] = {
+    "is": importance,
+    "tis": truncated,
+    "mis": masked,
+    "icepop": icepop,
+    "reject": reject,
+    "veto": veto,
+}
+"""Keys are the `mode` of an entry of ObjectiveConfig.correction; `opsm` is apart because it needs no mu."""
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """All corrections of an objective together; None stands for ones, or for nothing dropped."""
+
+    weight: Tensor | None = None  # tokens: product of all weights and masks
+    dropped: Tensor | None = None  # bool tokens, trained tokens that some mask set to 0
+    left_out: Tensor | None = None  # bool tokens, dropped ones that also leave the denominators
+    ratio: Tensor | None = None  # tokens, the first weighting mode's ratio before it was bounded
+    bounds: tuple[float, float] | None = None  # of that ratio
+
+
+@torch.no_grad()
+def correct(tokens: Tokens, config: ObjectiveConfig) -> Corrected:
+    """Apply every entry of `config.correction`; weights multiply, masks accumulate."""
+    entries, result = config.active_corrections, Corrected()
+    if any(entry.mode != "opsm" for entry in entries):
+        ratios = Ratios(tokens, config.policy_term.name in ANCHORED_ON_ROLLOUT)
+    for entry in entries:
+        effect = opsm(entry, None, tokens) if entry.mode == "opsm" else CORRECTIONS[entry.mode](entry, ratios)
+        result = _combine(result, entry, effect, tokens)
+        if effect.bounds is not None and result.bounds is None:
+            result = replace(result, ratio=ratios.at(entry.level), bounds=effect.bounds)
+    return result
+
+
+def _combine(result: Corrected, entry, effect: Effect, tokens: Tokens) -> Corrected:
+    weight = effect.weight
+    if effect.keep is not None:
+        weight = effect.keep.to(tokens.weight.dtype) if weight is None else weight * effect.keep
+        dropped = ~effect.keep & tokens.mask
+        result = replace(
+            result,
+            dropped=_either(result.dropped, dropped),
+            left_out=_either(result.left_out, dropped) if entry.renormalize else result.left_out,
+        )
+    return replace(result, weight=weight if result.weight is None else result.weight * weight)
+
+
+def _either(first: Tensor | None, second: Tensor) -> Tensor:
+    return second if first is None else first | second

@@ -1,0 +1,242 @@
+"""Metrics of an objective (algorithms.md §11): what is summed per microbatch, and how sums become numbers.
+
+Symbols: mu, po, pi = probability under the rollout engine, the learner at rollout weights, the learner now;
+d = log mu - log po, rho = po/mu, r = pi/po. Where no old log-probs exist po is pi of the same step.
+Ratios are summed as rho - 1 and probabilities as 1 - p: variances and correlations of numbers close to 1 then keep
+their digits. Shapes: "tokens" is [B, T] padded or [N] packed; ``B`` sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.objective import ObjectiveConfig
+from megatron_rl.objective.corrections import Corrected
+from megatron_rl.objective.guards import MAX_LOG_RATIO, safe_exp
+from megatron_rl.objective.inputs import Tokens
+from megatron_rl.objective.instruments import REFERENCE_DISTORTION, is_low
+from megatron_rl.objective.policy_terms import Term
+from megatron_rl.objective.stats import Collector, MetricStats
+
+
+@torch.no_grad()
+def collect(tokens: Tokens, config: ObjectiveConfig, term: Term, corrected: Corrected, loss: Tensor) -> MetricStats:
+    """Statistics of one call of compute_objective; `loss` is its share of the loss."""
+    collector = start(tokens)
+    collector.add("pg_loss", loss)
+    collector.add("ppo_kl", -tokens.log_ratio)
+    if term.clipped is not None:
+        collector.add("clipped", term.clipped & tokens.mask)
+    if term.clipped_lower is not None:
+        collector.add("clipped_lower", term.clipped_lower & tokens.mask)
+    if tokens.entropy is not None:
+        collector.add("entropy", tokens.entropy)
+    distortion = config.distortion or REFERENCE_DISTORTION
+    collector.add("J", (distortion.delta - 1) * tokens.advantages * is_low(tokens, distortion))
+    if tokens.inference is not None:
+        collect_mismatch(collector, tokens, config.prob_bands)
+        _collect_spurious(collector, tokens, term)
+    _collect_corrections(collector, tokens, corrected)
+    return collector.stats()
+
+
+def start(tokens: Tokens) -> Collector:
+    """A collector that holds the counts every mean divides by: trained tokens, sequences with any."""
+    collector = Collector()
+    collector.add("tokens", tokens.weight)
+    collector.add("sequences", tokens.lengths > 0)
+    return collector
+
+
+def collect_mismatch(collector: Collector, tokens: Tokens, bands: Sequence[float]) -> None:
+    """Statistics of rho = po/mu and of the two probabilities over trained tokens."""
+    log_rho = tokens.old - tokens.inference
+    clamped = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    excess = clamped.expm1()  # rho - 1
+    collector.add("d", -log_rho)
+    collector.add("k3", excess - clamped)
+    collector.add("rho", excess)
+    collector.add("rho²", excess.double().square_())
+    collector.range_of("rho", excess, tokens.mask)
+    rest_po, rest_mu = -tokens.old.expm1(), -tokens.inference.expm1()
+    difference = (rest_mu - rest_po).abs()
+    collector.add("diff", difference)
+    collector.range_of("diff", difference, tokens.mask)
+    collector.add("diff²", difference.double().square_())
+    rest_po, rest_mu = rest_po.double(), rest_mu.double()
+    collector.add("po", rest_po)
+    collector.add("mu", rest_mu)
+    collector.add("po mu", rest_po * rest_mu)
+    collector.add("po²", rest_po.square_())
+    collector.add("mu²", rest_mu.square_())
+    for edge in bands:
+        below = tokens.old < math.log(edge)
+        collector.add(f"tokens below {edge:g}", below)
+        collector.add(f"rho below {edge:g}", excess * below)
+    _collect_sequence_mismatch(collector, tokens, log_rho)
+
+
+def _collect_sequence_mismatch(collector: Collector, tokens: Tokens, log_rho: Tensor) -> None:
+    log_product = tokens.layout.sum(log_rho)
+    log_mean = log_product / tokens.lengths.clamp(min=1)
+    collector.add("|mean d|", log_mean.abs())
+    collector.add("|sum d|", log_product.abs())
+    collector.add("ppl ratio", safe_exp(-log_mean) * (tokens.lengths > 0))
+    product = log_product.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).double()
+    collector.add("P² - 1", (2 * product).expm1_())
+
+
+def _collect_spurious(collector: Collector, tokens: Tokens, term: Term) -> None:
+    """X = r A [OH Eq 10], and X (phi - 1), phi = 0 where the term clips and 1 elsewhere [OH Eq 14]."""
+    x = safe_exp(tokens.log_ratio.detach()) * tokens.advantages
+    inverse = (tokens.inference - tokens.old).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1_()
+    collector.add("x", x)
+    collector.add("1/rho", inverse)
+    collector.add("x/rho", x * inverse)
+    if term.clipped is not None:
+        collector.add("x clipped", x * term.clipped)
+
+
+def _collect_corrections(collector: Collector, tokens: Tokens, corrected: Corrected) -> None:
+    if corrected.bounds is not None:
+        lower, upper = corrected.bounds
+        ratio = corrected.ratio
+        # The floor 1/C of a one-sided cap is verl's: it keeps the effective sample size from rewarding tiny weights.
+        bounded = ratio.clamp(lower or (1 / upper if upper < math.inf else 0.0), upper)
+        collector.add("is", (ratio - 1) * tokens.weight)
+        collector.range_of("is", ratio, tokens.mask, smallest=True)
+        collector.add("is bounded", (bounded - 1) * tokens.weight)
+        collector.add("is bounded²", ((bounded - 1) * tokens.weight).double().square_())
+        collector.add("is outside", ((ratio < lower) | (ratio > upper)) & tokens.mask)
+    if corrected.dropped is not None:
+        collector.add("dropped", corrected.dropped)
+        collector.add("dropped sequences", tokens.layout.sum(corrected.dropped.to(tokens.weight.dtype)) > 0)
+
+
+def finalize_metrics(stats: MetricStats) -> dict[str, float]:
+    """Numbers with the names of algorithms.md §11 from statistics of a whole mini-batch (the one read of the device).
+
+    Absent inputs leave their metrics out. A mini-batch without a trained token has mean 0 everywhere, not NaN.
+    """
+    sums, maxs, mins = _read(stats)
+    metrics = {**_actor_metrics(sums), **_correction_metrics(sums, maxs, mins)}
+    if "rho" in sums:
+        metrics.update(_mismatch_metrics(sums, maxs))
+    if "x/rho" in sums:
+        metrics.update(_spurious_metrics(sums))
+    return metrics
+
+
+def finalize_mismatch(stats: MetricStats) -> dict[str, float]:
+    """Numbers from statistics that collect_mismatch alone has filled."""
+    sums, maxs, _ = _read(stats)
+    return _mismatch_metrics(sums, maxs)
+
+
+def _read(stats: MetricStats) -> tuple[dict[str, float], ...]:
+    values = (stats.sums, stats.maxs, stats.mins)
+    return tuple(dict(zip(names, tensor.tolist())) for names, tensor in zip(stats.names, values))
+
+
+def _actor_metrics(sums: dict[str, float]) -> dict[str, float]:
+    num_tokens = max(sums["tokens"], 1.0)
+    metrics = {"actor/pg_loss": sums["pg_loss"], "actor/ppo_kl": sums["ppo_kl"] / num_tokens, "hacking/J": sums["J"]}
+    for name, total in (("pg_clipfrac", "clipped"), ("pg_clipfrac_lower", "clipped_lower"), ("entropy", "entropy")):
+        if total in sums:
+            metrics[f"actor/{name}"] = sums[total] / num_tokens
+    return metrics
+
+
+def _spurious_metrics(sums: dict[str, float]) -> dict[str, float]:
+    num_tokens = max(sums["tokens"], 1.0)
+    covariance = sums["x/rho"] / num_tokens - sums["x"] / num_tokens * sums["1/rho"] / num_tokens
+    metrics = {"hacking/cov_x_inv_rho": covariance}
+    if "x clipped" in sums:
+        metrics["hacking/clip_bias"] = -sums["x clipped"] / num_tokens
+    return metrics
+
+
+def _correction_metrics(sums: dict, maxs: dict, mins: dict) -> dict[str, float]:
+    num_tokens, metrics = max(sums["tokens"], 1.0), {}
+    if "is" in sums:
+        mean = sums["is bounded"] / num_tokens
+        square = sums["is bounded²"] / num_tokens
+        second_moment = square + 2 * mean + 1
+        metrics = {
+            "mean": 1 + sums["is"] / num_tokens,
+            "std": math.sqrt(max(square - mean**2, 0.0)),
+            "max": _finite(maxs["is"]),
+            "min": _finite(mins["is"]),
+            "eff_sample_size": (1 + mean) ** 2 / second_moment if second_moment > 0 else 0.0,
+            "oob_ratio": sums["is outside"] / num_tokens,
+        }
+        metrics = {f"rollout_corr/rollout_is_{name}": value for name, value in metrics.items()}
+    if "dropped" in sums:
+        metrics["rollout_corr/rollout_rs_masked_fraction"] = sums["dropped"] / num_tokens
+        metrics["rollout_corr/rollout_rs_seq_masked_fraction"] = sums["dropped sequences"] / max(sums["sequences"], 1.0)
+    return metrics
+
+
+def _mismatch_metrics(sums: dict[str, float], maxs: dict[str, float]) -> dict[str, float]:
+    num_tokens, num_sequences = max(sums["tokens"], 1.0), max(sums["sequences"], 1.0)
+    correlation = _correlation(sums, "po", "mu", num_tokens)
+    metrics = {
+        "rollout_corr/kl": sums["d"] / num_tokens,
+        "rollout_corr/k3_kl": sums["k3"] / num_tokens,
+        "rollout_corr/chi2_token": (sums["rho²"] + 2 * sums["rho"]) / num_tokens,
+        "rollout_corr/chi2_seq": sums["P² - 1"] / num_sequences,
+        "rollout_corr/log_ppl_abs_diff": sums["|mean d|"] / num_sequences,
+        "rollout_corr/log_ppl_abs_diff_sum": sums["|sum d|"] / num_sequences,
+        "rollout_corr/ppl_ratio": sums["ppl ratio"] / num_sequences,
+        "training/rollout_probs_diff_mean": sums["diff"] / num_tokens,
+        "training/rollout_probs_diff_max": _finite(maxs["diff"]),
+        "training/rollout_probs_diff_std": _std(sums, "diff"),
+        "training/rollout_actor_probs_pearson_corr": correlation,
+        "mismatch/rho_std": _std(sums, "rho"),
+        "mismatch/rho_max": 1 + _finite(maxs["rho"]),
+        "mismatch/pcc": correlation,
+    }
+    return {**metrics, **_band_metrics(sums)}
+
+
+def _band_metrics(sums: dict[str, float]) -> dict[str, float]:
+    """Mean and count of rho where po lies in [low, high); an empty band has count 0 and no mean."""
+    edges = [name.removeprefix("tokens below ") for name in sums if name.startswith("tokens below ")]
+    low, count_below, rho_below, metrics = "0", 0.0, 0.0, {}
+    for high in [*edges, "1"]:
+        last = high == "1"
+        count_to = sums["tokens"] if last else sums[f"tokens below {high}"]
+        rho_to = sums["rho"] if last else sums[f"rho below {high}"]
+        count = count_to - count_below
+        metrics[f"mismatch/rho_count/{low}-{high}"] = count
+        if count > 0:
+            metrics[f"mismatch/rho_mean/{low}-{high}"] = 1 + (rho_to - rho_below) / count
+        low, count_below, rho_below = high, count_to, rho_to
+    return metrics
+
+
+def _std(sums: dict[str, float], name: str) -> float:
+    """Sample standard deviation (n - 1), as torch.std and verl; 0 for fewer than two tokens."""
+    num_tokens = sums["tokens"]
+    if num_tokens < 2:
+        return 0.0
+    variance = (sums[f"{name}²"] - sums[name] ** 2 / num_tokens) / (num_tokens - 1)
+    return math.sqrt(max(variance, 0.0))
+
+
+def _correlation(sums: dict[str, float], x: str, y: str, num_tokens: float) -> float:
+    """Pearson correlation; 0 where one of the two does not vary, which leaves it undefined."""
+    variance_x = sums[f"{x}²"] - sums[x] ** 2 / num_tokens
+    variance_y = sums[f"{y}²"] - sums[y] ** 2 / num_tokens
+    covariance = sums[f"{x} {y}"] - sums[x] * sums[y] / num_tokens
+    scale = math.sqrt(max(variance_x, 0.0)) * math.sqrt(max(variance_y, 0.0))
+    return max(-1.0, min(1.0, covariance / scale)) if scale > 0 else 0.0
+
+
+def _finite(value: float) -> float:
+    """0 for the extreme of an empty set."""
+    return value if math.isfinite(value) else 0.0

@@ -1,0 +1,139 @@
+"""Policy terms: the loss of one token before correction, instruments and aggregation (algorithms.md §2).
+
+Symbols: r = pi/po, w = pi/mu, A = advantage, sg = stop-gradient. Shapes: every argument and result is "tokens",
+[B, T] padded or [N] packed, zero where masked; ``B`` sequences where said. A term of a sequence is repeated on its
+tokens, so that seq-mean-token-mean gives it back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.objective import Cispo, Dppo, Gmpo, Gspo, MiniRl, PpoClip, Reinforce, Sapo
+from megatron_rl.objective.guards import safe_exp
+from megatron_rl.objective.inputs import Tokens
+
+
+class Term(NamedTuple):
+    loss: Tensor  # tokens, with gradient
+    clipped: Tensor | None = None  # bool tokens: those whose gradient the term cuts or bounds
+    clipped_lower: Tensor | None = None  # bool tokens: those bounded by the dual clip
+
+
+def ppo_clip(tokens: Tokens, config: PpoClip) -> Term:
+    """max(-r A, -clip(r, 1-ε_low, 1+ε_high) A) [DAPO Eq 8]; with dual clip, for A < 0, min(that, -c A) [1912.09729]."""
+    return _clipped_surrogate(safe_exp(tokens.log_ratio), tokens.advantages, config, config.dual_clip)
+
+
+def gspo(tokens: Tokens, config: Gspo) -> Term:
+    """max(-s_it A, -clip(s_it, 1-ε_low, 1+ε_high) A) [GSPO Eqs 7, 13-14].
+
+    s_i = exp(mean_t log r) and s_it = sg(s_i) pi/sg(pi): the value of s_i, the gradient of the token. The gradient is that of the sequence form -min(s_i A, clip(s_i) A) under seq-mean-token-mean.
+    """
+    log_s = tokens.layout.expand(tokens.sequence_mean(tokens.log_ratio.detach()))
+    follows_pi = tokens.current - tokens.current.detach()  # 0, with the gradient of log pi
+    return _clipped_surrogate(safe_exp(log_s + follows_pi), tokens.advantages, config, None)
+
+
+def _clipped_surrogate(ratio: Tensor, advantages: Tensor, config: PpoClip | Gspo, dual_clip: float | None) -> Term:
+    free = -ratio * advantages
+    bounded = -ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages
+    loss, clipped = torch.maximum(free, bounded), bounded.detach() > free.detach()
+    if dual_clip is None:
+        return Term(loss, clipped)
+    ceiling = -dual_clip * advantages
+    lower = (advantages < 0) & (loss.detach() > ceiling)
+    return Term(torch.where(lower, ceiling, loss), clipped, lower)
+
+
+def gmpo(tokens: Tokens, config: Gmpo) -> Term:
+    """-A exp(mean_t l_t), l_t = min(log r, ε_high) for A > 0 and max(log r, -ε_low) for A < 0 [arXiv 2507.20673 Eq 4].
+
+    The mean is over trained tokens, so that padding does not pull the ratio to 1; the gradient reaches every token
+    of the sequence through it.
+    """
+    high = _select(tokens, tokens.advantages > 0, config.log_clip_high, math.inf)
+    low = _select(tokens, tokens.advantages < 0, -config.log_clip_low, -math.inf)
+    log_ratio = tokens.log_ratio
+    ratio = tokens.layout.expand(safe_exp(tokens.sequence_mean(log_ratio.clamp(low, high))))
+    return Term(-tokens.advantages * ratio, (log_ratio.detach() > high) | (log_ratio.detach() < low))
+
+
+def cispo(tokens: Tokens, config: Cispo) -> Term:
+    """-sg(clip(r, 0, 1+ε_high)) A log pi [arXiv 2506.13585 Eqs 4-5]: the weight is clipped, no token is dropped."""
+    ratio = safe_exp(tokens.log_ratio.detach())
+    limit = 1 + config.clip_high
+    return Term(-ratio.clamp(max=limit) * tokens.advantages * tokens.current, ratio > limit)
+
+
+def reinforce(tokens: Tokens, config: Reinforce) -> Term:
+    """-A log pi [FP16 Eqs 5-7]; its weight sg(w) comes from the corrections, which see w in place of rho."""
+    return Term(-tokens.advantages * tokens.current)
+
+
+def minirl(tokens: Tokens, config: MiniRl) -> Term:
+    """-M sg(min(w, cap)) A log pi; M = 0 where (A > 0 and r > 1+ε_high) or (A < 0 and r < 1-ε_low) [FP]."""
+    ratio = safe_exp(tokens.log_ratio.detach())
+    too_far = ((tokens.advantages > 0) & (ratio > 1 + config.clip_high)) | (
+        (tokens.advantages < 0) & (ratio < 1 - config.clip_low)
+    )
+    weight = _w(tokens).clamp(max=config.cap).masked_fill(too_far, 0.0)
+    return Term(-weight * tokens.advantages * tokens.current, too_far)
+
+
+def dppo(tokens: Tokens, config: Dppo) -> Term:
+    """-M sg(min(w, C)) A log pi; M = 0 where D(mu, pi) > δ and the update moves away from mu (A > 0 and w > 1, or
+    A < 0 and w < 1); D = |mu - pi|, or the KL of the two-point distributions [arXiv 2602.04879 Eqs 11-14]."""
+    w = _w(tokens)
+    moves_away = ((tokens.advantages > 0) & (w > 1)) | ((tokens.advantages < 0) & (w < 1))
+    mu, pi = tokens.inference.exp(), tokens.current.detach().exp()
+    distance = (mu - pi).abs() if config.divergence == "tv" else _two_point_kl(tokens, mu)
+    masked = moves_away & (distance > config.threshold)
+    return Term(-w.clamp(max=config.cap).masked_fill(masked, 0.0) * tokens.advantages * tokens.current, masked)
+
+
+def sapo(tokens: Tokens, config: Sapo) -> Term:
+    """-(4/τ) σ(τ (r - 1)) A, τ by the sign of A [arXiv 2511.20347 Eqs 5-6]; at r = 1 the gradient is PPO's."""
+    tau = _select(tokens, tokens.advantages < 0, config.tau_negative, config.tau_positive)
+    gate = torch.sigmoid(tau * (safe_exp(tokens.log_ratio) - 1)) * (4 / tau)
+    return Term(-gate * tokens.advantages)
+
+
+def _select(tokens: Tokens, condition: Tensor, value: float, other: float) -> Tensor:
+    """torch.where on two numbers, in the dtype of the computation (torch's own would round both to float32)."""
+    return torch.full_like(tokens.weight, other).masked_fill_(condition, value)
+
+
+def _w(tokens: Tokens) -> Tensor:
+    """w = pi/mu, detached, clamped like every ratio."""
+    return safe_exp(tokens.current.detach() - tokens.inference)
+
+
+_LARGEST_LOGPROB = -1e-7
+"""log(1 - p) is taken no closer to p = 1 than float32 can tell: the KL stays finite where a token is certain."""
+
+
+def _two_point_kl(tokens: Tokens, mu: Tensor) -> Tensor:
+    """mu log(mu/pi) + (1 - mu) log((1 - mu)/(1 - pi))."""
+    log_mu = tokens.inference.clamp(max=_LARGEST_LOGPROB)
+    log_pi = tokens.current.detach().clamp(max=_LARGEST_LOGPROB)
+    rest = (-log_mu.expm1()).log() - (-log_pi.expm1()).log()
+    return mu * (log_mu - log_pi) + (1 - mu) * rest
+
+
+POLICY_TERMS: dict[str, Callable[[Tokens, object], Term]] = {
+    "ppo_clip": ppo_clip,
+    "gspo": gspo,
+    "gmpo": gmpo,
+    "cispo": cispo,
+    "reinforce": reinforce,
+    "minirl": minirl,
+    "dppo": dppo,
+    "sapo": sapo,
+}
+"""Keys are the `policy_term.name` of ObjectiveConfig."""
