@@ -17,7 +17,7 @@ class DataSourceConfig(Section):
     name: str | None = None
     """Prefix of prompt ids, and `data_source` of rows that do not name one. null: the file's name without extension."""
     prompt_key: str | None = None
-    """Column of the problem: text or a list of chat messages. null: `prompt`, `problem` or `question`, in this order."""
+    """Column of the problem: text or chat messages. null: `prompt`, `problem` or `question`, whichever comes first."""
     answer_key: str | None = None
     """Column of the gold answer; dots descend into nested objects. null: `reward_model.ground_truth`, `answer` or
     `ground_truth`, in this order."""

@@ -1,0 +1,15 @@
+"""Problems to prompts: files, tokenizer and chat template, and the order in which prompts come."""
+
+from megatron_rl.data.prompts import PromptSet, fingerprint, load_prompts, load_tokenizer
+from megatron_rl.data.sampler import PromptSampler
+from megatron_rl.data.source import check_source, read_problems
+
+__all__ = [
+    "PromptSampler",
+    "PromptSet",
+    "check_source",
+    "fingerprint",
+    "load_prompts",
+    "load_tokenizer",
+    "read_problems",
+]

@@ -1,0 +1,85 @@
+"""Which prompts come next: a shuffled walk over epochs that a checkpoint can interrupt anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.data.prompts import fingerprint
+from megatron_rl.errors import InputError
+from megatron_rl.types import Prompt
+
+
+class PromptSampler:
+    """Endless: every epoch visits each prompt once, in an order drawn from (seed, epoch).
+
+    A batch that straddles two epochs does not name a prompt twice: those it already took from the old epoch come later
+    in the new one. Only a batch larger than the dataset repeats prompts.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, shuffle: bool = True) -> None:
+        if not prompts:
+            raise InputError("the dataset is empty: there are no prompts to sample")
+        self._prompts = prompts
+        self._seed, self._shuffle = seed, shuffle
+        self._fingerprint = fingerprint(prompts)
+        self.epoch, self._position = 0, 0
+        self._delayed: list[int] = []  # taken in the batch that began this epoch, from the epoch before
+        self._window = 0  # how many places of this epoch that batch took
+        self._order = self._make_order()
+
+    def _make_order(self) -> list[int]:
+        count = len(self._prompts)
+        if not self._shuffle:
+            order = list(range(count))
+        else:
+            order = np.random.Generator(np.random.PCG64([self._seed, self.epoch])).permutation(count).tolist()
+        delayed = set(self._delayed)
+        first = [index for index in order if index not in delayed][: self._window]
+        chosen = set(first)
+        return first + [index for index in order if index not in chosen]
+
+    def take(self, num_prompts: int) -> list[Prompt]:
+        """The next ``num_prompts`` prompts."""
+        taken: list[int] = []
+        while len(taken) < num_prompts:
+            if self._position == len(self._order):
+                missing = num_prompts - len(taken)
+                self.epoch, self._position = self.epoch + 1, 0
+                fits = missing + len(taken) <= len(self._prompts)
+                self._delayed, self._window = (sorted(taken), missing) if fits and self._shuffle else ([], 0)
+                self._order = self._make_order()
+            stop = min(len(self._order), self._position + num_prompts - len(taken))
+            taken += self._order[self._position : stop]
+            self._position = stop
+        return [self._prompts[index] for index in taken]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that decides what comes next; plain JSON values."""
+        return {
+            "epoch": self.epoch,
+            "position": self._position,
+            "delayed": list(self._delayed),
+            "window": self._window,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "num_prompts": len(self._prompts),
+            "fingerprint": self._fingerprint,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue exactly where ``state`` was taken. InputError where the dataset or the order is another."""
+        if state["fingerprint"] != self._fingerprint:
+            raise InputError(
+                f"the checkpoint was trained on another dataset: {state['num_prompts']} prompts with fingerprint "
+                f"{state['fingerprint']}, now {len(self._prompts)} with {self._fingerprint}; restore the files, the "
+                "prompt template and the tokenizer, or start a new run"
+            )
+        for key, now in (("seed", self._seed), ("shuffle", self._shuffle)):
+            if state[key] != now:
+                raise InputError(f"data.{key}: the checkpoint was trained with {state[key]}, the recipe says {now}")
+        self.epoch, self._position = state["epoch"], state["position"]
+        self._delayed, self._window = list(state["delayed"]), state["window"]
+        self._order = self._make_order()

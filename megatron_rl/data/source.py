@@ -1,0 +1,212 @@
+"""Reads files of problems row by row: JSONL and parquet, {problem, answer} and verl's columns alike."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.data import DataSourceConfig
+from megatron_rl.errors import InputError
+
+PROMPT_KEYS = ("prompt", "problem", "question")
+ANSWER_KEYS = ("reward_model.ground_truth", "answer", "ground_truth")
+_EXTENSIONS = (".jsonl", ".parquet")
+_BATCH_ROWS = 1024  # of a parquet file in memory at a time
+_CHECKED_ROWS = 100  # that `check_source` reads
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One row, not yet tokenized. ``where`` names the row in messages: file and line or row number."""
+
+    id: str  # "<source name>:<value of the id column, or row number>"
+    question: str | list[Message]
+    answer: str
+    data_source: str
+    extra: dict[str, Any]
+    where: str
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns of a file mean what, after looking at its first row."""
+
+    prompt: str
+    answer: str
+    id: str | None
+
+
+def check_source(config: DataSourceConfig) -> Columns:
+    """Raise InputError for a file that cannot be used, judging by its first rows. Needs no tokenizer; quick."""
+    rows = list(islice(read_problems(config), _CHECKED_ROWS))
+    assert rows, "read_problems raises on an empty file"
+    return find_columns(config, next(_rows(config))[1])
+
+
+def read_problems(config: DataSourceConfig) -> Iterator[Problem]:
+    """The rows of a file in order. InputError: file missing or of another kind, no rows, a broken or incomplete row,
+    a column that is not there, an id that occurs twice."""
+    name = config.name or Path(config.path).stem
+    columns: Columns | None = None
+    seen: dict[str, str] = {}
+    for number, (where, row) in enumerate(islice(_rows(config), config.limit)):
+        columns = columns or find_columns(config, row)
+        key = str(number) if columns.id is None else _scalar(row, columns.id, where)
+        if key in seen:
+            raise InputError(f"{where}: id {key!r} occurs twice, first in {seen[key]}; set id_key to a unique column")
+        if columns.id is not None:
+            seen[key] = where
+        extra = row.get("extra_info")
+        yield Problem(
+            id=f"{name}:{key}",
+            question=_question(row, columns.prompt, where),
+            answer=_scalar(row, columns.answer, where),
+            data_source=str(row.get("data_source") or name),
+            extra=extra if isinstance(extra, dict) else {},
+            where=where,
+        )
+    if columns is None:
+        raise InputError(f"{config.path}: the dataset is empty; at least one row is needed")
+
+
+def find_columns(config: DataSourceConfig, row: dict[str, Any]) -> Columns:
+    """Resolve the keys of ``config`` on a row; what is not configured is recognised."""
+
+    def resolve(key: str, wanted: str | None, known: tuple[str, ...]) -> str:
+        candidates = (wanted,) if wanted else known
+        found = next((name for name in candidates if _lookup(row, name) is not None), None)
+        if found is not None:
+            return found
+        available = sorted(_names(row))
+        near = difflib.get_close_matches(wanted or known[0], available, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        expected = repr(wanted) if wanted else "any of " + ", ".join(known)
+        raise InputError(
+            f"{config.path}: no column for the {key}: expected {expected}, found {', '.join(available)}{hint} "
+            f"(set {key}_key in this source)"
+        )
+
+    prompt = resolve("prompt", config.prompt_key, PROMPT_KEYS)
+    answer = resolve("answer", config.answer_key, ANSWER_KEYS)
+    if config.id_key:
+        resolve("id", config.id_key, ())
+    return Columns(prompt, answer, config.id_key or ("id" if row.get("id") is not None else None))
+
+
+def answer_text(value: Any) -> str | None:
+    """A gold answer as text: ``142.0`` → "142", ``0.5`` → "0.5"; None for what is no answer."""
+    if isinstance(value, list) and len(value) == 1:  # some verl files wrap the answer in a list
+        value = value[0]
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return None
+        return str(int(value)) if value.is_integer() else repr(value)
+    return str(value).strip() or None
+
+
+def _scalar(row: dict[str, Any], key: str, where: str) -> str:
+    value = _lookup(row, key)
+    text = answer_text(value)
+    if text is None:
+        raise InputError(f"{where}: column {key!r} must hold text or a number, found {_short(value)}")
+    return text
+
+
+def _question(row: dict[str, Any], key: str, where: str) -> str | list[Message]:
+    value = _lookup(row, key)
+    if isinstance(value, str) and value.strip():
+        return value
+    if isinstance(value, list) and value and all(_is_message(item) for item in value):
+        return [{"role": item["role"], "content": item["content"]} for item in value]
+    raise InputError(
+        f"{where}: column {key!r} must hold text or a list of {{role, content}} messages, found {_short(value)}"
+    )
+
+
+def _is_message(item: Any) -> bool:
+    return isinstance(item, dict) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
+
+
+def _lookup(row: dict[str, Any], key: str) -> Any:
+    """``row[key]``, else ``row["a"]["b"]`` for a key ``a.b``; None where there is nothing."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _names(row: dict[str, Any], prefix: str = "") -> list[str]:
+    names = []
+    for key, value in row.items():
+        names += _names(value, f"{prefix}{key}.") if isinstance(value, dict) and not prefix else [prefix + key]
+    return names
+
+
+def _rows(config: DataSourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    path = Path(config.path)
+    if path.suffix not in _EXTENSIONS:
+        allowed = " or ".join(_EXTENSIONS)
+        raise InputError(f"{config.path}: unknown kind of dataset {path.suffix!r}; allowed is {allowed}")
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*")], n=1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise InputError(f"{config.path}: no such file (looked in {path.resolve().parent}){hint}")
+    return _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(config, path)
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            where = f"{path}, line {number}"
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8-sig"))
+            except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+                raise InputError(f"{where}: not a JSON object: {error}") from error
+            if not isinstance(row, dict):
+                raise InputError(f"{where}: expected a JSON object {{...}}, found {_short(row)}")
+            yield where, row
+
+
+def _parquet_rows(config: DataSourceConfig, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(f"{path}: not a parquet file: {error}") from error
+    configured = (config.prompt_key, config.answer_key, config.id_key)
+    wanted = {key.split(".")[0] for key in (*PROMPT_KEYS, *ANSWER_KEYS, *configured) if key}
+    wanted |= {key for key in configured if key} | {"id", "data_source", "extra_info"}
+    names = file.schema_arrow.names
+    columns = [name for name in names if name in wanted]
+    if not columns or not any(_root_in(key, names) for key in PROMPT_KEYS if not config.prompt_key):
+        columns = names  # so that a message about a missing column can list what is there
+    number = 0
+    for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=columns):
+        for row in batch.to_pylist():
+            yield f"{path}, row {number}", row
+            number += 1
+
+
+def _root_in(key: str, names: list[str]) -> bool:
+    return key in names or key.split(".")[0] in names

@@ -1,0 +1,80 @@
+"""Validation figures of groups of scored rollouts: avg@n, pass@k, and how sure one can be of them."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from megatron_rl.types import Group
+
+CORRECT = 1.0  # a rollout with at least this raw reward solved its problem
+Z_95 = 1.959964  # two-sided 95% quantile of the normal distribution
+
+
+def avg_at_n(rewards: Sequence[Sequence[float]]) -> float:
+    """Mean over problems of the mean raw reward of their samples. ``rewards``: one list per problem."""
+    return math.fsum(math.fsum(samples) / len(samples) for samples in rewards) / len(rewards)
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Chance that k samples drawn without replacement hold a correct one: 1 − C(n−c, k) / C(n, k).
+
+    Unbiased for any k ≤ n (Chen et al., arXiv 2107.03374, Eq. 1). ValueError outside 0 ≤ c ≤ n, 1 ≤ k ≤ n.
+    """
+    if not (1 <= k <= num_samples and 0 <= num_correct <= num_samples):
+        raise ValueError(f"pass@{k} needs 1 <= k <= n and 0 <= c <= n, found n = {num_samples}, c = {num_correct}")
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def confidence_interval(means: Sequence[float]) -> tuple[float, float]:
+    """95% interval of the mean of ``means``, one value in [0, 1] per problem.
+
+    Problems are the independent draws, not their samples. Wilson's interval at the effective number of trials
+    p (1 − p) / SE² with SE the standard error between problems, at least the number of problems: it keeps its width
+    where every problem got the same value, and stays inside [0, 1].
+    """
+    count = len(means)
+    mean = min(max(math.fsum(means) / count, 0.0), 1.0)
+    variance = math.fsum((value - mean) ** 2 for value in means) / (count - 1) if count > 1 else 0.0
+    trials = max(float(count), mean * (1 - mean) / (variance / count)) if variance > 0 else float(count)
+    centre = (mean + Z_95**2 / (2 * trials)) / (1 + Z_95**2 / trials)
+    half = Z_95 / (1 + Z_95**2 / trials) * math.sqrt(mean * (1 - mean) / trials + Z_95**2 / (4 * trials**2))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def summarise(groups: Iterable[Group]) -> dict[str, float]:
+    """``val/<source>/…`` of every `data_source` among ``groups``.
+
+    ``avg@n`` of raw rewards with ``avg@n_ci95_low`` and ``_high`` (where raw rewards lie in [0, 1]); ``pass@k`` for
+    k = 1, 2, 4, … and n; ``response_length/{mean,max,clip_ratio}``; ``num_problems``. n is the smallest number of
+    samples that a problem of the source has.
+    """
+    by_source: dict[str, list[Group]] = defaultdict(list)
+    for group in groups:
+        if group.rollouts:
+            by_source[group.prompt.data_source or "all"].append(group)
+    metrics: dict[str, float] = {}
+    for source, members in sorted(by_source.items()):
+        metrics |= {f"val/{source}/{name}": value for name, value in _of_source(members).items()}
+    return metrics
+
+
+def _of_source(groups: Sequence[Group]) -> dict[str, float]:
+    rewards = [[rollout.raw_reward for rollout in group.rollouts] for group in groups]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    n = min(len(samples) for samples in rewards)
+    figures = {f"avg@{n}": avg_at_n(rewards)}
+    if all(0.0 <= reward <= 1.0 for samples in rewards for reward in samples):
+        low, high = confidence_interval([math.fsum(samples) / len(samples) for samples in rewards])
+        figures |= {f"avg@{n}_ci95_low": low, f"avg@{n}_ci95_high": high}
+    for k in sorted({1 << power for power in range(n.bit_length())} | {n}):
+        counts = [(len(samples), sum(reward >= CORRECT for reward in samples)) for samples in rewards]
+        figures[f"pass@{k}"] = math.fsum(pass_at_k(total, correct, k) for total, correct in counts) / len(counts)
+    lengths = [len(rollout.tokens) for rollout in rollouts]
+    return figures | {
+        "response_length/mean": math.fsum(lengths) / len(lengths),
+        "response_length/max": float(max(lengths)),
+        "response_length/clip_ratio": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
+        "num_problems": float(len(groups)),
+    }
