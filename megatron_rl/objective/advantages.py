@@ -20,7 +20,7 @@ class Groups:
     size: Tensor
     centred: Tensor  # R - group mean; exactly 0 throughout a group of equal rewards
     sum_of_squares: Tensor  # Σ over the group of centred²
-    token_weights: Tensor
+    lengths: Tensor  # trained tokens
 
 
 def grpo(groups: Groups) -> Tensor:
@@ -48,9 +48,10 @@ def rloo(groups: Groups) -> Tensor:
 def reinforce_pp(groups: Groups) -> Tensor:
     """R - group mean, whitened over the global batch: mean and variance weighted by tokens [arXiv 2501.03262].
 
-    The variance is the population's. Groups of equal rewards take part with 0 before whitening, and with minus the batch mean after it.
+    The variance is the population's. Groups of equal rewards take part with 0 before whitening, and with minus the
+    batch mean after it.
     """
-    share = groups.token_weights / groups.token_weights.sum()
+    share = groups.lengths / groups.lengths.sum().clamp(min=1)
     centred = groups.centred - (share * groups.centred).sum()
     variance = (share * centred.square()).sum()
     return centred / variance.clamp(min=MIN_WHITENING_VARIANCE).sqrt()
@@ -70,10 +71,10 @@ ADVANTAGES: dict[str, Callable[[Groups], Tensor]] = {
 }
 
 
-def compute_advantages(rewards: Tensor, group_ids: Tensor, name: str, token_weights: Tensor | None = None) -> Tensor:
+def compute_advantages(rewards: Tensor, group_ids: Tensor, name: str, lengths: Tensor | None = None) -> Tensor:
     """[B] rewards, [B] integer group ids (any values, any order) → [B] advantages in the dtype of the rewards.
 
-    Computed in float64 over the whole batch of a step, before it is split over ranks. `token_weights` [B], the
+    Computed in float64 over the whole batch of a step, before it is split over ranks. `lengths` [B], the
     number of trained tokens of each response, matters to reinforce_pp alone; without it all responses weigh alike.
 
     Raises InputError for an unknown name, shapes that disagree, or rloo on a group of one.
@@ -82,18 +83,18 @@ def compute_advantages(rewards: Tensor, group_ids: Tensor, name: str, token_weig
         raise InputError(f"unknown advantage {name!r}; allowed: {', '.join(ADVANTAGES)}")
     rewards = torch.as_tensor(rewards)
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
-    return ADVANTAGES[name](group_rewards(rewards, group_ids, token_weights)).to(dtype)
+    return ADVANTAGES[name](group_rewards(rewards, group_ids, lengths)).to(dtype)
 
 
-def group_rewards(rewards: Tensor, group_ids: Tensor, token_weights: Tensor | None = None) -> Groups:
+def group_rewards(rewards: Tensor, group_ids: Tensor, lengths: Tensor | None = None) -> Groups:
     """Sizes, means and spreads of the groups, gathered back to their members."""
     rewards = torch.as_tensor(rewards).double()
     ids = torch.as_tensor(group_ids, device=rewards.device)
     if rewards.dim() != 1 or ids.shape != rewards.shape:
         raise InputError(f"rewards {list(rewards.shape)} and group_ids {list(ids.shape)} must both be [B]")
-    weights = torch.ones_like(rewards) if token_weights is None else torch.as_tensor(token_weights).to(rewards)
+    weights = torch.ones_like(rewards) if lengths is None else torch.as_tensor(lengths).to(rewards)
     if weights.shape != rewards.shape:
-        raise InputError(f"token_weights {list(weights.shape)} must be [B] = {list(rewards.shape)} like the rewards")
+        raise InputError(f"lengths {list(weights.shape)} must be [B] = {list(rewards.shape)} like the rewards")
     unique, member = torch.unique(ids, return_inverse=True)
     zeros = rewards.new_zeros(unique.numel())
     size = zeros.index_add(0, member, torch.ones_like(rewards))[member]

@@ -156,7 +156,7 @@ def _spurious_metrics(sums: dict[str, float]) -> dict[str, float]:
     covariance = sums["x/rho"] / num_tokens - sums["x"] / num_tokens * sums["1/rho"] / num_tokens
     metrics = {"hacking/cov_x_inv_rho": covariance}
     if "x clipped" in sums:
-        metrics["hacking/clip_bias"] = -sums["x clipped"] / num_tokens
+        metrics["hacking/clip_bias"] = 0.0 - sums["x clipped"] / num_tokens
     return metrics
 
 

@@ -33,7 +33,8 @@ def ppo_clip(tokens: Tokens, config: PpoClip) -> Term:
 def gspo(tokens: Tokens, config: Gspo) -> Term:
     """max(-s_it A, -clip(s_it, 1-ε_low, 1+ε_high) A) [GSPO Eqs 7, 13-14].
 
-    s_i = exp(mean_t log r) and s_it = sg(s_i) pi/sg(pi): the value of s_i, the gradient of the token. The gradient is that of the sequence form -min(s_i A, clip(s_i) A) under seq-mean-token-mean.
+    s_i = exp(mean_t log r) and s_it = sg(s_i) pi/sg(pi): the value of the sequence, the gradient of the token. Under
+    seq-mean-token-mean that is the gradient of the sequence form -min(s_i A, clip(s_i) A).
     """
     log_s = tokens.layout.expand(tokens.sequence_mean(tokens.log_ratio.detach()))
     follows_pi = tokens.current - tokens.current.detach()  # 0, with the gradient of log pi

@@ -34,6 +34,10 @@ class MetricStats:
         """A copy in host memory, for a gather of objects; waits for the device."""
         return MetricStats(*self.names, self.sums.cpu(), self.maxs.cpu(), self.mins.cpu())
 
+    def cpu(self) -> MetricStats:
+        """A copy in host memory: waits for the device."""
+        return MetricStats(*self.names, self.sums.cpu(), self.maxs.cpu(), self.mins.cpu())
+
     @classmethod
     def merge(cls, parts: Sequence[MetricStats]) -> MetricStats:
         """All parts as if computed in one call. They must come from one configuration."""
