@@ -1,0 +1,74 @@
+"""The `rollout` section: how responses are sampled and what the engine that samples them may use."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megatron_rl.config.base import Dtype, Section
+from megatron_rl.config.model import Architecture
+
+
+class RolloutConfig(Section):
+    engine: Literal["vllm"] = "vllm"
+    """`vllm`: an engine inside every rank, in the learner's own process. The only one so far."""
+    dtype: Dtype = "bf16"
+    """Dtype of the engine's weights and activations; weights reach it directly in this dtype at every update."""
+    num_samples: PositiveInt = 8
+    """Responses sampled to each prompt: the group size G."""
+    max_response_length: PositiveInt = 1024
+    """Longest response in tokens, the stop token included. What reaches it without stopping counts as truncated."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature. Log-probs are those of the distribution after temperature, top-p and top-k."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the smallest set of tokens whose probabilities reach this sum. 1: from all."""
+    top_k: NonNegativeInt = 0
+    """Sample from this many most probable tokens. 0: from all."""
+    stop_token_ids: list[NonNegativeInt] | None = None
+    """Tokens that end a response and stay in it. null: `eos_token_id` of the checkpoint's generation_config.json."""
+    seed: NonNegativeInt = 0
+    """Every response is drawn from (seed, step, prompt id, sample number), whichever engine and batch it falls to."""
+    max_num_seqs: PositiveInt = 256
+    """Most responses that one engine works on at a time."""
+    tensor_parallel: PositiveInt = 1
+    """Ranks that share one engine. The other ranks have engines of their own, and prompts are dealt out to all."""
+    kv_cache_gib: PositiveFloat | None = None
+    """Memory of one engine's key/value cache in GiB. null: 0.25 on a CPU, else what `gpu_memory_utilization` leaves."""
+    gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
+    """Share of a GPU's memory that the engine may fill when `kv_cache_gib` is null; no effect on a CPU."""
+    enforce_eager: bool | None = None
+    """Run without compilation and CUDA graphs. null: true on a CPU, where compiling gains nothing, else false."""
+    enable_prefix_caching: bool = True
+    """Reuse the key/value cache of equal beginnings of prompts; it is emptied at every weight update."""
+    deadline_s: PositiveFloat | None = 3600.0
+    """A rollout phase that takes longer than this many seconds ends the run with an error. null: no limit."""
+    verify_refit: bool = True
+    """At start, send the engine the checkpoint it has just loaded as a weight update and require every stored
+    parameter to stay the same bit for bit. Costs one more read of the checkpoint; finds engine builds that
+    corrupt weights on updates."""
+
+    def problems(self, architecture: Architecture, max_prompt_length: int, world_size: int | None = None) -> list[str]:
+        """Why this section cannot serve the model; empty where it can. ``world_size`` None: not known yet."""
+        found = []
+        total, limit = max_prompt_length + self.max_response_length, architecture.max_position_embeddings
+        if total > limit:
+            found.append(
+                f"rollout.max_response_length: prompts of up to {max_prompt_length} tokens (data.prompt.max_length) plus "
+                f"responses of up to {self.max_response_length} make {total}, but the model's max_position_embeddings "
+                f"is {limit}; lower one of the two"
+            )
+        for number, what in (
+            (architecture.num_heads, "attention heads"),
+            (architecture.num_kv_heads, "key/value heads"),
+        ):
+            if number % self.tensor_parallel:
+                found.append(f"rollout.tensor_parallel: {self.tensor_parallel} does not divide the {number} {what}")
+        if world_size is not None and world_size % self.tensor_parallel:
+            found.append(f"rollout.tensor_parallel: {self.tensor_parallel} does not divide the {world_size} ranks")
+        too_high = [token for token in self.stop_token_ids or [] if token >= architecture.vocab_size]
+        if too_high:
+            found.append(
+                f"rollout.stop_token_ids: {too_high} are outside the vocabulary (0 … {architecture.vocab_size - 1})"
+            )
+        return found

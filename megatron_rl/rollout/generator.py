@@ -1,0 +1,80 @@
+"""What the loop asks of any engine that generates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.types import Group, Prompt
+
+
+class RolloutError(RuntimeError):
+    """Generation failed: the engine stopped, passed its deadline, or returned what cannot be true."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The distribution that responses are drawn from, and when they end.
+
+    Example: ``Sampling(max_response_length=24, temperature=0.0)`` is greedy decoding, for validation.
+    """
+
+    max_response_length: int  # tokens, stop token included
+    temperature: float = 1.0  # 0: the most probable token each time
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no limit
+
+    @classmethod
+    def from_config(cls, config: RolloutConfig) -> Sampling:
+        return cls(config.max_response_length, config.temperature, config.top_p, config.top_k)
+
+
+class Generator(Protocol):
+    """An engine that samples responses and takes new weights.
+
+    With several ranks every method is collective: all ranks call it, with the same arguments, and all return the same.
+    """
+
+    def rollout(
+        self,
+        prompts: list[Prompt],
+        num_samples: int,
+        *,
+        policy_version: int,
+        step: int,
+        sampling: Sampling | None = None,
+    ) -> list[Group]:
+        """Sample ``num_samples`` responses to each prompt, in the order of ``prompts``.
+
+        ``policy_version``: optimizer step of the weights the engine must hold; a refit that was forgotten is an error.
+        ``step``: enters the seeds. ``sampling``: instead of the recipe's, for validation. Log-probs are log mu of the
+        distribution actually sampled from; only under greedy decoding (temperature 0) they are the model's at
+        temperature 1, and not to be trained on.
+        """
+        ...
+
+    def refit(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
+        """Replace all weights. ``weights``: name and tensor as in the Hugging Face checkpoint, one at a time, all of
+        them, in any floating dtype (converted straight to the engine's). A tensor must keep its values until the
+        stream ends, because some engines gather a layer before they load it."""
+        ...
+
+    def sleep(self) -> None:
+        """Give the device's memory back while the learner works, where the platform can."""
+        ...
+
+    def wake(self) -> None:
+        """Take the memory again. Weights are those from before `sleep`."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """Metrics of the last rollout and refit: names under ``perf/``."""
+        ...
+
+    def close(self) -> None:
+        """End the engine, leaving the learner's process groups as they are. Safe to call twice."""
+        ...

@@ -1,0 +1,74 @@
+"""From an engine's answer to a `Rollout`, with the checks that make a wrong answer an error instead of a bad gradient.
+
+Shape legend: ``P`` prompt tokens, ``R`` response tokens, ``L`` MoE layers, ``K`` experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_rl.config.model import Architecture
+from megatron_rl.rollout.generator import RolloutError
+from megatron_rl.rollout.requests import Request
+from megatron_rl.types import Rollout
+
+# Above this a log-prob cannot be rounding: probabilities do not exceed one.
+MAX_LOGPROB = 1e-4
+
+
+def make_rollout(
+    request: Request,
+    tokens: Sequence[int],
+    logprobs: Sequence[float],
+    finish_reason: str | None,
+    policy_version: int,
+    routes: np.ndarray | None = None,
+    architecture: Architecture | None = None,
+    text: str = "",
+) -> Rollout:
+    """Check one response and wrap it. Raises `RolloutError` that names the prompt and sample.
+
+    ``routes`` [P + R - 1, all layers, K] as the engine records them: rows of prompt and response tokens but the last;
+    dense layers are dropped from the result. Absent where routes were not asked for, together with ``architecture``.
+    """
+    where = f"prompt {request.prompt.id!r}, sample {request.sample}"
+    if finish_reason not in ("stop", "length", "abort"):
+        raise RolloutError(f"{where}: unknown finish reason {finish_reason!r}")
+    if not tokens or len(tokens) != len(logprobs):
+        raise RolloutError(f"{where}: {len(tokens)} tokens came with {len(logprobs)} log-probs")
+    inference_logprobs = np.asarray(logprobs, dtype=np.float32)
+    if not (np.isfinite(inference_logprobs).all() and (inference_logprobs <= MAX_LOGPROB).all()):
+        worst = int(np.argmax(~np.isfinite(inference_logprobs) | (inference_logprobs > MAX_LOGPROB)))
+        raise RolloutError(f"{where}: log-prob {inference_logprobs[worst]} of response token {worst} is impossible")
+    return Rollout(
+        prompt_id=request.prompt.id,
+        sample=request.sample,
+        tokens=list(tokens),
+        inference_logprobs=inference_logprobs,
+        finish_reason=finish_reason,
+        policy_versions=np.full(len(tokens), policy_version, dtype=np.int32),
+        routed_experts=None if architecture is None else _routes(where, request, len(tokens), routes, architecture),
+        text=text,
+    )
+
+
+def _routes(
+    where: str, request: Request, num_tokens: int, routes: np.ndarray | None, architecture: Architecture
+) -> np.ndarray:
+    """[P + R - 1, L, K] uint8, or uint16 where a byte cannot number the experts."""
+    expected = (
+        len(request.prompt.tokens) + num_tokens - 1,
+        architecture.num_layers,
+        architecture.experts_per_token,
+    )
+    if routes is None or routes.shape != expected:
+        found = "none" if routes is None else routes.shape
+        raise RolloutError(
+            f"{where}: routes of shape {expected} (prompt + response - 1, layers, top-k) due, got {found}"
+        )
+    moe_routes = routes[:, np.asarray(architecture.moe_layers)]
+    if moe_routes.size and int(moe_routes.max()) >= architecture.num_experts:
+        raise RolloutError(f"{where}: route to expert {moe_routes.max()} of {architecture.num_experts}")
+    return moe_routes.astype(np.uint8 if architecture.num_experts <= 256 else np.uint16)

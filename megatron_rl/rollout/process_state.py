@@ -1,0 +1,72 @@
+"""vLLM inside the learner's process: what it needs set before it is imported, and what it must not leave behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+# Set before vLLM is imported, unless the user has set them.
+DEFAULTS = {
+    "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings on a CPU are about preloading libraries and chat templates
+    "VLLM_NO_USAGE_STATS": "1",  # nothing is sent anywhere
+    "HF_HUB_OFFLINE": "1",  # checkpoints are folders; a cluster's nodes may have no network
+    "TQDM_DISABLE": "1",  # no progress bars between the lines of the run's log
+}
+# Needed whatever the user has set: the engine has to live in this process.
+REQUIRED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+@contextmanager
+def contained(rank: int) -> Iterator[None]:
+    """Start an engine within: environment, random states and thread settings are put back afterwards.
+
+    vLLM seeds every global generator, replaces ``torch.set_num_threads`` by a function that does nothing, and puts
+    libraries into ``LD_PRELOAD``, which reward workers would inherit.
+    """
+    environment = dict(os.environ)
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    os.environ.update(REQUIRED)
+    # Read by vLLM's external launcher; ranks that were spawned rather than launched may lack them.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=os.environ.get("LOCAL_RANK", str(rank)))
+    set_num_threads = torch.set_num_threads
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        # vLLM reads its own variables again while it runs.
+        engine_variables = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+        os.environ.clear()
+        os.environ.update(environment | engine_variables)
+
+
+@contextmanager
+def global_rng_untouched() -> Iterator[None]:
+    """Seeded requests still draw once from torch's CPU generator on every step; the learner must not notice."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+def destroy_engine_groups() -> None:
+    """End vLLM's process groups and nothing else: its own clean-up would destroy the learner's world as well."""
+    from vllm.distributed import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None
+    parallel_state._NODE_COUNT = None
+    gc.collect()

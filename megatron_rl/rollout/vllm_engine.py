@@ -1,0 +1,324 @@
+"""vLLM inside the learner's process, one engine in every rank.
+
+Placement. Every rank (every ``rollout.tensor_parallel`` ranks) runs an engine of its own, requests are dealt out to the
+engines in equal shares and results are gathered, so that all ranks return the same groups in the order of the prompts.
+The alternative, one engine on one rank, would leave the other ranks idle for the longest phase of a step. Engines
+start inside the world that the learner has initialised: vLLM's ``external_launcher`` executor then adds groups of its
+own to that world and opens no second one. A child process per rank was the other way; it starts much slower, needs
+files or shared memory for weights, and gains nothing here.
+
+Weights go in through `worker_extension`; see there. Random numbers are keyed per response (`requests`), so that a
+response does not depend on which engine samples it, but for the rounding of matrix products over batches of another
+shape.
+
+Left out: stop strings (stop tokens are what a policy can learn to emit) and speculative decoding.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config.model import read_architecture
+from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.errors import InputError
+from megatron_rl.rollout import process_state
+from megatron_rl.rollout.checkpoint import checked, checkpoint_shapes, checkpoint_tensors, read_stop_token_ids
+from megatron_rl.rollout.generator import RolloutError, Sampling
+from megatron_rl.rollout.payload import make_rollout
+from megatron_rl.rollout.requests import Request, deal, make_groups, make_requests
+from megatron_rl.types import Group, Prompt, Rollout
+
+VLLM_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+CPU_KV_CACHE_GIB = 0.25
+GIB = 1 << 30
+
+
+class VllmGenerator:
+    """`Generator` on vLLM. Start it after the learner has joined its world; see `Generator` for the methods.
+
+    ``max_prompt_length``: longest prompt that will come, in tokens. ``record_routes``: fill ``routed_experts``.
+    ``decode``: token ids → text, for ``Rollout.text``; without it the text stays empty.
+    Raises `InputError` where the configuration does not fit the checkpoint, `RolloutError` where vLLM does not start.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model_path: Path,
+        *,
+        max_prompt_length: int,
+        record_routes: bool = False,
+        device: Literal["cpu", "cuda"] = "cpu",
+        decode: Callable[[list[int]], str] | None = None,
+    ) -> None:
+        self._config, self._decode, self._device = config, decode, device
+        self._architecture = read_architecture(model_path)
+        self._rank, world_size = _rank_and_world_size()
+        problems = config.problems(self._architecture, max_prompt_length, world_size)
+        if record_routes and not self._architecture.is_moe:
+            problems.append(f"routes were asked for, but {model_path} ({self._architecture.model_type}) has no experts")
+        if problems:
+            raise InputError("; ".join(problems))
+        self._max_prompt_length, self._record_routes = max_prompt_length, record_routes
+        self._sampling = Sampling.from_config(config)
+        self._stop_token_ids = config.stop_token_ids or read_stop_token_ids(model_path)
+        self._num_engines, self._engine = world_size // config.tensor_parallel, self._rank // config.tensor_parallel
+        self._shapes = checkpoint_shapes(model_path)
+        self._policy_version, self._broken, self._stats = 0, "", {}
+        self._owns_world = not dist.is_initialized()
+        start = time.perf_counter()
+        self._llm: Any = self._start(model_path)
+        if config.verify_refit:
+            self._verify_refit(model_path)
+        self.start_s = time.perf_counter() - start
+
+    # ---------------------------------------------------------------- generation
+
+    def rollout(
+        self,
+        prompts: list[Prompt],
+        num_samples: int,
+        *,
+        policy_version: int,
+        step: int,
+        sampling: Sampling | None = None,
+    ) -> list[Group]:
+        sampling = sampling or self._sampling
+        self._check_call(prompts, policy_version, sampling)
+        requests = make_requests(prompts, num_samples, seed=self._config.seed, step=step)
+        start = time.perf_counter()
+        mine = deal(requests, self._engine, self._num_engines)
+        rollouts = self._gather(self._generate(mine, sampling))
+        self._record_stats(rollouts, time.perf_counter() - start)
+        return make_groups(prompts, num_samples, rollouts)
+
+    def _check_call(self, prompts: list[Prompt], policy_version: int, sampling: Sampling) -> None:
+        if self._broken:
+            raise RolloutError(f"the engine cannot go on: {self._broken}")
+        if policy_version != self._policy_version:
+            raise RolloutError(
+                f"the engine holds the weights of policy version {self._policy_version}, rollouts of {policy_version} "
+                "were asked for: a refit is missing"
+            )
+        if sampling.max_response_length > self._config.max_response_length:
+            raise InputError(
+                f"sampling: max_response_length {sampling.max_response_length} is above the engine's "
+                f"{self._config.max_response_length} (rollout.max_response_length)"
+            )
+        for prompt in prompts:
+            if not 0 < len(prompt.tokens) <= self._max_prompt_length:
+                raise InputError(
+                    f"prompt {prompt.id!r} has {len(prompt.tokens)} tokens; 1 … {self._max_prompt_length} are allowed "
+                    "(data.prompt.max_length)"
+                )
+
+    def _generate(self, requests: list[Request], sampling: Sampling) -> list[Rollout] | RolloutError:
+        """This engine's share, in order. An error is returned, not raised: other ranks wait to hear of it."""
+        ids = ", ".join(dict.fromkeys(request.prompt.id for request in requests[:: max(1, len(requests) // 8)]))
+        try:
+            with process_state.global_rng_untouched():
+                outputs = self._run_engine(requests, sampling)
+            return [self._to_rollout(request, output) for request, output in zip(requests, outputs, strict=True)]
+        except RolloutError as error:
+            return error
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks are waiting
+            failure = RolloutError(f"vLLM failed on prompts {ids} …: {type(error).__name__}: {_one_line(error)}")
+            failure.__cause__ = error
+            return failure
+
+    def _run_engine(self, requests: list[Request], sampling: Sampling) -> list[Any]:
+        from vllm import SamplingParams
+
+        params = [
+            SamplingParams(
+                max_tokens=sampling.max_response_length,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                seed=request.seed,
+                stop_token_ids=self._stop_token_ids,
+                logprobs=0,  # of the sampled token alone
+                flat_logprobs=True,
+                detokenize=False,
+            )
+            for request in requests
+        ]
+        prompts = [{"prompt_token_ids": request.prompt.tokens} for request in requests]
+        engine, outputs = self._llm.llm_engine, []
+        request_ids = self._llm.enqueue(prompts, params, use_tqdm=False) if requests else []
+        deadline = time.monotonic() + (self._config.deadline_s or float("inf"))
+        while engine.has_unfinished_requests():
+            outputs += [output for output in engine.step() if output.finished]
+            if time.monotonic() > deadline:
+                engine.abort_request(request_ids, internal=True)
+                raise RolloutError(
+                    f"generation passed rollout.deadline_s ({self._config.deadline_s} s) with {len(outputs)} of "
+                    f"{len(requests)} responses finished"
+                )
+        return sorted(outputs, key=lambda output: int(output.request_id))
+
+    def _to_rollout(self, request: Request, output: Any) -> Rollout:
+        completion = output.outputs[0]
+        tokens, logprobs = list(completion.token_ids), completion.logprobs
+        if list(logprobs.token_ids) != tokens:
+            raise RolloutError(f"prompt {request.prompt.id!r}: log-probs belong to other tokens than were sampled")
+        return make_rollout(
+            request,
+            tokens,
+            logprobs.logprobs,
+            completion.finish_reason,
+            self._policy_version,
+            routes=completion.routed_experts,
+            architecture=self._architecture if self._record_routes else None,
+            text=self._decode(tokens) if self._decode else "",
+        )
+
+    def _gather(self, mine: list[Rollout] | RolloutError) -> list[Rollout]:
+        """Every engine's share in the order of the requests, the same on all ranks. One engine's error ends all."""
+        shares: list[list[Rollout] | RolloutError] = [mine]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            tensor_rank = self._rank % self._config.tensor_parallel
+            speaks = tensor_rank == 0 or isinstance(mine, RolloutError)  # ranks of one engine hold the same results
+            shares = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(shares, mine if speaks else [])
+        for rank, share in enumerate(shares):
+            if isinstance(share, RolloutError):
+                self._broken = f"rank {rank}: {share}"
+                raise RolloutError(self._broken)
+        return [rollout for share in shares for rollout in share]
+
+    # ---------------------------------------------------------------- weights
+
+    def refit(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
+        start = time.perf_counter()
+        self._broken = "a weight update did not finish"
+        self._llm.start_weight_update()
+        self._llm.update_weights({"update_info": {"weights": checked(weights, self._shapes)}})
+        self._llm.finish_weight_update(str(policy_version))
+        if not self._llm.reset_prefix_cache():
+            raise RolloutError(
+                "the prefix cache could not be emptied after a weight update: requests are still running"
+            )
+        self._broken, self._policy_version = "", policy_version
+        self._stats["perf/time/refit_engine"] = time.perf_counter() - start
+
+    def _verify_refit(self, model_path: Path) -> None:
+        """An update with the weights that the engine already holds must leave every stored parameter bit for bit."""
+        before = self._llm.apply_model(parameter_checksums)[0]
+        self.refit(checkpoint_tensors(model_path), 0)
+        after = self._llm.apply_model(parameter_checksums)[0]
+        changed = sorted(name for name in before if before[name] != after.get(name))
+        if changed or before.keys() != after.keys():
+            import vllm
+
+            raise RolloutError(
+                f"vLLM {vllm.__version__} corrupts weights on updates: sending it its own checkpoint changed "
+                f"{len(changed)} of {len(before)} parameters, first {changed[:3]}. Every response after the first "
+                "update would come from another policy. Use the pinned version, or set rollout.verify_refit: false if "
+                "this build stores parameters in an order that is not reproducible"
+            )
+
+    # ---------------------------------------------------------------- life
+
+    def sleep(self) -> None:
+        if self._device == "cuda":
+            self._llm.sleep(level=1)  # level 1 keeps the weights in host memory; a CPU has nothing to give back
+
+    def wake(self) -> None:
+        if self._device == "cuda":
+            self._llm.wake_up()
+
+    def stats(self) -> dict[str, float]:
+        return dict(self._stats)
+
+    def close(self) -> None:
+        if self._llm is None:
+            return
+        import vllm.v1.engine.core as engine_core
+
+        core, self._llm = self._llm.llm_engine.engine_core.engine_core, None
+        own_clean_up = engine_core.cleanup_dist_env_and_memory
+        if not self._owns_world:
+            engine_core.cleanup_dist_env_and_memory = process_state.destroy_engine_groups
+        try:
+            core.shutdown()
+        finally:
+            engine_core.cleanup_dist_env_and_memory = own_clean_up
+
+    def _start(self, model_path: Path) -> Any:
+        with process_state.contained(self._rank):
+            from vllm import LLM
+
+            try:
+                llm = LLM(**self._engine_arguments(model_path))
+                llm.init_weight_transfer_engine({"init_info": {}})
+            except (RuntimeError, ValueError, AssertionError, MemoryError) as error:
+                raise RolloutError(f"vLLM did not start: {type(error).__name__}: {_one_line(error)}") from error
+        return llm
+
+    def _engine_arguments(self, model_path: Path) -> dict[str, Any]:
+        from megatron_rl.rollout.worker_extension import BACKEND
+
+        config, on_cpu = self._config, self._device == "cpu"
+        kv_cache_gib = config.kv_cache_gib or (CPU_KV_CACHE_GIB if on_cpu else None)
+        in_a_world = dist.is_initialized() and dist.get_world_size() > 1
+        arguments = {
+            "model": str(model_path),
+            "dtype": VLLM_DTYPE[config.dtype],
+            "max_model_len": self._max_prompt_length + config.max_response_length,
+            "max_num_seqs": config.max_num_seqs,
+            "tensor_parallel_size": config.tensor_parallel,
+            "distributed_executor_backend": "external_launcher" if in_a_world else None,
+            "kv_cache_memory_bytes": int(kv_cache_gib * GIB) if kv_cache_gib else None,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "enable_return_routed_experts": self._record_routes,
+            # log mu of the distribution sampled from, whatever temperature, top-p and top-k are
+            "logprobs_mode": "processed_logprobs",
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",  # the recipe says how to sample, not a file beside the weights
+            "seed": config.seed,
+            "weight_transfer_config": {"backend": BACKEND},
+            "worker_extension_cls": "megatron_rl.rollout.worker_extension.WorkerExtension",
+        }
+        if on_cpu:  # vLLM's CPU sampler cannot resume a seeded request whose prompt was cut into chunks
+            arguments["enable_chunked_prefill"] = False
+        else:
+            arguments["enable_sleep_mode"] = True
+        return arguments
+
+    def _record_stats(self, rollouts: list[Rollout], seconds: float) -> None:
+        num_tokens = sum(len(rollout.tokens) for rollout in rollouts)
+        self._stats["perf/rollout_tokens"] = float(num_tokens)
+        self._stats["perf/tokens_per_s/rollout"] = num_tokens / seconds
+
+
+def parameter_checksums(model: torch.nn.Module) -> dict[str, int]:
+    """Name → CRC-32 of the stored bytes of every parameter and buffer, so that a permutation shows as well."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {
+        name: zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())
+        for name, tensor in tensors
+        if tensor.numel()
+    }
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise RolloutError("start the learner before the engine: the job has several ranks, but no process group yet")
+    return 0, 1
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:500]

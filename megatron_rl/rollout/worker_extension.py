@@ -1,0 +1,86 @@
+"""Weight updates inside vLLM, through its own weight-transfer interface.
+
+vLLM calls a `WeightTransferEngine` that a backend name selects; ours is handed an iterator of (name, tensor) pairs in
+the same process, so that nothing is copied on the way and no file is written. Importing this module registers it.
+Loading follows vLLM's layerwise reload: as soon as a layer is complete, it is loaded, processed and copied into the
+storage it had, so that CUDA graphs stay valid.
+
+One thing vLLM (0.29 to 0.32) forgets, on CPUs only: the weights of unquantized MoE experts are packed for the kernel
+after the first load, but not after a reload, and since packing keeps their shape nothing raises; the engine then
+computes with unpacked experts. They are packed here, exactly once per update: packing twice is as wrong as not at all.
+`vllm_engine` checks at start that an update changes nothing it should not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+BACKEND = "megatron_rl_stream"
+
+
+@dataclass
+class StreamInit(WeightTransferInitInfo):
+    """Nothing to agree on: sender and receiver are one process."""
+
+
+@dataclass
+class StreamUpdate(WeightTransferUpdateInfo):
+    """``weights``: (name, tensor) pairs in Hugging Face names."""
+
+    weights: Iterable[tuple[str, torch.Tensor]]
+
+
+class StreamWeightTransfer(WeightTransferEngine[StreamInit, StreamUpdate]):
+    """Loads a stream of tensors from the engine's own process."""
+
+    init_info_cls = StreamInit
+    update_info_cls = StreamUpdate
+    supports_draft_weight_update = False
+
+    def init_transfer_engine(self, init_info: StreamInit) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    @torch.no_grad()
+    def receive_weights(self, update_info: StreamUpdate) -> None:
+        self.model.load_weights(update_info.weights)
+
+    @torch.no_grad()
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            pack_cpu_experts(self.model)
+
+    def shutdown(self) -> None:
+        pass
+
+
+def pack_cpu_experts(model: torch.nn.Module) -> None:
+    """Pack every MoE layer's expert weights for the CPU kernel. Not idempotent: once after each reload."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
+        if isinstance(experts, CPUUnquantizedExperts) and hasattr(module, "w13_weight"):
+            experts.process_weights_after_loading(module)
+
+
+class WorkerExtension:
+    """Named to vLLM as the worker extension so that every worker imports this module."""
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:  # a re-import must not raise
+    WeightTransferEngineFactory.register_engine(BACKEND, StreamWeightTransfer)
