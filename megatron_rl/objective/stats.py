@@ -31,10 +31,6 @@ class MetricStats:
         return self.sum_names, self.max_names, self.min_names
 
     def cpu(self) -> MetricStats:
-        """A copy in host memory, for a gather of objects; waits for the device."""
-        return MetricStats(*self.names, self.sums.cpu(), self.maxs.cpu(), self.mins.cpu())
-
-    def cpu(self) -> MetricStats:
         """A copy in host memory: waits for the device."""
         return MetricStats(*self.names, self.sums.cpu(), self.maxs.cpu(), self.mins.cpu())
 
