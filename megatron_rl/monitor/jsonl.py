@@ -1,0 +1,102 @@
+"""`metrics.jsonl`: one line of JSON per step, the record that every plot and every offline tool reads."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import InputError
+
+_NON_FINITE = {"NaN", "Infinity", "-Infinity"}  # as strings: JSON has no such numbers, and float() reads them back
+
+
+def _to_json(name: str, value: Any) -> float | int | str:
+    number = float(value)
+    if math.isnan(number):
+        return "NaN"
+    if math.isinf(number):
+        return "Infinity" if number > 0 else "-Infinity"
+    return int(value) if isinstance(value, int) else number
+
+
+def encode_line(step: int, metrics: Mapping[str, float]) -> str:
+    """One line, newline included: step, Unix time, then the metrics in the order given. Always valid JSON."""
+    record = {"step": step, "time": round(time.time(), 3)}
+    record |= {name: _to_json(name, value) for name, value in metrics.items()}
+    return json.dumps(record, allow_nan=False) + "\n"
+
+
+def _decode_line(line: str) -> dict[str, float]:
+    return {key: float(value) if value in _NON_FINITE else value for key, value in json.loads(line).items()}
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """All records of ``path`` (a metrics.jsonl or a run directory), in order; each has "step" and "time".
+
+    A torn last line (a run killed while writing) is left out. Raises `InputError` for a missing file and for a broken
+    line elsewhere.
+    """
+    path = Path(path)
+    file = path / "metrics.jsonl" if path.is_dir() else path
+    if not file.is_file():
+        raise InputError(f"{file}: no such file; expected a run directory or its metrics.jsonl")
+    lines = file.read_text(encoding="utf-8").splitlines()
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(_decode_line(line))
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break
+            raise InputError(
+                f"{file}, line {number}: not valid JSON ({error.msg}); delete or repair the line"
+            ) from error
+    return records
+
+
+class JsonlSink:
+    """Appends lines whole: a reader, or a run that dies, never leaves part of one behind a later line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def resume_at(self, step: int) -> None:
+        """Drop what was recorded for ``step`` and later, and a torn last line: ``step`` is the next to be recorded."""
+        if not self.path.exists():
+            return
+        kept = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if record["step"] < step:
+                kept.append(line + "\n")
+        with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False, encoding="utf-8") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(file.name, 0o644)  # temporary files are private; the record is not
+        os.replace(file.name, self.path)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line with a single system call; a partial write (disk full) is taken back before the error."""
+        data = encode_line(step, metrics).encode()
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            before = os.fstat(descriptor).st_size
+            written = os.write(descriptor, data)
+            if written != len(data):
+                os.ftruncate(descriptor, before)
+                raise OSError(f"{self.path}: only {written} of {len(data)} bytes could be written")
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Nothing is kept open."""

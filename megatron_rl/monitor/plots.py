@@ -1,0 +1,167 @@
+"""Curves of runs, from their metrics.jsonl and nothing else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from megatron_rl.monitor.jsonl import read_metrics
+from megatron_rl.monitor.run_directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One small plot: which metrics, on which scale. Metrics ending in ``*`` stand for all that begin so."""
+
+    title: str
+    metrics: tuple[str, ...]
+    is_log: bool = False
+
+
+PANELS = (
+    Panel("reward", ("critic/rewards/mean",)),
+    Panel("validation", ("val/*",)),
+    Panel("response length", ("response_length/mean",)),
+    Panel("mismatch: std of rho", ("mismatch/rho_std",), is_log=True),
+    Panel("k3 KL, engine to learner", ("rollout_corr/k3_kl",), is_log=True),
+    Panel("PPO KL", ("actor/ppo_kl",)),
+    Panel("entropy", ("actor/entropy",)),
+    Panel("clip fraction", ("actor/pg_clipfrac",)),
+    Panel("gradient norm", ("actor/grad_norm", "noise/grad_norm_ema"), is_log=True),
+    Panel("gradient noise scale", ("noise/gns",), is_log=True),
+    Panel("learning rate", ("actor/lr", "lr_sched/shadow_lr"), is_log=True),
+    Panel("route agreement", ("router/agree_frac",)),
+    Panel("repetition", ("response/repetition_frac", "response_length/clip_ratio")),
+    Panel("seconds by phase", ("perf/time/*",)),
+)
+LINE_STYLES = ("-", "--", ":", "-.")
+
+
+@dataclass
+class Curves:
+    """One line group of an overlay: a name and the records of each of its seeds."""
+
+    label: str
+    runs: list[list[dict[str, float]]] = field(default_factory=list)
+
+    @property
+    def metrics(self) -> set[str]:
+        """Every metric that any record has."""
+        return {name for run in self.runs for record in run for name in record}
+
+    def series(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps ``[S]`` and values ``[seeds, S]`` of ``metric``; NaN where a seed lacks a step."""
+        by_run = [{r["step"]: float(r[metric]) for r in run if metric in r} for run in self.runs]
+        steps = np.array(sorted({step for run in by_run for step in run}), dtype=np.int64)
+        return steps, np.array([[run.get(int(step), np.nan) for step in steps] for run in by_run])
+
+
+# "grpo-seed3", "grpo_s3", "grpo/seed_3": the rest of the name is the experiment, the number one repetition of it.
+_SEED = re.compile(r"[-_./]?(?:seed|s)[-_=]?\d+$")
+
+
+def group_runs(arguments: Sequence[str]) -> list[Curves]:
+    """Read runs and put seeds of one experiment together.
+
+    An argument is a run directory (or its metrics.jsonl), optionally as ``label=PATH``. Equal labels are one group;
+    without a label, the folder's name less a trailing ``-seed<n>`` or ``-s<n>`` is the label. Raises `InputError`
+    for what cannot be read.
+    """
+    groups: dict[str, Curves] = {}
+    for argument in arguments:
+        label, _, path = argument.rpartition("=") if not Path(argument).exists() else ("", "", argument)
+        folder = Path(path).resolve()
+        folder = folder.parent if folder.is_file() else folder
+        name = label or _SEED.sub("", folder.name) or _SEED.sub("", f"{folder.parent.name}/{folder.name}")
+        groups.setdefault(name, Curves(name)).runs.append(read_metrics(Path(path)))
+    return list(groups.values())
+
+
+def _expand(panel: Panel, available: set[str]) -> list[str]:
+    found: list[str] = []
+    for pattern in panel.metrics:
+        if pattern.endswith("*"):
+            found += sorted(name for name in available if name.startswith(pattern[:-1]) and name != "perf/time/step")
+        elif pattern in available:
+            found.append(pattern)
+    return found
+
+
+def drawable_panels(groups: Sequence[Curves]) -> list[Panel]:
+    """The panels for which at least one run has a metric."""
+    available = set().union(*(group.metrics for group in groups)) if groups else set()
+    return [panel for panel in PANELS if _expand(panel, available)]
+
+
+def draw_panel(axes: Axes, panel: Panel, groups: Sequence[Curves]) -> None:
+    """Draw ``panel``: a colour per group (mean over seeds, band from lowest to highest), a line style per metric.
+
+    With one group the colours tell metrics apart.
+    """
+    metrics = _expand(panel, set().union(*(group.metrics for group in groups)))
+    single, drew_positive = len(groups) == 1, False
+    for group_index, group in enumerate(groups):
+        for metric_index, metric in enumerate(metrics):
+            steps, values = group.series(metric)
+            if not len(steps):
+                continue
+            values = np.where(np.isfinite(values), values, np.nan)
+            drew_positive |= bool(np.nanmax(values, initial=-np.inf) > 0)
+            seen = np.isfinite(values).any(axis=0)
+            steps, values = steps[seen], values[:, seen]
+            color = f"C{(metric_index if single else group_index) % 10}"
+            style = "-" if single else LINE_STYLES[metric_index % len(LINE_STYLES)]
+            names = ([] if single else [group.label]) + ([metric] if len(metrics) > 1 else [])
+            marker = "." if len(steps) <= 12 else None  # few validations: a line alone hides where they are
+            axes.plot(
+                steps, np.nanmean(values, axis=0), style, color=color, lw=1.2, marker=marker, label=" ".join(names)
+            )
+            if len(values) > 1:
+                axes.fill_between(steps, np.nanmin(values, 0), np.nanmax(values, 0), color=color, alpha=0.2, lw=0)
+    axes.set_title(panel.title, fontsize=10)
+    axes.set_xlabel("step", fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.3)
+    if panel.is_log and drew_positive:
+        axes.set_yscale("log")
+    if any(axes.get_legend_handles_labels()[1]):
+        axes.legend(fontsize=6)
+
+
+def draw_figure(groups: Sequence[Curves], title: str, columns: int = 3) -> Figure:
+    """All drawable panels in one figure."""
+    panels = drawable_panels(groups)
+    rows = max(1, -(-len(panels) // columns))
+    figure = Figure(figsize=(4.6 * columns, 2.9 * rows), layout="constrained")
+    figure.suptitle(title, fontsize=12)
+    for index, panel in enumerate(panels):
+        draw_panel(figure.add_subplot(rows, columns, index + 1), panel, groups)
+    return figure
+
+
+def plot_run(run_dir: RunDirectory) -> Path:
+    """``plots/curves.png`` of one run; returns its path."""
+    run_dir.plots.mkdir(parents=True, exist_ok=True)
+    path = run_dir.plots / "curves.png"
+    groups = [Curves(run_dir.root.name, [read_metrics(run_dir.metrics)])]
+    draw_figure(groups, run_dir.root.name).savefig(path, dpi=110)
+    return path
+
+
+def last_values(groups: Sequence[Curves], metrics: Sequence[str]) -> Mapping[str, list[str]]:
+    """Per group, the mean over seeds of each metric's last value, as text; "" where there is none."""
+    table = {}
+    for group in groups:
+        cells = []
+        for metric in metrics:
+            ends = [[r[metric] for r in run if metric in r][-1:] for run in group.runs]
+            found = [float(end[0]) for end in ends if end]
+            cells.append(f"{np.mean(found):.4g}" if found else "")
+        table[group.label] = cells
+    return table

@@ -1,0 +1,51 @@
+"""Where a run keeps what: one place that knows the names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths below one run directory; nothing is created before `create`."""
+
+    root: Path
+
+    @property
+    def recipe(self) -> Path:
+        return self.root / "recipe.resolved.yaml"
+
+    @property
+    def environment(self) -> Path:
+        return self.root / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def batches(self) -> Path:
+        return self.root / "batches"
+
+    @property
+    def plots(self) -> Path:
+        return self.root / "plots"
+
+    @property
+    def log(self) -> Path:
+        return self.root / "log.txt"
+
+    def create(self) -> RunDirectory:
+        """Make the folders, where they are missing; one rank calls it. Returns itself."""
+        for folder in (self.root, self.tensorboard, self.checkpoints, self.batches, self.plots):
+            folder.mkdir(parents=True, exist_ok=True)
+        return self

@@ -1,0 +1,145 @@
+"""What a person sees while a run goes on: one line per step, and on a terminal a status line below."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+# Column title, metric, format, width. A metric that a step lacks leaves its column empty.
+COLUMNS = (
+    ("reward", "critic/rewards/mean", "{:.3f}", 6),
+    ("val", "val/reward/mean", "{:.3f}", 6),
+    ("length", "response_length/mean", "{:.1f}", 8),
+    ("rho std", "mismatch/rho_std", "{:.1e}", 8),
+    ("entropy", "actor/entropy", "{:.3f}", 7),
+    ("grad", "actor/grad_norm", "{:.3g}", 8),
+    ("lr", "actor/lr", "{:.2e}", 8),
+    ("tok/s", "perf/tokens_per_s/generate", "{:.0f}", 7),
+    ("step s", "perf/time/step", "{:.2f}", 7),
+    ("own", "perf/overhead_frac", "{:.0%}", 4),
+)
+# Of the last this many steps the ETA takes the mean wall time: long enough to include a checkpoint now and then.
+ETA_STEPS = 20
+SPARKS = "▁▂▃▄▅▆▇█"
+
+
+def format_duration(seconds: float) -> str:
+    """``h:mm:ss``, or ``m:ss`` below an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def sparkline(values: list[float]) -> str:
+    """One block character per value, from the smallest to the largest; what is not finite becomes a space."""
+    finite = [v for v in values if math.isfinite(v)]
+    if not finite:
+        return ""
+    low, span = min(finite), (max(finite) - min(finite)) or 1.0
+    top = len(SPARKS) - 1
+    return "".join(SPARKS[round((v - low) / span * top)] if math.isfinite(v) else " " for v in values)
+
+
+def phase_times(metrics: Mapping[str, float]) -> str:
+    """``generate 0.21  update 0.30``: seconds of every phase of the step, the longest first."""
+    prefix = "perf/time/"
+    times = {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix) and k != prefix + "step"}
+    return "  ".join(f"{name} {seconds:.2f}" for name, seconds in sorted(times.items(), key=lambda item: -item[1]))
+
+
+class TerminalSink:
+    """Lines to standard output (coloured and with a status line where ``live``) and, plain, to ``log_file``.
+
+    ``num_steps`` is the number of steps of the run, None where unknown (then there is no ETA).
+    """
+
+    def __init__(self, log_file: Path, mode: str, num_steps: int | None, console: Console | None = None) -> None:
+        self.console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self.log_file = log_file
+        self.num_steps = num_steps
+        self.is_off = mode == "off"
+        self.is_live = mode == "live" or (mode == "auto" and self.console.is_terminal)
+        self._live: Live | None = None
+        self._lines = 0
+        self._last_time: float | None = None
+        self._walls: deque[float] = deque(maxlen=ETA_STEPS)
+        self._rewards: deque[float] = deque(maxlen=40)
+        self._done = 0
+        self._phase = ""
+
+    def header(self, summary: Mapping[str, Any]) -> None:
+        """Say what is being run, one ``key: value`` a line."""
+        for key, value in summary.items():
+            self.log(f"{key}: {value}")
+
+    def resume_at(self, step: int) -> None:
+        """Say where the run goes on."""
+        self._done = step
+        self.log(f"resumed at step {step}")
+
+    def log(self, message: str, style: str | None = None) -> None:
+        """One message, to the terminal above the status line and to log.txt."""
+        with self.log_file.open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%H:%M:%S')} {message}\n")
+        if not self.is_off:
+            self.console.print(Text(message, style=style or ""))
+
+    def enter_phase(self, name: str) -> None:
+        """Show the phase that begins in the status line."""
+        self._phase = name
+        self._refresh()
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The line of one step, with the column titles above every 25th."""
+        now = time.perf_counter()
+        if self._last_time is not None:
+            self._walls.append(now - self._last_time)
+        elif "perf/time/step" in metrics:
+            self._walls.append(metrics["perf/time/step"])
+        self._last_time, self._done = now, step + 1
+        self._rewards.append(float(metrics.get("critic/rewards/mean", math.nan)))
+        if self._lines % 25 == 0:
+            titles = "  ".join(title.rjust(width) for title, _, _, width in COLUMNS)
+            self.log(f"{'step':>6}  {titles}  {'eta':>7}  seconds by phase", style="bold")
+        self._lines += 1
+        cells = [form.format(metrics[key]).rjust(w) if key in metrics else " " * w for _, key, form, w in COLUMNS]
+        eta = self._eta()
+        self.log(f"{step:>6}  {'  '.join(cells)}  {eta:>7}  {phase_times(metrics)}")
+        self._phase = ""
+        self._refresh()
+
+    def close(self) -> None:
+        """Take the status line away."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _eta(self) -> str:
+        if not self._walls or not self.num_steps:
+            return ""
+        return format_duration(sum(self._walls) / len(self._walls) * max(self.num_steps - self._done, 0))
+
+    def _refresh(self) -> None:
+        if not self.is_live or self.is_off or not self.num_steps:
+            return
+        if self._live is None:
+            # Redrawn when a phase begins and by no thread of its own: engines fork and load while a run goes on.
+            self._live = Live(console=self.console, auto_refresh=False, transient=True)
+            self._live.start()
+        row = Table.grid(padding=(0, 2))
+        bar = ProgressBar(total=self.num_steps, completed=self._done, width=24)
+        eta = f"eta {self._eta()}" if self._eta() else ""
+        reward = Text(sparkline(list(self._rewards)), style="green")
+        row.add_row(bar, f"{self._done}/{self.num_steps}", eta, reward, Text(self._phase, style="cyan"))
+        self._live.update(row, refresh=True)
