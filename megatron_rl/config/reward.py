@@ -40,10 +40,11 @@ class RewardConfig(Section):
     num_workers: PositiveInt = 2
     """Worker processes for `math` and custom rewards. The other rewards are computed in place."""
     timeout_s: float = Field(5.0, ge=0.1)
-    """Processor seconds that one response may cost; then it scores 0, counted as `reward/timeouts`. A response that
+    """Processor seconds that one response may cost; then it scores 0, counted in `reward/timeouts`. One that
     waits without computing is given four times this on the clock."""
     memory_limit_mib: PositiveInt = Field(1024, ge=256)
-    """Memory that one worker may add to what it holds at start; a response that needs more scores 0."""
+    """Memory that one worker may add to what it holds at start; a response that needs more scores 0, also
+    counted in `reward/timeouts`."""
     overlong: OverlongConfig | None = None
     """Soft punishment of responses close to the length limit. null: none."""
     mask_truncated: bool = False

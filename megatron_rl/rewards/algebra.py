@@ -55,7 +55,7 @@ def algebra_equal(candidate: str, gold: str) -> bool:
     if decimal is not None and decimal.places is not None:
         value = _constant(other)
         return value is not None and rounds_to(value, decimal)
-    return bool(verify(theirs, ours, timeout_seconds=None)) and _agree(ours, theirs)
+    return _agree(ours, theirs) and bool(verify(theirs, ours, timeout_seconds=None))  # the quick test first
 
 
 def _constant(expression: sympy.Basic) -> Fraction | None:

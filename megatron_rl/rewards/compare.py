@@ -31,6 +31,9 @@ _DEFERRED = re.compile(r"\\(?:sum|prod|int|lim|binom|det|gcd|max|min|b?mod|pmod|
 _OPERATION = re.compile(r"[+*/^]|(?<=[^({,\s])-|\\(?:times|cdot|div|frac|sqrt)(?![A-Za-z])")
 
 
+_COMMAND, _LETTER = re.compile(r"\\[A-Za-z]+"), re.compile(r"[A-Za-z]")
+
+
 def split_top(text: str, separator: re.Pattern[str]) -> list[str]:
     """Pieces of ``text`` between the separators that stand outside every bracket."""
     pieces, depth, start, position = [], 0, 0, 0
@@ -231,7 +234,9 @@ def _written(shape: Shape) -> str:
 
 
 def _names_something(side: str) -> bool:
-    return re.search(r"[A-Za-z]", re.sub(r"\\(?!alpha|beta|gamma|theta|angle)[A-Za-z]+", "", side)) is not None
+    """Whether ``side`` is a name or names put together (``x_1``, ``f(3)``, ``m+n``); ``2x-5`` is not."""
+    names = re.sub(r"_\{?\w+\}?|\([^()]*\)|\\(?:text|angle|triangle|frac|overline)(?![A-Za-z])|[{}|\\]", " ", side)
+    return re.fullmatch(r"[A-Za-z+*/ -]*[A-Za-z][A-Za-z+*/ -]*", names) is not None
 
 
 def _same_scalar(candidate: str, gold: str, algebra: Algebra) -> bool:
@@ -252,4 +257,7 @@ def _same_scalar(candidate: str, gold: str, algebra: Algebra) -> bool:
         return False  # a sum, limit or factorial left to be worked out is not yet an answer
     if theirs_number and len(_OPERATION.findall(ours.value)) > MAX_OPERATIONS:
         return False
+    letters = [set(_LETTER.findall(_COMMAND.sub("", value))) for value in (ours.value, theirs.value)]
+    if letters[0] != letters[1] and {x.lower() for x in letters[0]} == {x.lower() for x in letters[1]}:
+        return False  # math-verify reads r and R as one variable
     return algebra(ours.value, theirs.value)

@@ -14,7 +14,10 @@ MAX_BARE_CHARS = 400  # a response without any mark is taken whole as the answer
 _TAIL_CHARS = 8000  # "Answer:" lines are looked for in this much of a response's end
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
-_ANSWER_MARK = re.compile(r"\banswers?\b[*_]{0,2}[ \t]{0,4}(?:is|are|:|=)[*_]{0,2}[ \t]{0,4}:?", re.IGNORECASE)
+_ANSWER_MARK = re.compile(
+    r"\banswers?\b[*_]{0,2}(?: (?:to|for|of) [^.\n:=$]{0,80}?)?[ \t]{0,4}(?:\bis\b|\bare\b|:|=)[*_]{0,2}[ \t]{0,4}:?",
+    re.IGNORECASE,
+)
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)")
 _MATH = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))  # opening and closing of a formula
 _WORDS = re.compile(r"[A-Za-z ]{0,80}")

@@ -32,7 +32,7 @@ class Outcome:
     """Result of one task: a value, or why there is none."""
 
     value: float = 0.0
-    failure: Literal["", "timeout", "crash", "error"] = ""
+    failure: Literal["", "limit", "crash", "error"] = ""
     detail: str = ""
 
 
@@ -156,7 +156,7 @@ class WorkerPool:
     def _expire(self, outcomes: list[Outcome | None], selector: selectors.BaseSelector) -> int:
         now = time.monotonic()
         late = [w for w in self._workers if (w.task is not None or not w.ready) and w.deadline <= now]
-        return sum(self._lose(worker, outcomes, selector, "timeout") for worker in late)
+        return sum(self._lose(worker, outcomes, selector, "limit") for worker in late)
 
     def _lose(
         self, worker: _Worker, outcomes: list[Outcome | None], selector: selectors.BaseSelector, failure: str

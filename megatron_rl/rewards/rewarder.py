@@ -76,7 +76,7 @@ class Rewarder:
     def score(self, groups: Sequence[Group]) -> dict[str, float]:
         """Score every rollout in place and return the metrics of it.
 
-        A response whose scoring failed earns 0: counted as ``reward/timeouts`` (over its limits),
+        A response whose scoring failed earns 0: counted as ``reward/timeouts`` (over its time or memory limit),
         ``reward/worker_failures`` (its worker died) or ``reward/errors`` (a reward function raised).
         """
         rollouts = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
@@ -163,7 +163,7 @@ def _metrics(rollouts: Sequence[Rollout], outcomes: Sequence[Outcome]) -> dict[s
         "critic/rewards/mean": sum(rollout.reward for rollout in rollouts) / count,
         "critic/score/mean": sum(rollout.raw_reward for rollout in rollouts) / count,
         "reward/masked_frac": sum(rollout.masked for rollout in rollouts) / count,
-        "reward/timeouts": float(failures.count("timeout")),
+        "reward/timeouts": float(failures.count("limit")),
         "reward/worker_failures": float(failures.count("crash")),
         "reward/errors": float(failures.count("error")),
     }

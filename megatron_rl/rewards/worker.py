@@ -31,7 +31,7 @@ _MAX_IDLE_DEATHS = 3  # children that died without work in a row: something is w
 
 
 def write_frame(fd: int, message: dict[str, Any]) -> None:
-    payload = json.dumps(message).encode()
+    payload = json.dumps(message, default=str).encode()  # `extra_info` may hold dates and the like
     data = memoryview(struct.pack("<I", len(payload)) + payload)
     while data:
         data = data[os.write(fd, data) :]
@@ -61,7 +61,16 @@ def _handlers(setup: dict[str, Any]) -> dict[str, Handler]:
         from megatron_rl.rewards.algebra import algebra_equal
         from megatron_rl.rewards.compare import same
 
-        handlers["math"] = lambda task: float(same(task["candidate"], task["gold"], algebra_equal))
+        def grade(task: dict[str, Any]) -> float:
+            try:
+                return float(same(task["candidate"], task["gold"], algebra_equal))
+            except MemoryError:
+                raise
+            except Exception:  # noqa: BLE001  whatever SymPy stumbles over in a model's text, it is not the answer
+                return 0.0
+
+        handlers["math"] = grade
+        handlers["algebra"] = lambda task: float(algebra_equal(task["candidate"], task["gold"]))
     for name in setup["functions"]:
         function = load_function(name)
         handlers[name] = lambda task, function=function: call_reward(function, task)
@@ -86,7 +95,9 @@ def _serve(requests: int, replies: int, busy: mmap.mmap, handlers: dict[str, Han
         try:
             value = float(handlers[task["kind"]](task))
             reply |= {"value": value} if math.isfinite(value) else {"error": f"the reward was {value}"}
-        except (Exception, RecursionError, MemoryError) as error:  # noqa: BLE001  a reward function may raise anything
+        except MemoryError:
+            reply["failure"] = "limit"
+        except Exception as error:  # noqa: BLE001  a reward function may raise anything
             reply["error"] = "".join(traceback.format_exception(error, limit=-4))[-2000:]
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -121,5 +132,5 @@ def main() -> None:
         idle_deaths = 0 if task_id else idle_deaths + 1
         if task_id:
             out_of_time = os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGALRM)
-            write_frame(replies, {"id": task_id, "failure": "timeout" if out_of_time else "crash"})
+            write_frame(replies, {"id": task_id, "failure": "limit" if out_of_time else "crash"})
     sys.exit("reward worker: its child keeps dying before it is given any work")
