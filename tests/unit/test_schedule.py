@@ -1,0 +1,283 @@
+"""Learning-rate sequences against the formula, and Megatron's scheduler against ours, step by step."""
+
+from __future__ import annotations
+
+import json
+import math
+from fractions import Fraction
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from pydantic import ValidationError
+
+from megatron_rl.config.learner import OptimizerConfig
+from megatron_rl.config.schedule import ScheduleConfig
+from megatron_rl.errors import InputError
+from megatron_rl.learner.scheduler import LengthDecayScheduler, build_scheduler
+from megatron_rl.schedule import LearningRateSchedule, length_decay_lr, synthetic
+
+STEPS = 1000
+LENGTHS = synthetic.paper_curve(110, 3500.0, num_steps=STEPS)(np.random.default_rng(7), 0.1)
+
+MODES = {
+    "manual": {"mode": "manual", "decay_period": 204},
+    "manual-warmup": {"mode": "manual", "decay_period": 100, "warmup_steps": 40},
+    "auto": {"mode": "auto"},
+    "auto-warmup": {"mode": "auto", "warmup_steps": 30, "warmup_from": 1e-8},
+    "shadow": {"mode": "shadow"},
+    "shadow-manual": {"mode": "shadow", "decay_period": 125},
+}
+
+
+def config(**keys) -> ScheduleConfig:
+    return ScheduleConfig(style="length-decay", **keys)
+
+
+def build(schedule: ScheduleConfig, groups: list[dict] | None = None, **optimizer) -> LengthDecayScheduler:
+    groups = [{"default_config": True}] if groups is None else groups
+    return build_scheduler(schedule, OptimizerConfig(**optimizer), SimpleNamespace(param_groups=groups), STEPS)
+
+
+def run(scheduler: LengthDecayScheduler, first: int = 0, last: int = STEPS, skipped=frozenset()) -> list[list[float]]:
+    """Rates of every group at each rollout step; the update of a step in ``skipped`` overflows."""
+    rates = []
+    for step in range(first, last):
+        scheduler.observe_length(scheduler.num_steps, LENGTHS[step])
+        rates.append([group["lr"] for group in scheduler.optimizer.param_groups])
+        if step not in skipped:
+            scheduler.step(1)
+    return rates
+
+
+# -- the formula
+
+
+def test_the_papers_main_run():
+    expected = {
+        0: 1e-6,
+        203: 1e-6,
+        204: 5e-7,
+        407: 5e-7,
+        408: 2.5e-7,
+        612: 1.25e-7,
+        815: 1.25e-7,
+        816: 1e-7,
+        9999: 1e-7,
+    }
+    assert {step: length_decay_lr(step, lr=1e-6, min_lr=1e-7, decay_period=204) for step in expected} == expected
+
+
+@given(st.integers(0, 10**7), st.floats(1e-12, 1.0), st.floats(0.0, 1.0), st.one_of(st.none(), st.integers(1, 10**5)))
+@settings(max_examples=200, deadline=None)
+def test_formula_is_exact(step, lr, fraction, period):
+    floor = lr * fraction
+    halvings = 0 if period is None else min(step // period, 2000)  # beyond 2000 any float has become 0
+    exact = max(Fraction(lr) / 2**halvings, Fraction(floor))
+    assert length_decay_lr(step, lr, floor, period) == float(exact)
+
+
+def test_floor_defaults_to_a_tenth_of_the_peak():
+    assert length_decay_lr(10**6, lr=3e-5, decay_period=10) == pytest.approx(3e-6, rel=1e-15)
+    assert length_decay_lr(10**6) == 1e-7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((-1,), "counted from 0"), ((0, 1e-6, 2e-6), "min_lr"), ((0, 1e-6, 0.0, 0), "decay_period 0")],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        length_decay_lr(*arguments)
+
+
+# -- every mode, exactly
+
+
+def expected_lr(mode: dict, t: int, surge: int | None, max_lr: float, min_lr: float) -> float:
+    """Warm-up, then max(max_lr · 2^−floor(t/T), min_lr), written without the code under test."""
+    warmup, start = mode.get("warmup_steps", 0), mode.get("warmup_from", 0.0)
+    if warmup and t <= warmup:
+        return start + (max_lr - start) * t / warmup
+    period = mode.get("decay_period")
+    if mode["mode"] == "shadow":
+        return max_lr
+    if mode["mode"] == "auto":
+        if surge is None or t < surge:
+            return max_lr
+        period = round(1.8 * surge)
+    return max(max_lr / 2 ** (t // period), min_lr)
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_sequence_with_groups_and_skipped_steps(mode):
+    groups = [
+        {"default_config": True, "wd_mult": 1.0},
+        {"default_config": False, "max_lr": 4e-6, "min_lr": 1e-6, "wd_mult": 0.0},
+        {"default_config": True, "lr_mult": 0.25, "wd_mult": 0.5},
+    ]
+    skipped = {0, 7, 111, 112, 113, 205, 500}
+    scheduler = build(config(**mode), groups, lr=1e-6, weight_decay=0.1)
+    rates = run(scheduler, skipped=skipped)
+    t, surge = 0, scheduler.length_decay.detector.surge_step
+    assert surge is not None
+    assert 100 <= surge <= 120
+    for step in range(STEPS):
+        assert rates[step][0] == expected_lr(mode, t, surge, 1e-6, 1e-7)
+        assert rates[step][1] == expected_lr(mode, t, surge, 4e-6, 1e-6)
+        assert rates[step][2] == 0.25 * expected_lr(mode, t, surge, 1e-6, 1e-7)
+        t += step not in skipped
+    assert scheduler.num_steps == STEPS - len(skipped)
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0, 0.05]
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_resumed_at_every_single_step(mode):
+    whole = build(config(**mode))
+    states, expected = [], []
+    for step in range(STEPS):
+        states.append(json.dumps(whole.state_dict()))  # what a checkpoint before this step would hold
+        expected += run(whole, step, step + 1)
+    for cut in range(STEPS):
+        resumed = build(config(**mode))
+        resumed.load_state_dict(json.loads(states[cut]))
+        # Up to the next cut the sequence is compared, and at the next cut the state: by induction, all of the rest.
+        assert run(resumed, cut, cut + 1) == [expected[cut]]
+        after = states[cut + 1] if cut + 1 < STEPS else json.dumps(whole.state_dict())
+        assert json.dumps(resumed.state_dict()) == after
+
+
+@pytest.mark.parametrize("cut", [1, 109, 113, 114, 115, 198, 500])
+def test_resumed_to_the_end(cut):
+    expected = run(build(config(mode="auto")))
+    first, second = build(config(mode="auto")), build(config(mode="auto"))
+    head = run(first, 0, cut)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert head + run(second, cut) == expected
+
+
+def test_surge_latches_one_period_and_shadow_only_reports_it():
+    auto, shadow = build(config(mode="auto")), build(config(mode="shadow"))
+    rates = run(auto)
+    shadows, real = [], []
+    for step in range(STEPS):
+        shadow.observe_length(step, LENGTHS[step])
+        shadows.append(shadow.metrics()["lr_sched/shadow_lr"])
+        real.append(shadow.metrics()["lr_sched/lr"])
+        shadow.step(1)
+    assert [rate for (rate,) in rates] == shadows
+    assert set(real) == {1e-6}
+    metrics = auto.metrics()
+    assert metrics["lr_sched/decay_period"] == round(1.8 * metrics["lr_sched/surge_step"])
+    assert metrics["lr_sched/decay_count"] == STEPS // metrics["lr_sched/decay_period"]
+    auto.length_decay.observe(STEPS, 1e6)
+    assert auto.metrics()["lr_sched/decay_period"] == metrics["lr_sched/decay_period"]
+
+
+# -- against Megatron's own class and against the pure form
+
+
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 25])
+def test_upstream_styles_are_upstreams(style, warmup):
+    def groups() -> list[dict]:
+        return [{"wd_mult": 1.0}, {"max_lr": 4e-6, "min_lr": 2e-7, "wd_mult": 0.0}]
+
+    arguments = {
+        "init_lr": 1e-8,
+        "max_lr": 1e-6,
+        "min_lr": 1e-7,
+        "lr_warmup_steps": warmup,
+        "lr_decay_steps": 300,
+        "lr_decay_style": style,
+        "start_wd": 0.01,
+        "end_wd": 0.1,
+        "wd_incr_steps": 200,
+        "wd_incr_style": "cosine",
+    }
+    upstream = OptimizerParamScheduler(SimpleNamespace(param_groups=groups()), **arguments)
+    ours = LengthDecayScheduler(SimpleNamespace(param_groups=groups()), **arguments)
+    schedule = ScheduleConfig(style=style, warmup_steps=warmup, warmup_from=1e-8)
+    pure = LearningRateSchedule(schedule, 1e-6, total_steps=300)
+    for step in range(400):
+        assert ours.optimizer.param_groups == upstream.optimizer.param_groups
+        assert pure.lr(step) == upstream.optimizer.param_groups[0]["lr"]
+        upstream.step(1)
+        ours.step(1)
+    loaded = LengthDecayScheduler(SimpleNamespace(param_groups=groups()), **arguments)
+    loaded.step(17)  # a scheduler that has already moved must not add its steps to the checkpoint's
+    loaded.load_state_dict(upstream.state_dict())
+    assert loaded.optimizer.param_groups == upstream.optimizer.param_groups
+    assert upstream.state_dict().items() <= ours.state_dict().items()
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_pure_schedule_equals_megatrons(mode):
+    pure, rates = LearningRateSchedule(config(**mode), 1e-6, STEPS), run(build(config(**mode)))
+    for step in range(STEPS):
+        pure.observe_length(step, LENGTHS[step])
+        assert pure.lr(step) == rates[step][0]
+
+
+def test_a_checkpoints_older_bounds_do_not_outlive_the_recipes():
+    groups = [{"default_config": True, "max_lr": 5e-5, "min_lr": None}, {"max_lr": 2e-6, "min_lr": None}]
+    build(config(mode="manual", decay_period=10), groups, lr=1e-6).step(1000)
+    assert [group["lr"] for group in groups] == [1e-7, 1e-7]
+
+
+# -- the alarms' halving
+
+
+def test_decay_now_halves_in_every_style_down_to_the_floor():
+    for schedule in (ScheduleConfig(), config(mode="auto"), ScheduleConfig(style="cosine")):
+        scheduler = build(schedule)
+        before = scheduler.optimizer.param_groups[0]["lr"]
+        scheduler.decay_now()
+        assert scheduler.optimizer.param_groups[0]["lr"] == before / 2
+        resumed = build(schedule)
+        resumed.load_state_dict(json.loads(json.dumps(scheduler.state_dict())))
+        assert resumed.optimizer.param_groups[0]["lr"] == before / 2
+        for _ in range(5):
+            scheduler.decay_now()
+        assert scheduler.optimizer.param_groups[0]["lr"] == 1e-7
+
+
+def test_decay_now_never_raises_a_rate_below_the_floor():
+    scheduler = build(ScheduleConfig(warmup_steps=100))
+    scheduler.step(1)
+    assert scheduler.optimizer.param_groups[0]["lr"] == pytest.approx(1e-8)
+    scheduler.decay_now()
+    assert scheduler.optimizer.param_groups[0]["lr"] == pytest.approx(1e-8)
+
+
+# -- the schema
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"style": "length-decay"}, "mode: missing"),
+        ({"style": "length-decay", "mode": "manual"}, "decay_period: missing"),
+        ({"style": "length-decay", "mode": "auto", "decay_period": 204}, "mode auto finds it"),
+        ({"style": "cosine", "mode": "auto"}, "has no effect with style 'cosine'"),
+        ({"style": "constant", "decay_steps": 10}, "decay_steps: has no effect"),
+        ({"style": "length-decay", "mode": "manual", "decay_period": 50, "warmup_steps": 50}, "shorten the warm-up"),
+        ({"style": "stairs"}, "length-decay"),
+    ],
+)
+def test_impossible_combinations_fail_at_load(keys, message):
+    with pytest.raises(ValidationError, match=message):
+        ScheduleConfig.model_validate(keys)
+
+
+def test_what_does_not_fit_the_optimizer_is_named():
+    with pytest.raises(InputError, match=r"schedule.min_lr: 1e-05 is above learner.optimizer.lr"):
+        build(ScheduleConfig(min_lr=1e-5))
+    with pytest.raises(InputError, match=r"schedule.warmup_steps: 2000 leaves nothing of the 1000"):
+        build(ScheduleConfig(style="cosine", warmup_steps=2000))
+    with pytest.raises(InputError, match="only grows"):
+        build(ScheduleConfig(weight_decay_end=0.0), weight_decay=0.1)
+    assert math.isclose(build(ScheduleConfig(warmup_steps=2000)).optimizer.param_groups[0]["lr"], 0.0)
