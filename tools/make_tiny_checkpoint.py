@@ -87,7 +87,7 @@ def build_model(config: Any, seed: int = 0):
 
 
 def build_tokenizer():
-    """One token per printable ASCII character; ``<bos>`` is put in front, nothing behind. Unknown characters are pad."""
+    """One token per printable ASCII character; ``<bos>`` in front, nothing behind; other characters become pad."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -141,7 +141,7 @@ def write_jsonl(problems: list[ModsumProblem], split: str, path: Path) -> None:
 
 
 def demonstration_batch(rng: random.Random, tokenizer: Any, held_out: set[str], args: argparse.Namespace):
-    """``args.batch_size`` problem + demonstration pairs: tokens [B, T] int64 and labels [B, T], -100 off the response."""
+    """``args.batch_size`` problems with demonstrations: tokens [B, T] int64, labels [B, T], -100 off the response."""
     rows = []
     while len(rows) < args.batch_size:
         problem = make_problem(rng)

@@ -26,7 +26,8 @@ class RolloutConfig(Section):
     top_k: NonNegativeInt = 0
     """Sample from this many most probable tokens. 0: from all."""
     stop_token_ids: list[NonNegativeInt] | None = None
-    """Tokens that end a response and stay in it. null: `eos_token_id` of the checkpoint's generation_config.json."""
+    """Tokens that end a response and stay in it. null: `eos_token_id` of the checkpoint's generation_config.json.
+    []: only `max_response_length` ends one."""
     seed: NonNegativeInt = 0
     """Every response is drawn from (seed, step, prompt id, sample number), whichever engine and batch it falls to."""
     max_num_seqs: PositiveInt = 256
@@ -54,9 +55,9 @@ class RolloutConfig(Section):
         total, limit = max_prompt_length + self.max_response_length, architecture.max_position_embeddings
         if total > limit:
             found.append(
-                f"rollout.max_response_length: prompts of up to {max_prompt_length} tokens (data.prompt.max_length) plus "
-                f"responses of up to {self.max_response_length} make {total}, but the model's max_position_embeddings "
-                f"is {limit}; lower one of the two"
+                f"rollout.max_response_length: prompts of up to {max_prompt_length} tokens (data.prompt.max_length) "
+                f"plus responses of up to {self.max_response_length} make {total}, but the model's "
+                f"max_position_embeddings is {limit}; lower one of the two"
             )
         for number, what in (
             (architecture.num_heads, "attention heads"),

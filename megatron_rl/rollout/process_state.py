@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 from collections.abc import Iterator
@@ -16,7 +17,6 @@ DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings on a CPU are about preloading libraries and chat templates
     "VLLM_NO_USAGE_STATS": "1",  # nothing is sent anywhere
     "HF_HUB_OFFLINE": "1",  # checkpoints are folders; a cluster's nodes may have no network
-    "TQDM_DISABLE": "1",  # no progress bars between the lines of the run's log
 }
 # Needed whatever the user has set: the engine has to live in this process.
 REQUIRED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -36,18 +36,32 @@ def contained(rank: int) -> Iterator[None]:
     # Read by vLLM's external launcher; ranks that were spawned rather than launched may lack them.
     os.environ.update(RANK=str(rank), LOCAL_RANK=os.environ.get("LOCAL_RANK", str(rank)))
     set_num_threads = torch.set_num_threads
+    # Says on every start that Triton is absent, which on a CPU it is.
+    triton_log = logging.getLogger("torch._library.triton")
+    triton_log_level = triton_log.level
+    triton_log.setLevel(logging.ERROR)
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():
             yield
     finally:
+        triton_log.setLevel(triton_log_level)
         torch.set_num_threads = set_num_threads
         random.setstate(python_state)
         np.random.set_state(numpy_state)
-        # vLLM reads its own variables again while it runs.
-        engine_variables = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
-        os.environ.clear()
-        os.environ.update(environment | engine_variables)
+        _restore_environment(environment)
+
+
+def _restore_environment(before: dict[str, str]) -> None:
+    """Undo changes, but for vLLM's own variables, which it reads again while it runs."""
+    changed = {name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name)}
+    for name in changed:
+        if name.startswith("VLLM_"):
+            continue
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
 
 
 @contextmanager
@@ -58,6 +72,20 @@ def global_rng_untouched() -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(state)
+
+
+@contextmanager
+def compilation(allowed: bool) -> Iterator[None]:
+    """Without ``allowed``, functions marked for torch.compile run as they are written.
+
+    vLLM compiles one small function of its sampler even in eager mode, which on a CPU costs seconds and needs a C++
+    compiler that a bare machine may lack.
+    """
+    if allowed:
+        yield
+    else:
+        with torch.compiler.set_stance("force_eager"):
+            yield
 
 
 def destroy_engine_groups() -> None:

@@ -16,6 +16,7 @@ Left out: stop strings (stop tokens are what a policy can learn to emit) and spe
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import zlib
@@ -39,6 +40,7 @@ from megatron_rl.types import Group, Prompt, Rollout
 VLLM_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 CPU_KV_CACHE_GIB = 0.25
 GIB = 1 << 30
+STEPS_PER_DEADLINE_CHECK = 8  # one step is one token of every running response
 
 
 class VllmGenerator:
@@ -68,8 +70,11 @@ class VllmGenerator:
         if problems:
             raise InputError("; ".join(problems))
         self._max_prompt_length, self._record_routes = max_prompt_length, record_routes
+        self._eager = device == "cpu" if config.enforce_eager is None else config.enforce_eager
         self._sampling = Sampling.from_config(config)
-        self._stop_token_ids = config.stop_token_ids or read_stop_token_ids(model_path)
+        self._stop_token_ids = (
+            read_stop_token_ids(model_path) if config.stop_token_ids is None else config.stop_token_ids
+        )
         self._num_engines, self._engine = world_size // config.tensor_parallel, self._rank // config.tensor_parallel
         self._shapes = checkpoint_shapes(model_path)
         self._policy_version, self._broken, self._stats = 0, "", {}
@@ -124,7 +129,7 @@ class VllmGenerator:
         """This engine's share, in order. An error is returned, not raised: other ranks wait to hear of it."""
         ids = ", ".join(dict.fromkeys(request.prompt.id for request in requests[:: max(1, len(requests) // 8)]))
         try:
-            with process_state.global_rng_untouched():
+            with process_state.global_rng_untouched(), process_state.compilation(not self._eager):
                 outputs = self._run_engine(requests, sampling)
             return [self._to_rollout(request, output) for request, output in zip(requests, outputs, strict=True)]
         except RolloutError as error:
@@ -152,18 +157,29 @@ class VllmGenerator:
             for request in requests
         ]
         prompts = [{"prompt_token_ids": request.prompt.tokens} for request in requests]
-        engine, outputs = self._llm.llm_engine, []
+        engine, outputs, num_steps = self._llm.llm_engine, [], 0
         request_ids = self._llm.enqueue(prompts, params, use_tqdm=False) if requests else []
-        deadline = time.monotonic() + (self._config.deadline_s or float("inf"))
+        deadline = time.monotonic() + (self._config.deadline_s or math.inf)
         while engine.has_unfinished_requests():
             outputs += [output for output in engine.step() if output.finished]
-            if time.monotonic() > deadline:
+            num_steps += 1
+            if num_steps % STEPS_PER_DEADLINE_CHECK == 0 and self._any_tensor_rank(time.monotonic() > deadline):
                 engine.abort_request(request_ids, internal=True)
                 raise RolloutError(
                     f"generation passed rollout.deadline_s ({self._config.deadline_s} s) with {len(outputs)} of "
                     f"{len(requests)} responses finished"
                 )
         return sorted(outputs, key=lambda output: int(output.request_id))
+
+    def _any_tensor_rank(self, flag: bool) -> bool:
+        """Ranks of one engine take every step together, so they have to stop together."""
+        if self._config.tensor_parallel == 1:
+            return flag
+        from vllm.distributed.parallel_state import get_tp_group
+
+        flags = torch.tensor(int(flag))
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=get_tp_group().cpu_group)
+        return bool(flags)
 
     def _to_rollout(self, request: Request, output: Any) -> Rollout:
         completion = output.outputs[0]
@@ -279,12 +295,13 @@ class VllmGenerator:
             "distributed_executor_backend": "external_launcher" if in_a_world else None,
             "kv_cache_memory_bytes": int(kv_cache_gib * GIB) if kv_cache_gib else None,
             "gpu_memory_utilization": config.gpu_memory_utilization,
-            "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
+            "enforce_eager": self._eager,
             "enable_prefix_caching": config.enable_prefix_caching,
             "enable_return_routed_experts": self._record_routes,
             # log mu of the distribution sampled from, whatever temperature, top-p and top-k are
             "logprobs_mode": "processed_logprobs",
             "skip_tokenizer_init": True,
+            "use_tqdm_on_load": False,
             "generation_config": "vllm",  # the recipe says how to sample, not a file beside the weights
             "seed": config.seed,
             "weight_transfer_config": {"backend": BACKEND},
