@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -60,23 +61,27 @@ def collect_mismatch(collector: Collector, tokens: Tokens, bands: Sequence[float
     collector.add("d", -log_rho)
     collector.add("k3", excess - clamped)
     collector.add("rho", excess)
-    collector.add("rho²", excess.double().square_())
+    collector.add("rho²", excess.double().square())
     collector.range_of("rho", excess, tokens.mask)
     rest_po, rest_mu = -tokens.old.expm1(), -tokens.inference.expm1()
     difference = (rest_mu - rest_po).abs()
     collector.add("diff", difference)
     collector.range_of("diff", difference, tokens.mask)
-    collector.add("diff²", difference.double().square_())
+    collector.add("diff²", difference.double().square())
     rest_po, rest_mu = rest_po.double(), rest_mu.double()
     collector.add("po", rest_po)
     collector.add("mu", rest_mu)
     collector.add("po mu", rest_po * rest_mu)
-    collector.add("po²", rest_po.square_())
-    collector.add("mu²", rest_mu.square_())
-    for edge in bands:
-        below = tokens.old < math.log(edge)
-        collector.add(f"tokens below {edge:g}", below)
-        collector.add(f"rho below {edge:g}", excess * below)
+    collector.add("po²", rest_po.square())
+    collector.add("mu²", rest_mu.square())
+    below = torch.zeros_like(tokens.mask)
+    for label, high in zip(band_labels(bands), [*bands, None]):
+        # Masked tokens have log po = 0 and are below no edge; the last band takes what is left of the mask.
+        below_high = tokens.mask if high is None else tokens.old < math.log(high)
+        inside = below_high ^ below
+        collector.add(f"tokens in {label}", inside)
+        collector.add(f"rho in {label}", excess * inside)
+        below = below_high
     _collect_sequence_mismatch(collector, tokens, log_rho)
 
 
@@ -87,7 +92,7 @@ def _collect_sequence_mismatch(collector: Collector, tokens: Tokens, log_rho: Te
     collector.add("|sum d|", log_product.abs())
     collector.add("ppl ratio", safe_exp(-log_mean) * (tokens.lengths > 0))
     product = log_product.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).double()
-    collector.add("P² - 1", (2 * product).expm1_())
+    collector.add("P² - 1", (2 * product).expm1())
 
 
 def _collect_spurious(collector: Collector, tokens: Tokens, term: Term) -> None:
@@ -110,7 +115,7 @@ def _collect_corrections(collector: Collector, tokens: Tokens, corrected: Correc
         collector.add("is", (ratio - 1) * tokens.weight)
         collector.range_of("is", ratio, tokens.mask, smallest=True)
         collector.add("is bounded", (bounded - 1) * tokens.weight)
-        collector.add("is bounded²", ((bounded - 1) * tokens.weight).double().square_())
+        collector.add("is bounded²", ((bounded - 1) * tokens.weight).double().square())
         collector.add("is outside", ((ratio < lower) | (ratio > upper)) & tokens.mask)
     if corrected.dropped is not None:
         collector.add("dropped", corrected.dropped)
@@ -203,19 +208,19 @@ def _mismatch_metrics(sums: dict[str, float], maxs: dict[str, float]) -> dict[st
     return {**metrics, **_band_metrics(sums)}
 
 
+def band_labels(edges: Sequence[float]) -> list[str]:
+    """["0-0.1", "0.1-1"] of one edge 0.1: the bands [low, high) of po."""
+    return [f"{low:g}-{high:g}" for low, high in pairwise([0.0, *edges, 1.0])]
+
+
 def _band_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Mean and count of rho where po lies in [low, high); an empty band has count 0 and no mean."""
-    edges = [name.removeprefix("tokens below ") for name in sums if name.startswith("tokens below ")]
-    low, count_below, rho_below, metrics = "0", 0.0, 0.0, {}
-    for high in [*edges, "1"]:
-        last = high == "1"
-        count_to = sums["tokens"] if last else sums[f"tokens below {high}"]
-        rho_to = sums["rho"] if last else sums[f"rho below {high}"]
-        count = count_to - count_below
-        metrics[f"mismatch/rho_count/{low}-{high}"] = count
+    """Mean and count of rho per band of po; an empty band has count 0 and no mean."""
+    metrics = {}
+    for label in (name.removeprefix("tokens in ") for name in sums if name.startswith("tokens in ")):
+        count = sums[f"tokens in {label}"]
+        metrics[f"mismatch/rho_count/{label}"] = count
         if count > 0:
-            metrics[f"mismatch/rho_mean/{low}-{high}"] = 1 + (rho_to - rho_below) / count
-        low, count_below, rho_below = high, count_to, rho_to
+            metrics[f"mismatch/rho_mean/{label}"] = 1 + sums[f"rho in {label}"] / count
     return metrics
 
 
