@@ -17,6 +17,9 @@ Algebra = Callable[[str, str], bool]
 
 MAX_ITEMS = 64  # a list longer than this is compared as a string only
 MAX_OPERATIONS = 2  # of an expression offered for a plain number: more is the problem restated, not its answer
+MAX_EXPRESSION_CHARS = 200  # of an expression given to algebra, or this many times the gold's length:
+MAX_TIMES_GOLD = 3  # reading a longer one costs seconds, and it is not what the gold answer says
+MAX_NESTING = 12  # brackets inside brackets of such an expression
 _MAX_DEPTH = 6
 
 _OPENING, _CLOSING = "([{", ")]}"
@@ -233,6 +236,18 @@ def _written(shape: Shape) -> str:
     return opening + ",".join(shape.items) + closing
 
 
+def _worth_parsing(candidate: str, gold: str) -> bool:
+    """Whether ``candidate`` can be an expression like ``gold`` at all: not far longer, and its brackets balanced."""
+    if len(candidate) > max(MAX_EXPRESSION_CHARS, MAX_TIMES_GOLD * len(gold)):
+        return False
+    depth = 0
+    for char in candidate:
+        depth += (char in _OPENING) - (char in _CLOSING)
+        if not 0 <= depth <= MAX_NESTING:
+            return False
+    return depth == 0
+
+
 def _names_something(side: str) -> bool:
     """Whether ``side`` is a name or names put together (``x_1``, ``f(3)``, ``m+n``); ``2x-5`` is not."""
     names = re.sub(r"_\{?\w+\}?|\([^()]*\)|\\(?:text|angle|triangle|frac|overline)(?![A-Za-z])|[{}|\\]", " ", side)
@@ -256,6 +271,8 @@ def _same_scalar(candidate: str, gold: str, algebra: Algebra) -> bool:
     if set(_DEFERRED.findall(ours.value)) - set(_DEFERRED.findall(theirs.value)):
         return False  # a sum, limit or factorial left to be worked out is not yet an answer
     if theirs_number and len(_OPERATION.findall(ours.value)) > MAX_OPERATIONS:
+        return False
+    if not _worth_parsing(ours.value, theirs.value):
         return False
     letters = [set(_LETTER.findall(_COMMAND.sub("", value))) for value in (ours.value, theirs.value)]
     if letters[0] != letters[1] and {x.lower() for x in letters[0]} == {x.lower() for x in letters[1]}:

@@ -1,0 +1,171 @@
+"""Worker processes: limits hold, and what breaks a worker costs one task."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from megatron_rl.errors import InputError
+from megatron_rl.rewards.pool import WorkerPool
+
+REWARDS = """
+import os, signal, sys, time
+
+def judge(response, answer):
+    print("to the log, not into the frames")
+    if response == "raise":
+        raise KeyError("nope")
+    if response == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if response == "spin":
+        while True:
+            pass
+    if response == "sleep":
+        time.sleep(600)
+    if response == "swallow":
+        while True:
+            try:
+                while True:
+                    pass
+            except BaseException:
+                pass
+    if response == "eat":
+        return len(bytearray(3 << 30))
+    if response == "nan":
+        return float("nan")
+    if response == "pid":
+        return os.getppid()
+    return response == answer
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": 0.5 if extra_info["half"] else 1.0, "acc": data_source}
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "mine.py"
+    path.write_text(REWARDS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def pool(file):
+    names = [f"{file}:judge", f"{file}:verl"]
+    with WorkerPool(2, timeout_s=0.4, memory_limit_mib=512, functions=names) as pool:
+        yield pool
+
+
+@pytest.fixture
+def judge(pool, file):
+    def run(*responses):
+        tasks = [{"kind": f"{file}:judge", "solution_str": text, "ground_truth": "yes"} for text in responses]
+        return pool.run(tasks)
+
+    return run
+
+
+def test_results_come_in_the_order_of_the_tasks(judge):
+    responses = ["yes" if i % 3 else "no" for i in range(50)]
+    assert [outcome.value for outcome in judge(*responses)] == [float(text == "yes") for text in responses]
+
+
+@pytest.mark.parametrize(
+    ("response", "failure"),
+    [("spin", "limit"), ("sleep", "limit"), ("swallow", "limit"), ("eat", "limit"), ("segfault", "crash"),
+     ("raise", "error"), ("nan", "error")],
+)  # fmt: skip
+def test_a_failing_task_costs_itself_only(judge, response, failure):
+    outcomes = judge("yes", response, "yes", "no", "yes")
+    assert [outcome.value for outcome in outcomes] == [1.0, 0.0, 1.0, 0.0, 1.0]
+    assert [outcome.failure for outcome in outcomes] == ["", failure, "", "", ""]
+
+
+def test_a_killed_child_is_replaced_without_a_new_process(pool, judge):
+    before = pool.pids
+    assert [outcome.failure for outcome in judge(*["segfault"] * 6)] == ["crash"] * 6
+    assert pool.pids == before
+    assert pool.num_restarts == 0
+
+
+def test_a_killed_worker_process_is_replaced(pool, judge):
+    os.killpg(pool.pids[0], signal.SIGKILL)
+    outcomes = judge(*["yes"] * 20)
+    assert sum(outcome.value for outcome in outcomes) >= 19  # the task sent just before the end was noticed may be lost
+    assert pool.num_restarts >= 1
+    assert [outcome.value for outcome in judge("yes", "yes")] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("candidate", "gold"),
+    [
+        ("10^{10^{10}}", r"\sqrt{7}"),
+        ("9^{9^{9^9}}", r"\sqrt{2}"),
+        ("((10!)!)!", "7!"),
+        (r"\binom{10^9}{5\cdot 10^8}", r"\binom{4}{2}"),
+    ],
+)
+def test_an_expression_that_hangs_the_verifier_costs_its_limit(pool, candidate, gold):
+    task = {"kind": "math", "candidate": candidate, "gold": gold}
+    start = time.monotonic()
+    outcomes = pool.run([task, {"kind": "math", "candidate": r"\sqrt{8}", "gold": r"2\sqrt{2}"}])
+    assert [outcome.value for outcome in outcomes] == [0.0, 1.0]
+    assert time.monotonic() - start < 60  # 0.4 s of processor, on a machine however busy
+
+
+def test_verls_signature_and_a_result_with_a_score(pool, file):
+    task = {"kind": f"{file}:verl", "data_source": "d", "solution_str": "", "ground_truth": ""}
+    outcomes = pool.run([task | {"extra_info": {"half": half}} for half in (True, False)])
+    assert [outcome.value for outcome in outcomes] == [0.5, 1.0]
+
+
+def test_no_tasks_no_outcomes(pool):
+    assert pool.run([]) == []
+
+
+def test_a_worker_is_light(pool, judge):
+    judge("yes")
+    for pid in pool.pids:
+        assert not [library.path for library in psutil.Process(pid).memory_maps() if "torch" in library.path]
+        assert psutil.Process(pid).memory_info().rss < 150 << 20
+
+
+def test_a_function_that_cannot_be_loaded_is_reported_with_its_traceback(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text("import no_such_module_here\ndef judge(response, answer): return 1\n")
+    name = f"{path}:judge"
+    pool = WorkerPool(1, timeout_s=1, memory_limit_mib=256, algebra=False, functions=[name])
+    with pool, pytest.raises(InputError, match="no_such_module_here"):
+        pool.run([{"kind": name, "solution_str": "", "ground_truth": ""}])
+
+
+def test_workers_end_with_close_and_with_their_owner():
+    pool = WorkerPool(1, timeout_s=1, memory_limit_mib=256)
+    pool.run([{"kind": "math", "candidate": "x", "gold": "y"}])
+    worker = psutil.Process(pool.pids[0])
+    family = [worker, *worker.children()]
+    pool.close()
+    pool.close()
+    assert len(family) == 2
+    psutil.wait_procs(family, timeout=30)
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family)
+
+    owner = (
+        "import os\nfrom megatron_rl.rewards.pool import WorkerPool\n"
+        "pool = WorkerPool(1, timeout_s=1, memory_limit_mib=256)\n"
+        "pool.run([{'kind': 'math', 'candidate': 'x', 'gold': 'y'}])\n"
+        "print(pool.pids[0], flush=True)\nos.kill(os.getpid(), 9)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    printed = subprocess.run([sys.executable, "-c", owner], stdout=subprocess.PIPE, env=environment)
+    orphan = int(printed.stdout)
+    deadline = time.monotonic() + 30
+    while psutil.pid_exists(orphan) and psutil.Process(orphan).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the worker outlived the process that started it"
+        time.sleep(0.05)
