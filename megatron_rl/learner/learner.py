@@ -24,12 +24,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl.config import Recipe
 from megatron_rl.config.model import Architecture, read_architecture
-from megatron_rl.errors import RunEnded
 from megatron_rl.learner import checkpoint
-from megatron_rl.learner.distributed import any_rank, gather_objects, initialize
+from megatron_rl.learner.distributed import gather_objects, initialize
 from megatron_rl.learner.logprobs import token_logprobs
 from megatron_rl.learner.model import DTYPES, build_model, use_transformer_engine
-from megatron_rl.learner.packing import Microbatch, build_microbatch, deal
+from megatron_rl.learner.packing import Microbatch, build_microbatch, deal, minibatch_denominators
 from megatron_rl.learner.scheduler import build_scheduler
 from megatron_rl.learner.weights import WeightMap
 from megatron_rl.objective import (
@@ -62,7 +61,6 @@ class Learner:
         self.scheduler = build_scheduler(recipe.schedule, self.config.optimizer, self.optimizer, recipe.num_updates)
         self.step = 0  # rollout steps done
         self.num_updates = 0  # optimizer steps applied: the policy version
-        self.consecutive_skips = 0
 
     def _wrap(self, model: torch.nn.Module) -> tuple[DistributedDataParallel, Any]:
         optimizer, dtype = self.config.optimizer, self.config.dtype
@@ -99,41 +97,35 @@ class Learner:
             with self.phase("old_logprobs"):
                 for sequence, logprobs in zip(batch.sequences, self.compute_logprobs(batch), strict=True):
                     sequence.old_logprobs = logprobs
-        stats, steps = [], []
-        with self.phase("update"):
-            for indices in batch.minibatches:
-                minibatch_stats, step_metrics = self._update_minibatch(batch, indices)
-                stats.append(minibatch_stats)
-                steps.append(step_metrics)
-        metrics = finalize_metrics(MetricStats.merge(stats)) if stats else {}
-        for name in steps[0] if steps else ():
-            metrics[name] = float(np.mean([step[name] for step in steps]))
-        metrics["actor/num_updates"] = float(self.num_updates)
+        updates = [self._update_minibatch(batch, indices) for indices in batch.minibatches]
+        metrics = finalize_metrics(MetricStats.merge([stats for stats, _ in updates]))
+        metrics["actor/pg_loss"] /= len(updates)  # statistics add up over mini-batches; a loss is per mini-batch
+        for name in updates[0][1]:
+            metrics[name] = float(np.mean([step[name] for _, step in updates]))
         return metrics
 
     def _update_minibatch(self, batch: Batch, indices: list[int]) -> tuple[MetricStats, dict[str, float]]:
-        sequences = [batch.sequences[i] for i in indices]
-        denominators = Denominators(
-            num_tokens=float(sum(int(s.loss_mask.sum()) for s in sequences)), num_sequences=float(len(sequences))
-        )
+        with self.phase("pack"):
+            microbatches = self._microbatches(batch, indices)
+            denominators = minibatch_denominators([batch.sequences[i] for i in indices], self.recipe.objective)
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        microbatches = self._microbatches(batch, indices)
-        results = self._run(microbatches, partial(self._loss, denominators=denominators))
-        stats = self._reduce_stats([stats for stats in results if stats is not None])
-        lr = self.optimizer.param_groups[0]["lr"]
-        updated, grad_norm, _ = self.optimizer.step()
+        with self.phase("forward_backward"):
+            results = self._run(microbatches, partial(self._loss, denominators=denominators))
+        with self.phase("optimizer"):
+            lr = self.optimizer.param_groups[0]["lr"]
+            updated, grad_norm, _ = self.optimizer.step()
         if updated:
             self.scheduler.step(1)
             self.num_updates += 1
-        padded = sum(m.tokens.numel() for m in microbatches)
-        real = sum(m.num_real_tokens for m in microbatches)
-        totals = np.sum(gather_objects((padded, real)), axis=0)
+        with self.phase("reduce_metrics"):
+            stats = self._reduce_stats([stats for stats in results if stats is not None])
+            real, padded = np.sum(gather_objects([(m.num_real_tokens, m.tokens.numel()) for m in microbatches]), (0, 1))
         return stats, {
-            "actor/grad_norm": float(grad_norm) if grad_norm is not None else float("nan"),
+            "actor/grad_norm": float(grad_norm),
             "actor/lr": float(lr),
             "actor/update_skipped": float(not updated),
-            "perf/padding_frac": 1.0 - float(totals[1]) / float(totals[0]),
+            "perf/padding_frac": 1.0 - real / padded,
         }
 
     def _loss(
@@ -159,8 +151,8 @@ class Learner:
 
     def _reduce_stats(self, local: list[MetricStats]) -> MetricStats:
         """Statistics of the whole mini-batch on every rank. Only the last pipeline stage has any."""
-        gathered = gather_objects([stats.cpu() for stats in local] if self._counts() else [])
-        return MetricStats.merge([stats for rank in gathered for stats in rank])
+        mine = MetricStats.merge(local).cpu() if local and self._counts() else None
+        return MetricStats.merge([stats for stats in gather_objects(mine) if stats is not None])
 
     def _counts(self) -> bool:
         """One rank per data-parallel replica speaks for it: first of its tensor group, on the last stage."""

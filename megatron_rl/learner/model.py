@@ -81,8 +81,11 @@ def transformer_config(
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": te,
-        "use_cpu_initialization": device.type == "cpu",
-        "perform_initialization": False,
+        # Weights come from a checkpoint. Initialization still has to run: it marks the sharded parameters, and a
+        # gradient norm without the marks leaves out every shard but the first.
+        "init_method": _keep,
+        "output_layer_init_method": _keep,
+        "embedding_init_method": _keep,
         **_recompute(learner.recompute, a.is_moe),
     }
     if a.is_moe:
@@ -99,6 +102,10 @@ def transformer_config(
             "moe_grouped_gemm": te,
         }
     return TransformerConfig(**config)
+
+
+def _keep(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _recompute(mode: str, is_moe: bool) -> dict[str, object]:

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from megatron_rl.learner.attention import PackedSequences
-from megatron_rl.types import Batch
+from megatron_rl.config.objective import ObjectiveConfig
+from megatron_rl.objective import Denominators, ObjectiveInputs, compute_denominators
+from megatron_rl.types import Batch, Sequence
 
 
 def deal(lengths: Seq[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
@@ -101,3 +103,26 @@ def build_microbatch(
         loss_mask=join([s.loss_mask for s in sequences], torch.bool),
         num_real_tokens=total,
     )
+
+
+def minibatch_denominators(sequences: list[Sequence], config: ObjectiveConfig) -> Denominators:
+    """What the losses of a mini-batch are divided by, from all of its sequences, whichever rank will run them."""
+    old, inference, mask = (
+        torch.from_numpy(np.concatenate([getattr(s, name) for s in sequences]))
+        if all(getattr(s, name) is not None for s in sequences)
+        else None
+        for name in ("old_logprobs", "inference_logprobs", "loss_mask")
+    )
+    counts = compute_denominators(
+        ObjectiveInputs(
+            current_logprobs=inference if old is None else old,
+            old_logprobs=old,
+            inference_logprobs=inference,
+            advantages=torch.tensor([s.advantage for s in sequences]),
+            loss_mask=mask,
+            cu_seqlens=torch.tensor([0, *(s.response_length for s in sequences)]).cumsum(0),
+        ),
+        config,
+    )
+    # Plain numbers: no copy to the device per microbatch.
+    return Denominators(float(counts.num_tokens), float(counts.num_sequences), counts.renormalized)

@@ -1,0 +1,61 @@
+"""What the ranks of test_learner_layouts.py run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+
+from megatron_rl.learner.learner import Learner
+from tests.support.tiny import stored_rollouts, tiny_recipe
+
+
+def run_jobs(jobs: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Several of the functions below in one start of the ranks, each on its own layout: ``name → (function, kwargs)``."""
+    results = {}
+    for name, (function, kwargs) in jobs.items():
+        results[name] = globals()[function](**kwargs)
+        parallel_state.destroy_model_parallel()
+    return results
+
+
+def train_on_stored_rollouts(num_steps: int = 5, minibatches: int = 1, **sections: Any) -> dict[str, Any]:
+    """Losses, gradient norms and metrics of the first steps, log-probs after them, and the weights they end in."""
+    learner = Learner(tiny_recipe(batch={"minibatches": minibatches}, **sections))
+    before = learner.compute_logprobs(stored_rollouts(100))
+    metrics = [learner.update(stored_rollouts(step, minibatches=minibatches)) for step in range(num_steps)]
+    after = learner.compute_logprobs(stored_rollouts(100))
+    weights = {name: tensor.float().clone() for name, tensor in learner.export_weights()}
+    return {"metrics": metrics, "before": before, "after": after, "weights": weights}
+
+
+def save_after(folder: str, num_steps: int, **sections: Any) -> dict[str, Any]:
+    """Train, save, train on: what a run that loads the checkpoint must reproduce."""
+    learner = Learner(tiny_recipe(**sections))
+    for step in range(num_steps):
+        learner.update(stored_rollouts(step))
+    learner.step = num_steps
+    path = learner.save(Path(folder), {"note": "kept"})
+    return {"path": str(path), **_continue(learner, num_steps)}
+
+
+def load_and_continue(path: str, **sections: Any) -> dict[str, Any]:
+    learner = Learner(tiny_recipe(**sections))
+    state = learner.load(Path(path))
+    assert state == {"note": "kept"}, state
+    return _continue(learner, learner.step)
+
+
+def _continue(learner: Learner, first: int) -> dict[str, Any]:
+    at_checkpoint = np.concatenate(learner.compute_logprobs(stored_rollouts(100)))
+    metrics = [learner.update(stored_rollouts(first + i)) for i in range(2)]
+    weights = {name: tensor.float().clone() for name, tensor in learner.export_weights()}
+    return {"logprobs": at_checkpoint, "metrics": metrics, "weights": weights, "num_updates": learner.num_updates}
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
