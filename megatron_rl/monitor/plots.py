@@ -105,16 +105,16 @@ def draw_panel(axes: Axes, panel: Panel, groups: Sequence[Curves]) -> None:
     With one group the colours tell metrics apart.
     """
     metrics = _expand(panel, set().union(*(group.metrics for group in groups)))
-    single, drew_positive = len(groups) == 1, False
+    single, drawn = len(groups) == 1, [np.empty(0)]
     for group_index, group in enumerate(groups):
         for metric_index, metric in enumerate(metrics):
             steps, values = group.series(metric)
             if not len(steps):
                 continue
             values = np.where(np.isfinite(values), values, np.nan)
-            drew_positive |= bool(np.nanmax(values, initial=-np.inf) > 0)
             seen = np.isfinite(values).any(axis=0)
             steps, values = steps[seen], values[:, seen]
+            drawn.append(values[values > 0])
             color = f"C{(metric_index if single else group_index) % 10}"
             style = "-" if single else LINE_STYLES[metric_index % len(LINE_STYLES)]
             names = ([] if single else [group.label]) + ([metric] if len(metrics) > 1 else [])
@@ -128,7 +128,9 @@ def draw_panel(axes: Axes, panel: Panel, groups: Sequence[Curves]) -> None:
     axes.set_xlabel("step", fontsize=8)
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.3)
-    if panel.is_log and drew_positive:
+    positive = np.concatenate(drawn)
+    # Within less than a decade the ticks of a logarithmic axis are hard to read, and nothing is gained.
+    if panel.is_log and positive.size and positive.max() > 10 * positive.min():
         axes.set_yscale("log")
     if any(axes.get_legend_handles_labels()[1]):
         axes.legend(fontsize=6)

@@ -69,13 +69,20 @@ class LengthDecay:
         return length_decay_lr(step, max_lr, min_lr, self.planned_period)
 
     def metrics(self, step: int) -> dict[str, float]:
-        """`lr_sched/*` of ``step``, less the rates themselves. -1 stands for "none yet"."""
+        """`lr_sched/*` of ``step``, less the rates themselves. -1 stands for "none yet".
+
+        `length` is what the detector was shown last, `length_ema` its smoothed form, `length_baseline` the minimum it
+        is compared with.
+        """
         detector, period = self.detector, self.planned_period
         found = {
+            "lr_sched/step": float(step),
             "lr_sched/surge_step": float(-1 if detector.surge_step is None else detector.surge_step),
             "lr_sched/decay_period": float(-1 if period is None else period),
             "lr_sched/decay_count": float(0 if self.decay_period is None else step // self.decay_period),
         }
+        if detector.length is not None:
+            found["lr_sched/length"] = detector.length
         if detector.smoothed is not None:
             found["lr_sched/length_ema"] = detector.smoothed
             found["lr_sched/length_baseline"] = detector.baseline

@@ -26,6 +26,7 @@ class SurgeDetector:
     def __init__(self, config: DetectorConfig) -> None:
         self.config = config
         self.surge_step: int | None = None
+        self.length: float | None = None  # latest observation
         self.smoothed: float | None = None
         self.baseline: float | None = None
         self.streak = 0  # consecutive observations at or above surge_ratio · baseline
@@ -49,7 +50,8 @@ class SurgeDetector:
         self._last_step = int(step)
         if not math.isfinite(mean_length) or mean_length <= 0:
             return None
-        self._recent.append(float(mean_length))
+        self.length = float(mean_length)
+        self._recent.append(self.length)
         if len(self._recent) < self.config.smoothing_steps:
             return None  # a median of few would make a chance dip the baseline of the next `baseline_window` steps
         self.smoothed = float(median(self._recent))
@@ -96,5 +98,6 @@ class SurgeDetector:
         self.surge_step, self.streak, self._last_step = state["surge_step"], state["streak"], state["last_step"]
         self._recent = deque(state["recent"], maxlen=self.config.smoothing_steps)
         self._window = deque(state["window"], maxlen=self.config.baseline_window)
+        self.length = self._recent[-1] if self._recent else None
         self.smoothed = self._window[-1] if self._window else None
         self.baseline = min(self._window) if self._window else None
