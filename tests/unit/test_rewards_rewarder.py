@@ -1,0 +1,155 @@
+"""`Rewarder`: which reward scores which prompt, shaping by length, metrics, and the configuration's mistakes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from megatron_rl.config.reward import RewardConfig
+from megatron_rl.errors import InputError
+from megatron_rl.rewards import Rewarder, check_reward, overlong_penalty
+from megatron_rl.types import Group, Prompt, Rollout
+
+CUSTOM = """
+def judge(response, answer):
+    if response == "bug":
+        raise ZeroDivisionError("here")
+    if response == "loop":
+        while True: pass
+    return len(response) / 10
+
+def verl_style(data_source, solution_str, ground_truth, extra_info):
+    return {"score": float(extra_info["bonus"]) + (data_source == "gsm" and solution_str == ground_truth)}
+
+CONSTANT = 3
+"""
+
+
+def rollout(text: str, length: int = 5, finish_reason: str = "stop") -> Rollout:
+    zeros = np.zeros(length, dtype=np.float32)
+    return Rollout("p", 0, [7] * length, zeros, finish_reason, zeros.astype(np.int32), text=text)
+
+
+def group(answer: str, *texts: str, source: str = "s", **extra) -> Group:
+    return Group(Prompt("p", [1], answer, data_source=source, extra=extra), [rollout(text) for text in texts])
+
+
+def score(config: dict, groups: list[Group], max_response_length: int = 100) -> dict[str, float]:
+    with Rewarder(RewardConfig.model_validate({"num_workers": 1} | config), max_response_length) as rewarder:
+        return rewarder.score(groups)
+
+
+def test_math_over_groups_with_repeated_answers():
+    groups = [
+        group(r"2\sqrt{2}", r"\boxed{\sqrt{8}}", r"\boxed{\sqrt{8}}", r"\boxed{3}", ""),
+        group("5", r"\boxed{5}", r"\boxed{\frac{10}{2}}", r"\boxed{\sqrt{8}}"),
+    ]
+    metrics = score({"name": "math"}, groups)
+    assert [group.rewards for group in groups] == [[1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
+    assert metrics["critic/score/mean"] == pytest.approx(4 / 7)
+    assert metrics["reward/timeouts"] == metrics["reward/worker_failures"] == metrics["reward/errors"] == 0
+
+
+def test_cheap_rewards_start_no_process(monkeypatch):
+    monkeypatch.setattr("megatron_rl.rewards.rewarder.WorkerPool", lambda *_, **__: pytest.fail("a pool was started"))
+    groups = [group("3", "22#3", "#2", "3", source="toy"), group("yes", " yes\n", "yes!", source="words")]
+    score({"name": "by_source", "by_source": {"toy": "modsum", "words": "exact"}}, groups)
+    assert [group.rewards for group in groups] == [[1.0, 0.0, 0.0], [1.0, 0.0]]
+
+
+def test_a_source_without_an_entry_is_named():
+    config = {"name": "by_source", "by_source": {"toy": "modsum"}}
+    with pytest.raises(InputError, match=r"by_source: no entry for data source 'other'.*\['toy'\]"):
+        check_reward(RewardConfig.model_validate(config), 100, ["toy", "other"])
+    with pytest.raises(InputError, match="'other'"):
+        score(config, [group("3", "#3", source="other")])
+
+
+def test_custom_functions_and_their_failures(tmp_path, caplog):
+    path = tmp_path / "mine.py"
+    path.write_text(CUSTOM)
+    groups = [group("x", "abc", "bug", "loop", "abcd", "bug")]
+    metrics = score({"name": f"{path}:judge", "timeout_s": 0.3}, groups)
+    assert groups[0].rewards == pytest.approx([0.3, 0.0, 0.0, 0.4, 0.0])
+    assert (metrics["reward/errors"], metrics["reward/timeouts"]) == (2, 1)
+    assert caplog.text.count("ZeroDivisionError: here") == 1  # the first in full, the rest counted
+
+    groups = [group("42", "42", "41", source="gsm", bonus=0.5)]
+    score({"name": f"{path}:verl_style"}, groups)
+    assert groups[0].rewards == [1.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("{path}:jugde", "defines no function 'jugde'.*did you mean judge"),
+        ("{path}x.py:judge", "there is no file"),
+        ("no_such_module_here.rewards:judge", "no module 'no_such_module_here.rewards'"),
+        ("{broken}:judge", "not valid Python"),
+    ],
+)
+def test_a_custom_function_is_checked_without_running_it(tmp_path, name, message):
+    path, broken = tmp_path / "mine.py", tmp_path / "broken.py"
+    path.write_text(CUSTOM + "\nraise SystemExit('this file must not run')\n")
+    broken.write_text("def judge(:\n")
+    check_reward(RewardConfig(name=f"{path}:judge"), 100)
+    with pytest.raises(InputError, match=message):
+        check_reward(RewardConfig(name=name.format(path=path, broken=broken)), 100)
+
+
+def test_overlong_punishment_follows_the_formula():
+    """L = 100, buffer 20, penalty 0.5: nothing up to 80, then linear, the whole penalty at 100."""
+    lengths = [10, 80, 81, 90, 100]
+    assert [overlong_penalty(n, 100, 20, 0.5) for n in lengths] == pytest.approx([0, 0, -0.025, -0.25, -0.5])
+    groups = [Group(Prompt("p", [1], "3"), [rollout("#3", n) for n in lengths])]
+    metrics = score({"name": "modsum", "overlong": {"buffer": 20, "penalty": 0.5}}, groups)
+    assert groups[0].rewards == pytest.approx([1, 1, 0.975, 0.75, 0.5])
+    assert [r.raw_reward for r in groups[0].rollouts] == [1.0] * 5
+    assert metrics["critic/rewards/mean"] == pytest.approx(4.225 / 5)
+    assert metrics["critic/score/mean"] == 1.0
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_truncated_responses_are_masked_on_request(mask):
+    groups = [Group(Prompt("p", [1], "3"), [rollout("#3"), rollout("#3", finish_reason="length")])]
+    metrics = score({"name": "modsum", "mask_truncated": mask}, groups)
+    assert [r.masked for r in groups[0].rollouts] == [False, mask]
+    assert groups[0].rewards == [1.0, 1.0]  # still part of the baseline
+    assert metrics["reward/masked_frac"] == (0.5 if mask else 0.0)
+
+
+def test_scoring_after_close_is_an_error():
+    rewarder = Rewarder(RewardConfig(name="math", num_workers=1), 100)
+    rewarder.close()
+    rewarder.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        rewarder.score([group(r"\sqrt2", r"\boxed{\sqrt[4]{4}}")])
+
+
+def test_no_groups():
+    assert score({"name": "modsum"}, [])["critic/rewards/mean"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"name": "maths"}, "unknown reward 'maths': allowed are math, modsum, exact, by_source"),
+        ({"name": "by_source"}, "go together"),
+        ({"name": "math", "by_source": {"a": "math"}}, "go together"),
+        ({"name": "by_source", "by_source": {"a": "by_source"}}, "unknown reward 'by_source'"),
+        ({"nmae": "math"}, "nmae"),
+        ({"timeout_s": 0}, "timeout_s"),
+    ],
+)
+def test_impossible_sections_are_refused(section, message):
+    with pytest.raises(ValidationError, match=message):
+        RewardConfig.model_validate(section)
+
+
+def test_a_buffer_longer_than_the_response_is_refused():
+    config = RewardConfig.model_validate({"overlong": {"buffer": 200}})
+    with pytest.raises(
+        InputError, match=r"reward\.overlong\.buffer: 200 is more than the maximum response length \(100"
+    ):
+        check_reward(config, 100)
