@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from megatron_rl.config import Recipe
-from megatron_rl.objective import compute_advantages, informative_groups
+from megatron_rl.objective import compute_advantages
+from megatron_rl.objective.filters import informative_groups
 from megatron_rl.types import Batch, Group, Rollout, Sequence
 
 

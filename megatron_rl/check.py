@@ -9,6 +9,7 @@ from megatron_rl.config import Recipe
 from megatron_rl.config.model import Architecture, read_architecture
 from megatron_rl.data import check_source
 from megatron_rl.errors import InputError
+from megatron_rl.rewards import check_reward
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,12 @@ def check_recipe(recipe: Recipe, world_size: int | None = None) -> CheckedRecipe
     """
     architecture = read_architecture(recipe.model.path)
     problems = recipe.learner.parallel.problems(architecture, world_size)
-    problems += _lengths(recipe, architecture)
+    problems += recipe.rollout.problems(architecture, recipe.data.prompt.max_length, world_size)
     problems += _sampling(recipe)
+    try:
+        check_reward(recipe.reward, recipe.rollout.max_response_length)
+    except InputError as error:
+        problems.append(str(error))
     for kind in ("train", "validation"):
         for source in getattr(recipe.data, kind):
             try:
@@ -42,17 +47,6 @@ def check_recipe(recipe: Recipe, world_size: int | None = None) -> CheckedRecipe
     return CheckedRecipe(architecture, world_size, _report(recipe, architecture, world_size))
 
 
-def _lengths(recipe: Recipe, architecture: Architecture) -> list[str]:
-    prompt, response = recipe.data.prompt.max_length, recipe.rollout.max_response_length
-    limit = architecture.max_position_embeddings
-    if prompt + response > limit:
-        return [
-            f"rollout.max_response_length: {response} plus data.prompt.max_length {prompt} is {prompt + response} "
-            f"tokens, the model holds {limit} (max_position_embeddings); shorten one of them"
-        ]
-    return []
-
-
 def _sampling(recipe: Recipe) -> list[str]:
     """The learner's pi is the softmax at the sampling temperature; it knows no truncation of the vocabulary."""
     rollout, found = recipe.rollout, []
@@ -62,9 +56,7 @@ def _sampling(recipe: Recipe) -> list[str]:
             "use 1.0 for training"
         )
     if rollout.top_k > 0:
-        found.append(f"rollout.top_k: {rollout.top_k} cuts mu but not pi; use -1 (off) for training")
-    if rollout.temperature <= 0:
-        found.append(f"rollout.temperature: {rollout.temperature} is greedy, a policy without gradient; use 1.0")
+        found.append(f"rollout.top_k: {rollout.top_k} cuts mu but not pi; use 0 (off) for training")
     return found
 
 

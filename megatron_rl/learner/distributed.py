@@ -40,9 +40,9 @@ def initialize(parallel: ParallelConfig, device: str, seed: int) -> torch.device
         # Fused elementwise functions are torch.compile'd by Megatron: ~20 s of C++ compilation per process on a
         # CPU, for nothing.
         disable_jit_fuser()
-        # Oversubscribed OpenMP threads cost up to 20×: with several ranks a node each takes its share.
+        # Oversubscribed OpenMP threads cost up to 20×: without a word from the user, each process takes one.
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+            torch.set_num_threads(1)
     if not dist.is_initialized():
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
             os.environ.setdefault(name, value)
@@ -90,6 +90,15 @@ def gather_objects(item: T) -> list[T]:
     items: list[Any] = [None] * world_size()
     dist.all_gather_object(items, item)
     return items
+
+
+def broadcast_object(item: T) -> T:
+    """Rank 0's ``item`` on every rank."""
+    if world_size() == 1:
+        return item
+    items = [item]
+    dist.broadcast_object_list(items, src=0)
+    return items[0]
 
 
 def any_rank(flag: bool) -> bool:

@@ -26,6 +26,7 @@ from megatron_rl.config import Recipe
 from megatron_rl.config.model import Architecture, read_architecture
 from megatron_rl.learner import checkpoint
 from megatron_rl.learner.distributed import gather_objects, initialize
+from megatron_rl.learner.hf_export import write_hf_checkpoint
 from megatron_rl.learner.logprobs import token_logprobs
 from megatron_rl.learner.model import DTYPES, build_model, use_transformer_engine
 from megatron_rl.learner.packing import Microbatch, build_microbatch, deal, minibatch_denominators
@@ -235,10 +236,16 @@ class Learner:
         """Whole tensors in Hugging Face names, learner dtype, one at a time; collective (see `WeightMap.export`)."""
         return self.weights.export()
 
-    def save(self, folder: Path, state: dict[str, Any]) -> Path:
+    def export_hf(self, folder: Path) -> None:
+        """Write the weights as a Hugging Face checkpoint, with config and tokenizer of the starting one. Collective."""
+        write_hf_checkpoint(folder, self.export_weights(), self.recipe.model.path)
+
+    def save(self, folder: Path, state: dict[str, Any], keep_last: int = 0) -> Path:
         """Checkpoint of this step. ``state``: what the loop wants back from `load`; JSON-able."""
         own = {"step": self.step, "num_updates": self.num_updates, "scheduler": self.scheduler.state_dict()}
-        return checkpoint.save_checkpoint(folder, self.step, self.model, self.optimizer, {"learner": own, **state})
+        path = checkpoint.save_checkpoint(folder, self.step, self.model, self.optimizer, {"learner": own, **state})
+        checkpoint.prune_checkpoints(folder, keep_last)
+        return path
 
     def load(self, path: Path) -> dict[str, Any]:
         """Continue from a checkpoint; returns the loop's ``state``."""

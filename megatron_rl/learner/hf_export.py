@@ -1,0 +1,51 @@
+"""Writing a Hugging Face checkpoint from a stream of tensors, one file's worth in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from megatron_rl.learner.distributed import world_rank
+
+FILE_BYTES = 4 * 2**30  # largest file, as the hub's tools write them
+_WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".pt")
+
+
+def write_hf_checkpoint(folder: Path, weights: Iterable[tuple[str, torch.Tensor]], source: Path) -> None:
+    """Write ``weights`` to ``folder`` beside the configuration and tokenizer files of ``source``.
+
+    Every rank calls it, because streaming the weights is collective; rank 0 writes.
+    """
+    if world_rank() != 0:
+        for _ in weights:
+            pass
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in Path(source).iterdir():
+        if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
+            shutil.copy2(file, folder / file.name)
+    weight_map: dict[str, str] = {}
+    for number, tensors in enumerate(_in_files(weights), start=1):
+        name = f"model-{number:05d}.safetensors"
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, name)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def _in_files(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    tensors: dict[str, torch.Tensor] = {}
+    num_bytes = 0
+    for name, tensor in weights:
+        if tensors and num_bytes + tensor.nbytes > FILE_BYTES:
+            yield tensors
+            tensors, num_bytes = {}, 0
+        tensors[name] = tensor.detach().cpu().clone()  # a copy: exported tensors may share memory with the model
+        num_bytes += tensor.nbytes
+    if tensors:
+        yield tensors

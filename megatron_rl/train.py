@@ -1,0 +1,125 @@
+"""The loop: generate → reward → pack → update → refit, and a record of every step."""
+
+from __future__ import annotations
+
+from megatron_rl.batch import build_batch, keep_informative
+from megatron_rl.config import Recipe
+from megatron_rl.errors import RunEnded
+from megatron_rl.evaluation import summarise
+from megatron_rl.monitor import AlarmEvent, wanted
+from megatron_rl.recorder import record_batch
+from megatron_rl.rollout import Sampling
+from megatron_rl.run import Run, start
+from megatron_rl.types import Batch, Group
+
+
+def train(recipe: Recipe, resume: str = "auto") -> None:
+    """Run ``recipe`` to its end, from the checkpoint that ``resume`` chooses. Every rank of the job calls it.
+
+    Raises `InputError` before an engine starts, `RunEnded` where an alarm stops the run (after saving).
+    """
+    with start(recipe, resume) as run:
+        learner, monitor = run.learner, run.monitor
+        for step in range(learner.step, recipe.num_steps):
+            metrics = validate(run, step) if _due(step, recipe.validation.every) else {}
+            groups, sampling_metrics = sample(run, step)
+            with monitor.phase("pack"):
+                batch = build_batch(step, groups, recipe)
+            metrics |= sampling_metrics | update(run, batch, groups)
+            learner.step = step + 1
+            events = monitor.record(step, metrics, groups)
+            saved = act_on(events, run, batch)
+            if not saved and _due(step + 1, recipe.checkpoint.every) and step + 1 < recipe.num_steps:
+                run.save()
+            if step + 1 < recipe.num_steps and run.stop_requested():
+                run.save()
+                monitor.log(f"stopped on request after step {step}; the same command continues")
+                return
+        finish(run)
+
+
+def sample(run: Run, step: int) -> tuple[list[Group], dict[str, float]]:
+    """Scored groups of one step. With `batch.filter_groups`, groups without signal are left out and replaced."""
+    recipe, kept, num_sampled, counts = run.recipe, [], 0, {}
+    for _ in range(recipe.batch.max_generations):
+        prompts = run.prompts.take(recipe.batch.prompts - len(kept))
+        with run.monitor.phase("generate") as span:
+            groups = run.generator.rollout(
+                prompts, recipe.rollout.num_samples, policy_version=run.learner.num_updates, step=step
+            )
+            span.tokens = sum(len(rollout.tokens) for group in groups for rollout in group.rollouts)
+        with run.monitor.phase("reward"):
+            new_counts = run.score(groups)
+        counts = {name: counts.get(name, 0.0) + value for name, value in new_counts.items()}
+        num_sampled += len(groups)
+        kept += keep_informative(groups) if recipe.batch.filter_groups else groups
+        if len(kept) == recipe.batch.prompts:
+            break
+    run.generator.sleep()
+    filtered = {"groups/sampled": float(num_sampled), "groups/kept_frac": len(kept) / num_sampled}
+    return kept, counts | (filtered if recipe.batch.filter_groups else {})
+
+
+def update(run: Run, batch: Batch, groups: list[Group]) -> dict[str, float]:
+    """Learn from the batch and hand the weights over; nothing is learned from a step whose groups were all left out."""
+    learner, generator = run.learner, run.generator
+    if not groups:
+        run.monitor.log(f"step {batch.step}: every group was filtered out (all rewards equal); no update")
+        return learner.scheduler.metrics()
+    lengths = [len(rollout.tokens) for group in groups for rollout in group.rollouts]
+    learner.scheduler.observe_length(batch.step, sum(lengths) / len(lengths))
+    metrics = learner.scheduler.metrics() | learner.update(batch)
+    generator.wake()
+    with run.monitor.phase("refit"):
+        generator.refit(learner.export_weights(), learner.num_updates)
+    return metrics
+
+
+def validate(run: Run, step: int) -> dict[str, float]:
+    """`val/*` of the policy before step ``step``, on the same held-out prompts and seeds every time."""
+    config = run.recipe.validation
+    prompts = list(run.validation)[: config.limit]
+    with run.monitor.phase("validate"):
+        groups = run.generator.rollout(
+            prompts,
+            config.num_samples,
+            policy_version=run.learner.num_updates,
+            step=0,
+            sampling=Sampling(run.recipe.rollout.max_response_length, temperature=config.temperature),
+        )
+    with run.monitor.phase("reward"):
+        run.score(groups)
+    rewards = [rollout.raw_reward for group in groups for rollout in group.rollouts]
+    metrics = {"val/reward/mean": sum(rewards) / len(rewards), **summarise(groups)}
+    run.monitor.log(f"validation before step {step}: reward {metrics['val/reward/mean']:.3f}")
+    return metrics
+
+
+def act_on(events: list[AlarmEvent], run: Run, batch: Batch) -> bool:
+    """Do what the alarms of this step ask for, the same on every rank. True where a checkpoint was written."""
+    if wanted(events, "record_batch"):
+        record_batch(run.directory.batches, batch)
+    if wanted(events, "decay_lr"):
+        run.learner.scheduler.decay_now()
+    if wanted(events, "stop"):
+        run.save()
+        raise RunEnded("; ".join(event.message for event in events if "stop" in event.actions))
+    if wanted(events, "save"):
+        run.save()
+        return True
+    return False
+
+
+def finish(run: Run) -> None:
+    """Last validation, checkpoint and export."""
+    recipe = run.recipe
+    if recipe.validation.every:
+        run.monitor.record(recipe.num_steps, validate(run, recipe.num_steps))
+    run.save()
+    if recipe.checkpoint.export_hf:
+        run.learner.export_hf(run.directory.checkpoints / "hf")
+        run.monitor.log(f"Hugging Face checkpoint: {run.directory.checkpoints / 'hf'}")
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
