@@ -61,11 +61,11 @@ def token_factors(tokens: Tokens, kept: Tensor, counts: Denominators, config: Ob
 
 def count(tokens: Tokens, kept: Tensor, renormalized: bool) -> Denominators:
     """Denominators of the given tokens alone. Every sequence counts, fully masked ones too, unless renormalized."""
-    num_tokens = kept.sum(dtype=torch.float64)
+    num_tokens = torch.count_nonzero(kept).double()
     if not renormalized:
         return Denominators(num_tokens, float(tokens.layout.num_sequences))
     alive = (tokens.layout.sum(kept.to(tokens.weight.dtype)) > 0) | (tokens.lengths == 0)
-    return Denominators(num_tokens, alive.sum(dtype=torch.float64), renormalized=True)
+    return Denominators(num_tokens, torch.count_nonzero(alive).double(), renormalized=True)
 
 
 @torch.no_grad()
@@ -79,8 +79,8 @@ def compute_denominators(inputs: ObjectiveInputs, config: ObjectiveConfig | None
     Raises InputError where a needed tensor is absent.
     """
     if config is None or not config.renormalizes:
-        tokens = read_tokens(inputs)
-        return count(tokens, tokens.mask, renormalized=False)
+        num_sequences = len(inputs.loss_mask) if inputs.cu_seqlens is None else inputs.cu_seqlens.numel() - 1
+        return Denominators(torch.count_nonzero(inputs.loss_mask).double(), float(num_sequences))
     if inputs.old_logprobs is None:
         raise InputError(
             "old_logprobs is None, but a correction with renormalize: true needs them to count what is kept"

@@ -57,9 +57,11 @@ class Packed:
     def __init__(self, mask: Tensor, cu_seqlens: Tensor):
         self.num_sequences = cu_seqlens.numel() - 1
         self._offsets = cu_seqlens.to(device=mask.device, dtype=torch.int64)
-        places = torch.arange(mask.numel(), device=mask.device)
-        last = max(self.num_sequences - 1, 0)
-        self._sequence = torch.searchsorted(self._offsets[1:], places, right=True).clamp(max=last)
+        tail = mask.numel() - self._offsets[-1:]
+        owners = torch.arange(self.num_sequences + 1, device=mask.device).clamp_(max=max(self.num_sequences - 1, 0))
+        counts = torch.cat([self._offsets.diff(), tail])
+        # The size is known here; left out, it would be read back from the device.
+        self._sequence = owners.repeat_interleave(counts, output_size=mask.numel())
 
     def sum(self, values: Tensor) -> Tensor:
         return _SegmentSum.apply(values, self._offsets, self._sequence)

@@ -29,7 +29,7 @@ def collect(tokens: Tokens, config: ObjectiveConfig, term: Term, corrected: Corr
     """Statistics of one call of compute_objective; `loss` is its share of the loss."""
     collector = start(tokens)
     collector.add("pg_loss", loss)
-    collector.add("ppo_kl", -tokens.log_ratio)
+    collector.add("log r", tokens.log_ratio)
     if term.clipped is not None:
         collector.add("clipped", term.clipped & tokens.mask)
     if term.clipped_lower is not None:
@@ -37,7 +37,7 @@ def collect(tokens: Tokens, config: ObjectiveConfig, term: Term, corrected: Corr
     if tokens.entropy is not None:
         collector.add("entropy", tokens.entropy)
     distortion = config.distortion or REFERENCE_DISTORTION
-    collector.add("J", (distortion.delta - 1) * tokens.advantages * is_low(tokens, distortion))
+    collector.add("J", tokens.advantages * is_low(tokens, distortion), scale=distortion.delta - 1)
     if tokens.inference is not None:
         collect_mismatch(collector, tokens, config.prob_bands)
         _collect_spurious(collector, tokens, term)
@@ -48,7 +48,7 @@ def collect(tokens: Tokens, config: ObjectiveConfig, term: Term, corrected: Corr
 def start(tokens: Tokens) -> Collector:
     """A collector that holds the counts every mean divides by: trained tokens, sequences with any."""
     collector = Collector()
-    collector.add("tokens", tokens.weight)
+    collector.add("tokens", tokens.lengths)
     collector.add("sequences", tokens.lengths > 0)
     return collector
 
@@ -58,22 +58,16 @@ def collect_mismatch(collector: Collector, tokens: Tokens, bands: Sequence[float
     log_rho = tokens.old - tokens.inference
     clamped = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     excess = clamped.expm1()  # rho - 1
-    collector.add("d", -log_rho)
+    collector.add("log rho", log_rho)
     collector.add("k3", excess - clamped)
-    collector.add("rho", excess)
-    collector.add("rho²", excess.double().square())
     collector.range_of("rho", excess, tokens.mask)
+    _add_moments(collector, "rho", excess)
     rest_po, rest_mu = -tokens.old.expm1(), -tokens.inference.expm1()
     difference = (rest_mu - rest_po).abs()
-    collector.add("diff", difference)
     collector.range_of("diff", difference, tokens.mask)
-    collector.add("diff²", difference.double().square())
-    rest_po, rest_mu = rest_po.double(), rest_mu.double()
-    collector.add("po", rest_po)
-    collector.add("mu", rest_mu)
-    collector.add("po mu", rest_po * rest_mu)
-    collector.add("po²", rest_po.square())
-    collector.add("mu²", rest_mu.square())
+    _add_moments(collector, "diff", difference)
+    po, mu = _add_moments(collector, "po", rest_po), _add_moments(collector, "mu", rest_mu)
+    collector.add_product("po mu", po, mu)
     below = torch.zeros_like(tokens.mask)
     for label, high in zip(band_labels(bands), [*bands, None]):
         # Masked tokens have log po = 0 and are below no edge; the last band takes what is left of the mask.
@@ -83,6 +77,14 @@ def collect_mismatch(collector: Collector, tokens: Tokens, bands: Sequence[float
         collector.add(f"rho in {label}", excess * inside)
         below = below_high
     _collect_sequence_mismatch(collector, tokens, log_rho)
+
+
+def _add_moments(collector: Collector, name: str, values: Tensor) -> Tensor:
+    """Σ and Σ of squares; returns the values in float64."""
+    values = values.double()
+    collector.add(name, values)
+    collector.add_product(f"{name}²", values, values)
+    return values
 
 
 def _collect_sequence_mismatch(collector: Collector, tokens: Tokens, log_rho: Tensor) -> None:
@@ -97,11 +99,11 @@ def _collect_sequence_mismatch(collector: Collector, tokens: Tokens, log_rho: Te
 
 def _collect_spurious(collector: Collector, tokens: Tokens, term: Term) -> None:
     """X = r A [OH Eq 10], and X (phi - 1), phi = 0 where the term clips and 1 elsewhere [OH Eq 14]."""
-    x = safe_exp(tokens.log_ratio.detach()) * tokens.advantages
-    inverse = (tokens.inference - tokens.old).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1_()
+    x = (safe_exp(tokens.log_ratio.detach()) * tokens.advantages).double()
+    inverse = (tokens.inference - tokens.old).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1_().double()
     collector.add("x", x)
     collector.add("1/rho", inverse)
-    collector.add("x/rho", x * inverse)
+    collector.add_product("x/rho", x, inverse)
     if term.clipped is not None:
         collector.add("x clipped", x * term.clipped)
 
@@ -111,11 +113,10 @@ def _collect_corrections(collector: Collector, tokens: Tokens, corrected: Correc
         lower, upper = corrected.bounds
         ratio = corrected.ratio
         # The floor 1/C of a one-sided cap is verl's: it keeps the effective sample size from rewarding tiny weights.
-        bounded = ratio.clamp(lower or (1 / upper if upper < math.inf else 0.0), upper)
+        bounded = (ratio.clamp(lower or (1 / upper if upper < math.inf else 0.0), upper) - 1) * tokens.weight
         collector.add("is", (ratio - 1) * tokens.weight)
         collector.range_of("is", ratio, tokens.mask, smallest=True)
-        collector.add("is bounded", (bounded - 1) * tokens.weight)
-        collector.add("is bounded²", ((bounded - 1) * tokens.weight).double().square())
+        _add_moments(collector, "is bounded", bounded)
         collector.add("is outside", ((ratio < lower) | (ratio > upper)) & tokens.mask)
     if corrected.dropped is not None:
         collector.add("dropped", corrected.dropped)
@@ -149,7 +150,7 @@ def _read(stats: MetricStats) -> tuple[dict[str, float], ...]:
 
 def _actor_metrics(sums: dict[str, float]) -> dict[str, float]:
     num_tokens = max(sums["tokens"], 1.0)
-    metrics = {"actor/pg_loss": sums["pg_loss"], "actor/ppo_kl": sums["ppo_kl"] / num_tokens, "hacking/J": sums["J"]}
+    metrics = {"actor/pg_loss": sums["pg_loss"], "actor/ppo_kl": -sums["log r"] / num_tokens, "hacking/J": sums["J"]}
     for name, total in (("pg_clipfrac", "clipped"), ("pg_clipfrac_lower", "clipped_lower"), ("entropy", "entropy")):
         if total in sums:
             metrics[f"actor/{name}"] = sums[total] / num_tokens
@@ -190,7 +191,7 @@ def _mismatch_metrics(sums: dict[str, float], maxs: dict[str, float]) -> dict[st
     num_tokens, num_sequences = max(sums["tokens"], 1.0), max(sums["sequences"], 1.0)
     correlation = _correlation(sums, "po", "mu", num_tokens)
     metrics = {
-        "rollout_corr/kl": sums["d"] / num_tokens,
+        "rollout_corr/kl": -sums["log rho"] / num_tokens,
         "rollout_corr/k3_kl": sums["k3"] / num_tokens,
         "rollout_corr/chi2_token": (sums["rho²"] + 2 * sums["rho"]) / num_tokens,
         "rollout_corr/chi2_seq": sums["P² - 1"] / num_sequences,

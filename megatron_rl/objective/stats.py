@@ -55,9 +55,16 @@ class Collector:
         self._maxs: dict[str, Tensor] = {}
         self._mins: dict[str, Tensor] = {}
 
-    def add(self, name: str, values: Tensor) -> None:
-        """Σ of values, accumulated in float64; zero where masked is the caller's duty."""
-        self._sums[name] = values.detach().sum(dtype=torch.float64)
+    def add(self, name: str, values: Tensor, scale: float = 1.0) -> None:
+        """scale · Σ of values, accumulated in float64; zero (false) where masked is the caller's duty."""
+        if values.dtype == torch.bool:
+            self._sums[name] = torch.count_nonzero(values).double()
+        else:
+            self._sums[name] = values.detach().double().sum() * scale
+
+    def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
+        """Σ of left · right, multiplied and accumulated in float64."""
+        self._sums[name] = torch.dot(left.detach().double().flatten(), right.detach().double().flatten())
 
     def range_of(self, name: str, values: Tensor, mask: Tensor, smallest: bool = False) -> None:
         """Largest (and smallest) of the values under the mask; ∓inf where there is none."""
