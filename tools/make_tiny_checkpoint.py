@@ -37,7 +37,7 @@ MAX_POSITIONS = 2048
 # name -> widths. Heads divide by TP 2, experts by EP 4, layers by PP 2 in every one.
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"hidden": 128, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 32, "experts": 8, "expert_width": 64},
-    "nano": {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "experts": 4, "expert_width": 32},
+    "nano": {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "experts": 4, "expert_width": 32},
 }
 FAMILIES = ("qwen3_moe", "qwen3", "qwen2", "llama")
 

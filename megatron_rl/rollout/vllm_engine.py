@@ -82,7 +82,11 @@ class VllmGenerator:
         start = time.perf_counter()
         self._llm: Any = self._start(model_path)
         if config.verify_refit:
-            self._verify_refit(model_path)
+            try:
+                self._verify_refit(model_path)
+            except RolloutError:
+                self.close()
+                raise
         self.start_s = time.perf_counter() - start
 
     # ---------------------------------------------------------------- generation
@@ -150,6 +154,7 @@ class VllmGenerator:
                 top_k=sampling.top_k,
                 seed=request.seed,
                 stop_token_ids=self._stop_token_ids,
+                ignore_eos=True,  # the ids above are all that stops
                 logprobs=0,  # of the sampled token alone
                 flat_logprobs=True,
                 detokenize=False,

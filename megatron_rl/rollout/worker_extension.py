@@ -5,15 +5,18 @@ the same process, so that nothing is copied on the way and no file is written. I
 Loading follows vLLM's layerwise reload: as soon as a layer is complete, it is loaded, processed and copied into the
 storage it had, so that CUDA graphs stay valid.
 
-One thing vLLM (0.29 to 0.32) forgets, on CPUs only: the weights of unquantized MoE experts are packed for the kernel
-after the first load, but not after a reload, and since packing keeps their shape nothing raises; the engine then
-computes with unpacked experts. They are packed here, exactly once per update: packing twice is as wrong as not at all.
-`vllm_engine` checks at start that an update changes nothing it should not.
+Two things vLLM 0.30 forgets on a CPU, where weights are packed for the kernels after loading. Neither raises:
+
+* Unquantized MoE experts are packed after the first load only. Packing keeps their shape, so after a reload the kernel
+  reads unpacked experts. They are packed here, exactly once per update: twice is as wrong as not at all. `vllm_engine`
+  checks at start that an update with the same weights leaves every parameter as it was.
+* A linear layer computes with a packed copy. An output head tied to the embedding gets no tensor of its own in an
+  update, and keeps its old copy. Every layer whose copy is still the old one is packed again here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +54,7 @@ class StreamWeightTransfer(WeightTransferEngine[StreamInit, StreamUpdate]):
         pass
 
     def start_weight_update(self) -> None:
+        self._old_copies = packed_copies(self.model)
         initialize_layerwise_reload(self.model)
 
     @torch.no_grad()
@@ -62,6 +66,7 @@ class StreamWeightTransfer(WeightTransferEngine[StreamInit, StreamUpdate]):
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             pack_cpu_experts(self.model)
+            pack_stale_linears(self.model, self._old_copies)
 
     def shutdown(self) -> None:
         pass
@@ -76,6 +81,24 @@ def pack_cpu_experts(model: torch.nn.Module) -> None:
         experts = getattr(kernel, "fused_experts", None)
         if isinstance(experts, CPUUnquantizedExperts) and hasattr(module, "w13_weight"):
             experts.process_weights_after_loading(module)
+
+
+def packed_copies(model: torch.nn.Module) -> dict[str, Callable]:
+    """Name of every layer that computes with a packed copy of its weight → the function that holds the copy."""
+    functions = {name: getattr(module, "cpu_linear", None) for name, module in model.named_modules()}
+    # torch's own function packs nothing: it reads the weight at every call.
+    return {
+        name: function for name, function in functions.items() if function not in (None, torch.nn.functional.linear)
+    }
+
+
+def pack_stale_linears(model: torch.nn.Module, old_copies: dict[str, Callable]) -> None:
+    """Pack again the layers that still hold one of ``old_copies``. Raises where the unpacked weight is gone."""
+    for name, module in model.named_modules():
+        if name in old_copies and module.cpu_linear is old_copies[name]:
+            if not module.weight.numel():
+                raise RuntimeError(f"the weight update did not reach {name}")
+            module.quant_method.process_weights_after_loading(module)
 
 
 class WorkerExtension:

@@ -161,7 +161,7 @@ def test_stop_tokens_come_from_the_checkpoint(tmp_path):
         ({"max_response_length": 2040}, 1, "2056, but the model's max_position_embeddings is 2048"),
         ({"tensor_parallel": 4}, 4, "4 does not divide the 2 key/value heads"),
         ({"tensor_parallel": 2}, 3, "2 does not divide the 3 ranks"),
-        ({"stop_token_ids": [2, 128]}, 1, "[128] are outside the vocabulary \(0 … 127\)"),
+        ({"stop_token_ids": [2, 128]}, 1, "[128] are outside the vocabulary (0 … 127)"),
     ],
 )
 def test_a_section_that_does_not_fit_the_model_says_why(fields, world_size, message):

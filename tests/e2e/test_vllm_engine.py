@@ -1,0 +1,294 @@
+"""The real engine on the tiny trained checkpoint: what it reports is what it sampled from, and updates are exact."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.errors import InputError
+from megatron_rl.rewards.modsum import modsum_reward
+from megatron_rl.rollout import RolloutError, Sampling, worker_extension
+from megatron_rl.rollout.checkpoint import checkpoint_tensors
+from megatron_rl.rollout.vllm_engine import VllmGenerator, parameter_checksums
+from megatron_rl.types import Group, Prompt
+from tests.e2e import hf_reference
+from tools.make_tiny_checkpoint import build_model, build_tiny_config, build_tokenizer, save_checkpoint
+
+TINY = Path(__file__).parents[2] / "recipes" / "tiny"
+MODEL = TINY / "model"
+MAX_RESPONSE_LENGTH = 24
+TOKENIZER = build_tokenizer()
+
+
+def decode(tokens: list[int]) -> str:
+    return TOKENIZER.decode(tokens, skip_special_tokens=True)
+
+
+@contextmanager
+def engine(model: Path = MODEL, *, record_routes: bool = True, max_prompt_length: int = 12, **fields):
+    config = RolloutConfig.model_validate(
+        {"dtype": "fp32", "max_response_length": MAX_RESPONSE_LENGTH, "kv_cache_gib": 0.0625} | fields
+    )
+    generator = VllmGenerator(
+        config, model, max_prompt_length=max_prompt_length, record_routes=record_routes, decode=decode
+    )
+    try:
+        yield generator
+    finally:
+        generator.close()
+
+
+def prompts(number: int) -> list[Prompt]:
+    rows = [json.loads(line) for line in (TINY / "data" / "validation.jsonl").read_text().splitlines()[:number]]
+    return [Prompt(id=row["id"], tokens=TOKENIZER.encode(row["problem"]), answer=row["answer"]) for row in rows]
+
+
+def flat(groups: list[Group], field: str) -> list:
+    return [getattr(rollout, field) for group in groups for rollout in group.rollouts]
+
+
+def assert_same(first: list[Group], second: list[Group], tolerance: float = 0.0) -> None:
+    assert flat(first, "tokens") == flat(second, "tokens")
+    for left, right in zip(flat(first, "inference_logprobs"), flat(second, "inference_logprobs"), strict=True):
+        assert np.abs(left - right).max() <= tolerance
+
+
+class TestSampling:
+    @pytest.fixture(scope="class")
+    def generator(self):
+        with engine(max_num_seqs=128) as generator:
+            yield generator
+
+    @pytest.fixture(scope="class")
+    def reference(self):
+        return hf_reference.load(MODEL)
+
+    @pytest.mark.parametrize(
+        "sampling",
+        [
+            Sampling(MAX_RESPONSE_LENGTH),
+            Sampling(MAX_RESPONSE_LENGTH, temperature=0.7),
+            Sampling(MAX_RESPONSE_LENGTH, temperature=1.3, top_k=3),
+            Sampling(MAX_RESPONSE_LENGTH, top_p=0.8),
+            Sampling(MAX_RESPONSE_LENGTH, temperature=0.9, top_k=4, top_p=0.9),
+        ],
+        ids=["plain", "T0.7", "T1.3-k3", "p0.8", "T0.9-k4-p0.9"],
+    )
+    def test_logprobs_and_routes_are_those_of_the_hf_model(self, generator, reference, sampling):
+        groups = generator.rollout(prompts(16), 4, policy_version=0, step=0, sampling=sampling)
+        logprobs, routes = hf_reference.score(reference, groups, sampling)
+        for rollout, expected, expected_routes in zip(
+            [rollout for group in groups for rollout in group.rollouts], logprobs, routes, strict=True
+        ):
+            assert np.abs(rollout.inference_logprobs - expected).max() <= 1e-5
+            assert (np.sort(rollout.routed_experts, -1) == expected_routes).all()
+
+    def test_greedy_decoding_takes_the_most_probable_token(self, generator, reference):
+        sampling = Sampling(MAX_RESPONSE_LENGTH, temperature=0.0)
+        for group in generator.rollout(prompts(8), 1, policy_version=0, step=0, sampling=sampling):
+            (rollout,) = group.rollouts
+            with torch.no_grad():
+                logits = reference(input_ids=torch.tensor([group.prompt.tokens + rollout.tokens])).logits[0]
+            assert logits[len(group.prompt.tokens) - 1 : -1].argmax(-1).tolist() == rollout.tokens
+
+    def test_a_response_ends_at_the_stop_token_or_at_the_limit(self, generator):
+        groups = generator.rollout(prompts(32), 4, policy_version=0, step=1, sampling=Sampling(6))
+        endings = set()
+        for group in groups:
+            for rollout in group.rollouts:
+                endings.add(rollout.finish_reason)
+                assert TOKENIZER.eos_token_id not in rollout.tokens[:-1]
+                if rollout.finish_reason == "stop":
+                    assert rollout.tokens[-1] == TOKENIZER.eos_token_id
+                    assert rollout.text == decode(rollout.tokens[:-1])
+                else:
+                    assert len(rollout.tokens) == 6
+                    assert rollout.tokens[-1] != TOKENIZER.eos_token_id
+                assert len(rollout.inference_logprobs) == len(rollout.policy_versions) == len(rollout.tokens)
+        assert endings == {"stop", "length"}
+
+    def test_the_same_step_gives_the_same_responses_and_another_step_others(self, generator):
+        first, again = (generator.rollout(prompts(8), 4, policy_version=0, step=2) for _ in range(2))
+        assert_same(first, again)
+        other = generator.rollout(prompts(8), 4, policy_version=0, step=3)
+        assert flat(first, "tokens") != flat(other, "tokens")
+        distinct = {
+            tuple(tokens) for tokens in flat(generator.rollout(prompts(1), 16, policy_version=0, step=2), "tokens")
+        }
+        assert len(distinct) > 4
+
+    def test_a_response_does_not_depend_on_its_neighbours(self, generator):
+        together = generator.rollout(prompts(16), 4, policy_version=0, step=4)
+        alone = [generator.rollout([prompt], 4, policy_version=0, step=4)[0] for prompt in prompts(16)[::5]]
+        assert_same(together[::5], alone, tolerance=1e-5)
+
+    def test_the_shipped_checkpoint_is_imperfect(self, generator):
+        groups = generator.rollout(prompts(256), 4, policy_version=0, step=5)
+        rewards = [modsum_reward(rollout.text, group.prompt.answer) for group in groups for rollout in group.rollouts]
+        assert 0.36 < np.mean(rewards) <= 0.5
+        assert generator.stats()["perf/rollout_tokens"] == sum(map(len, flat(groups, "tokens")))
+
+    def test_global_random_states_are_left_alone(self, generator):
+        before = torch.get_rng_state(), random.getstate()
+        generator.rollout(prompts(4), 2, policy_version=0, step=6)
+        assert (torch.get_rng_state() == before[0]).all()
+        assert random.getstate() == before[1]
+
+    def test_calls_that_cannot_be_right_are_refused(self, generator):
+        with pytest.raises(
+            RolloutError, match=r"holds the weights of policy version 0, rollouts of 1 .* a refit is missing"
+        ):
+            generator.rollout(prompts(1), 1, policy_version=1, step=0)
+        long = Prompt(id="toy:long", tokens=[5] * 13, answer="")
+        with pytest.raises(
+            InputError, match=r"'toy:long' has 13 tokens; 1 … 12 are allowed \(data.prompt.max_length\)"
+        ):
+            generator.rollout([long], 1, policy_version=0, step=0)
+        with pytest.raises(InputError, match=r"max_response_length 25 is above the engine's 24"):
+            generator.rollout(prompts(1), 1, policy_version=0, step=0, sampling=Sampling(25))
+
+
+def perturbed(seed: int) -> dict[str, torch.Tensor]:
+    """The trained weights, each tensor moved by a tenth of its own spread: another policy, as far from random."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: tensor + 0.1 * tensor.std() * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in checkpoint_tensors(MODEL)
+    }
+
+
+def export(weights: dict[str, torch.Tensor], folder: Path) -> Path:
+    shutil.copytree(MODEL, folder)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+class TestRefit:
+    @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+    def test_after_every_update_the_engine_equals_a_fresh_one(self, dtype, tmp_path):
+        checked_updates = {1, 3} if dtype == "fp32" else {3}
+        seen = {}
+        with engine(dtype=dtype) as generator:
+            initial = generator.rollout(prompts(8), 4, policy_version=0, step=0)
+            for version in (1, 2, 3):
+                generator.refit(iter(perturbed(version).items()), version)
+                groups = generator.rollout(prompts(8), 4, policy_version=version, step=0)
+                assert all((versions == version).all() for versions in flat(groups, "policy_versions"))
+                seen[version] = groups, generator._llm.apply_model(parameter_checksums)[0]
+            generator.refit(checkpoint_tensors(MODEL), 4)  # and back to where it began
+            assert_same(initial, generator.rollout(prompts(8), 4, policy_version=4, step=0))
+        assert flat(seen[1][0], "tokens") != flat(initial, "tokens")
+        for version in checked_updates:
+            folder = export(perturbed(version), tmp_path / f"v{version}")
+            with engine(folder, dtype=dtype, verify_refit=False) as fresh:
+                assert fresh._llm.apply_model(parameter_checksums)[0] == seen[version][1]
+                assert_same(fresh.rollout(prompts(8), 4, policy_version=0, step=0), seen[version][0])
+
+    @pytest.mark.parametrize("times", [0, 2], ids=["never-packed", "packed-twice"])
+    def test_an_engine_that_corrupts_experts_does_not_start(self, times, monkeypatch):
+        pack = worker_extension.pack_cpu_experts
+        monkeypatch.setattr(
+            worker_extension, "pack_cpu_experts", lambda model: [pack(model) for _ in range(times)] and None
+        )
+        with pytest.raises(RolloutError, match=r"corrupts weights on updates: .* changed 8 of"), engine():
+            pass
+
+    def test_a_cached_prefix_of_the_old_weights_is_not_used(self, tmp_path):
+        """Prompts longer than two cache blocks, asked twice: the second answer comes from cached keys and values."""
+        rng = random.Random(0)
+        long = [
+            Prompt(id=f"long:{row}", tokens=[rng.randrange(3, 98) for _ in range(300)], answer="") for row in range(4)
+        ]
+        with engine(max_prompt_length=300) as generator:
+            first, cached = (generator.rollout(long, 2, policy_version=0, step=0) for _ in range(2))
+            assert_same(first, cached, tolerance=1e-5)
+            generator.refit(iter(perturbed(1).items()), 1)
+            updated = generator.rollout(long, 2, policy_version=1, step=0)
+        reference = hf_reference.load(export(perturbed(1), tmp_path / "v1"))
+        logprobs, routes = hf_reference.score(reference, updated, Sampling(MAX_RESPONSE_LENGTH))
+        assert (
+            max(np.abs(a - b).max() for a, b in zip(flat(updated, "inference_logprobs"), logprobs, strict=True)) <= 1e-5
+        )
+        assert all((np.sort(a, -1) == b).all() for a, b in zip(flat(updated, "routed_experts"), routes, strict=True))
+
+    def test_an_incomplete_update_ends_generation(self):
+        with engine(verify_refit=False, record_routes=False) as generator:
+            weights = list(checkpoint_tensors(MODEL))
+            with pytest.raises(RolloutError, match=r"1 of 135 tensors were not sent, first \['model.norm.weight'\]"):
+                generator.refit(iter([item for item in weights if item[0] != "model.norm.weight"]), 1)
+            with pytest.raises(RolloutError, match="a weight update did not finish"):
+                generator.rollout(prompts(1), 1, policy_version=0, step=0)
+
+    @pytest.mark.parametrize(
+        ("family", "dtype", "tied"), [("qwen3", "fp32", True), ("qwen3", "bf16", True), ("qwen2", "bf16", False)]
+    )
+    def test_dense_models_are_updated_too(self, family, dtype, tied, tmp_path):
+        for seed in (0, 1):
+            config = build_tiny_config(family, "nano", tie_word_embeddings=tied)
+            save_checkpoint(build_model(config, seed), tmp_path / str(seed))
+        weights = dict(checkpoint_tensors(tmp_path / "1"))
+        assert ("lm_head.weight" not in weights) == tied
+        weights["lm_head.weight"] = weights["lm_head.weight" if not tied else "model.embed_tokens.weight"]
+        with engine(tmp_path / "0", record_routes=False, dtype=dtype) as generator:
+            generator.refit(iter(weights.items()), 1)
+            updated = generator.rollout(prompts(4), 4, policy_version=1, step=0)
+        with engine(tmp_path / "1", record_routes=False, dtype=dtype, verify_refit=False) as fresh:
+            assert_same(fresh.rollout(prompts(4), 4, policy_version=0, step=0), updated)
+
+    def test_routes_of_a_dense_model_cannot_be_recorded(self, tmp_path):
+        save_checkpoint(build_model(build_tiny_config("qwen3", "nano")), tmp_path / "dense")
+        with pytest.raises(InputError, match=r"\(qwen3\) has no experts"), engine(tmp_path / "dense"):
+            pass
+
+
+def test_preempted_responses_are_the_same_responses():
+    """A cache too small for all running responses makes the engine drop some and start them again."""
+    fields = {"max_response_length": 300, "stop_token_ids": [], "verify_refit": False}
+    with engine(**fields) as roomy:
+        expected = roomy.rollout(prompts(4), 3, policy_version=0, step=0)
+    assert {len(tokens) for tokens in flat(expected, "tokens")} == {300}
+    block_gib = 128 * 4 * 2 * 2 * 32 * 4 / 2**30  # tokens · layers · (key, value) · heads · width · bytes
+    with engine(kv_cache_gib=16.5 * block_gib, **fields) as tight:
+        scheduler = tight._llm.llm_engine.engine_core.engine_core.scheduler
+        preempt, preempted = scheduler._preempt_request, []
+        scheduler._preempt_request = lambda request, *args, **kwargs: (
+            preempted.append(request.request_id),
+            preempt(request, *args, **kwargs),
+        )[1]
+        found = tight.rollout(prompts(4), 3, policy_version=0, step=0)
+    assert preempted
+    assert_same(expected, found, tolerance=1e-5)
+    assert all(
+        (np.sort(a, -1) == np.sort(b, -1)).all()
+        for a, b in zip(flat(expected, "routed_experts"), flat(found, "routed_experts"), strict=True)
+    )
+
+
+def test_failures_are_one_line_and_final(monkeypatch):
+    with engine(deadline_s=1e-6, stop_token_ids=[], verify_refit=False, record_routes=False) as generator:
+        with pytest.raises(RolloutError, match=r"passed rollout.deadline_s \(1e-06 s\) with . of 4 responses finished"):
+            generator.rollout(prompts(2), 2, policy_version=0, step=0)
+        with pytest.raises(RolloutError, match="cannot go on: rank 0: generation passed"):
+            generator.rollout(prompts(2), 2, policy_version=0, step=0)
+    threads, environment = torch.set_num_threads, torch.get_rng_state()
+    with engine(verify_refit=False, record_routes=False) as generator:
+        assert torch.set_num_threads is threads
+        assert (torch.get_rng_state() == environment).all()
+
+        def broken_step():
+            raise KeyError("out of\norder")
+
+        monkeypatch.setattr(generator._llm.llm_engine, "step", broken_step)
+        with pytest.raises(
+            RolloutError, match=r"vLLM failed on prompts validation-0000, .* KeyError: 'out of\\norder'"
+        ):
+            generator.rollout(prompts(2), 2, policy_version=0, step=0)

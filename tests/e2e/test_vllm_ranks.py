@@ -1,0 +1,51 @@
+"""Engines in several ranks of one job: shared work, the same result everywhere, Megatron's groups undisturbed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.e2e import rollout_programs
+from tests.parallel.gloo import run_ranks
+
+
+@pytest.fixture(scope="module")
+def alone():
+    generator = rollout_programs.start(1)
+    results = rollout_programs.sample(generator)
+    generator.close()
+    return results
+
+
+def rollouts(results):
+    return [rollout for groups in results for group in groups for rollout in group.rollouts]
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2], ids=["two engines", "one engine over two ranks"])
+def test_two_ranks_return_what_one_returns(tensor_parallel, alone):
+    ranks = run_ranks(
+        "tests.e2e.rollout_programs", "rollout_beside_megatron", 2, tensor_parallel=tensor_parallel, timeout_s=300
+    )
+    for rank, returned in enumerate(ranks):
+        assert [len(groups) for groups in returned["results"]] == [7, 1, 7]
+        for expected, found in zip(rollouts(alone), rollouts(returned["results"]), strict=True):
+            assert (found.prompt_id, found.sample, found.tokens) == (
+                expected.prompt_id,
+                expected.sample,
+                expected.tokens,
+            )
+            assert np.abs(found.inference_logprobs - expected.inference_logprobs).max() <= 1e-5
+            assert (found.policy_versions == expected.policy_versions).all()
+            assert (np.sort(found.routed_experts, -1) == np.sort(expected.routed_experts, -1)).all()
+        # world, tensor, expert, data: before the engine, beside it, after it
+        assert returned["sums"] == [[3.0, 3.0, 3.0, rank + 1.0]] * 3
+        assert returned["untouched"]
+    for first, second in zip(rollouts(ranks[0]["results"]), rollouts(ranks[1]["results"]), strict=True):
+        assert (first.inference_logprobs == second.inference_logprobs).all()
+
+
+def test_an_error_on_one_rank_is_the_error_of_all():
+    messages = run_ranks("tests.e2e.rollout_programs", "one_engine_fails", 2, timeout_s=300)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("rank 1: vLLM failed on prompts validation-0002, validation-0003")
+    assert messages[0].endswith("IndexError: broken on purpose")
