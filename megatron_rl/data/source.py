@@ -168,7 +168,7 @@ def _rows(config: DataSourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*")], n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise InputError(f"{config.path}: no such file (looked in {path.resolve().parent}){hint}")
-    return _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(config, path)
+    return _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path)
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -186,7 +186,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield where, row
 
 
-def _parquet_rows(config: DataSourceConfig, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     import pyarrow
     import pyarrow.parquet
 
@@ -194,19 +194,8 @@ def _parquet_rows(config: DataSourceConfig, path: Path) -> Iterator[tuple[str, d
         file = pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise InputError(f"{path}: not a parquet file: {error}") from error
-    configured = (config.prompt_key, config.answer_key, config.id_key)
-    wanted = {key.split(".")[0] for key in (*PROMPT_KEYS, *ANSWER_KEYS, *configured) if key}
-    wanted |= {key for key in configured if key} | {"id", "data_source", "extra_info"}
-    names = file.schema_arrow.names
-    columns = [name for name in names if name in wanted]
-    if not columns or not any(_root_in(key, names) for key in PROMPT_KEYS if not config.prompt_key):
-        columns = names  # so that a message about a missing column can list what is there
     number = 0
-    for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=columns):
+    for batch in file.iter_batches(batch_size=_BATCH_ROWS):
         for row in batch.to_pylist():
             yield f"{path}, row {number}", row
             number += 1
-
-
-def _root_in(key: str, names: list[str]) -> bool:
-    return key in names or key.split(".")[0] in names

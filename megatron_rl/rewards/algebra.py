@@ -1,5 +1,8 @@
 r"""Equality of two mathematical expressions by math-verify. Imported by worker processes alone.
 
+Expressions are read with math-verify's LaTeX reader, whole: its `parse`, made to find an answer somewhere in a text,
+would take `1/2` out of anything that holds ``\frac{1}{2}``.
+
 math-verify (SymPy behind it) proposes; a numeric check at high precision disposes. The check is needed: math-verify
 compares decimals at six places and chops small differences to zero, so that it takes ``.0000671`` for ``.0000672`` and
 ``2^{-97}`` for ``2^{-98}``.
@@ -12,8 +15,9 @@ from fractions import Fraction
 from functools import lru_cache
 
 import sympy
-from latex2sympy2_extended import NormalizationConfig
-from math_verify import LatexExtractionConfig, parse, verify
+from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
+from math_verify import verify
+from math_verify.grader import should_treat_as_complex
 
 from megatron_rl.rewards.canonical import plain_number, rounds_to
 
@@ -22,12 +26,7 @@ logging.disable(logging.CRITICAL)  # math-verify logs each expression that it ca
 _DIGITS = 30  # of numeric evaluation
 _AGREE = sympy.Float("1e-20", _DIGITS)  # relative difference of equal values at that precision, with room to spare
 _ZERO = sympy.Float("1e-25", _DIGITS)  # what is left of an expression whose exact value is zero
-_READER = [
-    LatexExtractionConfig(
-        boxed_match_priority=-1,
-        normalization_config=NormalizationConfig(basic_latex=True, malformed_operators=True, boxed="none"),
-    )
-]
+_SPELLING = NormalizationConfig(basic_latex=True, malformed_operators=True, boxed="none")
 _POINTS = (Fraction(17, 13), Fraction(29, 11), Fraction(5, 7))  # where expressions with variables are compared
 
 
@@ -35,9 +34,16 @@ _POINTS = (Fraction(17, 13), Fraction(29, 11), Fraction(5, 7))  # where expressi
 def _expression(latex: str) -> sympy.Basic | None:
     """``latex`` as SymPy reads it, or None. The time limit is the worker's, hence none here."""
     latex = latex.replace(r"\text{degree}", r"^{\circ}")
-    found = parse(f"${latex}$", _READER, fallback_mode="no_fallback", parsing_timeout=None)
-    expression = found[0] if found else None
-    if isinstance(expression, sympy.Basic) and {str(symbol) for symbol in expression.free_symbols} == {"i"}:
+    latex = normalize_latex(latex, _SPELLING)
+    try:
+        expression = latex2sympy(latex, is_real=not should_treat_as_complex(latex), normalization_config=None)
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001  the reader raises whatever it stumbles over; such text is no expression
+        return None
+    if not isinstance(expression, sympy.Basic | sympy.MatrixBase):
+        return None
+    if {str(symbol) for symbol in expression.free_symbols} == {"i"}:
         return expression.subs(next(iter(expression.free_symbols)), sympy.I)
     return expression
 
@@ -98,6 +104,8 @@ def _agree(ours: sympy.Basic, theirs: sympy.Basic) -> bool:
 
 
 def _close(one: sympy.Expr, other: sympy.Expr) -> bool:
+    if not (one.is_finite and other.is_finite):
+        return bool(one == other)
     if one == 0 or other == 0:
         return bool(abs(one - other) < _ZERO)
     return bool(abs(one - other) <= _AGREE * sympy.Max(abs(one), abs(other)))

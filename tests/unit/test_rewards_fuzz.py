@@ -15,7 +15,8 @@ from megatron_rl.rewards.math_task import math_verdict
 
 PIECES = st.sampled_from(
     [r"\frac", r"\sqrt", r"\text{", r"\boxed{", r"\pm", r"\cup", r"\in", r"\le", r"\left(", r"\right]",
-     r"\begin{pmatrix}", r"\end{pmatrix}", r"\\", "&", "{", "}", "(", ")", "[", "]", "1", "23", ".5", ",", "=", "<", "^", "_", "%", r"\%",
+     r"\begin{pmatrix}", r"\end{pmatrix}", r"\\", "&",
+     "{", "}", "(", ")", "[", "]", "1", "23", ".5", ",", "=", "<", "^", "_", "%", r"\%",
      r"\$", "$", "x", "or", " ", "\n", r"\!", "cm", "°", "−", "answer is ", "####", r"\approx", ":", "/", "-"]
 )  # fmt: skip
 TANGLES = st.lists(PIECES, max_size=30).map("".join)

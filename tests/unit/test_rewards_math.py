@@ -53,6 +53,9 @@ DIFFERENT = [
     (r"\begin{pmatrix} -1 & 0 & 0 & -1 \end{pmatrix}", r"\begin{pmatrix} -1 & 0 \\ 0 & -1 \end{pmatrix}"),
     # numbers that math-verify alone takes for equal
     (r"\frac{1}{2^{97}}", r"\frac{1}{2^{98}}"), (".0000671", ".0000672"), ("204", "204_5"), ("204_6", "204_5"),
+    # texts that hold the answer somewhere; infinities
+    (r"\le\begin{pmatrix}\frac{1}{2}\\", r"\frac{1}{2}"), (r"k\frac{1}{2}", r"\frac{1}{2}"), (r"\log2^\infty", "5"),
+    (r"+\log\infty", r"\pi"), (r"\infty", "5"),
     # near misses
     ("0.33", r"\frac13"), ("1.4142", r"\sqrt2"), ("-5", "5"), ("y=5", "x=5"), ("y=2x+4", "y = 2x + 3"), ("20%", "2"),
     (r"15\text{ inches}", r"15\mbox{ cm}^2"), ("12", "1,2"), ("5:24", "9:24"), (r"\pi r^2", r"\pi R^2"),
