@@ -1,0 +1,7 @@
+"""The one error that ends a command with a message."""
+
+from __future__ import annotations
+
+
+class PatchError(Exception):
+    """A tree, a patch or a pin that is not as it must be; the message says what to do."""

