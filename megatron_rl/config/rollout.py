@@ -9,6 +9,9 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from megatron_rl.config.base import Dtype, Section
 from megatron_rl.config.model import Architecture
 
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+CPU_EXPERT_MULTIPLE = 32
+
 
 class RolloutConfig(Section):
     engine: Literal["vllm"] = "vllm"
@@ -49,8 +52,14 @@ class RolloutConfig(Section):
     parameter to stay the same bit for bit. Costs one more read of the checkpoint; finds engine builds that
     corrupt weights on updates."""
 
-    def problems(self, architecture: Architecture, max_prompt_length: int, world_size: int | None = None) -> list[str]:
-        """Why this section cannot serve the model; empty where it can. ``world_size`` None: not known yet."""
+    def problems(
+        self,
+        architecture: Architecture,
+        max_prompt_length: int,
+        world_size: int | None = None,
+        device: Literal["cpu", "cuda"] | None = None,
+    ) -> list[str]:
+        """Why this section cannot serve the model; empty where it can. None: not known yet, and not checked."""
         found = []
         total, limit = max_prompt_length + self.max_response_length, architecture.max_position_embeddings
         if total > limit:
@@ -71,5 +80,20 @@ class RolloutConfig(Section):
         if too_high:
             found.append(
                 f"rollout.stop_token_ids: {too_high} are outside the vocabulary (0 … {architecture.vocab_size - 1})"
+            )
+        return found + (self._cpu_problems(architecture) if device == "cpu" else [])
+
+    def _cpu_problems(self, architecture: Architecture) -> list[str]:
+        """Shapes that vLLM's CPU kernels do not have."""
+        found = []
+        if architecture.head_dim not in CPU_HEAD_DIMS:
+            found.append(
+                f"model.path: head_dim is {architecture.head_dim}; vLLM on a CPU has attention for {CPU_HEAD_DIMS}"
+            )
+        if (architecture.moe_ffn_hidden_size // self.tensor_parallel) % CPU_EXPERT_MULTIPLE:
+            found.append(
+                f"model.path: experts are {architecture.moe_ffn_hidden_size} wide over rollout.tensor_parallel "
+                f"{self.tensor_parallel}; vLLM on a CPU can update expert weights only in multiples of "
+                f"{CPU_EXPERT_MULTIPLE} (it pads others after loading)"
             )
         return found

@@ -64,7 +64,7 @@ class VllmGenerator:
         self._config, self._decode, self._device = config, decode, device
         self._architecture = read_architecture(model_path)
         self._rank, world_size = _rank_and_world_size()
-        problems = config.problems(self._architecture, max_prompt_length, world_size)
+        problems = config.problems(self._architecture, max_prompt_length, world_size, device)
         if record_routes and not self._architecture.is_moe:
             problems.append(f"routes were asked for, but {model_path} ({self._architecture.model_type}) has no experts")
         if problems:

@@ -172,3 +172,14 @@ def test_a_section_that_does_not_fit_the_model_says_why(fields, world_size, mess
 
 def test_a_section_that_fits_has_no_problems():
     assert RolloutConfig(max_response_length=2032).problems(ARCHITECTURE, 16, 4) == []
+
+
+def test_shapes_without_a_cpu_kernel_are_refused_on_a_cpu_only():
+    config = RolloutConfig(max_response_length=24)
+    narrow = replace(ARCHITECTURE, head_dim=16, moe_ffn_hidden_size=48)
+    assert config.problems(narrow, 16, 1, "cuda") == []
+    head, experts = config.problems(narrow, 16, 1, "cpu")
+    assert "head_dim is 16; vLLM on a CPU has attention for (32, 64," in head
+    assert "experts are 48 wide over rollout.tensor_parallel 1" in experts
+    wide = RolloutConfig(max_response_length=24, tensor_parallel=2)
+    assert len(wide.problems(replace(ARCHITECTURE, moe_ffn_hidden_size=32), 16, 2, "cpu")) == 1
