@@ -99,8 +99,8 @@ def group_rewards(rewards: Tensor, group_ids: Tensor, lengths: Tensor | None = N
     zeros = rewards.new_zeros(unique.numel())
     size = zeros.index_add(0, member, torch.ones_like(rewards))[member]
     mean = zeros.index_add(0, member, rewards)[member] / size
-    highest = zeros.index_reduce(0, member, rewards, "amax", include_self=False)[member]
-    lowest = zeros.index_reduce(0, member, rewards, "amin", include_self=False)[member]
+    highest = zeros.scatter_reduce(0, member, rewards, "amax", include_self=False)[member]
+    lowest = zeros.scatter_reduce(0, member, rewards, "amin", include_self=False)[member]
     # The mean of equal numbers may miss them by a rounding, which GRPO's division would blow up.
     centred = (rewards - mean).masked_fill(highest == lowest, 0.0)
     squares = zeros.index_add(0, member, centred.square())[member]

@@ -1,0 +1,31 @@
+"""Loss, gradients and every metric of a mini-batch on one rank and on two, reduced over gloo."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parallel.gloo import run_ranks
+
+CONFIG = {
+    "policy_term": {"name": "ppo_clip", "dual_clip": 1.2},
+    "correction": [
+        {"mode": "icepop", "lower": 0.7, "upper": 1.5},
+        {"mode": "reject", "statistic": "seq_mean_k3", "upper": 0.02, "renormalize": True},
+    ],
+    "aggregation": "seq-mean-token-mean",
+    "distortion": {"delta": 1.2},
+    "variance": {"sigma": 0.2},
+}
+
+
+def test_two_data_parallel_ranks_agree_with_one():
+    [(loss, gradients, metrics)] = run_ranks("tests.parallel.objective_programs", "share", 1, config=CONFIG, seed=4)
+    shares = run_ranks("tests.parallel.objective_programs", "share", 2, config=CONFIG, seed=4)
+    assert loss != 0
+    for got_loss, _, got_metrics in shares:
+        assert got_loss == pytest.approx(loss, rel=1e-9)
+        assert got_metrics == pytest.approx(metrics, rel=1e-6, abs=1e-12)
+    got_gradients = {**shares[0][1], **shares[1][1]}
+    assert got_gradients.keys() == gradients.keys()
+    for place, gradient in gradients.items():
+        assert got_gradients[place] == pytest.approx(gradient, rel=1e-9, abs=1e-15)

@@ -1,0 +1,114 @@
+"""Advantages and group filters by worked numbers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.errors import InputError
+from megatron_rl.objective import ADVANTAGES, compute_advantages, group_filter_metrics, informative_groups
+
+REWARDS = torch.tensor([1.0, 0.0, 0.5, 1.0, 0.0, 0.0], dtype=torch.float64)
+GROUPS = torch.tensor([7, -3, 7, 7, -3, 12])  # any ids, interleaved: {1, 0.5, 1}, {0, 0}, {0}
+
+
+def test_dr_grpo_and_reinforce():
+    mean = 2.5 / 3
+    want = [1 - mean, 0, 0.5 - mean, 1 - mean, 0, 0]
+    assert compute_advantages(REWARDS, GROUPS, "dr_grpo").tolist() == pytest.approx(want, abs=1e-15)
+    assert compute_advantages(REWARDS, GROUPS, "reinforce").tolist() == REWARDS.tolist()
+
+
+def test_grpo_divides_by_the_sample_deviation():
+    std = np.std([1, 0.5, 1], ddof=1) + 1e-6
+    mean = 2.5 / 3
+    want = [(1 - mean) / std, 0, (0.5 - mean) / std, (1 - mean) / std, 0, 0]
+    assert compute_advantages(REWARDS, GROUPS, "grpo").tolist() == pytest.approx(want, abs=1e-12)
+
+
+def test_rloo_leaves_one_out():
+    found = compute_advantages(REWARDS[:5], GROUPS[:5], "rloo").tolist()
+    assert found == pytest.approx([1 - 0.75, 0, 0.5 - 1, 1 - 0.75, 0])
+
+
+def test_rloo_refuses_a_group_of_one():
+    with pytest.raises(InputError, match="1 group"):
+        compute_advantages(REWARDS, GROUPS, "rloo")
+
+
+def test_reinforce_pp_whitens_over_tokens():
+    """Centred -1, 1, -2, 2 with 1, 2, 3, 4 tokens: as if each token were a sample."""
+    rewards = torch.tensor([0.0, 2.0, 1.0, 5.0])
+    lengths = torch.tensor([1, 2, 3, 4])
+    tokens = np.repeat([-1.0, 1.0, -2.0, 2.0], [1, 2, 3, 4])
+    found = compute_advantages(rewards, torch.tensor([0, 0, 1, 1]), "reinforce_pp", lengths=lengths)
+    want = (np.array([-1.0, 1.0, -2.0, 2.0]) - tokens.mean()) / tokens.std()
+    assert found.tolist() == pytest.approx(want.tolist(), abs=1e-6)
+    whitened = np.repeat(found.double().numpy(), [1, 2, 3, 4])
+    assert whitened.mean() == pytest.approx(0, abs=1e-6)
+    assert whitened.std() == pytest.approx(1, abs=1e-6)
+    unweighted = compute_advantages(rewards, torch.tensor([0, 0, 1, 1]), "reinforce_pp").tolist()
+    assert unweighted == pytest.approx([x / math.sqrt(2.5) for x in (-1, 1, -2, 2)])
+
+
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - {"reinforce"}))
+@pytest.mark.parametrize("reward", [0.1, 1.0, -1e6 / 3])
+def test_equal_rewards_carry_exactly_no_advantage(name, reward):
+    """0.1 three times has a mean that is not 0.1 in floating point; a division by std + 1e-6 would show it."""
+    rewards = torch.full((6,), reward, dtype=torch.float64)
+    found = compute_advantages(rewards, torch.tensor([0, 0, 0, 1, 1, 1]), name)
+    assert found.tolist() == [0.0] * 6
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
+def test_a_group_of_one_has_no_advantage(name):
+    assert compute_advantages(torch.tensor([3.0]), torch.tensor([0]), name).tolist() == [0.0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rewards=st.lists(st.sampled_from([-1.0, 0.0, 0.25, 1.0]), min_size=4, max_size=12),
+    data=st.data(),
+    name=st.sampled_from(["grpo", "dr_grpo", "rloo"]),
+)
+def test_order_and_names_of_groups_do_not_matter(rewards, data, name):
+    ids = [i % 2 for i in range(len(rewards))]
+    order = data.draw(st.permutations(range(len(rewards))))
+    straight = compute_advantages(torch.tensor(rewards), torch.tensor(ids), name)
+    shuffled = compute_advantages(
+        torch.tensor([rewards[i] for i in order]), torch.tensor([100 - 7 * ids[i] for i in order]), name
+    )
+    torch.testing.assert_close(shuffled, straight[torch.tensor(order)])
+    for group in (0, 1):
+        assert straight[torch.tensor(ids) == group].sum().item() == pytest.approx(0, abs=1e-5)
+
+
+def test_dtypes_and_mistakes():
+    assert compute_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), "grpo").dtype == torch.float32
+    assert compute_advantages(torch.tensor([1, 0]), torch.tensor([0, 0]), "dr_grpo").tolist() == [0.5, -0.5]
+    with pytest.raises(InputError, match=r"unknown advantage 'gae'.*rloo"):
+        compute_advantages(REWARDS, GROUPS, "gae")
+    with pytest.raises(InputError, match=r"\[6\] and group_ids \[3\]"):
+        compute_advantages(REWARDS, GROUPS[:3], "grpo")
+    with pytest.raises(InputError, match="lengths"):
+        compute_advantages(REWARDS, GROUPS, "reinforce_pp", lengths=torch.ones(2))
+
+
+def test_informative_groups():
+    assert informative_groups(REWARDS, GROUPS).tolist() == [True, False, True, True, False, False]
+    noise = torch.full((3,), 0.1, dtype=torch.float64)
+    assert not informative_groups(noise, torch.zeros(3, dtype=torch.int64)).any()
+
+
+def test_group_filter_metrics_count_groups_and_not_responses():
+    rewards = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0])
+    ids = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3])
+    assert group_filter_metrics(rewards, ids) == pytest.approx(
+        {"groups/informative_frac": 0.25, "groups/all_solved_frac": 0.5, "groups/none_solved_frac": 0.25}
+    )
+    assert set(group_filter_metrics(torch.zeros(0), torch.zeros(0)).values()) == {0.0}
