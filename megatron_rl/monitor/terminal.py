@@ -84,16 +84,15 @@ class TerminalSink:
             self.log(f"{key}: {value}")
 
     def resume_at(self, step: int) -> None:
-        """Say where the run goes on."""
+        """Count progress from ``step``."""
         self._done = step
-        self.log(f"resumed at step {step}")
 
     def log(self, message: str, style: str | None = None) -> None:
         """One message, to the terminal above the status line and to log.txt."""
+        if not self.is_off:  # first: a full disk must not silence the terminal
+            self.console.print(Text(message, style=style or ""))
         with self.log_file.open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%H:%M:%S')} {message}\n")
-        if not self.is_off:
-            self.console.print(Text(message, style=style or ""))
 
     def enter_phase(self, name: str) -> None:
         """Show the phase that begins in the status line."""
@@ -107,7 +106,8 @@ class TerminalSink:
             self._walls.append(now - self._last_time)
         elif "perf/time/step" in metrics:
             self._walls.append(metrics["perf/time/step"])
-        self._last_time, self._done = now, step + 1
+        # A record after the last step (its validation) is no further step.
+        self._last_time, self._done = now, min(step + 1, self.num_steps or step + 1)
         self._rewards.append(float(metrics.get("critic/rewards/mean", math.nan)))
         if self._lines % 25 == 0:
             titles = "  ".join(title.rjust(width) for title, _, _, width in COLUMNS)
