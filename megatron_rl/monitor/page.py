@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import matplotlib
 from matplotlib.figure import Figure
 
-from megatron_rl.monitor.plots import Curves, Panel, draw_panel, drawable_panels, last_values
+from megatron_rl.monitor.plots import VALIDATION, Curves, Panel, draw_panel, drawable_panels, last_values, matching
 
 _TABLE_METRICS = (
     "critic/rewards/mean",
@@ -45,7 +45,7 @@ def panel_svg(panel: Panel, groups: Sequence[Curves]) -> str:
 
 def _table(groups: Sequence[Curves]) -> str:
     metrics = [name for name in _TABLE_METRICS if any(name in group.metrics for group in groups)]
-    metrics += sorted({name for group in groups for name in group.metrics if name.startswith("val/")})
+    metrics += matching(VALIDATION, set().union(*(group.metrics for group in groups)))
     rows = ["<tr>" + "".join(f"<th>{html.escape(cell)}</th>" for cell in ["run", "seeds", "steps", *metrics]) + "</tr>"]
     values = last_values(groups, metrics)
     for group in groups:

@@ -17,16 +17,18 @@ from megatron_rl.monitor.run_directory import RunDirectory
 
 @dataclass(frozen=True)
 class Panel:
-    """One small plot: which metrics, on which scale. Metrics ending in ``*`` stand for all that begin so."""
+    """One small plot: which metrics (regular expressions of whole names), on which scale, how many at most."""
 
     title: str
     metrics: tuple[str, ...]
     is_log: bool = False
+    limit: int | None = None  # of more, those with the largest mean
 
 
+VALIDATION = (r"val/reward/mean", r"val/.+/(avg|pass)@\d+")
 PANELS = (
     Panel("reward", ("critic/rewards/mean",)),
-    Panel("validation", ("val/*",)),
+    Panel("validation", VALIDATION),
     Panel("response length", ("response_length/mean",)),
     Panel("mismatch: std of rho", ("mismatch/rho_std",), is_log=True),
     Panel("k3 KL, engine to learner", ("rollout_corr/k3_kl",), is_log=True),
@@ -38,7 +40,7 @@ PANELS = (
     Panel("learning rate", ("actor/lr", "lr_sched/shadow_lr"), is_log=True),
     Panel("route agreement", ("router/agree_frac",)),
     Panel("repetition", ("response/repetition_frac", "response_length/clip_ratio")),
-    Panel("seconds by phase", ("perf/time/*",)),
+    Panel("seconds by phase", (r"perf/time/(?!step$).+",), limit=5),
 )
 LINE_STYLES = ("-", "--", ":", "-.")
 
@@ -63,7 +65,7 @@ class Curves:
 
 
 # "grpo-seed3", "grpo_s3", "grpo/seed_3": the rest of the name is the experiment, the number one repetition of it.
-_SEED = re.compile(r"[-_./]?(?:seed|s)[-_=]?\d+$")
+_SEED = re.compile(r"(?:^|[-_./])(?:seed|s)[-_=]?\d+$")
 
 
 def group_runs(arguments: Sequence[str]) -> list[Curves]:
@@ -83,20 +85,30 @@ def group_runs(arguments: Sequence[str]) -> list[Curves]:
     return list(groups.values())
 
 
-def _expand(panel: Panel, available: set[str]) -> list[str]:
-    found: list[str] = []
-    for pattern in panel.metrics:
-        if pattern.endswith("*"):
-            found += sorted(name for name in available if name.startswith(pattern[:-1]) and name != "perf/time/step")
-        elif pattern in available:
-            found.append(pattern)
-    return found
+def matching(patterns: Sequence[str], available: set[str]) -> list[str]:
+    """The names in ``available`` that a pattern matches whole, in the order of the patterns, then by name."""
+    found = [name for pattern in patterns for name in sorted(available) if re.fullmatch(pattern, name)]
+    return list(dict.fromkeys(found))
+
+
+def _chosen(panel: Panel, groups: Sequence[Curves]) -> list[str]:
+    names = matching(panel.metrics, set().union(*(group.metrics for group in groups)))
+    # Side by side, several runs leave room for fewer curves each.
+    limit = panel.limit if len(groups) == 1 else panel.limit and min(panel.limit, 2)
+    if limit is None or len(names) <= limit:
+        return names
+
+    def mean(name: str) -> float:
+        values = [float(r[name]) for group in groups for run in group.runs for r in run if name in r]
+        return float(np.mean(values))
+
+    return sorted(names, key=mean, reverse=True)[:limit]
 
 
 def drawable_panels(groups: Sequence[Curves]) -> list[Panel]:
     """The panels for which at least one run has a metric."""
     available = set().union(*(group.metrics for group in groups)) if groups else set()
-    return [panel for panel in PANELS if _expand(panel, available)]
+    return [panel for panel in PANELS if matching(panel.metrics, available)]
 
 
 def draw_panel(axes: Axes, panel: Panel, groups: Sequence[Curves]) -> None:
@@ -104,7 +116,7 @@ def draw_panel(axes: Axes, panel: Panel, groups: Sequence[Curves]) -> None:
 
     With one group the colours tell metrics apart.
     """
-    metrics = _expand(panel, set().union(*(group.metrics for group in groups)))
+    metrics = _chosen(panel, groups)
     single, drawn = len(groups) == 1, [np.empty(0)]
     for group_index, group in enumerate(groups):
         for metric_index, metric in enumerate(metrics):

@@ -52,10 +52,12 @@ def sparkline(values: list[float]) -> str:
 
 
 def phase_times(metrics: Mapping[str, float]) -> str:
-    """``generate 0.21  update 0.30``: seconds of every phase of the step, the longest first."""
+    """``generate 0.21  refit 0.30``: seconds of the phases that took a hundredth of the step, the longest first."""
     prefix = "perf/time/"
     times = {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix) and k != prefix + "step"}
-    return "  ".join(f"{name} {seconds:.2f}" for name, seconds in sorted(times.items(), key=lambda item: -item[1]))
+    worth_saying = 0.01 * metrics.get(prefix + "step", 0.0)
+    ordered = sorted(times.items(), key=lambda item: -item[1])
+    return "  ".join(f"{name} {seconds:.2f}" for name, seconds in ordered if seconds >= worth_saying)
 
 
 class TerminalSink:
