@@ -25,7 +25,7 @@ def train(recipe: Recipe, resume: str = "auto") -> None:
             groups, sampling_metrics = sample(run, step)
             with monitor.phase("pack"):
                 batch = build_batch(step, groups, recipe)
-            metrics |= sampling_metrics | update(run, batch, groups)
+            metrics |= sampling_metrics | update(run, batch, groups) | run.generator.stats()
             learner.step = step + 1
             events = monitor.record(step, metrics, groups)
             saved = act_on(events, run, batch)

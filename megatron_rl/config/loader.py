@@ -68,6 +68,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise InputError(_explain(path, error)) from error
 
 
+def is_base(path: str | Path) -> bool:
+    """Whether a recipe file is a base for others: merged with what it extends, it still lacks a required section."""
+    values = _read(Path(path), ())
+    return any(field.is_required() and name not in values for name, field in Recipe.model_fields.items())
+
+
 def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     path = path.resolve()
     if path in chain:

@@ -8,12 +8,14 @@ a folder with the final name is complete.
 from __future__ import annotations
 
 import json
+import queue
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
@@ -51,6 +53,9 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     _barrier()
+    # Upstream collects results through a Manager, for saves that go on in another process. It starts one even for a
+    # save that is waited for, as here: seconds, and a second run of the main script. A plain queue serves.
+    filesystem_async._results_queue = queue.Queue()
     dist_checkpointing.save(
         _sharded_state(model, optimizer, is_loading=False), str(partial), content_metadata=_METADATA
     )
