@@ -36,7 +36,7 @@ def judge(response, answer):
             except BaseException:
                 pass
     if response == "eat":
-        return len(bytearray(3 << 30))
+        return len(bytes(3 << 30))  # untouched zeros: costs address space, no time
     if response == "nan":
         return float("nan")
     if response == "pid":
