@@ -4,14 +4,16 @@ Placement. Every rank (every ``rollout.tensor_parallel`` ranks) runs an engine o
 engines in equal shares and results are gathered, so that all ranks return the same groups in the order of the prompts.
 The alternative, one engine on one rank, would leave the other ranks idle for the longest phase of a step. Engines
 start inside the world that the learner has initialised: vLLM's ``external_launcher`` executor then adds groups of its
-own to that world and opens no second one. A child process per rank was the other way; it starts much slower, needs
-files or shared memory for weights, and gains nothing here.
+own to that world and opens no second one (tests/e2e/test_vllm_ranks.py holds Megatron's groups to it). A child
+process per rank was the other way: it would need shared memory for weights and a second copy of every library.
 
 Weights go in through `worker_extension`; see there. Random numbers are keyed per response (`requests`), so that a
 response does not depend on which engine samples it, but for the rounding of matrix products over batches of another
 shape.
 
-Left out: stop strings (stop tokens are what a policy can learn to emit) and speculative decoding.
+Left out: stop strings (stop tokens are what a policy can learn to emit) and speculative decoding. Results are gathered
+whole on every rank, routes included. What only CUDA has (sleep, graphs, `gpu_memory_utilization`) is used as vLLM
+documents it and has not been run on a GPU yet.
 """
 
 from __future__ import annotations
