@@ -61,13 +61,14 @@ def collect_mismatch(collector: Collector, tokens: Tokens, bands: Sequence[float
     collector.add("log rho", log_rho)
     collector.add("k3", excess - clamped)
     collector.range_of("rho", excess, tokens.mask)
-    _add_moments(collector, "rho", excess)
+    collector.add_moments("rho", excess)
     rest_po, rest_mu = -tokens.old.expm1(), -tokens.inference.expm1()
     difference = (rest_mu - rest_po).abs()
     collector.range_of("diff", difference, tokens.mask)
-    _add_moments(collector, "diff", difference)
-    po, mu = _add_moments(collector, "po", rest_po), _add_moments(collector, "mu", rest_mu)
-    collector.add_product("po mu", po, mu)
+    collector.add_moments("diff", difference)
+    collector.add_moments("po", rest_po)
+    collector.add_moments("mu", rest_mu)
+    collector.add_product("po mu", rest_po, rest_mu)
     below = torch.zeros_like(tokens.mask)
     for label, high in zip(band_labels(bands), [*bands, None]):
         # Masked tokens have log po = 0 and are below no edge; the last band takes what is left of the mask.
@@ -77,14 +78,6 @@ def collect_mismatch(collector: Collector, tokens: Tokens, bands: Sequence[float
         collector.add(f"rho in {label}", excess * inside)
         below = below_high
     _collect_sequence_mismatch(collector, tokens, log_rho)
-
-
-def _add_moments(collector: Collector, name: str, values: Tensor) -> Tensor:
-    """Σ and Σ of squares; returns the values in float64."""
-    values = values.double()
-    collector.add(name, values)
-    collector.add_product(f"{name}²", values, values)
-    return values
 
 
 def _collect_sequence_mismatch(collector: Collector, tokens: Tokens, log_rho: Tensor) -> None:
@@ -99,8 +92,8 @@ def _collect_sequence_mismatch(collector: Collector, tokens: Tokens, log_rho: Te
 
 def _collect_spurious(collector: Collector, tokens: Tokens, term: Term) -> None:
     """X = r A [OH Eq 10], and X (phi - 1), phi = 0 where the term clips and 1 elsewhere [OH Eq 14]."""
-    x = (safe_exp(tokens.log_ratio.detach()) * tokens.advantages).double()
-    inverse = (tokens.inference - tokens.old).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1_().double()
+    x = safe_exp(tokens.log_ratio.detach()) * tokens.advantages
+    inverse = (tokens.inference - tokens.old).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1_()
     collector.add("x", x)
     collector.add("1/rho", inverse)
     collector.add_product("x/rho", x, inverse)
@@ -116,7 +109,7 @@ def _collect_corrections(collector: Collector, tokens: Tokens, corrected: Correc
         bounded = (ratio.clamp(lower or (1 / upper if upper < math.inf else 0.0), upper) - 1) * tokens.weight
         collector.add("is", (ratio - 1) * tokens.weight)
         collector.range_of("is", ratio, tokens.mask, smallest=True)
-        _add_moments(collector, "is bounded", bounded)
+        collector.add_moments("is bounded", bounded)
         collector.add("is outside", ((ratio < lower) | (ratio > upper)) & tokens.mask)
     if corrected.dropped is not None:
         collector.add("dropped", corrected.dropped)

@@ -54,17 +54,34 @@ class Collector:
         self._sums: dict[str, Tensor] = {}
         self._maxs: dict[str, Tensor] = {}
         self._mins: dict[str, Tensor] = {}
+        self._scratch: dict[tuple[int, torch.Size], Tensor] = {}
 
     def add(self, name: str, values: Tensor, scale: float = 1.0) -> None:
         """scale · Σ of values, accumulated in float64; zero (false) where masked is the caller's duty."""
         if values.dtype == torch.bool:
             self._sums[name] = torch.count_nonzero(values).double()
         else:
-            self._sums[name] = values.detach().double().sum() * scale
+            self._sums[name] = self._float64(values).sum() * scale
 
     def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
         """Σ of left · right, multiplied and accumulated in float64."""
-        self._sums[name] = torch.dot(left.detach().double().flatten(), right.detach().double().flatten())
+        first = self._float64(left).flatten()
+        self._sums[name] = torch.dot(first, first if right is left else self._float64(right, slot=1).flatten())
+
+    def add_moments(self, name: str, values: Tensor) -> None:
+        """Σ of values, and Σ of their squares as `name²`."""
+        self.add(name, values)
+        self.add_product(f"{name}²", values, values)
+
+    def _float64(self, values: Tensor, slot: int = 0) -> Tensor:
+        """The values in float64, in memory that the next conversion reuses: fresh pages cost more than the copy."""
+        values = values.detach()
+        if values.dtype == torch.float64:
+            return values
+        key = (slot, values.shape)
+        if key not in self._scratch:
+            self._scratch[key] = torch.empty(values.shape, dtype=torch.float64, device=values.device)
+        return self._scratch[key].copy_(values)
 
     def range_of(self, name: str, values: Tensor, mask: Tensor, smallest: bool = False) -> None:
         """Largest (and smallest) of the values under the mask; ∓inf where there is none."""
