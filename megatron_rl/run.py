@@ -81,6 +81,11 @@ def start(recipe: Recipe, resume: str = "auto") -> Iterator[Run]:
     checkpoint = find_checkpoint(directory, resume)
     tokenizer = load_tokenizer(str(recipe.model.path))
     train = load_prompts(recipe.data.train, tokenizer, recipe.data.prompt)
+    if recipe.batch.prompts > len(train):
+        raise InputError(
+            f"batch.prompts: {recipe.batch.prompts} prompts a step, but data.train has {len(train)}; a step would sample "
+            "a prompt twice. Lower batch.prompts or add data"
+        )
     validation = load_prompts(recipe.data.validation, tokenizer, recipe.data.prompt) if recipe.data.validation else ()
     sampler = PromptSampler(train, seed=recipe.data.seed, shuffle=recipe.data.shuffle)
     sources = {*train.data_sources, *(prompt.data_source for prompt in validation)}

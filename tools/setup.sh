@@ -30,15 +30,20 @@ if [ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]; then
   say "installing requirements-cpu.txt (vLLM, PyTorch, Megatron-Core; about 2 minutes, 2.5 GB)"
   rm -f "$stamp"
   # The configured sources first: an unreachable extra index costs minutes of retries.
-  if ! "$VENV/bin/python" -m pip install --disable-pip-version-check -q -r requirements-cpu.txt; then
+  log=.cache/setup.log
+  install() { "$VENV/bin/python" -m pip install --disable-pip-version-check -r requirements-cpu.txt "$@" >>"$log" 2>&1; }
+  : >"$log"
+  if ! install; then
     if [ -z "$TORCH_INDEX" ]; then
-      say "no configured package source has torch 2.13.0+cpu? then: make setup TORCH_INDEX=URL (README.md, Set-up)"
+      grep -E '^ERROR' "$log" >&2 || tail -n 5 "$log" >&2
+      say "pip failed (all of its output: $log). If no configured source has torch 2.13.0+cpu:"
+      say "  make setup TORCH_INDEX=URL   (README.md, Set-up, says which)"
       exit 1
     fi
     say "trying again with $TORCH_INDEX"
-    "$VENV/bin/python" -m pip install --disable-pip-version-check -q -r requirements-cpu.txt --extra-index-url "$TORCH_INDEX"
+    install --extra-index-url "$TORCH_INDEX" || { tail -n 5 "$log" >&2; say "pip failed; all of its output: $log"; exit 1; }
   fi
-  "$VENV/bin/python" -m pip check
+  "$VENV/bin/python" -m pip check || { say "the installed packages do not fit together"; exit 1; }
   echo "$wanted" >"$stamp"
 fi
 

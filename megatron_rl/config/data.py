@@ -13,7 +13,8 @@ class DataSourceConfig(Section):
     """One file of problems: `.jsonl` (one object a line) or `.parquet`; {problem, answer} or verl's columns."""
 
     path: str = Field(min_length=1)
-    """The file. A relative path counts from the directory the command runs in."""
+    """The file. A relative path is looked up from the recipe's folder first, then from the
+    working directory."""
     name: str | None = None
     """Prefix of prompt ids, and `data_source` of rows that do not name one. null: the file's name without extension."""
     prompt_key: str | None = None
