@@ -1,0 +1,33 @@
+"""The correlation of J with the step, over a run and over a resumed run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_rl.monitor.hacking import StepCorrelation
+
+
+def test_it_is_the_pearson_correlation_and_survives_a_restart():
+    rng = np.random.default_rng(0)
+    steps = np.arange(1000, 1060)
+    values = 1e6 + 0.01 * steps + rng.normal(size=60)
+    straight, first, second = StepCorrelation(), StepCorrelation(), StepCorrelation()
+    found = [straight.observe(int(s), v) for s, v in zip(steps, values)]
+    for s, v in zip(steps[:30], values[:30]):
+        first.observe(int(s), v)
+    second.load_state_dict(first.state_dict())
+    resumed = [second.observe(int(s), v) for s, v in zip(steps[30:], values[30:])]
+    assert found[:2] == [None, None]
+    assert resumed == found[30:]
+    for n in (3, 17, 60):
+        assert found[n - 1] == pytest.approx(np.corrcoef(steps[:n], values[:n])[0, 1], abs=1e-9)
+
+
+def test_constant_and_broken_values():
+    correlation = StepCorrelation()
+    assert [correlation.observe(step, 2.0) for step in range(5)] == [None] * 5
+    before = correlation.state_dict()
+    assert correlation.observe(5, float("nan")) is None
+    assert correlation.state_dict() == before
+    assert correlation.observe(6, 3.0) > 0
