@@ -34,14 +34,12 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.rollout import process_state
 from megatron_rl.rollout.checkpoint import checked, checkpoint_shapes, checkpoint_tensors, read_stop_token_ids
+from megatron_rl.rollout.engine_arguments import engine_arguments, runs_eagerly
 from megatron_rl.rollout.generator import RolloutError, Sampling
 from megatron_rl.rollout.payload import make_rollout
 from megatron_rl.rollout.requests import Request, deal, make_groups, make_requests
 from megatron_rl.types import Group, Prompt, Rollout
 
-VLLM_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-CPU_KV_CACHE_GIB = 0.25
-GIB = 1 << 30
 STEPS_PER_DEADLINE_CHECK = 8  # one step is one token of every running response
 
 
@@ -72,7 +70,6 @@ class VllmGenerator:
         if problems:
             raise InputError("; ".join(problems))
         self._max_prompt_length, self._record_routes = max_prompt_length, record_routes
-        self._eager = device == "cpu" if config.enforce_eager is None else config.enforce_eager
         self._sampling = Sampling.from_config(config)
         self._stop_token_ids = (
             read_stop_token_ids(model_path) if config.stop_token_ids is None else config.stop_token_ids
@@ -135,7 +132,10 @@ class VllmGenerator:
         """This engine's share, in order. An error is returned, not raised: other ranks wait to hear of it."""
         ids = ", ".join(dict.fromkeys(request.prompt.id for request in requests[:: max(1, len(requests) // 8)]))
         try:
-            with process_state.global_rng_untouched(), process_state.compilation(not self._eager):
+            with (
+                process_state.global_rng_untouched(),
+                process_state.compilation(not runs_eagerly(self._config, self._device)),
+            ):
                 outputs = self._run_engine(requests, sampling)
             return [self._to_rollout(request, output) for request, output in zip(requests, outputs, strict=True)]
         except RolloutError as error:
@@ -281,44 +281,14 @@ class VllmGenerator:
             from vllm import LLM
 
             try:
-                llm = LLM(**self._engine_arguments(model_path))
+                arguments = engine_arguments(
+                    self._config, model_path, self._device, self._max_prompt_length, record_routes=self._record_routes
+                )
+                llm = LLM(**arguments)
                 llm.init_weight_transfer_engine({"init_info": {}})
             except (RuntimeError, ValueError, AssertionError, MemoryError) as error:
                 raise RolloutError(f"vLLM did not start: {type(error).__name__}: {_one_line(error)}") from error
         return llm
-
-    def _engine_arguments(self, model_path: Path) -> dict[str, Any]:
-        from megatron_rl.rollout.worker_extension import BACKEND
-
-        config, on_cpu = self._config, self._device == "cpu"
-        kv_cache_gib = config.kv_cache_gib or (CPU_KV_CACHE_GIB if on_cpu else None)
-        in_a_world = dist.is_initialized() and dist.get_world_size() > 1
-        arguments = {
-            "model": str(model_path),
-            "dtype": VLLM_DTYPE[config.dtype],
-            "max_model_len": self._max_prompt_length + config.max_response_length,
-            "max_num_seqs": config.max_num_seqs,
-            "tensor_parallel_size": config.tensor_parallel,
-            "distributed_executor_backend": "external_launcher" if in_a_world else None,
-            "kv_cache_memory_bytes": int(kv_cache_gib * GIB) if kv_cache_gib else None,
-            "gpu_memory_utilization": config.gpu_memory_utilization,
-            "enforce_eager": self._eager,
-            "enable_prefix_caching": config.enable_prefix_caching,
-            "enable_return_routed_experts": self._record_routes,
-            # log mu of the distribution sampled from, whatever temperature, top-p and top-k are
-            "logprobs_mode": "processed_logprobs",
-            "skip_tokenizer_init": True,
-            "use_tqdm_on_load": False,
-            "generation_config": "vllm",  # the recipe says how to sample, not a file beside the weights
-            "seed": config.seed,
-            "weight_transfer_config": {"backend": BACKEND},
-            "worker_extension_cls": "megatron_rl.rollout.worker_extension.WorkerExtension",
-        }
-        if on_cpu:  # vLLM's CPU sampler cannot resume a seeded request whose prompt was cut into chunks
-            arguments["enable_chunked_prefill"] = False
-        else:
-            arguments["enable_sleep_mode"] = True
-        return arguments
 
     def _record_stats(self, rollouts: list[Rollout], seconds: float) -> None:
         num_tokens = sum(len(rollout.tokens) for rollout in rollouts)

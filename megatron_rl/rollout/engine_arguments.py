@@ -1,0 +1,54 @@
+"""From the `rollout` section of a recipe to vLLM's own arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from megatron_rl.config.rollout import RolloutConfig
+
+VLLM_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+CPU_KV_CACHE_GIB = 0.25
+GIB = 1 << 30
+Device = Literal["cpu", "cuda"]
+
+
+def runs_eagerly(config: RolloutConfig, device: Device) -> bool:
+    return device == "cpu" if config.enforce_eager is None else config.enforce_eager
+
+
+def engine_arguments(
+    config: RolloutConfig, model_path: Path, device: Device, max_prompt_length: int, *, record_routes: bool
+) -> dict[str, Any]:
+    """Keyword arguments of `vllm.LLM`. Imports vLLM (the worker extension registers itself on import)."""
+    from megatron_rl.rollout.worker_extension import BACKEND
+
+    kv_cache_gib = config.kv_cache_gib or (CPU_KV_CACHE_GIB if device == "cpu" else None)
+    in_a_world = dist.is_initialized() and dist.get_world_size() > 1
+    arguments = {
+        "model": str(model_path),
+        "dtype": VLLM_DTYPE[config.dtype],
+        "max_model_len": max_prompt_length + config.max_response_length,
+        "max_num_seqs": config.max_num_seqs,
+        "tensor_parallel_size": config.tensor_parallel,
+        "distributed_executor_backend": "external_launcher" if in_a_world else None,
+        "kv_cache_memory_bytes": int(kv_cache_gib * GIB) if kv_cache_gib else None,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enforce_eager": runs_eagerly(config, device),
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "enable_return_routed_experts": record_routes,
+        "logprobs_mode": "processed_logprobs",  # log mu of what was sampled from, whatever temperature, top-p, top-k are
+        "skip_tokenizer_init": True,
+        "use_tqdm_on_load": False,
+        "generation_config": "vllm",  # the recipe says how to sample, not a file beside the weights
+        "seed": config.seed,
+        "weight_transfer_config": {"backend": BACKEND},
+        "worker_extension_cls": "megatron_rl.rollout.worker_extension.WorkerExtension",
+    }
+    if device == "cpu":  # vLLM's CPU sampler cannot resume a seeded request whose prompt was cut into chunks
+        arguments["enable_chunked_prefill"] = False
+    else:
+        arguments["enable_sleep_mode"] = True
+    return arguments
