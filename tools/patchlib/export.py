@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tempfile
 from pathlib import Path
 
-from . import unified
 from .errors import PatchError
 from .series import Files, Series, tree_hash
 
+_DIFF = ("diff", "--no-color", "--no-ext-diff", "--no-renames")
 _ZERO = "From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001\n"
 
 
@@ -28,8 +29,8 @@ def from_checkout(series: Series, checkout: Path, base: str) -> list[str]:
         name = names.get(subject) or re.sub(r"[^a-z0-9]+", "-", subject.lower()).strip("-")[:60] + ".patch"
         if name in texts:
             raise PatchError(f"{checkout}: two commits would become {name}")
-        diff = _git(checkout, "diff", "--no-color", "--no-ext-diff", "--no-renames", f"{commit}~", commit, "--")
-        texts[name] = _format(author, subject, body, "".join(_without_index(diff)))
+        diff = _without_index(_git(checkout, *_DIFF, f"{commit}~", commit, "--"))
+        texts[name] = f"{_ZERO}From: {author}\nSubject: [PATCH] {subject}\n\n{body.strip()}\n---\n{diff}"
     _write(series.folder, texts)
     first = {path: _show(checkout, base, path) for path in Series.read(series.folder).paths}
     return _finish(series.folder, first, texts)
@@ -41,21 +42,30 @@ def refresh(series: Series, files: Files) -> list[str]:
     texts: dict[str, str] = {}
     for patch in series.patches:
         after = patch.applied_to(state)
-        diffs = [unified.diff(c.path, state[c.path], after[c.path]) for c in patch.changes]
-        head = (series.folder / patch.name).read_bytes().partition(b"\n---\n")[0]
-        texts[patch.name] = (head + b"\n---\n" + b"".join(diffs)).decode()
+        head = (series.folder / patch.name).read_text().partition("\n---\n")[0]
+        texts[patch.name] = f"{head}\n---\n{_diff(state, after)}"
         state = after
     _write(series.folder, texts)
     return _finish(series.folder, first, texts)
 
 
-def _format(author: str, subject: str, body: str, diff: str) -> str:
-    return f"{_ZERO}From: {author}\nSubject: [PATCH] {subject}\n\n{body.strip()}\n---\n{diff}"
+def _diff(old: Files, new: Files) -> str:
+    """git's diff of two states of the files."""
+    with tempfile.TemporaryDirectory() as folder:
+        for side, files in (("a", old), ("b", new)):
+            for path, content in files.items():
+                if content is not None:
+                    file = Path(folder, side, path)
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.write_bytes(content)
+        diff = _git(Path(folder), *_DIFF, "--no-prefix", "--no-index", "a", "b", differences=True)
+    # Sides that lack a file are called /dev/null in its place only.
+    return re.sub(r"(?m)^diff --git [ab]/(.*) [ab]/\1$", r"diff --git a/\1 b/\1", _without_index(diff))
 
 
-def _without_index(diff: str) -> list[str]:
+def _without_index(diff: str) -> str:
     """Blob hashes say nothing that the tree's hash in UPSTREAM does not, and change with every edit before them."""
-    return [line for line in diff.splitlines(keepends=True) if not re.match(r"index [0-9a-f]+\.\.[0-9a-f]+", line)]
+    return re.sub(r"(?m)^index [0-9a-f]+\.\.[0-9a-f]+.*\n", "", diff)
 
 
 def _write(folder: Path, texts: dict[str, str]) -> None:
@@ -79,9 +89,10 @@ def _finish(folder: Path, pristine: Files, texts: dict[str, str]) -> list[str]:
     return list(texts)
 
 
-def _git(checkout: Path, *arguments: str) -> str:
+def _git(checkout: Path, *arguments: str, differences: bool = False) -> str:
+    """Output of git; with `differences`, status 1 says that there are some."""
     done = subprocess.run(["git", "-C", str(checkout), *arguments], capture_output=True, text=True)
-    if done.returncode != 0:
+    if done.returncode not in ((0, 1) if differences else (0,)):
         raise PatchError(f"git {arguments[0]} in {checkout}: {done.stderr.strip()}")
     return done.stdout
 

@@ -125,14 +125,13 @@ def replace_files(root: Path, old: Files, new: Files) -> list[str]:
                 temporaries[path] = _write_beside(root / path, new[path])
         for path in changed:
             touched.append(path)
-            _put(root / path, temporaries.pop(path, None))
+            _put(root / path, temporaries.get(path))
     except BaseException:
         for path in touched:
             _put(root / path, None if old[path] is None else _write_beside(root / path, old[path]))
         raise
     finally:
-        for temporary in temporaries.values():
-            temporary.unlink(missing_ok=True)
+        _remove_leftovers(root, old)
     for path in changed:
         _drop_bytecode(root / path)
     return changed
@@ -160,7 +159,7 @@ def _put(path: Path, temporary: Path | None) -> None:
 
 
 def _remove_leftovers(root: Path, files: Files) -> None:
-    """Remove what a killed run left beside the files."""
+    """Remove temporary files of this run, or of one that was killed."""
     for folder in {(root / path).parent for path in files} - {root}:
         for leftover in folder.glob(TEMPORARY_PREFIX + "*"):
             leftover.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Unified diffs: parse them, apply them strictly, write them.
+"""Unified diffs: parse them and apply them strictly.
 
 Strict means: the lines that a hunk removes and those around it must be there, byte for byte, at the line it names or at
 exactly one other place in the file. There is no fuzz; text that could be meant in two places is an error.
@@ -7,7 +7,6 @@ exactly one other place in the file. There is no fuzz; text that could be meant 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 
 from .errors import PatchError
@@ -161,19 +160,3 @@ def _find(lines: list[bytes], hunk: Hunk, stated: int, first: int) -> int | None
         if lines[start] == old[0] and lines[start : start + len(old)] == old
     ]
     return places[0] if len(places) == 1 else None
-
-
-def diff(path: str, old: bytes | None, new: bytes | None, context: int = 3) -> bytes:
-    """A git diff of one file (None: no file)."""
-    head = b"diff --git a/%s b/%s\n" % (path.encode(), path.encode())
-    head += b"new file mode 100644\n" if old is None else b"deleted file mode 100644\n" if new is None else b""
-    body = difflib.diff_bytes(
-        difflib.unified_diff,
-        _split(old or b""),
-        _split(new or b""),
-        b"/dev/null" if old is None else b"a/" + path.encode(),
-        b"/dev/null" if new is None else b"b/" + path.encode(),
-        n=context,
-    )
-    text = [line if line.endswith(b"\n") else line + b"\n" + _NO_NEWLINE + b"\n" for line in body]
-    return head + b"".join(text)

@@ -1,0 +1,414 @@
+"""tools/patches.py on the real series and on small ones: all or nothing, there and back, on every kind of tree."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TOOL = REPOSITORY / "tools" / "patches.py"
+sys.path.insert(0, str(REPOSITORY / "tools"))
+
+from patchlib import target  # noqa: E402
+from patchlib.errors import PatchError  # noqa: E402
+from patchlib.series import Series, tree_hash  # noqa: E402
+
+ORIGINAL = {
+    "top/pkg/a.py": b"".join(b"a%d = %d\n" % (n, n) for n in range(40)),
+    "top/pkg/b.py": b"".join(b"b%d = %d\n" % (n, n) for n in range(40)),
+    "top/pkg/untouched.py": b"x = 1\n",
+}
+TRAILERS = "Origin: ours\nForwarded: no\nDrop-When: never\nTest: tests/test_a.py\n"
+
+
+def run(*arguments: object, python: str = sys.executable, **options) -> subprocess.CompletedProcess:
+    command = [python, str(TOOL), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+
+
+def read(root: Path, skip: tuple[str, ...] = (".git", "__pycache__")) -> dict[str, bytes]:
+    """All files below `root`."""
+    paths = (p for p in root.rglob("*") if p.is_file() and not set(p.relative_to(root).parts) & set(skip))
+    return {str(path.relative_to(root)): path.read_bytes() for path in paths}
+
+
+def write(root: Path, files: dict[str, bytes]) -> Path:
+    for path, content in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(content)
+    return root
+
+
+def git(root: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.invalid", "-c", "core.autocrlf=false"]
+    command = ["git", *identity, "-C", str(root), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """A git checkout of a small upstream (tag `pristine`) with three commits on top."""
+    root = write(tmp_path / "checkout", ORIGINAL)
+    git(root, "init", "-q")
+    steps = [
+        ("Upstream", {}),
+        ("Change one file twice", {"top/pkg/a.py": ORIGINAL["top/pkg/a.py"].replace(b"3 =", b"3  =")}),
+        (
+            "Change it again, and another",
+            {
+                "top/pkg/a.py": ORIGINAL["top/pkg/a.py"].replace(b"3 =", b"3   ="),
+                "top/pkg/b.py": ORIGINAL["top/pkg/b.py"].replace(b"b20 = 20\n", b""),
+            },
+        ),
+        ("Add a file", {"top/pkg/new.py": b"new = 1\n"}),
+    ]
+    for subject, files in steps:
+        write(root, files)
+        git(root, "add", "-A")
+        git(root, "commit", "-q", "--allow-empty", "-m", f"{subject}\n\nBecause.\n\n{TRAILERS}")
+        if subject == "Upstream":
+            git(root, "tag", "pristine")
+    return root
+
+
+@pytest.fixture
+def patches(tmp_path, checkout) -> Path:
+    """The folder patches/ made from `checkout`, with an archive of the pristine tree pinned."""
+    folder = tmp_path / "patches" / "small"
+    folder.mkdir(parents=True)
+    archive = tmp_path / "small-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(archive, "w") as wheel:
+        for path, content in ORIGINAL.items():
+            wheel.writestr(path, content)
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    pins = {
+        "Project": "small",
+        "Version": "1.0",
+        "Source": "nowhere",
+        "Package": "small==1.0",
+        "Root": "top",
+        "Archive": f"{archive.name} sha256:{digest}",
+        "Tree-Before": "-",
+        "Tree-After": "-",
+    }
+    (folder / "UPSTREAM").write_text("".join(f"{key}: {value}\n" for key, value in pins.items()))
+    (folder / "series").write_text("# the order\n")
+    done = run("export", "--patches", folder.parent, "--tree", checkout, "--base", "pristine", "small")
+    assert done.returncode == 0, done.stderr
+    return folder.parent
+
+
+@pytest.fixture
+def tree(tmp_path) -> Path:
+    """An unpacked pristine tree."""
+    return write(tmp_path / "tree", ORIGINAL)
+
+
+def patched(checkout: Path) -> dict[str, bytes]:
+    return read(checkout)
+
+
+# The real series
+
+
+def test_the_series_of_megatron_core_goes_on_and_off_a_pristine_tree(tmp_path):
+    series = Series.read(REPOSITORY / "patches" / "megatron-core")
+    installed = series.load(target.find(series, None, allow_global=True).root)
+    pristine = {path: content for path, content in series.pristine(installed).items() if content is not None}
+    root = write(tmp_path / "tree", pristine)
+    assert tree_hash(series.load(root)) == series.pins["Tree-Before"]
+    where = ("--tree", root, "megatron-core")
+    assert run("status", *where).returncode == 1
+    assert run("apply", *where).returncode == 0
+    assert tree_hash(series.load(root)) == series.pins["Tree-After"]
+    status = run("status", "--json", *where)
+    assert status.returncode == 0
+    (report,) = json.loads(status.stdout)
+    assert report["state"] == "applied"
+    assert [patch["name"] for patch in report["patches"]] == [patch.name for patch in series.patches]
+    assert all(patch["applied"] for patch in report["patches"])
+    assert run("revert", *where).returncode == 0
+    assert read(root) == pristine
+
+
+# Trees
+
+
+def test_unpacked_tree_there_and_back(patches, tree, checkout):
+    where = ("--patches", patches, "--tree", tree, "small")
+    assert "applied, 3 patches, 3 files" in run("apply", *where).stdout
+    assert read(tree) == patched(checkout)
+    times = {path: path.stat().st_mtime_ns for path in tree.rglob("*.py")}
+    assert "already applied, nothing to do" in run("apply", *where).stdout
+    assert {path: path.stat().st_mtime_ns for path in tree.rglob("*.py")} == times
+    assert "reverted" in run("revert", *where).stdout
+    assert read(tree) == ORIGINAL
+    assert "not applied, nothing to do" in run("revert", *where).stdout
+
+
+def test_git_checkout_and_export_reproduce_the_patches(patches, checkout, tmp_path):
+    other = tmp_path / "other"
+    git(tmp_path, "clone", "-q", str(checkout), str(other))
+    git(other, "checkout", "-q", "pristine")
+    assert run("apply", "--patches", patches, "--tree", other, "small").returncode == 0
+    assert git(other, "status", "--porcelain").split() == [
+        "M",
+        "top/pkg/a.py",
+        "M",
+        "top/pkg/b.py",
+        "??",
+        "top/pkg/new.py",
+    ]
+    before = read(patches)
+    # From the commits, and from the patched tree: the same files.
+    for source in (("--tree", checkout, "--base", "pristine"), ("--tree", other)):
+        assert run("export", "--patches", patches, *source, "small").returncode == 0
+        assert read(patches) == before
+
+
+def test_patches_are_what_git_takes(patches, checkout, tmp_path):
+    other = tmp_path / "other"
+    git(tmp_path, "clone", "-q", str(checkout), str(other))
+    git(other, "checkout", "-q", "pristine")
+    names = [n for n in (patches / "small" / "series").read_text().splitlines() if not n.startswith("#")]
+    git(other, "am", "-q", *[str(patches / "small" / name) for name in names])
+    assert read(other) == patched(checkout)
+    assert git(other, "log", "-3", "--format=%s").splitlines()[::-1] == [
+        "Change one file twice",
+        "Change it again, and another",
+        "Add a file",
+    ]
+
+
+@pytest.fixture
+def environment(tmp_path) -> Path:
+    """A virtual environment with the small package; its site-packages."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    write(site, ORIGINAL)
+    record = "".join(
+        f"{path},,\n" for path in [*ORIGINAL, "small-1.0.dist-info/METADATA", "small-1.0.dist-info/RECORD"]
+    )
+    metadata = "Metadata-Version: 2.1\nName: small\nVersion: 1.0\n"
+    write(site / "small-1.0.dist-info", {"METADATA": metadata.encode(), "RECORD": record.encode()})
+    return site
+
+
+def test_installed_package_there_and_back(patches, environment, checkout, tmp_path):
+    python = str(tmp_path / "venv" / "bin" / "python")
+    before = read(environment)
+    assert run("apply", "--patches", patches, python=python).returncode == 0
+    after = read(environment)
+    assert {path: after[path] for path in patched(checkout)} == patched(checkout)
+    # pip removes what is in this list.
+    assert b"top/pkg/new.py,,\n" in after["small-1.0.dist-info/RECORD"]
+    assert run("status", "--patches", patches, python=python).returncode == 0
+    assert run("revert", "--patches", patches, python=python).returncode == 0
+    assert read(environment) == before
+
+
+def test_patched_code_is_what_runs_even_within_the_second(patches, environment, tmp_path):
+    python = str(tmp_path / "venv" / "bin" / "python")
+    load = ["env", "-u", "PYTHONDONTWRITEBYTECODE", python, "-c", "import top.pkg.b as b; print(hasattr(b, 'b20'))"]
+    assert subprocess.run(load, capture_output=True, text=True).stdout == "True\n"
+    assert list(environment.glob("top/pkg/__pycache__/b.*.pyc"))
+    run("apply", "--patches", patches, python=python)
+    assert not list(environment.glob("top/pkg/__pycache__/b.*.pyc"))
+    assert subprocess.run(load, capture_output=True, text=True).stdout == "False\n"
+
+
+def test_other_environments_and_versions_are_refused(patches, environment, tmp_path, monkeypatch):
+    python = str(tmp_path / "venv" / "bin" / "python")
+    other_version = run("status", "--patches", patches, python=python)
+    assert other_version.returncode == 1
+    shutil.copytree(environment / "small-1.0.dist-info", environment / "small-2.0.dist-info")
+    shutil.rmtree(environment / "small-1.0.dist-info")
+    (environment / "small-2.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: small\nVersion: 2.0\n")
+    done = run("apply", "--patches", patches, python=python)
+    assert done.returncode == 2
+    assert "small 2.0 is installed, the series is for 1.0: pip install small==1.0" in done.stderr
+    missing = run("apply", "--patches", patches)
+    assert missing.returncode == 2
+    assert "small is not installed" in missing.stderr
+    # The machine's own environment: the running prefix is the base one, or the package lies outside of it.
+    series = Series.read(REPOSITORY / "patches" / "megatron-core")
+    for prefix in (sys.base_prefix, str(tmp_path)):
+        monkeypatch.setattr(sys, "prefix", prefix)
+        with pytest.raises(PatchError, match="not inside a virtual environment"):
+            target.find(series, None, allow_global=False)
+    assert target.find(series, None, allow_global=True).version == series.pins["Version"]
+
+
+# All or nothing
+
+
+def test_a_hunk_that_does_not_match_changes_nothing_and_is_named(patches, tree):
+    b = tree / "top/pkg/b.py"
+    b.write_bytes(b.read_bytes().replace(b"b22 = 22", b"b22 = 0"))
+    before = read(tree)
+    done = run("apply", "--patches", patches, "--tree", tree, "small")
+    assert done.returncode == 2
+    assert "change-it-again-and-another.patch: top/pkg/b.py: hunk 1 of 1 (line 18) does not match" in done.stderr
+    assert "nothing was changed" in done.stderr
+    assert read(tree) == before
+    status = run("status", "--patches", patches, "--tree", tree, "small")
+    assert status.returncode == 1
+    assert status.stdout.startswith("small 1.0 in ")
+    assert ": unknown\n" in status.stdout
+
+
+def test_an_edit_elsewhere_is_an_error_in_a_package_and_a_note_in_a_tree(patches, tree, environment, tmp_path):
+    for root in (tree, environment):
+        (root / "top/pkg/b.py").write_bytes(b"# edited\n" + ORIGINAL["top/pkg/b.py"])
+    done = run("apply", "--patches", patches, "--tree", tree, "small")
+    assert done.returncode == 0
+    assert "its files are not those of 1.0" in done.stdout
+    done = run("apply", "--patches", patches, python=str(tmp_path / "venv" / "bin" / "python"))
+    assert done.returncode == 2
+    assert "differs from upstream's 1.0" in done.stderr
+    assert "pip install --no-deps --force-reinstall small==1.0" in done.stderr
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_an_error_halfway_restores_every_file(patches, tree, failing, monkeypatch):
+    series = Series.read(patches / "small")
+    old = series.load(tree)
+    replace, calls = os.replace, []
+
+    def replace_or_fail(source, destination):
+        calls.append(destination)
+        if len(calls) == failing:
+            raise KeyboardInterrupt
+        replace(source, destination)
+
+    monkeypatch.setattr(os, "replace", replace_or_fail)
+    with pytest.raises(KeyboardInterrupt):
+        target.replace_files(tree, old, series.patched(series.pristine(old)))
+    assert read(tree) == ORIGINAL
+
+
+KILLED_AFTER = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from patchlib import target
+from patchlib.series import Series
+root, series, calls, replace = Path(sys.argv[2]), Series.read(Path(sys.argv[3])), [], os.replace
+def replace_or_die(source, destination):
+    if len(calls) == int(sys.argv[4]):
+        os._exit(9)
+    calls.append(destination)
+    replace(source, destination)
+os.replace = replace_or_die
+old = series.load(root)
+target.replace_files(root, old, series.patched(series.pristine(old)))
+"""
+
+
+@pytest.mark.parametrize("command", ["apply", "revert"])
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_the_next_run_finishes_what_a_killed_one_began(patches, tree, checkout, renames, command):
+    arguments = [str(TOOL.parent), str(tree), str(patches / "small"), str(renames)]
+    killed = subprocess.run([sys.executable, "-c", KILLED_AFTER, *arguments])
+    assert killed.returncode == 9
+    where = ("--patches", patches, "--tree", tree, "small")
+    assert run("status", *where).returncode == 1
+    assert (": partly applied\n" if renames else ": not applied\n") in run("status", *where).stdout
+    assert run(command, *where).returncode == 0
+    # Equal to the last byte, and nothing temporary is left.
+    assert read(tree) == (patched(checkout) if command == "apply" else ORIGINAL)
+
+
+def test_two_at_once_do_not_disturb_each_other(patches, tree, checkout):
+    command = [sys.executable, str(TOOL), "apply", "--patches", str(patches), "--tree", str(tree), "small"]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    said = sorted(process.communicate(timeout=120)[0].split(": ")[1].split(",")[0] for process in both)
+    assert said == ["already applied", "already applied", "applied"]
+    assert read(tree) == patched(checkout)
+
+
+def test_hard_links_to_other_environments_are_left_alone(patches, tree, tmp_path):
+    os.link(tree / "top/pkg/a.py", tmp_path / "shared.py")
+    (tree / "top/pkg/a.py").chmod(0o640)
+    run("apply", "--patches", patches, "--tree", tree, "small")
+    assert (tmp_path / "shared.py").read_bytes() == ORIGINAL["top/pkg/a.py"]
+    assert (tree / "top/pkg/a.py").stat().st_mode & 0o777 == 0o640
+
+
+# check
+
+
+def check(patches: Path, tmp_path: Path) -> subprocess.CompletedProcess:
+    return run("check", "--patches", patches, "--archive", tmp_path / "small-1.0-py3-none-any.whl")
+
+
+def test_check_proves_the_series_on_the_archive(patches, tmp_path):
+    for path in (patches / "small").glob("*.patch"):  # Name a test that there is.
+        path.write_text(path.read_text().replace("tests/test_a.py", "tests/patches/test_patches_tool.py"))
+    done = check(patches, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "small: 3 patches, 3 files: apply to small-1.0-py3-none-any.whl and revert exactly\n"
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        (
+            "add-a-file.patch",
+            "Drop-When: never\n",
+            "",
+            "add-a-file.patch: the last paragraph of the message lacks Drop-When",
+        ),
+        ("add-a-file.patch", "Because.\n\n", "", "does not say why"),
+        ("add-a-file.patch", "[PATCH]", "[PATCH 3/3]", "must exist and carry no number"),
+        ("add-a-file.patch", "\n---\n", "\n", "git format-patch form"),
+        ("add-a-file.patch", "new = 1", "new = 2", "UPSTREAM says Tree-After"),
+        ("add-a-file.patch", "top/pkg", "elsewhere", "files outside of top/: elsewhere/new.py"),
+        ("change-one-file-twice.patch", " a1 = 1\n", " a1 = 9\n", "change-one-file-twice.patch: top/pkg/a.py: hunk 1"),
+        ("series", "add-a-file.patch", "", "disagree about: add-a-file.patch"),
+        ("series", "add-a-file.patch", "add-a-file.patch\nadd-a-file.patch", "disagree about: add-a-file.patch"),
+        ("UPSTREAM", "Root: top\n", "", "lacks Root"),
+        ("UPSTREAM", "Root: top\n", "Root: top\nTypo: x\n", "line 6: Typo: repeated or unknown"),
+        ("UPSTREAM", "small-1.0-py3", "small-9.9-py3", "is not pinned in small/UPSTREAM; known archives: small-9.9"),
+        ("UPSTREAM", "sha256:", "sha256:0", "expected `Archive: FILE sha256:DIGEST`"),
+    ],
+)
+def test_check_refuses_what_is_inconsistent(patches, tmp_path, file, old, new, message):
+    for path in (patches / "small").glob("*.patch"):
+        edit(path, "tests/test_a.py", "tests/patches/test_patches_tool.py")
+    edit(patches / "small" / file, old, new)
+    done = check(patches, tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_check_wants_the_tests_and_the_archive_that_are_named(patches, tmp_path):
+    assert "tests named in trailers do not exist: tests/test_a.py" in check(patches, tmp_path).stderr
+    for path in (patches / "small").glob("*.patch"):
+        edit(path, "tests/test_a.py", "tests/patches/test_patches_tool.py")
+    with zipfile.ZipFile(tmp_path / "small-1.0-py3-none-any.whl", "a") as wheel:
+        wheel.writestr("top/pkg/evil.py", b"")
+    done = check(patches, tmp_path)
+    assert done.returncode == 2
+    assert "UPSTREAM pins" in done.stderr
+
+
+def test_unknown_names_are_refused(patches, tree):
+    done = run("status", "--patches", patches, "smal")
+    assert (done.returncode, done.stderr) == (2, "patches: no such upstream: smal; there are: small\n")
+    done = run("apply", "--patches", patches, "--tree", tree / "top", "small")
+    assert done.returncode == 2
+    assert "there is no top/ in it" in done.stderr
