@@ -39,7 +39,7 @@ def engine_arguments(
         "enforce_eager": runs_eagerly(config, device),
         "enable_prefix_caching": config.enable_prefix_caching,
         "enable_return_routed_experts": record_routes,
-        "logprobs_mode": "processed_logprobs",  # log mu of what was sampled from, whatever temperature, top-p, top-k are
+        "logprobs_mode": "processed_logprobs",  # log mu of what was sampled from, also under temperature, top-p, top-k
         "skip_tokenizer_init": True,
         "use_tqdm_on_load": False,
         "generation_config": "vllm",  # the recipe says how to sample, not a file beside the weights
