@@ -9,6 +9,7 @@ from megatron_rl.config import Recipe
 from megatron_rl.config.model import Architecture, read_architecture
 from megatron_rl.data import check_source
 from megatron_rl.errors import InputError
+from megatron_rl.precision import contract, contract_problems
 from megatron_rl.rewards import check_reward
 
 
@@ -30,8 +31,13 @@ def check_recipe(recipe: Recipe, world_size: int | None = None) -> CheckedRecipe
     """
     architecture = read_architecture(recipe.model.path)
     problems = recipe.learner.parallel.problems(architecture, world_size)
-    problems += recipe.rollout.problems(architecture, recipe.data.prompt.max_length, world_size)
-    problems += _sampling(recipe)
+    problems += recipe.rollout.problems(
+        architecture,
+        recipe.data.prompt.max_length,
+        world_size,
+        device="cpu" if recipe.runtime.device == "cpu" else None,
+    )
+    problems += contract_problems(recipe, architecture)
     try:
         check_reward(recipe.reward, recipe.rollout.max_response_length)
     except InputError as error:
@@ -47,21 +53,8 @@ def check_recipe(recipe: Recipe, world_size: int | None = None) -> CheckedRecipe
     return CheckedRecipe(architecture, world_size, _report(recipe, architecture, world_size))
 
 
-def _sampling(recipe: Recipe) -> list[str]:
-    """The learner's pi is the softmax at the sampling temperature; it knows no truncation of the vocabulary."""
-    rollout, found = recipe.rollout, []
-    if rollout.top_p < 1.0:
-        found.append(
-            f"rollout.top_p: {rollout.top_p} cuts the tail off mu but not off pi, a mismatch that no correction removes; "
-            "use 1.0 for training"
-        )
-    if rollout.top_k > 0:
-        found.append(f"rollout.top_k: {rollout.top_k} cuts mu but not pi; use 0 (off) for training")
-    return found
-
-
 def _report(recipe: Recipe, a: Architecture, world_size: int | None) -> list[tuple[str, str]]:
-    parallel, learner, rollout = recipe.learner.parallel, recipe.learner, recipe.rollout
+    parallel, rollout = recipe.learner.parallel, recipe.rollout
     experts = f", {a.num_experts} experts top-{a.experts_per_token}" if a.is_moe else ", dense"
     model_ranks = parallel.tensor * parallel.pipeline
     ranks = world_size if world_size is not None else int(os.environ.get("WORLD_SIZE", model_ranks))
@@ -78,8 +71,7 @@ def _report(recipe: Recipe, a: Architecture, world_size: int | None) -> list[tup
             f"{recipe.batch.minibatches} update(s) of {recipe.num_sequences // recipe.batch.minibatches}",
         ),
         ("run", f"{recipe.num_steps} steps, {recipe.num_updates} updates, into {recipe.run_dir}"),
-        ("precision", f"learner {learner.dtype}, rollout {rollout.dtype}"),
-        ("sampling", f"temperature {rollout.temperature:g}, log-probs of mu and pi after temperature"),
+        *((row.aspect, str(row)) for row in contract(recipe, a)),
         (
             "objective",
             f"{recipe.objective.advantage}, {recipe.objective.policy_term.name}, "

@@ -21,6 +21,7 @@ from megatron_rl.learner.checkpoint import list_checkpoints
 from megatron_rl.learner.distributed import any_rank, broadcast_object, gather_objects, shutdown, world_rank
 from megatron_rl.learner.learner import Learner
 from megatron_rl.monitor import Monitor, RunDirectory, write_environment
+from megatron_rl.precision import confirm_contract, contract
 from megatron_rl.rewards import Rewarder
 from megatron_rl.rollout import Generator
 from megatron_rl.types import Group
@@ -102,6 +103,9 @@ def start(recipe: Recipe, resume: str = "auto") -> Iterator[Run]:
             write_environment(directory.environment, applied_patches())
         generator = _start_generator(recipe, tokenizer, learner)
         stack.callback(generator.close)
+        stated = contract(recipe, checked.architecture)
+        for row in confirm_contract(stated, learner.describe_precision(), generator.describe_precision()):
+            monitor.log(f"precision, {row.aspect}: {row}")
         run = Run(recipe, directory, learner, generator, rewarder, sampler, validation, monitor)
         if checkpoint is not None:
             _resume(run, checkpoint)
@@ -140,6 +144,7 @@ def _start_generator(recipe: Recipe, tokenizer: Any, learner: Learner) -> Genera
         max_prompt_length=recipe.data.prompt.max_length,
         device=learner.device.type,
         decode=lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
+        precision=recipe.precision,
     )
 
 

@@ -67,7 +67,7 @@ def update(run: Run, batch: Batch, groups: list[Group]) -> dict[str, float]:
         run.monitor.log(f"step {batch.step}: every group was filtered out (all rewards equal); no update")
         return learner.scheduler.metrics()
     lengths = [len(rollout.tokens) for group in groups for rollout in group.rollouts]
-    learner.scheduler.observe_length(batch.step, sum(lengths) / len(lengths))
+    learner.scheduler.observe_length(learner.num_updates, sum(lengths) / len(lengths))
     metrics = learner.scheduler.metrics() | learner.update(batch)
     generator.wake()
     with run.monitor.phase("refit"):
@@ -96,14 +96,17 @@ def validate(run: Run, step: int) -> dict[str, float]:
 
 
 def act_on(events: list[AlarmEvent], run: Run, batch: Batch) -> bool:
-    """Do what the alarms of this step ask for, the same on every rank. True where a checkpoint was written."""
+    """Do what this step's alarms and overflows ask for, the same on every rank. True where a checkpoint was written."""
     if wanted(events, "record_batch"):
         record_batch(run.directory.batches, batch)
     if wanted(events, "decay_lr"):
         run.learner.scheduler.decay_now()
-    if wanted(events, "stop"):
+    reasons = [event.message for event in events if "stop" in event.actions]
+    if run.learner.overflow.reason_to_end:
+        reasons.append(run.learner.overflow.reason_to_end)
+    if reasons:
         run.save()
-        raise RunEnded("; ".join(event.message for event in events if "stop" in event.actions))
+        raise RunEnded("; ".join(reasons))
     if wanted(events, "save"):
         run.save()
         return True

@@ -8,6 +8,7 @@ from pydantic import Field, PositiveInt
 
 from megatron_rl.config.base import Dtype, Section
 from megatron_rl.config.model import Architecture
+from megatron_rl.config.precision import LossScaleConfig
 
 
 class ParallelConfig(Section):
@@ -77,3 +78,7 @@ class LearnerConfig(Section):
     """Activations recomputed in the backward pass: none; attention and experts; or whole layers."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Adam's numbers."""
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    """Dynamic loss scaling, where dtype is fp16."""
+    max_consecutive_overflows: PositiveInt = 20
+    """Updates in a row skipped for infinite or NaN gradients (in any dtype) that end the run with exit status 3."""

@@ -13,6 +13,7 @@ from megatron_rl.config.learner import LearnerConfig
 from megatron_rl.config.model import ModelConfig, RuntimeConfig
 from megatron_rl.config.monitor import MonitorConfig
 from megatron_rl.config.objective import ObjectiveConfig
+from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.schedule import ScheduleConfig
@@ -83,6 +84,8 @@ class Recipe(Section):
     """How responses are sampled."""
     learner: LearnerConfig = LearnerConfig()
     """Layout, precision and optimizer."""
+    precision: PrecisionConfig = PrecisionConfig()
+    """What is computed in fp32, and which weights the rollout engine gets."""
     objective: ObjectiveConfig = ObjectiveConfig()
     """What is optimized."""
     schedule: ScheduleConfig = ScheduleConfig()

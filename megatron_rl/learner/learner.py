@@ -30,6 +30,7 @@ from megatron_rl.learner.hf_export import write_hf_checkpoint
 from megatron_rl.learner.logprobs import token_logprobs
 from megatron_rl.learner.model import DTYPES, build_model, use_transformer_engine
 from megatron_rl.learner.packing import Microbatch, build_microbatch, deal, minibatch_denominators
+from megatron_rl.learner.precision import OverflowGuard, describe_model, master_reader
 from megatron_rl.learner.scheduler import build_scheduler
 from megatron_rl.learner.weights import WeightMap
 from megatron_rl.objective import (
@@ -54,11 +55,15 @@ class Learner:
         self.config = recipe.learner
         self.device = initialize(self.config.parallel, recipe.runtime.device, recipe.seed)
         self.architecture: Architecture = read_architecture(recipe.model.path)
-        model = build_model(self.architecture, self.config, self.device)
+        model = build_model(self.architecture, self.config, self.device, recipe.precision)
         self.weights = WeightMap(model, self.architecture)
         self.weights.load(recipe.model.path)
         self.module = model  # the bare GPTModel; self.model wraps it for data parallelism
         self.model, self.optimizer = self._wrap(model)
+        loss_scale = self.config.loss_scale if self.config.dtype == "fp16" else None
+        self.overflow = OverflowGuard(
+            self.optimizer, loss_scale, self.config.max_consecutive_overflows, self.weights.named_parameters
+        )
         self.scheduler = build_scheduler(recipe.schedule, self.config.optimizer, self.optimizer, recipe.num_updates)
         self.step = 0  # rollout steps done
         self.num_updates = 0  # optimizer steps applied: the policy version
@@ -81,7 +86,7 @@ class Learner:
             params_dtype=DTYPES[dtype],
             bf16=dtype == "bf16",
             fp16=dtype == "fp16",
-            initial_loss_scale=2.0**15,
+            loss_scale=1.0,  # a scaler makes Megatron look for infinite gradients; `OverflowGuard` puts its own there
             use_distributed_optimizer=True,
         )
         # Gloo twins of the groups are needed only where NCCL is the main backend.
@@ -101,9 +106,9 @@ class Learner:
         updates = [self._update_minibatch(batch, indices) for indices in batch.minibatches]
         metrics = finalize_metrics(MetricStats.merge([stats for stats, _ in updates]))
         metrics["actor/pg_loss"] /= len(updates)  # statistics add up over mini-batches; a loss is per mini-batch
-        for name in updates[0][1]:
-            metrics[name] = float(np.mean([step[name] for _, step in updates]))
-        return metrics
+        for name in dict.fromkeys(name for _, step in updates for name in step):
+            metrics[name] = float(np.mean([step[name] for _, step in updates if name in step]))
+        return metrics | self.overflow.metrics()
 
     def _update_minibatch(self, batch: Batch, indices: list[int]) -> tuple[MetricStats, dict[str, float]]:
         with self.phase("pack"):
@@ -115,15 +120,15 @@ class Learner:
             results = self._run(microbatches, partial(self._loss, denominators=denominators))
         with self.phase("optimizer"):
             lr = self.optimizer.param_groups[0]["lr"]
-            updated, grad_norm, _ = self.optimizer.step()
+            updated, grad_norm = self.overflow.step()
         if updated:
             self.scheduler.step(1)
             self.num_updates += 1
         with self.phase("reduce_metrics"):
             stats = self._reduce_stats([stats for stats in results if stats is not None])
             real, padded = np.sum(gather_objects([(m.num_real_tokens, m.tokens.numel()) for m in microbatches]), (0, 1))
-        return stats, {
-            "actor/grad_norm": float(grad_norm),
+        norm = {} if grad_norm is None else {"actor/grad_norm": float(grad_norm)}  # a skipped update has none
+        return stats, norm | {
             "actor/lr": float(lr),
             "actor/update_skipped": float(not updated),
             "perf/padding_frac": 1.0 - real / padded,
@@ -232,17 +237,26 @@ class Learner:
 
     # -- weights and state
 
+    def describe_precision(self) -> dict[str, str]:
+        """Aspect → what this engine does: the learner's column of the precision contract."""
+        return describe_model(self.module)
+
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors in Hugging Face names, learner dtype, one at a time; collective (see `WeightMap.export`)."""
-        return self.weights.export()
+        """Whole tensors in Hugging Face names, one at a time, for the rollout engine; collective (see
+        `WeightMap.export`). Learner dtype, or with ``precision.export_from: master`` rounded once from fp32."""
+        dtype, wanted = self.config.dtype, self.recipe.rollout.dtype
+        if self.recipe.precision.export_from == "learner" or dtype in ("fp32", wanted):
+            return self.weights.export()
+        return self.weights.export(master_reader(self.optimizer), DTYPES[wanted])
 
     def export_hf(self, folder: Path) -> None:
         """Write the weights as a Hugging Face checkpoint, with config and tokenizer of the starting one. Collective."""
-        write_hf_checkpoint(folder, self.export_weights(), self.recipe.model.path)
+        write_hf_checkpoint(folder, self.weights.export(), self.recipe.model.path)
 
     def save(self, folder: Path, state: dict[str, Any], keep_last: int = 0) -> Path:
         """Checkpoint of this step. ``state``: what the loop wants back from `load`; JSON-able."""
         own = {"step": self.step, "num_updates": self.num_updates, "scheduler": self.scheduler.state_dict()}
+        own["overflow"] = self.overflow.state_dict()
         path = checkpoint.save_checkpoint(folder, self.step, self.model, self.optimizer, {"learner": own, **state})
         checkpoint.prune_checkpoints(folder, keep_last)
         return path
@@ -253,6 +267,7 @@ class Learner:
         own = state.pop("learner")
         self.step, self.num_updates = own["step"], own["num_updates"]
         self.scheduler.load_state_dict(own["scheduler"])
+        self.overflow.load_state_dict(own["overflow"])
         return state
 
 

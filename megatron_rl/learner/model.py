@@ -12,8 +12,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.config.learner import LearnerConfig
 from megatron_rl.config.model import Architecture
+from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.errors import InputError
 from megatron_rl.learner.attention import PackedRotaryEmbedding, SDPACoreAttention
+from megatron_rl.learner.precision import compute_head_in_fp32
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -39,7 +41,7 @@ def padded_vocab_size(architecture: Architecture, tensor_parallel: int) -> int:
 
 
 def transformer_config(
-    architecture: Architecture, learner: LearnerConfig, device: torch.device, num_ranks: int = 1
+    architecture: Architecture, learner: LearnerConfig, device: torch.device, precision: PrecisionConfig
 ) -> TransformerConfig:
     """Megatron's configuration for this architecture, layout and precision."""
     a, parallel, dtype = architecture, learner.parallel, DTYPES[learner.dtype]
@@ -98,6 +100,7 @@ def transformer_config(
             "moe_router_pre_softmax": not a.norm_topk_prob,
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
+            "moe_router_dtype": "fp32" if precision.fp32_router else None,
             "moe_token_dispatcher_type": "alltoall",
             "moe_grouped_gemm": te,
         }
@@ -126,14 +129,20 @@ def layer_spec(config: TransformerConfig, device: torch.device) -> TransformerBl
     return block
 
 
-def build_model(architecture: Architecture, learner: LearnerConfig, device: torch.device) -> GPTModel:
+def build_model(
+    architecture: Architecture,
+    learner: LearnerConfig,
+    device: torch.device,
+    precision: PrecisionConfig | None = None,
+) -> GPTModel:
     """An uninitialised model (weights come from `learner.weights`), on this rank's stage, on ``device``."""
     if architecture.rope_scaling is not None:
         raise InputError(
             f"model.path: rope scaling {architecture.rope_scaling} is not supported; remove it from config.json if the "
             f"run stays within {architecture.max_position_embeddings} tokens"
         )
-    config = transformer_config(architecture, learner, device)
+    precision = precision or PrecisionConfig()
+    config = transformer_config(architecture, learner, device, precision)
     model = GPTModel(
         config=config,
         transformer_layer_spec=layer_spec(config, device),
@@ -150,6 +159,8 @@ def build_model(architecture: Architecture, learner: LearnerConfig, device: torc
     if not use_transformer_engine(device):
         model.rotary_pos_emb = PackedRotaryEmbedding(model.rotary_pos_emb)
     model = model.to(device=device, dtype=DTYPES[learner.dtype])
+    if precision.fp32_head and model.post_process:
+        compute_head_in_fp32(model.output_layer)
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             # Experts keep an optimizer of their own whatever the layout is, so that its checkpoint can be loaded

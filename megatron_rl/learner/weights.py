@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -151,29 +152,42 @@ class WeightMap:
 
     # -- Megatron → Hugging Face
 
-    @torch.no_grad()
-    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """``(Hugging Face name, whole tensor)`` in the learner's dtype, in the same order on every rank.
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """This rank's parameters in the order of the forward pass, under their Hugging Face names (or several)."""
+        first = self.ep.rank() * self.num_local_experts
+        return [
+            (", ".join(entry.names(first + (entry.local_expert or 0))), self.parameters[entry.parameter])
+            for entry in self.entries
+        ]
 
+    @torch.no_grad()
+    def export(
+        self, read: Callable[[torch.nn.Parameter], torch.Tensor] | None = None, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """``(Hugging Face name, whole tensor)``, in the same order on every rank.
+
+        ``read``: parameter → the values to send, of its shape; None: its own. ``dtype``: rounded to; None: as read.
         Every rank must consume all of it: gathering is collective.
         """
+        local = partial(self._local, read=read or torch.nn.Parameter.detach, dtype=dtype)
         for entry in self.all_entries:
             if entry.parameter == "output_layer.weight" and self.architecture.tie_embeddings:
                 continue
             mine = entry.stage == self.pp.rank()
             if entry.local_expert is None:
-                tensors = self._merge(entry.kind, self._gather(self._local(entry), self.tp)) if mine else None
+                tensors = self._merge(entry.kind, self._gather(local(entry), self.tp)) if mine else None
                 yield from zip(entry.names(), self._broadcast(tensors, entry.stage), strict=True)
             else:
-                shards = self._gather(self._local(entry), self.expert_tp) if mine else None
+                shards = self._gather(local(entry), self.expert_tp) if mine else None
                 merged = torch.stack(self._merge(entry.kind, shards)) if mine else None
                 per_rank = self._gather(merged, self.ep) if mine else None
                 (stacked,) = self._broadcast([torch.stack(per_rank)] if mine else None, entry.stage)
                 for ep_rank, tensors in enumerate(stacked):
                     yield from zip(entry.names(ep_rank * self.num_local_experts + entry.local_expert), tensors)
 
-    def _local(self, entry: Entry) -> torch.Tensor:
-        return self.parameters[entry.parameter].detach()
+    def _local(self, entry: Entry, read: Callable, dtype: torch.dtype | None) -> torch.Tensor:
+        values = read(self.parameters[entry.parameter])
+        return values if dtype is None else values.to(dtype)
 
     def _gather(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
         if group.size() == 1:

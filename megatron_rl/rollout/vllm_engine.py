@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.model import read_architecture
+from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.rollout import process_state
@@ -47,7 +48,8 @@ class VllmGenerator:
     """`Generator` on vLLM. Start it after the learner has joined its world; see `Generator` for the methods.
 
     ``max_prompt_length``: longest prompt that will come, in tokens. ``record_routes``: fill ``routed_experts``.
-    ``decode``: token ids → text, for ``Rollout.text``; without it the text stays empty.
+    ``decode``: token ids → text, for ``Rollout.text``; without it the text stays empty. ``precision``: what to compute
+    in fp32; None: nothing beyond ``config.dtype``.
     Raises `InputError` where the configuration does not fit the checkpoint, `RolloutError` where vLLM does not start.
     """
 
@@ -60,8 +62,10 @@ class VllmGenerator:
         record_routes: bool = False,
         device: Literal["cpu", "cuda"] = "cpu",
         decode: Callable[[list[int]], str] | None = None,
+        precision: PrecisionConfig | None = None,
     ) -> None:
         self._config, self._decode, self._device = config, decode, device
+        self._precision = precision or PrecisionConfig()
         self._architecture = read_architecture(model_path)
         self._rank, world_size = _rank_and_world_size()
         problems = config.problems(self._architecture, max_prompt_length, world_size, device)
@@ -251,6 +255,12 @@ class VllmGenerator:
 
     # ---------------------------------------------------------------- life
 
+    def describe_precision(self) -> dict[str, str]:
+        """Aspect → what this engine does: the rollout column of the precision contract."""
+        from megatron_rl.rollout.precision import describe_engine
+
+        return describe_engine(self._llm)
+
     def sleep(self) -> None:
         if self._device == "cuda":
             self._llm.sleep(level=1)  # level 1 keeps the weights in host memory; a CPU has nothing to give back
@@ -280,11 +290,13 @@ class VllmGenerator:
         with process_state.contained(self._rank):
             from vllm import LLM
 
+            from megatron_rl.rollout.precision import overrides
+
             try:
                 arguments = engine_arguments(
                     self._config, model_path, self._device, self._max_prompt_length, record_routes=self._record_routes
                 )
-                llm = LLM(**arguments)
+                llm = LLM(**arguments, hf_overrides=overrides(self._precision))
                 llm.init_weight_transfer_engine({"init_info": {}})
             except (RuntimeError, ValueError, AssertionError, MemoryError) as error:
                 raise RolloutError(f"vLLM did not start: {type(error).__name__}: {_one_line(error)}") from error
