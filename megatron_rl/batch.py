@@ -53,4 +53,5 @@ def _sequence(group: Group, rollout: Rollout, advantage: float) -> Sequence:
         reward=rollout.reward,
         policy_versions=rollout.policy_versions,
         routed_experts=rollout.routed_experts,
+        route_checksums=rollout.route_checksums,
     )

@@ -37,6 +37,7 @@ def check_recipe(recipe: Recipe, world_size: int | None = None) -> CheckedRecipe
         world_size,
         device="cpu" if recipe.runtime.device == "cpu" else None,
     )
+    problems += recipe.routing.problems(architecture)
     problems += contract_problems(recipe, architecture)
     try:
         check_reward(recipe.reward, recipe.rollout.max_response_length)

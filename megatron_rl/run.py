@@ -142,6 +142,7 @@ def _start_generator(recipe: Recipe, tokenizer: Any, learner: Learner) -> Genera
         recipe.rollout,
         recipe.model.path,
         max_prompt_length=recipe.data.prompt.max_length,
+        record_routes=recipe.routing.needs_engine_routes,
         device=learner.device.type,
         decode=lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
         precision=recipe.precision,

@@ -40,6 +40,7 @@ class Rollout:
     finish_reason: FinishReason  # "stop": ended by itself; "length": cut at the limit; "abort": interrupted
     policy_versions: np.ndarray  # [R] int32, optimizer step of the weights each token was sampled from
     routed_experts: np.ndarray | None = None  # [P + R - 1, L, K] uint8/uint16; the last sampled token has none
+    route_checksums: np.ndarray | None = None  # [P + R - 1 + L] int64, per row, then per layer: `routing.checksum`
     text: str = ""  # decoded response, special tokens removed
     reward: float = 0.0  # after shaping; what advantages see
     raw_reward: float = 0.0  # before shaping: 1.0 = correct
@@ -75,7 +76,9 @@ class Sequence:
     reward: float
     policy_versions: np.ndarray  # [R] int32
     routed_experts: np.ndarray | None = None  # [S - 1, L, K]
+    route_checksums: np.ndarray | None = None  # [S - 1 + L] int64, per row, then per layer: `routing.checksum`
     old_logprobs: np.ndarray | None = None  # [R] float32, log po; absent until (unless) computed
+    current_logprobs: np.ndarray | None = None  # [R] float32, log pi of the update's forward pass, where it was kept
 
     @property
     def response_length(self) -> int:

@@ -16,6 +16,7 @@ from megatron_rl.config.objective import ObjectiveConfig
 from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.config.routing import RoutingConfig
 from megatron_rl.config.schedule import ScheduleConfig
 
 
@@ -86,6 +87,8 @@ class Recipe(Section):
     """Layout, precision and optimizer."""
     precision: PrecisionConfig = PrecisionConfig()
     """What is computed in fp32, and which weights the rollout engine gets."""
+    routing: RoutingConfig = RoutingConfig()
+    """Router replay, and what is measured of routes."""
     objective: ObjectiveConfig = ObjectiveConfig()
     """What is optimized."""
     schedule: ScheduleConfig = ScheduleConfig()

@@ -31,6 +31,7 @@ from megatron_rl.learner.logprobs import token_logprobs
 from megatron_rl.learner.model import DTYPES, build_model, use_transformer_engine
 from megatron_rl.learner.packing import Microbatch, build_microbatch, deal, minibatch_denominators
 from megatron_rl.learner.precision import OverflowGuard, describe_model, master_reader
+from megatron_rl.learner.replay import RouterReplayer, RoutingMode, raise_together
 from megatron_rl.learner.scheduler import build_scheduler
 from megatron_rl.learner.weights import WeightMap
 from megatron_rl.objective import (
@@ -42,6 +43,7 @@ from megatron_rl.objective import (
     finalize_metrics,
     needs_old_logprobs,
 )
+from megatron_rl.routing import RouteError
 from megatron_rl.types import Batch
 
 PhaseFn = Callable[[str], AbstractContextManager]
@@ -59,12 +61,16 @@ class Learner:
         self.weights = WeightMap(model, self.architecture)
         self.weights.load(recipe.model.path)
         self.module = model  # the bare GPTModel; self.model wraps it for data parallelism
+        self.replay: RouterReplayer | None = None
+        if recipe.routing.is_on:
+            self.replay = RouterReplayer(model, self.architecture, recipe.routing, self.device)
         self.model, self.optimizer = self._wrap(model)
         loss_scale = self.config.loss_scale if self.config.dtype == "fp16" else None
         self.overflow = OverflowGuard(
             self.optimizer, loss_scale, self.config.max_consecutive_overflows, self.weights.named_parameters
         )
         self.scheduler = build_scheduler(recipe.schedule, self.config.optimizer, self.optimizer, recipe.num_updates)
+        self.keep_current_logprobs = False  # leave log pi of the update in the batch, for the flight recorder
         self.step = 0  # rollout steps done
         self.num_updates = 0  # optimizer steps applied: the policy version
 
@@ -99,25 +105,32 @@ class Learner:
 
     def update(self, batch: Batch) -> dict[str, float]:
         """One optimizer step per mini-batch of ``batch``; metrics over all of it, the same on every rank."""
-        if needs_old_logprobs(self.recipe.objective, len(batch.minibatches)):
+        records_routes = self.recipe.routing.replay == "r2"
+        if records_routes or needs_old_logprobs(self.recipe.objective, len(batch.minibatches)):
             with self.phase("old_logprobs"):
-                for sequence, logprobs in zip(batch.sequences, self.compute_logprobs(batch), strict=True):
+                found = self.compute_logprobs(batch, "record" if records_routes else None)
+                for sequence, logprobs in zip(batch.sequences, found, strict=True):
                     sequence.old_logprobs = logprobs
         updates = [self._update_minibatch(batch, indices) for indices in batch.minibatches]
         metrics = finalize_metrics(MetricStats.merge([stats for stats, _ in updates]))
         metrics["actor/pg_loss"] /= len(updates)  # statistics add up over mini-batches; a loss is per mini-batch
         for name in dict.fromkeys(name for _, step in updates for name in step):
             metrics[name] = float(np.mean([step[name] for _, step in updates if name in step]))
-        return metrics | self.overflow.metrics()
+        return metrics | self.overflow.metrics() | (self.replay.metrics() if self.replay else {})
 
     def _update_minibatch(self, batch: Batch, indices: list[int]) -> tuple[MetricStats, dict[str, float]]:
         with self.phase("pack"):
-            microbatches = self._microbatches(batch, indices)
+            mode = self._routing_mode(updating=True)
+            microbatches = self._microbatches(batch, indices, mode)
             denominators = minibatch_denominators([batch.sequences[i] for i in indices], self.recipe.objective)
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         with self.phase("forward_backward"):
-            results = self._run(microbatches, partial(self._loss, denominators=denominators))
+            results = self._run(microbatches, partial(self._loss, denominators=denominators), mode)
+        if self.keep_current_logprobs:
+            kept = self._share([item for _, found in filter(None, results) for item in found])
+            for i in indices:
+                batch.sequences[i].current_logprobs = kept[i]
         with self.phase("optimizer"):
             lr = self.optimizer.param_groups[0]["lr"]
             updated, grad_norm = self.overflow.step()
@@ -125,7 +138,7 @@ class Learner:
             self.scheduler.step(1)
             self.num_updates += 1
         with self.phase("reduce_metrics"):
-            stats = self._reduce_stats([stats for stats in results if stats is not None])
+            stats = self._reduce_stats([stats for stats, _ in filter(None, results)])
             real, padded = np.sum(gather_objects([(m.num_real_tokens, m.tokens.numel()) for m in microbatches]), (0, 1))
         norm = {} if grad_norm is None else {"actor/grad_norm": float(grad_norm)}  # a skipped update has none
         return stats, norm | {
@@ -136,8 +149,10 @@ class Learner:
 
     def _loss(
         self, logits: torch.Tensor, microbatch: Microbatch, *, denominators: Denominators
-    ) -> tuple[torch.Tensor, torch.Tensor, MetricStats | None]:
-        unit = torch.ones((), dtype=torch.int, device=logits.device)  # Megatron's token count, unused: see _add_up_grads
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[MetricStats, list[tuple[int, np.ndarray]]] | None]:
+        unit = torch.ones(
+            (), dtype=torch.int, device=logits.device
+        )  # Megatron's token count, unused: see _add_up_grads
         if not microbatch.indices:
             return logits.sum() * 0.0, unit, None
         logprobs, entropy = self._token_logprobs(logits, microbatch)
@@ -153,7 +168,11 @@ class Learner:
         )
         noise = NoiseKey(self.recipe.seed, self.num_updates)
         result = compute_objective(inputs, self.recipe.objective, denominators=denominators, noise_key=noise)
-        return result.loss, unit, result.stats
+        return (
+            result.loss,
+            unit,
+            (result.stats, self._pieces(logprobs, microbatch) if self.keep_current_logprobs else []),
+        )
 
     def _reduce_stats(self, local: list[MetricStats]) -> MetricStats:
         """Statistics of the whole mini-batch on every rank. Only the last pipeline stage has any."""
@@ -166,22 +185,38 @@ class Learner:
 
     # -- log-probabilities
 
-    def compute_logprobs(self, batch: Batch) -> list[np.ndarray]:
-        """log pi of every response token, one [R] float32 array per sequence, on every rank. No gradient."""
+    def compute_logprobs(self, batch: Batch, routing: RoutingMode | None = None) -> list[np.ndarray]:
+        """log pi of every response token, one [R] float32 array per sequence, on every rank. No gradient.
+
+        ``routing``: how tokens are routed; None: as the recipe's `routing.replay` says. With "record" every sequence
+        gets the routes that the routers chose.
+        """
+        mode = routing or self._routing_mode(updating=False)
+        recorded: list[Any] = []
 
         def collect(logits: torch.Tensor, microbatch: Microbatch):
             found = []
             if microbatch.indices:
                 logprobs, _ = self._token_logprobs(logits, microbatch)
-                pieces = logprobs.cpu().split(microbatch.response_lengths)
-                found = [(i, p.numpy()) for i, p in zip(microbatch.indices, pieces, strict=True)]
+                found = self._pieces(logprobs, microbatch)
             return logits.new_zeros(()), torch.ones((), dtype=torch.int, device=logits.device), found
 
         with torch.no_grad():
-            results = self._run(self._microbatches(batch, range(len(batch.sequences))), collect, forward_only=True)
-        mine = [item for found in results for item in found] if self._counts() else []
-        by_index = dict(item for rank in gather_objects(mine) for item in rank)
+            microbatches = self._microbatches(batch, range(len(batch.sequences)), mode)
+            results = self._run(microbatches, collect, mode, forward_only=True, recorded=recorded)
+        if mode == "record":
+            self.replay.assemble(batch, recorded)
+        by_index = self._share([item for found in results for item in found])
         return [by_index[i] for i in range(len(batch.sequences))]
+
+    def _pieces(self, logprobs: torch.Tensor, microbatch: Microbatch) -> list[tuple[int, np.ndarray]]:
+        """Log-probs [n] of a microbatch as one array per sequence, with the sequence's index."""
+        pieces = logprobs.detach().cpu().split(microbatch.response_lengths)
+        return [(i, p.numpy()) for i, p in zip(microbatch.indices, pieces, strict=True)]
+
+    def _share(self, found: list[tuple[int, np.ndarray]]) -> dict[int, np.ndarray]:
+        """Pieces of all data-parallel replicas by index of the sequence, on every rank."""
+        return dict(item for rank in gather_objects(found if self._counts() else []) for item in rank)
 
     def _token_logprobs(self, logits: torch.Tensor, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
         return token_logprobs(
@@ -195,10 +230,17 @@ class Learner:
 
     # -- running the model
 
-    def _microbatches(self, batch: Batch, indices: list[int] | range) -> list[Microbatch]:
+    def _routing_mode(self, updating: bool) -> RoutingMode:
+        """How tokens are routed in an update, or in a pass for log-probs: R2 has routes only after its own pass."""
+        replay = self.recipe.routing.replay
+        if replay == "r3" or (replay == "r2" and updating):
+            return "replay"
+        return "watch" if self.replay and updating and replay == "off" else "native"
+
+    def _microbatches(self, batch: Batch, indices: list[int] | range, mode: RoutingMode) -> list[Microbatch]:
         lengths = [len(batch.sequences[i].tokens) for i in indices]
         plan = deal(lengths, parallel_state.get_data_parallel_world_size(), self.config.max_tokens_per_microbatch)
-        return [
+        microbatches = [
             build_microbatch(
                 batch,
                 [indices[i] for i in chosen],
@@ -208,20 +250,47 @@ class Learner:
             )
             for chosen in plan[parallel_state.get_data_parallel_rank()]
         ]
+        if mode in ("replay", "watch"):
+            with self.phase("routes"):
+                self._add_routes(batch, microbatches)
+        return microbatches
 
-    def _run(self, microbatches: list[Microbatch], loss: Callable, forward_only: bool = False) -> list[Any]:
-        """Megatron's schedule over ``microbatches``; what ``loss`` returned third, on the last stage, else empty."""
+    def _add_routes(self, batch: Batch, microbatches: list[Microbatch]) -> None:
+        problem = None
+        try:
+            for microbatch in microbatches:
+                microbatch.routes = self.replay.slice([batch.sequences[i] for i in microbatch.indices], microbatch)
+        except RouteError as error:
+            problem = error
+        raise_together(problem)
+
+    def _run(
+        self,
+        microbatches: list[Microbatch],
+        loss: Callable,
+        mode: RoutingMode,
+        forward_only: bool = False,
+        recorded: list[Any] | None = None,
+    ) -> list[Any]:
+        """Megatron's schedule over ``microbatches``; what ``loss`` returned third, on the last stage, else empty.
+
+        With mode "record", what the routers chose is appended to ``recorded``, one item per microbatch.
+        """
 
         def forward_step(data: Iterator[Microbatch], model: torch.nn.Module):
             microbatch = next(data)
             if not use_transformer_engine(self.device):
                 self.module.rotary_pos_emb.position_ids = microbatch.position_ids
-            logits = model(
-                input_ids=microbatch.tokens,
-                position_ids=microbatch.position_ids[None],
-                attention_mask=None,
-                packed_seq_params=microbatch.packed,
-            )
+            routed = self.replay.forward(mode, microbatch.routes, not forward_only) if self.replay else nullcontext()
+            with routed:
+                logits = model(
+                    input_ids=microbatch.tokens,
+                    position_ids=microbatch.position_ids[None],
+                    attention_mask=None,
+                    packed_seq_params=microbatch.packed,
+                )
+                if mode == "record":
+                    recorded.append(self.replay.recorded(microbatch))
             return logits, partial(loss, microbatch=microbatch)
 
         self.model.train(not forward_only)

@@ -14,6 +14,7 @@ import torch
 from megatron_rl.learner.attention import PackedSequences
 from megatron_rl.config.objective import ObjectiveConfig
 from megatron_rl.objective import Denominators, ObjectiveInputs, compute_denominators
+from megatron_rl.routing import RouteSlice
 from megatron_rl.types import Batch, Sequence
 
 
@@ -67,6 +68,7 @@ class Microbatch:
     advantages: torch.Tensor  # [b] float32
     loss_mask: torch.Tensor  # [n] bool
     num_real_tokens: int  # N without padding
+    routes: RouteSlice | None = None  # this rank's, where they are replayed or watched
 
 
 def build_microbatch(

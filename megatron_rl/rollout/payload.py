@@ -12,6 +12,7 @@ import numpy as np
 from megatron_rl.config.model import Architecture
 from megatron_rl.rollout.generator import RolloutError
 from megatron_rl.rollout.requests import Request
+from megatron_rl.routing import RouteShape, missing_id, route_checksums
 from megatron_rl.types import Rollout
 
 # Above this a log-prob cannot be rounding: probabilities do not exceed one.
@@ -42,6 +43,11 @@ def make_rollout(
     if not (np.isfinite(inference_logprobs).all() and (inference_logprobs <= MAX_LOGPROB).all()):
         worst = int(np.argmax(~np.isfinite(inference_logprobs) | (inference_logprobs > MAX_LOGPROB)))
         raise RolloutError(f"{where}: log-prob {inference_logprobs[worst]} of response token {worst} is impossible")
+    recorded = None if architecture is None else _routes(where, request, len(tokens), routes, architecture)
+    checksums = None
+    if recorded is not None:  # as early as there are routes: whatever happens to them from here on shows
+        whole = np.concatenate([np.asarray(request.prompt.tokens, dtype=np.int64), np.asarray(tokens, dtype=np.int64)])
+        checksums = route_checksums(f"{request.prompt.id}/{request.sample}", whole, recorded)
     return Rollout(
         prompt_id=request.prompt.id,
         sample=request.sample,
@@ -49,7 +55,8 @@ def make_rollout(
         inference_logprobs=inference_logprobs,
         finish_reason=finish_reason,
         policy_versions=np.full(len(tokens), policy_version, dtype=np.int32),
-        routed_experts=None if architecture is None else _routes(where, request, len(tokens), routes, architecture),
+        routed_experts=recorded,
+        route_checksums=checksums,
         text=text,
     )
 
@@ -57,7 +64,7 @@ def make_rollout(
 def _routes(
     where: str, request: Request, num_tokens: int, routes: np.ndarray | None, architecture: Architecture
 ) -> np.ndarray:
-    """[P + R - 1, L, K] uint8, or uint16 where a byte cannot number the experts."""
+    """[P + R - 1, L, K] of `RouteShape.dtype`; rows of -1, the engine's "not recorded", become `missing_id`."""
     expected = (
         len(request.prompt.tokens) + num_tokens - 1,
         architecture.num_layers,
@@ -68,7 +75,14 @@ def _routes(
         raise RolloutError(
             f"{where}: routes of shape {expected} (prompt + response - 1, layers, top-k) due, got {found}"
         )
-    moe_routes = routes[:, np.asarray(architecture.moe_layers)]
-    if moe_routes.size and int(moe_routes.max()) >= architecture.num_experts:
-        raise RolloutError(f"{where}: route to expert {moe_routes.max()} of {architecture.num_experts}")
-    return moe_routes.astype(np.uint8 if architecture.num_experts <= 256 else np.uint16)
+    moe_routes = routes[:, np.asarray(architecture.moe_layers)].astype(np.int64)
+    shape = RouteShape.of(architecture)
+    missing = (moe_routes == -1).all(axis=-1, keepdims=True)  # no record: the learner's router decides, and counts it
+    wrong = ((moe_routes < 0) | (moe_routes >= shape.num_experts)) & ~missing
+    if wrong.any():
+        token, layer, k = (int(x) for x in np.argwhere(wrong)[0])
+        raise RolloutError(
+            f"{where}: token {token}, layer {shape.layers[layer]}: route to expert {moe_routes[token, layer, k]} of "
+            f"{shape.num_experts}"
+        )
+    return np.where(missing, missing_id(shape.dtype), moe_routes).astype(shape.dtype)

@@ -1,0 +1,20 @@
+"""Router replay without an engine: payload, checksums, slicing over layouts, telemetry (algorithms.md §8)."""
+
+from megatron_rl.routing.checksum import route_checksums
+from megatron_rl.routing.errors import RouteError
+from megatron_rl.routing.layout import PackedRoutes, RouteSlice, pack_routes, packed_keys
+from megatron_rl.routing.payload import RouteShape, missing_id
+from megatron_rl.routing.telemetry import LayerTelemetry, router_metrics
+
+__all__ = [
+    "LayerTelemetry",
+    "PackedRoutes",
+    "RouteError",
+    "RouteShape",
+    "RouteSlice",
+    "missing_id",
+    "pack_routes",
+    "packed_keys",
+    "route_checksums",
+    "router_metrics",
+]

@@ -1,0 +1,7 @@
+"""What is wrong with a route."""
+
+from __future__ import annotations
+
+
+class RouteError(RuntimeError):
+    """Routes that are not those of the tokens they stand beside. Never trained on; names sequence, layer and token."""

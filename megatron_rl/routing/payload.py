@@ -1,0 +1,89 @@
+"""Routes of one sequence as they travel: compact, checked for what can be known to be wrong.
+
+Shapes: S tokens of a sequence (P + R), L MoE layers, K experts per token. A row whose K ids all equal
+`missing_id(dtype)` has no record: the learner's router decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from megatron_rl.config.model import Architecture
+from megatron_rl.routing.checksum import check_checksums, route_seals, sequence_key, token_keys
+from megatron_rl.routing.errors import RouteError
+from megatron_rl.types import Sequence
+
+
+@dataclass(frozen=True)
+class RouteShape:
+    """The numbers of a model that routes are checked against."""
+
+    num_experts: int
+    topk: int
+    layers: tuple[int, ...]  # numbers of the MoE layers in the whole model, from 0
+
+    @classmethod
+    def of(cls, architecture: Architecture) -> RouteShape:
+        layers = tuple(i for i, is_moe in enumerate(architecture.moe_layers) if is_moe)
+        return cls(architecture.num_experts, architecture.experts_per_token, layers)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The smallest type that numbers the experts and has a value left for "no record"."""
+        return np.dtype(np.uint8 if self.num_experts < 256 else np.uint16)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What one token's routes weigh on their way, row checksum included."""
+        return len(self.layers) * self.topk * self.dtype.itemsize + 8
+
+
+def missing_id(dtype: np.dtype) -> int:
+    """The id that says "no record"; larger than any expert's (see `RouteShape.dtype`)."""
+    return int(np.iinfo(dtype).max)
+
+
+def malformed_rows(routes: np.ndarray, num_experts: int) -> np.ndarray:
+    """[…, L, K] → bool […, L]: out of range, or one expert twice; rows without a record are not malformed."""
+    ids = np.sort(routes.astype(np.int64), axis=-1)
+    wrong = (ids[..., 1:] == ids[..., :-1]).any(axis=-1) | (ids[..., 0] < 0) | (ids[..., -1] >= num_experts)
+    return wrong & ~(routes == missing_id(routes.dtype)).all(axis=-1)
+
+
+def checked_routes(
+    sequence: Sequence, shape: RouteShape, malformed: Literal["error", "fallback"]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The sequence's routes after all checks: [S - 1, L, K] of ``shape.dtype``, and their seals [S - 1, L].
+
+    Malformed rows are an error or become rows without record. Raises `RouteError` that names the sequence where routes
+    are absent, of another shape, or not those of the sequence's tokens.
+    """
+    routes, where = sequence.routed_experts, f"sequence {sequence.id}"
+    if routes is None or sequence.route_checksums is None:
+        raise RouteError(f"{where}: it has no routes or no route checksums; was it sampled without recording them?")
+    due = (len(sequence.tokens) - 1, len(shape.layers), shape.topk)
+    if routes.shape != due:
+        raise RouteError(
+            f"{where}: routes of shape {routes.shape}, due are {due}: {sequence.prompt_length} prompt tokens + "
+            f"{sequence.response_length} response tokens - 1, MoE layers, experts per token"
+        )
+    wrong = malformed_rows(routes, shape.num_experts)
+    if wrong.any() and malformed == "error":
+        token, layer = (int(x) for x in np.argwhere(wrong)[0])
+        raise RouteError(
+            f"{where}, layer {shape.layers[layer]}, token {token}: experts {routes[token, layer].tolist()}; expected "
+            f"{shape.topk} different ones of 0 … {shape.num_experts - 1} ({wrong.sum()} such rows in the sequence; "
+            "routing.malformed: fallback leaves them to the router)"
+        )
+    keys = token_keys(sequence.tokens[:-1], np.arange(due[0]), sequence_key(sequence.id))
+    seals = route_seals(keys, routes, range(due[1]))
+    check_checksums(sequence.id, seals, sequence.route_checksums)
+    if wrong.any():
+        routes = np.where(wrong[..., None], missing_id(shape.dtype), routes)
+    if routes.dtype != shape.dtype or wrong.any():
+        routes = routes.astype(shape.dtype)
+        seals = route_seals(keys, routes, range(due[1]))
+    return routes, seals
