@@ -1,0 +1,159 @@
+"""The command that people type, on both engines: a run, its record, resuming it, stopping it, several ranks.
+
+Starts are the cost (about 10 s each), so runs are made once and looked at by several tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.support.tiny import REPOSITORY
+
+GRPO = "recipes/tiny/grpo.yaml"
+STEPS = 4
+
+
+def train(root: Path, name: str, *overrides: str, ranks: int = 1, recipe: str = GRPO, resume: str = "auto"):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    settings = [f"name={name}", f"run_root={root}", f"num_steps={STEPS}", "batch.prompts=4", "validation.limit=16"]
+    settings += ["validation.every=0", "checkpoint={every: 0, keep_last: 0}", "monitor.plots=false", *overrides]
+    command = [sys.executable, *launcher, "-m", "megatron_rl", "train", recipe, "--resume", resume]
+    command += [argument for setting in settings for argument in ("--set", setting)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=400)
+
+
+def succeeded(done: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+def metrics(root: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (root / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(rows: list[dict]) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.startswith("perf/") and k != "time"} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    succeeded(
+        train(
+            root,
+            "whole",
+            "validation.every=2",
+            "monitor.plots=true",
+            "checkpoint={every: 2, keep_last: 0, export_hf: true}",
+            "monitor.show_sample_every=2",
+        )
+    )
+    return root
+
+
+def test_a_run_leaves_its_whole_record(root):
+    run = root / "whole"
+    rows = metrics(root, "whole")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert "val/reward/mean" in rows[0]
+    assert "val/reward/mean" in rows[4]
+    assert "val/reward/mean" not in rows[1]
+    for name in ("critic/rewards/mean", "response_length/mean", "actor/pg_loss", "actor/grad_norm", "actor/lr"):
+        assert all(name in row for row in rows[:4]), name
+    assert all(row["perf/time/generate"] > 0 and row["perf/time/forward_backward"] > 0 for row in rows[:4])
+    # One update per rollout batch: the pass for old log-probs is skipped, and costs nothing.
+    assert all(row.get("perf/time/old_logprobs", 0.0) == 0.0 for row in rows)
+    resolved = yaml.safe_load((run / "recipe.resolved.yaml").read_text())
+    assert resolved["learner"]["dtype"] == "fp32"
+    environment = json.loads((run / "environment.json").read_text())
+    assert "megatron-core" in environment["versions"]
+    assert any("applied" in line for line in environment["patches"]["status"])
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert [e.step for e in events.Scalars("critic/rewards/mean")] == [0, 1, 2, 3]
+    assert (run / "plots" / "curves.png").stat().st_size > 10_000
+    assert "validation before step 0" in (run / "log.txt").read_text()
+
+
+def test_both_engines_agree_in_fp32_after_every_update(root):
+    """mu from vLLM after a weight update, po from Megatron: the run's own proof that weights arrive."""
+    for row in metrics(root, "whole")[:STEPS]:
+        assert row["mismatch/rho_std"] < 1e-5
+        assert row["mismatch/rho_max"] < 1 + 1e-4
+
+
+def test_resumed_run_continues_bit_for_bit(root):
+    """Stopped through the STOP file after a step, then continued by the same command."""
+    (root / "stopped").mkdir()
+    (root / "stopped" / "STOP").touch()
+    first = succeeded(train(root, "stopped", "validation.every=2"))
+    assert "stopped on request after step 0" in first.stdout
+    assert len(metrics(root, "stopped")) == 1
+    (root / "stopped" / "STOP").unlink()
+    second = succeeded(train(root, "stopped", "validation.every=2"))
+    assert "resumed at step 1" in second.stdout
+    assert without_times(metrics(root, "stopped")) == without_times(metrics(root, "whole"))
+
+
+def test_resume_from_an_older_checkpoint_rewrites_what_came_after(root):
+    before = metrics(root, "whole")
+    checkpoint = root / "whole" / "checkpoints" / "step_00000002"
+    succeeded(train(root, "whole", "validation.every=2", resume=str(checkpoint)))
+    assert without_times(metrics(root, "whole")) == without_times(before)
+
+
+def test_exported_checkpoint_loads_and_holds_the_trained_weights(root):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = root / "whole" / "checkpoints" / "hf"
+    trained = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    started = AutoModelForCausalLM.from_pretrained(REPOSITORY / "recipes/tiny/model", dtype=torch.float32).state_dict()
+    assert trained.keys() == started.keys()
+    moved = [float((trained[name] - started[name]).abs().max()) for name in trained]
+    # Adam's first steps move every weight that has a gradient by about lr.
+    assert 1e-5 < max(moved) < 1e-3
+    assert AutoTokenizer.from_pretrained(folder)("^12=").input_ids
+
+
+@pytest.mark.parametrize(
+    "layout", [("learner.parallel.tensor=2", "learner.parallel.expert=2"), ("learner.parallel.pipeline=2",)], ids=str
+)
+def test_two_ranks_train_like_one(root, layout):
+    """Rollouts are drawn per response, so two ranks sample what one samples, and learn the same from it."""
+    name = layout[0].split(".")[-1].replace("=", "")
+    succeeded(train(root, name, *layout, ranks=2))
+    for got, want in zip(metrics(root, name), metrics(root, "whole")[:STEPS], strict=True):
+        assert got["mismatch/rho_std"] < 1e-5
+        for key in ("critic/rewards/mean", "response_length/mean", "actor/pg_loss", "actor/grad_norm"):
+            assert got[key] == pytest.approx(want[key], rel=1e-3, abs=1e-3), key
+
+
+def test_gspo_with_several_updates_uses_old_logprobs_and_clips(root):
+    succeeded(train(root, "gspo", "learner.optimizer.lr=1e-3", recipe="recipes/tiny/gspo.yaml"))
+    rows = metrics(root, "gspo")
+    assert rows[-1]["actor/lr"] == 1e-3
+    assert all(row["perf/time/old_logprobs"] > 0 for row in rows)
+    assert max(row["actor/pg_clipfrac"] for row in rows) > 0.0
+
+
+def test_filtered_groups_are_refilled(root):
+    succeeded(train(root, "dapo", "batch.filter_groups=true", "batch.max_generations=3", "rollout.num_samples=2"))
+    rows = metrics(root, "dapo")
+    assert all(row["groups/no_signal_frac"] == 0.0 for row in rows if "actor/pg_loss" in row)
+    assert max(row["groups/sampled"] for row in rows) > 4
+
+
+def test_a_second_run_in_the_same_directory_is_refused(root):
+    done = train(root, "whole", resume="never")
+    assert done.returncode == 2
+    assert "already holds a run" in done.stderr
+    assert "Traceback" not in done.stderr
