@@ -12,6 +12,8 @@ from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_ENDED_BY_LIMIT, I
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    # PyTorch's C++ side prints a NUMA notice per rank when an engine starts; it must be told before the first import.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
