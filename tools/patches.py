@@ -9,6 +9,10 @@
                                                    patch files from the commits TAG..HEAD of a git checkout
     ... --tree DIR megatron-core                   work on a git checkout or an unpacked source tree instead
 
+To change a series, give it a git checkout: tag the pristine tree, `git am` the patches in the order of `series`, amend
+or add commits (one for each patch, with the trailers Origin, Forwarded, Drop-When and Test), then export. Where a newer
+upstream has only moved the text, `export --tree DIR` without --base renews line numbers and context.
+
 A series is applied all or nothing: if one hunk does not match, no file changes and the message names patch, file and
 hunk. Exit status: 0 done (status: applied), 1 not applied, 2 error.
 """
