@@ -75,7 +75,7 @@ class RouterReplayer:
     """The routers of one model on this rank. Raises `InputError` where the model has options that bypass replay."""
 
     def __init__(self, model: GPTModel, architecture: Architecture, config: RoutingConfig, device: torch.device):
-        _refuse(model.config)
+        refuse_options(model.config)
         self.config, self.device, self.shape = config, device, RouteShape.of(architecture)
         self.routers: list[LayerReplay] = []
         for module in model.modules():
@@ -219,7 +219,7 @@ def _sequence_parallel() -> tuple[int, int]:
     return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
 
 
-def _refuse(config: TransformerConfig) -> None:
+def refuse_options(config: TransformerConfig) -> None:
     """Options with which routes on record would be ignored, or a loss would push against them."""
     try:
         RouterReplay.check_config(config)

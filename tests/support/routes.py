@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 
 from megatron_rl.routing import route_checksums
 from megatron_rl.types import Batch
+from tools.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
 
 
 def random_routes(
@@ -23,3 +27,9 @@ def with_routes(batch: Batch, routes: list[np.ndarray]) -> Batch:
         sequence.routed_experts = its
         sequence.route_checksums = route_checksums(sequence.id, sequence.tokens, its)
     return batch
+
+
+def save_random_model(folder: Path, **config: Any) -> Path:
+    """An untrained tiny Qwen3-MoE in Hugging Face layout; ``config``: keys of its configuration."""
+    save_checkpoint(build_model(build_tiny_config(**config)), folder)
+    return folder

@@ -1,0 +1,189 @@
+"""Router replay on every layout: exact, with gradients, and never of routes that are not those of the tokens.
+
+fp32, stored rollouts, routes made without an engine. Ranks start once per number of ranks and run all their jobs.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from tests.parallel.gloo import run_ranks
+
+LAYOUTS = {
+    "one": (1, {}),
+    "tp2": (2, {"parallel": {"tensor": 2}}),
+    "ep2": (2, {"parallel": {"expert": 2}}),
+    "tp2ep2": (2, {"parallel": {"tensor": 2, "expert": 2}}),
+    "pp2": (2, {"parallel": {"pipeline": 2}}),
+    # Several microbatches in flight, recomputed when later ones have already been routed.
+    "pp2, recompute full": (2, {"parallel": {"pipeline": 2}, "recompute": "full", "max_tokens_per_microbatch": 128}),
+    "tp2ep2, recompute selective": (2, {"parallel": {"tensor": 2, "expert": 2}, "recompute": "selective"}),
+    "one, recompute full": (1, {"recompute": "full", "max_tokens_per_microbatch": 128}),
+    "one, recompute selective": (1, {"recompute": "selective"}),
+}
+MUTATIONS = ("shift", "swap layers", "drop row", "duplicate", "out of range", "other sequence")
+SLICE_MUTATIONS = {"permute ranks": "tp2", "swap local layers": "pp2", "other stage's layers": "pp2"}
+
+
+def start(world_size: int, jobs: dict) -> list[dict]:
+    return run_ranks("tests.parallel.replay_programs", "run_jobs", world_size, jobs=jobs, timeout_s=500)
+
+
+@pytest.fixture(scope="module")
+def tiny_with_a_dense_layer(tmp_path_factory) -> str:
+    from tests.support.routes import save_random_model
+
+    return str(save_random_model(tmp_path_factory.mktemp("model"), mlp_only_layers=[1]))
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_with_a_dense_layer) -> dict[str, list[dict]]:
+    """Result of every job on every rank: ``runs[job][rank]``."""
+    (alone,) = start(1, {"native": ("native_routes", {}), "random": ("some_routes", {})})
+    native, random = alone["native"], alone["random"]
+    jobs: dict[int, dict] = {1: {}, 2: {}}
+    for name, (ranks, section) in LAYOUTS.items():
+        jobs[ranks] |= {
+            f"{name}: off": ("gradients", {"mode": "off", "routes": None, **section}),
+            f"{name}: native": ("gradients", {"mode": "r3", "routes": native, **section}),
+            f"{name}: random": ("gradients", {"mode": "r3", "routes": random, **section}),
+        }
+        if "recompute" not in section:
+            jobs[ranks] |= {
+                f"{name}: r2": ("gradients", {"mode": "r2", "routes": None, **section}),
+                f"{name}: watch": ("gradients", {"mode": "off", "routes": random, "telemetry": True, **section}),
+            }
+    for name in ("one", "pp2", "tp2"):
+        ranks, section = LAYOUTS[name]
+        jobs[ranks][f"{name}: dense"] = ("dense_layer", {"model": tiny_with_a_dense_layer, **section})
+    for mutation in MUTATIONS:
+        jobs[1][mutation] = ("mutated_payload", {"mutation": mutation})
+    jobs[2]["shift, ep2"] = ("mutated_payload", {"mutation": "shift", **LAYOUTS["ep2"][1]})
+    for mutation, layout in SLICE_MUTATIONS.items():
+        jobs[2][mutation] = ("mutated_slice", {"mutation": mutation, **LAYOUTS[layout][1]})
+    jobs[1]["finite differences"] = ("finite_differences", {})
+    jobs[1]["fallback"] = ("with_missing_rows", {})
+    jobs[1]["refused"] = ("refused_options", {})
+    return {name: [rank[name] for rank in ranks] for n in jobs for ranks in [start(n, jobs[n])] for name in jobs[n]}
+
+
+def worst(result: dict, reference: dict) -> float:
+    """Largest relative difference of a gradient, over the tensors of the model."""
+    pairs = [(result["gradients"][name], gradient) for name, gradient in reference["gradients"].items()]
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs if b.norm() > 0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_replaying_native_routes_is_native_routing(runs, layout):
+    for off, native in zip(runs[f"{layout}: off"], runs[f"{layout}: native"], strict=True):
+        assert worst(native, off) < 1e-6
+        np.testing.assert_allclose(native["logprobs"], off["logprobs"], atol=1e-6)
+        assert native["metrics"]["router/agree_frac"] == 1.0
+        assert native["metrics"]["router/replay_coverage"] == 1.0
+        assert native["metrics"]["router/fallback_frac"] == 0.0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_replaying_any_routes_gives_the_gradients_of_one_rank(runs, layout):
+    one = runs["one: random"][0]
+    for result in runs[f"{layout}: random"]:
+        assert worst(result, one) < 2e-5
+        np.testing.assert_allclose(result["logprobs"], one["logprobs"], atol=2e-5)
+        for name in ("agree_frac", "any_flip_frac", "replay_coverage", "margin_q10", "agree_frac/layer_3"):
+            assert result["metrics"][f"router/{name}"] == pytest.approx(one["metrics"][f"router/{name}"], abs=1e-3)
+    # The comparison would prove nothing if replay did not matter.
+    assert worst(one, runs["one: off"][0]) > 0.1
+    assert one["metrics"]["router/agree_frac"] < 0.2
+    assert one["metrics"]["router/any_flip_frac"] > 0.9
+
+
+@pytest.mark.parametrize("layout", [name for name, (_, section) in LAYOUTS.items() if "recompute" not in section])
+def test_r2_records_what_one_rank_routes_and_changes_nothing(runs, layout):
+    native = runs["one: native"][0]["routes"]
+    for rank, result in enumerate(runs[f"{layout}: r2"]):
+        for got, want in zip(result["routes"], native, strict=True):
+            assert (np.sort(got, -1) == np.sort(want, -1)).all()
+        assert worst(result, runs[f"{layout}: off"][rank]) < 1e-6
+        assert result["metrics"]["router/agree_frac"] == 1.0
+
+
+@pytest.mark.parametrize("layout", [name for name, (_, section) in LAYOUTS.items() if "recompute" not in section])
+def test_watching_measures_and_changes_nothing(runs, layout):
+    for rank, result in enumerate(runs[f"{layout}: watch"]):
+        assert worst(result, runs[f"{layout}: off"][rank]) == 0.0
+        assert 0.0 < result["metrics"]["router/agree_frac"] < 0.2
+        assert "router/replay_coverage" not in result["metrics"]
+
+
+def test_routers_get_the_gradient_of_the_replayed_experts(runs):
+    """Directional derivative over all router weights, random routes: autograd against central differences."""
+    result = runs["finite differences"][0]
+    assert result["autograd"] > 1e-3
+    assert result["differences"] == pytest.approx(result["autograd"], rel=1e-2)
+
+
+@pytest.mark.parametrize("layout", ["one", "pp2", "tp2"])
+def test_dense_layers_among_the_others_have_no_routes(runs, layout):
+    one = runs["one: dense"][0]
+    assert {name for name in one["native"]["metrics"] if "/layer_" in name} == {
+        f"router/agree_frac/layer_{i}" for i in (0, 2, 3)
+    }
+    for result in runs[f"{layout}: dense"]:
+        assert worst(result["native"], result["off"]) < 1e-6
+        assert worst(result["random"], one["random"]) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("mutation", "message"),
+    [
+        ("shift", r"sequence train:5/0: .*first at token 0 \(.*MoE layer 0"),
+        ("swap layers", r"sequence train:5/0: .*MoE layer 1 \(2 of 4 layers\)"),
+        ("drop row", r"sequence train:5/0: routes of shape \(\d+, 4, 2\), due are"),
+        ("duplicate", r"sequence train:5/0, layer 2, token 3: experts \[1, 1\]; expected 2 different ones"),
+        ("out of range", r"sequence train:5/0, layer 2, token 3: experts \[8, 1\]; expected 2 different ones"),
+        ("other sequence", r"sequence train:5/0: .*first at token 0 "),
+    ],
+)
+def test_mutated_payloads_are_refused(runs, mutation, message):
+    result = runs[mutation][0]
+    assert re.search(message, result["error"]), result["error"]
+    assert result["num_updates"] == 0
+    assert result["weights_moved"] == 0.0
+
+
+def test_a_bad_payload_ends_every_rank_with_the_same_message(runs):
+    """Only one of the data-parallel ranks holds the sequence; the other must not wait for it."""
+    first, second = runs["shift, ep2"]
+    assert first["error"] == second["error"]
+    assert "sequence train:5/0" in first["error"]
+
+
+@pytest.mark.parametrize("mutation", SLICE_MUTATIONS)
+def test_wrong_slices_are_refused(runs, mutation):
+    for result in runs[mutation]:
+        assert "the route sliced for this rank belongs to another token or layer" in result["error"]
+        assert result["error"].startswith("sequence train:")
+        assert ", layer " in result["error"]
+        assert ", token " in result["error"]
+        assert result["num_updates"] == 0
+
+
+def test_missing_rows_fall_back_to_the_router_and_are_counted(runs):
+    result = runs["fallback"][0]
+    assert result["missing"]["metrics"]["router/fallback_frac"] == pytest.approx(result["fraction"])
+    assert result["missing"]["metrics"]["router/replay_coverage"] == pytest.approx(1 - result["fraction"])
+    # All rows on record are the router's own: falling back on the others changes nothing.
+    assert worst(result["missing"], result["off"]) < 1e-6
+    assert worst(result["malformed"], result["off"]) < 1e-6
+    assert result["malformed"]["metrics"]["router/fallback_frac"] == pytest.approx(result["fraction"])
+
+
+def test_options_that_bypass_replay_are_refused(runs):
+    messages = runs["refused"][0]
+    assert "moe_router_fusion" in messages["fused"]
+    assert "load-balancing loss (aux_loss) computes a top-k of its own" in messages["aux loss"]
+    assert "moe_expert_capacity_factor" in messages["capacity"]
+    assert messages["none"] is None
