@@ -62,6 +62,10 @@ class MonitorConfig(Section):
     """Draw plots/curves.png at the end of the run."""
     noise_ema: float = Field(0.9, ge=0, lt=1)
     """Decay per step of the running means behind noise/grad_norm_ema and noise/gns."""
+    gradient_noise: bool = True
+    """Measure in every update what noise/gns, noise/update_rms and noise/relative_update need. One pass over the
+    gradients, one over Adam's moments; phase `noise`. The noise scale also needs two data-parallel ranks, or two
+    microbatches without a pipeline."""
     growth_window: int = Field(50, ge=3)
     """Steps over which mismatch/growth, the slope of log mismatch/rho_std, is fitted."""
     repetition_ngram: PositiveInt = 8

@@ -29,6 +29,7 @@ from megatron_rl.learner.distributed import gather_objects, initialize
 from megatron_rl.learner.hf_export import write_hf_checkpoint
 from megatron_rl.learner.logprobs import token_logprobs
 from megatron_rl.learner.model import DTYPES, build_model, use_transformer_engine
+from megatron_rl.learner.noise import GradientNoise, update_size
 from megatron_rl.learner.packing import Microbatch, build_microbatch, deal, minibatch_denominators
 from megatron_rl.learner.precision import OverflowGuard, describe_model, master_reader
 from megatron_rl.learner.replay import RouterReplayer, RoutingMode, raise_together
@@ -69,6 +70,7 @@ class Learner:
         self.overflow = OverflowGuard(
             self.optimizer, loss_scale, self.config.max_consecutive_overflows, self.weights.named_parameters
         )
+        self.noise = GradientNoise(self.model, self.optimizer) if recipe.monitor.gradient_noise else None
         self.scheduler = build_scheduler(recipe.schedule, self.config.optimizer, self.optimizer, recipe.num_updates)
         self.keep_current_logprobs = False  # leave log pi of the update in the batch, for the flight recorder
         self.step = 0  # rollout steps done
@@ -123,6 +125,8 @@ class Learner:
             mode = self._routing_mode(updating=True)
             microbatches = self._microbatches(batch, indices, mode)
             denominators = minibatch_denominators([batch.sequences[i] for i in indices], self.recipe.objective)
+        if self.noise is not None:
+            self.noise.begin([len(m.indices) for m in microbatches], len(indices))
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         with self.phase("forward_backward"):
@@ -134,14 +138,18 @@ class Learner:
         with self.phase("optimizer"):
             lr = self.optimizer.param_groups[0]["lr"]
             updated, grad_norm = self.overflow.step()
+        noise: dict[str, float] = {}
         if updated:
+            if self.noise is not None:
+                with self.phase("noise"):
+                    noise = self.noise.collect() | update_size(self.optimizer)
             self.scheduler.step(1)
             self.num_updates += 1
         with self.phase("reduce_metrics"):
             stats = self._reduce_stats([stats for stats, _ in filter(None, results)])
             real, padded = np.sum(gather_objects([(m.num_real_tokens, m.tokens.numel()) for m in microbatches]), (0, 1))
         norm = {} if grad_norm is None else {"actor/grad_norm": float(grad_norm)}  # a skipped update has none
-        return stats, norm | {
+        return stats, norm | noise | {
             "actor/lr": float(lr),
             "actor/update_skipped": float(not updated),
             "perf/padding_frac": 1.0 - real / padded,

@@ -1,4 +1,4 @@
-"""How noisy the gradient is, and how far an update moves the weights.
+"""How noisy the gradient is, from what the learner measures (`megatron_rl.learner.noise`).
 
 B_simple = tr(Σ) / |G|² [McCandlish et al., arXiv 1812.06162, Eq 2.9]: the batch size at which noise and signal of the
 gradient are equally strong, estimated from squared gradient norms at two batch sizes (their Appendix A.1).
@@ -7,10 +7,8 @@ gradient are equally strong, estimated from squared gradient norms at two batch 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-import torch
 
 
 def noise_scale_parts(sq_small: float, sq_big: float, batch_small: float, batch_big: float) -> tuple[float, float]:
@@ -25,19 +23,6 @@ def noise_scale_parts(sq_small: float, sq_big: float, batch_small: float, batch_
     grad_sq = (batch_big * sq_big - batch_small * sq_small) / (batch_big - batch_small)
     trace_cov = (sq_small - sq_big) / (1.0 / batch_small - 1.0 / batch_big)
     return grad_sq, trace_cov
-
-
-def small_batch(norms: Sequence[float], sizes: Sequence[float]) -> tuple[float, float]:
-    """(mean |G_i|², effective batch size) of the parts of a batch: microbatches, or data-parallel ranks.
-
-    ``norms[i]`` is the norm of the *mean* gradient over the ``sizes[i]`` sequences of part i: a part's contribution to
-    the global gradient times (all sequences / its own). E|G_i|² = |G|² + tr Σ / b_i, so parts of unequal size act
-    like equal parts of their harmonic mean.
-    """
-    if len(norms) != len(sizes) or not norms:
-        raise ValueError(f"{len(norms)} norms for {len(sizes)} sizes: one of each per part")
-    mean_sq = sum(norm * norm for norm in norms) / len(norms)
-    return mean_sq, len(sizes) / sum(1.0 / size for size in sizes)
 
 
 class GradientNoiseScale:
@@ -122,21 +107,3 @@ class NoiseMonitor:
         """Continue from `state_dict`."""
         self.grad_norm.load_state_dict(state["grad_norm"])
         self.scale.load_state_dict(state["scale"])
-
-
-def update_sums(before: Iterable[torch.Tensor], after: Iterable[torch.Tensor]) -> torch.Tensor:
-    """[3] float64: Σ (after − before)², Σ before², number of elements. Sums of shards add up to the whole's."""
-    sums = torch.zeros(3, dtype=torch.float64)
-    for old, new in zip(before, after, strict=True):
-        old, new = old.detach().double(), new.detach().double()
-        sums += torch.stack([(new - old).square().sum(), old.square().sum(), old.new_tensor(old.numel())]).cpu()
-    return sums
-
-
-def update_metrics(sums: torch.Tensor) -> dict[str, float]:
-    """`noise/update_rms` (per weight) and `noise/relative_update` (|Δθ| / |θ|) from summed `update_sums`."""
-    change_sq, weight_sq, count = sums.tolist()
-    return {
-        "noise/update_rms": math.sqrt(change_sq / count) if count else math.nan,
-        "noise/relative_update": math.sqrt(change_sq / weight_sq) if weight_sq else math.nan,
-    }

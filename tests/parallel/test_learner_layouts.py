@@ -75,7 +75,8 @@ def runs(tmp_path_factory) -> dict[str, list[dict]]:
 
 def assert_same_run(result: dict, reference: dict, tolerance: float = 1e-4) -> None:
     for step, (got, want) in enumerate(zip(result["metrics"], reference["metrics"], strict=True)):
-        assert got.keys() == want.keys()
+        # The noise scale takes a layout with parts: see test_learner_noise.py.
+        assert {n for n in got if "noise/" not in n} == {n for n in want if "noise/" not in n}
         for name in ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "mismatch/rho_std", "actor/ppo_kl"):
             assert got[name] == pytest.approx(want[name], rel=tolerance, abs=tolerance), (step, name)
     np.testing.assert_allclose(np.concatenate(result["before"]), np.concatenate(reference["before"]), 1e-5, 1e-5)

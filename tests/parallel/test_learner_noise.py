@@ -1,0 +1,95 @@
+"""Gradient noise and update size as the learner measures them, against gradients taken part by part on one rank and
+against the weights before and after, on several layouts."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parallel.gloo import run_ranks
+
+MODULE = "tests.parallel.noise_programs"
+OPTIMIZER = {"lr": 1e-3, "weight_decay": 0.1}
+SMALL = 150  # tokens in a microbatch: several of them in a batch
+# ranks, learner section, (data-parallel ranks, only their first microbatch?) behind the noise scale; None: it has none
+LAYOUTS = {
+    "one": (1, {"max_tokens_per_microbatch": SMALL}, (1, True)),
+    "one microbatch": (1, {}, None),
+    "dp2": (2, {}, (2, False)),
+    "dp2 microbatches": (2, {"max_tokens_per_microbatch": SMALL}, (2, False)),
+    "ep2": (2, {"parallel": {"expert": 2}}, (2, False)),
+    "tp2": (2, {"parallel": {"tensor": 2}, "max_tokens_per_microbatch": SMALL}, (1, True)),
+    "pp2": (2, {"parallel": {"pipeline": 2}, "max_tokens_per_microbatch": SMALL}, None),
+    "dp2 tp2 ep2": (4, {"parallel": {"tensor": 2, "expert": 2}}, (2, False)),
+    "dp2 pp2": (4, {"parallel": {"pipeline": 2}}, (2, False)),
+}
+STEPS = 2
+INPUTS = ("noise/sq_small", "noise/sq_big", "noise/batch_small", "noise/batch_big")
+
+
+def section(layout: str, **changes) -> dict:
+    return {"dtype": "fp32", "optimizer": OPTIMIZER, **LAYOUTS[layout][1], **changes}
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict:
+    """``runs[job][rank]``."""
+    jobs: dict[int, dict] = {n: {} for n in (1, 2, 4)}
+    for name, (ranks, _, parts) in LAYOUTS.items():
+        jobs[ranks][name] = ("updates", {"num_steps": STEPS, **section(name)})
+        if parts is not None:
+            tokens = LAYOUTS[name][1].get("max_tokens_per_microbatch", 16384)
+            kwargs = {"num_ranks": parts[0], "max_tokens": tokens, "first_only": parts[1]}
+            jobs[1][f"parts, {name}"] = ("part_norms", kwargs)
+    fp16 = section("dp2", dtype="fp16", loss_scale={"initial": 64.0})
+    jobs[2]["dp2 fp16"] = ("updates", {"num_steps": 1, **fp16})
+    jobs[2]["fewer sequences than ranks"] = ("updates", {"num_steps": 1, "num_sequences": 1, **section("dp2")})
+    jobs[2]["dp2 minibatches"] = ("updates", {"num_steps": 1, "minibatches": 2, **section("dp2")})
+    jobs[1]["one minibatches"] = ("updates", {"num_steps": 1, "minibatches": 2, **section("one microbatch")})
+    started = {n: run_ranks(MODULE, "run_jobs", n, jobs=jobs[n], timeout_s=400) for n in jobs}
+    return {name: [rank[name] for rank in started[n]] for n in jobs for name in jobs[n]}
+
+
+@pytest.mark.parametrize("layout", [name for name, (_, _, parts) in LAYOUTS.items() if parts is not None])
+def test_squared_norms_are_those_of_the_parts(runs, layout):
+    found = runs[layout][0][0]
+    (parts,) = runs[f"parts, {layout}"]
+    *sizes, total = parts["sizes"]
+    *squares, whole = parts["squares"]
+    assert found["noise/batch_big"] == total == 24
+    assert found["noise/batch_small"] == pytest.approx(len(sizes) / sum(1 / size for size in sizes))
+    assert found["noise/sq_big"] == pytest.approx(whole, rel=1e-4)
+    means = [square * (total / size) ** 2 for square, size in zip(squares, sizes, strict=True)]
+    assert found["noise/sq_small"] == pytest.approx(sum(means) / len(means), rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_update_size_is_what_the_weights_did(runs, layout):
+    for metrics in runs[layout][0]:
+        assert metrics["noise/update_rms"] == pytest.approx(metrics["test/update_rms"], rel=2e-3)
+        assert metrics["noise/relative_update"] == pytest.approx(metrics["test/relative_update"], rel=2e-3)
+    assert all(rank == runs[layout][0] for rank in runs[layout])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_first_update_is_the_same_on_every_layout(runs, layout):
+    assert runs[layout][0][0]["noise/update_rms"] == pytest.approx(runs["one"][0][0]["noise/update_rms"], rel=1e-2)
+
+
+def test_without_parts_there_is_no_noise_scale(runs):
+    for name in ("one microbatch", "pp2", "fewer sequences than ranks"):
+        for metrics in runs[name][0]:
+            assert not any(key in metrics for key in INPUTS), name
+            assert metrics["noise/update_rms"] > 0
+
+
+def test_loss_scale_leaves_no_trace(runs):
+    scaled, plain = runs["dp2 fp16"][0][0], runs["dp2"][0][0]
+    assert scaled["precision/loss_scale"] > 1
+    for key in ("noise/sq_small", "noise/sq_big"):
+        assert scaled[key] == pytest.approx(plain[key], rel=0.05)
+
+
+def test_several_updates_of_one_batch_are_averaged(runs):
+    (metrics,) = runs["dp2 minibatches"][0]
+    assert metrics["noise/batch_big"] == 12
+    assert not any(key in runs["one minibatches"][0][0] for key in INPUTS)
