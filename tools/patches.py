@@ -9,6 +9,8 @@
                                                    patch files from the commits TAG..HEAD of a git checkout
     ... --tree DIR megatron-core                   work on a git checkout or an unpacked source tree instead
 
+A series that no package holds the files of (UPSTREAM: `Package: none`) is used only when it is named, with --tree.
+
 To change a series, give it a git checkout: tag the pristine tree, `git am` the patches in the order of `series`, amend
 or add commits (one for each patch, with the trailers Origin, Forwarded, Drop-When and Test), then export. Where a newer
 upstream has only moved the text, `export --tree DIR` without --base renews line numbers and context.
@@ -101,7 +103,7 @@ def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["status", "check", "apply", "revert", "export"])
-    parser.add_argument("upstream", nargs="*", help="folders below patches/; default: all")
+    parser.add_argument("upstream", nargs="*", help="folders below patches/; default: all for packages")
     parser.add_argument("--tree", help="a git checkout or an unpacked source tree, instead of the installed package")
     parser.add_argument("--base", help="export: the commit or tag of the checkout that is pristine upstream")
     parser.add_argument("--archive", help="check: use this archive instead of downloading it")
@@ -111,10 +113,17 @@ def arguments() -> argparse.Namespace:
     return parser.parse_intermixed_args()
 
 
+def _choose(options: argparse.Namespace, known: list[str]) -> list[str]:
+    """The series that are named; without names, all that the command can do something with."""
+    if options.upstream or options.command == "check":
+        return options.upstream or known
+    return [name for name in known if not Series.read(options.patches / name).needs_tree]
+
+
 def run(options: argparse.Namespace) -> int:
     """Run one command on every chosen series; the exit status."""
     known = sorted(path.parent.name for path in options.patches.glob("*/UPSTREAM"))
-    chosen = options.upstream or known
+    chosen = _choose(options, known)
     unknown = [name for name in chosen if name not in known]
     if unknown:
         raise PatchError(f"no such upstream: {', '.join(unknown)}; there are: {', '.join(known)}")
@@ -124,7 +133,9 @@ def run(options: argparse.Namespace) -> int:
     for name in chosen:
         series = Series.read(options.patches / name)
         if options.command == "check":
-            print(f"{name}: {upstream.check(series, REPOSITORY, REPOSITORY / '.cache' / 'patches', options.archive)}")
+            tree = options.tree and target.find(series, options.tree, options.allow_global).root
+            cache = REPOSITORY / ".cache" / "patches"
+            print(f"{name}: {upstream.check(series, REPOSITORY, cache, options.archive, tree)}")
         elif options.command == "export":
             if options.tree is None:
                 raise PatchError("export reads a checkout or a tree: name it with --tree")

@@ -24,6 +24,7 @@ from megatron_rl.learner.scheduler import build_scheduler
 from megatron_rl.schedule import synthetic
 
 PATCH = Path(__file__).parents[2] / "patches" / "megatron-lm" / "lr-decay-style-length-decay.patch"
+TOOL = PATCH.parents[2] / "tools" / "patches.py"
 STEPS, BATCH_SIZE = 600, 64
 LENGTHS = synthetic.paper_curve(110, 3500.0, num_steps=STEPS)(np.random.default_rng(11), 0.1)
 
@@ -115,8 +116,23 @@ def test_bad_settings_are_refused(patched):
             config(**{"decay_period": 5 if "surge_ratio" in keys else None, **keys})
 
 
-def test_whole_patch_fits_a_checkout():
+def patches(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, str(TOOL), *arguments], capture_output=True, text=True, timeout=120)
+
+
+def test_the_series_is_used_only_when_named():
+    assert "megatron-lm" not in patches("status").stdout
+    done = patches("status", "megatron-lm")
+    assert done.returncode == 2
+    assert "name yours with --tree" in done.stderr
+    done = patches("check", "megatron-lm")
+    assert done.returncode == 0
+    assert done.stdout.startswith("megatron-lm: skipped, read only (1 patches, 5 files)")
+
+
+def test_whole_series_fits_a_checkout():
     tree = os.environ.get("MEGATRON_LM")
     if not tree:
         pytest.skip("MEGATRON_LM names no checkout of Megatron-LM at core_v0.16.1")
-    subprocess.run(["git", "apply", "--check", str(PATCH)], cwd=tree, check=True)
+    done = patches("check", "--tree", tree, "megatron-lm")
+    assert done.stdout == f"megatron-lm: 1 patches, 5 files: apply to {Path(tree).resolve()} and revert exactly\n"

@@ -97,6 +97,11 @@ class Series:
         return self.folder.name
 
     @property
+    def needs_tree(self) -> bool:
+        """Whether it is for a source tree alone: no package holds its files, so it is used only when named."""
+        return self.pins["Package"] == "none"
+
+    @property
     def paths(self) -> list[str]:
         """Every file that the series touches, sorted."""
         return sorted({change.path for patch in self.patches for change in patch.changes})

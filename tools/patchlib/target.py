@@ -61,6 +61,8 @@ def find(series: Series, tree: str | None, allow_global: bool) -> Target:
         if not (root / top).is_dir():
             raise PatchError(f"{root}: not a tree of {series.name}: there is no {top}/ in it")
         return Target(root, None)
+    if series.needs_tree:
+        raise PatchError(f"{series.name} is for a source tree ({series.pins['Source']}): name yours with --tree")
     package = series.pins["Package"].split("==")[0]
     try:
         distribution = importlib.metadata.distribution(package)

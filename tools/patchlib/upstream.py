@@ -12,7 +12,7 @@ from pathlib import Path
 
 from . import target
 from .errors import PatchError
-from .series import Series, tree_hash
+from .series import Files, Series, tree_hash
 
 
 def fetch(series: Series, cache: Path, archive: str | None) -> Path:
@@ -59,33 +59,49 @@ def unpack(archive: Path, folder: Path, top: str) -> Path:
     raise PatchError(f"{archive.name}: holds no {top}/")
 
 
-def check(series: Series, repository: Path, cache: Path, archive: str | None) -> str:
-    """Apply to a pristine tree, compare hashes, compile, revert, compare bytes; a line that says what was checked."""
+def check(series: Series, repository: Path, cache: Path, archive: str | None, tree: Path | None = None) -> str:
+    """Prove the series on a copy of the pristine files of ``tree``, else of the archive; a line that says what was
+    checked. A series for source trees alone has no archive: without a tree only its tests and its form are checked."""
     missing = sorted({p.trailers["Test"] for p in series.patches if not (repository / p.trailers["Test"]).is_file()})
     if missing:
         raise PatchError(f"{series.name}: tests named in trailers do not exist: {', '.join(missing)}")
-    source = fetch(series, cache, archive)
+    if tree is None and series.needs_tree:
+        return (
+            f"skipped, read only ({len(series.patches)} patches, {len(series.paths)} files): prove it on "
+            f"{series.pins['Source']} with `check --tree DIR {series.name}`"
+        )
     with tempfile.TemporaryDirectory(prefix="patches-check-") as folder:
-        root = unpack(source, Path(folder), series.pins["Root"])
+        if tree is not None:
+            root, what = Path(folder), str(tree)
+            pristine = series.pristine(series.load(tree))
+            target.replace_files(root, dict.fromkeys(pristine), pristine)
+        else:
+            source = fetch(series, cache, archive)
+            root, what = unpack(source, Path(folder), series.pins["Root"]), source.name
         pristine = series.load(root)
-        _expect(series, "Tree-Before", tree_hash(pristine), f"{source.name} as it comes")
-        for count, patch in enumerate(series.patches):
-            state = pristine
-            for earlier in series.patches[:count]:
-                state = earlier.applied_to(state)
-            after = patch.applied_to(state)
-            if patch.applied_to(after, reverse=True) != state:
-                raise PatchError(f"{patch.name}: does not revert to what it was applied to")
-        patched = series.patched(pristine)
-        target.replace_files(root, pristine, patched)
-        _expect(series, "Tree-After", tree_hash(series.load(root)), "the patched tree")
-        for path, content in patched.items():
-            if content is not None and path.endswith(".py"):
-                compile(content, path, "exec")
-        target.replace_files(root, patched, pristine)
-        if series.load(root) != pristine:
-            raise PatchError(f"{series.name}: reverting does not restore upstream's files")
-    return f"{len(series.patches)} patches, {len(pristine)} files: apply to {source.name} and revert exactly"
+        _expect(series, "Tree-Before", tree_hash(pristine), f"{what} as it comes")
+        _prove(series, root, pristine)
+    return f"{len(series.patches)} patches, {len(pristine)} files: apply to {what} and revert exactly"
+
+
+def _prove(series: Series, root: Path, pristine: Files) -> None:
+    """Apply to the tree at ``root``, compare hashes, compile, revert, compare bytes."""
+    for count, patch in enumerate(series.patches):
+        state = pristine
+        for earlier in series.patches[:count]:
+            state = earlier.applied_to(state)
+        after = patch.applied_to(state)
+        if patch.applied_to(after, reverse=True) != state:
+            raise PatchError(f"{patch.name}: does not revert to what it was applied to")
+    patched = series.patched(pristine)
+    target.replace_files(root, pristine, patched)
+    _expect(series, "Tree-After", tree_hash(series.load(root)), "the patched tree")
+    for path, content in patched.items():
+        if content is not None and path.endswith(".py"):
+            compile(content, path, "exec")
+    target.replace_files(root, patched, pristine)
+    if series.load(root) != pristine:
+        raise PatchError(f"{series.name}: reverting does not restore upstream's files")
 
 
 def _expect(series: Series, pin: str, found: str, what: str) -> None:
