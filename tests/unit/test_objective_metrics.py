@@ -59,6 +59,18 @@ def test_mismatch_metrics_by_hand():
     assert found["training/rollout_probs_diff_max"] == pytest.approx(0.5)
 
 
+def test_extremes_look_at_trained_tokens_only():
+    """Every rho is below 1, padding (whose log-probs are taken as 0, ratio 1) included in the tensor."""
+    log_po = torch.tensor([[-1.0, -2.0, 0.0]])
+    log_mu = torch.tensor([[-0.5, -1.0, 0.0]])
+    mask = torch.tensor([[True, True, False]])
+    assert mismatch_metrics(log_po, log_mu, mask)["mismatch/rho_max"] == pytest.approx(math.exp(-0.5))
+    inputs = ObjectiveInputs(log_po, log_po, log_mu, torch.ones(1), mask)
+    found = compute_objective(inputs, ObjectiveConfig.model_validate({"correction": ["is"]})).metrics
+    assert found["rollout_corr/rollout_is_max"] == pytest.approx(math.exp(-0.5))
+    assert found["rollout_corr/rollout_is_min"] == pytest.approx(math.exp(-1.0))
+
+
 def test_names_of_the_specification_are_all_there():
     batch = random_batch(1)
     inputs, mask = padded(batch)
