@@ -1,4 +1,4 @@
-"""Command line: ``python -m megatron_rl {train,check,schema} …``. Exit status: see `megatron_rl.errors`."""
+"""Command line: ``python -m megatron_rl {train,check,eval,schema} …``. Exit status: see `megatron_rl.errors`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_ENDED_BY_LIMIT, InputError, RunEnded
 
@@ -41,6 +42,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     check = _command(commands, "check", _check, "check a recipe without starting an engine")
     check.add_argument("--ranks", type=int, help="number of ranks the job will have (default: WORLD_SIZE, if set)")
+    evaluate = _command(commands, "eval", _eval, "score a checkpoint on the recipe's data.validation")
+    evaluate.add_argument(
+        "--checkpoint", required=True, type=Path, metavar="DIR", help="Hugging Face folder, or a run's step_… folder"
+    )
+    evaluate.add_argument("--output", type=Path, metavar="FILE", help="also write the figures there, as JSON")
     schema = commands.add_parser("schema", help="print the recipe's JSON Schema, for editors")
     schema.set_defaults(run=_schema)
     return parser
@@ -76,6 +82,16 @@ def _check(options: argparse.Namespace) -> int:
     checked = check_recipe(load_recipe(options.recipe, options.overrides), ranks)
     for what, value in checked.report:
         print(f"{what:>10}  {value}")
+    return EXIT_DONE
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from megatron_rl.config import load_recipe
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    from megatron_rl.evaluate import evaluate
+
+    evaluate(recipe, options.checkpoint.resolve(), options.output)
     return EXIT_DONE
 
 

@@ -25,7 +25,8 @@ def build_batch(step: int, groups: list[Group], recipe: Recipe) -> Batch:
         lengths=torch.tensor([0 if rollout.masked else len(rollout.tokens) for _, rollout in pairs]),
     )
     sequences = [
-        _sequence(group, rollout, float(advantage)) for (group, rollout), advantage in zip(pairs, advantages, strict=True)
+        _sequence(group, rollout, float(advantage))
+        for (group, rollout), advantage in zip(pairs, advantages, strict=True)
     ]
     parts = np.array_split(np.arange(len(sequences)), min(recipe.batch.minibatches, len(sequences) or 1))
     return Batch(step=step, sequences=sequences, minibatches=[part.tolist() for part in parts if len(part)])

@@ -18,7 +18,7 @@ from megatron_rl.config import Recipe
 from megatron_rl.data import PromptSampler, PromptSet, load_prompts, load_tokenizer
 from megatron_rl.errors import InputError
 from megatron_rl.learner.checkpoint import list_checkpoints
-from megatron_rl.learner.distributed import any_rank, broadcast_object, gather_objects, shutdown, world_rank
+from megatron_rl.learner.distributed import any_rank, broadcast_object, gather_objects, shutdown, world_rank, world_size
 from megatron_rl.learner.learner import Learner
 from megatron_rl.monitor import Monitor, RunDirectory, write_environment
 from megatron_rl.precision import confirm_contract, contract
@@ -42,22 +42,6 @@ class Run:
     validation: PromptSet
     monitor: Monitor
     signals: list[int] = field(default_factory=list)  # received and not yet acted on
-
-    def score(self, groups: list[Group]) -> dict[str, float]:
-        """Reward every rollout: each rank scores its share, all ranks hold the result. Returns `reward/*` counts."""
-        mine = groups[world_rank() :: len(gather_objects(None))]
-        counts = self.rewarder.score(mine)
-        scored = [[(r.raw_reward, r.reward, r.masked) for group in mine for r in group.rollouts]]
-        shares = gather_objects((scored[0], counts))
-        for rank, (values, _) in enumerate(shares):
-            rollouts = [r for group in groups[rank :: len(shares)] for r in group.rollouts]
-            for rollout, (raw, reward, masked) in zip(rollouts, values, strict=True):
-                rollout.raw_reward, rollout.reward, rollout.masked = raw, reward, masked
-        failures = ("reward/timeouts", "reward/worker_failures", "reward/errors")
-        rollouts = [r for group in groups for r in group.rollouts]
-        return {name: sum(share[name] for _, share in shares) for name in failures} | {
-            "reward/masked_frac": sum(r.masked for r in rollouts) / max(1, len(rollouts))
-        }
 
     def save(self) -> Path:
         """A checkpoint from which the run continues exactly; older ones beyond `keep_last` go."""
@@ -101,7 +85,7 @@ def start(recipe: Recipe, resume: str = "auto") -> Iterator[Run]:
         if is_main:
             directory.recipe.write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
             write_environment(directory.environment, applied_patches())
-        generator = _start_generator(recipe, tokenizer, learner)
+        generator = start_generator(recipe, tokenizer, learner)
         stack.callback(generator.close)
         stated = contract(recipe, checked.architecture)
         for row in confirm_contract(stated, learner.describe_precision(), generator.describe_precision()):
@@ -135,7 +119,25 @@ def find_checkpoint(directory: RunDirectory, resume: str) -> Path | None:
     return path
 
 
-def _start_generator(recipe: Recipe, tokenizer: Any, learner: Learner) -> Generator:
+def score_shared(rewarder: Rewarder, groups: list[Group]) -> dict[str, float]:
+    """Reward every rollout: each rank scores its share, all ranks hold the result. Returns `reward/*` counts."""
+    mine = groups[world_rank() :: world_size()]
+    counts = rewarder.score(mine)
+    scored = [(r.raw_reward, r.reward, r.masked) for group in mine for r in group.rollouts]
+    shares = gather_objects((scored, counts))
+    for rank, (values, _) in enumerate(shares):
+        rollouts = [r for group in groups[rank :: len(shares)] for r in group.rollouts]
+        for rollout, (raw, reward, masked) in zip(rollouts, values, strict=True):
+            rollout.raw_reward, rollout.reward, rollout.masked = raw, reward, masked
+    failures = ("reward/timeouts", "reward/worker_failures", "reward/errors")
+    rollouts = [r for group in groups for r in group.rollouts]
+    return {name: sum(share[name] for _, share in shares) for name in failures} | {
+        "reward/masked_frac": sum(r.masked for r in rollouts) / max(1, len(rollouts))
+    }
+
+
+def start_generator(recipe: Recipe, tokenizer: Any, learner: Learner) -> Generator:
+    """The engine that the recipe names, beside the learner of the same job."""
     from megatron_rl.rollout.vllm_engine import VllmGenerator
 
     return VllmGenerator(

@@ -9,7 +9,7 @@ from megatron_rl.evaluation import summarise
 from megatron_rl.monitor import AlarmEvent, wanted
 from megatron_rl.recorder import record_batch
 from megatron_rl.rollout import Sampling
-from megatron_rl.run import Run, start
+from megatron_rl.run import Run, score_shared, start
 from megatron_rl.types import Batch, Group
 
 
@@ -49,7 +49,7 @@ def sample(run: Run, step: int) -> tuple[list[Group], dict[str, float]]:
             )
             span.tokens = sum(len(rollout.tokens) for group in groups for rollout in group.rollouts)
         with run.monitor.phase("reward"):
-            new_counts = run.score(groups)
+            new_counts = score_shared(run.rewarder, groups)
         counts = {name: counts.get(name, 0.0) + value for name, value in new_counts.items()}
         num_sampled += len(groups)
         kept += keep_informative(groups) if recipe.batch.filter_groups else groups
@@ -88,7 +88,7 @@ def validate(run: Run, step: int) -> dict[str, float]:
             sampling=Sampling(run.recipe.rollout.max_response_length, temperature=config.temperature),
         )
     with run.monitor.phase("reward"):
-        run.score(groups)
+        score_shared(run.rewarder, groups)
     rewards = [rollout.raw_reward for group in groups for rollout in group.rollouts]
     metrics = {"val/reward/mean": sum(rewards) / len(rewards), **summarise(groups)}
     run.monitor.log(f"validation before step {step}: reward {metrics['val/reward/mean']:.3f}")

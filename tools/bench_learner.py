@@ -104,7 +104,9 @@ def main() -> None:
     assert difference < 1e-5, f"the two models disagree by {difference}: nothing to compare"
     rounds = [(_timed(ours), _timed(theirs)) for _ in range(options.rounds)]
     num_tokens = tokens.numel()
-    print(f"{options.model.name}, {options.sequences} × {options.length} tokens, fp32, 1 thread, {options.rounds} rounds")
+    print(
+        f"{options.model.name}, {options.sequences} × {options.length} tokens, fp32, 1 thread, {options.rounds} rounds"
+    )
     work, rate = flops(architecture, *tokens.shape), matmul_rate()
     for name, seconds in zip(("megatron_rl", "transformers"), zip(*rounds, strict=True), strict=True):
         median = statistics.median(seconds)

@@ -157,3 +157,24 @@ def test_a_second_run_in_the_same_directory_is_refused(root):
     assert done.returncode == 2
     assert "already holds a run" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_eval_scores_checkpoints_of_both_kinds(root, tmp_path):
+    """A run's own checkpoint and its Hugging Face export hold the same weights, so they score the same."""
+
+    def evaluate(checkpoint: Path) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "megatron_rl", "eval", GRPO, "--checkpoint", str(checkpoint)]
+        command += ["--output", str(tmp_path / "figures.json"), "--set", "validation.num_samples=2"]
+        command += ["--set", "validation.limit=16"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+        return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=400)
+
+    figures = []
+    for name in ("step_00000004", "hf"):
+        succeeded(evaluate(root / "whole" / "checkpoints" / name))
+        figures.append(json.loads((tmp_path / "figures.json").read_text()))
+    assert {**figures[0], "checkpoint": ""} == {**figures[1], "checkpoint": ""}
+    assert 0.0 < figures[0]["val/validation/avg@2"] <= figures[0]["val/validation/pass@2"] <= 1.0
+    refused = evaluate(tmp_path)
+    assert refused.returncode == 2
+    assert "neither a Hugging Face folder" in refused.stderr

@@ -70,7 +70,9 @@ def runs(tmp_path_factory) -> dict[str, list[dict]]:
     for name, (_, (ranks, parallel), _) in RESHARDINGS.items():
         path = results[f"save, {name}"][0]["path"]
         loads[ranks][f"load, {name}"] = ("load_and_continue", {"path": path, "learner": learner(parallel)})
-    return results | {name: [rank[name] for rank in ranks] for n in loads for ranks in [start(n, loads[n])] for name in loads[n]}
+    return results | {
+        name: [rank[name] for rank in ranks] for n in loads for ranks in [start(n, loads[n])] for name in loads[n]
+    }
 
 
 def assert_same_run(result: dict, reference: dict, tolerance: float = 1e-4) -> None:

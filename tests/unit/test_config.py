@@ -64,7 +64,9 @@ def test_several_bases_merge_in_order(write):
 
 
 def test_overrides_win_and_are_yaml(write):
-    recipe = load_recipe(GRPO, ["learner.optimizer.lr=3e-6", "batch.prompts=2", "data.validation=[]", "validation.every=0"])
+    recipe = load_recipe(
+        GRPO, ["learner.optimizer.lr=3e-6", "batch.prompts=2", "data.validation=[]", "validation.every=0"]
+    )
     assert recipe.learner.optimizer.lr == 3e-6
     assert recipe.data.validation == []
     assert "expected KEY.PATH=VALUE" in error_of(GRPO, "batch.prompts")

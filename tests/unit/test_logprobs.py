@@ -23,7 +23,9 @@ def test_equals_log_softmax(dtype, tolerance, temperature):
     (expected,) = torch.autograd.grad((chosen * weight.double()).sum(), exact)
     torch.testing.assert_close(logprobs.double(), chosen, rtol=1e-5, atol=1e-5)
     assert logprobs.dtype == torch.float32
-    torch.testing.assert_close(entropy.double(), -(reference.exp() * reference).sum(-1)[positions], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        entropy.double(), -(reference.exp() * reference).sum(-1)[positions], rtol=1e-5, atol=1e-5
+    )
     torch.testing.assert_close(grad.double(), expected, rtol=tolerance, atol=tolerance)
     assert not entropy.requires_grad
 

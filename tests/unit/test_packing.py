@@ -95,7 +95,9 @@ def test_packed_attention_equals_one_sequence_at_a_time(lengths):
 
     pieces = []
     for qs, ks, vs in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
-        qs, ks, vs = (x.squeeze(1).transpose(0, 1) for x in (qs, ks.repeat_interleave(2, 2), vs.repeat_interleave(2, 2)))
+        qs, ks, vs = (
+            x.squeeze(1).transpose(0, 1) for x in (qs, ks.repeat_interleave(2, 2), vs.repeat_interleave(2, 2))
+        )
         scores = qs @ ks.transpose(1, 2) / 8**0.5
         hidden = torch.ones_like(scores).triu(1).bool()
         pieces.append((scores.masked_fill(hidden, -torch.inf).softmax(-1) @ vs).transpose(0, 1).flatten(1))

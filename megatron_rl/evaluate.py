@@ -1,0 +1,66 @@
+"""`eval`: score a checkpoint on the recipe's held-out prompts, outside of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+from megatron_rl.check import check_recipe
+from megatron_rl.config import Recipe
+from megatron_rl.data import load_prompts, load_tokenizer
+from megatron_rl.errors import InputError
+from megatron_rl.evaluation import summarise
+from megatron_rl.learner.checkpoint import TRAINER_FILE
+from megatron_rl.learner.distributed import shutdown, world_rank
+from megatron_rl.learner.learner import Learner
+from megatron_rl.rewards import Rewarder
+from megatron_rl.rollout import Sampling
+from megatron_rl.run import score_shared, start_generator
+
+
+def evaluate(recipe: Recipe, checkpoint: Path, output: Path | None = None) -> dict[str, float]:
+    """`val/*` figures of ``checkpoint`` with the recipe's validation settings; printed, and written to ``output``.
+
+    ``checkpoint``: a folder in Hugging Face layout, or one that a run wrote (``step_…``; the recipe names the model it
+    started from). Every rank calls it. Raises `InputError` before an engine starts where something does not fit.
+    """
+    if not recipe.data.validation:
+        raise InputError("data.validation: names no file; eval has nothing to score")
+    is_ours = (checkpoint / TRAINER_FILE).is_file()
+    if not is_ours:
+        if not (checkpoint / "config.json").is_file():
+            raise InputError(
+                f"--checkpoint {checkpoint}: neither a Hugging Face folder (config.json) nor a run's checkpoint "
+                f"({TRAINER_FILE}); is the path right?"
+            )
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": checkpoint})})
+    check_recipe(recipe)
+    tokenizer = load_tokenizer(str(recipe.model.path))
+    prompts = list(load_prompts(recipe.data.validation, tokenizer, recipe.data.prompt))[: recipe.validation.limit]
+    with contextlib.ExitStack() as stack:
+        sources = {prompt.data_source for prompt in prompts}
+        rewarder = stack.enter_context(Rewarder(recipe.reward, recipe.rollout.max_response_length, sources))
+        learner = Learner(recipe)  # also joins the job's ranks, which the engines share prompts over
+        stack.callback(shutdown)
+        generator = start_generator(recipe, tokenizer, learner)
+        stack.callback(generator.close)
+        if is_ours:
+            learner.load(checkpoint)
+            generator.refit(learner.export_weights(), learner.num_updates)
+        groups = generator.rollout(
+            prompts,
+            recipe.validation.num_samples,
+            policy_version=learner.num_updates,
+            step=0,
+            sampling=Sampling(recipe.rollout.max_response_length, temperature=recipe.validation.temperature),
+        )
+        score_shared(rewarder, groups)
+        figures = summarise(groups)
+        if world_rank() == 0:
+            for name, value in figures.items():
+                print(f"{name:<44} {value:.4f}")
+            if output is not None:
+                about = {"checkpoint": str(checkpoint), "recipe": recipe.name, **figures}
+                output.write_text(json.dumps(about, indent=2) + "\n")
+    return figures
