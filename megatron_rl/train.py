@@ -7,7 +7,7 @@ from megatron_rl.config import Recipe
 from megatron_rl.errors import RunEnded
 from megatron_rl.evaluation import summarise
 from megatron_rl.monitor import AlarmEvent, wanted
-from megatron_rl.recorder import record_batch
+from megatron_rl.recorder import keep_newest, record_batch
 from megatron_rl.rollout import Sampling
 from megatron_rl.run import Run, score_shared, start
 from megatron_rl.types import Batch, Group
@@ -25,10 +25,12 @@ def train(recipe: Recipe, resume: str = "auto") -> None:
             groups, sampling_metrics = sample(run, step)
             with monitor.phase("pack"):
                 batch = build_batch(step, groups, recipe)
+            version = learner.num_updates
             metrics |= sampling_metrics | update(run, batch, groups) | run.generator.stats()
             learner.step = step + 1
             events = monitor.record(step, metrics, groups)
-            saved = act_on(events, run, batch)
+            record(run, batch, version, metrics, alarmed=wanted(events, "record_batch"))
+            saved = act_on(events, run)
             if not saved and _due(step + 1, recipe.checkpoint.every) and step + 1 < recipe.num_steps:
                 run.save()
             if step + 1 < recipe.num_steps and run.stop_requested():
@@ -95,10 +97,18 @@ def validate(run: Run, step: int) -> dict[str, float]:
     return metrics
 
 
-def act_on(events: list[AlarmEvent], run: Run, batch: Batch) -> bool:
+def record(run: Run, batch: Batch, policy_version: int, metrics: dict[str, float], alarmed: bool) -> None:
+    """Put the step's batch on disk if the recipe or an alarm says so. ``policy_version``: of the weights before it."""
+    config, folder = run.recipe.recorder, run.directory.batches
+    if batch.sequences and (alarmed or config.record_batches in ("last_n", "all")):
+        with run.monitor.phase("record"):
+            record_batch(folder, batch, policy_version, metrics, keep=alarmed)
+    if config.record_batches == "last_n":
+        keep_newest(folder, config.keep)
+
+
+def act_on(events: list[AlarmEvent], run: Run) -> bool:
     """Do what this step's alarms and overflows ask for, the same on every rank. True where a checkpoint was written."""
-    if wanted(events, "record_batch"):
-        record_batch(run.directory.batches, batch)
     if wanted(events, "decay_lr"):
         run.learner.scheduler.decay_now()
     reasons = [event.message for event in events if "stop" in event.actions]

@@ -14,6 +14,7 @@ from megatron_rl.config.model import ModelConfig, RuntimeConfig
 from megatron_rl.config.monitor import MonitorConfig
 from megatron_rl.config.objective import ObjectiveConfig
 from megatron_rl.config.precision import PrecisionConfig
+from megatron_rl.config.recorder import RecorderConfig
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.routing import RoutingConfig
@@ -99,6 +100,8 @@ class Recipe(Section):
     """What is kept."""
     monitor: MonitorConfig = MonitorConfig()
     """What is recorded and alarmed on."""
+    recorder: RecorderConfig = RecorderConfig()
+    """Which batches are kept on disk."""
 
     @property
     def run_dir(self) -> Path:
@@ -126,6 +129,12 @@ class Recipe(Section):
                 f"batch.minibatches: {self.batch.minibatches} does not divide the {self.num_sequences} sequences of a "
                 f"step (batch.prompts {self.batch.prompts} · rollout.num_samples {self.rollout.num_samples})"
             )
+        if self.recorder.record_batches == "off":
+            found += [
+                f"recorder.record_batches: off, but alarm {rule.name!r} wants record_batch; use on_alarm or change the alarm"
+                for rule in self.monitor.alarms
+                if "record_batch" in rule.then
+            ]
         if self.validation.every and not self.data.validation:
             found.append("validation.every: set, but data.validation names no file")
         if self.objective.advantage == "rloo" and self.rollout.num_samples < 2:
