@@ -76,6 +76,7 @@ def _report(recipe: Recipe, a: Architecture, world_size: int | None) -> list[tup
         (
             "objective",
             f"{recipe.objective.advantage}, {recipe.objective.policy_term.name}, "
-            f"{'+'.join(c.mode for c in recipe.objective.correction) or 'no correction'}, {recipe.objective.aggregation}",
+            f"{'+'.join(c.mode for c in recipe.objective.correction) or 'no correction'}, "
+            f"{recipe.objective.aggregation}",
         ),
     ]

@@ -68,8 +68,8 @@ def start(recipe: Recipe, resume: str = "auto") -> Iterator[Run]:
     train = load_prompts(recipe.data.train, tokenizer, recipe.data.prompt)
     if recipe.batch.prompts > len(train):
         raise InputError(
-            f"batch.prompts: {recipe.batch.prompts} prompts a step, but data.train has {len(train)}; a step would sample "
-            "a prompt twice. Lower batch.prompts or add data"
+            f"batch.prompts: {recipe.batch.prompts} prompts a step, but data.train has {len(train)}; a step would "
+            "sample a prompt twice. Lower batch.prompts or add data"
         )
     validation = load_prompts(recipe.data.validation, tokenizer, recipe.data.prompt) if recipe.data.validation else ()
     sampler = PromptSampler(train, seed=recipe.data.seed, shuffle=recipe.data.shuffle)

@@ -19,10 +19,12 @@ from pathlib import Path
 import yaml
 from pydantic import ValidationError
 
-from megatron_rl.config.monitor import AlarmRule, MonitorConfig
-from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
-from megatron_rl.monitor import read_metrics
-from megatron_rl.monitor.scoring import CollapseRule, RuleScore, score_run
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_rl.config.monitor import AlarmRule, MonitorConfig  # noqa: E402
+from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError  # noqa: E402
+from megatron_rl.monitor import read_metrics  # noqa: E402
+from megatron_rl.monitor.scoring import CollapseRule, RuleScore, score_run  # noqa: E402
 
 
 def read_rules(path: Path) -> list[AlarmRule]:

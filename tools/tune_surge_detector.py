@@ -12,13 +12,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 from pydantic import ValidationError
 
-from megatron_rl.config.schedule import DetectorConfig
-from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE
-from megatron_rl.schedule import SurgeDetector, synthetic
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_rl.config.schedule import DetectorConfig  # noqa: E402
+from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE  # noqa: E402
+from megatron_rl.schedule import SurgeDetector, synthetic  # noqa: E402
 
 NOISES = (0.0, 0.05, 0.10, 0.15, 0.20, 0.25)
 Outcome = Callable[[int | None], bool]

@@ -39,7 +39,7 @@ class ParallelConfig(Section):
             must_divide(self.expert, "the number of experts", a.num_experts, "expert")
             must_divide(self.expert_tensor, "the width of an expert", a.moe_ffn_hidden_size, "expert_tensor")
         elif self.expert > 1 or self.expert_tensor > 1:
-            found.append(f"learner.parallel.expert: {self.expert}, but the model ({a.model_type}) has no experts; use 1")
+            found.append(f"learner.parallel.expert: {self.expert}, but {a.model_type} has no experts; use 1")
         if world_size is not None:
             for size, key in (
                 (self.tensor * self.pipeline, "tensor · pipeline"),

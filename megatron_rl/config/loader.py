@@ -84,7 +84,7 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
         by = f" (extended by {chain[-1]})" if chain else ""
         raise InputError(f"recipe {path}: no such file{by}{hint}")
     try:
-        values = yaml.load(path.read_text(), _Loader)  # noqa: S506 (derives from SafeLoader)
+        values = yaml.load(path.read_text(), _Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"recipe {path}: not valid YAML: {error}") from error
     if not isinstance(values, dict):
@@ -133,11 +133,12 @@ def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in top.items():
         old = merged.get(key)
-        other_variant = key == "policy_term" and isinstance(value, dict) and "name" in value
-        if isinstance(old, dict) and isinstance(value, dict) and not (other_variant and value["name"] != old.get("name")):
-            merged[key] = _merge(old, value)
-        else:
+        if not (isinstance(old, dict) and isinstance(value, dict)):
             merged[key] = value
+        elif key == "policy_term" and value.get("name", old.get("name")) != old.get("name"):
+            merged[key] = value
+        else:
+            merged[key] = _merge(old, value)
     return merged
 
 
@@ -146,7 +147,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
     if not equals or not key.strip():
         raise InputError(f"--set {override!r}: expected KEY.PATH=VALUE")
     try:
-        value = yaml.load(text, _Loader)  # noqa: S506
+        value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise InputError(f"--set {override!r}: the value is not valid YAML: {error}") from error
     *parents, last = key.strip().split(".")

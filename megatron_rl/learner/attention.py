@@ -2,8 +2,8 @@
 
 Megatron's own `DotProductAttention` materialises the [heads, tokens, tokens] scores and refuses packed sequences.
 Here one microbatch is one row of ``N`` tokens that holds ``S`` sequences back to back. Sequences of one length are
-attended to together as they lie; others padded to the longest, unless that costs more than it saves; then one by one. The result is the same
-function either way (a causal mask never lets a token see what follows it).
+attended to together as they lie; others padded to the longest, unless that costs more than it saves; then one by one.
+The result is the same function in every case: a causal mask never lets a token see what follows it.
 
 Shapes: N packed tokens, S sequences, M longest sequence, H heads, D head width; GQA groups are expanded by SDPA.
 """

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_rl.learner.attention import PackedSequences
 from megatron_rl.config.objective import ObjectiveConfig
+from megatron_rl.learner.attention import PackedSequences
 from megatron_rl.objective import Denominators, ObjectiveInputs, compute_denominators
 from megatron_rl.routing import RouteSlice
 from megatron_rl.types import Batch, Sequence

@@ -117,7 +117,7 @@ class WeightMap:
 
     @torch.no_grad()
     def load(self, path: Path) -> None:
-        """Fill this rank's parameters from ``path/*.safetensors``. Raises `InputError` on what is missing or misfits."""
+        """Fill this rank's parameters from ``path/*.safetensors``. `InputError` on what is missing or misfits."""
         read = _Reader(path)
         for entry in self.entries:
             expert = None

@@ -14,7 +14,7 @@ from tests.support.tiny import stored_rollouts, tiny_recipe
 
 
 def run_jobs(jobs: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Several of the functions below in one start of the ranks, each on its own layout: ``name → (function, kwargs)``."""
+    """Several of the functions below in one start of the ranks, each on its own layout: name → (function, kwargs)."""
     results = {}
     for name, (function, kwargs) in jobs.items():
         results[name] = globals()[function](**kwargs)

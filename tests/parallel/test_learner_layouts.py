@@ -65,7 +65,10 @@ def runs(tmp_path_factory) -> dict[str, list[dict]]:
     for name, ((ranks, parallel), _, _) in RESHARDINGS.items():
         folder = str(tmp_path_factory.mktemp("checkpoint"))
         jobs[ranks][f"save, {name}"] = ("save_after", {"folder": folder, "num_steps": 2, "learner": learner(parallel)})
-    results = {name: [rank[name] for rank in ranks] for n in jobs for ranks in [start(n, jobs[n])] for name in jobs[n]}
+    results: dict[str, list[dict]] = {}
+    for n in jobs:
+        ranks = start(n, jobs[n])
+        results |= {name: [rank[name] for rank in ranks] for name in jobs[n]}
     loads: dict[int, dict[str, tuple[str, dict]]] = {1: {}, 2: {}}
     for name, (_, (ranks, parallel), _) in RESHARDINGS.items():
         path = results[f"save, {name}"][0]["path"]
