@@ -6,7 +6,8 @@ sequence and per step. With ``B`` sequences, ``S`` tokens of all of them togethe
 - ``tokens`` [S] int64, ``cu_seqlens`` [B+1]: sequence i is tokens[cu_seqlens[i]:cu_seqlens[i+1]], prompt and response
 - ``cu_response`` [B+1]: response i is [cu_response[i]:cu_response[i+1]] of the next five
 - ``inference_logprobs`` (log mu), ``old_logprobs`` (log po, where computed), ``current_logprobs`` (log pi of the
-  update; with one update per batch it is also log po) [R] float32, ``loss_mask`` [R] bool, ``policy_versions`` [R] int32
+  update; with one update per batch it is also log po) [R] float32, ``loss_mask`` [R] bool,
+  ``policy_versions`` [R] int32
 - ``routed_experts`` [S − B, L, K] where recorded: the last token of every sequence has no route. L counts MoE layers
 - ``route_checksums`` [S − B] and ``route_layer_checksums`` [B, L] int64: see megatron_rl/routing/checksum.py
 

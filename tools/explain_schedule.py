@@ -22,11 +22,11 @@ from pydantic import ValidationError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_rl.config.learner import OptimizerConfig  # noqa: E402
-from megatron_rl.config.schedule import ScheduleConfig  # noqa: E402
-from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError  # noqa: E402
-from megatron_rl.monitor import RunDirectory, read_metrics  # noqa: E402
-from megatron_rl.schedule.replay import ReplayedStep, replay  # noqa: E402
+from megatron_rl.config.learner import OptimizerConfig
+from megatron_rl.config.schedule import ScheduleConfig
+from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
+from megatron_rl.monitor import RunDirectory, read_metrics
+from megatron_rl.schedule.replay import ReplayedStep, replay
 
 
 def read_schedule(run: RunDirectory, changes: str) -> tuple[ScheduleConfig, float, bool]:

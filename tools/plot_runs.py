@@ -15,9 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError  # noqa: E402
-from megatron_rl.monitor.page import build_page  # noqa: E402
-from megatron_rl.monitor.plots import draw_figure, drawable_panels, group_runs  # noqa: E402
+from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
+from megatron_rl.monitor.page import build_page
+from megatron_rl.monitor.plots import draw_figure, drawable_panels, group_runs
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -21,10 +21,10 @@ from pydantic import ValidationError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_rl.config.monitor import AlarmRule, MonitorConfig  # noqa: E402
-from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError  # noqa: E402
-from megatron_rl.monitor import read_metrics  # noqa: E402
-from megatron_rl.monitor.scoring import CollapseRule, RuleScore, score_run  # noqa: E402
+from megatron_rl.config.monitor import AlarmRule, MonitorConfig
+from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
+from megatron_rl.monitor import read_metrics
+from megatron_rl.monitor.scoring import CollapseRule, RuleScore, score_run
 
 
 def read_rules(path: Path) -> list[AlarmRule]:

@@ -43,6 +43,7 @@ if [ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]; then
     say "trying again with $TORCH_INDEX"
     install --extra-index-url "$TORCH_INDEX" || { tail -n 5 "$log" >&2; say "pip failed; all of its output: $log"; exit 1; }
   fi
+  "$VENV/bin/python" -m pip install --disable-pip-version-check --no-deps -e . >>"$log" 2>&1 || { tail -n 5 "$log" >&2; exit 1; }
   "$VENV/bin/python" -m pip check || { say "the installed packages do not fit together"; exit 1; }
   echo "$wanted" >"$stamp"
 fi

@@ -19,9 +19,9 @@ from pydantic import ValidationError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_rl.config.schedule import DetectorConfig  # noqa: E402
-from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE  # noqa: E402
-from megatron_rl.schedule import SurgeDetector, synthetic  # noqa: E402
+from megatron_rl.config.schedule import DetectorConfig
+from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE
+from megatron_rl.schedule import SurgeDetector, synthetic
 
 NOISES = (0.0, 0.05, 0.10, 0.15, 0.20, 0.25)
 Outcome = Callable[[int | None], bool]

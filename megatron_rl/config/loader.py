@@ -133,12 +133,9 @@ def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in top.items():
         old = merged.get(key)
-        if not (isinstance(old, dict) and isinstance(value, dict)):
-            merged[key] = value
-        elif key == "policy_term" and value.get("name", old.get("name")) != old.get("name"):
-            merged[key] = value
-        else:
-            merged[key] = _merge(old, value)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        other_variant = both and key == "policy_term" and value.get("name", old.get("name")) != old.get("name")
+        merged[key] = _merge(old, value) if both and not other_variant else value
     return merged
 
 

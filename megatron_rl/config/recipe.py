@@ -131,7 +131,7 @@ class Recipe(Section):
             )
         if self.recorder.record_batches == "off":
             found += [
-                f"recorder.record_batches: off, but alarm {rule.name!r} wants record_batch; use on_alarm or change the alarm"
+                f"recorder.record_batches: off, but alarm {rule.name!r} wants record_batch; use on_alarm"
                 for rule in self.monitor.alarms
                 if "record_batch" in rule.then
             ]
