@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -176,3 +179,12 @@ def test_crowded_panels_keep_the_largest(tmp_path):
     assert [line.get_ydata()[0] for line in one.axes[0].lines] == [8, 7, 6, 5, 4]
     two = draw_figure([Curves("a", [records]), Curves("b", [records])], "a")
     assert [line.get_label() for line in two.axes[0].lines] == [f"{r} perf/time/phase{i}" for r in "ab" for i in (8, 7)]
+
+
+@pytest.mark.parametrize("name", ["explain_schedule", "plot_runs", "score_alarms", "tune_surge_detector"])
+def test_tools_run_from_anywhere_without_an_installed_package(tmp_path, name):
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = [sys.executable, str(TOOLS / f"{name}.py"), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "usage:" in done.stdout
