@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _BATCH = 512  # prompts tokenized at a time
 
 
@@ -62,6 +63,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
     if not Path(path).is_dir():
         raise InputError(f"tokenizer {path}: no such directory; give a checkpoint in Hugging Face layout")
+    # transformers makes an empty tokenizer of a folder that only has a config.json, and says nothing.
+    if not any((Path(path) / name).is_file() for name in _VOCABULARY_FILES):
+        raise InputError(f"tokenizer {path}: none of {', '.join(_VOCABULARY_FILES)} is there; copy the model's own")
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:

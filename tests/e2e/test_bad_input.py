@@ -1,0 +1,101 @@
+"""Input that cannot work ends `train` with status 2 and one message, before an engine starts or a run directory exists.
+
+Engines are not mocked away: they are made impossible to start, so that a check that comes too late shows.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.__main__ import main
+from tests.support.tiny import MODEL, REPOSITORY
+
+GRPO = REPOSITORY / "recipes" / "tiny" / "grpo.yaml"
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    def forbidden(*arguments, **keywords):
+        raise AssertionError("an engine was started before the input was checked")
+
+    monkeypatch.setattr("megatron_rl.run.Learner", forbidden)
+    monkeypatch.setattr("megatron_rl.run.start_generator", forbidden)
+
+    def refused(*overrides: str, recipe: Path = GRPO, resume: str = "auto") -> str:
+        settings = [f"run_root={tmp_path / 'runs'}", *overrides]
+        arguments = [part for setting in settings for part in ("--set", setting)]
+        assert main(["train", str(recipe), "--resume", resume, *arguments]) == 2
+        assert not (tmp_path / "runs").exists()
+        message = capsys.readouterr().err
+        assert message.startswith("error: ")
+        assert "Traceback" not in message
+        return message
+
+    return refused
+
+
+def _jsonl(path: Path, *rows: dict) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_missing_recipe(refused):
+    assert "no such file" in refused(recipe=GRPO.with_name("missing.yaml"))
+
+
+def test_unknown_key_names_the_nearest(refused):
+    assert "did you mean 'num_samples'?" in refused("rollout.num_sample=4")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("learner.parallel.tensor=3", "3 does not divide the number of attention heads (4)"),
+        ("learner.parallel.expert=3", "3 does not divide the number of experts (8)"),
+        ("learner.parallel.expert=2", "does not divide the number of ranks (1)"),
+    ],
+)
+def test_layout_that_does_not_fit(refused, override, expected):
+    assert expected in refused(override)
+
+
+def test_dataset_without_the_needed_column(refused, tmp_path):
+    data = _jsonl(tmp_path / "d.jsonl", {"id": "a", "problem": "^12=", "reply": "3"})
+    message = refused(f"data.train={data}", "batch.prompts=1")
+    assert "answer" in message
+    assert "reply" in message
+    assert str(data) in message
+
+
+def test_empty_dataset(refused, tmp_path):
+    message = refused(f"data.train={_jsonl(tmp_path / 'd.jsonl')}")
+    assert "d.jsonl" in message
+    assert "empty" in message
+
+
+def test_dataset_smaller_than_a_step(refused, tmp_path):
+    data = _jsonl(tmp_path / "d.jsonl", {"problem": "^12=", "answer": "3"})
+    assert "batch.prompts: 16 prompts a step, but data.train has 1" in refused(f"data.train={data}")
+
+
+def test_prompt_longer_than_the_limit(refused):
+    message = refused("data.prompt.max_length=3")
+    assert "max_length" in message
+    assert "train-0000" in message
+
+
+def test_checkpoint_of_another_architecture(refused, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    assert "supported architectures" in refused(f"model.path={tmp_path}")
+
+
+def test_model_without_a_tokenizer(refused, tmp_path):
+    (tmp_path / "config.json").write_text((MODEL / "config.json").read_text())
+    assert "tokenizer" in refused(f"model.path={tmp_path}")
+
+
+def test_resume_from_what_is_no_checkpoint(refused, tmp_path):
+    assert "not a complete checkpoint" in refused(resume=str(tmp_path))
