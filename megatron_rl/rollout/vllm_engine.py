@@ -235,7 +235,7 @@ class VllmGenerator:
                 "the prefix cache could not be emptied after a weight update: requests are still running"
             )
         self._broken, self._policy_version = "", policy_version
-        self._stats["perf/time/refit_engine"] = time.perf_counter() - start
+        self._stats["perf/refit_engine_s"] = time.perf_counter() - start
 
     def _verify_refit(self, model_path: Path) -> None:
         """An update with the weights that the engine already holds must leave every stored parameter bit for bit."""
