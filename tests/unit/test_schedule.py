@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -175,6 +176,47 @@ def test_surge_latches_one_period_and_shadow_only_reports_it():
     assert metrics["lr_sched/decay_count"] == STEPS // metrics["lr_sched/decay_period"]
     auto.length_decay.observe(STEPS, 1e6)
     assert auto.metrics()["lr_sched/decay_period"] == metrics["lr_sched/decay_period"]
+
+
+class CountingLearner:
+    """The learner's counters and its real scheduler; an update of ``num_updates`` optimizer steps, some skipped."""
+
+    def __init__(self, scheduler: LengthDecayScheduler, minibatches: int) -> None:
+        self.scheduler, self.minibatches, self.num_updates, self.rates = scheduler, minibatches, 0, []
+
+    def update(self, batch: SimpleNamespace) -> dict[str, float]:
+        for i in range(self.minibatches):
+            self.rates.append(self.scheduler.optimizer.param_groups[0]["lr"])
+            if not (batch.step == 3 and i == 1):  # one update overflows
+                self.scheduler.step(1)
+                self.num_updates += 1
+        return {}
+
+    def export_weights(self) -> list:
+        return []
+
+
+def test_the_loop_gives_the_detector_optimizer_steps():
+    """Four updates per rollout: the surge step and T_decay = round(1.8 t_s) count updates that were applied."""
+    from megatron_rl.train import update
+
+    learner = CountingLearner(build(config(mode="auto"), lr=1e-6), minibatches=4)
+    generator = SimpleNamespace(wake=lambda: None, refit=lambda weights, version: None)
+    monitor = SimpleNamespace(phase=lambda name: nullcontext())
+    run_ = SimpleNamespace(learner=learner, generator=generator, monitor=monitor)
+    recorded = []
+    for step in range(120):
+        tokens = range(1000 if step < 40 else 4000)
+        groups = [SimpleNamespace(rollouts=[SimpleNamespace(tokens=tokens)] * 2)]
+        recorded.append(update(run_, SimpleNamespace(step=step), groups))
+    t_s = learner.scheduler.length_decay.detector.surge_step
+    assert 4 * 40 - 1 <= t_s <= 4 * 45 - 1
+    period = round(1.8 * t_s)
+    assert recorded[-1]["lr_sched/decay_period"] == period
+    assert recorded[-1]["lr_sched/step"] == 4 * 119 - 1
+    applied = [rate for i, rate in enumerate(learner.rates) if i != 13]
+    assert applied == [max(1e-6 / 2 ** (t // period), 1e-7) for t in range(4 * 120 - 1)]
+    assert applied[period - 1] == 2 * applied[period]
 
 
 # -- against Megatron's own class and against the pure form

@@ -74,6 +74,18 @@ def test_lower_ratio_fires_on_a_smaller_rise():
     assert any(sensitive.observe(step, length) is not None for step, length in enumerate(lengths))
 
 
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("curve", [synthetic.step_surge(110, factor=4.0), synthetic.paper_curve(110, 4000.0)])
+def test_the_specifications_ratio_sees_a_fourfold_surge(curve, noise):
+    for seed in range(SEEDS):
+        detector = SurgeDetector.from_config({"surge_ratio": 3.0})
+        lengths = curve(np.random.default_rng(seed), noise)
+        answers = [detector.observe(step, length) for step, length in enumerate(lengths)]
+        assert len(answers) - answers.count(None) == 1
+        assert 110 <= detector.surge_step <= 125  # the logistic curve passes three times its start at step 114
+        assert answers[detector.surge_step] == detector.surge_step
+
+
 def test_resume_at_any_step_gives_the_same_answer():
     lengths = synthetic.paper_curve(110, 3500.0, num_steps=160)(np.random.default_rng(3), 0.15)
     whole = SurgeDetector.from_config(None)
