@@ -148,5 +148,9 @@ def test_the_fingerprint_sees_tokens_answers_and_order(tokenizer, source):
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(InputError, match="no such directory"):
         load_tokenizer(str(tmp_path / "nowhere"))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(InputError, match=r"none of tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(InputError, match="cannot be loaded"):
         load_tokenizer(str(tmp_path))
