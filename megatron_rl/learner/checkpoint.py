@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -56,6 +57,7 @@ def save_checkpoint(
     # Upstream collects results through a Manager, for saves that go on in another process. It starts one even for a
     # save that is waited for, as here: seconds, and a second run of the main script. A plain queue serves.
     filesystem_async._results_queue = queue.Queue()
+    _allocate_moments(optimizer)
     dist_checkpointing.save(
         _sharded_state(model, optimizer, is_loading=False), str(partial), content_metadata=_METADATA
     )
@@ -92,6 +94,19 @@ def _sharded_state(model: GPTModel, optimizer: MegatronOptimizer, is_loading: bo
         "model": weights,
         "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=dict(_METADATA)),
     }
+
+
+def _allocate_moments(optimizer: MegatronOptimizer) -> None:
+    """Give Adam the zeros that it starts from where no update was applied yet: Megatron cannot write what is absent."""
+    for chained in optimizer.chained_optimizers:
+        if getattr(chained, "is_stub_optimizer", False) or any(chained.optimizer.state.values()):
+            continue
+        chained.init_state_fn(chained.optimizer, chained.config)
+        if isinstance(
+            chained.optimizer, (torch.optim.Adam, torch.optim.AdamW)
+        ):  # its own count; fused Adam counts per group
+            for state in chained.optimizer.state.values():
+                state.setdefault("step", torch.tensor(0.0))
 
 
 def _barrier() -> None:

@@ -52,8 +52,14 @@ def one(tmp_path_factory) -> dict:
                 "precision": {"export_from": "master"},
             },
         )
+    never = {"inject": NAN | {"at": range(100)}, "save_after": 1, "folder": folder + "/never"}
+    jobs["never"] = ("train", {"num_steps": 2, "learner": QUIET} | never)
     (results,) = start(1, jobs)
-    (resumed,) = start(1, {"resumed": ("resume", {"path": results["huge"]["path"], "num_steps": 4, "learner": HIGH})})
+    loads = {
+        "resumed": ("resume", {"path": results["huge"]["path"], "num_steps": 4, "learner": HIGH}),
+        "first update": ("resume", {"path": results["never"]["path"], "num_steps": 1, "learner": QUIET}),
+    }
+    (resumed,) = start(1, loads)
     return results | resumed
 
 
@@ -106,6 +112,12 @@ def test_scale_and_counters_survive_a_resume(one):
     expected = [{name: step[name] for name in one["resumed"][0]} for step in one["huge"]["steps"][14:]]
     assert len(expected) == 4
     assert one["resumed"] == expected
+
+
+def test_a_checkpoint_before_the_first_applied_update(one):
+    (step,) = one["first update"]
+    assert (step["update_skipped"], step["num_updates"], step["overflows"], step["scale"]) == (0.0, 1, 2.0, 64.0)
+    assert step["lr"] == one["quiet"]["steps"][0]["lr"]
 
 
 def test_gradients_do_not_depend_on_the_scale(one):

@@ -1,0 +1,130 @@
+"""Both engines in every precision: bits of weights on both ends, fp32 parts of the engine, mismatch per dtype, and a
+run that ends for gradients that stay NaN."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from megatron_rl.errors import RunEnded
+from megatron_rl.learner.distributed import shutdown
+from megatron_rl.learner.learner import Learner
+from megatron_rl.precision import confirm_contract, contract
+from megatron_rl.rollout.vllm_engine import VllmGenerator
+from megatron_rl.train import train
+from megatron_rl.types import Prompt
+from tests.support.tiny import MODEL, stored_rollouts, tiny_recipe
+from tools import mismatch_report
+from tools.make_tiny_checkpoint import build_tokenizer
+
+PROBED = ("model.embed_tokens.weight", "model.norm.weight")  # not packed for a kernel
+
+
+def probe(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors that vLLM stores as they came, and the type of a router's output."""
+    found = {name: tensor.detach().clone() for name, tensor in model.named_parameters() if name in PROBED}
+    gate = model.get_submodule("model.layers.0.mlp.gate")
+    found["logits"], _ = gate(torch.ones(1, gate.input_size, dtype=found[PROBED[0]].dtype))
+    return found
+
+
+@pytest.fixture(scope="module")
+def fp16():
+    """A learner in fp16 two updates on, and an engine that has its weights; head and routers in fp32 on both."""
+    recipe = tiny_recipe(
+        learner={"dtype": "fp16"}, rollout={"dtype": "fp16"}, precision={"fp32_head": True, "fp32_router": True}
+    )
+    learner = Learner(recipe)
+    for step in range(2):
+        learner.update(stored_rollouts(step))
+    generator = VllmGenerator(recipe.rollout, MODEL, max_prompt_length=16, precision=recipe.precision)
+    generator.refit(learner.export_weights(), learner.num_updates)
+    yield recipe, learner, generator
+    generator.close()
+    shutdown()
+
+
+def test_weights_reach_the_engine_bit_for_bit(fp16):
+    _, learner, generator = fp16
+    own = dict(learner.export_weights())
+    stored = generator._llm.apply_model(probe)[0]
+    for name in PROBED:
+        assert stored[name].dtype == torch.float16
+        assert torch.equal(stored[name].view(torch.int16), own[name].view(torch.int16)), name
+    embedding = stored[PROBED[0]]
+    assert (embedding != embedding.bfloat16().half()).float().mean() > 0.75  # bits that bf16 has not
+
+
+def test_the_engines_router_is_fp32_after_an_update(fp16):
+    _, learner, generator = fp16
+    own = dict(learner.export_weights())
+    logits = generator._llm.apply_model(probe)[0]["logits"]
+    assert logits.dtype == torch.float32
+    expected = own["model.layers.0.mlp.gate.weight"].float().sum(dim=1)[None]
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_engines_keep_the_contract(fp16):
+    recipe, learner, generator = fp16
+    stated = contract(recipe, learner.architecture)
+    seen = generator.describe_precision()
+    rows = {row.aspect: row for row in confirm_contract(stated, learner.describe_precision(), seen)}
+    assert (rows["dtype"].rollout, rows["head"].rollout, rows["router"].rollout) == ("fp16", "fp32", "fp32")
+    assert rows["attention"].rollout.startswith("vLLM ")
+    with pytest.raises(ValueError, match="head: the rollout engine uses fp16, the recipe says fp32"):
+        confirm_contract(stated, learner.describe_precision(), seen | {"head": "fp16"})
+
+
+def test_log_probs_agree_through_fp32_parts(fp16):
+    recipe, learner, generator = fp16
+    tokens = build_tokenizer().encode("^12345=")
+    prompts = [Prompt(id="p", tokens=tokens, answer="0")]
+    result = mismatch_report.measure_pair(recipe, learner, generator, prompts, learner.num_updates)
+    assert abs(result.mu - result.po).max() < 0.05
+    assert abs(result.mu - result.po).mean() < 2e-3
+
+
+def test_fp16_is_at_least_five_times_closer_than_bf16(tmp_path):
+    """Same prompts, seeds and response lengths; the policy's own responses."""
+    recipe = str(MODEL.parent / "grpo.yaml")
+    pairs = "bf16/bf16,fp16/fp16,fp32/fp32"
+    status = mismatch_report.main([recipe, "--pairs", pairs, "--prompts", "128", "--out", str(tmp_path)])
+    assert status == 0
+    found = {row["learner"]: row for row in json.loads((tmp_path / "mismatch.json").read_text())["pairs"]}
+    lengths = [row["mean_length"] for row in found.values()]
+    assert max(lengths) - min(lengths) < 0.05 * max(lengths)
+    for spread in ("sequence_log_ratio_std", "sequence_log_ratio_iqr_std"):
+        assert found["bf16"][spread] > 5 * found["fp16"][spread], spread
+        assert found["fp16"][spread] > 5 * found["fp32"][spread], spread
+    assert found["bf16"]["routes_differ_frac"] > found["fp16"]["routes_differ_frac"] > 0
+    page = (tmp_path / "mismatch.html").read_text()
+    assert "data:image/png;base64," in page
+    assert "http" not in page.replace("http-equiv", "")
+    shutdown()
+
+
+def test_gradients_that_stay_nan_end_the_run(tmp_path, monkeypatch):
+    """Through the whole loop: generation goes on with the old weights, then the run saves and ends."""
+    started = Learner.__init__
+
+    def with_nan(self, *args, **kwargs):
+        started(self, *args, **kwargs)
+        self.module.decoder.layers[3].mlp.router.weight.register_hook(lambda gradient: gradient * float("nan"))
+
+    monkeypatch.setattr(Learner, "__init__", with_nan)
+    recipe = tiny_recipe(
+        run_root=str(tmp_path),
+        num_steps=6,
+        learner={"dtype": "fp16", "max_consecutive_overflows": 3},
+        rollout={"dtype": "fp16", "num_samples": 4},
+        monitor={"plots": False, "tensorboard": False},
+    )
+    with pytest.raises(RunEnded, match=r"3 updates in a row .* model\.layers\.3\.mlp\.gate\.weight"):
+        train(recipe)
+    rows = [json.loads(line) for line in (recipe.run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "precision/overflow_steps" in row]
+    assert [row["precision/overflow_steps"] for row in rows] == [1.0, 2.0, 3.0]
+    assert [row["precision/loss_scale"] for row in rows] == [16384.0, 8192.0, 4096.0]
+    assert (recipe.run_dir / "checkpoints" / "step_00000003" / "trainer.json").is_file()
