@@ -84,6 +84,7 @@ def start(recipe: Recipe, resume: str = "auto") -> Iterator[Run]:
         learner.phase = monitor.phase
         learner.keep_current_logprobs = recipe.recorder.record_batches != "off"
         if is_main:
+            directory.done.unlink(missing_ok=True)  # a complete run that goes on, to more steps
             directory.recipe.write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
             write_environment(directory.environment, applied_patches())
         generator = start_generator(recipe, tokenizer, learner)

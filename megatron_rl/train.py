@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.batch import build_batch, keep_informative
+from megatron_rl.batch import build_batch, group_metrics, keep_informative
 from megatron_rl.config import Recipe
 from megatron_rl.errors import RunEnded
 from megatron_rl.evaluation import summarise
@@ -42,7 +42,7 @@ def train(recipe: Recipe, resume: str = "auto") -> None:
 
 def sample(run: Run, step: int) -> tuple[list[Group], dict[str, float]]:
     """Scored groups of one step. With `batch.filter_groups`, groups without signal are left out and replaced."""
-    recipe, kept, num_sampled, counts = run.recipe, [], 0, {}
+    recipe, kept, sampled, counts = run.recipe, [], [], {}
     for _ in range(recipe.batch.max_generations):
         prompts = run.prompts.take(recipe.batch.prompts - len(kept))
         with run.monitor.phase("generate") as span:
@@ -53,13 +53,12 @@ def sample(run: Run, step: int) -> tuple[list[Group], dict[str, float]]:
         with run.monitor.phase("reward"):
             new_counts = score_shared(run.rewarder, groups)
         counts = {name: counts.get(name, 0.0) + value for name, value in new_counts.items()}
-        num_sampled += len(groups)
+        sampled += groups
         kept += keep_informative(groups) if recipe.batch.filter_groups else groups
         if len(kept) == recipe.batch.prompts:
             break
     run.generator.sleep()
-    filtered = {"groups/sampled": float(num_sampled), "groups/kept_frac": len(kept) / num_sampled}
-    return kept, counts | (filtered if recipe.batch.filter_groups else {})
+    return kept, counts | group_metrics(sampled)
 
 
 def update(run: Run, batch: Batch, groups: list[Group]) -> dict[str, float]:
@@ -124,7 +123,7 @@ def act_on(events: list[AlarmEvent], run: Run) -> bool:
 
 
 def finish(run: Run) -> None:
-    """Last validation, checkpoint and export."""
+    """Last validation, checkpoint and export; then the mark that nothing is left to do."""
     recipe = run.recipe
     if recipe.validation.every:
         run.monitor.record(recipe.num_steps, validate(run, recipe.num_steps))
@@ -132,6 +131,8 @@ def finish(run: Run) -> None:
     if recipe.checkpoint.export_hf:
         run.learner.export_hf(run.directory.checkpoints / "hf")
         run.monitor.log(f"Hugging Face checkpoint: {run.directory.checkpoints / 'hf'}")
+    if run.monitor.is_main_rank:
+        run.directory.done.write_text(f"{recipe.num_steps}\n")
 
 
 def _due(step: int, every: int) -> bool:

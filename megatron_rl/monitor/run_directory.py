@@ -44,6 +44,11 @@ class RunDirectory:
     def log(self) -> Path:
         return self.root / "log.txt"
 
+    @property
+    def done(self) -> Path:
+        """There once the run is complete; holds the number of its steps. What a scheduler's script looks for."""
+        return self.root / "DONE"
+
     def create(self) -> RunDirectory:
         """Make the folders, where they are missing; one rank calls it. Returns itself."""
         for folder in (self.root, self.tensorboard, self.checkpoints, self.batches, self.plots):

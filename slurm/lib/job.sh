@@ -1,0 +1,153 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2034 # a sourced file: what it sets is used elsewhere
+# Sourced by the batch scripts, in their strict mode: what a training and an evaluation job have in common.
+: "${home:?the folder of the checkout, set before this file is sourced}"
+
+say() { printf '[+%ds] %s\n' "$SECONDS" "$*"; }
+
+die() { # die STATUS MESSAGE: end the job for good
+  say "ERROR: $2" >&2
+  exit "$1"
+}
+
+# Everything that a site decides, and how many ranks there are. Topology comes from Slurm and from nowhere else.
+prepare() {
+  if [ -n "${MRL_SITE:-}" ]; then
+    [ -r "$MRL_SITE" ] || die 2 "MRL_SITE=$MRL_SITE: no such file; copy one of $home/slurm/env/ and name it"
+    # shellcheck source=/dev/null
+    source "$MRL_SITE"
+  fi
+  if [ -z "${MRL_PYTHON:-}" ] && [ -z "${MRL_CONTAINER:-}" ] && [ -x "$home/.venv/bin/python" ]; then
+    MRL_PYTHON=$home/.venv/bin/python
+  fi
+  : "${MRL_PYTHON:?the Python that has requirements.txt installed, as compute nodes (or the container) see it}"
+  : "${SLURM_JOB_ID:?this is a batch script: submit it with sbatch or slurm/submit.sh}"
+  mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  # SLURM_GPUS_ON_NODE is the only one of its kind that is a plain number under every way to ask for GPUs.
+  ranks_per_node=${MRL_RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
+  num_ranks=$((${#nodes[@]} * ranks_per_node))
+  cpus_per_rank=$((SLURM_CPUS_ON_NODE / ranks_per_node))
+  restart=${SLURM_RESTART_COUNT:-0}
+
+  export PYTHONPATH=$home${PYTHONPATH:+:$PYTHONPATH}
+  export MASTER_ADDR=${MRL_HEAD_ADDRESS:-${nodes[0]}}
+  # Below the range that systems hand out by themselves; another one for every job and attempt.
+  export MASTER_PORT=$((20000 + (SLURM_JOB_ID * 16 + restart) % 10000))
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONFAULTHANDLER=1 PYTHONUNBUFFERED=1
+  export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} # models and data are paths; compute nodes should not ask the network
+  export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
+  # A hang then leaves a trace of every rank's last collectives instead of nothing.
+  export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1} TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}
+  # Compilers' caches belong on the node: thousands of small files, and locks that shared file systems do badly.
+  local cache=${MRL_LOCAL_DIR:-${TMPDIR:-/tmp}}/megatron_rl-$SLURM_JOB_ID
+  export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$cache/triton} VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-$cache/vllm}
+  export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$cache/inductor}
+  ulimit -n 65535 2>/dev/null || ulimit -n "$(ulimit -Hn)"
+  use_container
+}
+
+# One variable chooses: MRL_CONTAINER=IMAGE.sif (or a folder) is apptainer's, any other value pyxis's; unset: bare.
+use_container() {
+  container_srun=() container_run=()
+  [ -n "${MRL_CONTAINER:-}" ] || return 0
+  local mounts="$home:$home,$PWD:$PWD${MRL_MOUNTS:+,$MRL_MOUNTS}"
+  if [[ $MRL_CONTAINER == *.sif || -d $MRL_CONTAINER ]]; then
+    container_run=(apptainer exec --nv --bind "$mounts" --pwd "$PWD" "$MRL_CONTAINER")
+  else
+    container_srun=("--container-image=$MRL_CONTAINER" "--container-mounts=$mounts" "--container-workdir=$PWD")
+    container_srun+=(--no-container-mount-home)
+  fi
+}
+
+# `check` on one node, before anything costs GPU time: stops the job on a bad recipe. Sets run_dir and num_steps.
+check_recipe() { # check_recipe RECIPE [--set a.b=c …]
+  local report status=0
+  report=$(srun --nodes=1 --ntasks=1 --cpus-per-task=1 "${container_srun[@]}" "${container_run[@]}" \
+    "$MRL_PYTHON" -m megatron_rl check "$@" --ranks "$num_ranks") || status=$?
+  [ "$status" -ne 2 ] || die 2 "bad recipe (above); nothing was started, not requeued"
+  [ "$status" -eq 0 ] || die 1 "$MRL_PYTHON -m megatron_rl check ended with status $status (above); not requeued"
+  printf '%s\n' "$report"
+  # The line `run  N steps, M updates, into DIR` of the report (tests/slurm checks that it reads this way).
+  num_steps=$(sed -nE 's/^ *run  ([0-9]+) steps, .*/\1/p' <<<"$report")
+  run_dir=$(sed -nE 's/^ *run  [0-9]+ steps, .* updates, into (.*)$/\1/p' <<<"$report")
+  [ -n "$run_dir" ] || die 1 "check did not say where the run goes"
+  [[ $run_dir == /* ]] || run_dir=$PWD/$run_dir
+}
+
+# A folder for this attempt's logs, `latest` pointing at it, and what the attempt ran with.
+open_attempt() { # open_attempt LABEL COMMAND…
+  attempt=$run_dir/slurm/$1$SLURM_JOB_ID-$restart
+  shift
+  rm -rf "$attempt"
+  mkdir -p "$attempt/status" "$attempt/preflight"
+  ln -sfn "${attempt##*/}" "$run_dir/slurm/latest"
+  {
+    printf 'command: %s\n' "$*"
+    printf 'nodes: %s\nranks: %s\n' "${nodes[*]}" "$num_ranks"
+    printf 'commit: %s\n' "$(git -C "$home" describe --always --dirty 2>/dev/null || echo unknown)"
+    printf 'started: %s\n' "$(date --iso-8601=seconds)"
+  } >"$attempt/about.txt"
+  say "logs: $attempt"
+}
+
+# Every node says whether it can work; the job ends, naming those that cannot.
+preflight() {
+  local node bad=() said
+  printf '%s\n' "$SLURM_JOB_ID-$restart" >"$attempt/preflight/canary"
+  timeout "${MRL_PREFLIGHT_SECONDS:-300}" srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 \
+    "${container_srun[@]}" "${container_run[@]}" \
+    bash "$home/slurm/lib/preflight.sh" "$attempt/preflight" "$SLURM_JOB_ID-$restart" "$MRL_PYTHON" || true
+  for node in "${nodes[@]}"; do
+    said=$(cat "$attempt/preflight/$node" 2>/dev/null || echo "no answer, or it does not see the shared file system")
+    [ "$said" = ok ] && continue
+    bad+=("$node")
+    say "preflight: $node: $said" >&2
+  done
+  [ "${#bad[@]}" -eq 0 ] || die 1 "preflight: bad nodes; submit again with --exclude=$(
+    IFS=,
+    echo "${bad[*]}"
+  )"
+  say "preflight: ${#nodes[@]} nodes ok"
+}
+
+# One process per rank, in the background: sets srun_pid. Each rank logs to its own file and leaves its exit status.
+launch() { # launch ARGUMENTS OF python -m megatron_rl
+  srun --nodes="${#nodes[@]}" --ntasks="$num_ranks" --ntasks-per-node="$ranks_per_node" \
+    --cpus-per-task="$cpus_per_rank" --kill-on-bad-exit=1 --output="$attempt/rank-%3t.log" \
+    "${container_srun[@]}" "${container_run[@]}" \
+    bash "$home/slurm/lib/rank.sh" "$attempt/status" "$MRL_PYTHON" -m megatron_rl "$@" &
+  srun_pid=$!
+  say "started $num_ranks ranks on ${nodes[*]}; progress: tail -f $attempt/rank-*0.log"
+  say "a shell beside them: srun --jobid=$SLURM_JOB_ID --overlap --pty bash"
+}
+
+# Wait for the ranks (traps run meanwhile), then sets outcome: done | bad-input | ended | failed.
+await_ranks() {
+  local status_file statuses=()
+  # A trapped signal ends `wait`, so wait until the process is really gone.
+  while kill -0 "$srun_pid" 2>/dev/null; do wait "$srun_pid" || true; done
+  for status_file in "$attempt"/status/*; do
+    [ -f "$status_file" ] && statuses+=("$(cat "$status_file")")
+  done
+  # srun's own status is no guide: it is the peers' death by signal as soon as one rank leaves with an error.
+  outcome="done"
+  [ "${#statuses[@]}" -eq "$num_ranks" ] || outcome=failed
+  [[ " ${statuses[*]} " =~ ^(\ 0)+\ $ ]] || outcome=failed
+  [[ " ${statuses[*]} " != *" 3 "* ]] || outcome=ended
+  [[ " ${statuses[*]} " != *" 2 "* ]] || outcome="bad-input"
+  say "ranks ended: $outcome (exit statuses: ${statuses[*]:-none} of $num_ranks)"
+}
+
+show_last_lines() { # of the ranks that failed, or of the first
+  local log shown=0 rank
+  for log in "$attempt"/rank-*.log; do
+    [ -f "$log" ] || continue
+    rank=${log##*/rank-}
+    rank=$((10#${rank%.log}))
+    case $(cat "$attempt/status/$rank" 2>/dev/null || echo killed) in 0 | killed) continue ;; esac
+    say "last lines of $log:"
+    tail -n 15 "$log"
+    shown=$((shown + 1))
+    [ "$shown" -lt 2 ] || break
+  done
+}
