@@ -7,7 +7,7 @@ import torch
 
 from megatron_rl.config import Recipe
 from megatron_rl.objective import compute_advantages
-from megatron_rl.objective.filters import informative_groups
+from megatron_rl.objective.filters import group_filter_metrics, informative_groups
 from megatron_rl.types import Batch, Group, Rollout, Sequence
 
 
@@ -36,10 +36,19 @@ def keep_informative(groups: list[Group]) -> list[Group]:
     """The groups whose rewards are not all equal: the others carry no advantage [DAPO]."""
     if not groups:
         return []
-    rewards = torch.tensor([r for group in groups for r in group.rewards])
-    ids = torch.tensor([i for i, group in enumerate(groups) for _ in group.rollouts])
+    rewards, ids = _rewards_and_ids(groups)
     kept = set(ids[informative_groups(rewards, ids)].tolist())
     return [group for i, group in enumerate(groups) if i in kept]
+
+
+def group_metrics(groups: list[Group]) -> dict[str, float]:
+    """`groups/*` of all groups sampled for a step, before any is left out."""
+    return {"groups/sampled": float(len(groups)), **group_filter_metrics(*_rewards_and_ids(groups))}
+
+
+def _rewards_and_ids(groups: list[Group]) -> tuple[torch.Tensor, torch.Tensor]:
+    rewards = torch.tensor([r for group in groups for r in group.rewards])
+    return rewards, torch.tensor([i for i, group in enumerate(groups) for _ in group.rollouts])
 
 
 def _sequence(group: Group, rollout: Rollout, advantage: float) -> Sequence:

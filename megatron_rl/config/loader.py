@@ -11,7 +11,9 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from megatron_rl.config.objective import with_max_response_length
 from megatron_rl.config.recipe import Recipe
+from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 
 _PATH_KEYS = (("model", "path"),)  # looked up from the folder of the recipe that names them
@@ -158,9 +160,10 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 def _fill_in(values: dict[str, Any]) -> None:
     """The objective needs the longest response (Dr.GRPO's constant); the rollout section knows it."""
-    rollout, objective = values.get("rollout"), values.setdefault("objective", {})
-    if isinstance(rollout, dict) and isinstance(objective, dict) and "max_response_length" in rollout:
-        objective.setdefault("max_response_length", rollout["max_response_length"])
+    rollout, objective = values.get("rollout") or {}, values.get("objective") or {}
+    if isinstance(rollout, dict) and isinstance(objective, dict):
+        default = RolloutConfig.model_fields["max_response_length"].default
+        values["objective"] = with_max_response_length(objective, rollout.get("max_response_length", default))
 
 
 def _explain(path: Path, error: ValidationError) -> str:

@@ -107,7 +107,9 @@ class Learner:
     def update(self, batch: Batch) -> dict[str, float]:
         """One optimizer step per mini-batch of ``batch``; metrics over all of it, the same on every rank."""
         records_routes = self.recipe.routing.replay == "r2"
+        skipped = {"perf/time/old_logprobs": 0.0}  # stands unless the pass is made and timed
         if records_routes or needs_old_logprobs(self.recipe.objective, len(batch.minibatches)):
+            skipped = {}
             with self.phase("old_logprobs"):
                 found = self.compute_logprobs(batch, "record" if records_routes else None)
                 for sequence, logprobs in zip(batch.sequences, found, strict=True):
@@ -117,7 +119,7 @@ class Learner:
         metrics["actor/pg_loss"] /= len(updates)  # statistics add up over mini-batches; a loss is per mini-batch
         for name in dict.fromkeys(name for _, step in updates for name in step):
             metrics[name] = float(np.mean([step[name] for _, step in updates if name in step]))
-        return metrics | self.overflow.metrics() | (self.replay.metrics() if self.replay else {})
+        return skipped | metrics | self.overflow.metrics() | (self.replay.metrics() if self.replay else {})
 
     def _update_minibatch(self, batch: Batch, indices: list[int]) -> tuple[MetricStats, dict[str, float]]:
         with self.phase("pack"):

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_rl.config.monitor import MonitorConfig
 from megatron_rl.monitor.alarms import AlarmEvent, Alarms
 from megatron_rl.monitor.growth import LogGrowth
+from megatron_rl.monitor.hacking import StepCorrelation
 from megatron_rl.monitor.jsonl import JsonlSink
 from megatron_rl.monitor.noise import NoiseMonitor
 from megatron_rl.monitor.rollouts import rollout_metrics
@@ -44,6 +45,7 @@ class Monitor:
         self.alarms = Alarms(config.alarms)
         self._noise = NoiseMonitor(config.noise_ema)
         self._growth = LogGrowth(config.growth_window)
+        self._hacking = StepCorrelation()
         self._broken: set[str] = set()  # sinks that have failed and said so
         self._sinks: dict[str, Any] = {}
         if is_main_rank:
@@ -85,6 +87,7 @@ class Monitor:
                 **metrics,
             }
             everything |= self._noise.observe(everything) | self._mismatch_growth(step, everything)
+            everything |= self._hacking_trend(step, everything)
             events = self.alarms.observe(step, everything)
             everything |= self.alarms.metrics(events)
             for name, sink in self._sinks.items():
@@ -105,6 +108,10 @@ class Monitor:
             "mismatch/growth_lower": slope.lower,
             "mismatch/growth_upper": slope.upper,
         }
+
+    def _hacking_trend(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        correlation = self._hacking.observe(step, metrics["hacking/J"]) if "hacking/J" in metrics else None
+        return {} if correlation is None else {"hacking/J_pcc": correlation}
 
     def _show_sample(self, step: int, groups: Sequence[Group] | None) -> None:
         every = self.config.show_sample_every
@@ -129,6 +136,7 @@ class Monitor:
             "alarms": self.alarms.state_dict(),
             "noise": self._noise.state_dict(),
             "growth": self._growth.state_dict(),
+            "hacking": self._hacking.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -136,6 +144,7 @@ class Monitor:
         self.alarms.load_state_dict(state["alarms"])
         self._noise.load_state_dict(state["noise"])
         self._growth.load_state_dict(state["growth"])
+        self._hacking.load_state_dict(state["hacking"])
 
     def close(self) -> None:
         """End of the run: close the sinks and, where the recipe says so, draw the curves."""

@@ -71,7 +71,8 @@ def test_a_run_leaves_its_whole_record(root):
         assert all(name in row for row in rows[:4]), name
     assert all(row["perf/time/generate"] > 0 and row["perf/time/forward_backward"] > 0 for row in rows[:4])
     # One update per rollout batch: the pass for old log-probs is skipped, and costs nothing.
-    assert all(row.get("perf/time/old_logprobs", 0.0) == 0.0 for row in rows)
+    assert all(row["perf/time/old_logprobs"] == 0.0 for row in rows[:4])
+    assert "hacking/J_pcc" in rows[3]
     resolved = yaml.safe_load((run / "recipe.resolved.yaml").read_text())
     assert resolved["learner"]["dtype"] == "fp32"
     environment = json.loads((run / "environment.json").read_text())
