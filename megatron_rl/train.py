@@ -57,7 +57,6 @@ def sample(run: Run, step: int) -> tuple[list[Group], dict[str, float]]:
         kept += keep_informative(groups) if recipe.batch.filter_groups else groups
         if len(kept) == recipe.batch.prompts:
             break
-    run.generator.sleep()
     return kept, counts | group_metrics(sampled)
 
 
@@ -69,6 +68,7 @@ def update(run: Run, batch: Batch, groups: list[Group]) -> dict[str, float]:
         return learner.scheduler.metrics()
     lengths = [len(rollout.tokens) for group in groups for rollout in group.rollouts]
     learner.scheduler.observe_length(learner.num_updates, sum(lengths) / len(lengths))
+    generator.sleep()
     metrics = learner.scheduler.metrics() | learner.update(batch)
     generator.wake()
     with run.monitor.phase("refit"):
