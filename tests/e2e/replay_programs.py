@@ -1,0 +1,70 @@
+"""What test_router_replay.py runs in a process of its own: real vLLM, real Megatron, the same rollouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_rl.batch import build_batch
+from megatron_rl.data import load_prompts, load_tokenizer
+from megatron_rl.learner.learner import Learner
+from megatron_rl.monitor import mismatch_metrics
+from megatron_rl.rollout.vllm_engine import VllmGenerator
+from megatron_rl.types import Batch, Prompt
+from tests.support.tiny import tiny_recipe
+
+NUM_PROMPTS, NUM_SAMPLES = 16, 8
+LONG_PROMPT = 200  # tokens; the engine's cache works in blocks of 128
+
+
+def in_each_dtype(model: str) -> dict[str, dict[str, Any]]:
+    return {dtype: _compare(model, dtype) for dtype in ("bf16", "fp16", "fp32")}
+
+
+def _compare(model: str, dtype: str) -> dict[str, Any]:
+    """Rollouts scored by the learner with its own routes and with the engine's; then an update, a refit, and again."""
+    recipe = tiny_recipe(
+        model={"path": model},
+        rollout={"dtype": dtype, "max_response_length": 40, "kv_cache_gib": 0.0625},
+        learner={"dtype": dtype, "optimizer": {"lr": 1e-3}},
+        objective={"max_response_length": 40},
+        routing={"replay": "r3"},
+    )
+    learner = Learner(recipe)
+    prompts = load_prompts(recipe.data.train, load_tokenizer(model), recipe.data.prompt)
+    random = np.random.default_rng(0)
+    long = [Prompt(f"long:{i}", random.integers(3, 98, LONG_PROMPT).tolist(), "") for i in range(2)]
+    prompts = [prompts[i] for i in range(NUM_PROMPTS)] + long
+    generator = VllmGenerator(
+        recipe.rollout, Path(model), max_prompt_length=LONG_PROMPT, record_routes=True, precision=recipe.precision
+    )
+    try:
+        batch = _sample(generator, prompts, 0, recipe)
+        result = {
+            "native": _rho_std(learner, batch, "native"),
+            "replayed": _rho_std(learner, batch, "replay"),
+            "metrics": learner.update(batch),
+        }
+        generator.refit(learner.export_weights(), learner.num_updates)
+        later = _sample(generator, prompts, learner.num_updates, recipe)
+        result["after refit"] = {"native": _rho_std(learner, later, "native"), "metrics": learner.update(later)}
+        return result
+    finally:
+        generator.close()
+
+
+def _sample(generator: VllmGenerator, prompts: list, version: int, recipe: Any) -> Batch:
+    groups = generator.rollout(prompts, NUM_SAMPLES, policy_version=version, step=0)
+    for i, rollout in enumerate(rollout for group in groups for rollout in group.rollouts):
+        rollout.reward = float(i % 2)  # untrained models earn nothing; some advantage is needed
+    return build_batch(0, groups, recipe)
+
+
+def _rho_std(learner: Learner, batch: Batch, routing: str) -> float:
+    old = torch.from_numpy(np.concatenate(learner.compute_logprobs(batch, routing)))
+    inference = torch.from_numpy(np.concatenate([s.inference_logprobs for s in batch.sequences]))
+    offsets = torch.tensor([0, *(s.response_length for s in batch.sequences)]).cumsum(0)
+    return mismatch_metrics(old, inference, torch.ones_like(old, dtype=torch.bool), offsets)["mismatch/rho_std"]

@@ -1,0 +1,46 @@
+"""R3 between the real engines: what it removes of the mismatch, and what it costs nothing to know.
+
+The model is the tiny one before training, with weights wide enough that experts differ. In the trained checkpoint
+routing is a small part of the mismatch (docs/router-replay.md), which leaves nothing to remove.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parallel.gloo import run_ranks
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[str, dict]:
+    from tests.support.routes import save_random_model
+
+    model = save_random_model(tmp_path_factory.mktemp("model"), initializer_range=0.12)
+    (found,) = run_ranks("tests.e2e.replay_programs", "in_each_dtype", 1, model=str(model), timeout_s=500)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_replay_removes_two_thirds_of_the_mismatch_on_the_same_rollouts(results, dtype):
+    assert results[dtype]["replayed"] <= results[dtype]["native"] / 3
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_every_row_is_replayed(results, dtype):
+    for metrics in (results[dtype]["metrics"], results[dtype]["after refit"]["metrics"]):
+        assert metrics["router/replay_coverage"] == 1.0
+        assert metrics["router/fallback_frac"] == 0.0
+        assert metrics["router/payload_bytes"] == 4 * 2 * 1 + 8
+
+
+def test_engines_disagree_in_bf16_and_agree_in_fp32(results):
+    assert results["bf16"]["metrics"]["router/agree_frac"] < 1.0
+    assert results["bf16"]["metrics"]["router/any_flip_frac"] > 0.0
+    assert results["fp32"]["metrics"]["router/agree_frac"] >= 0.9999
+    assert results["fp32"]["native"] < 1e-4
+
+
+def test_routes_after_a_weight_update_are_those_of_the_new_weights(results):
+    """The same prompts again, some longer than a block of the prefix cache: it would still hold the old routes."""
+    assert results["fp32"]["after refit"]["metrics"]["router/agree_frac"] >= 0.9999
+    assert results["fp32"]["after refit"]["native"] < 1e-4
