@@ -37,7 +37,7 @@ class WeightsPlan:
 
     def __str__(self) -> str:
         source = self.checkpoint.name if self.checkpoint else "the starting model"
-        repeated = f", then steps {self.repeat[0]} … {self.repeat[-1]} repeated" if self.repeat else ""
+        repeated = f", then the updates of step {_ranges(list(self.repeat))} repeated" if self.repeat else ""
         return source + repeated + (f"; {self.age} steps older than the batch" if self.age else "")
 
 
@@ -58,6 +58,13 @@ def layout_overrides(layout: str) -> list[str]:
             raise InputError(f"--layout {layout}: {item!r} is none of {', '.join(f'{k}=N' for k in LAYOUT_KEYS)}")
         sizes[key] = size
     return [f"learner.parallel.{LAYOUT_KEYS[key]}={size}" for key, size in sizes.items()]
+
+
+def watching_routes(recipe: Recipe, batch: Batch) -> Recipe:
+    """``recipe`` with routes compared also where they are not replayed, if the batch has any."""
+    if recipe.routing.replay != "off" or batch.sequences[0].routed_experts is None:
+        return recipe
+    return changed_recipe(recipe, {"routing": {"telemetry": True}})
 
 
 def check_replayable(recipe: Recipe, batch: Batch) -> None:

@@ -65,6 +65,7 @@ def replay(arguments: argparse.Namespace) -> int:
     _, changed = flight.open_run(arguments.run, [*layout, *precision, *arguments.overrides])
     recorded = load_batch(batch_path(directory.batches, arguments.step))
     ranks = flight.num_ranks(changed)
+    changed = flight.watching_routes(changed, recorded.batch)
     flight.check_replayable(changed, recorded.batch)
     if "WORLD_SIZE" not in os.environ and ranks > 1:
         return start_ranks(ranks)
