@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from megatron_rl.config import load_recipe
 from megatron_rl.config.monitor import AlarmRule, MonitorConfig
 from megatron_rl.learner.noise import small_batch
 from megatron_rl.monitor.alarms import Alarms, wanted
 from megatron_rl.monitor.growth import LogGrowth, fit_slope, t_quantile_975
 from megatron_rl.monitor.noise import GradientNoiseScale, NoiseMonitor, RunningMean, noise_scale_parts
+from tests.support.tiny import MODEL
 
 # -- gradient noise scale
 
@@ -220,3 +222,52 @@ def test_rule_names_are_unique():
     rule = {"name": "twice", "metric": "m", "above": 0}
     with pytest.raises(ValidationError, match="more than one rule is named twice"):
         MonitorConfig(alarms=[rule, rule])
+
+
+# -- the rules that every recipe starts from
+
+
+def default_rules() -> list[AlarmRule]:
+    return load_recipe(MODEL.parent / "grpo.yaml").monitor.alarms
+
+
+def test_default_rules_say_what_went_wrong():
+    rng, fired = np.random.default_rng(0), {}
+    alarms = Alarms(default_rules())
+    for step in range(300):
+        growth = 1.025 ** max(0, step - 150)
+        metrics = {
+            "actor/pg_loss": math.nan if step > 290 else float(rng.normal()),
+            "mismatch/rho_std": 1e-3 * growth * float(np.exp(0.2 * rng.standard_normal())),
+            "actor/grad_norm": 0.5 * growth * float(np.exp(0.3 * rng.standard_normal())),
+            "actor/entropy": 0.3 if step < 200 else 0.005,
+        }
+        for event in alarms.observe(step, metrics):
+            fired.setdefault(event.name, event.step)
+            assert wanted([event], "stop") == (event.name == "not-finite")
+    assert 150 < fired["mismatch-growth"] < 200
+    assert 150 < fired["gradient-growth"] < 200
+    assert fired["entropy-collapse"] == 219
+    assert fired["not-finite"] == 293
+
+
+def test_default_rules_are_silent_on_noise_decline_and_single_spikes():
+    for seed in range(5):
+        rng, alarms, fired = np.random.default_rng(seed), Alarms(default_rules()), []
+        noise = np.exp(0.3 * rng.standard_normal((2, 1000)))
+        for step in range(1000):
+            spike = 10.0 if step % 97 == 50 else 1.0
+            metrics = {
+                "actor/pg_loss": float(rng.normal()),
+                "mismatch/rho_std": 1e-3 * float(noise[0, step]) * 0.999**step,
+                "actor/grad_norm": 0.5 * float(noise[1, step]) * spike,
+                "actor/entropy": 0.3 * 0.997**step,
+            }
+            fired += alarms.observe(step, metrics)
+        assert fired == []
+
+
+def test_every_default_rule_watches_a_metric_that_the_run_reports():
+    """A rule on a name that nothing writes would never go off, and no one would know."""
+    reported = {"actor/pg_loss", "mismatch/rho_std", "actor/grad_norm", "actor/entropy"}
+    assert {rule.metric for rule in default_rules()} == reported
