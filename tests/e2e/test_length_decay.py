@@ -1,0 +1,44 @@
+"""The length-decay schedule in a run on both engines: a surge seen in real response lengths halves the rate."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.tiny import REPOSITORY
+
+# The first rise of the mean length counts, whatever its size: five steps are enough for a surge and a halving.
+DETECTOR = "{smoothing_steps: 1, surge_ratio: 1.0001, confirm_steps: 1, min_step: 1, baseline_window: 5}"
+
+
+def run(*command: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_a_surge_of_real_responses_sets_the_clock(tmp_path):
+    settings = [f"run_root={tmp_path}", "name=run", "num_steps=6", "batch.prompts=4", "validation.every=0"]
+    settings += ["learner.max_tokens_per_microbatch=400", f"schedule.detector={DETECTOR}", "monitor.plots=false"]
+    arguments = [argument for setting in settings for argument in ("--set", setting)]
+    run(sys.executable, "-m", "megatron_rl", "train", "recipes/tiny/length_decay.yaml", *arguments)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lengths = [row["response_length/mean"] for row in rows]
+    surge = next(t for t in range(1, 6) if lengths[t] >= 1.0001 * min(lengths[: t + 1]))
+    period = round(1.8 * surge)
+    assert [row["lr_sched/surge_step"] for row in rows] == [-1.0] * surge + [surge] * (6 - surge)
+    expected = [1e-4 if t < surge else max(1e-4 / 2 ** (t // period), 1e-5) for t in range(6)]
+    assert [row["actor/lr"] for row in rows] == expected
+    assert expected[-1] < 1e-4
+    for row in rows:  # an update of Adam's first steps moves every weight by about the rate
+        assert row["noise/update_rms"] == pytest.approx(row["actor/lr"], rel=0.8)
+        assert 0 < row["noise/batch_small"] < row["noise/batch_big"] == 32
+        assert min(row["noise/sq_small"], row["noise/sq_big"]) > 0
+    told = run(sys.executable, "tools/explain_schedule.py", str(tmp_path / "run"))
+    assert f"surge confirmed at step {surge}: T_decay = {period}" in told
+    assert "recorded rate equals the formula at 6 of 6 steps" in told
