@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from megatron_rl.monitor.heatmap import draw_disagreement
 from megatron_rl.monitor.jsonl import read_metrics
 from megatron_rl.monitor.run_directory import RunDirectory
 
@@ -160,11 +161,13 @@ def draw_figure(groups: Sequence[Curves], title: str, columns: int = 3) -> Figur
 
 
 def plot_run(run_dir: RunDirectory) -> Path:
-    """``plots/curves.png`` of one run; returns its path."""
+    """``plots/curves.png`` of one run (returned), and ``plots/routes.png`` where routes were measured."""
     run_dir.plots.mkdir(parents=True, exist_ok=True)
     path = run_dir.plots / "curves.png"
-    groups = [Curves(run_dir.root.name, [read_metrics(run_dir.metrics)])]
-    draw_figure(groups, run_dir.root.name).savefig(path, dpi=110)
+    records = read_metrics(run_dir.metrics)
+    draw_figure([Curves(run_dir.root.name, [records])], run_dir.root.name).savefig(path, dpi=110)
+    if (figure := draw_disagreement(records, run_dir.root.name)) is not None:
+        figure.savefig(run_dir.plots / "routes.png", dpi=110)
     return path
 
 
