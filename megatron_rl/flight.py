@@ -112,41 +112,59 @@ def plan_weights(directory: RunDirectory, step: int, weights: str) -> WeightsPla
 def learner_at(
     directory: RunDirectory, original: Recipe, changed: Recipe, step: int, weights: str
 ) -> Iterator[tuple[Learner, str]]:
-    """A learner of ``changed`` with the weights of ``step``, and where they came from, in words. Collective.
+    """A learner of ``changed`` as it was before ``step``, and where that came from, in words. Collective.
 
     ``original``: the run's recipe on the layout of ``changed``: repeated updates are the run's own. ``weights``:
-    ``exact``, ``nearest``, a checkpoint of ours or a Hugging Face folder. Where ``changed`` has another dtype, the
-    weights are those of the run's dtype, converted.
+    ``exact``, ``nearest``, a checkpoint of ours or a Hugging Face folder. With another dtype, the learner gets the
+    weights of the run's dtype, converted, and an optimizer that starts anew.
     """
-    if weights not in ("exact", "nearest"):
-        path = Path(weights)
-        if not (path / TRAINER_FILE).is_file():
-            yield Learner(_with_model(changed, path)), f"{path}"
-            return
-        plan = WeightsPlan(path)
-    else:
+    if weights in ("exact", "nearest"):
         plan = plan_weights(directory, step, weights)
-    if plan.checkpoint is None and not plan.repeat:
-        yield Learner(changed), str(plan)
+    elif (Path(weights) / TRAINER_FILE).is_file():
+        plan = WeightsPlan(Path(weights))
+    else:
+        yield Learner(_with_model(changed, Path(weights))), str(weights)
+        return
+    converts = changed.learner.dtype != original.learner.dtype
+    if not plan.repeat and (plan.checkpoint is None or not converts):
+        learner = Learner(changed)
+        if plan.checkpoint is not None:
+            learner.load(plan.checkpoint)
+        yield learner, str(plan)
         return
     learner = Learner(original)
     if plan.checkpoint is not None:
         learner.load(plan.checkpoint)
     for earlier in plan.repeat:
         repeat_update(learner, load_batch(batch_path(directory.batches, earlier)))
-    with exported(learner) as folder:
-        yield Learner(_with_model(changed, folder)), str(plan)
+    if changed == original:
+        yield learner, str(plan)
+    elif converts:
+        with exported(learner) as folder:
+            yield Learner(_with_model(changed, folder)), str(plan)
+    else:
+        with _shared_folder() as folder:
+            copy = Learner(changed)
+            copy.load(learner.save(folder, {}))
+            yield copy, str(plan)
 
 
 @contextmanager
 def exported(learner: Learner) -> Iterator[Path]:
     """The learner's weights in a temporary Hugging Face folder that all ranks read. Collective."""
-    folder = Path(broadcast_object(tempfile.mkdtemp(prefix="weights-") if world_rank() == 0 else ""))
-    try:
+    with _shared_folder() as folder:
         learner.export_hf(folder)
         gather_objects(None)  # nobody reads before the folder is complete
         yield folder
-        gather_objects(None)  # nor deletes it while another still reads
+
+
+@contextmanager
+def _shared_folder() -> Iterator[Path]:
+    """A temporary folder of rank 0's making, gone when every rank is done with it."""
+    folder = Path(broadcast_object(tempfile.mkdtemp(prefix="weights-") if world_rank() == 0 else ""))
+    try:
+        yield folder
+        gather_objects(None)
     finally:
         if world_rank() == 0:
             shutil.rmtree(folder)

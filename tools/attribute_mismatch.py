@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -20,8 +21,8 @@ sys.path.insert(0, str(REPOSITORY))
 from megatron_rl.errors import EXIT_BAD_INPUT, InputError  # noqa: E402
 
 
-def main() -> int:
-    arguments = parse_args()
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = parse_args(arguments)
     try:
         return run(arguments)
     except InputError as error:
@@ -56,13 +57,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument("--step", type=int, required=True, help="step of the stored batch")
     parser.add_argument("--weights", default="exact", metavar="exact|nearest|DIR", help="see tools/replay_batch.py")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -45,8 +46,8 @@ SHOWN = (
 )
 
 
-def main() -> int:
-    arguments = parse_args()
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = parse_args(arguments)
     try:
         return replay(arguments)
     except InputError as error:
@@ -105,7 +106,7 @@ def report(arguments: argparse.Namespace, recipe: Recipe, recorded, stored: list
         arguments.json.write_text(json.dumps(told, indent=1))
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument("--step", type=int, required=True, help="step of the stored batch")
@@ -120,7 +121,7 @@ def parse_args() -> argparse.Namespace:
         "DIR: a checkpoint of this project or a Hugging Face folder",
     )
     parser.add_argument("--json", type=Path, help="also write everything to this file")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,11 @@
 
 say() { printf '[+%ds] %s\n' "$SECONDS" "$*"; }
 
-die() { # die STATUS MESSAGE: end the job for good
-  say "ERROR: $2" >&2
-  exit "$1"
+die() { # die STATUS MESSAGE…: end the job for good
+  local status=$1
+  shift
+  say "ERROR: $*" >&2
+  exit "$status"
 }
 
 # Everything that a site decides, and how many ranks there are. Topology comes from Slurm and from nowhere else.
@@ -23,8 +25,7 @@ prepare() {
   : "${MRL_PYTHON:?the Python that has requirements.txt installed, as compute nodes (or the container) see it}"
   : "${SLURM_JOB_ID:?this is a batch script: submit it with sbatch or slurm/submit.sh}"
   mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-  # SLURM_GPUS_ON_NODE is the only one of its kind that is a plain number under every way to ask for GPUs.
-  ranks_per_node=${MRL_RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
+  count_ranks
   num_ranks=$((${#nodes[@]} * ranks_per_node))
   cpus_per_rank=$((SLURM_CPUS_ON_NODE / ranks_per_node))
   restart=${SLURM_RESTART_COUNT:-0}
@@ -44,6 +45,18 @@ prepare() {
   export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$cache/inductor}
   ulimit -n 65535 2>/dev/null || ulimit -n "$(ulimit -Hn)"
   use_container
+}
+
+# One rank per GPU. SLURM_GPUS_ON_NODE is the only one of its kind that is a plain number under every way to ask for
+# GPUs. On exclusive nodes it also counts GPUs that nobody asked for, and those no step is given: so ask a step.
+count_ranks() {
+  local gpus
+  gpus=$(srun --nodes=1 --ntasks=1 bash -c 'echo "${SLURM_GPUS_ON_NODE:-0}"')
+  if [ "$gpus" -eq 0 ] && [ "${SLURM_GPUS_ON_NODE:-0}" -gt 0 ] && [ -z "${MRL_RANKS_PER_NODE:-}" ]; then
+    die 2 "the job did not ask for the nodes' GPUs: submit with --gpus-per-node=$SLURM_GPUS_ON_NODE (or, for a run on" \
+      "CPUs, set MRL_RANKS_PER_NODE)"
+  fi
+  ranks_per_node=${MRL_RANKS_PER_NODE:-$((gpus > 0 ? gpus : 1))}
 }
 
 # One variable chooses: MRL_CONTAINER=IMAGE.sif (or a folder) is apptainer's, any other value pyxis's; unset: bare.

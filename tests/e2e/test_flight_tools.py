@@ -1,0 +1,96 @@
+"""Stored batches of a real run: run again bit for bit, changed, from repeated updates; mismatch split into causes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.gloo import REPOSITORY, run_ranks
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    from tests.support.routes import save_random_model
+
+    model = save_random_model(tmp_path_factory.mktemp("model"), initializer_range=0.12)
+    folder = tmp_path_factory.mktemp("runs")
+    (path,) = run_ranks("tests.e2e.flight_programs", "record_run", 1, folder=str(folder), model=str(model))
+    return Path(path)
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(run, tmp_path_factory) -> dict:
+    """The tool as a user starts it, on another layout. Before `tools`, which deletes files."""
+    told = tmp_path_factory.mktemp("told") / "told.json"
+    environment = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
+    command = [sys.executable, "tools/replay_batch.py", str(run), "--step", "1", "--layout", "tp=2,ep=2"]
+    done = subprocess.run(
+        [*command, "--precision", "fp32", "--json", str(told)],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(told.read_text())
+
+
+@pytest.fixture(scope="module")
+def tools(run, on_two_ranks) -> dict[str, dict]:
+    return run_ranks("tests.e2e.flight_programs", "use_tools", 1, run=str(run), timeout_s=400)[0]
+
+
+SAME = ("actor/pg_loss", "actor/grad_norm", "mismatch/rho_std", "actor/ppo_kl", "router/agree_frac")
+
+
+@pytest.mark.parametrize(
+    ("case", "source"), [("again", "step_00000001"), ("repeated", "step_00000001, then the updates")]
+)
+def test_a_step_runs_again_as_it_was(tools, case, source):
+    """bf16, two updates: the second depends on the optimizer's state, too."""
+    told = tools[case]["json"]
+    assert told["weights"].startswith(source)
+    assert told["logprob_difference"] == {"max": 0.0, "mean": 0.0}
+    for name in SAME:
+        assert told["replayed"][name] == told["stored"][name], name
+
+
+def test_replay_of_routes_can_be_tried_afterwards(tools):
+    told = tools["r3"]["json"]
+    assert "router/replay_coverage" not in told["stored"]
+    assert told["replayed"]["router/replay_coverage"] == 1.0
+    assert told["replayed"]["mismatch/rho_std"] < told["stored"]["mismatch/rho_std"] / 2
+    assert "router/agree_frac/layer_3" in tools["r3"]["out"]
+
+
+def test_another_layout_gives_the_same(tools, on_two_ranks):
+    one = tools["fp32"]["json"]["replayed"]
+    for name in ("actor/pg_loss", "actor/grad_norm", "mismatch/rho_std", "actor/entropy", "router/agree_frac"):
+        assert on_two_ranks["replayed"][name] == pytest.approx(one[name], rel=1e-3, abs=1e-4), name
+
+
+def test_what_is_missing_is_named(tools):
+    assert tools["impossible"]["status"] == 2
+    assert "batches of steps 1 would have to be on disk" in tools["impossible"]["errors"]
+    assert tools["nearest"]["status"] == 0
+    assert "1 steps older than the batch" in tools["nearest"]["json"]["weights"]
+    assert tools["absent"]["status"] == 2
+    assert "recorded steps: 0, 2" in tools["absent"]["errors"]
+
+
+def test_causes_add_up_and_routing_is_the_largest(tools, run):
+    told = tools["attribution"]["json"]
+    parts, total = told["parts"], told["std"]["everything"] ** 2
+    assert sum(parts.values()) == pytest.approx(total)
+    assert parts["routing"] == max(parts.values())
+    assert parts["routing"] > 0.5 * total
+    assert parts["remainder"] > 0.0
+    assert parts["staleness"] != 0.0, "two updates: the second one's policy is not the one that sampled"
+    assert (run / "plots" / "mismatch_step_00000001.png").stat().st_size > 5000
+    assert "routing" in tools["attribution"]["out"]
