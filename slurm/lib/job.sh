@@ -51,6 +51,7 @@ prepare() {
 # GPUs. On exclusive nodes it also counts GPUs that nobody asked for, and those no step is given: so ask a step.
 count_ranks() {
   local gpus
+  # shellcheck disable=SC2016 # for the step's shell to expand
   gpus=$(srun --nodes=1 --ntasks=1 bash -c 'echo "${SLURM_GPUS_ON_NODE:-0}"')
   if [ "$gpus" -eq 0 ] && [ "${SLURM_GPUS_ON_NODE:-0}" -gt 0 ] && [ -z "${MRL_RANKS_PER_NODE:-}" ]; then
     die 2 "the job did not ask for the nodes' GPUs: submit with --gpus-per-node=$SLURM_GPUS_ON_NODE (or, for a run on" \

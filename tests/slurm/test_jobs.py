@@ -35,7 +35,9 @@ def rank_process(run: Path, rank: int) -> int | None:
 
 def wait_for_attempt(job: Job, number: int) -> None:
     job.wait_for_log(f"attempt {number},")
-    wait_for(lambda: job.log.partition(f"attempt {number},")[2].count("started 2 ranks") > 0, 300, "ranks", lambda: job.log)
+    wait_for(
+        lambda: job.log.partition(f"attempt {number},")[2].count("started 2 ranks") > 0, 300, "ranks", lambda: job.log
+    )
 
 
 def steps(run: Path) -> list[int]:
@@ -88,8 +90,8 @@ def test_a_run_survives_the_time_limit_a_lost_rank_and_a_lost_node(site):
 
 
 def test_smoke_in_a_container_then_evaluation(site):
-    """`--smoke` is two steps under a name of its own. The stand-in for apptainer runs its command without a container."""
-    site.program("apptainer", 'printf "%s\\n" "$*" >>"$(dirname "$0")/calls"\nshift 6\nexec "$@"\n')
+    """`--smoke`: two steps under a name of its own. The stand-in for apptainer runs its command without a container."""
+    site.program("apptainer", 'printf "%s\\n" "$*" >>"$(dirname "$0")/calls"\nshift 7\nexec "$@"\n')
     image = site.folder / "image.sif"
     image.touch()
     job = site.submit(
@@ -102,7 +104,9 @@ def test_smoke_in_a_container_then_evaluation(site):
     calls = (site.programs / "calls").read_text().splitlines()
     assert len(calls) == 1 + 2 + 2  # check once, preflight per node, training per rank
     for call in calls:
-        assert call.startswith(f"exec --nv --bind {site.repo}:{site.repo},{site.folder}:{site.folder},/data:/data --pwd ")
+        assert call.startswith(
+            f"exec --nv --bind {site.repo}:{site.repo},{site.folder}:{site.folder},/data:/data --pwd "
+        )
 
     output = site.folder / "figures of step 2.json"
     evaluation = site.submit(
@@ -130,7 +134,7 @@ def test_an_alarm_ends_the_job_for_good_but_a_step_that_takes_too_long_does_not(
     job.wait_for_log("the step at hand takes too long")
     job.wait_for_log("requeued, continues from none")
     assert job.wait() == "FAILED", job.log
-    assert job.field("ExitCode") == "3:0"
+    assert job.field("ExitCode") == "3:0", job.log
     assert job.field("Restarts") == "1"
     assert steps(site.runs / "alarmed") == [0]
     assert (site.runs / "alarmed" / "checkpoints" / "step_00000001").is_dir()
@@ -147,7 +151,9 @@ def test_a_cancelled_job_stays_cancelled(site):
 
 def test_a_bad_recipe_is_refused_by_the_job_and_before_it(site):
     """The job's `check` runs in the container too: the stand-in for pyxis takes its options off srun's."""
-    srun = subprocess.run(["which", "srun"], env=site.cluster.environment, capture_output=True, text=True).stdout.strip()
+    srun = subprocess.run(
+        ["which", "srun"], env=site.cluster.environment, capture_output=True, text=True
+    ).stdout.strip()
     keep = 'for a; do if [[ $a == *container* ]]; then echo "$a" >>"$(dirname "$0")/flags"; else keep+=("$a"); fi; done'
     site.program("srun", f'keep=()\n{keep}\nexec {srun} "${{keep[@]}}"\n')
     settings = site.settings("bad", "learner.parallel.tensor=3")
