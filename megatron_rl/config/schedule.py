@@ -15,9 +15,9 @@ class DetectorConfig(Section):
     smoothing_steps: PositiveInt = 7
     """The length is smoothed by the median of this many observations: outliers shorter than half of it vanish."""
     surge_ratio: float = Field(2.0, gt=1)
-    """A surge is a smoothed length of at least this many times the baseline. The specification's number is 3.0, lower
-    allowed; with 2.0 the paper's own curves (1000 to 3000 tokens and more) are seen while they rise, and the period
-    comes out near its 204 and 160. With 3.0 a curve that ends at 3000 may never be seen."""
+    """A surge is a smoothed length of at least this many times the baseline. The paper reads the surge off a plot as a
+    threefold rise; with 2.0 its curves (from 1000 to 3000 tokens and more) are seen while they rise, and the period
+    comes out near its 204 and 160. With 3.0 a curve that ends at 3000 may be seen late or never."""
     confirm_steps: PositiveInt = 2
     """Consecutive observations (one per rollout batch) that must pass before the surge is believed."""
     baseline_window: PositiveInt = 80

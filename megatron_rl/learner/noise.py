@@ -23,7 +23,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
-CHUNK = 2**24  # elements of a shard looked at at once: bounds the temporaries (four of them, fp32) to 256 MiB
+CHUNK = 2**24  # elements looked at at once: bounds the temporaries (three of them, fp32) to 192 MiB
 
 
 def small_batch(squared_norms: Sequence[float], sizes: Sequence[float]) -> tuple[float, float]:
@@ -132,17 +132,20 @@ def update_size(optimizer: MegatronOptimizer) -> dict[str, float]:
     """`noise/update_rms` (per weight) and `noise/relative_update` (|Δθ| / |θ|) of the Adam step just made. Collective.
 
     From Adam's moments, without a copy of the weights: Δθ = −lr · m̂ / (√v̂ + eps) − lr · decay · θ, of the fp32 master
-    weights. Call it before the scheduler moves on. Each weight counts once, whatever the layout.
+    weights; θ is that after the step. Call it before the scheduler moves on. Each weight counts once, whatever the
+    layout.
     """
     sums = torch.zeros(3, dtype=torch.float64, device=optimizer.get_loss_scale().device)
     for sharded in optimizer.chained_optimizers:
         if getattr(sharded, "is_stub_optimizer", False):
             continue
         for group in sharded.optimizer.param_groups:
-            for master in group["params"]:
-                state = sharded.optimizer.state.get(master)
-                if state and _counts_once(master, sharded):
-                    sums += _update_sums(master, state, group)
+            counted = [p for p in group["params"] if _counts_once(p, sharded)]
+            states = [(p, state) for p in counted if (state := sharded.optimizer.state.get(p))]
+            for batch in _batches([(p, state["exp_avg"], state["exp_avg_sq"]) for p, state in states]):
+                # torch's Adam counts steps per weight, TransformerEngine's per group; they never differ within one.
+                step = group["step"] if "step" in group else states[0][1]["step"]
+                sums += _update_sums(*batch, float(step), group)
     dist.all_reduce(sums)
     change_sq, weight_sq, count = sums.tolist()
     return {
@@ -151,22 +154,45 @@ def update_size(optimizer: MegatronOptimizer) -> dict[str, float]:
     }
 
 
-def _update_sums(after: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
-    """[3] float64 of one shard: Σ Δθ², Σ θ² before the step, elements."""
-    step = float(state["step"] if "step" in state else group["step"])  # torch's Adam, TransformerEngine's
+def _batches(shards: Sequence[tuple[torch.Tensor, ...]]) -> Iterator[list[list[torch.Tensor]]]:
+    """Lists of flat pieces, in parallel for the tensors of each item, of at most `CHUNK` elements together."""
+    pieces, size = [], 0
+    for shard in shards:
+        for piece in zip(*(tensor.view(-1).split(CHUNK) for tensor in shard), strict=True):
+            if size + piece[0].numel() > CHUNK and pieces:
+                yield [list(column) for column in zip(*pieces, strict=True)]
+                pieces, size = [], 0
+            pieces.append(piece)
+            size += piece[0].numel()
+    if pieces:
+        yield [list(column) for column in zip(*pieces, strict=True)]
+
+
+def _update_sums(
+    after: list[torch.Tensor],
+    mean: list[torch.Tensor],
+    mean_sq: list[torch.Tensor],
+    step: float,
+    group: dict[str, Any],
+) -> torch.Tensor:
+    """[3] float64: Σ Δθ², Σ θ², elements; of weights and moments after Adam's step number ``step``.
+
+    m̂ / (√v̂ + eps) = (r / (1 − β1^n)) · m / (√v + r · eps) with r = √(1 − β2^n): fewer passes over memory.
+    """
     beta1, beta2 = group["betas"]
     lr, decay = float(group["lr"]), float(group["lr"]) * group["weight_decay"]
     root = math.sqrt(1.0 - beta2**step)
-    sums = torch.zeros(3, dtype=torch.float64, device=after.device)
-    flat = (tensor.view(-1).split(CHUNK) for tensor in (after, state["exp_avg"], state["exp_avg_sq"]))
-    for weights, mean, mean_sq in zip(*flat, strict=True):
-        adam = mean_sq.sqrt().div_(root).add_(group["eps"])
-        adam = torch.div(mean, adam, out=adam).mul_(lr / (1.0 - beta1**step))
-        before = (weights + adam).div_(1.0 - decay)
-        sums[0] += _sum_of_squares([adam.add_(before, alpha=decay)], after.device)
-        sums[1] += _sum_of_squares([before], after.device)
-    sums[2] = after.numel()
-    return sums
+    divisor = torch._foreach_sqrt(mean_sq)
+    torch._foreach_add_(divisor, group["eps"] * root)
+    change, unit = torch._foreach_div(mean, divisor), lr * root / (1.0 - beta1**step)
+    if decay:
+        torch._foreach_mul_(change, unit)
+        before = torch._foreach_add(after, change)  # times 1 − decay
+        torch._foreach_add_(change, before, alpha=decay / (1.0 - decay))
+        unit = 1.0
+    device = after[0].device
+    sums = [_sum_of_squares(change, device) * unit**2, _sum_of_squares(after, device)]
+    return torch.stack([*sums, sums[0].new_tensor(sum(tensor.numel() for tensor in after))])
 
 
 def _sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -193,7 +219,8 @@ def _counts_once(parameter: torch.Tensor, optimizer: MegatronOptimizer) -> bool:
 
 def _is_measured(parameter: torch.nn.Parameter) -> bool:
     is_expert = not getattr(parameter, "allreduce", True)
-    return not is_expert and not (_has_pipeline() and getattr(parameter, "shared_embedding", False))
+    of_two_halves = _has_pipeline() and getattr(parameter, "shared_embedding", False)
+    return parameter.requires_grad and not is_expert and not of_two_halves
 
 
 def _is_partial(name: str, parameter: torch.nn.Parameter, config: Any) -> bool:

@@ -56,9 +56,9 @@ class LengthDecayScheduler(OptimizerParamScheduler):
         return self.lr_warmup_steps > 0 and self.num_steps <= self.lr_warmup_steps
 
     def observe_length(self, step: int, mean_length: float) -> int | None:
-        """Show the schedule the mean response length (tokens) of the rollouts of ``step``, before the update.
+        """Show the schedule the mean response length (tokens) of a rollout batch, before its first update.
 
-        Returns the step of the surge, once, else None. Styles other than length-decay take no notice.
+        ``step``: t, the optimizer steps applied so far (not rollout steps: a batch may be several updates). Returns the step of the surge, once, else None. Styles other than length-decay take no notice.
         """
         if self.length_decay is None:
             return None

@@ -32,7 +32,7 @@ def updates(num_steps: int, num_sequences: int = 24, minibatches: int = 1, **lea
         after = _weights(trained)
         change = after - before
         metrics["test/update_rms"] = float(change.square().mean().sqrt())
-        metrics["test/relative_update"] = float(change.norm() / before.norm())
+        metrics["test/relative_update"] = float(change.norm() / after.norm())
         found.append(metrics)
         before = after
     return found
