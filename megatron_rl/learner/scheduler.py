@@ -58,7 +58,8 @@ class LengthDecayScheduler(OptimizerParamScheduler):
     def observe_length(self, step: int, mean_length: float) -> int | None:
         """Show the schedule the mean response length (tokens) of a rollout batch, before its first update.
 
-        ``step``: t, the optimizer steps applied so far (not rollout steps: a batch may be several updates). Returns the step of the surge, once, else None. Styles other than length-decay take no notice.
+        ``step``: t, the optimizer steps applied so far (not rollout steps: a batch may be several updates). Returns
+        the step of the surge, once, else None. Styles other than length-decay take no notice.
         """
         if self.length_decay is None:
             return None
