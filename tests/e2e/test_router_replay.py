@@ -17,6 +17,11 @@ def results(tmp_path_factory) -> dict[str, dict]:
 
     model = save_random_model(tmp_path_factory.mktemp("model"), initializer_range=0.12)
     (found,) = run_ranks("tests.e2e.replay_programs", "in_each_dtype", 1, model=str(model), timeout_s=500)
+    # `pytest -s` prints the figures of docs/router-replay.md.
+    print("\ndtype  std of rho, own routes  replayed  rows alike  tokens with a flip")
+    for dtype, run in found.items():
+        agree, flips = (run["metrics"][f"router/{name}"] for name in ("agree_frac", "any_flip_frac"))
+        print(f"{dtype:<5}  {run['native']:>22.2e}  {run['replayed']:>8.2e}  {agree:>10.4f}  {flips:>18.4f}")
     return found
 
 
