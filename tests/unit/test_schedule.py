@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import nullcontext
 from fractions import Fraction
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -201,9 +201,7 @@ def test_the_loop_gives_the_detector_optimizer_steps():
     from megatron_rl.train import update
 
     learner = CountingLearner(build(config(mode="auto"), lr=1e-6), minibatches=4)
-    generator = SimpleNamespace(wake=lambda: None, refit=lambda weights, version: None)
-    monitor = SimpleNamespace(phase=lambda name: nullcontext())
-    run_ = SimpleNamespace(learner=learner, generator=generator, monitor=monitor)
+    run_ = SimpleNamespace(learner=learner, generator=MagicMock(), monitor=MagicMock())
     recorded = []
     for step in range(120):
         tokens = range(1000 if step < 40 else 4000)
