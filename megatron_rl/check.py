@@ -39,6 +39,8 @@ def check_recipe(recipe: Recipe, world_size: int | None = None) -> CheckedRecipe
     )
     problems += recipe.routing.problems(architecture)
     problems += contract_problems(recipe, architecture)
+    if recipe.learner.lora is not None:
+        problems += recipe.learner.lora.problems(architecture, recipe.learner.parallel)
     try:
         check_reward(recipe.reward, recipe.rollout.max_response_length)
     except InputError as error:

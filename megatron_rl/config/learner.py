@@ -67,6 +67,27 @@ class OptimizerConfig(Section):
     """Largest global gradient norm; larger gradients are scaled down to it. 0 turns clipping off."""
 
 
+class LoraConfig(Section):
+    """Low-rank adapters on the linear layers of the blocks of a dense model; everything else is frozen. They are merged
+    into the weights in every forward pass, and so the rollout engine gets merged weights."""
+
+    rank: PositiveInt = 32
+    """Inner dimension of an adapter."""
+    alpha: float = Field(64.0, gt=0)
+    """The update B·A is multiplied by alpha / rank."""
+
+    def problems(self, architecture: Architecture, parallel: ParallelConfig) -> list[str]:
+        """Why adapters cannot be used; empty where they can."""
+        found = []
+        if architecture.is_moe:
+            found.append(f"learner.lora: {architecture.model_type} has experts; adapters are for dense models")
+        if parallel.tensor > 1:
+            found.append(
+                f"learner.lora: with learner.parallel.tensor {parallel.tensor}; adapters are not sharded, use tensor: 1"
+            )
+        return found
+
+
 class LearnerConfig(Section):
     dtype: Dtype = "bf16"
     """Type of weights and activations. Master weights, gradients' reduction and log-probs are fp32 in every case."""
@@ -78,6 +99,8 @@ class LearnerConfig(Section):
     """Activations recomputed in the backward pass: none; attention and experts; or whole layers."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Adam's numbers."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of all weights. null: train all weights."""
     loss_scale: LossScaleConfig = LossScaleConfig()
     """Dynamic loss scaling, where dtype is fp16."""
     max_consecutive_overflows: PositiveInt = 20

@@ -137,6 +137,8 @@ class Recipe(Section):
             ]
         if self.validation.every and not self.data.validation:
             found.append("validation.every: set, but data.validation names no file")
+        if self.learner.lora is not None and self.precision.export_from == "master":
+            found.append("precision.export_from: master needs master weights, which learner.lora has not; use learner")
         if self.objective.advantage == "rloo" and self.rollout.num_samples < 2:
             found.append("objective.advantage: rloo needs rollout.num_samples of at least 2")
         if found:

@@ -27,6 +27,7 @@ from megatron_rl.learner import checkpoint
 from megatron_rl.learner.distributed import gather_objects, initialize
 from megatron_rl.learner.hf_export import write_hf_checkpoint
 from megatron_rl.learner.logprobs import token_logprobs
+from megatron_rl.learner.lora import Adapters
 from megatron_rl.learner.model import DTYPES, build_model, use_transformer_engine
 from megatron_rl.learner.noise import GradientNoise, update_size
 from megatron_rl.learner.packing import Microbatch, build_microbatch, deal, minibatch_denominators
@@ -60,6 +61,7 @@ class Learner:
         model = build_model(self.architecture, self.config, self.device, recipe.precision)
         self.weights = WeightMap(model, self.architecture)
         self.weights.load(recipe.model.path)
+        self.adapters = Adapters(model, self.config.lora, recipe.seed) if self.config.lora else None
         self.module = model  # the bare GPTModel; self.model wraps it for data parallelism
         self.replay: RouterReplayer | None = None
         if recipe.routing.is_on:
@@ -67,7 +69,7 @@ class Learner:
         self.model, self.optimizer = self._wrap(model)
         loss_scale = self.config.loss_scale if self.config.dtype == "fp16" else None
         self.overflow = OverflowGuard(
-            self.optimizer, loss_scale, self.config.max_consecutive_overflows, self.weights.named_parameters
+            self.optimizer, loss_scale, self.config.max_consecutive_overflows, self._trained_parameters
         )
         self.noise = GradientNoise(self.model, self.optimizer) if recipe.monitor.gradient_noise else None
         self.scheduler = build_scheduler(recipe.schedule, self.config.optimizer, self.optimizer, recipe.num_updates)
@@ -315,6 +317,10 @@ class Learner:
 
     # -- weights and state
 
+    def _trained_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        names = self.weights.named_parameters()
+        return names if self.adapters is None else self.adapters.named_parameters(names)
+
     def describe_precision(self) -> dict[str, str]:
         """Aspect → what this engine does: the learner's column of the precision contract."""
         return describe_model(self.module)
@@ -323,13 +329,16 @@ class Learner:
         """Whole tensors in Hugging Face names, one at a time, for the rollout engine; collective (see
         `WeightMap.export`). Learner dtype, or with ``precision.export_from: master`` rounded once from fp32."""
         dtype, wanted = self.config.dtype, self.recipe.rollout.dtype
+        if self.adapters is not None:
+            return self.weights.export(self.adapters.merged)
         if self.recipe.precision.export_from == "learner" or dtype in ("fp32", wanted):
             return self.weights.export()
         return self.weights.export(master_reader(self.optimizer), DTYPES[wanted])
 
     def export_hf(self, folder: Path) -> None:
         """Write the weights as a Hugging Face checkpoint, with config and tokenizer of the starting one. Collective."""
-        write_hf_checkpoint(folder, self.weights.export(), self.recipe.model.path)
+        weights = self.weights.export(self.adapters.merged if self.adapters else None)
+        write_hf_checkpoint(folder, weights, self.recipe.model.path)
 
     def save(self, folder: Path, state: dict[str, Any], keep_last: int = 0) -> Path:
         """Checkpoint of this step. ``state``: what the loop wants back from `load`; JSON-able."""

@@ -75,6 +75,7 @@ def transformer_config(
         "expert_tensor_parallel_size": parallel.expert_tensor,
         "sequence_parallel": parallel.tensor > 1,
         "variable_seq_lengths": parallel.pipeline > 1,
+        "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths, even in a dense model
         # Losses arrive divided by their global denominators; Megatron must only add them up.
         "calculate_per_token_loss": True,
         # Fusions need Apex or TransformerEngine kernels; on one side only they would add mismatch.
@@ -101,7 +102,6 @@ def transformer_config(
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
             "moe_router_dtype": "fp32" if precision.fp32_router else None,
-            "moe_token_dispatcher_type": "alltoall",
             "moe_grouped_gemm": te,
         }
     return TransformerConfig(**config)

@@ -1,0 +1,129 @@
+"""Adapters on a dense model: the gradient in closed form, merged weights on both ends, layouts and checkpoints."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file
+
+from megatron_rl.check import check_recipe
+from megatron_rl.errors import InputError
+from tests.parallel.gloo import run_ranks
+from tests.parallel.lora_programs import LORA
+from tests.support.tiny import stored_rollouts, tiny_recipe
+from tools.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
+
+STEPS = 3
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SCALE = LORA["alpha"] / LORA["rank"]
+
+
+def start(world_size: int, jobs: dict) -> list[dict]:
+    return run_ranks("tests.parallel.lora_programs", "run_jobs", world_size, jobs=jobs, timeout_s=500)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("dense")
+    save_checkpoint(build_model(build_tiny_config("qwen3", "nano")), path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def one(model, tmp_path_factory) -> dict:
+    folder = str(tmp_path_factory.mktemp("run"))
+    jobs = {
+        "run": ("train", {"model": model, "num_steps": STEPS, "folder": folder}),
+        "recompute": ("train", {"model": model, "num_steps": STEPS, "recompute": "full"}),
+        "fp16": ("train", {"model": model, "num_steps": STEPS, "dtype": "fp16"}),
+        "adapters' gradient": ("first_gradient", {"model": model, "lora": True}),
+        "whole gradient": ("first_gradient", {"model": model, "lora": False}),
+    }
+    (results,) = start(1, jobs)
+    (resumed,) = start(1, {"resumed": ("resume", {"model": model, "path": results["run"]["path"]})})
+    return results | resumed
+
+
+def test_the_policy_starts_as_it_was(one, model):
+    checkpoint = load_file(f"{model}/model.safetensors")
+    for name, tensor in one["run"]["exported before"].items():
+        assert torch.equal(tensor, checkpoint[name]), name
+
+
+def test_the_gradient_is_the_chain_rule(one):
+    """With B = 0: dL/dB = scale · G Aᵀ and dL/dA = 0, where G is the gradient of the whole weight."""
+    whole, adapters = one["whole gradient"], one["adapters' gradient"]
+    num_compared = 0
+    for name, gradient in whole.items():
+        a = adapters.get(f"start {name.removesuffix('weight')}lora_A")
+        if a is not None:
+            got = adapters[f"{name.removesuffix('weight')}lora_B"]
+            torch.testing.assert_close(got, SCALE * gradient @ a.t(), rtol=1e-4, atol=1e-6)
+            assert not adapters[f"{name.removesuffix('weight')}lora_A"].any()
+            num_compared += 1
+    assert num_compared == 2 * 4
+    assert all("lora_" in name for name in adapters)
+
+
+@pytest.mark.parametrize("job", ["run", "fp16"])
+def test_only_adapters_move_and_are_merged_once(one, job):
+    run = one[job]
+    for name, after in run["exported"].items():
+        before = run["exported before"][name]
+        assert torch.equal(after, before) != any(target in name for target in TARGETS), name
+    prefix = "decoder.layers.1.mlp.linear_fc2."
+    a, b = (run["adapters"][f"{prefix}lora_{letter}"].float() for letter in "AB")
+    frozen = run["frozen"][f"{prefix}weight"]
+    merged = (frozen.float() + SCALE * b @ a).to(frozen.dtype)
+    assert torch.equal(run["exported"]["model.layers.1.mlp.down_proj.weight"], merged)
+
+
+def test_exported_weights_are_those_of_the_forward_pass(one):
+    """transformers, on the exported checkpoint, gives the learner's log-probs."""
+    from pathlib import Path
+
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(one["run"]["path"]).parent / "hf"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    found = []
+    with torch.no_grad():
+        for s in stored_rollouts(100).sequences:
+            logits = model(torch.from_numpy(s.tokens)[None]).logits[0, s.prompt_length - 1 : -1]
+            chosen = torch.from_numpy(s.tokens[s.prompt_length :, None])
+            found.append(logits.log_softmax(-1).gather(1, chosen).squeeze(1).numpy())
+    np.testing.assert_allclose(one["run"]["after"], np.concatenate(found), rtol=1e-4, atol=1e-4)
+    assert np.abs(one["run"]["after"] - one["run"]["before"]).max() > 0.01
+
+
+def test_recomputation_changes_nothing(one):
+    np.testing.assert_allclose(one["recompute"]["after"], one["run"]["after"], rtol=1e-4, atol=1e-4)
+
+
+def test_a_checkpoint_continues_the_run(one):
+    assert one["resumed"]["metrics"]["actor/grad_norm"] == one["run"]["metrics"][-1]["actor/grad_norm"]
+    for name, tensor in one["resumed"]["exported"].items():
+        assert torch.equal(tensor, one["run"]["exported"][name]), name
+
+
+def test_two_ranks_equal_one(one, model):
+    jobs = {
+        "dp2": ("train", {"model": model, "num_steps": STEPS}),
+        "pp2": ("train", {"model": model, "num_steps": STEPS, "parallel": {"pipeline": 2}}),
+    }
+    for rank in start(2, jobs):
+        for layout in jobs:
+            for got, want in zip(rank[layout]["metrics"], one["run"]["metrics"], strict=True):
+                assert got["actor/grad_norm"] == pytest.approx(want["actor/grad_norm"], rel=1e-3)
+            np.testing.assert_allclose(rank[layout]["after"], one["run"]["after"], rtol=1e-2, atol=1e-2)
+
+
+def test_what_adapters_cannot_do_is_refused(model):
+    with pytest.raises(InputError, match=r"learner\.lora: qwen3_moe has experts"):
+        check_recipe(tiny_recipe(learner={"lora": LORA}))
+    with pytest.raises(InputError, match="adapters are not sharded, use tensor: 1"):
+        check_recipe(tiny_recipe(model={"path": model}, learner={"lora": LORA, "parallel": {"tensor": 2}}))
+    with pytest.raises(ValidationError, match=r"precision\.export_from: master needs master weights"):
+        tiny_recipe(model={"path": model}, learner={"lora": LORA}, precision={"export_from": "master"})
