@@ -28,6 +28,7 @@ prepare() {
   count_ranks
   num_ranks=$((${#nodes[@]} * ranks_per_node))
   cpus_per_rank=$((SLURM_CPUS_ON_NODE / ranks_per_node))
+  [ "$cpus_per_rank" -gt 0 ] || die 2 "$ranks_per_node ranks per node, but $SLURM_CPUS_ON_NODE CPUs; ask for more"
   restart=${SLURM_RESTART_COUNT:-0}
 
   export PYTHONPATH=$home${PYTHONPATH:+:$PYTHONPATH}

@@ -56,7 +56,8 @@ ReturnToService=2
 GresTypes=gpu
 NodeName={nodes} NodeHostname={nodes} NodeAddr={nodes} Port=[{node_first}-{node_last}] CPUs=4 RealMemory=16000 \
 Gres=gpu:{gpus}
-PartitionName=batch Nodes=ALL Default=YES MaxTime=1-0
+PartitionName=batch Nodes=ALL Default=YES MaxTime=1-0 PriorityTier=1 PreemptMode=REQUEUE GraceTime=600
+PartitionName=urgent Nodes=ALL MaxTime=1-0 PriorityTier=10 PreemptMode=OFF
 """
 
 
