@@ -3,7 +3,7 @@
 # Sourced by the batch scripts, in their strict mode: what a training and an evaluation job have in common.
 : "${home:?the folder of the checkout, set before this file is sourced}"
 
-say() { printf '[+%ds] %s\n' "$SECONDS" "$*"; }
+say() { printf '[%(%H:%M:%S)T +%ds] %s\n' -1 "$SECONDS" "$*"; }
 
 die() { # die STATUS MESSAGE…: end the job for good
   local status=$1

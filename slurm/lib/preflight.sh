@@ -29,7 +29,7 @@ if [ "$expected" -gt 0 ]; then
     [ "$usable" = "$expected" ] || problems+=("CUDA sees $usable GPUs, Slurm says $expected")
   fi
 else
-  missing=$("$python" -c 'import megatron_rl, torch' 2>&1 | tail -n 1)
+  missing=$("$python" -c 'import megatron_rl, importlib.metadata as m; m.version("torch")' 2>&1 | tail -n 1)
   [ -z "$missing" ] || problems+=("$python cannot run the program: $missing")
 fi
 

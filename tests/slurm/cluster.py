@@ -120,7 +120,7 @@ class Cluster:
         self.run("slurmctld")
         for node in NODES:
             self.run("slurmd", "-N", node)
-        wait_for(lambda: self._says("sinfo", "-h", "-t", "idle", "-o", "%D") == str(len(NODES)), 60, "idle nodes")
+        wait_for(lambda: self._says("sinfo", "-h", "-t", "idle", "-o", "%D") == str(len(NODES)), 120, "idle nodes")
         self.run("srun", f"-N{len(NODES)}", "true", timeout=60)  # "idle" alone does not prove that a node takes work
 
     def _says(self, *command: str) -> str:

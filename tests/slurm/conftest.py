@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -82,8 +83,14 @@ def site(cluster) -> Iterator[Site]:
 def _install(packages: tuple[str, ...]) -> None:
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         return
-    command = ["apt-get", "install", "-y", "-q", "--no-install-recommends", *packages]
-    quiet = {"env": {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}, "capture_output": True, "check": False}
-    if subprocess.run(command, **quiet).returncode:
-        subprocess.run(["apt-get", "update", "-q"], **quiet)
-        subprocess.run(command, **quiet)
+    apt = ["apt-get", "-q", "-o", "Acquire::Retries=1", "-o", "Acquire::http::Timeout=15"]
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+
+    def succeeds(*arguments: str) -> bool:
+        done = subprocess.run([*apt, *arguments], env=environment, capture_output=True, timeout=200, check=False)
+        return done.returncode == 0
+
+    install = ("install", "-y", "--no-install-recommends", *packages)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        if not succeeds(*install) and succeeds("update"):
+            succeeds(*install)
