@@ -75,6 +75,7 @@ def _report(recipe: Recipe, a: Architecture, world_size: int | None) -> list[tup
         ),
         ("run", f"{recipe.num_steps} steps, {recipe.num_updates} updates, into {recipe.run_dir}"),
         *((row.aspect, str(row)) for row in contract(recipe, a)),
+        *([("routing", recipe.routing.describe())] if recipe.routing.is_on else []),
         (
             "objective",
             f"{recipe.objective.advantage}, {recipe.objective.policy_term.name}, "

@@ -82,7 +82,7 @@ def start(recipe: Recipe, resume: str = "auto") -> Iterator[Run]:
         summary = {"run": str(directory.root), **dict(checked.report), "num_steps": recipe.num_steps}
         monitor = stack.enter_context(Monitor(directory, recipe.monitor, summary, is_main, share=broadcast_object))
         learner.phase = monitor.phase
-        learner.keep_current_logprobs = recipe.recorder.record_batches != "off"
+        learner.keep_current_logprobs = recipe.may_record_batches
         if is_main:
             directory.done.unlink(missing_ok=True)  # a complete run that goes on, to more steps
             directory.recipe.write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))

@@ -108,6 +108,12 @@ class Recipe(Section):
         return self.run_root / self.name
 
     @property
+    def may_record_batches(self) -> bool:
+        """Whether any step's batch can come to be written to disk."""
+        by_alarm = any("record_batch" in rule.then for rule in self.monitor.alarms)
+        return by_alarm or self.recorder.record_batches in ("last_n", "all")
+
+    @property
     def num_updates(self) -> int:
         """Optimizer steps of the whole run."""
         return self.num_steps * self.batch.minibatches

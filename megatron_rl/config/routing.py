@@ -31,6 +31,13 @@ class RoutingConfig(Section):
         """Whether the rollout engine has to record its routes."""
         return self.replay == "r3" or (self.replay == "off" and self.telemetry)
 
+    def describe(self) -> str:
+        """One line for a person."""
+        if self.replay == "off":
+            return "by the learner; the engine's routes are recorded for comparison"
+        source = "its own pass for old log-probs" if self.replay == "r2" else "the rollout engine"
+        return f"replay {self.replay}: the learner uses the routes of {source}"
+
     def problems(self, architecture: Architecture) -> list[str]:
         """Why this section cannot be used with the model; empty where it can."""
         if self.is_on and not architecture.is_moe:

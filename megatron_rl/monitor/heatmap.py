@@ -40,6 +40,6 @@ def draw_disagreement(records: Sequence[dict[str, float]], title: str) -> Figure
     axes.set_yticks(list(rows), [str(layers[i]) for i in rows], fontsize=8)
     axes.set_xlabel("step", fontsize=9)
     axes.set_ylabel("layer", fontsize=9)
-    axes.set_title(f"{title}: share of tokens routed differently by the two engines", fontsize=10)
+    axes.set_title(f"{title}: share of tokens that the learner alone would route otherwise", fontsize=10)
     figure.colorbar(image, ax=axes, pad=0.01).ax.tick_params(labelsize=8)
     return figure

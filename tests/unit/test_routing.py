@@ -8,16 +8,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.batch import build_batch
 from megatron_rl.check import check_recipe
+from megatron_rl.config.model import read_architecture
 from megatron_rl.config.routing import RoutingConfig
 from megatron_rl.errors import InputError
 from megatron_rl.monitor.heatmap import disagreement, draw_disagreement
+from megatron_rl.rollout import RolloutError
+from megatron_rl.rollout.payload import make_rollout
+from megatron_rl.rollout.requests import Request
 from megatron_rl.routing import LayerTelemetry, RouteError, RouteShape, missing_id, pack_routes, packed_keys
 from megatron_rl.routing.layout import PADDING_ID, padding_routes
 from megatron_rl.routing.payload import malformed_rows
 from megatron_rl.routing.telemetry import MARGIN_BINS, margin_quantiles, router_metrics
+from megatron_rl.types import Group, Prompt
 from tests.support.routes import random_routes, save_random_model, with_routes
-from tests.support.tiny import stored_rollouts, tiny_recipe
+from tests.support.tiny import MODEL, stored_rollouts, tiny_recipe
 
 SHAPE = RouteShape(num_experts=8, topk=2, layers=(0, 1, 2, 3))
 ON = RoutingConfig(replay="r3")
@@ -108,6 +114,48 @@ def test_a_slice_held_against_other_tokens_or_layers_is_refused():
         second.verify(keys_1, [0, 2, 1, 3], SHAPE)
     with pytest.raises(RouteError, match="for a rank that holds"):
         first.verify(keys_0[:-1], layers, SHAPE)
+
+
+def engine_answer(routes: np.ndarray):
+    """A rollout of 3 prompt and 4 response tokens, as the engine's answer is unpacked, and its group."""
+    prompt = Prompt(id="train:7", tokens=[1, 40, 41], answer="")
+    rollout = make_rollout(
+        Request(0, prompt, 2, seed=0),
+        [50, 51, 52, 2],
+        [-1.0] * 4,
+        "stop",
+        0,
+        routes=routes,
+        architecture=read_architecture(MODEL),
+    )
+    return rollout, Group(prompt, [rollout])
+
+
+def test_what_the_engine_hands_over_passes_the_learners_checks():
+    routes = np.random.default_rng(0).random((6, 4, 8)).argsort(-1)[..., :2]
+    _, group = engine_answer(routes)
+    (sequence,) = build_batch(0, [group], tiny_recipe()).sequences
+    packed = pack_routes([sequence], 0, SHAPE, ON)
+    assert (packed.experts[:-1] == routes).all()
+    sequence.id = "train:7/3"  # the routes of another sample of the same prompt
+    with pytest.raises(RouteError, match="sequence train:7/3: routes do not belong"):
+        pack_routes([sequence], 0, SHAPE, ON)
+
+
+def test_rows_that_the_engine_did_not_record_are_left_to_the_router():
+    routes = np.random.default_rng(0).random((6, 4, 8)).argsort(-1)[..., :2]
+    routes[2, 1] = -1
+    _, group = engine_answer(routes)
+    (sequence,) = build_batch(0, [group], tiny_recipe()).sequences
+    found = pack_routes([sequence], 0, SHAPE, ON).take(slice(0, 7), range(4))
+    found.to_device(torch.device("cpu"))
+    assert found.num_missing == 1
+    assert found.num_due == 24
+    assert found.indices[1][2].tolist() == [-1, -1]
+    assert found.counted.sum() == 23
+    routes[2, 1] = [-1, 3]
+    with pytest.raises(RolloutError, match="token 2, layer 1: route to expert -1 of 8"):
+        engine_answer(routes)
 
 
 def test_padding_is_spread_over_the_experts():
