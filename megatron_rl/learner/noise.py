@@ -143,8 +143,9 @@ def update_size(optimizer: MegatronOptimizer) -> dict[str, float]:
             counted = [p for p in group["params"] if _counts_once(p, sharded)]
             states = [(p, state) for p in counted if (state := sharded.optimizer.state.get(p))]
             for batch in _batches([(p, state["exp_avg"], state["exp_avg_sq"]) for p, state in states]):
-                # torch's Adam counts steps per weight, TransformerEngine's per group; they never differ within one.
-                step = group["step"] if "step" in group else states[0][1]["step"]
+                # torch's Adam counts steps per weight (a group then keeps the count of the checkpoint it was loaded
+                # from), TransformerEngine's per group; within one they never differ.
+                step = states[0][1].get("step", group.get("step"))
                 sums += _update_sums(*batch, float(step), group)
     dist.all_reduce(sums)
     change_sq, weight_sq, count = sums.tolist()

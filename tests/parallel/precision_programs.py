@@ -49,7 +49,12 @@ class Injection:
 
 
 def train(
-    num_steps: int, inject: dict[str, Any] | None = None, save_after: int | None = None, folder: str = "", **sections
+    num_steps: int,
+    inject: dict[str, Any] | None = None,
+    save_after: int | None = None,
+    folder: str = "",
+    first_batch: int = 0,
+    **sections: Any,
 ) -> dict[str, Any]:
     """Per step: metrics, updates applied, largest change of a weight; and where it was saved."""
     learner = start(**sections)
@@ -59,7 +64,7 @@ def train(
     for step in range(num_steps):
         if injection:
             injection.step = step
-        metrics = learner.update(stored_rollouts(step))
+        metrics = learner.update(stored_rollouts(first_batch + step))
         after = weights(learner)
         steps.append(
             {
