@@ -23,8 +23,7 @@ class LossScaleConfig(Section):
     backoff_factor: float = Field(0.5, gt=0, lt=1)
     """The scale is multiplied by this at an overflow."""
     hysteresis: PositiveInt = 1
-    """Overflows tolerated, since the scale last grew, before each further one lowers it, counting from this one: 1
-    lowers it at every overflow."""
+    """From this many overflows on, counted since the scale last grew, each one lowers the scale. 1: every overflow."""
 
     @model_validator(mode="after")
     def _minimum_below_initial(self) -> LossScaleConfig:
@@ -44,7 +43,8 @@ class PrecisionConfig(Section):
     fp32_router: bool = False
     """Compute the router's logits and the experts' weights in fp32, on both engines. MoE models only."""
     allow_asymmetric: bool = False
-    """Permit `rollout_fp32_head` and `rollout_fp32_router` to differ from the two keys above."""
+    """Permit what makes mu another policy than pi: `rollout_fp32_head` and `rollout_fp32_router` unlike the two keys
+    above, `rollout.top_p` below 1 and `rollout.top_k`."""
     rollout_fp32_head: bool | None = None
     """Ablation: fp32 logits on the rollout engine alone or the learner alone. null: as `fp32_head`."""
     rollout_fp32_router: bool | None = None
