@@ -134,7 +134,7 @@ def test_an_alarm_ends_the_job_for_good_but_a_step_that_takes_too_long_does_not(
     wait_for_attempt(job, 0)
     site.cluster.run("scancel", "--batch", "--signal=USR1", job.number)  # no step is done yet, and no time is left
     job.wait_for_log("the step at hand takes too long")
-    job.wait_for_log("requeued, continues from none")
+    job.wait_for_log("ended before the limit, without a save: requeued, continues from none")
     assert job.wait() == "FAILED", job.log
     assert job.field("ExitCode") == "3:0", job.log
     assert job.field("Restarts") == "1"
