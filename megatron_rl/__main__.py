@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_ENDED_BY_LIMIT, I
 def main(arguments: Sequence[str] | None = None) -> int:
     # PyTorch's C++ side prints a NUMA notice per rank when an engine starts; it must be told before the first import.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Megatron says at every import that TransformerEngine and Apex are absent; where that matters, `check` says it.
+    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # Megatron's calls, not ours
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)

@@ -91,7 +91,8 @@ def start(recipe: Recipe, resume: str = "auto") -> Iterator[Run]:
         stack.callback(generator.close)
         stated = contract(recipe, checked.architecture)
         for row in confirm_contract(stated, learner.describe_precision(), generator.describe_precision()):
-            monitor.log(f"precision, {row.aspect}: {row}")
+            if (row.aspect, str(row)) not in checked.report:  # printed at the start
+                monitor.log(f"{row.aspect}: {row}")
         run = Run(recipe, directory, learner, generator, rewarder, sampler, validation, monitor)
         if checkpoint is not None:
             _resume(run, checkpoint)

@@ -44,8 +44,7 @@ def initialize(parallel: ParallelConfig, device: str, seed: int) -> torch.device
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)
     if not dist.is_initialized():
-        for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
-            os.environ.setdefault(name, value)
+        # Alone, the store is handed over instead of named in the environment, which other processes would inherit.
         if "MASTER_PORT" not in os.environ:
             store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
             dist.init_process_group(_backend(where), store=store, rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)

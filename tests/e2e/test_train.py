@@ -78,6 +78,8 @@ def test_a_run_leaves_its_whole_record(root):
     environment = json.loads((run / "environment.json").read_text())
     assert "megatron-core" in environment["versions"]
     assert any("applied" in line for line in environment["patches"]["status"])
+    assert "WORLD_SIZE" not in environment["variables"], "a run alone must not set what processes it starts inherit"
+    assert (run / "DONE").read_text().strip() == str(STEPS)
     events = EventAccumulator(str(run / "tensorboard")).Reload()
     assert [e.step for e in events.Scalars("critic/rewards/mean")] == [0, 1, 2, 3]
     assert (run / "plots" / "curves.png").stat().st_size > 10_000
