@@ -143,7 +143,7 @@ def test_an_alarm_ends_the_job_for_good_but_a_step_that_takes_too_long_does_not(
 
 
 def test_a_cancelled_job_stays_cancelled(site):
-    job = site.submit("train.sbatch", RECIPE, *site.settings("cancelled"))
+    job = site.submit("train.sbatch", RECIPE, *site.settings("cancelled", "num_steps=100000"))
     wait_for_attempt(job, 0)
     site.cluster.run("scancel", job.number)
     assert job.wait() == "CANCELLED"
