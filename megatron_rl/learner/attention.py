@@ -37,8 +37,16 @@ class PackedSequences(PackedSeqParams):
     unpad_index: torch.Tensor | None = None  # [N] int64 into S·M
 
     @classmethod
-    def from_lengths(cls, lengths: list[int], device: torch.device) -> PackedSequences:
-        """Parameters for sequences of these lengths (≥ 1), in this order."""
+    def from_lengths(cls, lengths: list[int], device: torch.device, thd: bool = False) -> PackedSequences:
+        """Parameters for sequences of these lengths (≥ 1), in this order.
+
+        ``thd``: for TransformerEngine's attention and Megatron's own rotary embedding, which tell sequences apart by
+        their offsets alone; with "sbhd" they would take the row for one sequence and attend across its parts.
+        """
+        if thd:
+            offsets = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+            longest = max(lengths)
+            return cls("thd", offsets, offsets, max_seqlen_q=longest, max_seqlen_kv=longest, lengths=tuple(lengths))
         params = cls(qkv_format="sbhd", max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths), lengths=tuple(lengths))
         longest = max(lengths)
         real = sum(n * n for n in lengths)

@@ -13,6 +13,7 @@ import torch
 
 from megatron_rl.config.objective import ObjectiveConfig
 from megatron_rl.learner.attention import PackedSequences
+from megatron_rl.learner.model import use_transformer_engine
 from megatron_rl.objective import Denominators, ObjectiveInputs, compute_denominators
 from megatron_rl.routing import RouteSlice
 from megatron_rl.types import Batch, Sequence
@@ -94,7 +95,7 @@ def build_microbatch(
         indices=indices,
         tokens=join([s.tokens for s in sequences] + [np.full(tail, pad_token)], torch.int64)[None],
         position_ids=join([np.arange(n) for n in rows], torch.int64),
-        packed=PackedSequences.from_lengths(rows, device),
+        packed=PackedSequences.from_lengths(rows, device, thd=use_transformer_engine(device)),
         positions=join(positions, torch.int64),
         labels=join([s.tokens[s.prompt_length :] for s in sequences], torch.int64),
         response_lengths=[s.response_length for s in sequences],

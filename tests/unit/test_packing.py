@@ -64,6 +64,17 @@ def test_layout_of_a_microbatch():
     assert m.num_real_tokens == 8
 
 
+def test_transformer_engine_is_told_where_sequences_end(monkeypatch):
+    """Without offsets its attention would run across the sequences of a row, silently."""
+    monkeypatch.setattr("megatron_rl.learner.packing.use_transformer_engine", lambda device: True)
+    batch = Batch(0, [_sequence([10, 11], [12, 13, 14]), _sequence([20], [21])], [[0, 1]])
+    packed = build_microbatch(batch, [0, 1], multiple_of=4, pad_token=0, device=torch.device("cpu")).packed
+    assert packed.qkv_format == "thd"
+    assert packed.cu_seqlens_q.dtype == torch.int32
+    assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == [0, 5, 7, 8]
+    assert packed.max_seqlen_q == packed.max_seqlen_kv == 5
+
+
 def test_empty_microbatch_still_has_tokens_to_run_the_collectives_with():
     m = build_microbatch(Batch(0, [], []), [], multiple_of=4, pad_token=0, device=torch.device("cpu"))
     assert m.tokens.shape == (1, 4)
