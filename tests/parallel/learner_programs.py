@@ -7,19 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
 
 from megatron_rl.learner.learner import Learner
 from tests.support.tiny import stored_rollouts, tiny_recipe
-
-
-def run_jobs(jobs: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Several of the functions below in one start of the ranks, each on its own layout: name → (function, kwargs)."""
-    results = {}
-    for name, (function, kwargs) in jobs.items():
-        results[name] = globals()[function](**kwargs)
-        parallel_state.destroy_model_parallel()
-    return results
 
 
 def train_on_stored_rollouts(num_steps: int = 5, minibatches: int = 1, **sections: Any) -> dict[str, Any]:

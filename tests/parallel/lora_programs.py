@@ -7,21 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
 
 from megatron_rl.learner.learner import Learner
 from tests.support.tiny import stored_rollouts, tiny_recipe
 
 LORA = {"rank": 4, "alpha": 8.0}
-
-
-def run_jobs(jobs: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Several of the functions below in one start of the ranks: ``name → (function, kwargs)``."""
-    results = {}
-    for name, (function, kwargs) in jobs.items():
-        results[name] = globals()[function](**kwargs)
-        parallel_state.destroy_model_parallel()
-    return results
 
 
 def start(model: str, **learner: Any) -> Learner:

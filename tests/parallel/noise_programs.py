@@ -7,20 +7,10 @@ from itertools import chain
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.packing import build_microbatch, deal, minibatch_denominators
 from tests.support.tiny import stored_rollouts, tiny_recipe
-
-
-def run_jobs(jobs: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Several of the functions below in one start of the ranks: ``name → (function, kwargs)``."""
-    results = {}
-    for name, (function, kwargs) in jobs.items():
-        results[name] = globals()[function](**kwargs)
-        parallel_state.destroy_model_parallel()
-    return results
 
 
 def updates(num_steps: int, num_sequences: int = 24, minibatches: int = 1, **learner: Any) -> list[dict[str, float]]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.precision import master_reader
@@ -16,15 +15,6 @@ from tests.support.tiny import stored_rollouts, tiny_recipe
 ATTENTION = "decoder.layers.2.self_attention.linear_proj.weight"
 EXPERT = "decoder.layers.1.mlp.experts.local_experts.0.linear_fc2.weight"
 WATCHED = ("lr", "update_skipped", "grad_norm", "pg_loss")
-
-
-def run_jobs(jobs: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Several of the functions below in one start of the ranks: ``name → (function, kwargs)``."""
-    results = {}
-    for name, (function, kwargs) in jobs.items():
-        results[name] = globals()[function](**kwargs)
-        parallel_state.destroy_model_parallel()
-    return results
 
 
 def start(**sections: Any) -> Learner:

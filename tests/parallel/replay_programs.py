@@ -24,15 +24,6 @@ STEP = -1e3
 PLAIN_DESCENT = {"lr": 1e11, "eps": 1e8, "clip_grad": 0.0}
 
 
-def run_jobs(jobs: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Several of the functions below in one start of the ranks, each on its own layout: name → (function, kwargs)."""
-    results = {}
-    for name, (function, kwargs) in jobs.items():
-        results[name] = globals()[function](**kwargs)
-        parallel_state.destroy_model_parallel()
-    return results
-
-
 def learner(mode: str = "off", telemetry: bool = False, malformed: str = "error", **section: Any) -> Learner:
     model = {"model": {"path": path}} if (path := section.pop("model", None)) else {}
     routing = {"replay": mode, "telemetry": telemetry, "malformed": malformed}

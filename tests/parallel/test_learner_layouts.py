@@ -48,7 +48,14 @@ def train(section: dict, num_steps: int = STEPS, minibatches: int = 1) -> tuple[
 
 
 def start(world_size: int, jobs: dict) -> list[dict]:
-    return run_ranks("tests.parallel.learner_programs", "run_jobs", world_size, jobs=jobs, timeout_s=500)
+    return run_ranks(
+        "tests.parallel.jobs",
+        "run_jobs",
+        world_size,
+        module="tests.parallel.learner_programs",
+        jobs=jobs,
+        timeout_s=500,
+    )
 
 
 @pytest.fixture(scope="module")

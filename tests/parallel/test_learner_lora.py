@@ -21,7 +21,9 @@ SCALE = LORA["alpha"] / LORA["rank"]
 
 
 def start(world_size: int, jobs: dict) -> list[dict]:
-    return run_ranks("tests.parallel.lora_programs", "run_jobs", world_size, jobs=jobs, timeout_s=500)
+    return run_ranks(
+        "tests.parallel.jobs", "run_jobs", world_size, module="tests.parallel.lora_programs", jobs=jobs, timeout_s=500
+    )
 
 
 @pytest.fixture(scope="module")

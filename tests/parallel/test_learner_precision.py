@@ -20,7 +20,14 @@ IN_EXPERTS = {"parameter": EXPERT, "factor": 1e30, "at": (0,)}
 
 
 def start(world_size: int, jobs: dict) -> list[dict]:
-    return run_ranks("tests.parallel.precision_programs", "run_jobs", world_size, jobs=jobs, timeout_s=500)
+    return run_ranks(
+        "tests.parallel.jobs",
+        "run_jobs",
+        world_size,
+        module="tests.parallel.precision_programs",
+        jobs=jobs,
+        timeout_s=500,
+    )
 
 
 @pytest.fixture(scope="module")
