@@ -239,6 +239,10 @@ class ObjectiveConfig(Section):
     reinforce_pp (centred, then whitened over the batch), reinforce (the reward itself)."""
     policy_term: PolicyTerm = PpoClip()
     """The surrogate of one token or sequence; a bare name stands for its defaults."""
+    anchor: Literal["recompute", "bypass"] = "recompute"
+    """What r is measured from. recompute: po, the learner's own probability at rollout weights. bypass: mu, the
+    engine's, so that r becomes w = pi/mu and no pass for old log-probs is made; with several updates per batch rho is
+    then not known either, and corrections and mismatch metrics see w in its place."""
     correction: list[Correction] = []
     """Weights and masks against the training-inference mismatch; they multiply the policy term, and each other."""
     aggregation: Aggregation = "token-mean"
@@ -287,14 +291,26 @@ class ObjectiveConfig(Section):
                     f"correction mode {item.mode} on policy term {name}, which already carries w = pi/mu: the mismatch "
                     f"would be corrected twice; leave it out (masks alone, reject, veto and opsm, are allowed)"
                 )
-            if getattr(item, "renormalize", False) and (name in ANCHORED_ON_ROLLOUT or item.mode == "opsm"):
+            if item.mode in WEIGHTING_MODES and self.anchor == "bypass" and name not in ANCHORED_ON_ROLLOUT:
                 raise ValueError(
-                    f"renormalize on {item.mode} with policy term {name}: what it drops depends on the current policy, "
+                    f"correction mode {item.mode} with anchor bypass: the ratio of {name} is pi/mu already and the "
+                    "mismatch would be corrected twice; leave it out (masks alone, reject, veto and opsm, are allowed) "
+                    "or use anchor: recompute"
+                )
+            if getattr(item, "renormalize", False) and (self.anchored_on_rollout or item.mode == "opsm"):
+                raise ValueError(
+                    f"renormalize on {item.mode} with policy term {name}, anchor {self.anchor}: what it drops depends "
+                    "on the current policy, "
                     "so the global denominator would be known only after every microbatch has run; leave it false"
                 )
         for message in objective_warnings(self):
             warnings.warn(message, ObjectiveWarning, stacklevel=2)
         return self
+
+    @property
+    def anchored_on_rollout(self) -> bool:
+        """Whether corrections see w = pi/mu in the place of rho, and no pass at rollout weights is needed for r."""
+        return self.anchor == "bypass" or self.policy_term.name in ANCHORED_ON_ROLLOUT
 
     @property
     def active_corrections(self) -> list[Correction]:

@@ -55,7 +55,7 @@ def compute_objective(
     Raises InputError where shapes disagree or a needed tensor is absent.
     """
     check_available(inputs, config)
-    tokens = read_tokens(inputs)
+    tokens = read_tokens(inputs, bypass=config.anchor == "bypass")
     corrected = correct(tokens, config)
     kept = kept_tokens(tokens, corrected.left_out)
     factor = token_factors(tokens, kept, _denominators(tokens, kept, config, denominators), config)

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megatron_rl.config.objective import ANCHORED_ON_ROLLOUT, ObjectiveConfig, Reject
+from megatron_rl.config.objective import ObjectiveConfig, Reject
 from megatron_rl.objective.guards import k3, safe_exp
 from megatron_rl.objective.inputs import Tokens
 
@@ -145,7 +145,7 @@ def correct(tokens: Tokens, config: ObjectiveConfig) -> Corrected:
     """Apply every entry of `config.correction`; weights multiply, masks accumulate."""
     entries, result = config.active_corrections, Corrected()
     if any(entry.mode != "opsm" for entry in entries):
-        ratios = Ratios(tokens, config.policy_term.name in ANCHORED_ON_ROLLOUT)
+        ratios = Ratios(tokens, config.anchored_on_rollout)
     for entry in entries:
         effect = opsm(entry, None, tokens) if entry.mode == "opsm" else CORRECTIONS[entry.mode](entry, ratios)
         result = _combine(result, entry, effect, tokens)

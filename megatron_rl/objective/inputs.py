@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rl.config.objective import ANCHORED_ON_ROLLOUT, CARRIES_W, ObjectiveConfig
+from megatron_rl.config.objective import CARRIES_W, ObjectiveConfig
 from megatron_rl.errors import InputError
 from megatron_rl.objective.guards import MIN_LOGPROB
 from megatron_rl.objective.layout import Layout, Packed, Padded
@@ -76,7 +76,7 @@ class Tokens:
     """Checked inputs: float32 or float64, zero wherever the mask is false."""
 
     current: Tensor  # tokens, log pi, with gradient
-    log_ratio: Tensor  # tokens, log r = log pi - log po, with gradient
+    log_ratio: Tensor  # tokens, log r = log pi - log po (anchor bypass: - log mu), with gradient
     old: Tensor  # tokens, log po, detached
     inference: Tensor | None  # tokens, log mu
     advantages: Tensor  # tokens
@@ -92,8 +92,11 @@ class Tokens:
         return self.layout.sum(values) / self.lengths.clamp(min=1)
 
 
-def read_tokens(inputs: ObjectiveInputs) -> Tokens:
-    """Check shapes and bring every tensor to one dtype, masked places to 0. Raises InputError naming the tensor."""
+def read_tokens(inputs: ObjectiveInputs, bypass: bool = False) -> Tokens:
+    """Check shapes and bring every tensor to one dtype, masked places to 0. Raises InputError naming the tensor.
+
+    ``bypass``: r is measured from mu instead of po (`objective.anchor`).
+    """
     _check_shapes(inputs)
     mask = inputs.loss_mask.bool()
     layout = Padded(mask) if inputs.cu_seqlens is None else Packed(mask, inputs.cu_seqlens)
@@ -105,15 +108,16 @@ def read_tokens(inputs: ObjectiveInputs) -> Tokens:
         return logprobs.detach().to(dtype).clamp(min=MIN_LOGPROB).masked_fill_(outside, 0.0)
 
     old = current.detach() if inputs.old_logprobs is None else constant(inputs.old_logprobs)
+    inference = None if inputs.inference_logprobs is None else constant(inputs.inference_logprobs)
     advantages = inputs.advantages.detach().to(dtype)
     if _per_sequence(inputs):
         advantages = layout.expand(advantages)
     weight = mask.to(dtype)
     return Tokens(
         current=current,
-        log_ratio=current - old,
+        log_ratio=current - (inference if bypass else old),
         old=old,
-        inference=None if inputs.inference_logprobs is None else constant(inputs.inference_logprobs),
+        inference=inference,
         advantages=advantages.masked_fill(outside, 0.0),
         mask=mask,
         weight=weight,
@@ -155,10 +159,11 @@ def check_available(inputs: ObjectiveInputs, config: ObjectiveConfig) -> None:
     if inputs.inference_logprobs is None:
         users = [f"correction mode {item.mode}" for item in config.active_corrections if item.mode != "opsm"]
         users += [f"policy term {term}"] if term in CARRIES_W else []
+        users += ["anchor bypass"] if config.anchor == "bypass" else []
         if users:
             raise InputError(
                 f"inference_logprobs is None, but {' and '.join(users)} need the rollout engine's log-probs; "
-                "pass them, or use correction: [] and a policy term without w"
+                "pass them, or use correction: [], anchor: recompute and a policy term without w"
             )
 
 
@@ -166,13 +171,13 @@ def needs_old_logprobs(config: ObjectiveConfig, num_updates_per_batch: int) -> b
     """Whether a learner must run a forward pass at rollout weights before updating (about 25% of training time,
     arXiv 2510.26788 §2.1).
 
-    With one update per rollout batch pi equals po and `old_logprobs` stays None. With more, only terms anchored on
-    the rollout engine (`reinforce`, `dppo`) go without; opsm and distortion look at po themselves, and
-    `renormalize` must know what is dropped before the first gradient.
+    With one update per rollout batch pi equals po and `old_logprobs` stays None. With more, only what is anchored on
+    the rollout engine (`reinforce`, `dppo`, anchor bypass) goes without; opsm and distortion look at po themselves,
+    and `renormalize` must know what is dropped before the first gradient.
     """
     if config.renormalizes:
         return True
     if num_updates_per_batch == 1:
         return False
     looks_at_po = config.distortion is not None or any(item.mode == "opsm" for item in config.correction)
-    return looks_at_po or config.policy_term.name not in ANCHORED_ON_ROLLOUT
+    return looks_at_po or not config.anchored_on_rollout
