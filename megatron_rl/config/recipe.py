@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from megatron_rl.config.base import Section
 from megatron_rl.config.data import DataConfig
+from megatron_rl.config.exact import ExactConfig
 from megatron_rl.config.learner import LearnerConfig
 from megatron_rl.config.model import ModelConfig, RuntimeConfig
 from megatron_rl.config.monitor import MonitorConfig
@@ -84,6 +85,8 @@ class Recipe(Section):
     """Arithmetic of a step."""
     rollout: RolloutConfig = RolloutConfig()
     """How responses are sampled."""
+    exact: ExactConfig = ExactConfig()
+    """The zero-mismatch arm."""
     learner: LearnerConfig = LearnerConfig()
     """Layout, precision and optimizer."""
     precision: PrecisionConfig = PrecisionConfig()
@@ -130,6 +133,7 @@ class Recipe(Section):
                 self.learner.optimizer.lr, self.learner.optimizer.weight_decay, total_steps=self.num_updates
             )
         )
+        found += self.exact.problems(self)
         if self.num_sequences % self.batch.minibatches:
             found.append(
                 f"batch.minibatches: {self.batch.minibatches} does not divide the {self.num_sequences} sequences of a "

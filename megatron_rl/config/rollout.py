@@ -14,8 +14,9 @@ CPU_EXPERT_MULTIPLE = 32
 
 
 class RolloutConfig(Section):
-    engine: Literal["vllm"] = "vllm"
-    """`vllm`: an engine inside every rank, in the learner's own process. The only one so far."""
+    engine: Literal["vllm", "exact"] = "vllm"
+    """`vllm`: an engine inside every rank, in the learner's own process. `exact`: the learner's own forward pass with
+    batch-invariant computation, the arm without mismatch; slow, see docs/exact.md."""
     dtype: Dtype = "bf16"
     """Dtype of the engine's weights and activations; weights reach it directly in this dtype at every update."""
     num_samples: PositiveInt = 8
