@@ -67,7 +67,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        raise InputError(_explain(path, error)) from error
+        raise InputError(f"recipe {path}:\n" + explain(error, Recipe)) from error
 
 
 def is_base(path: str | Path) -> bool:
@@ -80,17 +80,7 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     path = path.resolve()
     if path in chain:
         raise InputError(f"{path}: extends itself through {' → '.join(p.name for p in (*chain, path))}")
-    if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        by = f" (extended by {chain[-1]})" if chain else ""
-        raise InputError(f"recipe {path}: no such file{by}{hint}")
-    try:
-        values = yaml.load(path.read_text(), _Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"recipe {path}: not valid YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise InputError(f"recipe {path}: expected a mapping of keys, found {type(values).__name__}")
+    values = read_yaml(path, "recipe", f" (extended by {chain[-1]})" if chain else "")
     for keys in _PATH_KEYS:
         _anchor(values, keys, path.parent)
     for key in ("train", "validation"):
@@ -100,6 +90,24 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     for base in [bases] if isinstance(bases, str) else bases:
         merged = _merge(merged, _read(path.parent / base, (*chain, path)))
     return _merge(merged, values)
+
+
+def read_yaml(path: Path, kind: str, context: str = "") -> dict[str, Any]:
+    """The mapping in a YAML file, scalars read as YAML 1.2 does. ``kind`` and ``context`` are for messages.
+
+    Raises `InputError` for a file that is missing, not YAML, or no mapping.
+    """
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise InputError(f"{kind} {path}: no such file{context}{hint}")
+    try:
+        values = yaml.load(path.read_text(), _Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{kind} {path}: not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{kind} {path}: expected a mapping of keys, found {type(values).__name__}")
+    return values
 
 
 def _anchor(values: dict[str, Any], keys: tuple[str, ...], folder: Path) -> None:
@@ -155,7 +163,8 @@ def _apply(values: dict[str, Any], override: str) -> None:
         if not isinstance(values, dict):
             raise InputError(f"--set {override!r}: {parent!r} is a value, not a section")
     old = values.get(last)
-    values[last] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    # Merged under its own name: another policy term replaces the old one with all its numbers here, too.
+    values |= _merge({last: old}, {last: value})
 
 
 def _fill_in(values: dict[str, Any]) -> None:
@@ -166,25 +175,26 @@ def _fill_in(values: dict[str, Any]) -> None:
         values["objective"] = with_max_response_length(objective, rollout.get("max_response_length", default))
 
 
-def _explain(path: Path, error: ValidationError) -> str:
+def explain(error: ValidationError, schema: type[BaseModel]) -> str:
+    """What is wrong with values for ``schema``, a line for each: key, value found, values allowed, nearest key."""
     lines = []
     for item in error.errors():
         location = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
-            lines.append(f"{location}: unknown key{_nearest(item['loc'])}")
+            lines.append(f"{location}: unknown key{_nearest(item['loc'], schema)}")
         elif item["type"] == "missing":
             lines.append(f"{location}: missing, and it has no default")
         elif item["type"] == "value_error":
             lines += [f"{location}: {line}" if location else line for line in message.splitlines()]
         else:
             lines.append(f"{location}: found {item['input']!r}; {message[0].lower()}{message[1:]}")
-    return f"recipe {path}:\n" + "\n".join(f"  {line}" for line in lines)
+    return "\n".join(f"  {line}" for line in lines)
 
 
-def _nearest(location: tuple[Any, ...]) -> str:
+def _nearest(location: tuple[Any, ...], schema: type[BaseModel]) -> str:
     """``; did you mean …?`` by walking the schema to where the unknown key stands."""
-    model: Any = Recipe
+    model: Any = schema
     for part in location[:-1]:
         field = model.model_fields.get(part) if isinstance(part, str) and _is_section(model) else None
         if field is not None:

@@ -53,6 +53,8 @@ def test_another_policy_term_brings_its_own_numbers(write):
     assert recipe.objective.policy_term.clip_low == 3e-4
     kept = load_recipe(write("k.yaml", "extends: base.yaml\nobjective: {policy_term: {clip_high: 0.5}}\n"))
     assert (kept.objective.policy_term.clip_low, kept.objective.policy_term.clip_high) == (0.1, 0.5)
+    by_set = load_recipe(write("s.yaml", "extends: base.yaml"), ["objective.policy_term={name: gspo}"])
+    assert by_set.objective.policy_term.clip_low == 3e-4
 
 
 def test_several_bases_merge_in_order(write):
