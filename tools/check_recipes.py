@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Load and check every recipe below `recipes/`: part of `make lint`.
+"""Load and check every recipe, and every study, below `recipes/`: part of `make lint`.
 
 A recipe whose model is not on this machine is loaded and validated but not checked against the architecture. A file
 without `num_steps`, `model` and `data` after its `extends:` are merged is a base for others and only parsed.
@@ -18,6 +18,7 @@ from megatron_rl.check import check_recipe  # noqa: E402
 from megatron_rl.config import load_recipe  # noqa: E402
 from megatron_rl.config.loader import is_base  # noqa: E402
 from megatron_rl.errors import InputError  # noqa: E402
+from megatron_rl.lab import load_study  # noqa: E402
 
 
 def main() -> int:
@@ -34,6 +35,10 @@ def main() -> int:
 
 
 def _check(path: Path) -> str:
+    if path.name == "study.yaml":
+        study = load_study(path)
+        study.check()
+        return f"study, {len(study.study.arms)} arms checked"
     if is_base(path):
         return "base, parsed"
     recipe = load_recipe(path)

@@ -1,0 +1,65 @@
+"""A study's figure: its rows of arms, a column per metric, means over seeds with bands from lowest to highest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from megatron_rl.lab.results import Results
+from megatron_rl.monitor.plots import PANELS, Curves, Panel, draw_panel
+
+DEFAULT_METRICS = (
+    "critic/rewards/mean",
+    "mismatch/rho_std",
+    "actor/grad_norm",
+    "actor/entropy",
+    "response_length/mean",
+    "hacking/J",
+)
+SMOOTHING = 5  # steps of the running mean; a batch of 64 responses is noisy
+WIDTH, HEIGHT = 3.5, 2.7  # inches of a panel
+
+
+def draw_study(results: Results) -> Figure:
+    """One row per `figure` entry of the study. Arms without a finished run are left out."""
+    study = results.study.study
+    metrics = study.panels or DEFAULT_METRICS
+    figure = Figure(figsize=(WIDTH * len(metrics), HEIGHT * len(study.figure) + 0.4), layout="constrained")
+    counts = {len(by_seed) for by_seed in results.records.values() if by_seed}
+    seeds = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+    figure.suptitle(f"{study.title}: mean of {seeds} seeds, band from lowest to highest", fontsize=11)
+    for row, entry in enumerate(study.figure):
+        groups = [
+            Curves(study.arms[arm].label or arm, [smoothed(run, metrics) for run in results.records[arm].values()])
+            for arm in entry.arms
+            if results.records[arm]
+        ]
+        for column, metric in enumerate(metrics):
+            axes = figure.add_subplot(len(study.figure), len(metrics), row * len(metrics) + column + 1)
+            draw_panel(axes, _panel(metric), groups)
+            if column == 0:
+                axes.set_ylabel(entry.title, fontsize=9)
+            elif axes.get_legend() is not None:
+                axes.get_legend().remove()
+    return figure
+
+
+def smoothed(records: list[dict[str, float]], metrics: Sequence[str]) -> list[dict[str, float]]:
+    """Each of ``metrics`` as its mean over the last `SMOOTHING` values, fewer at the start; steps are kept."""
+    smooth: list[dict[str, float]] = [{"step": record["step"]} for record in records]
+    for metric in metrics:
+        recent: list[float] = []
+        for record, target in zip(records, smooth, strict=True):
+            if metric in record and np.isfinite(record[metric]):
+                recent = [*recent[-SMOOTHING + 1 :], float(record[metric])]
+                target[metric] = float(np.mean(recent))
+    return smooth
+
+
+def _panel(metric: str) -> Panel:
+    for panel in PANELS:
+        if panel.metrics[0] == metric:
+            return Panel(panel.title, (metric,), panel.is_log)
+    return Panel(metric, (metric,))

@@ -1,0 +1,171 @@
+"""Running a study: its runs as processes of their own, a few at a time, each continued where it was left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+from megatron_rl.config import Recipe
+from megatron_rl.errors import EXIT_DONE, EXIT_ENDED_BY_LIMIT, InputError
+from megatron_rl.lab.study import Job, LoadedStudy, differing_keys
+from megatron_rl.monitor.run_directory import RunDirectory
+
+State = Literal["done", "ended", "failed", "interrupted", "missing"]
+"""done: all steps. ended: by an alarm or limit, a result like any other. failed: another exit status. interrupted:
+stopped before its end, to be continued. missing: never started."""
+FINISHED: tuple[State, ...] = ("done", "ended")
+POLL_SECONDS = 0.5
+STOP_SECONDS = 60  # what a stopped run gets to finish its step and write a checkpoint
+
+
+@dataclass
+class Process:
+    """A run under way."""
+
+    job: Job
+    handle: subprocess.Popen
+    started: float
+
+
+class StudyRunner:
+    """Runs what is missing of a study, `num_parallel` processes at a time.
+
+    A run's folder is ``root/<arm>-seed<n>``, its output ``root/<arm>-seed<n>.log``, its exit status
+    ``root/<arm>-seed<n>.exit.json``.
+    """
+
+    def __init__(
+        self,
+        study: LoadedStudy,
+        root: Path,
+        num_parallel: int,
+        command: Callable[[Job], list[str]] | None = None,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """``command``: what starts a run; the default is this interpreter's ``-m megatron_rl train``."""
+        self.study, self.root, self.num_parallel, self.say = study, root, num_parallel, say
+        self.command = command or self._train
+        self.running: list[Process] = []
+        self.stopping = False
+
+    def _train(self, job: Job) -> list[str]:
+        overrides = [part for override in job.overrides for part in ("--set", override)]
+        return [sys.executable, "-m", "megatron_rl", "train", str(self.study.base), *overrides, "--resume", "auto"]
+
+    def state(self, job: Job) -> State:
+        """What is on disk of ``job``."""
+        directory = RunDirectory(self.root / job.name)
+        if directory.done.is_file():
+            return "done"
+        exit_file = self._exit_file(job)
+        if exit_file.is_file():
+            status = json.loads(exit_file.read_text())["status"]
+            if status == EXIT_ENDED_BY_LIMIT:
+                return "ended"
+            return "interrupted" if status == EXIT_DONE or status < 0 else "failed"
+        return "interrupted" if directory.root.is_dir() else "missing"
+
+    def refuse_other_recipes(self, jobs: Sequence[Job]) -> None:
+        """Raise `InputError` where a run on disk was made with another recipe than the study now asks for."""
+        problems = []
+        for job in jobs:
+            file = RunDirectory(self.root / job.name).recipe
+            if file.is_file():
+                keys = differing_keys(Recipe.model_validate(yaml.safe_load(file.read_text())), self.study.recipe(job))
+                if keys:
+                    problems.append(f"{file.parent}: was run with another {', '.join(keys)}")
+        if problems:
+            raise InputError(
+                f"study {self.study.path}: the folder of runs does not fit it\n"
+                + "\n".join(f"  {problem}" for problem in problems)
+                + "\n  delete these runs to repeat them, or give another folder with --out"
+            )
+
+    def run(self, jobs: Sequence[Job], progress_seconds: float = 30.0) -> dict[str, State]:
+        """Run what is not finished and return the state of every job; a run that fails does not stop the others."""
+        self.refuse_other_recipes(jobs)
+        self.root.mkdir(parents=True, exist_ok=True)
+        waiting = [job for job in jobs if self.state(job) not in FINISHED]
+        self.say(f"{len(jobs)} runs, {len(jobs) - len(waiting)} already finished; {self.num_parallel} at a time")
+        last_said = time.monotonic()
+        try:
+            while self.running or (waiting and not self.stopping):
+                while waiting and not self.stopping and len(self.running) < self.num_parallel:
+                    self._start(waiting.pop(0))
+                time.sleep(POLL_SECONDS)
+                self._collect(len(waiting))
+                if time.monotonic() - last_said > progress_seconds:
+                    last_said = time.monotonic()
+                    self.say("  " + ", ".join(f"{p.job} {self._progress(p.job)}" for p in self.running))
+        finally:
+            self._end_all()
+        return {job.name: self.state(job) for job in jobs}
+
+    def stop(self) -> None:
+        """Start nothing more and ask what runs to save and leave; safe in a signal handler."""
+        self.stopping = True
+        for process in self.running:
+            process.handle.terminate()
+
+    def _start(self, job: Job) -> None:
+        self._exit_file(job).unlink(missing_ok=True)
+        with (self.root / f"{job.name}.log").open("ab") as log:
+            handle = subprocess.Popen(
+                self.command(job),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                start_new_session=True,  # Ctrl-C reaches the runner, which stops its runs in order
+            )
+        self.running.append(Process(job, handle, time.time()))
+        self.say(f"start {job}")
+
+    def _collect(self, num_waiting: int) -> None:
+        for process in [p for p in self.running if p.handle.poll() is not None]:
+            self.running.remove(process)
+            self._note_end(process)
+            seconds = time.time() - process.started
+            left = num_waiting + len(self.running)
+            self.say(f"{self.state(process.job)} {process.job} after {seconds:.0f} s; {left} to go{self._why(process)}")
+
+    def _note_end(self, process: Process) -> None:
+        record = {"status": process.handle.returncode, "seconds": round(time.time() - process.started, 1)}
+        self._exit_file(process.job).write_text(json.dumps(record) + "\n")
+
+    def _why(self, process: Process) -> str:
+        if process.handle.returncode == EXIT_DONE:
+            return ""
+        lines = (self.root / f"{process.job}.log").read_text(errors="replace").strip().splitlines()
+        return f" (exit status {process.handle.returncode}: {lines[-1] if lines else 'no output'})"
+
+    def _end_all(self) -> None:
+        """Whatever ended the loop, no run outlives it."""
+        for process in self.running:
+            process.handle.terminate()
+        for process in self.running:
+            try:
+                process.handle.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.handle.kill()
+                process.handle.wait()
+            self._note_end(process)
+        self.running.clear()
+
+    def _progress(self, job: Job) -> str:
+        file = RunDirectory(self.root / job.name).metrics
+        num_steps = self.study.recipe(job).num_steps
+        done = sum(1 for line in file.open() if line.endswith("\n")) if file.is_file() else 0
+        return f"{min(done, num_steps)}/{num_steps}"
+
+    def _exit_file(self, job: Job) -> Path:
+        return self.root / f"{job.name}.exit.json"

@@ -1,0 +1,246 @@
+"""A study: one base recipe, arms that change a key of it, seeds, and what the claim under test predicts.
+
+A study file (`recipes/lab/*/study.yaml`) is read by `load_study`; each of its arms times each seed is one ordinary
+recipe, the base plus `--set` overrides, that `check` accepts and `train` runs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+
+from megatron_rl.check import check_recipe
+from megatron_rl.config import Recipe, load_recipe
+from megatron_rl.config.base import Section
+from megatron_rl.config.loader import explain, read_yaml
+from megatron_rl.errors import InputError
+
+Statistic = Literal["last", "mean", "max", "slope", "log_slope", "step_pcc", "collapse_step"]
+Direction = Literal["higher", "lower", "same"]
+IDENTITY_KEYS = ("name", "run_root")
+"""What tells runs apart and changes nothing in them."""
+SEED_KEYS = ("seed", "rollout.seed", "data.seed")
+"""Keys that a seed of the study sets: all randomness of a run."""
+
+
+class Outcome(Section):
+    """One number per run, the thing that arms are compared in."""
+
+    metric: str
+    """Name in metrics.jsonl."""
+    statistic: Statistic
+    """last, mean, max: of the recorded values. slope, log_slope: least squares over steps, of the value or its
+    logarithm. step_pcc: Pearson correlation with the step. collapse_step: first step whose running mean over
+    `window` steps is below half of the best so far; the number of steps where that never happens."""
+    window: PositiveInt = 5
+    """Steps of the running mean of collapse_step."""
+    ratio: bool = False
+    """Compare as a ratio to the control (logarithms are subtracted) instead of as a difference."""
+
+
+class Arm(Section):
+    """One condition: what it changes, against which other arm it is read, what the claim says will happen."""
+
+    set: dict[str, Any] = {}
+    """Overrides of the base recipe: dotted key → value."""
+    differs_in: list[str] = Field([], max_length=3)
+    """Keys in which this arm differs from its control, and no others; empty for a control. Checked."""
+    control: str | None = None
+    """The arm to compare with; null: this arm is a control itself."""
+    expect: dict[str, Direction] = {}
+    """Outcome → what the claim predicts against the control. `same` can be contradicted, never shown."""
+    label: str | None = None
+    """Name in figures; null: the arm's own."""
+
+
+class FigureRow(Section):
+    """One row of the study's figure."""
+
+    title: str
+    """What the row compares."""
+    arms: list[str] = Field(min_length=1, max_length=8)
+    """Its curves."""
+
+
+class Study(Section):
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9_-]+$")
+    """Name of the study, of its folder of runs and of its figure."""
+    title: str
+    """Heading of figure and report."""
+    source: str
+    """The paper and place of the claim."""
+    claim: str
+    """What is claimed to cause what."""
+    setting: str
+    """Why this base: how it was chosen, and that it was before arms were compared."""
+    base: Path
+    """Recipe that all arms share, relative to the study file."""
+    seeds: list[NonNegativeInt] = Field([0, 1, 2], min_length=1)
+    """Repetitions; arms are compared seed by seed."""
+    outcomes: dict[str, Outcome] = Field(min_length=1)
+    """What is compared, by name."""
+    arms: dict[str, Arm] = Field(min_length=2)
+    """Conditions, by name."""
+    figure: list[FigureRow] = Field(min_length=1)
+    """Rows of the figure."""
+    panels: list[str] = []
+    """Metrics of the figure's columns; empty: the report's own choice."""
+
+    @model_validator(mode="after")
+    def _names_exist(self) -> Study:
+        found = []
+        if len(set(self.seeds)) < len(self.seeds):
+            found.append(f"seeds: {self.seeds} names a seed twice")
+        for name, arm in self.arms.items():
+            at = f"arms.{name}"
+            if arm.control is None and (arm.differs_in or arm.expect):
+                found.append(f"{at}: has differs_in or expect but no control to be compared with; name one")
+            if arm.control is not None:
+                found += _unknown(f"{at}.control", [arm.control], self.arms)
+                if arm.control == name:
+                    found.append(f"{at}.control: an arm cannot be its own control")
+                if not arm.differs_in:
+                    found.append(f"{at}.differs_in: missing; name the key in which it differs from {arm.control!r}")
+            found += _unknown(f"{at}.expect", arm.expect, self.outcomes)
+            found += [
+                f"{at}.set.{key}: set by the study itself" for key in (*SEED_KEYS, *IDENTITY_KEYS) if key in arm.set
+            ]
+        for index, row in enumerate(self.figure):
+            found += _unknown(f"figure.{index}.arms", row.arms, self.arms)
+        if found:
+            raise ValueError("\n".join(found))
+        return self
+
+
+def _unknown(at: str, names: Sequence[str] | Mapping[str, Any], allowed: Mapping[str, Any]) -> Iterator[str]:
+    for name in names:
+        if name not in allowed:
+            near = difflib.get_close_matches(name, allowed, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"allowed are {', '.join(allowed)}"
+            yield f"{at}: {name!r} does not exist; {hint}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a study."""
+
+    arm: str
+    seed: int
+    name: str  # of the run and its folder
+    overrides: tuple[str, ...]  # for `--set`
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class LoadedStudy:
+    """A study that was read from a file, so that its base recipe can be found."""
+
+    study: Study
+    path: Path
+
+    @property
+    def base(self) -> Path:
+        return self.path.parent / self.study.base
+
+    def jobs(self, root: Path, seeds: Sequence[int] | None = None, arms: Sequence[str] | None = None) -> list[Job]:
+        """Runs below ``root``, all arms of the first seed first: what is interrupted has whole comparisons.
+
+        Raises `InputError` where ``seeds`` or ``arms`` names what the study has not.
+        """
+        problems = list(_unknown("--arms", arms or [], self.study.arms))
+        problems += list(_unknown("--seeds", [str(s) for s in seeds or []], dict.fromkeys(map(str, self.study.seeds))))
+        if problems:
+            raise InputError(f"study {self.path}:\n" + "\n".join(f"  {problem}" for problem in problems))
+        return [
+            Job(arm, seed, f"{arm}-seed{seed}", self._overrides(arm, seed, root))
+            for seed in (self.study.seeds if seeds is None else seeds)
+            for arm in (self.study.arms if arms is None else arms)
+        ]
+
+    def _overrides(self, arm: str, seed: int, root: Path) -> tuple[str, ...]:
+        values = {"name": f"{arm}-seed{seed}", "run_root": str(root)} | dict.fromkeys(SEED_KEYS, seed)
+        # JSON is YAML, and the recipe loader reads its numbers.
+        return tuple(f"{key}={json.dumps(value)}" for key, value in (values | self.study.arms[arm].set).items())
+
+    def recipe(self, job: Job) -> Recipe:
+        """The recipe of one run; a warning about it is an error here, for a study is read as evidence."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", UserWarning)
+                return load_recipe(self.base, job.overrides)
+        except (InputError, UserWarning) as error:
+            raise InputError(f"study {self.path}, arm {job.arm}: {error}") from error
+
+    def check(self) -> None:
+        """Check every arm as `megatron_rl check` does, and that it differs from its control as declared."""
+        problems, recipes = [], {}
+        for job in self.jobs(Path("runs"), seeds=self.study.seeds[:1]):
+            try:
+                recipes[job.arm] = self.recipe(job)
+                check_recipe(recipes[job.arm])
+            except InputError as error:
+                problems.append(str(error))
+        if not problems:
+            for name, arm in self.study.arms.items():
+                if arm.control is not None:
+                    problems += _not_as_declared(name, arm, recipes)
+        if problems:
+            raise InputError(f"study {self.path}:\n" + "\n".join(f"  {problem}" for problem in problems))
+
+
+def _not_as_declared(name: str, arm: Arm, recipes: Mapping[str, Recipe]) -> Iterator[str]:
+    """What contradicts `differs_in` of an arm."""
+    keys = differing_keys(recipes[name], recipes[arm.control])
+    under = {key: [d for d in arm.differs_in if key == d or key.startswith(d + ".")] for key in keys}
+    more = [key for key, declared in under.items() if not declared]
+    if more:
+        yield f"arms.{name}: differs from {arm.control!r} in {', '.join(more)} too; its control is not matched"
+    for declared in arm.differs_in:
+        if not any(declared in found for found in under.values()):
+            yield f"arms.{name}.differs_in: {declared}: has the same value in {arm.control!r}"
+
+
+def differing_keys(one: Recipe, other: Recipe) -> list[str]:
+    """Dotted keys whose values differ in two recipes, without names and seeds."""
+    ignored = {*IDENTITY_KEYS, *SEED_KEYS}
+    a, b = (_flatten(recipe.model_dump(mode="json")) for recipe in (one, other))
+    return sorted(key for key in a.keys() | b.keys() if key not in ignored and a.get(key) != b.get(key))
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def load_study(path: str | Path) -> LoadedStudy:
+    """Read and validate a study file, or the study.yaml of a folder.
+
+    Raises:
+        InputError: naming file, key path, value found and values allowed. The arms' recipes are checked by
+            `LoadedStudy.check`.
+    """
+    path = Path(path)
+    path = path / "study.yaml" if path.is_dir() else path
+    values = read_yaml(path, "study")
+    try:
+        study = Study.model_validate(values)
+    except ValidationError as error:
+        raise InputError(f"study {path}:\n" + explain(error, Study)) from error
+    loaded = LoadedStudy(study, path)
+    if not loaded.base.is_file():
+        raise InputError(f"study {path}:\n  base: {study.base}: no such file beside the study")
+    return loaded
