@@ -1,4 +1,4 @@
-"""Command line: ``python -m megatron_rl {train,check,eval,schema} …``. Exit status: see `megatron_rl.errors`."""
+"""Command line: ``python -m megatron_rl {train,check,serve,eval,schema} …``. Exit status: see `megatron_rl.errors`."""
 
 from __future__ import annotations
 
@@ -51,6 +51,10 @@ def _parser() -> argparse.ArgumentParser:
         "--checkpoint", required=True, type=Path, metavar="DIR", help="Hugging Face folder, or a run's step_… folder"
     )
     evaluate.add_argument("--output", type=Path, metavar="FILE", help="also write the figures there, as JSON")
+    serve = _command(commands, "serve", _serve, "start a rollout server of a run (rollout.engine: vllm_server)")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    serve.add_argument("--port", type=int, default=0, help="default: any free one")
+    serve.add_argument("--name", help="of its file in the run directory (default: host name and process id)")
     schema = commands.add_parser("schema", help="print the recipe's JSON Schema, for editors")
     schema.set_defaults(run=_schema)
     return parser
@@ -96,6 +100,16 @@ def _eval(options: argparse.Namespace) -> int:
     from megatron_rl.evaluate import evaluate
 
     evaluate(recipe, options.checkpoint.resolve(), options.output)
+    return EXIT_DONE
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from megatron_rl.config import load_recipe
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    from megatron_rl.serve import serve
+
+    serve(recipe, options.host, options.port, options.name)
     return EXIT_DONE
 
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megatron_rl.config.base import Dtype, Section
 from megatron_rl.config.model import Architecture
+from megatron_rl.config.servers import ServersConfig
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_EXPERT_MULTIPLE = 32
 
 
 class RolloutConfig(Section):
-    engine: Literal["vllm", "exact"] = "vllm"
-    """`vllm`: an engine inside every rank, in the learner's own process. `exact`: the learner's own forward pass with
+    engine: Literal["vllm", "vllm_server", "exact"] = "vllm"
+    """`vllm`: an engine inside every rank, in the learner's own process. `vllm_server`: vLLM servers beside the learner
+    or on other nodes, see docs/servers.md. `exact`: the learner's own forward pass with
     batch-invariant computation, the arm without mismatch; slow, see docs/exact.md."""
     dtype: Dtype = "bf16"
     """Dtype of the engine's weights and activations; weights reach it directly in this dtype at every update."""
@@ -53,6 +55,22 @@ class RolloutConfig(Section):
     parameter to stay the same bit for bit. Costs one more read of the checkpoint; finds engine builds that
     corrupt weights on updates."""
 
+    max_staleness: NonNegativeInt = 0
+    """How many steps generation may run ahead of the learner. 0: synchronous, every batch is sampled from the weights
+    that it updates. k ≥ 1 (engine `vllm_server` only): while the learner works on a step, the batches of the next k are
+    sampled, from weights that are up to k steps old when their batch is learned from."""
+    servers: ServersConfig = ServersConfig()
+    """The servers of engine `vllm_server`."""
+
+    @model_validator(mode="after")
+    def _staleness_needs_servers(self) -> RolloutConfig:
+        if self.max_staleness and self.engine != "vllm_server":
+            raise ValueError(
+                f"max_staleness: {self.max_staleness}, but engine `{self.engine}` works in the learner's own process "
+                "and cannot sample while it learns; use 0, or engine: vllm_server"
+            )
+        return self
+
     def problems(
         self,
         architecture: Architecture,
@@ -75,7 +93,8 @@ class RolloutConfig(Section):
         ):
             if number % self.tensor_parallel:
                 found.append(f"rollout.tensor_parallel: {self.tensor_parallel} does not divide the {number} {what}")
-        if world_size is not None and world_size % self.tensor_parallel:
+        in_ranks = self.engine != "vllm_server"
+        if in_ranks and world_size is not None and world_size % self.tensor_parallel:
             found.append(f"rollout.tensor_parallel: {self.tensor_parallel} does not divide the {world_size} ranks")
         too_high = [token for token in self.stop_token_ids or [] if token >= architecture.vocab_size]
         if too_high:
@@ -87,6 +106,10 @@ class RolloutConfig(Section):
     def _cpu_problems(self, architecture: Architecture) -> list[str]:
         """Shapes that vLLM's CPU kernels do not have."""
         found = []
+        if self.engine == "vllm_server" and self.tensor_parallel > 1:
+            found.append(
+                f"rollout.tensor_parallel: {self.tensor_parallel}; a server on a CPU is one process, start more servers"
+            )
         if architecture.head_dim not in CPU_HEAD_DIMS:
             found.append(
                 f"model.path: head_dim is {architecture.head_dim}; vLLM on a CPU has attention for {CPU_HEAD_DIMS}"

@@ -73,10 +73,13 @@ def _implementation(module: torch.nn.Module) -> str:
 
 def describe_engine(llm: Any) -> dict[str, str]:
     """What the started engine computes in what type: the rollout column of the precision contract."""
-    model = llm.llm_engine.model_config
+    return describe_configuration(llm.llm_engine.model_config) | llm.apply_model(describe_model)[0]
+
+
+def describe_configuration(model: Any) -> dict[str, str]:
+    """The part of it that vLLM's model configuration says."""
     return {
         "dtype": _NAMES[model.dtype],
         "head": _NAMES[model.head_dtype],
-        **llm.apply_model(describe_model)[0],
         "log-probs": "after temperature" if model.logprobs_mode.startswith("processed") else "before temperature",
     }

@@ -1,0 +1,54 @@
+"""`rollout.servers`: vLLM servers as rollout engines, for `rollout.engine: vllm_server`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from megatron_rl.config.base import Section
+
+TOKEN_VARIABLE = "MRL_SERVER_TOKEN"
+
+
+class ServersConfig(Section):
+    launch: NonNegativeInt = 0
+    """Servers that `train` itself starts on its own machine and ends with the run, to try it out. 0: none; they are
+    started with `python -m megatron_rl serve RECIPE`."""
+    addresses: list[str] = []
+    """Where servers are, as `http://host:port`. []: they say so themselves, in files in the run directory's
+    servers/ folder."""
+    count: PositiveInt = 1
+    """Servers that must be there before the run begins; with `launch` or `addresses`, as many as these say. Fewer are
+    enough afterwards, and further ones are used as they come."""
+    wait_s: PositiveFloat = 900.0
+    """Seconds to wait for `count` servers at the start, and for one to come back when all are lost; then the run ends."""
+    request_deadline_s: PositiveFloat = 1800.0
+    """A response, or a weight update of one server, that takes longer is given up; the response is asked for again."""
+    retries: NonNegativeInt = 3
+    """How often a response that failed is asked for again before the run ends with an error."""
+    concurrency: PositiveInt | None = None
+    """Most requests in flight to one server. null: rollout.max_num_seqs."""
+    health_every_s: PositiveFloat = 5.0
+    """Seconds between looks at every server's health and for new servers; three looks without an answer and a server
+    counts as lost."""
+    token_file: Path | None = None
+    """File (mode 600) with the token that servers ask for. null: the environment variable MRL_SERVER_TOKEN; with
+    `launch`, a random one if that is not set."""
+    weights_dir: Path | None = None
+    """Folder that weights travel through; the learner's first node and all servers have to see it. On one machine
+    /dev/shm is fastest. null: servers/weights in the run directory."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ServersConfig:
+        if self.launch and self.addresses:
+            raise ValueError("launch and addresses: set one of the two; launched servers need no address")
+        for address in self.addresses:
+            if not address.startswith(("http://", "https://")):
+                raise ValueError(f"addresses: found {address!r}; write http://host:port")
+        return self
+
+    @property
+    def num_expected(self) -> int:
+        """Servers to wait for at the start."""
+        return self.launch or len(self.addresses) or self.count

@@ -1,0 +1,72 @@
+"""Inside a server's worker processes: weights from files, checksums, and what the model computes in which type.
+
+The trainer writes a policy's tensors to safetensors files that servers can read; here they are streamed into vLLM's
+layerwise reload, by the same code as the in-process engine's (`worker_extension`), so that the result is the same bit
+for bit. Importing this module registers the transfer backend and the fp32 router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from megatron_rl.rollout import worker_extension
+from megatron_rl.rollout.checkpoint import checkpoint_files
+from megatron_rl.rollout.precision import describe_model
+from megatron_rl.rollout.vllm_engine import parameter_checksums
+from megatron_rl.rollout.worker_extension import StreamInit, StreamUpdate, StreamWeightTransfer
+
+BACKEND = "megatron_rl_files"
+
+
+@dataclass
+class FileUpdate(WeightTransferUpdateInfo):
+    """``files``: safetensors files of one policy, all of it; empty: the checkpoint that the server was started from."""
+
+    files: list[str] = field(default_factory=list)
+
+
+class FileWeightTransfer(StreamWeightTransfer):
+    """Loads all tensors of some files."""
+
+    update_info_cls = FileUpdate
+
+    @torch.no_grad()
+    def receive_weights(self, update_info: FileUpdate) -> None:
+        files = update_info.files or checkpoint_files(Path(self.model_config.model))
+        super().receive_weights(StreamUpdate(_tensors(files)))
+
+
+def _tensors(files: list) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                yield name, tensors.get_tensor(name)
+
+
+class ServerExtension(worker_extension.WorkerExtension):
+    """Methods that every worker gains; called by `collective_rpc`. ``get_model`` is vLLM's."""
+
+    def checksums(self) -> dict[str, int]:
+        """Name → CRC-32 of every stored parameter and buffer of this worker."""
+        return parameter_checksums(self.get_model())
+
+    def describe(self) -> dict[str, str]:
+        """Router dtype, attention backend, rope and activation, as `rollout.precision.describe_model` finds them."""
+        return describe_model(self.get_model())
+
+    def run_eagerly(self) -> None:
+        """From here on, functions marked for torch.compile run as they are written: see `process_state.compilation`."""
+        torch.compiler.set_stance("force_eager")
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:  # a re-import must not raise
+    WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransfer)
+
+__all__ = ["BACKEND", "FileUpdate", "FileWeightTransfer", "ServerExtension", "StreamInit"]

@@ -1,0 +1,114 @@
+"""In front of every route of a server: nothing without the token, and no answer from a mix of two policies.
+
+vLLM's own `--api-key` leaves the routes that change weights, pause the engine or call into its workers open to anyone
+who reaches the port. Here every route is closed. A token is compared in constant time and never logged.
+
+Responses are sampled only while the server is *open* for one policy version, and only for requests that name this
+version. A weight update closes it; the trainer opens it again when everything is in place. A response that an update
+overtook all the same is thrown away and answered with 409, so that no rollout mixes two policies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+VERSION_HEADER = b"x-policy-version"
+GENERATE = "/inference/v1/generate"
+SETTINGS, OPEN = "/megatron_rl/settings", "/megatron_rl/open"
+# What leaves weights and caches as they are; any other route closes the server.
+HARMLESS = frozenset({"/health", "/weight_info", "/is_paused", "/metrics", "/version", SETTINGS, OPEN, GENERATE})
+CONFLICT, UNAUTHORIZED, NOT_FOUND = 409, 401, 404
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+@dataclass
+class GuardState:
+    """What the guard of this process enforces; `server` fills it in before the routes exist."""
+
+    token: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    version: int | None = None  # open for this policy version; None: closed
+    openings: int = 0  # counts up at every change, so that a version that came back is told from one that stayed
+
+
+STATE = GuardState()  # vLLM makes the middleware by its class's name and hands it nothing
+
+
+class Guard:
+    """ASGI middleware; named to vLLM with ``--middleware``."""
+
+    def __init__(self, app: Callable, state: GuardState | None = None) -> None:
+        self._app, self._state = app, state or STATE
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, send)
+        if scope["type"] != "http":  # no websockets here
+            return None
+        headers = dict(scope["headers"])
+        if not self._state.token or not _matches(headers.get(b"authorization", b""), self._state.token):
+            return await _answer(send, UNAUTHORIZED, {"error": "a valid token is required"})
+        path = scope["path"]
+        if path == SETTINGS:
+            return await _answer(send, 200, {**self._state.settings, "version": self._state.version})
+        if path == OPEN:
+            return await self._open(receive, send)
+        if path == GENERATE:
+            return await self._generate(headers.get(VERSION_HEADER, b"").decode(), scope, receive, send)
+        if path not in HARMLESS:
+            self._change(None)
+        return await self._app(scope, receive, send)
+
+    def _change(self, version: int | None) -> None:
+        self._state.version, self._state.openings = version, self._state.openings + 1
+
+    async def _open(self, receive: Receive, send: Send) -> None:
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        self._change(int(json.loads(body)["version"]))
+        await _answer(send, 200, {"version": self._state.version})
+
+    async def _generate(self, wanted: str, scope: Scope, receive: Receive, send: Send) -> None:
+        state, openings = self._state, self._state.openings
+        if wanted != str(state.version):
+            return await _answer(send, CONFLICT, _stale(wanted, state.version))
+        held: list[dict[str, Any]] = []
+
+        async def hold(message: dict[str, Any]) -> None:
+            held.append(message)
+
+        await self._app(scope, receive, hold)
+        if state.openings != openings:
+            return await _answer(send, CONFLICT, _stale(wanted, state.version))
+        for message in held:
+            await send(message)
+        return None
+
+
+def _stale(wanted: str, version: int | None) -> dict[str, Any]:
+    return {"error": f"policy version {wanted or 'none'} was asked for, this server holds {version}"}
+
+
+def _matches(authorization: bytes, token: str) -> bool:
+    scheme, _, given = authorization.partition(b" ")
+    digests = [hashlib.sha256(secret).digest() for secret in (given.strip(), token.encode())]
+    return scheme.lower() == b"bearer" and hmac.compare_digest(*digests)
+
+
+async def _answer(send: Send, status: int, content: dict[str, Any]) -> None:
+    body = json.dumps(content).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

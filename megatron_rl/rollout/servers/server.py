@@ -1,0 +1,181 @@
+"""One rollout server: vLLM's own HTTP server, set up from the recipe, behind `guard`.
+
+What vLLM's command line would do is done here step by step, because three things have to happen in between: the token
+must not pass through arguments; on a CPU the engine's process is forked instead of started anew, which saves an import
+of seconds and is what vLLM does on a GPU; and the engine must prove that it survives a weight update before anyone is
+told that it is there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.precision import PrecisionConfig
+from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.errors import InputError
+from megatron_rl.rollout import process_state
+from megatron_rl.rollout.engine_arguments import runs_eagerly
+from megatron_rl.rollout.generator import RolloutError
+from megatron_rl.rollout.servers import guard
+from megatron_rl.rollout.servers.rendezvous import Address, publish, withdraw
+from megatron_rl.rollout.servers.settings import agreed_settings, server_arguments
+
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """Everything that one server is started from."""
+
+    config: RolloutConfig
+    precision: PrecisionConfig
+    model_path: Path
+    max_prompt_length: int
+    record_routes: bool
+    device: str  # cpu | cuda
+    run_dir: Path
+    name: str  # of its file in the run directory
+    host: str  # interface to listen on
+    port: int  # 0: any free one
+    token: str
+
+
+def run_server(spec: ServerSpec, say: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT. ``say``: told once, when the server can be used.
+
+    Raises `InputError` where the address cannot be listened on, `RolloutError` where weight updates corrupt the engine.
+    """
+    listener = _listen(spec.host, spec.port)
+    os.register_at_fork(after_in_child=_end_with_parent)
+    for name, value in process_state.DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # the routes that change weights
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # on a CPU: else vLLM puts a third process under the engine's
+    os.environ.pop("VLLM_API_KEY", None)  # the guard asks for the token, on every route
+    if spec.device == "cpu":
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else two servers take the same core
+    import uvloop
+
+    uvloop.run(_serve(spec, listener, say))
+
+
+async def _serve(spec: ServerSpec, listener: socket.socket, say: Callable[[str], None]) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.api_server.entry import build_and_serve
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    host, port = listener.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    address = Address(spec.name, url, uuid.uuid4().hex, os.getpid(), socket.gethostname())
+    arguments = _arguments(spec, host, port)
+    engine_config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
+    if spec.device == "cpu":
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's CPU platform asks for spawn
+    engine = AsyncLLM.from_vllm_config(engine_config, disable_log_stats=True)
+    published = None
+    try:
+        if runs_eagerly(spec.config, spec.device):
+            await engine.collective_rpc("run_eagerly")
+        await _prepare_weights(engine, spec)
+        guard.STATE.settings = await _settings(engine, spec, address)
+        guard.STATE.token = spec.token
+        published = publish(spec.run_dir, address)
+        say(f"server {spec.name} at {url}, process {os.getpid()}")
+        shutdown = await build_and_serve(engine, url, listener, arguments)
+    finally:
+        if published is not None:
+            withdraw(published, address)
+        engine.shutdown()
+    await shutdown
+
+
+def _arguments(spec: ServerSpec, host: str, port: int) -> Any:
+    """vLLM's parsed command line, as if this server's settings had been typed."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    wanted = server_arguments(
+        spec.config,
+        spec.model_path,
+        spec.device,
+        spec.max_prompt_length,
+        record_routes=spec.record_routes,
+        precision=spec.precision,
+    )
+    wanted |= {
+        "host": host,
+        "port": port,
+        "middleware": [f"{guard.Guard.__module__}.{guard.Guard.__name__}"],
+        "disable_fastapi_docs": True,
+        "disable_uvicorn_access_log": True,
+        "uvicorn_log_level": "warning",
+    }
+    for name, value in wanted.items():
+        setattr(arguments, name, value)
+    return arguments
+
+
+async def _prepare_weights(engine: Any, spec: ServerSpec) -> None:
+    """Make weight updates possible, and prove that one with the same weights changes nothing."""
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+    await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+    if not spec.config.verify_refit:
+        return
+    before = (await engine.collective_rpc("checksums"))[0]
+    await engine.start_weight_update()
+    await engine.update_weights(WeightTransferUpdateRequest(update_info={}))
+    await engine.finish_weight_update("checkpoint")
+    after = (await engine.collective_rpc("checksums"))[0]
+    changed = sorted(name for name in before if before[name] != after.get(name))
+    if changed or before.keys() != after.keys():
+        raise RolloutError(
+            f"vLLM corrupts weights on updates: its own checkpoint changed {len(changed)} of {len(before)} parameters, "
+            f"first {changed[:3]}; use the pinned version, or see rollout.verify_refit"
+        )
+
+
+async def _settings(engine: Any, spec: ServerSpec, address: Address) -> dict[str, Any]:
+    """What the trainer compares with its recipe, and the rollout column of its precision contract."""
+    from megatron_rl.rollout.precision import describe_configuration
+
+    described = describe_configuration(engine.model_config) | (await engine.collective_rpc("describe"))[0]
+    agreed = agreed_settings(
+        spec.config,
+        spec.model_path,
+        spec.max_prompt_length,
+        record_routes=spec.record_routes,
+        precision=spec.precision,
+    )
+    return {"name": address.name, "instance": address.instance, "agreed": agreed, "precision": described}
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+    except OSError as error:
+        raise InputError(
+            f"serve: cannot listen on {host} port {port} ({error}); --host takes an address of this machine, "
+            "--port 0 any free port"
+        ) from error
+    return listener
+
+
+def _end_with_parent() -> None:
+    """A server that is killed must not leave its engine's process behind. Linux only; elsewhere nothing happens."""
+    try:
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    except (OSError, AttributeError):
+        return
