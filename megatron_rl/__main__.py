@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     serve.add_argument("--port", type=int, default=0, help="default: any free one")
     serve.add_argument("--name", help="of its file in the run directory (default: host name and process id)")
+    serve.add_argument("--ends-with-parent", action="store_true", help="end when the process that started it does")
     schema = commands.add_parser("schema", help="print the recipe's JSON Schema, for editors")
     schema.set_defaults(run=_schema)
     return parser
@@ -109,7 +110,7 @@ def _serve(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
     from megatron_rl.serve import serve
 
-    serve(recipe, options.host, options.port, options.name)
+    serve(recipe, options.host, options.port, options.name, options.ends_with_parent)
     return EXIT_DONE
 
 

@@ -35,6 +35,9 @@ def evaluate(recipe: Recipe, checkpoint: Path, output: Path | None = None) -> di
                 f"({TRAINER_FILE}); is the path right?"
             )
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": checkpoint})})
+    if recipe.rollout.engine == "vllm_server":  # a run's servers are its own; an engine in the ranks samples the same
+        rollout = recipe.rollout.model_copy(update={"engine": "vllm", "max_staleness": 0})
+        recipe = recipe.model_copy(update={"rollout": rollout})
     check_recipe(recipe)
     tokenizer = load_tokenizer(str(recipe.model.path))
     prompts = list(load_prompts(recipe.data.validation, tokenizer, recipe.data.prompt))[: recipe.validation.limit]

@@ -6,7 +6,7 @@ import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.learner.checkpoint import list_checkpoints
 from megatron_rl.learner.distributed import any_rank, broadcast_object, gather_objects, shutdown, world_rank, world_size
 from megatron_rl.learner.learner import Learner
+from megatron_rl.lookahead import Lookahead
 from megatron_rl.monitor import Monitor, RunDirectory, write_environment
 from megatron_rl.precision import confirm_contract, contract
 from megatron_rl.rewards import Rewarder
@@ -39,13 +40,15 @@ class Run:
     generator: Generator
     rewarder: Rewarder
     prompts: PromptSampler
+    ahead: Lookahead
     validation: PromptSet
     monitor: Monitor
     signals: list[int] = field(default_factory=list)  # received and not yet acted on
 
     def save(self) -> Path:
         """A checkpoint from which the run continues exactly; older ones beyond `keep_last` go."""
-        state = broadcast_object({"prompts": self.prompts.state_dict(), "monitor": self.monitor.state_dict()})
+        state = {"prompts": self.prompts.state_dict(), "monitor": self.monitor.state_dict()}
+        state = broadcast_object(state | {"ahead": self.ahead.state_dict()})
         path = self.learner.save(self.directory.checkpoints, state, keep_last=self.recipe.checkpoint.keep_last)
         self.monitor.log(f"checkpoint: {path}")
         return path
@@ -87,15 +90,23 @@ def start(recipe: Recipe, resume: str = "auto") -> Iterator[Run]:
             directory.done.unlink(missing_ok=True)  # a complete run that goes on, to more steps
             directory.recipe.write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
             write_environment(directory.environment, applied_patches())
-        generator = start_generator(recipe, tokenizer, learner)
+        generator = start_generator(recipe, tokenizer, learner, say=monitor.log)
         stack.callback(generator.close)
         stated = contract(recipe, checked.architecture)
         for row in confirm_contract(stated, learner.describe_precision(), generator.describe_precision()):
             if (row.aspect, str(row)) not in checked.report:  # printed at the start
                 monitor.log(f"{row.aspect}: {row}")
-        run = Run(recipe, directory, learner, generator, rewarder, sampler, validation, monitor)
+        ahead = Lookahead(
+            sampler,
+            generator,
+            num_prompts=recipe.batch.prompts,
+            num_samples=recipe.rollout.num_samples,
+            max_staleness=recipe.rollout.max_staleness,
+            num_steps=recipe.num_steps,
+        )
+        run = Run(recipe, directory, learner, generator, rewarder, sampler, ahead, validation, monitor)
         if checkpoint is not None:
-            _resume(run, checkpoint)
+            _resume(run, checkpoint, train)
         elif is_main and directory.metrics.exists():
             monitor.resume_at(0)  # an attempt that ended before its first checkpoint
         for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -139,8 +150,22 @@ def score_shared(rewarder: Rewarder, groups: list[Group]) -> dict[str, float]:
     }
 
 
-def start_generator(recipe: Recipe, tokenizer: Any, learner: Learner) -> Generator:
-    """The engine that the recipe names, beside the learner of the same job."""
+def start_generator(recipe: Recipe, tokenizer: Any, learner: Learner, say: Callable[[str], None] = print) -> Generator:
+    """The engine that the recipe names, beside the learner of the same job. ``say``: what servers there are."""
+    if recipe.rollout.engine == "vllm_server":
+        from megatron_rl.rollout.servers.generator import ServerGenerator
+
+        return ServerGenerator(
+            recipe.rollout,
+            recipe.model.path,
+            max_prompt_length=recipe.data.prompt.max_length,
+            run_dir=recipe.run_dir,
+            recipe_file=RunDirectory(recipe.run_dir).recipe,
+            record_routes=recipe.routing.needs_engine_routes,
+            decode=lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
+            precision=recipe.precision,
+            say=say,
+        )
     from megatron_rl.rollout.vllm_engine import VllmGenerator
 
     return VllmGenerator(
@@ -154,9 +179,10 @@ def start_generator(recipe: Recipe, tokenizer: Any, learner: Learner) -> Generat
     )
 
 
-def _resume(run: Run, checkpoint: Path) -> None:
+def _resume(run: Run, checkpoint: Path, train: PromptSet) -> None:
     state = run.learner.load(checkpoint)
     run.prompts.load_state_dict(state["prompts"])
+    run.ahead.load_state_dict(state.get("ahead", []), train)
     run.monitor.load_state_dict(state["monitor"])
     run.monitor.resume_at(run.learner.step)
     run.generator.refit(run.learner.export_weights(), run.learner.num_updates)

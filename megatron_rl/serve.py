@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 
 from megatron_rl.check import check_recipe
@@ -13,11 +14,14 @@ from megatron_rl.rollout.servers.rendezvous import require_token
 LOOPBACK = "127.0.0.1"
 
 
-def serve(recipe: Recipe, host: str = LOOPBACK, port: int = 0, name: str | None = None) -> None:
+def serve(
+    recipe: Recipe, host: str = LOOPBACK, port: int = 0, name: str | None = None, ends_with_parent: bool = False
+) -> None:
     """Start a server with the recipe's rollout section and announce it in the run directory; return when it has ended.
 
     ``host``: address to listen on, which is also where the trainer will look for it. ``name``: of its file in the run
-    directory; default: host name and process id. Raises `InputError` before an engine starts.
+    directory; default: host name and process id. ``ends_with_parent``: as soon as the process that started this one is
+    gone, however it went. Raises `InputError` before an engine starts.
     """
     if recipe.rollout.engine != "vllm_server":
         raise InputError(
@@ -30,8 +34,10 @@ def serve(recipe: Recipe, host: str = LOOPBACK, port: int = 0, name: str | None 
             f"--host {host}: a server listens on one address that the trainer can reach, such as the node's own on the "
             "cluster's network; all interfaces at once are not offered"
         )
-    from megatron_rl.rollout.servers.server import ServerSpec, run_server
+    from megatron_rl.rollout.servers.server import ServerSpec, end_with_parent, run_server
 
+    if ends_with_parent:
+        end_with_parent(signal.SIGTERM)
     spec = ServerSpec(
         config=recipe.rollout,
         precision=recipe.precision,

@@ -6,6 +6,7 @@ from megatron_rl.batch import build_batch, group_metrics, keep_informative
 from megatron_rl.config import Recipe
 from megatron_rl.errors import RunEnded
 from megatron_rl.evaluation import summarise
+from megatron_rl.lookahead import staleness_metrics
 from megatron_rl.monitor import AlarmEvent, wanted
 from megatron_rl.recorder import keep_newest, record_batch
 from megatron_rl.rollout import Sampling
@@ -23,6 +24,7 @@ def train(recipe: Recipe, resume: str = "auto") -> None:
         for step in range(learner.step, recipe.num_steps):
             metrics = validate(run, step) if _due(step, recipe.validation.every) else {}
             groups, sampling_metrics = sample(run, step)
+            run.ahead.look_ahead(step, learner.num_updates)
             with monitor.phase("pack"):
                 batch = build_batch(step, groups, recipe)
             version = learner.num_updates
@@ -44,11 +46,9 @@ def sample(run: Run, step: int) -> tuple[list[Group], dict[str, float]]:
     """Scored groups of one step. With `batch.filter_groups`, groups without signal are left out and replaced."""
     recipe, kept, sampled, counts = run.recipe, [], [], {}
     for _ in range(recipe.batch.max_generations):
-        prompts = run.prompts.take(recipe.batch.prompts - len(kept))
         with run.monitor.phase("generate") as span:
-            groups = run.generator.rollout(
-                prompts, recipe.rollout.num_samples, policy_version=run.learner.num_updates, step=step
-            )
+            missing = recipe.batch.prompts - len(kept)
+            groups = run.ahead.sample(missing, step=step, policy_version=run.learner.num_updates)
             span.tokens = sum(len(rollout.tokens) for group in groups for rollout in group.rollouts)
         with run.monitor.phase("reward"):
             new_counts = score_shared(run.rewarder, groups)
@@ -57,6 +57,8 @@ def sample(run: Run, step: int) -> tuple[list[Group], dict[str, float]]:
         kept += keep_informative(groups) if recipe.batch.filter_groups else groups
         if len(kept) == recipe.batch.prompts:
             break
+    if recipe.rollout.max_staleness:
+        counts |= staleness_metrics(sampled, run.learner.num_updates)
     return kept, counts | group_metrics(sampled)
 
 

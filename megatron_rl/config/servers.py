@@ -22,7 +22,8 @@ class ServersConfig(Section):
     """Servers that must be there before the run begins; with `launch` or `addresses`, as many as these say. Fewer are
     enough afterwards, and further ones are used as they come."""
     wait_s: PositiveFloat = 900.0
-    """Seconds to wait for `count` servers at the start, and for one to come back when all are lost; then the run ends."""
+    """Seconds to wait for `count` servers at the start, and for one to come back when all are lost, before the run
+    ends with an error."""
     request_deadline_s: PositiveFloat = 1800.0
     """A response, or a weight update of one server, that takes longer is given up; the response is asked for again."""
     retries: NonNegativeInt = 3

@@ -54,7 +54,7 @@ def run_server(spec: ServerSpec, say: Callable[[str], None]) -> None:
     Raises `InputError` where the address cannot be listened on, `RolloutError` where weight updates corrupt the engine.
     """
     listener = _listen(spec.host, spec.port)
-    os.register_at_fork(after_in_child=_end_with_parent)
+    os.register_at_fork(after_in_child=end_with_parent)  # the engine's process goes with this one
     for name, value in process_state.DEFAULTS.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # the routes that change weights
@@ -173,9 +173,9 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _end_with_parent() -> None:
-    """A server that is killed must not leave its engine's process behind. Linux only; elsewhere nothing happens."""
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have signal ``number`` sent to this process when its parent dies, however that comes about. Linux only."""
     try:
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
     except (OSError, AttributeError):
         return

@@ -11,7 +11,6 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.rollout.checkpoint import checkpoint_shapes
 
 
-
 def server_arguments(
     config: RolloutConfig,
     model_path: Path,

@@ -1,0 +1,100 @@
+"""Which prompts are sampled for which step, and how far generation runs ahead of the learner.
+
+With `rollout.max_staleness` k = 0 a batch is asked for when its step begins. With k ≥ 1 the batches of the next k steps
+are asked for before the learner begins to update, and the engine samples them meanwhile. Prompts are taken from the
+sampler in the order of the steps, once each; a checkpoint holds which of them were taken for steps that are still to
+come, so that a resumed run asks for exactly these again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron_rl.data import PromptSampler
+from megatron_rl.errors import InputError
+from megatron_rl.rollout import Generator
+from megatron_rl.types import Group, Prompt
+
+
+class OverlappingGenerator(Generator, Protocol):
+    """A `Generator` that samples in the background. Only such a one can run ahead."""
+
+    def begin(self, prompts: list[Prompt], num_samples: int, *, policy_version: int, step: int) -> Any:
+        """As `rollout`, but return at once. Later refits do not change the batch."""
+        ...
+
+    def finish(self, ticket: Any) -> list[Group]:
+        """Wait for the batch of ``ticket``, what `begin` returned."""
+        ...
+
+
+@dataclass
+class Begun:
+    """Prompts that were taken for a step to come. ``ticket``: None until the engine is asked for them."""
+
+    step: int
+    prompts: list[Prompt]
+    ticket: Any = None
+
+
+class Lookahead:
+    """Samples the batches of a run in order. ``num_steps``: of the run; nothing is begun beyond."""
+
+    def __init__(
+        self,
+        prompts: PromptSampler,
+        generator: Generator,
+        *,
+        num_prompts: int,
+        num_samples: int,
+        max_staleness: int,
+        num_steps: int,
+    ) -> None:
+        self._prompts, self._generator = prompts, generator
+        self._num_prompts, self._num_samples = num_prompts, num_samples
+        self._max_staleness, self._num_steps = max_staleness, num_steps
+        self._begun: list[Begun] = []  # in the order of their steps
+
+    def sample(self, num_prompts: int, *, step: int, policy_version: int) -> list[Group]:
+        """Responses to the prompts that were taken for ``step``, or to ``num_prompts`` new ones."""
+        begun = self._begun.pop(0) if self._begun and self._begun[0].step == step else None
+        if begun is not None and begun.ticket is not None:
+            return self._generator.finish(begun.ticket)
+        prompts = self._prompts.take(num_prompts) if begun is None else begun.prompts
+        return self._generator.rollout(prompts, self._num_samples, policy_version=policy_version, step=step)
+
+    def look_ahead(self, step: int, policy_version: int) -> None:
+        """Begin the batches of the steps after ``step``, as many as `max_staleness` allows, from these weights."""
+        for ahead in range(step + 1, min(step + self._max_staleness, self._num_steps - 1) + 1):
+            begun = next((item for item in self._begun if item.step == ahead), None)
+            if begun is None:
+                begun = Begun(ahead, self._prompts.take(self._num_prompts))
+                self._begun.append(begun)
+            if begun.ticket is None:
+                begun.ticket = self._generator.begin(
+                    begun.prompts, self._num_samples, policy_version=policy_version, step=ahead
+                )
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """What was taken from the sampler and not yet learned from; plain JSON values."""
+        return [{"step": begun.step, "prompts": [prompt.id for prompt in begun.prompts]} for begun in self._begun]
+
+    def load_state_dict(self, state: list[dict[str, Any]], prompts: Any) -> None:
+        """Take up what a checkpoint left open. ``prompts``: all of them, to find those by their ids."""
+        by_id = {prompt.id: prompt for prompt in prompts} if state else {}
+        try:
+            self._begun = [Begun(item["step"], [by_id[name] for name in item["prompts"]]) for item in state]
+        except KeyError as error:
+            raise InputError(f"the checkpoint had begun with prompt {error}, which is not in data.train") from error
+
+
+def staleness_metrics(groups: list[Group], num_updates: int) -> dict[str, float]:
+    """`rollout/staleness_*`: optimizer steps between the weights that tokens were sampled from and ``num_updates``."""
+    versions = [rollout.policy_versions for group in groups for rollout in group.rollouts]
+    if not versions:
+        return {}
+    staleness = num_updates - np.concatenate(versions)
+    return {"rollout/staleness_mean": float(staleness.mean()), "rollout/staleness_max": float(staleness.max())}

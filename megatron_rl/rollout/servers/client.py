@@ -1,0 +1,156 @@
+"""The trainer's end of one server: HTTP with token ids, as `pool` needs it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from megatron_rl.rollout.generator import Sampling
+from megatron_rl.rollout.requests import Request
+from megatron_rl.rollout.servers.rendezvous import Address
+
+CONNECT_S = 10.0  # to a server that is there, a connection takes milliseconds
+HEALTH_S = 10.0
+RESET_ATTEMPTS, RESET_PAUSE_S = 20, 0.1  # requests that were just aborted hold their cache blocks a moment longer
+
+
+class ServerError(RuntimeError):
+    """A call failed. The subclasses say what to do about it. ``is_final``: it is known that asking again is no use."""
+
+    def __init__(self, message: str, is_final: bool = False) -> None:
+        super().__init__(message)
+        self.is_final = is_final
+
+
+class ServerLost(ServerError):
+    """Not reachable, or its engine has stopped."""
+
+
+class StaleServer(ServerError):
+    """It holds other weights than the request is for."""
+
+
+class RequestRefused(ServerError):
+    """The server understood and said no: asking again, here or elsewhere, would not help."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One policy's weights where servers can read them. ``files`` (): the checkpoint that servers start from."""
+
+    version: int
+    files: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One sampled response as the server reports it."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str | None
+    routes: np.ndarray | None  # [P + R - 1, layers, K]
+
+
+def request_body(request: Request, sampling: Sampling, stop_token_ids: list[int]) -> dict[str, Any]:
+    """What is asked of a server for one response; the same numbers that the in-process engine is given."""
+    return {
+        "token_ids": request.prompt.tokens,
+        "sampling_params": {
+            "max_tokens": sampling.max_response_length,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "seed": request.seed,
+            "stop_token_ids": stop_token_ids,
+            "ignore_eos": True,  # the ids above are all that stops
+            "logprobs": 0,  # of the sampled token alone
+            "detokenize": False,
+        },
+    }
+
+
+class ServerClient:
+    """One server. Made and used inside the event loop. ``deadline_s``: limit of every call that does work."""
+
+    def __init__(self, address: Address, token: str, deadline_s: float) -> None:
+        self.address, self._deadline_s = address, deadline_s
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {token}"},
+            connector=aiohttp.TCPConnector(limit=0),  # the pool bounds how many requests are in flight
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        )
+
+    async def settings(self) -> dict[str, Any]:
+        """What the server says of itself: `server._settings`."""
+        return await self._call("GET", "/megatron_rl/settings", limit_s=HEALTH_S)
+
+    async def check_health(self) -> None:
+        """Raises `ServerLost` unless the server's engine is alive."""
+        await self._call("GET", "/health", limit_s=HEALTH_S)
+
+    async def push(self, weights: Weights) -> None:
+        """Replace the server's weights, then let it answer for this version. Requests in flight are aborted."""
+        await self._call("POST", "/pause?mode=abort")
+        await self._call("POST", "/start_weight_update")
+        await self._call("POST", "/update_weights", {"update_info": {"files": list(weights.files)}})
+        await self._call("POST", "/finish_weight_update", {"weight_version": str(weights.version)})
+        for _ in range(RESET_ATTEMPTS):
+            if (await self._call("POST", "/reset_prefix_cache"))["success"]:
+                break
+            await asyncio.sleep(RESET_PAUSE_S)
+        else:
+            raise ServerLost("its prefix cache could not be emptied after a weight update")
+        await self._call("POST", "/resume")
+        await self._call("POST", "/megatron_rl/open", {"version": weights.version})
+
+    async def generate(self, body: dict[str, Any], version: int) -> Answer:
+        """One response from the weights of ``version``, and from no others."""
+        found = await self._call("POST", "/inference/v1/generate", body, {"X-Policy-Version": str(version)})
+        (choice,) = found["choices"]
+        if choice["finish_reason"] == "abort":
+            raise StaleServer("the response was aborted")
+        tokens, content = choice["token_ids"], choice["logprobs"]["content"]
+        if [item["token"] for item in content] != [f"token_id:{token}" for token in tokens]:
+            raise RequestRefused("log-probs belong to other tokens than were sampled")
+        routes = choice["routed_experts"]
+        return Answer(
+            tokens=tokens,
+            logprobs=[item["logprob"] for item in content],
+            finish_reason=choice["finish_reason"],
+            routes=np.load(io.BytesIO(base64.b64decode(routes)), allow_pickle=False) if routes else None,
+        )
+
+    async def checksums(self) -> dict[str, int]:
+        """Of every stored parameter. Closes the server until the next push."""
+        return (await self._call("POST", "/collective_rpc", {"method": "checksums"}))["results"][0]
+
+    async def close(self) -> None:
+        """Drop all connections; calls in progress fail."""
+        await self._session.close()
+
+    async def _call(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, limit_s: float = 0.0
+    ) -> Any:
+        limit_s = limit_s or self._deadline_s
+        try:
+            async with (
+                asyncio.timeout(limit_s),
+                self._session.request(method, self.address.url + path, json=body, headers=headers) as response,
+            ):
+                if response.status == 200:
+                    return await response.json() if response.content_type == "application/json" else None
+                text = " ".join((await response.text()).split())[:300]
+        except TimeoutError as error:
+            raise ServerLost(f"{path.partition('?')[0]}: no answer in {limit_s:g} s") from error
+        except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: the session was closed
+            refused = isinstance(error, aiohttp.ClientConnectorError)
+            raise ServerLost(f"{path.partition('?')[0]}: {type(error).__name__}: {error}", refused) from error
+        kind = StaleServer if response.status == 409 else ServerLost if response.status >= 500 else RequestRefused
+        raise kind(f"{path.partition('?')[0]}: status {response.status}: {text}", is_final=True)

@@ -1,0 +1,318 @@
+"""`Generator` on vLLM servers: the loop's side of `pool` and `dispatch`.
+
+Rank 0 talks to the servers, from an event loop in a thread of its own, and hands results to the other ranks. Work is
+done strictly in the order in which it was asked for: a batch, the weights that follow it, the next batch. So a batch is
+sampled from exactly one policy, and which one does not depend on timing. `begin` returns at once, so that the learner
+can work while servers sample; `rollout` is `begin` and `finish`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import secrets
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config.model import read_architecture
+from megatron_rl.config.precision import PrecisionConfig
+from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.errors import InputError
+from megatron_rl.rollout.checkpoint import checked, checkpoint_shapes, read_stop_token_ids
+from megatron_rl.rollout.generator import RolloutError, Sampling
+from megatron_rl.rollout.payload import make_rollout
+from megatron_rl.rollout.requests import Request, make_groups, make_requests
+from megatron_rl.rollout.servers.client import Answer, ServerClient, Weights, request_body
+from megatron_rl.rollout.servers.dispatch import Dispatch
+from megatron_rl.rollout.servers.local import LocalServers
+from megatron_rl.rollout.servers.pool import PoolLimits, ServerPool
+from megatron_rl.rollout.servers.rendezvous import discover, read_token, require_token
+from megatron_rl.rollout.servers.settings import agreed_settings, differences
+from megatron_rl.rollout.servers.weight_files import WeightFolder
+from megatron_rl.types import Group, Prompt, Rollout
+
+T = TypeVar("T")
+# Other ranks wait for rank 0 in a collective, which has a time limit of its own: tell them this often that it is alive.
+HEARTBEAT_S = 60.0
+LAUNCH_CHECK_S = 1.0
+
+
+@dataclass
+class Ticket:
+    """A batch that was asked for. ``answers``: on rank 0."""
+
+    prompts: list[Prompt]
+    num_samples: int
+    requests: list[Request]
+    policy_version: int
+    answers: concurrent.futures.Future | None
+    start: float
+
+
+class ServerGenerator:
+    """Starts (or finds) the servers of a run; see `Generator` for the methods, and `VllmGenerator` for the arguments.
+
+    ``run_dir``: where servers publish their addresses. ``recipe_file``: the resolved recipe, for servers to launch.
+    Raises `InputError` where a server does not fit the recipe, `RolloutError` where too few are there in time.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model_path: Path,
+        *,
+        max_prompt_length: int,
+        run_dir: Path,
+        recipe_file: Path | None = None,
+        record_routes: bool = False,
+        decode: Callable[[list[int]], str] | None = None,
+        precision: PrecisionConfig | None = None,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self._config, self._decode, self._run_dir, self._say = config, decode, run_dir, say
+        self._architecture = read_architecture(model_path)
+        self._max_prompt_length, self._record_routes = max_prompt_length, record_routes
+        self._sampling = Sampling.from_config(config)
+        self._stop_token_ids = (
+            read_stop_token_ids(model_path) if config.stop_token_ids is None else config.stop_token_ids
+        )
+        self._shapes = checkpoint_shapes(model_path)
+        self._agreed = agreed_settings(
+            config,
+            model_path,
+            max_prompt_length,
+            record_routes=record_routes,
+            precision=precision or PrecisionConfig(),
+        )
+        self._policy_version, self._stats = 0, {}
+        self._world = dist.get_world_size() if dist.is_initialized() else 1
+        self._is_main = not dist.is_initialized() or dist.get_rank() == 0
+        self._local: LocalServers | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        start = time.perf_counter()
+        self._precision = self._together(partial(self._start, recipe_file))
+        self.start_s = time.perf_counter() - start
+
+    # ---------------------------------------------------------------- generation
+
+    def rollout(
+        self,
+        prompts: list[Prompt],
+        num_samples: int,
+        *,
+        policy_version: int,
+        step: int,
+        sampling: Sampling | None = None,
+    ) -> list[Group]:
+        ticket = self.begin(prompts, num_samples, policy_version=policy_version, step=step, sampling=sampling)
+        return self.finish(ticket)
+
+    def begin(
+        self,
+        prompts: list[Prompt],
+        num_samples: int,
+        *,
+        policy_version: int,
+        step: int,
+        sampling: Sampling | None = None,
+    ) -> Ticket:
+        """As `rollout`, but returns at once; the batch is `finish`'s. Weights of later refits are not used for it."""
+        sampling = sampling or self._sampling
+        self._check_call(prompts, policy_version, sampling)
+        requests = make_requests(prompts, num_samples, seed=self._config.seed, step=step)
+        answers = None
+        if self._is_main:
+            bodies = [request_body(request, sampling, self._stop_token_ids) for request in requests]
+            names = [f"prompt {request.prompt.id!r}, sample {request.sample}" for request in requests]
+            answers = self._submit(self._sample(bodies, names, policy_version))
+        return Ticket(prompts, num_samples, requests, policy_version, answers, time.perf_counter())
+
+    def finish(self, ticket: Ticket) -> list[Group]:
+        """Wait for a batch that was begun. Every rank calls it, in the order of `begin`."""
+        answers = self._wait(ticket.answers)
+        rollouts = [
+            self._to_rollout(r, a, ticket.policy_version) for r, a in zip(ticket.requests, answers, strict=True)
+        ]
+        num_tokens = sum(len(rollout.tokens) for rollout in rollouts)
+        self._stats["perf/rollout_tokens"] = float(num_tokens)
+        self._stats["perf/tokens_per_s/rollout"] = num_tokens / (time.perf_counter() - ticket.start)
+        return make_groups(ticket.prompts, ticket.num_samples, rollouts)
+
+    async def _sample(self, bodies: list[dict[str, Any]], names: list[str], version: int) -> list[Answer]:
+        async with self._turn:
+            assert self._pool.weights.version == version
+            dispatch = Dispatch(self._pool, bodies, names, self._concurrency, self._config.servers.retries)
+            answers = await dispatch.run()
+            self._stats["rollout/requeued"] = float(dispatch.num_requeued)
+            self._stats["rollout/servers"] = float(len(self._pool.ready))
+            return answers
+
+    @property
+    def _concurrency(self) -> int:
+        return self._config.servers.concurrency or self._config.max_num_seqs
+
+    def _check_call(self, prompts: list[Prompt], policy_version: int, sampling: Sampling) -> None:
+        if policy_version != self._policy_version:
+            raise RolloutError(
+                f"the servers hold the weights of policy version {self._policy_version}, rollouts of {policy_version} "
+                "were asked for: a refit is missing"
+            )
+        if sampling.max_response_length > self._config.max_response_length:
+            raise InputError(
+                f"sampling: max_response_length {sampling.max_response_length} is above the engine's "
+                f"{self._config.max_response_length} (rollout.max_response_length)"
+            )
+        for prompt in prompts:
+            if not 0 < len(prompt.tokens) <= self._max_prompt_length:
+                raise InputError(
+                    f"prompt {prompt.id!r} has {len(prompt.tokens)} tokens; 1 … {self._max_prompt_length} are allowed "
+                    "(data.prompt.max_length)"
+                )
+
+    def _to_rollout(self, request: Request, answer: Answer, policy_version: int) -> Rollout:
+        return make_rollout(
+            request,
+            answer.tokens,
+            answer.logprobs,
+            answer.finish_reason,
+            policy_version,
+            routes=answer.routes,
+            architecture=self._architecture if self._record_routes else None,
+            text=self._decode(answer.tokens) if self._decode else "",
+        )
+
+    # ---------------------------------------------------------------- weights
+
+    def refit(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
+        """With batches begun and not finished, the servers take the weights after those; else they have them now."""
+        start = time.perf_counter()
+        stream = checked(weights, self._shapes)
+        pushed = None
+        if self._is_main:
+            pushed = self._submit(self._push(self._folder.write(stream, policy_version)))
+        else:
+            for _ in stream:  # collecting a tensor takes every rank
+                pass
+        self._policy_version = policy_version
+        if not self._config.max_staleness:
+            self._wait(pushed)
+        self._stats["perf/refit_engine_s"] = time.perf_counter() - start
+
+    async def _push(self, weights: Weights) -> None:
+        async with self._turn:
+            await self._pool.push(weights)
+            self._folder.keep_only(weights.version)
+
+    # ---------------------------------------------------------------- life
+
+    def describe_precision(self) -> dict[str, str]:
+        """Aspect → what the servers do: the rollout column of the precision contract."""
+        return dict(self._precision)
+
+    def sleep(self) -> None:
+        """Servers have devices of their own."""
+
+    def wake(self) -> None:
+        """See `sleep`."""
+
+    def stats(self) -> dict[str, float]:
+        return dict(self._stats)
+
+    def close(self) -> None:
+        if self._loop is not None:
+            loop, self._loop = self._loop, None
+            asyncio.run_coroutine_threadsafe(self._end(), loop).result()
+            loop.call_soon_threadsafe(loop.stop)
+            self._thread.join()
+            loop.close()
+            self._folder.close()
+        if self._local is not None:
+            self._local.close()
+            self._local = None
+
+    def _start(self, recipe_file: Path | None) -> dict[str, str]:
+        """On rank 0: launch servers where the recipe says so, find them, hear what they compute."""
+        servers = self._config.servers
+        token = (read_token(servers) or secrets.token_hex(32)) if servers.launch else require_token(servers)
+        self._folder = WeightFolder(servers.weights_dir or self._run_dir / "servers" / "weights")
+        if servers.launch:
+            assert recipe_file is not None, "servers are launched from the run's resolved recipe"
+            self._local = LocalServers(servers.launch, recipe_file, self._run_dir, token)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout servers", daemon=True)
+        self._thread.start()
+        try:
+            started = asyncio.run_coroutine_threadsafe(self._find(token), self._loop)
+            while not concurrent.futures.wait([started], LAUNCH_CHECK_S).done:
+                if self._local is not None:
+                    self._local.check()
+            started.result()
+        except BaseException:
+            self.close()
+            raise
+        described = list(self._described.values())
+        if any(one != described[0] for one in described):
+            self.close()
+            raise InputError(f"the servers do not compute alike: {self._described}")
+        return described[0]
+
+    async def _find(self, token: str) -> None:
+        servers = self._config.servers
+        self._turn = asyncio.Lock()  # first come, first served
+        self._described: dict[str, dict[str, str]] = {}
+
+        def problems(settings: dict[str, Any]) -> list[str]:
+            self._described[settings["name"]] = settings["precision"]
+            return differences(self._agreed, settings["agreed"])
+
+        self._pool = ServerPool(
+            PoolLimits(servers.wait_s, servers.health_every_s),
+            discover=lambda: discover(servers, self._run_dir),
+            connect=lambda address: ServerClient(address, token, servers.request_deadline_s),
+            problems=problems,
+            say=self._say,
+        )
+        await self._pool.start(servers.num_expected)
+
+    async def _end(self) -> None:
+        this = asyncio.current_task()
+        for task in asyncio.all_tasks():
+            if task is not this and task is not self._pool.keeper:
+                task.cancel()
+        await self._pool.close()
+
+    # ---------------------------------------------------------------- ranks
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future:
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _wait(self, future: concurrent.futures.Future | None) -> Any:
+        """Rank 0's result on every rank; its error, too."""
+        while True:
+            done = future is not None and bool(concurrent.futures.wait([future], HEARTBEAT_S).done)
+            if self._together(lambda done=done: done):
+                return self._together(lambda: future.result())
+
+    def _together(self, action: Callable[[], T]) -> T:
+        """What ``action`` returns or raises on rank 0, on every rank."""
+        outcome: list[Any] = [None, None]
+        if self._is_main:
+            try:
+                outcome[0] = action()
+            except (RolloutError, InputError) as error:
+                outcome[1] = error
+        if self._world > 1:
+            dist.broadcast_object_list(outcome, src=0)
+        result, error = outcome
+        if error is not None:
+            raise error
+        return result

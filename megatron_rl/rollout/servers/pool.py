@@ -1,0 +1,214 @@
+"""Which servers there are, which weights each holds, and what happens when one fails.
+
+A server is used only between a weight update that reached it completely and the next; one that comes late, or comes
+back, gets the newest weights first. `dispatch` deals requests out to the servers that are ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from megatron_rl.errors import InputError
+from megatron_rl.rollout.generator import RolloutError
+from megatron_rl.rollout.servers.client import Answer, RequestRefused, ServerError, Weights
+from megatron_rl.rollout.servers.rendezvous import Address
+
+MISSED_LOOKS = 3  # looks at a server's health without an answer before it counts as lost
+
+
+class Client(Protocol):
+    """What the pool asks of a server; `client.ServerClient` is the real one."""
+
+    async def settings(self) -> dict[str, Any]: ...
+    async def check_health(self) -> None: ...
+    async def push(self, weights: Weights) -> None: ...
+    async def generate(self, body: dict[str, Any], version: int) -> Answer: ...
+    async def close(self) -> None: ...
+
+
+@dataclass
+class Member:
+    """A server that has been let in."""
+
+    address: Address
+    client: Client
+    version: int | None = None  # of the weights it may be asked for; None: not to be used
+    in_flight: int = 0
+    missed: int = 0
+    lost: str = ""  # why it is no longer asked
+    updating: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+@dataclass
+class PoolLimits:
+    """See `ServersConfig`, whose names these are."""
+
+    wait_s: float
+    health_every_s: float
+
+
+class ServerPool:
+    """All servers of a run. Lives in one event loop; `start` first.
+
+    ``discover``: the addresses there are now. ``connect``: a client for one. ``problems``: why a server's settings do
+    not fit the recipe. ``say``: one line for the log.
+    """
+
+    def __init__(
+        self,
+        limits: PoolLimits,
+        discover: Callable[[], list[Address]],
+        connect: Callable[[Address], Client],
+        problems: Callable[[dict[str, Any]], list[str]],
+        say: Callable[[str], None],
+    ) -> None:
+        self._limits, self._discover, self._connect = limits, discover, connect
+        self._problems, self._say = problems, say
+        self.members: dict[str, Member] = {}  # by name, lost ones too
+        self.weights = Weights(0)  # what every server must hold before it is used
+        self.num_requeued = 0
+        self.refused: dict[str, str] = {}  # servers that are there and do not fit, by name: why
+        self._changed = asyncio.Event()  # something about the members is new
+        self.keeper: asyncio.Task | None = None
+
+    # ---------------------------------------------------------------- who is there
+
+    @property
+    def ready(self) -> list[Member]:
+        """Servers that may be asked for the newest policy."""
+        return [m for m in self.members.values() if not m.lost and m.version == self.weights.version]
+
+    async def start(self, count: int) -> None:
+        """Wait until ``count`` servers can be used.
+
+        Raises `RolloutError` when that takes longer than `wait_s`, `InputError` for a server that does not fit.
+        """
+        self.keeper = asyncio.create_task(self._keep())
+        await self.wait_for(lambda: len(self.ready) >= count or bool(self.refused), f"{count} servers")
+        if self.refused:
+            raise InputError("; ".join(f"server {name}: {why}" for name, why in self.refused.items()))
+
+    async def close(self) -> None:
+        if self.keeper is not None:
+            self.keeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.keeper
+        for member in self.members.values():
+            await member.client.close()
+
+    async def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        """Until ``condition``, which is looked at whenever a member changed. `RolloutError` after `wait_s`."""
+        assert self.keeper is not None
+        try:
+            async with asyncio.timeout(self._limits.wait_s):
+                while not condition():
+                    if self.keeper.done():
+                        self.keeper.result()  # raises what ended it
+                    await self.change()
+        except TimeoutError:
+            lost = [f"{m.address.name} is lost ({m.lost})" for m in self.members.values() if m.lost]
+            there = "; ".join([f"{len(self.ready)} can be used", *lost])
+            raise RolloutError(
+                f"waited {self._limits.wait_s:g} s (rollout.servers.wait_s) for {what}: {there}"
+            ) from None
+
+    async def change(self) -> None:
+        """Until something about the members is new."""
+        self._changed.clear()
+        await self._changed.wait()
+
+    async def _keep(self) -> None:
+        """For ever: let servers in, look after those that are."""
+        try:
+            while True:
+                missing = [a for a in self._discover() if a.name not in self.members or self.members[a.name].lost]
+                present = [member for member in self.members.values() if not member.lost]
+                await asyncio.gather(*map(self._let_in, missing), *map(self._look_after, present))
+                await asyncio.sleep(self._limits.health_every_s)
+        finally:
+            self._changed.set()  # whoever waits finds this task done, and why
+
+    async def _let_in(self, address: Address) -> None:
+        """Give a server the newest weights and use it from now on. One that does not answer is tried again later."""
+        member = Member(address, self._connect(address))
+        try:
+            if problems := self._problems(await member.client.settings()):
+                raise RequestRefused("; ".join(problems))
+            await self._update(member)
+        except RequestRefused as error:
+            await member.client.close()
+            if self.refused.get(address.name) != str(error):
+                self.refused[address.name] = str(error)
+                self._say(f"server {address.name} ({address.url}) is not used: {error}")
+                self._changed.set()
+        except ServerError:
+            await member.client.close()
+        else:
+            self.refused.pop(address.name, None)
+            self.members[address.name] = member
+            self._say(f"server {address.name} ({address.url}) joined with policy version {member.version}")
+            self._changed.set()
+
+    async def _look_after(self, member: Member) -> None:
+        try:
+            await member.client.check_health()
+            member.missed = 0
+        except ServerError as error:
+            member.missed += 1
+            if error.is_final or member.missed >= MISSED_LOOKS:
+                await self.give_up(member, str(error))
+        if member.version is None and not member.lost and not member.updating.locked():
+            await self._bring_up_to_date(member)
+
+    async def give_up(self, member: Member, why: str) -> None:
+        """Ask a server nothing any more, until it comes back and gets the newest weights."""
+        if not member.lost:
+            member.lost, member.version = why, None
+            self._say(f"server {member.address.name} is lost: {why}")
+            await member.client.close()  # what it was asked fails now, and is asked elsewhere
+            self._changed.set()
+
+    async def suspect(self, member: Member, error: ServerError) -> None:
+        """A request to ``member`` failed: is it the server?"""
+        if not member.lost and not error.is_final:
+            try:
+                await member.client.check_health()
+                return
+            except ServerError:
+                pass
+        await self.give_up(member, str(error))
+
+    def mark_stale(self, member: Member) -> None:
+        """A server turned out not to hold the newest weights: it gets them at the next look."""
+        member.version = None
+
+    # ---------------------------------------------------------------- weights
+
+    async def push(self, weights: Weights) -> None:
+        """Give every server ``weights``; those that fail are lost, and with none left it waits for one to come back.
+
+        From the first moment on, no server is asked that does not hold ``weights``. No request may be in flight.
+        """
+        self.weights = weights
+        for member in self.members.values():
+            member.version = None
+        await asyncio.gather(*(self._bring_up_to_date(m) for m in list(self.members.values()) if not m.lost))
+        await self.wait_for(lambda: bool(self.ready), f"a server to take policy version {weights.version}")
+
+    async def _bring_up_to_date(self, member: Member) -> None:
+        try:
+            await self._update(member)
+        except ServerError as error:
+            await self.give_up(member, f"weight update {self.weights.version}: {error}")
+        self._changed.set()
+
+    async def _update(self, member: Member) -> None:
+        async with member.updating:
+            while member.version != self.weights.version:  # newer ones may come while it takes some
+                weights = self.weights
+                await member.client.push(weights)
+                member.version = weights.version
