@@ -13,6 +13,7 @@ from megatron_rl.rollout.servers.rendezvous import folder
 
 END_S = 20.0  # for a server to leave after SIGTERM, before it is killed
 LAST_LINES = 15
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class LocalServers:
@@ -25,16 +26,7 @@ class LocalServers:
         logs = folder(run_dir)
         logs.mkdir(parents=True, exist_ok=True)
         # The variables of this rank would make a server think that it is one.
-        not_theirs = (
-            "RANK",
-            "LOCAL_RANK",
-            "WORLD_SIZE",
-            "LOCAL_WORLD_SIZE",
-            "GROUP_RANK",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-        )
-        environment = {name: value for name, value in os.environ.items() if name not in not_theirs}
+        environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
         environment |= {TOKEN_VARIABLE: token, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         self._processes: dict[str, subprocess.Popen] = {}
         self._logs = {f"local-{index}": logs / f"local-{index}.log" for index in range(count)}

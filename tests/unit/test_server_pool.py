@@ -1,0 +1,249 @@
+"""Who is asked for what, and what happens when servers die, hang, lag or come back: real pool, made-up servers."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+
+from megatron_rl.errors import InputError
+from megatron_rl.rollout import RolloutError
+from megatron_rl.rollout.servers.client import Answer, RequestRefused, ServerLost, StaleServer, Weights
+from megatron_rl.rollout.servers.dispatch import Dispatch
+from megatron_rl.rollout.servers.pool import PoolLimits, ServerPool
+from megatron_rl.rollout.servers.rendezvous import Address
+
+LIMITS = PoolLimits(wait_s=1.0, health_every_s=0.01)
+
+
+@dataclass
+class World:
+    """Servers as the tests script them. ``answered``: (server, request, version) of every answer that was sent."""
+
+    alive: set[str] = field(default_factory=set)
+    held: dict[str, int] = field(default_factory=dict)
+    hanging: set[str] = field(default_factory=set)
+    refuses: set[int] = field(default_factory=set)
+    fails: dict[str, int] = field(default_factory=dict)  # how many requests a healthy server still fails
+    dies_after: dict[str, int] = field(default_factory=dict)  # answers it gives before it dies
+    answered: list[tuple[str, int, int]] = field(default_factory=list)
+    most_in_flight: dict[str, int] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=lambda: {"dtype": "fp32"})
+    pushes: list[tuple[str, int]] = field(default_factory=list)
+
+
+class FakeClient:
+    """A server in this process; what it does is `World`'s to say."""
+
+    def __init__(self, name: str, world: World) -> None:
+        self.name, self.world, self.in_flight, self.closed = name, world, 0, asyncio.Event()
+
+    def _check(self) -> None:
+        if self.name not in self.world.alive:
+            raise ServerLost("connection refused", is_final=True)
+
+    async def settings(self) -> dict:
+        self._check()
+        return self.world.settings
+
+    async def check_health(self) -> None:
+        self._check()
+        if self.name in self.world.hanging:
+            raise ServerLost("no answer")
+
+    async def push(self, weights: Weights) -> None:
+        self._check()
+        await asyncio.sleep(0)
+        self._check()
+        self.world.held[self.name] = weights.version
+        self.world.pushes.append((self.name, weights.version))
+
+    async def generate(self, body: dict, version: int) -> Answer:
+        self._check()
+        self.in_flight += 1
+        self.world.most_in_flight[self.name] = max(self.world.most_in_flight.get(self.name, 0), self.in_flight)
+        try:
+            await asyncio.sleep(0.001)
+            if self.name in self.world.hanging:
+                await self.closed.wait()
+                raise ServerLost("connection closed")
+            if self.world.fails.get(self.name, 0) > 0:
+                self.world.fails[self.name] -= 1
+                raise ServerLost("no answer in time")
+            if self.world.dies_after.get(self.name) == 0:
+                self.world.alive.discard(self.name)
+                raise ServerLost("connection reset")
+            self._check()
+        finally:
+            self.in_flight -= 1
+        if body["index"] in self.world.refuses:
+            raise RequestRefused("status 400: too long")
+        if self.world.held.get(self.name) != version:
+            raise StaleServer("other weights")
+        if self.name in self.world.dies_after:
+            self.world.dies_after[self.name] -= 1
+        self.world.answered.append((self.name, body["index"], version))
+        return Answer([body["index"]], [-0.5], "stop", None)
+
+    async def close(self) -> None:
+        self.closed.set()
+
+
+def play(world: World, scene, limits: PoolLimits = LIMITS, names: tuple[str, ...] = ("a", "b"), problems=None):
+    """Run ``scene(pool)`` with servers ``names`` alive; returns its result and what the pool said."""
+    said: list[str] = []
+
+    async def run():
+        pool = ServerPool(
+            limits,
+            discover=lambda: [Address(name, f"http://{name}") for name in names],
+            connect=lambda address: FakeClient(address.name, world),
+            problems=problems or (lambda settings: []),
+            say=said.append,
+        )
+        try:
+            return await scene(pool)
+        finally:
+            await pool.close()
+
+    world.alive |= set(names) if not world.alive else set()
+    return asyncio.run(run()), said
+
+
+def ask(pool: ServerPool, number: int, concurrency: int = 4, retries: int = 3) -> Dispatch:
+    return Dispatch(
+        pool, [{"index": i} for i in range(number)], [f"prompt {i}" for i in range(number)], concurrency, retries
+    )
+
+
+def tokens(answers: list[Answer]) -> list[int]:
+    return [answer.tokens[0] for answer in answers]
+
+
+def test_every_request_is_answered_once_in_order_and_load_is_shared():
+    world = World()
+
+    async def scene(pool):
+        await pool.start(2)
+        return await ask(pool, 50).run()
+
+    answers, _ = play(world, scene)
+    assert tokens(answers) == list(range(50))
+    assert sorted(index for _, index, _ in world.answered) == list(range(50))
+    assert world.most_in_flight == {"a": 4, "b": 4}
+    by_server = [sum(name == server for name, _, _ in world.answered) for server in "ab"]
+    assert min(by_server) >= 20
+
+
+def test_a_death_sends_its_requests_to_the_rest():
+    world = World(dies_after={"a": 3})
+
+    async def scene(pool):
+        await pool.start(2)
+        dispatch = ask(pool, 40)
+        return await dispatch.run(), dispatch.num_requeued
+
+    (answers, requeued), said = play(world, scene)
+    assert tokens(answers) == list(range(40))
+    assert sorted(index for _, index, _ in world.answered) == list(range(40))  # none twice
+    assert sum(name == "a" for name, _, _ in world.answered) == 3
+    assert 1 <= requeued <= 4
+    assert any("server a is lost" in line for line in said)
+
+
+def test_a_hanging_server_is_found_by_its_health_and_its_requests_are_asked_elsewhere():
+    world = World(hanging={"a"})
+
+    async def scene(pool):
+        await pool.start(2)
+        return await ask(pool, 20).run()
+
+    answers, said = play(world, scene)
+    assert tokens(answers) == list(range(20))
+    assert {name for name, _, _ in world.answered} == {"b"}
+    assert any("server a is lost: no answer" in line for line in said)
+
+
+def test_with_all_servers_dead_the_call_ends_with_what_is_missing():
+    world = World(dies_after={"a": 5, "b": 5})
+
+    async def scene(pool):
+        await pool.start(2)
+        return await ask(pool, 40).run()
+
+    with pytest.raises(RolloutError, match=r"waited 0.3 s .*30 of 40 responses.*a is lost \(.*b is lost \("):
+        play(world, scene, PoolLimits(0.3, 0.01))
+
+
+def test_a_server_that_comes_back_gets_the_newest_weights_before_it_is_asked():
+    world = World()
+
+    async def scene(pool):
+        await pool.start(2)
+        world.alive.discard("a")
+        await pool.push(Weights(1))
+        first = await ask(pool, 8).run()
+        world.alive.add("a")
+        await pool.push(Weights(2))
+        await pool.wait_for(lambda: len(pool.ready) == 2, "both")
+        return first, await ask(pool, 20).run()
+
+    (first, second), _ = play(world, scene)
+    assert (tokens(first), tokens(second)) == (list(range(8)), list(range(20)))
+    assert {(name, version) for name, _, version in world.answered} == {("b", 1), ("a", 2), ("b", 2)}
+    assert ("a", 1) not in world.pushes
+
+
+def test_a_server_that_lost_its_weights_is_not_used_until_it_has_them_again():
+    """Restarted behind the pool's back: it holds nothing, says so, and is given the version that is due."""
+    world = World()
+
+    async def scene(pool):
+        await pool.start(2)
+        await pool.push(Weights(3))
+        world.held["a"] = -1
+        return await ask(pool, 30).run()
+
+    answers, _ = play(world, scene)
+    assert tokens(answers) == list(range(30))
+    assert {version for _, _, version in world.answered} == {3}
+    assert world.pushes.count(("a", 3)) == 2
+
+
+def test_a_request_that_always_fails_ends_the_call_with_its_name():
+    world = World(fails={"a": 1000, "b": 1000})
+
+    async def scene(pool):
+        await pool.start(2)
+        return await ask(pool, 1, retries=2).run()
+
+    with pytest.raises(RolloutError, match=r"prompt 0: failed 3 times .*retries\), last on .: no answer"):
+        play(world, scene)
+
+
+def test_a_refused_request_is_not_asked_again():
+    world = World(refuses={5})
+
+    async def scene(pool):
+        await pool.start(2)
+        return await ask(pool, 10).run()
+
+    with pytest.raises(RolloutError, match=r"prompt 5: . refused it: status 400"):
+        play(world, scene)
+
+
+def test_a_server_that_does_not_fit_the_recipe_ends_the_start():
+    async def scene(pool):
+        await pool.start(2)
+
+    with pytest.raises(InputError, match="server a: dtype: the server has bf16"):
+        play(World(), scene, problems=lambda settings: ["dtype: the server has bf16, the recipe says fp32"])
+
+
+def test_too_few_servers_end_the_start():
+    async def scene(pool):
+        await pool.start(2)
+
+    with pytest.raises(RolloutError, match=r"waited 0.2 s .* for 2 servers: 1 can be used"):
+        play(World(alive={"b"}), scene, PoolLimits(0.2, 0.01))
