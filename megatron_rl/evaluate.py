@@ -11,7 +11,7 @@ from megatron_rl.config import Recipe
 from megatron_rl.data import load_prompts, load_tokenizer
 from megatron_rl.errors import InputError
 from megatron_rl.evaluation import summarise
-from megatron_rl.learner.checkpoint import TRAINER_FILE
+from megatron_rl.learner.checkpoint import TRAINER_FILE, WEIGHTS_FILE, load_weights
 from megatron_rl.learner.distributed import shutdown, world_rank
 from megatron_rl.learner.learner import Learner
 from megatron_rl.rewards import Rewarder
@@ -22,13 +22,14 @@ from megatron_rl.run import score_shared, start_generator
 def evaluate(recipe: Recipe, checkpoint: Path, output: Path | None = None) -> dict[str, float]:
     """`val/*` figures of ``checkpoint`` with the recipe's validation settings; printed, and written to ``output``.
 
-    ``checkpoint``: a folder in Hugging Face layout, or one that a run wrote (``step_…``; the recipe names the model it
-    started from). Every rank calls it. Raises `InputError` before an engine starts where something does not fit.
+    ``checkpoint``: a folder in Hugging Face layout, or one that a run or tools/convert_checkpoint.py wrote (the recipe
+    names the model it started from). Every rank calls it. Raises `InputError` before an engine starts where something
+    does not fit.
     """
     if not recipe.data.validation:
         raise InputError("data.validation: names no file; eval has nothing to score")
-    is_ours = (checkpoint / TRAINER_FILE).is_file()
-    if not is_ours:
+    is_ours, is_weights = (checkpoint / TRAINER_FILE).is_file(), (checkpoint / WEIGHTS_FILE).is_file()
+    if not is_ours and not is_weights:
         if not (checkpoint / "config.json").is_file():
             raise InputError(
                 f"--checkpoint {checkpoint}: neither a Hugging Face folder (config.json) nor a run's checkpoint "
@@ -50,6 +51,9 @@ def evaluate(recipe: Recipe, checkpoint: Path, output: Path | None = None) -> di
         stack.callback(generator.close)
         if is_ours:
             learner.load(checkpoint)
+        elif is_weights:
+            load_weights(checkpoint, learner.module, learner.optimizer)
+        if is_ours or is_weights:
             generator.refit(learner.export_weights(), learner.num_updates)
         groups = generator.rollout(
             prompts,

@@ -25,9 +25,10 @@ from megatron_rl.errors import InputError
 from megatron_rl.learner.distributed import world_rank, world_size
 
 TRAINER_FILE = "trainer.json"
+WEIGHTS_FILE = "weights.json"  # marks a folder with weights alone, as `conversion.to_megatron` writes it
 
 # fully_reshardable: optimizer state by parameter, so that another TP/EP/PP/DP can load it.
-_METADATA = {
+CONTENT_METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
@@ -59,7 +60,7 @@ def save_checkpoint(
     filesystem_async._results_queue = queue.Queue()
     _allocate_moments(optimizer)
     dist_checkpointing.save(
-        _sharded_state(model, optimizer, is_loading=False), str(partial), content_metadata=_METADATA
+        _sharded_state(model, optimizer, is_loading=False), str(partial), content_metadata=CONTENT_METADATA
     )
     if world_rank() == 0:
         (partial / TRAINER_FILE).write_text(json.dumps(trainer_state, indent=1))
@@ -81,6 +82,14 @@ def load_checkpoint(path: Path, model: GPTModel, optimizer: MegatronOptimizer) -
     return json.loads((Path(path) / TRAINER_FILE).read_text())
 
 
+def load_weights(path: Path, model: GPTModel, optimizer: MegatronOptimizer | None = None) -> None:
+    """Fill ``model`` from the weights in ``path``, written under any layout; the optimizer's masters follow."""
+    weights = unwrap_model(model).sharded_state_dict(metadata=dict(CONTENT_METADATA))
+    unwrap_model(model).load_state_dict(dist_checkpointing.load({"model": weights}, str(path))["model"])
+    if optimizer is not None:
+        optimizer.reload_model_params()
+
+
 def prune_checkpoints(folder: Path, keep_last: int) -> None:
     """Delete all but the newest ``keep_last`` complete checkpoints (0 keeps all)."""
     if world_rank() == 0 and keep_last > 0:
@@ -89,10 +98,10 @@ def prune_checkpoints(folder: Path, keep_last: int) -> None:
 
 
 def _sharded_state(model: GPTModel, optimizer: MegatronOptimizer, is_loading: bool) -> dict[str, Any]:
-    weights = unwrap_model(model).sharded_state_dict(metadata=dict(_METADATA))
+    weights = unwrap_model(model).sharded_state_dict(metadata=dict(CONTENT_METADATA))
     return {
         "model": weights,
-        "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=dict(_METADATA)),
+        "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=dict(CONTENT_METADATA)),
     }
 
 

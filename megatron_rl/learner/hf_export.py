@@ -25,17 +25,37 @@ def write_hf_checkpoint(folder: Path, weights: Iterable[tuple[str, torch.Tensor]
         for _ in weights:
             pass
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in Path(source).iterdir():
-        if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
-            shutil.copy2(file, folder / file.name)
+    copy_companions(source, folder)
     weight_map: dict[str, str] = {}
+    total_size = 0
+    dtypes: set[torch.dtype] = set()
     for number, tensors in enumerate(_in_files(weights), start=1):
         name = f"model-{number:05d}.safetensors"
         save_file(tensors, folder / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, name)
-    index = {"metadata": {}, "weight_map": weight_map}
+        total_size += sum(tensor.nbytes for tensor in tensors.values())
+        dtypes |= {tensor.dtype for tensor in tensors.values()}
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    if len(dtypes) == 1:
+        _state_dtype(folder / "config.json", dtypes.pop())
+
+
+def _state_dtype(file: Path, dtype: torch.dtype) -> None:
+    """Let config.json say what the weights are: readers that go by it would round them, silently."""
+    config = json.loads(file.read_text())
+    # transformers 5 writes `dtype`, earlier releases `torch_dtype`; both read the latter.
+    for key in [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]:
+        config[key] = str(dtype).removeprefix("torch.")
+    file.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copy what belongs to a checkpoint besides its weights: configuration, tokenizer, licence."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in Path(source).iterdir():
+        if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
+            shutil.copy2(file, folder / file.name)
 
 
 def _in_files(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from megatron_rl.config.model import Architecture
 from megatron_rl.errors import InputError
@@ -118,7 +118,7 @@ class WeightMap:
     @torch.no_grad()
     def load(self, path: Path) -> None:
         """Fill this rank's parameters from ``path/*.safetensors``. `InputError` on what is missing or misfits."""
-        read = _Reader(path)
+        read = SafetensorsFolder(path)
         for entry in self.entries:
             expert = None
             if entry.local_expert is not None:
@@ -144,10 +144,8 @@ class WeightMap:
             return tensors[0].chunk(size, dim=1)[rank]
         if kind == "gated":
             return torch.cat([tensor.chunk(size, dim=0)[rank] for tensor in tensors])
-        if kind == "qkv":  # per key/value group: its queries, its key, its value
-            groups = self.architecture.num_kv_heads
-            blocks = [tensor.reshape(groups, -1, *tensor.shape[1:]) for tensor in tensors]
-            return torch.cat(blocks, dim=1).chunk(size, dim=0)[rank].flatten(0, 1)
+        if kind == "qkv":
+            return join_qkv(tensors, self.architecture.num_kv_heads).chunk(size, dim=0)[rank]
         return tensors[0]
 
     # -- Megatron → Hugging Face
@@ -206,10 +204,7 @@ class WeightMap:
             halves = [shard.chunk(2, dim=0) for shard in shards]
             return [torch.cat([half[i] for half in halves]) for i in range(2)]
         if kind == "qkv":
-            whole = torch.cat(shards)
-            blocks = whole.reshape(a.num_kv_heads, -1, a.head_dim, *whole.shape[1:])
-            sizes = (a.num_heads // a.num_kv_heads, 1, 1)
-            return [part.flatten(0, 2) for part in blocks.split(sizes, dim=1)]
+            return split_qkv(torch.cat(shards), a)
         return [shards[0]]
 
     def _broadcast(self, tensors: list[torch.Tensor] | None, stage: int) -> list[torch.Tensor]:
@@ -227,7 +222,19 @@ class WeightMap:
         return tensors
 
 
-class _Reader:
+def join_qkv(tensors: list[torch.Tensor], num_groups: int) -> torch.Tensor:
+    """q, k and v, each [heads · D, …] → Megatron's fused rows: per key/value group its queries, its key, its value."""
+    blocks = [tensor.reshape(num_groups, -1, *tensor.shape[1:]) for tensor in tensors]
+    return torch.cat(blocks, dim=1).flatten(0, 1)
+
+
+def split_qkv(fused: torch.Tensor, a: Architecture) -> list[torch.Tensor]:
+    """The inverse of `join_qkv`."""
+    blocks = fused.reshape(a.num_kv_heads, -1, a.head_dim, *fused.shape[1:])
+    return [part.flatten(0, 2) for part in blocks.split((a.num_heads // a.num_kv_heads, 1, 1), dim=1)]
+
+
+class SafetensorsFolder:
     """Tensors by name from all safetensors files of a folder, opened once, read on demand."""
 
     def __init__(self, path: Path):
@@ -236,13 +243,26 @@ class _Reader:
         if not files:
             raise InputError(f"model.path: no *.safetensors file in {path}")
         for file in files:
-            handle = safe_open(file, framework="pt")
+            try:
+                handle = safe_open(file, framework="pt")
+            except SafetensorError as error:
+                raise InputError(f"model.path: {file} cannot be read ({error}); is the download complete?") from error
             self.files.update(dict.fromkeys(handle.keys(), handle))
 
     def __call__(self, name: str) -> torch.Tensor:
         if name not in self.files:
             raise InputError(f"model.path: the checkpoint in {self.path} has no tensor {name}; is it complete?")
         return self.files[name].get_tensor(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.files[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.files[name].get_slice(name)[:0].dtype
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in self.files:
+            yield name, self(name)
 
 
 Export = Callable[[], Iterator[tuple[str, torch.Tensor]]]

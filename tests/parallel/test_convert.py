@@ -1,0 +1,202 @@
+"""Conversion of checkpoints: both ways, between layouts, bit for bit; and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_rl.config.model import read_architecture
+from megatron_rl.errors import InputError
+from megatron_rl.learner import conversion
+from megatron_rl.learner.checkpoint_names import EXTRA_STATE, extra_states, stored_tensors
+from tests.parallel.gloo import run_ranks
+from tests.support.tiny import MODEL, REPOSITORY
+
+MIXED = {"tensor": 2, "expert": 2, "pipeline": 2}
+EXPERTS_SPLIT = {"tensor": 2, "expert_tensor": 2, "pipeline": 2}
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def assert_equal(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    assert [n for n in got if got[n].dtype != wanted[n].dtype or not torch.equal(got[n], wanted[n])] == []
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory) -> Path:
+    """The tiny model with other weights: a learner that starts from the tiny model must get them from a conversion."""
+    folder = tmp_path_factory.mktemp("other")
+    shutil.copytree(MODEL, folder, dirs_exist_ok=True)
+    draw = torch.Generator().manual_seed(0)
+    moved = {n: t + 0.01 * torch.randn(t.shape, generator=draw) for n, t in tensors(MODEL).items()}
+    save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory) -> Path:
+    """A dense model with biases, tied embeddings and a vocabulary that two ranks cannot share evenly."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    folder = tmp_path_factory.mktemp("dense")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=99,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(other, dense, tmp_path_factory) -> dict:
+    """Checkpoints that four ranks wrote, under several layouts, of weights that were converted for them."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    conversion.to_megatron(other, folder / "other")
+    conversion.to_megatron(dense, folder / "dense")
+
+    def job(model: Path, name: str, parallel: dict) -> tuple[str, dict]:
+        target = folder / "-".join([name, *parallel])
+        sections = {"learner": {"dtype": "fp32", "parallel": parallel}}
+        return "load_and_save", {"model": str(model), "weights": str(folder / name), "folder": str(target), **sections}
+
+    jobs = {
+        "mixed": job(MODEL, "other", MIXED),
+        "experts split": job(MODEL, "other", EXPERTS_SPLIT),
+        "dense": job(dense, "dense", {"tensor": 2, "pipeline": 2}),
+        "trained": (
+            "train_and_save",
+            {"folder": str(folder / "bf16"), "learner": {"dtype": "bf16", "parallel": MIXED}},
+        ),
+    }
+    module = "tests.parallel.convert_programs"
+    return run_ranks("tests.parallel.jobs", "run_jobs", 4, module=module, jobs=jobs, timeout_s=500)[0]
+
+
+@pytest.mark.parametrize("layout", ["mixed", "experts split"])
+def test_weights_survive_both_conversions_and_a_change_of_layout(layout, saved, other, tmp_path):
+    digests = conversion.to_hf(Path(saved[layout]), tmp_path / "hf", MODEL)
+    assert_equal(tensors(tmp_path / "hf"), tensors(other))
+    # One hash for equal weights, whichever format they lie in.
+    again = conversion.to_megatron(tmp_path / "hf", tmp_path / "megatron")
+    assert conversion.total(again) == conversion.total(digests)
+    assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == (MODEL / "tokenizer.json").read_bytes()
+
+
+def test_dense_model_through_the_command_line_with_logits(saved, dense, tmp_path):
+    command = [sys.executable, "tools/convert_checkpoint.py", "to-hf", saved["dense"], str(tmp_path / "out")]
+    done = subprocess.run(
+        [*command, "--model", str(dense), "--logits"], cwd=REPOSITORY, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "read back and equal" in done.stdout
+    assert "logits  differ by at most" in done.stdout
+    assert_equal(tensors(tmp_path / "out"), tensors(dense))
+
+
+def test_a_trained_checkpoint_gives_its_weights_or_its_masters(saved, tmp_path):
+    path, own, masters = saved["trained"]
+    conversion.to_hf(Path(path), tmp_path / "own", MODEL)
+    assert_equal(tensors(tmp_path / "own"), own)
+    conversion.to_hf(Path(path), tmp_path / "masters", MODEL, master=True)
+    assert_equal(tensors(tmp_path / "masters"), masters)
+    assert any((own[name].float() != masters[name]).any() for name in own)
+    conversion.to_hf(Path(path), tmp_path / "rounded", MODEL, master=True, dtype=torch.float16)
+    assert_equal(tensors(tmp_path / "rounded"), {name: tensor.half() for name, tensor in masters.items()})
+    for folder, dtype in (("own", "bfloat16"), ("masters", "float32"), ("rounded", "float16")):
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        assert config.get("dtype", config.get("torch_dtype")) == dtype
+
+
+@pytest.mark.parametrize("which", ["mixed", "dense"])
+def test_the_table_is_what_megatron_writes(which, saved, dense):
+    found = conversion.MegatronFolder(Path(saved[which])).reader.read_metadata().state_dict_metadata
+    a = read_architecture(dense if which == "dense" else MODEL)
+    ours = {entry.key for entry in stored_tensors(a)} | set(extra_states(a))
+    assert ours == {key for key in found if not key.startswith("optimizer.")}
+    assert sum(EXTRA_STATE in key for key in ours) == len(extra_states(a))
+
+
+# What is refused, before anything has the target's name
+
+
+def changed(folder: Path, change) -> Path:
+    shutil.copytree(MODEL, folder)
+    found = tensors(folder)
+    change(found)
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+UP = "model.layers.2.mlp.experts.3.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(UP), f"lacks {UP}"),
+        (
+            lambda t: t.update({UP: torch.zeros(64, 64)}),
+            r"up_proj.weight has shape \(64, 64\), config.json says \(64, 128",
+        ),
+        (lambda t: t.update({"model.layers.4.x": torch.zeros(1)}), "no place for: model.layers.4.x"),
+    ],
+)
+def test_broken_sources_are_refused(change, message, tmp_path):
+    with pytest.raises(InputError, match=message):
+        conversion.to_megatron(changed(tmp_path / "hf", change), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_cut_off_file_is_named(tmp_path):
+    shutil.copytree(MODEL, tmp_path / "hf")
+    content = (MODEL / "model.safetensors").read_bytes()
+    (tmp_path / "hf" / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(InputError, match=r"model\.safetensors cannot be read"):
+        conversion.to_megatron(tmp_path / "hf", tmp_path / "out")
+
+
+def test_another_architecture_is_refused(saved, dense, tmp_path):
+    with pytest.raises(InputError, match=r"weights of a qwen2 as config.json describes it: lacks decoder\.layers\.0"):
+        conversion.to_hf(Path(saved["mixed"]), tmp_path / "out", dense)
+    with pytest.raises(InputError, match="holds no master weights"):
+        conversion.to_hf(Path(saved["mixed"]).parents[1] / "other", tmp_path / "out", MODEL, master=True)
+    with pytest.raises(InputError, match="expected a run's checkpoint"):
+        conversion.to_hf(MODEL, tmp_path / "out", MODEL)
+
+
+def test_no_room_no_overwriting_and_no_silent_damage(tmp_path, monkeypatch):
+    (tmp_path / "there").mkdir()
+    with pytest.raises(InputError, match="exists already"):
+        conversion.to_megatron(MODEL, tmp_path / "there")
+    usage = namedtuple("usage", "total used free")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage(2**20, 0, 2**20))
+        with pytest.raises(InputError, match=r"needs 0\.0 GiB, .* free; choose another place"):
+            conversion.to_megatron(MODEL, tmp_path / "out")
+    monkeypatch.setattr(conversion, "join_qkv", lambda parts, groups: torch.cat(parts))
+    with pytest.raises(InputError, match=r"differs from what was read: model\.layers\.0\.self_attn"):
+        conversion.to_megatron(MODEL, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
