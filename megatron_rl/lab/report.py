@@ -10,12 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rl.errors import InputError
-from megatron_rl.lab.figure import draw_study
+from megatron_rl.lab.figure import draw_study, save_small
 from megatron_rl.lab.results import Results, read_results
 from megatron_rl.lab.statistics import Effect, interval_half_width
 from megatron_rl.lab.study import LoadedStudy
-
-DPI = 75
 
 
 def write_report(loaded: LoadedStudy, root: Path) -> list[Path]:
@@ -24,7 +22,7 @@ def write_report(loaded: LoadedStudy, root: Path) -> list[Path]:
     folder = root / "report"
     folder.mkdir(parents=True, exist_ok=True)
     figure, text, values = folder / "figure.png", folder / "report.md", folder / "outcomes.json"
-    draw_study(results).savefig(figure, dpi=DPI)
+    save_small(draw_study(results), figure)
     heading = f"# {loaded.study.title}\n\nSource: {loaded.study.source}.\n\n![curves](figure.png)\n\n"
     text.write_text(heading + render(results), encoding="utf-8")
     values.write_text(results.as_json())
@@ -45,7 +43,7 @@ def write_docs(loaded: LoadedStudy, root: Path, docs: Path) -> list[Path]:
     page.write_text(pattern.sub(lambda _: start + body + end, text), encoding="utf-8")
     for folder in (image.parent, values.parent):
         folder.mkdir(exist_ok=True)
-    draw_study(results).savefig(image, dpi=DPI)
+    save_small(draw_study(results), image)
     values.write_text(results.as_json())
     return [page, image, values]
 

@@ -210,7 +210,10 @@ def _not_as_declared(name: str, arm: Arm, recipes: Mapping[str, Recipe]) -> Iter
 
 
 def differing_keys(one: Recipe, other: Recipe) -> list[str]:
-    """Dotted keys whose values differ in two recipes, without names and seeds."""
+    """Dotted keys whose values differ in two recipes, without names and seeds.
+
+    Absolute paths are compared by their last part: runs outlive the folder of the checkout that made them.
+    """
     ignored = {*IDENTITY_KEYS, *SEED_KEYS}
     a, b = (_flatten(recipe.model_dump(mode="json")) for recipe in (one, other))
     return sorted(key for key in a.keys() | b.keys() if key not in ignored and a.get(key) != b.get(key))
@@ -222,8 +225,16 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, dict) and value:
             flat |= _flatten(value, f"{prefix}{key}.")
         else:
-            flat[prefix + key] = value
+            flat[prefix + key] = _without_folders(value)
     return flat
+
+
+def _without_folders(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_folders(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(item) for item in value]
+    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 
 def load_study(path: str | Path) -> LoadedStudy:

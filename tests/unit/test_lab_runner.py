@@ -115,6 +115,10 @@ def test_runs_of_another_recipe_are_refused(lab, study):
     values = study.recipe(lab.jobs[1]).model_dump(mode="json")
     (folder / "recipe.resolved.yaml").write_text(yaml.safe_dump(values))
     lab.run()  # the study's own: fine
+    moved = json.loads(json.dumps(values).replace(str(LAB.parents[1]), "/elsewhere"))
+    assert moved != values
+    (folder / "recipe.resolved.yaml").write_text(yaml.safe_dump(moved))
+    lab.run()  # the same, from a checkout that lay elsewhere
     values["learner"]["optimizer"]["lr"] = 5e-4
     (folder / "recipe.resolved.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(InputError, match=r"auto-seed0: was run with another learner\.optimizer\.lr"):
