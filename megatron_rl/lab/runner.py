@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -34,6 +36,18 @@ class Process:
     job: Job
     handle: subprocess.Popen
     started: float
+    asked_to_stop: bool = False
+
+
+@contextlib.contextmanager
+def only_one(root: Path) -> Iterator[None]:
+    """Hold the folder of runs. Raises `InputError` where another process holds it: both would write the same runs."""
+    with (root / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"{root}: another `lab.py run` works here; wait for it, or give another --out") from None
+        yield
 
 
 class StudyRunner:
@@ -94,6 +108,11 @@ class StudyRunner:
         """Run what is not finished and return the state of every job; a run that fails does not stop the others."""
         self.refuse_other_recipes(jobs)
         self.root.mkdir(parents=True, exist_ok=True)
+        with only_one(self.root):
+            self._run(jobs, progress_seconds)
+        return {job.name: self.state(job) for job in jobs}
+
+    def _run(self, jobs: Sequence[Job], progress_seconds: float) -> None:
         waiting = [job for job in jobs if self.state(job) not in FINISHED]
         self.say(f"{len(jobs)} runs, {len(jobs) - len(waiting)} already finished; {self.num_parallel} at a time")
         last_said = time.monotonic()
@@ -101,6 +120,8 @@ class StudyRunner:
             while self.running or (waiting and not self.stopping):
                 while waiting and not self.stopping and len(self.running) < self.num_parallel:
                     self._start(waiting.pop(0))
+                if self.stopping:
+                    self._ask_to_stop()
                 time.sleep(POLL_SECONDS)
                 self._collect(len(waiting))
                 if time.monotonic() - last_said > progress_seconds:
@@ -108,13 +129,16 @@ class StudyRunner:
                     self.say("  " + ", ".join(f"{p.job} {self._progress(p.job)}" for p in self.running))
         finally:
             self._end_all()
-        return {job.name: self.state(job) for job in jobs}
 
     def stop(self) -> None:
-        """Start nothing more and ask what runs to save and leave; safe in a signal handler."""
+        """Start nothing more, and let what runs save and leave; safe in a signal handler."""
         self.stopping = True
+
+    def _ask_to_stop(self) -> None:
         for process in self.running:
-            process.handle.terminate()
+            if not process.asked_to_stop:  # once: a second signal could hit a run that is saving
+                process.handle.terminate()
+                process.asked_to_stop = True
 
     def _start(self, job: Job) -> None:
         self._exit_file(job).unlink(missing_ok=True)
@@ -150,8 +174,7 @@ class StudyRunner:
 
     def _end_all(self) -> None:
         """Whatever ended the loop, no run outlives it."""
-        for process in self.running:
-            process.handle.terminate()
+        self._ask_to_stop()
         for process in self.running:
             try:
                 process.handle.wait(STOP_SECONDS)
