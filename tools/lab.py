@@ -46,6 +46,14 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: one per core)")
     run.add_argument("--seeds", type=int, nargs="+", help="only these")
     run.add_argument("--arms", nargs="+", help="only these")
+    run.add_argument(
+        "--reuse",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="RUNS",
+        help="folders of other studies' runs: take over what is the same",
+    )
     run.set_defaults(run=_run)
     report = commands.add_parser("report", help="figure and table from what was run")
     report.add_argument(
@@ -76,6 +84,7 @@ def _run(options: argparse.Namespace) -> int:
     runner = StudyRunner(loaded, root, max(1, options.jobs), say=lambda line: print(line, flush=True))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: runner.stop())
+    runner.reuse(jobs, options.reuse)
     states = runner.run(jobs)
     for state in sorted(set(states.values())):
         names = [name for name, found in states.items() if found == state]

@@ -65,6 +65,8 @@ def _what_was_run(results: Results) -> Iterator[str]:
     yield f"{len(study.arms)} arms, seeds {', '.join(map(str, seeds))}, {results.num_steps} steps each{cores}."
     if results.ended:
         yield f"Ended by an alarm or limit: {', '.join(results.ended)}."
+    if results.reused:
+        yield f"Taken over from another study's runs of the same recipe: {', '.join(results.reused)}."
     if results.unfinished:
         yield f"Not finished and not counted: {', '.join(results.unfinished)}."
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import InputError
-from megatron_rl.lab.runner import FINISHED, StudyRunner
+from megatron_rl.lab.runner import FINISHED, REUSED, StudyRunner
 from megatron_rl.lab.statistics import Effect, outcome_of, paired_effect
 from megatron_rl.lab.study import LoadedStudy
 from megatron_rl.monitor.jsonl import read_metrics
@@ -28,6 +28,7 @@ class Results:
     environment: dict[str, Any]  # of the first run
     ended: list[str] = field(default_factory=list)  # runs that an alarm or limit ended
     unfinished: list[str] = field(default_factory=list)
+    reused: list[str] = field(default_factory=list)  # taken over from another study's run of the same recipe
 
     def effect(self, arm: str, outcome: str) -> Effect | None:
         """``arm`` against its control; None for a control and where seeds or values are missing."""
@@ -57,7 +58,7 @@ def read_results(loaded: LoadedStudy, root: Path) -> Results:
     runner, jobs = StudyRunner(loaded, root, num_parallel=1), loaded.jobs(root)
     runner.refuse_other_recipes(jobs)
     records: dict[str, dict[int, Records]] = {arm: {} for arm in loaded.study.arms}
-    ended, unfinished, first = [], [], None
+    ended, unfinished, reused, first = [], [], [], None
     for job in jobs:
         state = runner.state(job)
         if state not in FINISHED:
@@ -67,6 +68,8 @@ def read_results(loaded: LoadedStudy, root: Path) -> Results:
             ended.append(job.name)
         directory = RunDirectory(root / job.name)
         first = first or directory
+        if (directory.root / REUSED).is_file():
+            reused.append(job.name)
         records[job.arm][job.seed] = read_metrics(directory.metrics)
     if first is None:
         raise InputError(f"{root}: no finished run of study {loaded.study.name}; start it with `tools/lab.py run`")
@@ -83,4 +86,4 @@ def read_results(loaded: LoadedStudy, root: Path) -> Results:
     }
     num_steps = loaded.recipe(jobs[0]).num_steps
     environment = json.loads(first.environment.read_text()) if first.environment.is_file() else {}
-    return Results(loaded, records, outcomes, num_steps, environment, ended, unfinished)
+    return Results(loaded, records, outcomes, num_steps, environment, ended, unfinished, reused)

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -18,13 +19,14 @@ import yaml
 
 from megatron_rl.config import Recipe
 from megatron_rl.errors import EXIT_DONE, EXIT_ENDED_BY_LIMIT, InputError
-from megatron_rl.lab.study import Job, LoadedStudy, differing_keys
+from megatron_rl.lab.study import IDENTITY_KEYS, Job, LoadedStudy, differing_keys
 from megatron_rl.monitor.run_directory import RunDirectory
 
 State = Literal["done", "ended", "failed", "interrupted", "missing"]
 """done: all steps. ended: by an alarm or limit, a result like any other. failed: another exit status. interrupted:
 stopped before its end, to be continued. missing: never started."""
 FINISHED: tuple[State, ...] = ("done", "ended")
+REUSED = "REUSED"  # file in a run's folder that names the run that it was copied from
 POLL_SECONDS = 0.5
 STOP_SECONDS = 60  # what a stopped run gets to finish its step and write a checkpoint
 
@@ -103,6 +105,33 @@ class StudyRunner:
                 + "\n".join(f"  {problem}" for problem in problems)
                 + "\n  delete these runs to repeat them, or give another folder with --out"
             )
+
+    def reuse(self, jobs: Sequence[Job], folders: Sequence[Path]) -> None:
+        """Copy the records of complete runs below ``folders`` whose recipe is that of a missing job, name apart.
+
+        A run on a CPU is deterministic: it would come out the same. Where it came from is kept in `REUSED`.
+        """
+        recipes = {
+            file.parent: Recipe.model_validate(yaml.safe_load(file.read_text()))
+            for folder in folders
+            for file in sorted(folder.glob("*/recipe.resolved.yaml"))
+            if RunDirectory(file.parent).done.is_file()
+        }
+        for job in jobs:
+            if self.state(job) in FINISHED:
+                continue
+            wanted = self.study.recipe(job)
+            for source, recipe in recipes.items():
+                if not differing_keys(recipe, wanted, ignored=IDENTITY_KEYS):
+                    shutil.copytree(
+                        source,
+                        self.root / job.name,
+                        ignore=shutil.ignore_patterns("checkpoints", "batches", "plots", "tensorboard"),
+                        dirs_exist_ok=True,
+                    )
+                    (self.root / job.name / REUSED).write_text(f"{source}\n")
+                    self.say(f"{job}: reused {source}")
+                    break
 
     def run(self, jobs: Sequence[Job], progress_seconds: float = 30.0) -> dict[str, State]:
         """Run what is not finished and return the state of every job; a run that fails does not stop the others."""

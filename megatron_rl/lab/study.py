@@ -209,12 +209,11 @@ def _not_as_declared(name: str, arm: Arm, recipes: Mapping[str, Recipe]) -> Iter
             yield f"arms.{name}.differs_in: {declared}: has the same value in {arm.control!r}"
 
 
-def differing_keys(one: Recipe, other: Recipe) -> list[str]:
-    """Dotted keys whose values differ in two recipes, without names and seeds.
+def differing_keys(one: Recipe, other: Recipe, ignored: Sequence[str] = (*IDENTITY_KEYS, *SEED_KEYS)) -> list[str]:
+    """Dotted keys whose values differ in two recipes, without the ignored ones, by default names and seeds.
 
     Absolute paths are compared by their last part: runs outlive the folder of the checkout that made them.
     """
-    ignored = {*IDENTITY_KEYS, *SEED_KEYS}
     a, b = (_flatten(recipe.model_dump(mode="json")) for recipe in (one, other))
     return sorted(key for key in a.keys() | b.keys() if key not in ignored and a.get(key) != b.get(key))
 

@@ -127,6 +127,31 @@ def test_runs_of_another_recipe_are_refused(lab, study):
         lab.run()
 
 
+def test_a_complete_run_of_the_same_recipe_is_reused_and_no_other(lab, study, tmp_path):
+    others = tmp_path / "others"
+    for name, job, changes in [
+        ("twin", lab.jobs[0], {}),
+        ("other-seed", study.jobs(tmp_path, seeds=[1])[1], {}),
+        ("other-rate", lab.jobs[1], {"num_steps": 81}),
+        ("unfinished", lab.jobs[2], {}),
+    ]:
+        folder = others / name
+        (folder / "checkpoints").mkdir(parents=True)
+        values = study.recipe(job).model_dump(mode="json") | {"name": name} | changes
+        (folder / "recipe.resolved.yaml").write_text(yaml.safe_dump(values))
+        (folder / "metrics.jsonl").write_text(f'{{"from": "{name}"}}\n')
+        if name != "unfinished":
+            (folder / "DONE").write_text("80")
+    lab.runner().reuse(lab.jobs, [others])
+    assert [lab.runner().state(job) for job in lab.jobs] == ["done", "missing", "missing"]
+    reused = lab.root / "constant-seed0"
+    assert "twin" in (reused / "metrics.jsonl").read_text()
+    assert (reused / "REUSED").read_text() == f"{others / 'twin'}\n"
+    assert not (reused / "checkpoints").exists()
+    lab.run()
+    assert not (reused / "calls").exists()
+
+
 def test_the_command_is_the_ordinary_train(study, tmp_path):
     job = study.jobs(tmp_path)[1]
     command = StudyRunner(study, tmp_path, 1).command(job)
