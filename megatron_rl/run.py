@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from megatron_rl.monitor import Monitor, RunDirectory, write_environment
 from megatron_rl.precision import confirm_contract, contract
 from megatron_rl.rewards import Rewarder
 from megatron_rl.rollout import Generator
+from megatron_rl.rollout.checkpoint import read_stop_token_ids
+from megatron_rl.rollout.exact import ExactGenerator
 from megatron_rl.types import Group
 
 STOP_FILE = "STOP"  # `touch RUN/STOP`: save after the step at hand and leave; the way to stop a job under a scheduler
@@ -152,6 +155,17 @@ def score_shared(rewarder: Rewarder, groups: list[Group]) -> dict[str, float]:
 
 def start_generator(recipe: Recipe, tokenizer: Any, learner: Learner, say: Callable[[str], None] = print) -> Generator:
     """The engine that the recipe names, beside the learner of the same job. ``say``: what servers there are."""
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    if recipe.rollout.engine == "exact":
+        stop = recipe.rollout.stop_token_ids
+        return ExactGenerator(
+            recipe.rollout,
+            recipe.exact,
+            learner.decoder(),
+            stop_token_ids=read_stop_token_ids(recipe.model.path) if stop is None else stop,
+            decode=decode,
+            describe=learner.describe_precision,
+        )
     if recipe.rollout.engine == "vllm_server":
         from megatron_rl.rollout.servers.generator import ServerGenerator
 
@@ -162,7 +176,7 @@ def start_generator(recipe: Recipe, tokenizer: Any, learner: Learner, say: Calla
             run_dir=recipe.run_dir,
             recipe_file=RunDirectory(recipe.run_dir).recipe,
             record_routes=recipe.routing.needs_engine_routes,
-            decode=lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
+            decode=decode,
             precision=recipe.precision,
             say=say,
         )
@@ -174,7 +188,7 @@ def start_generator(recipe: Recipe, tokenizer: Any, learner: Learner, say: Calla
         max_prompt_length=recipe.data.prompt.max_length,
         record_routes=recipe.routing.needs_engine_routes,
         device=learner.device.type,
-        decode=lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
+        decode=decode,
         precision=recipe.precision,
     )
 

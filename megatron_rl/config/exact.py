@@ -17,12 +17,13 @@ MAX_EXACT_TENSOR_PARALLEL = 2
 
 class ExactConfig(Section):
     noise_std: NonNegativeFloat = 0.0
-    """Dose of mismatch: standard deviation of the Gaussian noise added to the sampling logits, drawn from (rollout.seed,
-    step, prompt id, sample number, position). mu is the probability after the noise, so that mu and po differ by it
-    and by nothing else; the gate then compares what was computed before the noise. Our instrument, not a paper's."""
+    """Dose of mismatch: standard deviation of the Gaussian noise added to the sampling logits, drawn from
+    (rollout.seed, step, prompt id, sample number, position). mu is the probability after the noise, so that mu and po
+    differ by it and by nothing else; the gate then compares what was computed before the noise. Our instrument, not a
+    paper's."""
     kv_cache: bool = True
-    """Keep keys and values of earlier tokens; the probabilities are the same either way. On CUDA always false: attention
-    kernels that are invariant with a cache are not at hand there."""
+    """Keep keys and values of earlier tokens; the probabilities are the same either way. On CUDA always false:
+    attention kernels that are invariant with a cache are not at hand there."""
 
     def problems(self, recipe: Recipe) -> list[str]:
         """Why ``recipe`` cannot run with the engine `exact`, or why this section has no effect; empty where neither."""
@@ -46,8 +47,8 @@ class ExactConfig(Section):
             )
         if rollout.tensor_parallel > 1:
             found.append(
-                f"rollout.tensor_parallel: {rollout.tensor_parallel}, but rollout.engine exact has the learner's layout "
-                "(learner.parallel); leave it at 1"
+                f"rollout.tensor_parallel: {rollout.tensor_parallel}, but rollout.engine exact has the learner's "
+                "layout (learner.parallel); leave it at 1"
             )
         if parallel.tensor > MAX_EXACT_TENSOR_PARALLEL:
             found.append(

@@ -23,9 +23,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl.config import Recipe
 from megatron_rl.config.model import Architecture, read_architecture
-from megatron_rl.learner import checkpoint
+from megatron_rl.learner import checkpoint, gate
+from megatron_rl.learner.decode import Decoder
 from megatron_rl.learner.distributed import gather_objects, initialize
 from megatron_rl.learner.hf_export import write_hf_checkpoint
+from megatron_rl.learner.invariant import batch_invariant
 from megatron_rl.learner.logprobs import token_logprobs
 from megatron_rl.learner.lora import Adapters
 from megatron_rl.learner.model import DTYPES, build_model, use_transformer_engine
@@ -58,7 +60,8 @@ class Learner:
         self.config = recipe.learner
         self.device = initialize(self.config.parallel, recipe.runtime.device, recipe.seed)
         self.architecture: Architecture = read_architecture(recipe.model.path)
-        model = build_model(self.architecture, self.config, self.device, recipe.precision)
+        self.exact = recipe.rollout.engine == "exact"
+        model = build_model(self.architecture, self.config, self.device, recipe.precision, self.exact)
         self.weights = WeightMap(model, self.architecture)
         self.weights.load(recipe.model.path)
         self.adapters = Adapters(model, self.config.lora, recipe.seed) if self.config.lora else None
@@ -116,14 +119,17 @@ class Learner:
                 found = self.compute_logprobs(batch, "record" if records_routes else None)
                 for sequence, logprobs in zip(batch.sequences, found, strict=True):
                     sequence.old_logprobs = logprobs
-        updates = [self._update_minibatch(batch, indices) for indices in batch.minibatches]
+                if self.exact:
+                    gate.check(self, batch, dict(enumerate(found)), "pass for old log-probs")
+        updates = [self._update_minibatch(batch, i) for i in range(len(batch.minibatches))]
         metrics = finalize_metrics(MetricStats.merge([stats for stats, _ in updates]))
         metrics["actor/pg_loss"] /= len(updates)  # statistics add up over mini-batches; a loss is per mini-batch
         for name in dict.fromkeys(name for _, step in updates for name in step):
             metrics[name] = float(np.mean([step[name] for _, step in updates if name in step]))
         return skipped | metrics | self.overflow.metrics() | (self.replay.metrics() if self.replay else {})
 
-    def _update_minibatch(self, batch: Batch, indices: list[int]) -> tuple[MetricStats, dict[str, float]]:
+    def _update_minibatch(self, batch: Batch, number: int) -> tuple[MetricStats, dict[str, float]]:
+        indices, gate_is_due = batch.minibatches[number], self.exact and number == 0  # later ones have other weights
         with self.phase("pack"):
             mode = self._routing_mode(updating=True)
             microbatches = self._microbatches(batch, indices, mode)
@@ -134,10 +140,14 @@ class Learner:
         self.optimizer.zero_grad()
         with self.phase("forward_backward"):
             results = self._run(microbatches, partial(self._loss, denominators=denominators), mode)
-        if self.keep_current_logprobs:
+        gate_metric = {}
+        if self.keep_current_logprobs or gate_is_due:
             kept = self._share([item for _, found in filter(None, results) for item in found])
             for i in indices:
                 batch.sequences[i].current_logprobs = kept[i]
+        if gate_is_due:
+            with self.phase("gate"):
+                gate_metric = {gate.METRIC: gate.check(self, batch, kept, "forward pass of the update")}
         with self.phase("optimizer"):
             lr = self.optimizer.param_groups[0]["lr"]
             updated, grad_norm = self.overflow.step()
@@ -152,7 +162,7 @@ class Learner:
             stats = self._reduce_stats([stats for stats, _ in filter(None, results)])
             real, padded = np.sum(gather_objects([(m.num_real_tokens, m.tokens.numel()) for m in microbatches]), (0, 1))
         norm = {} if grad_norm is None else {"actor/grad_norm": float(grad_norm)}  # a skipped update has none
-        return stats, norm | noise | {
+        return stats, norm | noise | gate_metric | {
             "actor/lr": float(lr),
             "actor/update_skipped": float(not updated),
             "perf/padding_frac": 1.0 - real / padded,
@@ -182,7 +192,7 @@ class Learner:
         return (
             result.loss,
             unit,
-            (result.stats, self._pieces(logprobs, microbatch) if self.keep_current_logprobs else []),
+            (result.stats, self._pieces(logprobs, microbatch) if self.keep_current_logprobs or self.exact else []),
         )
 
     def _reduce_stats(self, local: list[MetricStats]) -> MetricStats:
@@ -248,10 +258,11 @@ class Learner:
             return "replay"
         return "watch" if self.replay and updating and replay == "off" else "native"
 
-    def _microbatches(self, batch: Batch, indices: list[int] | range, mode: RoutingMode) -> list[Microbatch]:
+    def microbatches(self, batch: Batch, indices: list[int] | range) -> list[Microbatch]:
+        """This rank's share of sequences ``indices``, as many microbatches on every rank."""
         lengths = [len(batch.sequences[i].tokens) for i in indices]
         plan = deal(lengths, parallel_state.get_data_parallel_world_size(), self.config.max_tokens_per_microbatch)
-        microbatches = [
+        return [
             build_microbatch(
                 batch,
                 [indices[i] for i in chosen],
@@ -261,6 +272,9 @@ class Learner:
             )
             for chosen in plan[parallel_state.get_data_parallel_rank()]
         ]
+
+    def _microbatches(self, batch: Batch, indices: list[int] | range, mode: RoutingMode) -> list[Microbatch]:
+        microbatches = self.microbatches(batch, indices)
         if mode in ("replay", "watch"):
             with self.phase("routes"):
                 self._add_routes(batch, microbatches)
@@ -290,30 +304,41 @@ class Learner:
 
         def forward_step(data: Iterator[Microbatch], model: torch.nn.Module):
             microbatch = next(data)
-            if not use_transformer_engine(self.device):
-                self.module.rotary_pos_emb.position_ids = microbatch.position_ids
             routed = self.replay.forward(mode, microbatch.routes, not forward_only) if self.replay else nullcontext()
             with routed:
-                logits = model(
-                    input_ids=microbatch.tokens,
-                    position_ids=microbatch.position_ids[None],
-                    attention_mask=None,
-                    packed_seq_params=microbatch.packed,
-                )
+                logits = self.forward(microbatch, model)
                 if mode == "record":
                     recorded.append(self.replay.recorded(microbatch))
             return logits, partial(loss, microbatch=microbatch)
 
         self.model.train(not forward_only)
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(microbatches),
-            model=[self.model],
-            num_microbatches=len(microbatches),
-            seq_length=microbatches[0].tokens.numel(),
-            micro_batch_size=1,
-            forward_only=forward_only,
+        with batch_invariant(self.device) if self.exact else nullcontext():
+            return get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter(microbatches),
+                model=[self.model],
+                num_microbatches=len(microbatches),
+                seq_length=microbatches[0].tokens.numel(),
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+
+    def forward(self, microbatch: Microbatch, model: torch.nn.Module | None = None) -> torch.Tensor:
+        """One pass over a packed row: logits [1, N, V/tp] on the last stage. ``model``: wrapped; None: the bare one."""
+        if not use_transformer_engine(self.device):
+            self.module.rotary_pos_emb.position_ids = microbatch.position_ids
+        return (model or self.module)(
+            input_ids=microbatch.tokens,
+            position_ids=microbatch.position_ids[None],
+            attention_mask=None,
+            packed_seq_params=microbatch.packed,
         )
+
+    def decoder(self) -> Decoder:
+        """This policy, token by token, for the engine `exact`."""
+        config = self.recipe.exact
+        limit = self.config.max_tokens_per_microbatch
+        return Decoder(self.module, self.architecture.vocab_size, self.device, limit, config.kv_cache)
 
     # -- weights and state
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -15,6 +16,7 @@ from megatron_rl.config.model import Architecture
 from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.errors import InputError
 from megatron_rl.learner.attention import PackedRotaryEmbedding, SDPACoreAttention
+from megatron_rl.learner.exact_attention import ExactCoreAttention
 from megatron_rl.learner.precision import compute_head_in_fp32
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -41,9 +43,13 @@ def padded_vocab_size(architecture: Architecture, tensor_parallel: int) -> int:
 
 
 def transformer_config(
-    architecture: Architecture, learner: LearnerConfig, device: torch.device, precision: PrecisionConfig
+    architecture: Architecture,
+    learner: LearnerConfig,
+    device: torch.device,
+    precision: PrecisionConfig,
+    exact: bool = False,
 ) -> TransformerConfig:
-    """Megatron's configuration for this architecture, layout and precision."""
+    """Megatron's configuration for this architecture, layout and precision. ``exact``: batch-invariant kernels."""
     a, parallel, dtype = architecture, learner.parallel, DTYPES[learner.dtype]
     te = use_transformer_engine(device)
     config = {
@@ -91,6 +97,8 @@ def transformer_config(
         "embedding_init_method": _keep,
         **_recompute(learner.recompute, a.is_moe),
     }
+    if exact and te:  # on a CPU `learner.invariant` does it
+        config |= {"batch_invariant_mode": True, "attention_backend": AttnBackend.flash}
     if a.is_moe:
         config |= {
             "num_moe_experts": a.num_experts,
@@ -119,13 +127,16 @@ def _recompute(mode: str, is_moe: bool) -> dict[str, object]:
     return {}
 
 
-def layer_spec(config: TransformerConfig, device: torch.device) -> TransformerBlockSubmodules:
-    """Layers of this pipeline stage: TransformerEngine's, or Megatron's own with SDPA as core attention."""
+def layer_spec(config: TransformerConfig, device: torch.device, exact: bool = False) -> TransformerBlockSubmodules:
+    """Layers of this pipeline stage: TransformerEngine's, or Megatron's own with SDPA (or, where two passes must agree
+    bit for bit, our own attention) as core attention."""
     te = use_transformer_engine(device)
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=te, normalization="RMSNorm")
     if not te:
         for layer in block.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = SDPACoreAttention
+            layer.submodules.self_attention.submodules.core_attention = (
+                ExactCoreAttention if exact else SDPACoreAttention
+            )
     return block
 
 
@@ -134,18 +145,22 @@ def build_model(
     learner: LearnerConfig,
     device: torch.device,
     precision: PrecisionConfig | None = None,
+    exact: bool = False,
 ) -> GPTModel:
-    """An uninitialised model (weights come from `learner.weights`), on this rank's stage, on ``device``."""
+    """An uninitialised model (weights come from `learner.weights`), on this rank's stage, on ``device``.
+
+    ``exact``: for `rollout.engine: exact`, whose passes must agree bit for bit.
+    """
     if architecture.rope_scaling is not None:
         raise InputError(
             f"model.path: rope scaling {architecture.rope_scaling} is not supported; remove it from config.json if the "
             f"run stays within {architecture.max_position_embeddings} tokens"
         )
     precision = precision or PrecisionConfig()
-    config = transformer_config(architecture, learner, device, precision)
+    config = transformer_config(architecture, learner, device, precision, exact)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec(config, device),
+        transformer_layer_spec=layer_spec(config, device, exact),
         vocab_size=padded_vocab_size(architecture, learner.parallel.tensor),
         max_sequence_length=architecture.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
