@@ -1,0 +1,64 @@
+"""Whole runs in exact mode, from the command line: the gate stays at zero, and a run repeats itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny import REPOSITORY
+
+STEPS = 6
+
+
+def train(folder: Path, name: str, *settings: str, status: int = 0) -> tuple[list[dict], str]:
+    values = [f"run_root={folder}", f"name={name}", f"num_steps={STEPS}", "validation.every=3", "validation.limit=16"]
+    values += ["batch.prompts=4", "monitor.plots=false", "learner.optimizer.lr=1e-3", *settings]
+    arguments = [argument for value in values for argument in ("--set", value)]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_rl", "train", "recipes/tiny/exact.yaml", *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]
+    file = folder / name / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return rows, done.stdout + done.stderr
+
+
+def without_times(rows: list[dict]) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.startswith("perf/") and k != "time"} for row in rows]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [[], ["learner.dtype=fp32", "rollout.dtype=fp32", "batch.minibatches=2", "learner.max_tokens_per_microbatch=100"]],
+    ids=["bf16", "fp32 with two updates"],
+)
+def test_the_gate_is_zero_in_every_step_and_the_run_repeats(tmp_path, settings):
+    first, _ = train(tmp_path, "first", *settings)
+    second, _ = train(tmp_path, "second", *settings)
+    updated = [row for row in first if "actor/pg_loss" in row]
+    assert len(updated) == STEPS
+    for row in updated:
+        assert row["exact/max_abs_prob_diff"] == 0.0
+        assert row["mismatch/rho_std"] == 0.0
+        assert row["mismatch/rho_max"] == 1.0
+    assert without_times(first) == without_times(second)
+    assert {row["actor/grad_norm"] for row in updated} != {updated[0]["actor/grad_norm"]}, "something was learned"
+
+
+def test_what_cannot_be_exact_is_refused(tmp_path):
+    settings = ["rollout.top_p=0.9", "rollout.dtype=fp32", "routing.replay=r3", "learner.parallel.tensor=4"]
+    _, output = train(tmp_path, "bad", *settings, status=2)
+    for part in ("rollout.top_p 0.9", "rollout.dtype: fp32", "routing.replay: r3", "learner.parallel.tensor: 4"):
+        assert part in output, output
+    _, output = train(tmp_path, "bad", "rollout.engine=vllm", "exact.noise_std=0.1", status=2)
+    assert "exact.noise_std: 0.1 needs rollout.engine exact" in output

@@ -1,0 +1,82 @@
+"""Exact mode: the probability of every sampled token is, bit for bit, the one that the update computes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parallel.gloo import run_ranks
+
+LAYOUTS = {1: [{}], 2: [{"tensor": 2, "expert": 2}, {"expert": 2}]}
+MODULE = "tests.parallel.exact_programs"
+
+
+def jobs_for(world_size: int) -> dict:
+    jobs = {}
+    for parallel in LAYOUTS[world_size]:
+        for dtype in ("fp32", "bf16"):
+            name = f"{parallel} {dtype}"
+            jobs[f"bits {name}"] = ("bits_over_batches", {"dtype": dtype, "parallel": parallel})
+            jobs[f"gate {name}"] = ("update_with_gate", {"dtype": dtype, "parallel": parallel, "minibatches": 2})
+        jobs[f"broken {parallel}"] = ("broken_layer", {"parallel": parallel, "layer": 2})
+    if world_size == 1:
+        jobs["bits fp16"] = ("bits_over_batches", {"dtype": "fp16", "parallel": {}})
+        jobs["gate one update"] = ("update_with_gate", {"dtype": "bf16", "parallel": {}, "minibatches": 1})
+        jobs["cache"] = ("cache_and_waves", {"dtype": "bf16"})
+        jobs["changed"] = ("changed_weights", {})
+        jobs["doses"] = ("doses", {"stds": [1e-3, 1e-1]})
+    return jobs
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+def results(request):
+    world_size = request.param
+    ranks = run_ranks(
+        "tests.parallel.jobs",
+        "run_jobs",
+        world_size,
+        init_process_group=False,
+        timeout_s=500,
+        module=MODULE,
+        jobs=jobs_for(world_size),
+    )
+    for rank in ranks[1:]:
+        for name in ranks[0]:
+            assert name.startswith("broken") or rank[name] == ranks[0][name], name
+    return world_size, ranks[0]
+
+
+def test_no_token_differs_in_any_batch(results):
+    _, found = results
+    for name in [name for name in found if name.startswith("bits")]:
+        assert max(found[name]["lengths"]) > 2 * min(found[name]["lengths"]), "lengths are mixed"
+        assert set(found[name]["differing"].values()) == {0}, (name, found[name]["differing"])
+
+
+def test_the_gate_is_zero_in_updates(results):
+    _, found = results
+    for name in [name for name in found if name.startswith("gate")]:
+        assert found[name] == [0.0] * 6, name
+
+
+def test_the_gate_names_what_differs(results):
+    _, found = results
+    for name in [name for name in found if name.startswith("broken")]:
+        message = found[name]
+        assert message.startswith("exact mode, step 0: sequence 'p:"), message
+        assert "response token" in message
+        assert "output of the layer 2" in message
+        assert "MOVED" not in message
+
+
+@pytest.mark.parametrize("results", [1], indirect=True)
+def test_cache_waves_and_doses(results):
+    _, found = results
+    cached, without_cache, in_waves = zip(*found["cache"].values(), strict=True)
+    assert cached == without_cache == in_waves
+    assert "the weights changed between generation and update" in found["changed"]
+    for std, dose in found["doses"].items():
+        assert dose["gate"] == 0.0
+        assert dose["repeatable"]
+        # log mu moves by the token's own noise minus the policy's mean of it: between 0 and about 1.4 std
+        assert 0.2 * std < dose["std"] < 1.5 * std
+        assert dose["rho_std"] > 0.2 * std
