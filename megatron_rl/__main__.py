@@ -1,4 +1,4 @@
-"""Command line: ``python -m megatron_rl {train,check,serve,eval,schema} …``. Exit status: see `megatron_rl.errors`."""
+"""Command line: ``python -m megatron_rl COMMAND RECIPE …``. Exit status: see `megatron_rl.errors`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_ENDED_BY_LIMIT, InputError, RunEnded
+
+GPU_NAMES = ("a100-40", "a100-80", "h100-80", "h200-141")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,6 +48,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     check = _command(commands, "check", _check, "check a recipe without starting an engine")
     check.add_argument("--ranks", type=int, help="number of ranks the job will have (default: WORLD_SIZE, if set)")
+    check.add_argument(
+        "--offline",
+        action="store_true",
+        help="where the model is not at hand, go by its name (config/known_models.py); leave out data files",
+    )
+    plan = _command(commands, "plan", _plan, "memory, step time and layouts on a GPU, by arithmetic")
+    plan.add_argument("--gpu", required=True, choices=GPU_NAMES, help="what it is to run on")
+    plan.add_argument("--nodes", type=int, help="nodes (default: as the recipe's name says, …-4n8g-…)")
+    plan.add_argument("--gpus-per-node", type=int, help="GPUs of a node (default: as the recipe's name says, else 8)")
+    plan.add_argument("--mean-response", type=float, metavar="TOKENS", help="default: half of the longest allowed")
+    plan.add_argument("--mean-prompt", type=float, metavar="TOKENS", help="default: an eighth of the longest allowed")
     evaluate = _command(commands, "eval", _eval, "score a checkpoint on the recipe's data.validation")
     evaluate.add_argument(
         "--checkpoint", required=True, type=Path, metavar="DIR", help="Hugging Face folder, or a run's step_… folder"
@@ -88,9 +101,25 @@ def _check(options: argparse.Namespace) -> int:
     from megatron_rl.config import load_recipe
 
     ranks = options.ranks or (int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
-    checked = check_recipe(load_recipe(options.recipe, options.overrides), ranks)
+    checked = check_recipe(load_recipe(options.recipe, options.overrides), ranks, offline=options.offline)
     for what, value in checked.report:
         print(f"{what:>10}  {value}")
+    print(f"{'memory':>10}  python -m megatron_rl plan {options.recipe} --gpu {{{','.join(GPU_NAMES)}}}")
+    return EXIT_DONE
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from megatron_rl.config import load_recipe
+    from megatron_rl.config.known_models import shape_of
+    from megatron_rl.plan import GPUS, make_plan, make_workload, render
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    architecture, _ = shape_of(recipe.model.path)
+    sizes = (options.nodes, options.gpus_per_node, options.mean_response, options.mean_prompt)
+    plan = make_plan(make_workload(recipe, architecture, GPUS[options.gpu], *sizes))
+    print(render(plan))
+    if plan.problems:
+        raise InputError("this does not fit:\n" + "\n".join(f"  {problem}" for problem in plan.problems))
     return EXIT_DONE
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_rl.config import Recipe
+from megatron_rl.config.known_models import shape_of
 from megatron_rl.config.model import Architecture, read_architecture
 from megatron_rl.data import check_source
 from megatron_rl.errors import InputError
@@ -20,16 +22,19 @@ class CheckedRecipe:
     report: list[tuple[str, str]]  # what, value: for a person to read
 
 
-def check_recipe(recipe: Recipe, world_size: int | None = None) -> CheckedRecipe:
+def check_recipe(recipe: Recipe, world_size: int | None = None, *, offline: bool = False) -> CheckedRecipe:
     """Model, layout, batch arithmetic, lengths, precision and data files of ``recipe``; no GPU, no engine, seconds.
 
     Args:
         world_size: ranks of the job; None: not known (then only what holds for every number of ranks is checked).
+        offline: go by the shape of a known model (`config.known_models`) where its folder is not at hand, and leave out
+            data files that are not.
 
     Raises:
         InputError: with every problem found, one a line.
     """
-    architecture = read_architecture(recipe.model.path)
+    architecture, assumed = shape_of(recipe.model.path) if offline else (read_architecture(recipe.model.path), False)
+    absent = [f"model {recipe.model.path} (its shape is known)"] if assumed else []
     problems = recipe.learner.parallel.problems(architecture, world_size)
     problems += recipe.rollout.problems(
         architecture,
@@ -47,13 +52,19 @@ def check_recipe(recipe: Recipe, world_size: int | None = None) -> CheckedRecipe
         problems.append(str(error))
     for kind in ("train", "validation"):
         for source in getattr(recipe.data, kind):
+            if offline and not Path(source.path).exists():
+                absent.append(f"data.{kind} {source.path}")
+                continue
             try:
                 check_source(source)
             except InputError as error:
                 problems.append(f"data.{kind}: {error}")
     if problems:
         raise InputError(f"recipe {recipe.name}:\n" + "\n".join(f"  {problem}" for problem in problems))
-    return CheckedRecipe(architecture, world_size, _report(recipe, architecture, world_size))
+    report = _report(recipe, architecture, world_size)
+    if absent:
+        report.append(("not here", ", ".join(absent)))
+    return CheckedRecipe(architecture, world_size, report)
 
 
 def _report(recipe: Recipe, a: Architecture, world_size: int | None) -> list[tuple[str, str]]:

@@ -71,12 +71,13 @@ def read_architecture(path: Path) -> Architecture:
             f"model.path: {file} has model_type {model_type!r}; supported architectures: {', '.join(_FAMILIES)}"
         )
     try:
-        return _architecture(config)
+        return architecture_from(config)
     except KeyError as error:
         raise InputError(f"model.path: {file} lacks the key {error.args[0]!r}") from error
 
 
-def _architecture(config: dict[str, Any]) -> Architecture:
+def architecture_from(config: dict[str, Any]) -> Architecture:
+    """The architecture that the keys of a config.json describe; `KeyError` where one is missing."""
     qkv_bias, qk_layernorm = _FAMILIES[config["model_type"]]
     num_layers, is_moe = config["num_hidden_layers"], config["model_type"].endswith("_moe")
     # transformers 5 writes `rope_parameters`, earlier releases `rope_theta` and `rope_scaling`.

@@ -322,6 +322,21 @@ class ObjectiveConfig(Section):
         """Whether a dropped token leaves the denominators, which then depend on old and inference log-probs."""
         return any(getattr(item, "renormalize", False) for item in self.correction)
 
+    def needs_old_logprobs(self, num_updates_per_batch: int) -> bool:
+        """Whether a learner must run a forward pass at rollout weights before updating (about 25% of training time,
+        arXiv 2510.26788 §2.1).
+
+        With one update per rollout batch pi equals po and `old_logprobs` stays None. With more, only what is anchored
+        on the rollout engine (`reinforce`, `dppo`, anchor bypass) goes without; opsm and distortion look at po
+        themselves, and `renormalize` must know what is dropped before the first gradient.
+        """
+        if self.renormalizes:
+            return True
+        if num_updates_per_batch == 1:
+            return False
+        looks_at_po = self.distortion is not None or any(item.mode == "opsm" for item in self.correction)
+        return looks_at_po or not self.anchored_on_rollout
+
 
 def objective_warnings(config: ObjectiveConfig) -> list[str]:
     """Reasons to doubt a legal objective, one sentence each; raised as ObjectiveWarning on validation."""

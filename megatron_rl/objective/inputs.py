@@ -168,16 +168,5 @@ def check_available(inputs: ObjectiveInputs, config: ObjectiveConfig) -> None:
 
 
 def needs_old_logprobs(config: ObjectiveConfig, num_updates_per_batch: int) -> bool:
-    """Whether a learner must run a forward pass at rollout weights before updating (about 25% of training time,
-    arXiv 2510.26788 §2.1).
-
-    With one update per rollout batch pi equals po and `old_logprobs` stays None. With more, only what is anchored on
-    the rollout engine (`reinforce`, `dppo`, anchor bypass) goes without; opsm and distortion look at po themselves,
-    and `renormalize` must know what is dropped before the first gradient.
-    """
-    if config.renormalizes:
-        return True
-    if num_updates_per_batch == 1:
-        return False
-    looks_at_po = config.distortion is not None or any(item.mode == "opsm" for item in config.correction)
-    return looks_at_po or not config.anchored_on_rollout
+    """`ObjectiveConfig.needs_old_logprobs`, for callers that hold the objective's package only."""
+    return config.needs_old_logprobs(num_updates_per_batch)

@@ -1,0 +1,128 @@
+"""The two phases of a step on one GPU, added up and held against what the GPU has.
+
+colocated (`rollout.engine: vllm`): while learning, the engine sleeps and leaves its graphs; while generating, the
+learner's weights, gradient buffer and optimizer states stay where they are beside the engine.
+servers (`vllm_server`): learner and engine on GPUs of their own.
+exact: the learner generates; no second copy of the weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.plan.activations import BYTES, Activations
+from megatron_rl.plan.generation import EngineMemory, engine_memory
+from megatron_rl.plan.hardware import EXPERT_IMBALANCE, FRAGMENTATION, GIB, GRAPHS_GIB, RUNTIME_GIB, SERVER_UTILIZATION
+from megatron_rl.plan.learner import LearnerMemory, learner_memory
+from megatron_rl.plan.workload import Workload
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What lies on one GPU in one phase: (what, bytes), of at most ``capacity`` bytes."""
+
+    name: str
+    items: tuple[tuple[str, float], ...]
+    capacity: float
+
+    @property
+    def total(self) -> float:
+        return sum(size for _, size in self.items)
+
+    @property
+    def missing(self) -> float:
+        """Bytes beyond the capacity; negative where it fits."""
+        return self.total - self.capacity
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    placement: str  # colocated, servers or exact
+    learner: LearnerMemory  # of the stage with the highest peak
+    engine: EngineMemory | None
+    phases: tuple[Phase, ...]
+
+    @property
+    def holds_longest(self) -> bool:
+        """Whether the engine's cache holds one longest sequence."""
+        return self.engine is None or self.engine.tokens >= self.engine.longest
+
+    @property
+    def fits(self) -> bool:
+        return self.holds_longest and all(phase.missing <= 0 for phase in self.phases)
+
+
+PLACEMENT = {"vllm": "colocated", "vllm_server": "servers", "exact": "exact"}
+
+
+def learner_stages(work: Workload) -> list[LearnerMemory]:
+    recipe, spread = work.recipe, work.parallel.expert > 1
+    return learner_memory(
+        work.architecture,
+        recipe.learner,
+        work.ranks,
+        work.microbatch_tokens,
+        work.microbatches,
+        fp32_head=recipe.precision.fp32_head,
+        imbalance=EXPERT_IMBALANCE if spread else 1.0,
+        gradient_noise=recipe.monitor.gradient_noise,
+    )
+
+
+def memory_plan(work: Workload, placement: str | None = None, utilization: float | None = None) -> MemoryPlan:
+    """Memory of ``work``. ``placement`` and ``utilization`` default to the recipe's own."""
+    placement = placement or PLACEMENT[work.recipe.rollout.engine]
+    learner = max(learner_stages(work), key=lambda stage: stage.peak)
+    capacity = work.gpu.memory_gib * GIB
+    learning = [
+        ("weights", learner.weights),
+        ("gradients", learner.gradients),
+        ("optimizer states", learner.moments + learner.masters),
+        ("activations and temporaries", learner.dynamic),
+        ("fragmentation", learner.dynamic * FRAGMENTATION),
+        ("runtime", RUNTIME_GIB * GIB),
+    ]
+    if placement == "exact":
+        generating = [("learner at rest", learner.static), ("forward pass", _forward(work)), learning[-1]]
+        phases = (Phase("learning", tuple(learning), capacity), Phase("generating", tuple(generating), capacity))
+        return MemoryPlan(placement, learner, None, phases)
+    if utilization is None:
+        utilization = SERVER_UTILIZATION if placement == "servers" else work.recipe.rollout.gpu_memory_utilization
+    engine = engine_memory(work.recipe, work.architecture, work.gpu, utilization)
+    generating = _engine_items(engine)
+    if placement == "colocated":
+        learning.append(("engine asleep", GRAPHS_GIB * GIB))
+        generating += [("learner at rest", learner.static), ("weights on their way", _handover(work)), learning[-2]]
+    phases = (Phase("learning", tuple(learning), capacity), Phase("generating", tuple(generating), capacity))
+    return MemoryPlan(placement, learner, engine, phases)
+
+
+def largest_utilization(work: Workload) -> float:
+    """`rollout.gpu_memory_utilization`, in steps of 0.05, that a colocated engine could have; 0 where none."""
+    static = max(stage.static for stage in learner_stages(work))
+    free = work.gpu.memory_gib - RUNTIME_GIB - (static + _handover(work)) / GIB
+    return max(0.0, int(20 * free / work.gpu.memory_gib) / 20)
+
+
+def _engine_items(engine: EngineMemory) -> list[tuple[str, float]]:
+    return [
+        ("engine weights", engine.weights),
+        ("engine activations", engine.activations),
+        ("engine graphs", engine.graphs),
+        ("key/value cache", max(engine.cache, 0.0)),
+    ]
+
+
+def _handover(work: Workload) -> float:
+    """Two copies of the largest whole tensor: gathered from its shards, and as the engine loads it."""
+    a = work.architecture
+    return 2 * a.vocab_size * a.hidden_size * max(BYTES[work.recipe.learner.dtype], BYTES[work.recipe.rollout.dtype])
+
+
+def _forward(work: Workload) -> float:
+    """A forward pass without gradient over one microbatch: one layer at a time, and the logits with their chunk."""
+    recipe = work.recipe
+    kept = Activations(
+        work.architecture, work.parallel, recipe.learner.dtype, work.microbatch_tokens, recipe.precision.fp32_head
+    )
+    return max(kept.layer(moe) for moe in set(work.architecture.moe_layers)) + kept.head_peak()

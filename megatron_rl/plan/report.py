@@ -1,0 +1,148 @@
+"""A plan as text."""
+
+from __future__ import annotations
+
+from megatron_rl.plan import hardware as hw
+from megatron_rl.plan.generation import route_bytes
+from megatron_rl.plan.hardware import GIB
+from megatron_rl.plan.memory import PLACEMENT, MemoryPlan, Phase, memory_plan
+from megatron_rl.plan.parameters import active_parameters, total_parameters
+from megatron_rl.plan.plan import Plan
+from megatron_rl.plan.search import Layout
+from megatron_rl.plan.workload import Workload
+
+NUM_LAYOUTS = 5
+
+
+def render(plan: Plan) -> str:
+    work, memory = plan.work, plan.memory
+    lines = [*_head(work), ""]
+    for phase in memory.phases:
+        lines += [*_phase(phase, memory), ""]
+    lines += [*_cache(work, memory), *_placements(work, memory), ""]
+    lines += [*_time(plan), ""]
+    lines += [*_layouts(plan), ""]
+    return "\n".join(lines + _assumptions(work))
+
+
+def summary(plan: Plan) -> str:
+    """One line, for a recipe's header."""
+    learning, generating = plan.memory.phases
+    capacity = learning.capacity / GIB
+    return (
+        f"{plan.work.ranks} × {plan.work.gpu.name}: learning {learning.total / GIB:.1f}, generating "
+        f"{generating.total / GIB:.1f} of {capacity:.1f} GiB a GPU; {_duration(plan.time.total)} a step"
+    )
+
+
+def _head(work: Workload) -> list[str]:
+    a, p, recipe = work.architecture, work.parallel, work.recipe
+    active = f", {active_parameters(a) / 1e9:.2f} B active" if a.is_moe else ""
+    expert = f" · EP{p.expert} · ETP{p.expert_tensor}" if a.is_moe else ""
+    return [
+        f"{recipe.name} on {work.nodes} × {work.gpus_per_node} {work.gpu.name}",
+        f"  model       {a.model_type}, {total_parameters(a) / 1e9:.2f} B parameters{active}",
+        f"  layout      TP{p.tensor} · PP{p.pipeline} · DP{work.data_parallel}{expert}; "
+        f"learner {recipe.learner.dtype}, recompute {recipe.learner.recompute}",
+        f"  step        {recipe.num_sequences} sequences, mean {work.mean_prompt:.0f} + {work.mean_response:.0f} "
+        f"tokens, {recipe.batch.minibatches} update(s) of {work.microbatches} microbatch(es) of up to "
+        f"{work.microbatch_tokens} tokens a replica",
+    ]
+
+
+def _phase(phase: Phase, memory: MemoryPlan) -> list[str]:
+    state = "fits" if phase.missing <= 0 else f"DOES NOT FIT by {phase.missing / GIB:.1f} GiB"
+    stage = f", pipeline stage {memory.learner.stage}" if phase.name == "learning" and memory.learner.stage else ""
+    lines = [f"{phase.name}: {phase.total / GIB:.1f} of {phase.capacity / GIB:.1f} GiB a GPU{stage}: {state}"]
+    lines += [f"  {size / GIB:8.2f}  {what}" for what, size in phase.items if size > 0]
+    if phase.name == "learning":
+        m = memory.learner
+        parts = {"kept activations": m.activations, "logits": m.head, "layer at hand": m.layer, "update": m.optimizer}
+        lines.append("            of it " + ", ".join(f"{k} {v / GIB:.2f}" for k, v in parts.items() if v > 0))
+    return lines
+
+
+def _cache(work: Workload, memory: MemoryPlan) -> list[str]:
+    engine, rollout = memory.engine, work.recipe.rollout
+    if engine is None:
+        return ["cache         none: the exact engine runs the whole prefix for every token"]
+    at_once = min(rollout.max_num_seqs, int(engine.tokens / work.mean_sequence))
+    text = (
+        f"cache         {engine.tokens} tokens an engine: {engine.tokens / engine.longest:.1f} longest sequences, "
+        f"{at_once} mean ones at a time (rollout.max_num_seqs {rollout.max_num_seqs})"
+    )
+    routes = route_bytes(work.recipe, work.architecture, work.trained_tokens)
+    host = f"\nroutes        {routes / GIB:.2f} GiB of host memory on every rank, each step" if routes else ""
+    return [text + host]
+
+
+def _placements(work: Workload, memory: MemoryPlan) -> list[str]:
+    """One line for each placement that the recipe does not use."""
+    found = []
+    for placement in dict.fromkeys(PLACEMENT.values()):
+        if placement != memory.placement:
+            other = memory_plan(work, placement)
+            sizes = ", ".join(f"{phase.name} {phase.total / GIB:.1f}" for phase in other.phases)
+            tokens = f", cache {other.engine.tokens} tokens" if other.engine else ""
+            found.append(f"as {placement:<10} {sizes} GiB{tokens}: {'fits' if other.fits else 'does not fit'}")
+    return found
+
+
+def _time(plan: Plan) -> list[str]:
+    t, work = plan.time, plan.work
+    tokens = work.recipe.num_sequences * work.mean_response
+    return [
+        f"step time     about {_duration(t.total)} ({tokens / t.total:.0f} response tokens/s), rewards not counted",
+        f"  {t.generate:8.1f} s  generate{_rounds(work)}",
+        f"  {t.old_logprobs:8.1f} s  old log-probs{'' if t.old_logprobs else ' (not needed)'}",
+        f"  {t.update:8.1f} s  forward and backward",
+        f"  {t.communication:8.1f} s      of these two, tensor- and expert-parallel communication",
+        f"  {t.optimizer:8.1f} s  optimizer and data-parallel communication",
+        f"  {t.refit:8.1f} s  weights to the engine",
+        f"  run         {work.recipe.num_steps} steps: {work.recipe.num_steps * t.total / 86400:.1f} days",
+    ]
+
+
+def _rounds(work: Workload) -> str:
+    return f", {work.sampling_rounds:g} rounds of sampling a step" if work.sampling_rounds > 1 else ""
+
+
+def _layouts(plan: Plan) -> list[str]:
+    own = next((i for i, layout in enumerate(plan.layouts) if layout.is_recipes), None)
+    shown = list(range(min(NUM_LAYOUTS, len(plan.layouts))))
+    if own is not None and own not in shown:
+        shown.append(own)
+    return [f"layouts of {plan.work.ranks} ranks, fastest that fits first ({len(plan.layouts)} legal)"] + [
+        f"  {i + 1:3d}. {_layout(plan.layouts[i])}" for i in shown
+    ]
+
+
+def _layout(layout: Layout) -> str:
+    learning, generating = layout.memory.phases
+    engine = "" if layout.utilization is None else f", utilization {layout.utilization:.2f}"
+    mark = "  ← the recipe's" if layout.is_recipes else ""
+    state = "" if layout.memory.fits else "  does not fit"
+    return (
+        f"{layout!s:<24} learning {learning.total / GIB:6.1f}, generating {generating.total / GIB:6.1f} GiB{engine}; "
+        f"{_duration(layout.time.total)}{state}{mark}"
+    )
+
+
+def _assumptions(work: Workload) -> list[str]:
+    moe, gpu = work.architecture.is_moe, work.gpu
+    return [
+        "assumed (docs/planning.md): "
+        f"{gpu.flops(work.recipe.learner.dtype) / 1e12:.0f} TFLOP/s, {gpu.bandwidth / 1e12:.2f} TB/s, links "
+        f"{gpu.nvlink / 1e9:.0f} and {gpu.network / 1e9:.0f} GB/s at {hw.LINK:.0%}; learning at "
+        f"{hw.LEARNER_MFU[moe]:.0%} and prefill at {hw.PREFILL_MFU[moe]:.0%} of peak; decoding at "
+        f"{hw.DECODE_BANDWIDTH:.0%} of bandwidth or {hw.DECODE_FLOPS:.0%} of peak, "
+        f"{1e3 * (hw.EAGER_OVERHEAD_S if work.recipe.rollout.enforce_eager else hw.STEP_OVERHEAD_S):g} ms a step; "
+        f"runtime {hw.RUNTIME_GIB:g} GiB, engine graphs {hw.GRAPHS_GIB:g} GiB, fragmentation {hw.FRAGMENTATION:.0%}, "
+        f"busiest expert rank {hw.EXPERT_IMBALANCE:g} × the mean. No figure was measured on a GPU."
+    ]
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 600:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

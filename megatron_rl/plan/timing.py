@@ -1,0 +1,167 @@
+"""Seconds of a step by arithmetic: work over rate, the larger of compute and memory traffic where both bind.
+
+Every rate is a data-sheet figure times a constant of `plan.hardware`; treat the result as a guide to what dominates and
+which layout is faster, not as a promise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.config.model import Architecture
+from megatron_rl.plan import hardware as hw
+from megatron_rl.plan.activations import BYTES
+from megatron_rl.plan.generation import EngineMemory
+from megatron_rl.plan.learner import GRADIENT_BYTES
+from megatron_rl.plan.parameters import active_parameters, query_width, stage_parameters, total_parameters
+from megatron_rl.plan.workload import Workload
+
+RECOMPUTED = {
+    "none": 0.0,
+    "selective": 0.5,
+    "full": 1.0,
+}  # forward passes repeated in the backward pass; selective: MoE
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of the phases of one rollout step."""
+
+    generate: float
+    old_logprobs: float
+    update: float  # forward and backward of all mini-batches, communication inside them included
+    communication: float  # the part of `update` and `old_logprobs` that is communication
+    optimizer: float
+    refit: float
+
+    @property
+    def total(self) -> float:
+        return self.generate + self.old_logprobs + self.update + self.optimizer + self.refit
+
+
+def step_time(work: Workload, engine: EngineMemory | None, engines: int | None = None) -> StepTime:
+    """``engine`` None: the learner generates by itself (exact). ``engines``: how many there are, for servers."""
+    recipe, updates = work.recipe, work.recipe.batch.minibatches
+    generate = _exact_generation(work) if engine is None else _generation(work, engine, engines)
+    forward = _forward_seconds(work)
+    talk = _talk(work)  # of one forward pass over the step's tokens
+    again = RECOMPUTED[recipe.learner.recompute]
+    bubble = (1.0 + (work.parallel.pipeline - 1) / work.microbatches) * _slowest_stage(work)
+    update = ((3 + again) * forward + (2 + again) * talk) * bubble
+    needs_old = recipe.routing.replay == "r2" or recipe.objective.needs_old_logprobs(updates)
+    old = (
+        forward * hw.LEARNER_MFU[work.architecture.is_moe] / hw.PREFILL_MFU[work.architecture.is_moe] + talk
+    ) * bubble
+    return StepTime(
+        generate=generate,
+        old_logprobs=old if needs_old else 0.0,
+        update=update,
+        communication=(2 + again + needs_old) * talk * bubble,
+        optimizer=updates * _optimizer(work),
+        refit=0.0 if engine is None else _refit(work, engine),
+    )
+
+
+# -- learning
+
+
+def flops_forward(a: Architecture, tokens: float, length: float) -> float:
+    """Two per active parameter and token, and causal attention over sequences of ``length`` tokens."""
+    return tokens * (2 * active_parameters(a) + 2 * a.num_layers * query_width(a) * length)
+
+
+def _slowest_stage(work: Workload) -> float:
+    """Work of the stage with the head over the mean stage's: all wait for it."""
+    a, stages = work.architecture, work.parallel.pipeline
+    head = a.vocab_size * a.hidden_size
+    return ((active_parameters(a) - head) / stages + head) / (active_parameters(a) / stages)
+
+
+def _forward_seconds(work: Workload) -> float:
+    rate = work.gpu.flops(work.recipe.learner.dtype) * hw.LEARNER_MFU[work.architecture.is_moe] * work.ranks
+    return flops_forward(work.architecture, work.trained_tokens, work.mean_sequence) / rate
+
+
+def _talk(work: Workload) -> float:
+    """Tensor- and expert-parallel exchanges of one forward pass over the step's tokens, none of it hidden.
+
+    Per layer, tensor parallelism gathers twice and reduces twice; an MoE block sends k rows a token and gets them back.
+    """
+    a, p, b = work.architecture, work.parallel, BYTES[work.recipe.learner.dtype]
+    tokens = work.trained_tokens / work.data_parallel
+    row = a.hidden_size * b
+    tensor = 4 * a.num_layers / p.pipeline * tokens * row * (p.tensor - 1) / p.tensor
+    rows = tokens / p.tensor * a.experts_per_token * p.expert_tensor
+    expert = 2 * sum(a.moe_layers) / p.pipeline * rows * row * (p.expert - 1) / p.expert
+    return tensor / _link(work, p.tensor) + expert / _link(work, p.expert * p.expert_tensor)
+
+
+def _optimizer(work: Workload) -> float:
+    """Gradients reduced and weights gathered over data-parallel ranks, and Adam's pass over its shard."""
+    p, stage = work.parallel, stage_parameters(work.architecture, work.parallel)[0]
+    seconds = 0.0
+    expert_dp = max(1, work.ranks // (p.expert * p.expert_tensor * p.pipeline))
+    for number, replicas in ((stage.dense, work.data_parallel), (stage.expert, expert_dp)):
+        moved = number * (GRADIENT_BYTES + BYTES[work.recipe.learner.dtype]) * (replicas - 1) / replicas
+        seconds += moved / _link(work, work.ranks if replicas > 1 else 1)
+        seconds += number / replicas * hw.ADAM_BYTES / work.gpu.bandwidth
+    return seconds
+
+
+def _link(work: Workload, group: int) -> float:
+    """Bytes per second of a collective among ``group`` ranks, neighbours first."""
+    return hw.LINK * (work.gpu.nvlink if group <= work.gpus_per_node else work.gpu.network)
+
+
+# -- generating
+
+
+def _generation(work: Workload, engine: EngineMemory, engines: int | None) -> float:
+    """Decoding at the concurrency that the cache allows, then the longest response alone, and prefill."""
+    recipe, a, tp = work.recipe, work.architecture, work.recipe.rollout.tensor_parallel
+    num = recipe.num_sequences * work.sampling_rounds / (engines or max(1, work.ranks // tp))
+    concurrency = max(1.0, min(num, recipe.rollout.max_num_seqs, engine.tokens / work.mean_sequence))
+    steps = num * work.mean_response / concurrency
+    tail = max(0.0, recipe.rollout.max_response_length - steps)
+    prompts = num / (recipe.rollout.num_samples if recipe.rollout.enable_prefix_caching else 1)
+    prefill = flops_forward(a, prompts * work.mean_prompt, work.mean_prompt)
+    rate = tp * work.gpu.flops(recipe.rollout.dtype) * hw.PREFILL_MFU[a.is_moe]
+    return steps * _decoding_step(work, engine, concurrency) + tail * _decoding_step(work, engine, 1.0) + prefill / rate
+
+
+def _decoding_step(work: Workload, engine: EngineMemory, sequences: float) -> float:
+    a, rollout, tp = work.architecture, work.recipe.rollout, work.recipe.rollout.tensor_parallel
+    moe = sum(a.moe_layers) * 3 * a.hidden_size * a.moe_ffn_hidden_size * a.num_experts
+    idle = (1 - a.experts_per_token / a.num_experts) ** sequences if a.is_moe else 0.0
+    read = (total_parameters(a) - moe * idle) * BYTES[rollout.dtype] / tp
+    read += sequences * (work.mean_prompt + work.mean_response / 2) * engine.token_bytes
+    flops = 2 * active_parameters(a) * sequences / tp
+    overhead = hw.EAGER_OVERHEAD_S if rollout.enforce_eager else hw.STEP_OVERHEAD_S
+    overhead += 2 * a.num_layers * hw.ALLREDUCE_S * (tp > 1)
+    return overhead + max(
+        read / (work.gpu.bandwidth * hw.DECODE_BANDWIDTH), flops / (work.gpu.flops(rollout.dtype) * hw.DECODE_FLOPS)
+    )
+
+
+def _exact_generation(work: Workload) -> float:
+    """The learner's forward pass over the whole prefix for every token: quadratic in length, no cache on CUDA."""
+    num = work.recipe.num_sequences * work.sampling_rounds
+    passes = num * work.mean_response * (work.mean_prompt + work.mean_response / 2)
+    rate = work.gpu.flops(work.recipe.learner.dtype) * hw.LEARNER_MFU[work.architecture.is_moe] * work.ranks
+    return flops_forward(work.architecture, passes, work.mean_sequence / 2) / rate
+
+
+def _refit(work: Workload, engine: EngineMemory) -> float:
+    """Every rank gathers the whole model, tensor by tensor; a sleeping engine's weights cross the bus twice."""
+    a = work.architecture
+    whole = total_parameters(a) * BYTES[work.recipe.rollout.dtype]
+    gathered = whole / _link(work, work.ranks) if work.ranks > 1 else 0.0
+    bus = 2 * engine.weights / hw.PCIE if work.recipe.rollout.engine == "vllm" else 0.0
+    return gathered + bus + num_tensors(a) * hw.TENSOR_OVERHEAD_S
+
+
+def num_tensors(a: Architecture) -> int:
+    """Tensors of a Hugging Face checkpoint."""
+    attention = 6 + 2 * a.qk_layernorm + 3 * a.qkv_bias
+    moe = sum(a.moe_layers)
+    return a.num_layers * attention + moe * (1 + 3 * a.num_experts) + 3 * (a.num_layers - moe) + 3 - a.tie_embeddings

@@ -1,0 +1,113 @@
+"""What a plan is made for: a recipe, its model's shape, a GPU and a number of ranks, and the arithmetic they imply."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatron_rl.config import Recipe
+from megatron_rl.config.learner import ParallelConfig
+from megatron_rl.config.model import Architecture
+from megatron_rl.errors import InputError
+from megatron_rl.plan.hardware import PROMPT_SHARE, REFILL_ROUNDS, RESPONSE_SHARE, Gpu
+
+_SIZE = re.compile(r"(?:^|-)(\d+)n(\d+)g(?:-|$)")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Everything that memory and time depend on."""
+
+    recipe: Recipe
+    architecture: Architecture
+    gpu: Gpu
+    nodes: int
+    gpus_per_node: int
+    mean_response: float  # tokens
+    mean_prompt: float  # tokens
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return self.recipe.learner.parallel
+
+    def with_learner(self, **changes: object) -> Workload:
+        """The same with other keys of the recipe's `learner` section."""
+        learner = self.recipe.learner.model_copy(update=changes)
+        return replace(self, recipe=self.recipe.model_copy(update={"learner": learner}))
+
+    @property
+    def data_parallel(self) -> int:
+        return max(1, self.ranks // (self.parallel.tensor * self.parallel.pipeline))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with the longest response."""
+        return self.recipe.data.prompt.max_length + self.recipe.rollout.max_response_length
+
+    @property
+    def mean_sequence(self) -> float:
+        return self.mean_prompt + self.mean_response
+
+    @property
+    def trained_tokens(self) -> float:
+        """Prompts and responses of a step."""
+        return self.recipe.num_sequences * self.mean_sequence
+
+    @property
+    def sampling_rounds(self) -> float:
+        return min(REFILL_ROUNDS, self.recipe.batch.max_generations)
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """Most tokens of one forward pass: a sequence longer than `max_tokens_per_microbatch` goes alone."""
+        return max(self.recipe.learner.max_tokens_per_microbatch, self.longest)
+
+    @cached_property
+    def microbatches(self) -> int:
+        """Of one update, on each data-parallel rank."""
+        per_rank = self.trained_tokens / self.recipe.batch.minibatches / self.data_parallel
+        return max(1, math.ceil(per_rank / self.recipe.learner.max_tokens_per_microbatch))
+
+
+def make_workload(
+    recipe: Recipe,
+    architecture: Architecture,
+    gpu: Gpu,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    mean_response: float | None = None,
+    mean_prompt: float | None = None,
+) -> Workload:
+    """The workload of a recipe whose name says its size (``…-4n8g-…``), or of the size given.
+
+    Raises `InputError` where neither says it, or the layout does not divide it.
+    """
+    stated = _SIZE.search(recipe.name)
+    if nodes is None and gpus_per_node is None and stated is None:
+        raise InputError(
+            f"plan: how many GPUs? The recipe's name ({recipe.name}) has no <nodes>n<GPUs>g in it; give --nodes and "
+            "--gpus-per-node"
+        )
+    nodes = nodes or (int(stated[1]) if stated else 1)
+    gpus_per_node = gpus_per_node or (int(stated[2]) if stated else 8)
+    rollout, prompt = recipe.rollout, recipe.data.prompt
+    work = Workload(
+        recipe,
+        architecture,
+        gpu,
+        nodes,
+        gpus_per_node,
+        mean_response or RESPONSE_SHARE * rollout.max_response_length,
+        mean_prompt or PROMPT_SHARE * prompt.max_length,
+    )
+    problems = recipe.learner.parallel.problems(architecture, work.ranks)
+    problems += rollout.problems(architecture, prompt.max_length, work.ranks)
+    if problems:
+        raise InputError(f"recipe {recipe.name} on {work.ranks} ranks:\n" + "\n".join(f"  {p}" for p in problems))
+    return work
