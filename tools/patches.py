@@ -10,6 +10,7 @@
     ... --tree DIR megatron-core                   work on a git checkout or an unpacked source tree instead
 
 A series that no package holds the files of (UPSTREAM: `Package: none`) is used only when it is named, with --tree.
+Of several series for one package, the one for the installed version is used; `check` proves all of them.
 
 To change a series, give it a git checkout: tag the pristine tree, `git am` the patches in the order of `series`, amend
 or add commits (one for each patch, with the trailers Origin, Forwarded, Drop-When and Test), then export. Where a newer
@@ -117,7 +118,12 @@ def _choose(options: argparse.Namespace, known: list[str]) -> list[str]:
     """The series that are named; without names, all that the command can do something with."""
     if options.upstream or options.command == "check":
         return options.upstream or known
-    return [name for name in known if not Series.read(options.patches / name).needs_tree]
+    chosen: dict[str, str] = {}  # package → the series for its installed version, else the first: `find` says why not
+    for name in known:
+        series = Series.read(options.patches / name)
+        if not series.needs_tree and (series.package not in chosen or target.is_installed(series)):
+            chosen[series.package] = name
+    return list(chosen.values())
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,8 +1,9 @@
 """Device patches leave CUDA alone: with the helpers spelled out for CUDA, the patched code *is* upstream's.
 
-No GPU is needed: both versions of each file are parsed, the helpers are replaced by what they return where CUDA is
-available, branches for the CPU drop out, and the trees are compared function by function. The few functions that
-differ otherwise are named here with the reason why CUDA cannot tell.
+No GPU is needed, nor the package: the series for the newest release is compared in its archive. Both versions of each
+file are parsed, the helpers are replaced by what they return where CUDA is available, branches for the CPU drop out,
+and the trees are compared function by function. The few functions that differ otherwise are named here with the reason
+why CUDA cannot tell.
 """
 
 from __future__ import annotations
@@ -17,11 +18,16 @@ import torch
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "tools"))
 
-from patchlib import target  # noqa: E402
+from patchlib import target, upstream  # noqa: E402
 from patchlib.series import Series  # noqa: E402
 
-SERIES = Series.read(REPOSITORY / "patches" / "megatron-core")
-DEVICE_PATCHES = [patch for patch in SERIES.patches if patch.name.startswith("device-of-")]
+SERIES = {name: Series.read(REPOSITORY / "patches" / name) for name in ("megatron-core", "megatron-core-0.19")}
+DEVICE_PATCHES = [
+    pytest.param(name, patch, id=f"{name}-{patch.name}")
+    for name, series in SERIES.items()
+    for patch in series.patches
+    if patch.name.startswith("device-of-")
+]
 DTYPE = "tensors sorted by dtype instead of by the name of CUDA's tensor type"
 EXCEPTIONS = {
     ("optimizer/optimizer.py", "Float16OptimizerWithFloat16Params.__init__"): DTYPE,
@@ -122,15 +128,21 @@ def functions(source: bytes) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def states() -> dict[str, tuple[dict, dict]]:
-    """Files before and after each patch, from the installed package."""
-    root = target.find(SERIES, None, allow_global=True).root
-    files = SERIES.pristine(SERIES.load(root))
+def states(tmp_path_factory) -> dict[str, dict[str, tuple[dict, dict]]]:
+    """Files before and after each patch of each series, from the installed package or from the pinned archive."""
     result = {}
-    for patch in SERIES.patches:
-        after = patch.applied_to(files)
-        result[patch.name] = (files, after)
-        files = after
+    for name, series in SERIES.items():
+        if target.is_installed(series):
+            root = target.find(series, None, allow_global=True).root
+        else:
+            archive = upstream.fetch(series, REPOSITORY / ".cache" / "patches", None)
+            root = upstream.unpack(archive, tmp_path_factory.mktemp(name), series.pins["Root"])
+        files = series.pristine(series.load(root))
+        result[name] = {}
+        for patch in series.patches:
+            after = patch.applied_to(files)
+            result[name][patch.name] = (files, after)
+            files = after
     return result
 
 
@@ -139,9 +151,9 @@ def differing_functions(before: bytes, after: bytes) -> set[str]:
     return {name for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
 
 
-@pytest.mark.parametrize("patch", DEVICE_PATCHES, ids=lambda patch: patch.name)
-def test_device_patches_are_upstream_where_cuda_is_available(patch, states):
-    before, after = states[patch.name]
+@pytest.mark.parametrize(("name", "patch"), DEVICE_PATCHES)
+def test_device_patches_are_upstream_where_cuda_is_available(name, patch, states):
+    before, after = states[name][patch.name]
     for path in (change.path for change in patch.changes):
         allowed = {name for file, name in EXCEPTIONS if path.endswith(file)}
         if path.endswith("tensor_parallel/random.py"):
@@ -153,7 +165,7 @@ def test_device_patches_are_upstream_where_cuda_is_available(patch, states):
 
 
 def test_the_comparison_notices_a_change(states):
-    before, after = states["device-of-moe.patch"]
+    before, after = states["megatron-core"]["device-of-moe.patch"]
     path = "megatron/core/transformer/moe/router.py"
     assert (
         differing_functions(before[path], after[path].replace(b"device=current_device()", b'device="cpu"', 1)) != set()

@@ -247,6 +247,18 @@ def test_other_environments_and_versions_are_refused(patches, environment, tmp_p
     assert target.find(series, None, allow_global=True).version == series.pins["Version"]
 
 
+def test_the_series_for_the_installed_version_is_the_one_used(patches, environment, tmp_path):
+    python = str(tmp_path / "venv" / "bin" / "python")
+    shutil.copytree(patches / "small", patches / "small-2")
+    edit(patches / "small-2" / "UPSTREAM", "Version: 1.0", "Version: 2.0")
+    edit(patches / "small-2" / "UPSTREAM", "Package: small==1.0", "Package: small==2.0")
+    assert run("apply", "--patches", patches, python=python).stdout.startswith("small: applied")
+    (environment / "small-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: small\nVersion: 2.0\n")
+    edit(environment / "small-1.0.dist-info/RECORD", "small-1.0", "small-2.0")
+    (environment / "small-1.0.dist-info").rename(environment / "small-2.0.dist-info")
+    assert run("revert", "--patches", patches, python=python).stdout.startswith("small-2: reverted")
+
+
 # All or nothing
 
 

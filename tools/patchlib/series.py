@@ -102,6 +102,11 @@ class Series:
         return self.pins["Package"] == "none"
 
     @property
+    def package(self) -> str:
+        """The package that holds its files, without a version."""
+        return self.pins["Package"].split("==")[0]
+
+    @property
     def paths(self) -> list[str]:
         """Every file that the series touches, sorted."""
         return sorted({change.path for patch in self.patches for change in patch.changes})

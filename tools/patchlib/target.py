@@ -49,6 +49,14 @@ class Target:
         return {self.record_path: old}, {self.record_path: new}
 
 
+def is_installed(series: Series) -> bool:
+    """Whether the running interpreter has the version of the package that `series` is for."""
+    try:
+        return importlib.metadata.version(series.package) == series.pins["Version"]
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
 def find(series: Series, tree: str | None, allow_global: bool) -> Target:
     """The tree at `tree`, or the package installed for the running interpreter.
 
@@ -63,7 +71,7 @@ def find(series: Series, tree: str | None, allow_global: bool) -> Target:
         return Target(root, None)
     if series.needs_tree:
         raise PatchError(f"{series.name} is for a source tree ({series.pins['Source']}): name yours with --tree")
-    package = series.pins["Package"].split("==")[0]
+    package = series.package
     try:
         distribution = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import subprocess
 import sys
 import tarfile
@@ -24,6 +25,7 @@ def fetch(series: Series, cache: Path, archive: str | None) -> Path:
             return _verified(series, cache / name)
     cache.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    command += _python_of(series)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         done = subprocess.run([*command, "-d", folder, series.pins["Package"]], capture_output=True, text=True)
         files = list(Path(folder).iterdir())
@@ -31,6 +33,13 @@ def fetch(series: Series, cache: Path, archive: str | None) -> Path:
             raise PatchError(f"pip download {series.pins['Package']} failed:\n{done.stderr.strip()[-2000:]}")
         _verified(series, files[0])
         return files[0].rename(cache / files[0].name)
+
+
+def _python_of(series: Series) -> list[str]:
+    """Options by which pip takes the pinned wheel, whichever Python is running."""
+    tags = [re.search(r"-cp(\d)(\d+)-[^-]+-[^-]+\.whl$", name) for name in series.archives]
+    versions = [f"{tag[1]}.{tag[2]}" for tag in tags if tag]
+    return ["--python-version", versions[0]] if versions else []
 
 
 def _verified(series: Series, path: Path) -> Path:
