@@ -87,7 +87,9 @@ def memory_plan(work: Workload, placement: str | None = None, utilization: float
         phases = (Phase("learning", tuple(learning), capacity), Phase("generating", tuple(generating), capacity))
         return MemoryPlan(placement, learner, None, phases)
     if utilization is None:
-        utilization = SERVER_UTILIZATION if placement == "servers" else work.recipe.rollout.gpu_memory_utilization
+        own = placement == PLACEMENT[work.recipe.rollout.engine]
+        alone = placement == "servers" and not own
+        utilization = SERVER_UTILIZATION if alone else work.recipe.rollout.gpu_memory_utilization
     engine = engine_memory(work.recipe, work.architecture, work.gpu, utilization)
     generating = _engine_items(engine)
     if placement == "colocated":

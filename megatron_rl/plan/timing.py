@@ -39,10 +39,10 @@ class StepTime:
         return self.generate + self.old_logprobs + self.update + self.optimizer + self.refit
 
 
-def step_time(work: Workload, engine: EngineMemory | None, engines: int | None = None) -> StepTime:
-    """``engine`` None: the learner generates by itself (exact). ``engines``: how many there are, for servers."""
+def step_time(work: Workload, engine: EngineMemory | None) -> StepTime:
+    """``engine`` None: the learner generates by itself (exact)."""
     recipe, updates = work.recipe, work.recipe.batch.minibatches
-    generate = _exact_generation(work) if engine is None else _generation(work, engine, engines)
+    generate = _exact_generation(work) if engine is None else _generation(work, engine)
     forward = _forward_seconds(work)
     talk = _talk(work)  # of one forward pass over the step's tokens
     again = RECOMPUTED[recipe.learner.recompute]
@@ -116,10 +116,12 @@ def _link(work: Workload, group: int) -> float:
 # -- generating
 
 
-def _generation(work: Workload, engine: EngineMemory, engines: int | None) -> float:
+def _generation(work: Workload, engine: EngineMemory) -> float:
     """Decoding at the concurrency that the cache allows, then the longest response alone, and prefill."""
     recipe, a, tp = work.recipe, work.architecture, work.recipe.rollout.tensor_parallel
-    num = recipe.num_sequences * work.sampling_rounds / (engines or max(1, work.ranks // tp))
+    colocated = recipe.rollout.engine == "vllm"
+    engines = max(1, work.ranks // tp) if colocated else recipe.rollout.servers.num_expected
+    num = recipe.num_sequences * work.sampling_rounds / engines
     concurrency = max(1.0, min(num, recipe.rollout.max_num_seqs, engine.tokens / work.mean_sequence))
     steps = num * work.mean_response / concurrency
     tail = max(0.0, recipe.rollout.max_response_length - steps)

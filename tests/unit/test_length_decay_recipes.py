@@ -72,8 +72,8 @@ def test_schedule_is_what_its_name_says(recipes, name):
 def test_an_arm_differs_from_the_base_in_one_thing(name):
     lines = (FOLDER / f"{name}.yaml").read_text().splitlines()
     header = [line for line in lines if line.startswith("#")]
-    assert [line.split(":")[0] for line in header] == ["# Purpose", "# Source", "# Layout"]
-    assert "Status:" in header[-1]
+    assert [line.split(":")[0] for line in header] == ["# Purpose", "# Source", "# Layout", "# Plan"]
+    assert "Status:" in header[2]
     sections = [
         line.split(":")[0] for line in lines if line[0] not in "# " and not line.startswith(("extends", "name"))
     ]
