@@ -26,9 +26,10 @@ demo: setup ## train the tiny Qwen3-MoE with GRPO from 0.43 to over 0.9 held-out
 test: setup ## run the whole test suite
 	$(RUN) -m pytest
 
-lint: setup ## ruff, the patch series and every recipe
+lint: setup ## ruff, shellcheck, both patch series and every recipe
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(VENV)/bin/shellcheck --external-sources --source-path=. $$(git ls-files '*.sh' '*.sbatch' .ci/run)
 	$(RUN) tools/patches.py check
 	$(RUN) tools/check_recipes.py
 

@@ -11,8 +11,8 @@ or fp16 run keeps beside the rounded ones, as `precision.export_from: master` do
 layout. A new run needs no conversion: its model.path is a Hugging Face folder.
 
 Layouts: a run's checkpoint stores every tensor whole under its own name, whatever TP, EP, PP and ETP wrote it, and
-Megatron cuts it up for whatever layout reads it. So this is one process without ranks, GPU or model in memory: at most
-one fused tensor, and in `to-hf` one file of up to 4 GiB.
+Megatron cuts it up for whatever layout reads it. So this is one process without ranks, GPU or model in memory. Beside
+its imports it holds one tensor, and in `to-hf` three times a file of up to 1 GiB, however large the model is.
 
 Proof: every tensor is hashed (SHA-256 over name, dtype, shape, bytes) as it is read; what was written is read back,
 converted back and hashed again. OUT gets its name only if all hashes agree. The printed `weights` hash is the same for

@@ -37,6 +37,7 @@ HF_FOLDER = "hf"  # below a Megatron folder that `to_megatron` wrote: config.jso
 MASTER_PREFIX = "optimizer.state.param."  # of the fp32 master weights in a run's checkpoint
 _COMMON_FILE, _METADATA_FILE = "common.pt", ".metadata"
 _OPTIMIZER_PREFIX = "optimizer."
+FILE_BYTES = 2**30  # of a safetensors file; writing one takes three times that in memory (measured)
 _SHOWN = 5  # names in a message that could list thousands
 
 Weights = Iterator[tuple[str, torch.Tensor]]
@@ -145,7 +146,7 @@ def to_hf(
     folder.check(a, prefix)
     partial = _prepare(target, folder.num_bytes(a, prefix, dtype))
     digests: dict[str, str] = {}
-    write_hf_checkpoint(partial, _tapped(folder.hf_weights(a, prefix, dtype), digests), model)
+    write_hf_checkpoint(partial, _tapped(folder.hf_weights(a, prefix, dtype), digests), model, FILE_BYTES)
     verify("written", SafetensorsFolder(partial).items(), digests)
     partial.rename(target)
     return digests

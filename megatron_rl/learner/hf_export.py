@@ -16,10 +16,13 @@ FILE_BYTES = 4 * 2**30  # largest file, as the hub's tools write them
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".pt")
 
 
-def write_hf_checkpoint(folder: Path, weights: Iterable[tuple[str, torch.Tensor]], source: Path) -> None:
+def write_hf_checkpoint(
+    folder: Path, weights: Iterable[tuple[str, torch.Tensor]], source: Path, file_bytes: int = FILE_BYTES
+) -> None:
     """Write ``weights`` to ``folder`` beside the configuration and tokenizer files of ``source``.
 
-    Every rank calls it, because streaming the weights is collective; rank 0 writes.
+    Every rank calls it, because streaming the weights is collective; rank 0 writes, and needs memory for three times
+    ``file_bytes``, the largest file.
     """
     if world_rank() != 0:
         for _ in weights:
@@ -29,7 +32,7 @@ def write_hf_checkpoint(folder: Path, weights: Iterable[tuple[str, torch.Tensor]
     weight_map: dict[str, str] = {}
     total_size = 0
     dtypes: set[torch.dtype] = set()
-    for number, tensors in enumerate(_in_files(weights), start=1):
+    for number, tensors in enumerate(_in_files(weights, file_bytes), start=1):
         name = f"model-{number:05d}.safetensors"
         save_file(tensors, folder / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, name)
@@ -58,11 +61,11 @@ def copy_companions(source: Path, folder: Path) -> None:
             shutil.copy2(file, folder / file.name)
 
 
-def _in_files(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+def _in_files(weights: Iterable[tuple[str, torch.Tensor]], file_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
     tensors: dict[str, torch.Tensor] = {}
     num_bytes = 0
     for name, tensor in weights:
-        if tensors and num_bytes + tensor.nbytes > FILE_BYTES:
+        if tensors and num_bytes + tensor.nbytes > file_bytes:
             yield tensors
             tensors, num_bytes = {}, 0
         tensors[name] = tensor.detach().cpu().clone()  # a copy: exported tensors may share memory with the model

@@ -123,6 +123,28 @@ preflight() {
     echo "${bad[*]}"
   )"
   say "preflight: ${#nodes[@]} nodes ok"
+  preflight_network
+}
+
+# A small all_reduce over the links between the nodes; the job ends, naming the nodes that are slow or do not answer.
+preflight_network() {
+  local found=$attempt/preflight/network what node reason bad=()
+  if [ "${#nodes[@]}" -eq 1 ] || [ "${MRL_NETWORK_MIB:-64}" -eq 0 ]; then return 0; fi
+  timeout "${MRL_PREFLIGHT_SECONDS:-300}" \
+    srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --output="$attempt/preflight/network-%t.log" \
+    "${container_srun[@]}" "${container_run[@]}" \
+    "$MRL_PYTHON" "$home/slurm/lib/network.py" "$attempt/preflight" "${nodes[@]}" || true
+  [ -f "$found" ] || die 1 "preflight: network: ${nodes[0]} did not finish measuring; see $attempt/preflight/network-*.log"
+  while read -r what node reason; do
+    case $what in
+      bad) bad+=("$node") && say "preflight: network: $node: $reason" >&2 ;;
+      summary) say "preflight: network: $node $reason" ;;
+    esac
+  done <"$found"
+  [ "${#bad[@]}" -eq 0 ] || die 1 "preflight: slow or unreachable nodes; submit again with --exclude=$(
+    IFS=,
+    echo "${bad[*]}"
+  )"
 }
 
 # One process per rank, in the background: sets srun_pid. Each rank logs to its own file and leaves its exit status.

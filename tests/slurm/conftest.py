@@ -44,6 +44,7 @@ class Site:
 
     def environment(self, **env: str) -> dict[str, str]:
         values = {"MRL_PYTHON": sys.executable, "MRL_MIN_FREE_GIB": "1", "MRL_RANKS_PER_NODE": "1"}
+        values["MRL_NETWORK_MIB"] = "0"  # costs every job two imports of torch; what is about it asks for it
         values |= {"PATH": f"{self.programs}{os.pathsep}{self.cluster.environment['PATH']}", **env}
         return {name: value for name, value in values.items() if value}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -98,14 +99,23 @@ def test_smoke_in_a_container_then_evaluation(site):
     image = site.folder / "image.sif"
     image.touch()
     job = site.submit(
-        "train.sbatch", RECIPE, "--smoke", *site.settings("big"), MRL_CONTAINER=str(image), MRL_MOUNTS="/data:/data"
+        "train.sbatch",
+        RECIPE,
+        "--smoke",
+        *site.settings("big"),
+        MRL_CONTAINER=str(image),
+        MRL_MOUNTS="/data:/data",
+        MRL_NETWORK_MIB="1",
     )
     assert job.wait() == "COMPLETED", job.log
     run = site.runs / f"big-smoke-{job.number}"
     assert steps(run) == [0, 1]
     assert "preflight: 2 nodes ok" in job.log
+    assert re.search(
+        r"preflight: network: slowest link \d+\.\d+ GiB/s, all_reduce of 1 MiB over 2 nodes \d+\.\d+ GiB/s\n", job.log
+    )
     calls = (site.programs / "calls").read_text().splitlines()
-    assert len(calls) == 1 + 2 + 2  # check once, preflight per node, training per rank
+    assert len(calls) == 1 + 2 + 2 + 2  # check once, preflight and its network per node, training per rank
     for call in calls:
         assert call.startswith(
             f"exec --nv --bind {site.repo}:{site.repo},{site.folder}:{site.folder},/data:/data --pwd "
@@ -212,6 +222,18 @@ def test_preflight_names_the_bad_node(site):
     assert f"--exclude={NODES[1]}\n" in job.log
     assert job.field("Restarts") == "0"
     assert not list((site.runs / "sick").glob("slurm/*/rank-*"))
+
+
+def test_preflight_names_a_node_that_the_network_does_not_reach(site):
+    cut_off = f'case "$*" in *network.py*) [ $SLURMD_NODENAME != {NODES[1]} ] || exit 1 ;; esac\n'
+    python = site.program("python", cut_off + 'exec "$REAL_PYTHON" "$@"\n')
+    environment = {"MRL_PYTHON": str(python), "REAL_PYTHON": site.environment()["MRL_PYTHON"]}
+    environment |= {"MRL_NETWORK_MIB": "1", "MRL_NETWORK_SECONDS": "3"}
+    job = site.submit("train.sbatch", RECIPE, *site.settings("apart"), **environment)
+    assert job.wait() == "FAILED", job.log
+    assert f"preflight: network: {NODES[1]}: does not reach the first node" in job.log
+    assert f"--exclude={NODES[1]}\n" in job.log
+    assert not list((site.runs / "apart").glob("slurm/*/rank-*"))
 
 
 def test_restarts_without_progress_are_few(site):

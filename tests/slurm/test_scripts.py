@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -22,11 +22,40 @@ def test_bash_can_read_it(script):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-def test_shellcheck_has_no_complaint():
-    command = ["shellcheck", "--external-sources", "--source-path", str(REPOSITORY), *map(str, SCRIPTS)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+@pytest.fixture(scope="module")
+def network():
+    """The program that measures the network, as a module."""
+    spec = importlib.util.spec_from_file_location("network", FOLDER / "lib" / "network.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3, 4, 5, 8])
+def test_every_pair_of_neighbours_is_measured_and_nobody_is_in_two_at_once(network, num_nodes):
+    rounds = network.ring(num_nodes)
+    pairs = [frozenset(pair) for found in rounds for pair in found]
+    wanted = {frozenset((i, (i + 1) % num_nodes)) for i in range(num_nodes)}
+    assert len(pairs) == len(set(pairs))
+    assert set(pairs) == wanted
+    assert all(len({i for pair in found for i in pair}) == 2 * len(found) for found in rounds)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "floor", "bad"),
+    [
+        ((10, 9, 11, 10), 0, set()),
+        ((10, 1, 1, 10), 0, {"c"}),  # c's two links; its neighbours have a good one each
+        ((10, 1, 10, 10), 0, set()),  # one slow link, no slow node
+        ((10, 0, 0, 10), 0, {"c"}),
+        ((10, 0, 10, 10), 0, {"b", "c"}),  # either end
+        ((10, 9, 11, 10), 20, {"a", "b", "c", "d"}),
+    ],
+)
+def test_a_node_is_judged_by_its_better_link(network, speeds, floor, bad):
+    nodes = ["a", "b", "c", "d"]
+    links = dict(zip([(0, 1), (1, 2), (2, 3), (3, 0)], map(float, speeds), strict=True))
+    assert set(network.judge(links, nodes, floor)) == bad
 
 
 @pytest.mark.parametrize("script", BATCH, ids=lambda path: path.name)
@@ -38,7 +67,8 @@ def test_the_header_leaves_to_the_user_what_is_the_users(script):
 
 
 def test_every_variable_is_documented():
-    used = {name for script in SCRIPTS for name in re.findall(r"\bMRL_[A-Z_]+", script.read_text())}
+    programs = [*SCRIPTS, *FOLDER.rglob("*.py")]
+    used = {name for script in programs for name in re.findall(r"\bMRL_[A-Z_]+", script.read_text())}
     documented = set(re.findall(r"\bMRL_[A-Z_]+", (FOLDER / "README.md").read_text()))
     assert used == documented
 
