@@ -35,7 +35,7 @@ def check_recipe(recipe: Recipe, world_size: int | None = None, *, offline: bool
     """
     architecture, assumed = shape_of(recipe.model.path) if offline else (read_architecture(recipe.model.path), False)
     absent = [f"model {recipe.model.path} (its shape is known)"] if assumed else []
-    problems = recipe.learner.parallel.problems(architecture, world_size)
+    problems = architecture.problems() + recipe.learner.parallel.problems(architecture, world_size)
     problems += recipe.rollout.problems(
         architecture,
         recipe.data.prompt.max_length,

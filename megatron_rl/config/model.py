@@ -46,6 +46,30 @@ class Architecture:
     def is_moe(self) -> bool:
         return self.num_experts > 0
 
+    @property
+    def llama3_factor(self) -> float | None:
+        """By how much low rotary frequencies are slowed down, where the model does so as Llama 3 does; else None."""
+        return float(self.rope_scaling["factor"]) if self.rope_scaling and not self.problems() else None
+
+    def problems(self) -> list[str]:
+        """Why the learner cannot build this model; empty where it can."""
+        scaling = dict(self.rope_scaling or {})
+        scaling["rope_type"] = scaling.pop("rope_type", None) or scaling.pop("type", None)
+        if self.rope_scaling is None or (scaling.pop("factor", 0) > 0 and scaling == _LLAMA3_SCALING):
+            return []
+        return [
+            f"model.path: rope scaling {self.rope_scaling} is not supported, only Llama 3's ({_LLAMA3_SCALING}, any "
+            "factor); take it out of config.json only where that kind leaves sequences of the run's length alone"
+        ]
+
+
+# What Megatron-Core's RotaryEmbedding takes for granted beside the factor.
+_LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 # Per model_type: (bias on q/k/v, RMSNorm on q and k). What is not here has no converter and is refused.
 _FAMILIES = {

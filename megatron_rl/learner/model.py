@@ -151,11 +151,8 @@ def build_model(
 
     ``exact``: for `rollout.engine: exact`, whose passes must agree bit for bit.
     """
-    if architecture.rope_scaling is not None:
-        raise InputError(
-            f"model.path: rope scaling {architecture.rope_scaling} is not supported; remove it from config.json if the "
-            f"run stays within {architecture.max_position_embeddings} tokens"
-        )
+    if problems := architecture.problems():
+        raise InputError("; ".join(problems))
     precision = precision or PrecisionConfig()
     config = transformer_config(architecture, learner, device, precision, exact)
     model = GPTModel(
@@ -170,6 +167,8 @@ def build_model(
         position_embedding_type="rope",
         rotary_percent=1.0,
         rotary_base=architecture.rope_theta,
+        rope_scaling=architecture.llama3_factor is not None,
+        rope_scaling_factor=architecture.llama3_factor or 1.0,
     )
     if not use_transformer_engine(device):
         model.rotary_pos_emb = PackedRotaryEmbedding(model.rotary_pos_emb)

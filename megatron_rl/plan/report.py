@@ -93,7 +93,7 @@ def _time(plan: Plan) -> list[str]:
     tokens = work.recipe.num_sequences * work.mean_response
     return [
         f"step time     about {_duration(t.total)} ({tokens / t.total:.0f} response tokens/s), rewards not counted",
-        f"  {t.generate:8.1f} s  generate{_rounds(work)}",
+        f"  {t.generate:8.1f} s  generate{_rounds(work)}{_deadline(plan)}",
         f"  {t.old_logprobs:8.1f} s  old log-probs{'' if t.old_logprobs else ' (not needed)'}",
         f"  {t.update:8.1f} s  forward and backward",
         f"  {t.communication:8.1f} s      of these two, tensor- and expert-parallel communication",
@@ -101,6 +101,12 @@ def _time(plan: Plan) -> list[str]:
         f"  {t.refit:8.1f} s  weights to the engine",
         f"  run         {work.recipe.num_steps} steps: {work.recipe.num_steps * t.total / 86400:.1f} days",
     ]
+
+
+def _deadline(plan: Plan) -> str:
+    deadline = plan.work.recipe.rollout.deadline_s
+    late = deadline is not None and plan.time.generate > deadline * plan.work.sampling_rounds
+    return f"  ← longer than rollout.deadline_s ({deadline:g} s): the run would end" if late else ""
 
 
 def _rounds(work: Workload) -> str:
