@@ -98,10 +98,10 @@ class SDPACoreAttention(MegatronModule):
             out = self._attend(*(x.transpose(1, 2) for x in whole)).transpose(1, 2)
             return out.flatten(0, 1).flatten(1).unsqueeze(1)
         if packed_seq_params.pad_index is not None:
-            index = packed_seq_params.pad_index
-            padded = (x.squeeze(1)[index].transpose(1, 2) for x in (query, key, value))  # [S, H, M, D]
-            out = self._attend(*padded).transpose(1, 2)
-            return out.flatten(0, 1)[packed_seq_params.unpad_index].flatten(1).unsqueeze(1)
+            index = (packed_seq_params.pad_index, packed_seq_params.unpad_index)
+            padded = (_Pad.apply(x.squeeze(1), *index).transpose(1, 2) for x in (query, key, value))  # [S, H, M, D]
+            out = _Unpad.apply(self._attend(*padded).transpose(1, 2), *index)
+            return out.flatten(1).unsqueeze(1)
         pieces = [
             self._attend(*(x.permute(1, 2, 0, 3) for x in qkv)).permute(2, 0, 1, 3)
             for qkv in zip(*(x.split(packed_seq_params.lengths) for x in (query, key, value)), strict=True)
@@ -113,6 +113,35 @@ class SDPACoreAttention(MegatronModule):
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped
         )
+
+
+class _Pad(torch.autograd.Function):
+    """[N, …] → [S, M, …]. What a causal mask hides from real tokens has no gradient, so padding passes none back."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, pad_index: torch.Tensor, unpad_index: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(unpad_index)
+        return x.index_select(0, pad_index.flatten()).unflatten(0, pad_index.shape)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return grad.flatten(0, 1).index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class _Unpad(torch.autograd.Function):
+    """[S, M, …] → [N, …], the adjoint of a padding with zeros."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, pad_index: torch.Tensor, unpad_index: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(unpad_index)
+        ctx.padded = x.shape
+        return x.flatten(0, 1).index_select(0, unpad_index)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        padded = grad.new_zeros(ctx.padded)
+        padded.view(-1, *grad.shape[1:]).index_copy_(0, ctx.saved_tensors[0], grad)
+        return padded, None, None
 
 
 class PackedRotaryEmbedding(torch.nn.Module):

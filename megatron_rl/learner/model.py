@@ -17,6 +17,7 @@ from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.errors import InputError
 from megatron_rl.learner.attention import PackedRotaryEmbedding, SDPACoreAttention
 from megatron_rl.learner.exact_attention import ExactCoreAttention
+from megatron_rl.learner.few_pass import finish_few_pass_model, use_few_pass_layers
 from megatron_rl.learner.precision import compute_head_in_fp32
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -137,6 +138,8 @@ def layer_spec(config: TransformerConfig, device: torch.device, exact: bool = Fa
             layer.submodules.self_attention.submodules.core_attention = (
                 ExactCoreAttention if exact else SDPACoreAttention
             )
+        if not exact:  # whose passes must agree bit for bit: see `learner.invariant`
+            use_few_pass_layers(block)
     return block
 
 
@@ -171,7 +174,10 @@ def build_model(
         rope_scaling_factor=architecture.llama3_factor or 1.0,
     )
     if not use_transformer_engine(device):
-        model.rotary_pos_emb = PackedRotaryEmbedding(model.rotary_pos_emb)
+        if exact:
+            model.rotary_pos_emb = PackedRotaryEmbedding(model.rotary_pos_emb)
+        else:
+            finish_few_pass_model(model)
     model = model.to(device=device, dtype=DTYPES[learner.dtype])
     if precision.fp32_head and model.post_process:
         compute_head_in_fp32(model.output_layer)

@@ -5,6 +5,7 @@ Shapes: N packed tokens of a microbatch, b sequences in it, n response tokens in
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -27,7 +28,9 @@ def deal(lengths: Seq[int], num_ranks: int, max_tokens: int) -> list[list[list[i
     ``max_tokens`` goes alone; a microbatch can be empty when there are fewer sequences than ranks.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    num_rounds = max(1, -(-sum(lengths) // (num_ranks * max_tokens)))
+    # At least: enough room, and a bin for each sequence that shares none.
+    num_bins = max(-(-sum(lengths) // max_tokens), sum(2 * length > max_tokens for length in lengths))
+    num_rounds = max(1, -(-num_bins // num_ranks))
     while (bins := _fill(order, lengths, num_rounds * num_ranks, max_tokens)) is None:
         num_rounds += 1
     bins.sort(key=lambda b: -sum(lengths[i] for i in b))
@@ -42,13 +45,13 @@ def deal(lengths: Seq[int], num_ranks: int, max_tokens: int) -> list[list[list[i
 def _fill(order: list[int], lengths: Seq[int], num_bins: int, max_tokens: int) -> list[list[int]] | None:
     """Longest first into the emptiest bin (LPT); None where one overflows."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    load = [0] * num_bins
+    heap = [(0, number) for number in range(num_bins)]  # (tokens, bin): the first of the emptiest is on top
     for i in order:
-        emptiest = min(range(num_bins), key=load.__getitem__)
-        if bins[emptiest] and load[emptiest] + lengths[i] > max_tokens:
+        tokens, emptiest = heap[0]
+        if bins[emptiest] and tokens + lengths[i] > max_tokens:
             return None
         bins[emptiest].append(i)
-        load[emptiest] += lengths[i]
+        heapq.heapreplace(heap, (tokens + lengths[i], emptiest))
     return bins
 
 

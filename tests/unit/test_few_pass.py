@@ -1,0 +1,92 @@
+"""Values and gradients of the learner's own layers against the plain compositions that they replace."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_rl.learner import few_pass
+
+CLOSE = {"rtol": 1e-4, "atol": 2e-5}
+EPS = 1e-6
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).requires_grad_()
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def assert_same(ours, reference, inputs: list[torch.Tensor]) -> None:
+    """Both functions of ``inputs`` have the same outputs, and the same gradients of a random sum of them."""
+    found, expected = ours(*inputs), reference(*inputs)
+    seeds = [torch.randn_like(out) for out in expected]
+    for out, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(out, right, **CLOSE)
+    grads = [torch.autograd.grad(outputs, inputs, seeds) for outputs in (found, expected)]
+    for grad, right in zip(*grads, strict=True):
+        torch.testing.assert_close(grad, right, **CLOSE)
+
+
+def test_rms_norm():
+    assert_same(
+        lambda x, w: (few_pass._RMSNorm.apply(x, w, EPS),),
+        lambda x, w: (F.rms_norm(x, (16,), w, EPS),),
+        [random(7, 2, 16), random(16)],
+    )
+
+
+def plain_rotation(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    x1, x2 = x.chunk(2, dim=-1)
+    return x * angles.cos().repeat(1, 1, 1, 2) + torch.cat([-x2, x1], dim=-1) * angles.sin().repeat(1, 1, 1, 2)
+
+
+@pytest.mark.parametrize("normed", [True, False], ids=["qk-norm", "no norm"])
+def test_split_norm_rotate(normed: bool):
+    groups, heads, width = 2, 3, 8
+    angles = torch.rand(5, 1, 1, width // 2) * 6
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+    def ours(mixed, *weights):
+        return few_pass._SplitNormRotate.apply(mixed, *(weights or (None, None)), cos_sin, EPS)
+
+    def reference(mixed, *weights):
+        query, key, value = mixed.split([heads, 1, 1], dim=3)
+        query, key, value = query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
+        if weights:
+            query, key = (F.rms_norm(x, (width,), w, EPS) for x, w in zip((query, key), weights))
+        return plain_rotation(query, angles), plain_rotation(key, angles), value
+
+    weights = [random(width), random(width)] if normed else []
+    assert_same(ours, reference, [random(5, 1, groups, heads + 2, width), *weights])
+
+
+def test_experts_after_local_dispatch():
+    """Tokens to their experts, through them, and back: the sum over each token's experts, probs included."""
+    num_tokens, num_experts, top_k, hidden, width = 9, 4, 2, 6, 5
+    dispatcher = few_pass.LocalDispatcher.__new__(few_pass.LocalDispatcher)
+    dispatcher.config = SimpleNamespace(moe_router_topk=top_k)
+    chosen = torch.stack([torch.randperm(num_experts - 1)[:top_k] for _ in range(num_tokens)])  # the last one is idle
+    routing_map = torch.zeros(num_tokens, num_experts, dtype=torch.bool).scatter_(1, chosen, True)
+
+    def ours(x, probs, *weights):
+        rows, row_probs = dispatcher.dispatch_preprocess(x, routing_map, probs)
+        rows, counts, row_probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(rows, row_probs))
+        rows = few_pass._Experts.apply(rows, row_probs, counts.tolist(), *weights)
+        rows = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
+        return (dispatcher.combine_postprocess(rows),)
+
+    def reference(x, probs, *weights):
+        out = 0.0
+        for e, (fc1, fc2) in enumerate(zip(weights[:num_experts], weights[num_experts:])):
+            gate, up = (x @ fc1.t()).chunk(2, dim=-1)
+            out = out + ((F.silu(gate) * up) @ fc2.t()) * (probs * routing_map)[:, e].view(-1, 1, 1)
+        return (out,)
+
+    weights = [random(2 * width, hidden) for _ in range(num_experts)]
+    weights += [random(hidden, width) for _ in range(num_experts)]
+    assert_same(ours, reference, [random(num_tokens, 1, hidden), random(num_tokens, num_experts), *weights])
