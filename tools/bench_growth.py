@@ -1,0 +1,154 @@
+#!/usr/bin/env python
+"""How the cost of a step grows: with tokens, sequences, layers, experts; with a power law fitted to each.
+
+    python tools/bench_growth.py [--rounds 5] [--only tokens,sequences,layers,experts]
+
+One quantity doubles, the others stay; processor time of one thread, least of the rounds, which alternate over the
+sizes. The exponent is the slope of log time over log size by least squares, with its 95% interval. Above 1 something
+is super-linear: attention is, in tokens per sequence, and nothing of ours may be. Models have random weights; the
+update is that of `Learner.update`, packing, statistics of the monitor and export are timed apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from megatron_rl.batch import build_batch  # noqa: E402
+from megatron_rl.config import load_recipe  # noqa: E402
+from megatron_rl.learner.distributed import shutdown  # noqa: E402
+from megatron_rl.learner.learner import Learner  # noqa: E402
+from megatron_rl.learner.packing import deal, minibatch_denominators  # noqa: E402
+from megatron_rl.monitor.rollouts import rollout_metrics  # noqa: E402
+from megatron_rl.types import Group, Prompt, Rollout  # noqa: E402
+
+GROUP = 8
+# Student's t at 97.5% for n − 2 degrees of freedom.
+T_975 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57}
+
+
+def fit(sizes: list[int], seconds: list[float]) -> tuple[float, float]:
+    """Slope of log seconds over log size, and half the width of its 95% interval."""
+    x, y = np.log(sizes), np.log(seconds)
+    x = x - x.mean()
+    slope = float((x @ y) / (x @ x))
+    residual = y - y.mean() - slope * x
+    error = math.sqrt(float(residual @ residual) / (len(x) - 2) / float(x @ x))
+    return slope, T_975[len(x) - 2] * error
+
+
+def make_groups(num_sequences: int, length: int, vocab: int) -> list[Group]:
+    random = np.random.default_rng(0)
+
+    def rollout(prompt: str, sample: int) -> Rollout:
+        tokens = random.integers(3, vocab, length).tolist()
+        logprobs = np.full(length, -1.0, dtype=np.float32)
+        versions = np.zeros(length, dtype=np.int32)
+        return Rollout(prompt, sample, tokens, logprobs, "stop", versions, reward=float(sample % 2))
+
+    prompts = [Prompt(f"bench:{i}", [1, 5, 6, 7], "0") for i in range(num_sequences // GROUP)]
+    return [Group(prompt, [rollout(prompt.id, sample) for sample in range(GROUP)]) for prompt in prompts]
+
+
+def model_folder(folder: Path, layers: int, experts: int) -> Path:
+    """The tiny model with other numbers of layers and experts, random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = folder / f"{layers}-{experts}"
+    if not path.exists():
+        config = AutoConfig.from_pretrained(ROOT / "recipes" / "tiny" / "model")
+        config.num_hidden_layers = layers
+        config.num_experts = config.num_local_experts = experts
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(path)
+        text = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(text))
+    return path
+
+
+class Case:
+    """One size: a learner and a batch, and the parts of a step that are timed."""
+
+    def __init__(self, model: Path, num_sequences: int, length: int):
+        recipe = load_recipe(
+            ROOT / "recipes" / "tiny" / "grpo.yaml",
+            [f"model.path={model}", "learner.optimizer.lr=1e-9", f"rollout.max_response_length={length}"],
+        )
+        self.learner = Learner(recipe)
+        self.groups = make_groups(num_sequences, length, self.learner.architecture.vocab_size)
+        self.recipe, self.indices = recipe, list(range(num_sequences))
+        self.batch = build_batch(0, self.groups, recipe)
+
+    def parts(self) -> dict[str, Callable[[], object]]:
+        lengths = [len(s.tokens) for s in self.batch.sequences]
+        return {
+            "update": lambda: self.learner.update(self.batch),
+            "packing": self.pack,
+            "deal 64 ranks": lambda: deal(lengths * 64, 64, self.recipe.learner.max_tokens_per_microbatch),
+            "monitor": lambda: rollout_metrics(self.groups, self.recipe.monitor.repetition_ngram),
+            "export": lambda: sum(1 for _ in self.learner.export_weights()),
+        }
+
+    def pack(self) -> None:
+        batch = build_batch(0, self.groups, self.recipe)
+        self.learner._microbatches(batch, self.indices, "native")
+        minibatch_denominators(batch.sequences, self.recipe.objective)
+
+
+def sweeps(folder: Path) -> Iterator[tuple[str, list[int], Callable[[int], Case]]]:
+    base = model_folder(folder, 4, 8)
+    yield "tokens", [32, 64, 128, 256], lambda n: Case(base, 32, n)
+    yield "sequences", [16, 32, 64, 128], lambda n: Case(base, n, 64)
+    yield "layers", [2, 4, 8, 16], lambda n: Case(model_folder(folder, n, 8), 32, 64)
+    yield "experts", [4, 8, 16, 32], lambda n: Case(model_folder(folder, 4, n), 32, 64)
+
+
+def measure(sizes: list[int], make: Callable[[int], Case], rounds: int) -> dict[str, list[float]]:
+    """Least processor time of every part at every size."""
+    best: dict[str, list[float]] = {}
+    for place, size in enumerate(sizes):
+        case = make(size)
+        for name, part in case.parts().items():
+            best.setdefault(name, [math.inf] * len(sizes))
+            for round_ in range(rounds + 1):
+                start = time.process_time()
+                part()
+                if round_:
+                    best[name][place] = min(best[name][place], time.process_time() - start)
+        shutdown()
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="tokens,sequences,layers,experts")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, sizes, make in sweeps(Path(folder)):
+            if name not in options.only.split(","):
+                continue
+            print(f"\n{name}: " + "  ".join(f"{size:>9}" for size in sizes) + "   exponent (95%)")
+            for part, seconds in measure(sizes, make, options.rounds).items():
+                slope, half = fit(sizes, seconds)
+                times = "  ".join(f"{1e3 * s:7.1f}ms" for s in seconds)
+                print(f"{part:>14} {times}   {slope:.2f} ± {half:.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Steps of programs in turn: a driver lets one worker make one step, while the others wait and use no processor.
+
+So two programs that are compared run under the same load of the machine, step by step. Nothing of ours is imported
+here: a worker may live in another virtual environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
+from typing import Any
+
+ADDRESS = "BENCH_GATE"  # environment variable: the driver's socket
+
+
+class Gate:
+    """A worker's end. Call `wait` before every step; it reports the step before, if there was one."""
+
+    def __init__(self) -> None:
+        self._driver = Client(os.environ[ADDRESS], "AF_UNIX")
+        self._start: tuple[float, float] | None = None
+
+    def wait(self, **facts: Any) -> bool:
+        """End the step that runs, tell the driver its times and ``facts``, and wait. False: there is no other."""
+        if self._start is not None:
+            wall, processor = time.perf_counter() - self._start[0], time.process_time() - self._start[1]
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            self._driver.send({"wall": wall, "processor": processor, "memory_mib": memory, **facts})
+        else:
+            self._driver.send("ready")
+        go = self._driver.recv()
+        self._start = (time.perf_counter(), time.process_time())
+        return go
+
+    def leave(self) -> None:
+        """End the process at once: what a framework does at its own end is not part of a benchmark."""
+        os._exit(0)
+
+
+class Worker:
+    """The driver's end of one program."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
+        self.name, self.log, self.steps = name, log, []
+        socket = Path(tempfile.mkdtemp()) / "gate"
+        with Listener(str(socket), "AF_UNIX") as listener, log.open("w") as output:
+            env = {**os.environ, **(environment or {}), ADDRESS: str(socket)}
+            self._process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
+            listener._listener._socket.settimeout(1.0)
+            while True:
+                try:
+                    self._connection = listener.accept()
+                    break
+                except TimeoutError:
+                    self._check()
+        socket.parent.rmdir()
+        self._receive()
+
+    def step(self) -> dict[str, Any]:
+        """One step: ``wall`` and ``processor`` seconds, ``memory_mib`` and what the worker adds."""
+        self._connection.send(True)
+        self.steps.append(self._receive())
+        return self.steps[-1]
+
+    def _receive(self) -> Any:
+        try:
+            while not self._connection.poll(1.0):
+                self._check()
+            return self._connection.recv()
+        except EOFError:
+            self._process.wait()
+            self._check()
+            raise
+
+    def _check(self) -> None:
+        if self._process.poll() is not None:
+            tail = "".join(self.log.read_text().splitlines(keepends=True)[-15:])
+            raise SystemExit(f"{self.name} ended with status {self._process.returncode}:\n{tail}")
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.send(False)
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

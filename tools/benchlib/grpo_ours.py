@@ -1,0 +1,62 @@
+"""One of the two programs of `bench_trl.py`: the whole loop of this repository, held at every step.
+
+python -m tools.benchlib.grpo_ours RECIPE {fixed,tail,free} LONGEST [a.b=c …]
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import megatron_rl.train as loop
+from megatron_rl.config import load_recipe
+from megatron_rl.monitor import Monitor
+from megatron_rl.rollout.vllm_engine import VllmGenerator
+from tools.benchlib.gate import Gate
+from tools.benchlib.lengths import response_lengths
+
+
+def main() -> None:
+    recipe_path, kind, longest, *overrides = sys.argv[1:]
+    recipe = load_recipe(recipe_path, overrides)
+    gate, facts, calls = Gate(), {}, [0]
+    sample, record, run_engine = loop.sample, Monitor.record, VllmGenerator._run_engine
+
+    def held_sample(run: Any, step: int) -> Any:
+        if not gate.wait(**facts):
+            gate.leave()
+        return sample(run, step)
+
+    def watched_record(self: Monitor, step: int, metrics: dict[str, float], groups: Any = None) -> Any:
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        facts.update(
+            reward=sum(r.raw_reward for r in rollouts) / len(rollouts),
+            tokens=sum(len(r.tokens) for r in rollouts),
+            phases=dict(self.timer._seconds),
+        )
+        return record(self, step, metrics, groups)
+
+    def with_lengths(self: VllmGenerator, requests: list, sampling: Any) -> Any:
+        llm, step = self._llm, calls[0]
+        calls[0] += 1
+        enqueue = llm.enqueue
+
+        def enqueue_with_lengths(prompts: list, params: list, **options: Any) -> Any:
+            for p, length in zip(params, response_lengths(kind, len(params), int(longest), step), strict=True):
+                p.max_tokens = length
+            return enqueue(prompts, params, **options)
+
+        llm.enqueue = enqueue_with_lengths
+        try:
+            return run_engine(self, requests, sampling)
+        finally:
+            del llm.enqueue
+
+    loop.sample, Monitor.record = held_sample, watched_record
+    if kind != "free":
+        VllmGenerator._run_engine = with_lengths
+    loop.train(recipe, "never")
+
+
+if __name__ == "__main__":
+    main()
