@@ -1,15 +1,15 @@
 #!/usr/bin/env python
 """Step time against TRL's GRPOTrainer, step by step in turn: same model, task, batch, threads, precision, engine.
 
-    python tools/bench_trl.py --trl-python VENV/bin/python [--lengths fixed|tail|free] [--longest 64] [--steps 15]
-                              [--ours eager compiled] [--trl default plain] [--set a.b=c …]
+    python tools/bench_trl.py --trl-python VENV/bin/python [--lengths fixed tail free] [--longest 256] [--steps 15]
+                              [--ours eager compiled] [--trl default eager plain] [--set a.b=c …]
 
-``fixed``: every response has exactly --longest tokens. ``tail``: log-normal lengths, median --longest/16, the same
+``fixed``: every response has exactly 64 tokens. ``tail``: log-normal lengths, median --longest/16, the same
 draws for all. ``free``: responses end where the policy ends them, and the run goes on until all reach reward 0.9 (or
 --steps). All use vLLM in their process with the same weights; steps alternate, so that all see the machine in the
-same state. TRL compiles vLLM's model, our default on a CPU does not: ``compiled`` is ours with it. ``plain`` is TRL
-without its correction of the mismatch, which needs a pass for old log-probs there. The ratio is the median over pairs
-of steps: of processor time where others use the machine, of wall time where it is idle (both are printed).
+same state. TRL compiles vLLM's model, our default on a CPU does not: ``compiled`` and ``eager`` exchange that.
+``plain`` is TRL without its correction of the mismatch, which needs a pass for old log-probs there. The ratio is the
+median over pairs of steps: of processor time where others use the machine, of wall time where it is idle.
 
 TRL is no requirement of ours: make it a virtual environment of its own beside vLLM's packages, for instance
 
@@ -49,16 +49,15 @@ def workers(options: argparse.Namespace, folder: Path) -> list[Worker]:
         "num_steps=100000",
         "validation.every=0",
         "objective.correction=[{mode: tis, level: token, cap: 3.0}]",
-        *([] if options.lengths == "free" else ["rollout.stop_token_ids=[]"]),
         *options.set,
     ]
     for mode in options.ours:
-        command = ["-m", "tools.benchlib.grpo_ours", TINY / "grpo.yaml", options.lengths, longest, *overrides]
+        command = ["-m", "tools.benchlib.grpo_ours", TINY / "grpo.yaml", longest, *overrides]
         command += [f"run_root={folder / mode}", f"rollout.enforce_eager={'true' if mode == 'eager' else 'false'}"]
         name = f"ours, {mode}"
         started.append(Worker(name, [sys.executable, *map(str, command)], folder / f"{name}.log", environment))
     for mode in options.trl:
-        command = ["-m", "tools.benchlib.grpo_trl", TINY / "model", TINY / "data" / "train.jsonl", options.lengths]
+        command = ["-m", "tools.benchlib.grpo_trl", TINY / "model", TINY / "data" / "train.jsonl"]
         command += [longest, *batch, options.lr, mode]
         name = f"TRL, {mode}"
         started.append(Worker(name, [options.trl_python, *map(str, command)], folder / f"{name}.log", environment))
@@ -70,10 +69,10 @@ def smoothed(worker: Worker) -> list[float]:
     return [statistics.mean(rewards[max(0, i + 1 - SMOOTHING) : i + 1]) for i in range(len(rewards))]
 
 
-def report(programs: list[Worker], options: argparse.Namespace) -> None:
+def report(kind: str, programs: list[Worker], options: argparse.Namespace) -> None:
     print(
-        f"{options.prompts} × {options.group} responses, {options.lengths} lengths up to {options.longest}, fp32, "
-        f"{options.threads} thread(s), {len(programs[0].steps) - WARM_UP} steps each in turn"
+        f"\n{options.prompts} × {options.group} responses, {kind} lengths, fp32, {options.threads} thread(s), "
+        f"{len(programs[0].steps) - WARM_UP} steps each in turn"
     )
     print(f"{'':16}{'wall s':>9}{'processor s':>13}{'peak MiB':>10}  phases, s of wall time")
     for worker in programs:
@@ -82,7 +81,7 @@ def report(programs: list[Worker], options: argparse.Namespace) -> None:
         phases = {name: statistics.median(step["phases"].get(name, 0.0) for step in steps) for name in names}
         wall, processor = (statistics.median(step[clock] for step in steps) for clock in ("wall", "processor"))
         shown = "  ".join(f"{name} {seconds:.3f}" for name, seconds in phases.items() if seconds >= 0.001)
-        print(f"{worker.name:16}{wall:9.3f}{processor:13.3f}{steps[-1]['memory_mib']:10.0f}  {shown}")
+        print(f"{worker.name:16}{wall:9.3f}{processor:13.3f}{steps[-1]['memory_mib']:10.0f}  {shown}", flush=True)
     for ours, theirs in itertools.product(programs[: len(options.ours)], programs[len(options.ours) :]):
         for clock in ("processor", "wall"):
             pairs = zip(ours.steps[WARM_UP:], theirs.steps[WARM_UP:], strict=True)
@@ -103,13 +102,26 @@ def report_goal(programs: list[Worker]) -> None:
         )
 
 
+def run(kind: str, programs: list[Worker], options: argparse.Namespace) -> None:
+    for worker in programs:
+        worker.steps.clear()
+    for step in range(options.steps + WARM_UP):
+        for worker in programs if step % 2 == 0 else programs[::-1]:
+            worker.step(kind)
+        if kind == "free" and all(smoothed(worker)[-1] >= GOAL for worker in programs):
+            break
+    report(kind, programs, options)
+    if kind == "free":
+        report_goal(programs)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", help="interpreter of a virtual environment that has trl and vLLM")
-    parser.add_argument("--trl", nargs="+", choices=("default", "plain"), default=["default"])
+    parser.add_argument("--trl", nargs="+", choices=("default", "plain", "eager"), default=["default"])
     parser.add_argument("--ours", nargs="+", choices=("eager", "compiled"), default=["eager"])
-    parser.add_argument("--lengths", choices=("fixed", "tail", "free"), default="fixed")
-    parser.add_argument("--longest", type=int, default=64)
+    parser.add_argument("--lengths", nargs="+", choices=("fixed", "tail", "free"), default=["fixed", "tail"])
+    parser.add_argument("--longest", type=int, default=256)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--lr", type=float, default=7e-5)
@@ -125,17 +137,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         try:
             programs = workers(options, Path(folder))
-            for step in range(options.steps + WARM_UP):
-                for worker in programs if step % 2 == 0 else programs[::-1]:
-                    worker.step()
-                if options.lengths == "free" and all(smoothed(worker)[-1] >= GOAL for worker in programs):
-                    break
+            for worker in programs:
+                worker.connect()
+            for kind in sorted(options.lengths, key=lambda kind: kind != "free"):  # learn before lengths are imposed
+                run(kind, programs, options)
         finally:
             for worker in programs:
                 worker.close()
-    report(programs, options)
-    if options.lengths == "free":
-        report_goal(programs)
     return 0
 
 

@@ -27,17 +27,18 @@ class Gate:
         self._driver = Client(os.environ[ADDRESS], "AF_UNIX")
         self._start: tuple[float, float] | None = None
 
-    def wait(self, **facts: Any) -> bool:
-        """End the step that runs, tell the driver its times and ``facts``, and wait. False: there is no other."""
+    def wait(self, **facts: Any) -> Any:
+        """End the step that runs, tell the driver its times and ``facts``, and wait for what the driver gives to the
+        next one. None: there is no other."""
         if self._start is not None:
             wall, processor = time.perf_counter() - self._start[0], time.process_time() - self._start[1]
             memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
             self._driver.send({"wall": wall, "processor": processor, "memory_mib": memory, **facts})
         else:
             self._driver.send("ready")
-        go = self._driver.recv()
+        given = self._driver.recv()
         self._start = (time.perf_counter(), time.process_time())
-        return go
+        return given
 
     def leave(self) -> None:
         """End the process at once: what a framework does at its own end is not part of a benchmark."""
@@ -45,27 +46,32 @@ class Gate:
 
 
 class Worker:
-    """The driver's end of one program."""
+    """The driver's end of one program, which starts at once; `connect` before the first step."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
         self.name, self.log, self.steps = name, log, []
-        socket = Path(tempfile.mkdtemp()) / "gate"
-        with Listener(str(socket), "AF_UNIX") as listener, log.open("w") as output:
-            env = {**os.environ, **(environment or {}), ADDRESS: str(socket)}
+        self._socket = Path(tempfile.mkdtemp()) / "gate"
+        self._listener = Listener(str(self._socket), "AF_UNIX")
+        env = {**os.environ, **(environment or {}), ADDRESS: str(self._socket)}
+        with log.open("w") as output:
             self._process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
-            listener._listener._socket.settimeout(1.0)
-            while True:
-                try:
-                    self._connection = listener.accept()
-                    break
-                except TimeoutError:
-                    self._check()
-        socket.parent.rmdir()
+        self._connection: Any = None
+
+    def connect(self) -> None:
+        """Wait until the program stands before its first step."""
+        self._listener._listener._socket.settimeout(1.0)
+        while self._connection is None:
+            try:
+                self._connection = self._listener.accept()
+            except TimeoutError:
+                self._check()
+        self._listener.close()
+        self._socket.parent.rmdir()
         self._receive()
 
-    def step(self) -> dict[str, Any]:
-        """One step: ``wall`` and ``processor`` seconds, ``memory_mib`` and what the worker adds."""
-        self._connection.send(True)
+    def step(self, given: Any = True) -> dict[str, Any]:
+        """One step with ``given``: ``wall`` and ``processor`` seconds, ``memory_mib`` and what the worker adds."""
+        self._connection.send(given)
         self.steps.append(self._receive())
         return self.steps[-1]
 
@@ -86,15 +92,9 @@ class Worker:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._connection.send(False)
+            self._connection.send(None) if self._connection else self._process.terminate()
         try:
             self._process.wait(20)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()

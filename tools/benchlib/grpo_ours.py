@@ -1,6 +1,8 @@
 """One of the two programs of `bench_trl.py`: the whole loop of this repository, held at every step.
 
-python -m tools.benchlib.grpo_ours RECIPE {fixed,tail,free} LONGEST [a.b=c …]
+python -m tools.benchlib.grpo_ours RECIPE LONGEST [a.b=c …]
+
+The driver gives every step the kind of its response lengths.
 """
 
 from __future__ import annotations
@@ -17,13 +19,15 @@ from tools.benchlib.lengths import response_lengths
 
 
 def main() -> None:
-    recipe_path, kind, longest, *overrides = sys.argv[1:]
+    recipe_path, longest, *overrides = sys.argv[1:]
     recipe = load_recipe(recipe_path, overrides)
-    gate, facts, calls = Gate(), {}, [0]
+    gate, facts, kind = Gate(), {}, "free"
     sample, record, run_engine = loop.sample, Monitor.record, VllmGenerator._run_engine
 
     def held_sample(run: Any, step: int) -> Any:
-        if not gate.wait(**facts):
+        nonlocal kind
+        kind = gate.wait(**facts)
+        if kind is None:
             gate.leave()
         return sample(run, step)
 
@@ -37,13 +41,13 @@ def main() -> None:
         return record(self, step, metrics, groups)
 
     def with_lengths(self: VllmGenerator, requests: list, sampling: Any) -> Any:
-        llm, step = self._llm, calls[0]
-        calls[0] += 1
-        enqueue = llm.enqueue
+        if kind == "free":
+            return run_engine(self, requests, sampling)
+        llm, enqueue, step = self._llm, self._llm.enqueue, self._policy_version
 
         def enqueue_with_lengths(prompts: list, params: list, **options: Any) -> Any:
             for p, length in zip(params, response_lengths(kind, len(params), int(longest), step), strict=True):
-                p.max_tokens = length
+                p.max_tokens, p.stop_token_ids = length, []
             return enqueue(prompts, params, **options)
 
         llm.enqueue = enqueue_with_lengths
@@ -53,8 +57,7 @@ def main() -> None:
             del llm.enqueue
 
     loop.sample, Monitor.record = held_sample, watched_record
-    if kind != "free":
-        VllmGenerator._run_engine = with_lengths
+    VllmGenerator._run_engine = with_lengths
     loop.train(recipe, "never")
 
 

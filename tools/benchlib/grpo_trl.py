@@ -1,12 +1,13 @@
 """The other program of `bench_trl.py`: TRL's GRPOTrainer with vLLM in its process, held at every step.
 
     PYTHON_WITH_TRL -m tools.benchlib.grpo_trl \\
-        MODEL PROBLEMS.jsonl {fixed,tail,free} LONGEST PROMPTS GROUP LR {default,plain}
+        MODEL PROBLEMS.jsonl LONGEST PROMPTS GROUP LR {default,plain,eager}
 
 Same model, prompts, batch, sampling, optimizer and precision as ours. Two things differ from a plain use of TRL: its
 weight sync is patched, without which it fails on vLLM's CPU build (linear layers are packed after loading, experts
 once only), and response lengths are imposed request by request where the benchmark asks for it. ``plain``: without
-TRL's importance-sampling correction, and so without its extra pass for old log-probs.
+TRL's importance-sampling correction, and so without its extra pass for old log-probs. ``eager``: with it, and vLLM not
+compiled, as ours is by default on a CPU.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ from tools.benchlib.lengths import response_lengths
 
 PHASES: dict[str, float] = {}
 FACTS: dict[str, Any] = {}
+GIVEN: dict[str, str] = {}
 
 
 def checkpoint_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -82,12 +85,21 @@ def time_phases() -> None:
     profiling.ProfilingContext.__enter__, profiling.ProfilingContext.__exit__ = enter, leave
 
 
-def impose_lengths(kind: str, longest: int) -> None:
+def run_eagerly() -> None:
+    import trl.generation.vllm_generation as generation
+
+    generation.LLM = partial(generation.LLM, enforce_eager=True)
+
+
+def impose_lengths(longest: int) -> None:
     from vllm import LLM
 
     generate, calls = LLM.generate, [0]
 
     def with_lengths(self: Any, prompts: list, sampling_params: Any, **options: Any) -> Any:
+        kind = GIVEN["lengths"]
+        if kind == "free":
+            return generate(self, prompts, sampling_params=sampling_params, **options)
         lengths = response_lengths(kind, len(prompts), longest, calls[0])
         calls[0] += 1
         params = [sampling_params.clone() for _ in prompts]
@@ -103,7 +115,8 @@ class Hold(TrainerCallback):
         self.gate = Gate()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        if not self.gate.wait(**FACTS):
+        GIVEN["lengths"] = self.gate.wait(**FACTS)
+        if GIVEN["lengths"] is None:
             self.gate.leave()
         PHASES.clear()
 
@@ -116,7 +129,7 @@ class Hold(TrainerCallback):
 
 
 def main() -> None:
-    model_path, problems, kind, longest, num_prompts, group, lr, correction = sys.argv[1:]
+    model_path, problems, longest, num_prompts, group, lr, variant = sys.argv[1:]
     rows = [json.loads(line) for line in Path(problems).read_text().splitlines()]
     data = Dataset.from_list([{"prompt": row["problem"], "answer": row["answer"]} for row in rows])
 
@@ -127,8 +140,9 @@ def main() -> None:
 
     VLLMGeneration.sync_weights = sync_weights
     time_phases()
-    if kind != "free":
-        impose_lengths(kind, int(longest))
+    impose_lengths(int(longest))
+    if variant == "eager":
+        run_eagerly()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     batch = int(num_prompts) * int(group)
     config = GRPOConfig(
@@ -160,7 +174,7 @@ def main() -> None:
         vllm_mode="colocate",
         vllm_gpu_memory_utilization=0.3,
         vllm_max_model_length=16 + int(longest),
-        vllm_importance_sampling_correction=correction == "default",
+        vllm_importance_sampling_correction=variant != "plain",
         vllm_importance_sampling_mode="token_truncate",
     )
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa")
