@@ -11,16 +11,14 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import secrets
-import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_rl.config.model import read_architecture
 from megatron_rl.config.precision import PrecisionConfig
@@ -33,16 +31,14 @@ from megatron_rl.rollout.requests import Request, make_groups, make_requests
 from megatron_rl.rollout.servers.client import Answer, ServerClient, Weights, request_body
 from megatron_rl.rollout.servers.dispatch import Dispatch
 from megatron_rl.rollout.servers.local import LocalServers
+from megatron_rl.rollout.servers.main_rank import MainRank
 from megatron_rl.rollout.servers.pool import PoolLimits, ServerPool
 from megatron_rl.rollout.servers.rendezvous import discover, read_token, require_token
 from megatron_rl.rollout.servers.settings import agreed_settings, differences
 from megatron_rl.rollout.servers.weight_files import WeightFolder
 from megatron_rl.types import Group, Prompt, Rollout
 
-T = TypeVar("T")
-# Other ranks wait for rank 0 in a collective, which has a time limit of its own: tell them this often that it is alive.
-HEARTBEAT_S = 60.0
-LAUNCH_CHECK_S = 1.0
+LAUNCH_CHECK_S = 1.0  # between looks whether a launched server has ended
 
 
 @dataclass
@@ -93,12 +89,16 @@ class ServerGenerator:
             precision=precision or PrecisionConfig(),
         )
         self._policy_version, self._stats = 0, {}
-        self._world = dist.get_world_size() if dist.is_initialized() else 1
-        self._is_main = not dist.is_initialized() or dist.get_rank() == 0
+        self._pool: ServerPool | None = None
+        self._folder: WeightFolder | None = None
         self._local: LocalServers | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._main = MainRank()
         start = time.perf_counter()
-        self._precision = self._together(partial(self._start, recipe_file))
+        try:
+            self._precision = self._main.share(partial(self._start, recipe_file))
+        except BaseException:
+            self.close()
+            raise
         self.start_s = time.perf_counter() - start
 
     # ---------------------------------------------------------------- generation
@@ -129,15 +129,15 @@ class ServerGenerator:
         self._check_call(prompts, policy_version, sampling)
         requests = make_requests(prompts, num_samples, seed=self._config.seed, step=step)
         answers = None
-        if self._is_main:
+        if self._main.is_this:
             bodies = [request_body(request, sampling, self._stop_token_ids) for request in requests]
             names = [f"prompt {request.prompt.id!r}, sample {request.sample}" for request in requests]
-            answers = self._submit(self._sample(bodies, names, policy_version))
+            answers = self._main.submit(self._sample(bodies, names, policy_version))
         return Ticket(prompts, num_samples, requests, policy_version, answers, time.perf_counter())
 
     def finish(self, ticket: Ticket) -> list[Group]:
         """Wait for a batch that was begun. Every rank calls it, in the order of `begin`."""
-        answers = self._wait(ticket.answers)
+        answers = self._main.wait(ticket.answers)
         rollouts = [
             self._to_rollout(r, a, ticket.policy_version) for r, a in zip(ticket.requests, answers, strict=True)
         ]
@@ -196,20 +196,20 @@ class ServerGenerator:
         start = time.perf_counter()
         stream = checked(weights, self._shapes)
         pushed = None
-        if self._is_main:
-            pushed = self._submit(self._push(self._folder.write(stream, policy_version)))
+        if self._main.is_this:
+            pushed = self._main.submit(self._push(self._folder.write(stream, policy_version)))
         else:
             for _ in stream:  # collecting a tensor takes every rank
                 pass
         self._policy_version = policy_version
         if not self._config.max_staleness:
-            self._wait(pushed)
+            self._main.wait(pushed)
         self._stats["perf/refit_engine_s"] = time.perf_counter() - start
 
     async def _push(self, weights: Weights) -> None:
         async with self._turn:
             await self._pool.push(weights)
-            self._folder.keep_only(weights.version)
+            self._folder.remove_before(weights)
 
     # ---------------------------------------------------------------- life
 
@@ -227,12 +227,8 @@ class ServerGenerator:
         return dict(self._stats)
 
     def close(self) -> None:
-        if self._loop is not None:
-            loop, self._loop = self._loop, None
-            asyncio.run_coroutine_threadsafe(self._end(), loop).result()
-            loop.call_soon_threadsafe(loop.stop)
-            self._thread.join()
-            loop.close()
+        self._main.close(self._pool.close() if self._pool is not None else None)
+        if self._folder is not None:
             self._folder.close()
         if self._local is not None:
             self._local.close()
@@ -246,21 +242,13 @@ class ServerGenerator:
         if servers.launch:
             assert recipe_file is not None, "servers are launched from the run's resolved recipe"
             self._local = LocalServers(servers.launch, recipe_file, self._run_dir, token)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout servers", daemon=True)
-        self._thread.start()
-        try:
-            started = asyncio.run_coroutine_threadsafe(self._find(token), self._loop)
-            while not concurrent.futures.wait([started], LAUNCH_CHECK_S).done:
-                if self._local is not None:
-                    self._local.check()
-            started.result()
-        except BaseException:
-            self.close()
-            raise
+        started = self._main.submit(self._find(token))
+        while not concurrent.futures.wait([started], LAUNCH_CHECK_S).done:
+            if self._local is not None:
+                self._local.check()
+        started.result()
         described = list(self._described.values())
         if any(one != described[0] for one in described):
-            self.close()
             raise InputError(f"the servers do not compute alike: {self._described}")
         return described[0]
 
@@ -281,38 +269,3 @@ class ServerGenerator:
             say=self._say,
         )
         await self._pool.start(servers.num_expected)
-
-    async def _end(self) -> None:
-        this = asyncio.current_task()
-        for task in asyncio.all_tasks():
-            if task is not this and task is not self._pool.keeper:
-                task.cancel()
-        await self._pool.close()
-
-    # ---------------------------------------------------------------- ranks
-
-    def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future:
-        assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def _wait(self, future: concurrent.futures.Future | None) -> Any:
-        """Rank 0's result on every rank; its error, too."""
-        while True:
-            done = future is not None and bool(concurrent.futures.wait([future], HEARTBEAT_S).done)
-            if self._together(lambda done=done: done):
-                return self._together(lambda: future.result())
-
-    def _together(self, action: Callable[[], T]) -> T:
-        """What ``action`` returns or raises on rank 0, on every rank."""
-        outcome: list[Any] = [None, None]
-        if self._is_main:
-            try:
-                outcome[0] = action()
-            except (RolloutError, InputError) as error:
-                outcome[1] = error
-        if self._world > 1:
-            dist.broadcast_object_list(outcome, src=0)
-        result, error = outcome
-        if error is not None:
-            raise error
-        return result

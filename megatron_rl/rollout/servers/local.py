@@ -52,9 +52,10 @@ class LocalServers:
         """End them all; returns when they are gone."""
         for process in self._processes.values():
             process.terminate()
-        for process in self._processes.values():
+        for name, process in self._processes.items():
             try:
                 process.wait(END_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            self._logs[name].with_suffix(".json").unlink(missing_ok=True)  # one that was killed leaves its address

@@ -95,7 +95,7 @@ class ServerPool:
     async def close(self) -> None:
         if self.keeper is not None:
             self.keeper.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
+            with contextlib.suppress(asyncio.CancelledError, Exception):  # whoever waited has had its error
                 await self.keeper
         for member in self.members.values():
             await member.client.close()
@@ -123,13 +123,20 @@ class ServerPool:
 
     async def _keep(self) -> None:
         """For ever: let servers in, look after those that are."""
+        joining: dict[str, asyncio.Task] = {}  # in tasks of their own: large weights take minutes to load
         try:
             while True:
-                missing = [a for a in self._discover() if a.name not in self.members or self.members[a.name].lost]
-                present = [member for member in self.members.values() if not member.lost]
-                await asyncio.gather(*map(self._let_in, missing), *map(self._look_after, present))
+                for name in [name for name, task in joining.items() if task.done()]:
+                    joining.pop(name).result()
+                for address in self._discover():
+                    known = self.members.get(address.name)
+                    if address.name not in joining and (known is None or known.lost):
+                        joining[address.name] = asyncio.create_task(self._let_in(address))
+                await asyncio.gather(*(self._look_after(m) for m in list(self.members.values()) if not m.lost))
                 await asyncio.sleep(self._limits.health_every_s)
         finally:
+            for task in joining.values():
+                task.cancel()
             self._changed.set()  # whoever waits finds this task done, and why
 
     async def _let_in(self, address: Address) -> None:
@@ -147,6 +154,9 @@ class ServerPool:
                 self._changed.set()
         except ServerError:
             await member.client.close()
+        except BaseException:
+            await member.client.close()
+            raise
         else:
             self.refused.pop(address.name, None)
             self.members[address.name] = member

@@ -19,17 +19,17 @@ FILE_BYTES = 2 << 30
 
 
 class WeightFolder:
-    """Versions in ``root``, one folder each; ``root`` is emptied at the start and at the end."""
+    """What was written to ``root``, one folder for each time; ``root`` is emptied at the start and at the end."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        self._root, self._written = root, 0
         shutil.rmtree(root, ignore_errors=True)
         root.mkdir(parents=True)
 
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Weights:
-        """Put all ``tensors`` on disk. A folder that holds an earlier attempt at this version is replaced."""
-        folder = self._root / f"version_{version}"
-        shutil.rmtree(folder, ignore_errors=True)
+        """Put all ``tensors`` on disk. A version may come twice, after an update that was skipped."""
+        self._written += 1
+        folder = self._root / f"{self._written:06d}_version_{version}"
         folder.mkdir()
         files: list[str] = []
         part: dict[str, torch.Tensor] = {}
@@ -52,10 +52,11 @@ class WeightFolder:
             flush()
         return Weights(version, tuple(files))
 
-    def keep_only(self, version: int) -> None:
-        """Remove the files of other versions, which no server will be given any more."""
-        for folder in self._root.glob("version_*"):
-            if folder.name != f"version_{version}":
+    def remove_before(self, weights: Weights) -> None:
+        """Remove what was written before ``weights``: no server is given it any more. Later ones may wait already."""
+        first = Path(weights.files[0]).parent.name
+        for folder in self._root.iterdir():
+            if folder.name < first:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:

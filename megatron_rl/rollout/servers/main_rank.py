@@ -1,0 +1,82 @@
+"""What only rank 0 does, and how the other ranks hear of it: an event loop in a thread, and results for all."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from megatron_rl.errors import InputError
+from megatron_rl.rollout.generator import RolloutError
+
+T = TypeVar("T")
+# Other ranks wait for rank 0 in a collective, which has a time limit of its own: tell them this often that it is alive.
+HEARTBEAT_S = 60.0
+
+
+class MainRank:
+    """The same object on every rank; coroutines run on rank 0, in the background, in one event loop."""
+
+    def __init__(self) -> None:
+        self._world = dist.get_world_size() if dist.is_initialized() else 1
+        self.is_this = not dist.is_initialized() or dist.get_rank() == 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        if self.is_this:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="rollout servers", daemon=True)
+            self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Begin ``work``; on rank 0 only."""
+        assert self._loop is not None, "only rank 0 works, and only until close"
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def wait(self, future: concurrent.futures.Future | None) -> Any:
+        """Rank 0's result on every rank; its error, too. ``future``: None on the other ranks."""
+        while True:
+            done = future is not None and bool(concurrent.futures.wait([future], HEARTBEAT_S).done)
+            if self.share(lambda done=done: done):
+                return self.share(lambda: future.result())
+
+    def share(self, action: Callable[[], T]) -> T:
+        """What ``action`` returns or raises on rank 0, on every rank."""
+        outcome: list[Any] = [None, None]
+        if self.is_this:
+            try:
+                outcome[0] = action()
+            except (RolloutError, InputError) as error:
+                outcome[1] = error
+            except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks are waiting
+                outcome[1] = RolloutError(f"rollout servers: {type(error).__name__}: {' '.join(str(error).split())}")
+                outcome[1].__cause__ = error
+        if self._world > 1:
+            dist.broadcast_object_list(outcome, src=0)
+        result, error = outcome
+        if error is not None:
+            raise error
+        return result
+
+    def close(self, last: Coroutine[Any, Any, None] | None = None) -> None:
+        """Cancel what still runs, then run ``last``, then end the thread. Safe to call twice."""
+        if self._loop is None:
+            if last is not None:
+                last.close()
+            return
+
+        async def end() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            if last is not None:
+                await last
+
+        loop, self._loop = self._loop, None
+        asyncio.run_coroutine_threadsafe(end(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        self._thread.join()
+        loop.close()

@@ -1,0 +1,230 @@
+"""Two real servers: what they answer, that updates reach them bit for bit, who may talk to them, and what happens when
+they die. They are started once; the tests run in order, and the last ones kill them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.rollout import RolloutError, Sampling
+from megatron_rl.rollout.checkpoint import checkpoint_tensors
+from megatron_rl.rollout.servers.generator import ServerGenerator
+from megatron_rl.rollout.servers.rendezvous import Address, folder, read
+from megatron_rl.rollout.vllm_engine import VllmGenerator, parameter_checksums
+from megatron_rl.types import Group, Prompt
+from tests.support.tiny import DATA, MODEL, REPOSITORY, tiny_recipe
+from tools.make_tiny_checkpoint import build_tokenizer
+
+TOKEN = "token-of-the-servers-in-this-test"
+ROLLOUT = {"dtype": "fp32", "max_response_length": 24, "kv_cache_gib": 0.0625}
+SERVERS = {"launch": 2, "health_every_s": 0.5, "wait_s": 550.0}
+
+
+def prompts(number: int) -> list[Prompt]:
+    tokenizer = build_tokenizer()
+    rows = [json.loads(line) for line in (DATA / "validation.jsonl").read_text().splitlines()[:number]]
+    return [Prompt(id=row["id"], tokens=tokenizer.encode(row["problem"]), answer=row["answer"]) for row in rows]
+
+
+def perturbed(seed: int) -> dict[str, torch.Tensor]:
+    """The trained weights, each tensor moved by a tenth of its own spread."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: tensor + 0.1 * tensor.std() * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in checkpoint_tensors(MODEL)
+    }
+
+
+def flat(groups: list[Group], field: str) -> list:
+    return [getattr(rollout, field) for group in groups for rollout in group.rollouts]
+
+
+def assert_same(first: list[Group], second: list[Group]) -> None:
+    """Equal but for the rounding of matrix products over batches of another shape."""
+    assert flat(first, "tokens") == flat(second, "tokens")
+    assert flat(first, "finish_reason") == flat(second, "finish_reason")
+    for left, right in zip(flat(first, "inference_logprobs"), flat(second, "inference_logprobs"), strict=True):
+        assert np.abs(left - right).max() <= 1e-5
+    for left, right in zip(flat(first, "routed_experts"), flat(second, "routed_experts"), strict=True):
+        assert (np.sort(left, -1) == np.sort(right, -1)).all()
+
+
+class TestTwoServers:
+    @pytest.fixture(scope="class")
+    def run_dir(self, tmp_path_factory) -> Path:
+        return tmp_path_factory.mktemp("run") / "served"
+
+    @pytest.fixture(scope="class")
+    def generator(self, run_dir):
+        rollout = {**ROLLOUT, "engine": "vllm_server", "max_staleness": 1, "servers": SERVERS}
+        recipe = tiny_recipe(name=run_dir.name, run_root=str(run_dir.parent), rollout=rollout, routing={"replay": "r3"})
+        run_dir.mkdir()
+        file = run_dir / "recipe.resolved.yaml"
+        file.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MRL_SERVER_TOKEN", TOKEN)
+            generator = ServerGenerator(
+                recipe.rollout, MODEL, max_prompt_length=16, run_dir=run_dir, recipe_file=file, record_routes=True
+            )
+        yield generator
+        generator.close()
+        assert list(folder(run_dir).glob("*.json")) == []  # the servers have left, and their weights with them
+        assert not (folder(run_dir) / "weights").exists()
+
+    @pytest.fixture(scope="class")
+    def fresh(self, generator, tmp_path_factory):
+        """An engine in this process that was started from the weights of version 2."""
+        checkpoint = tmp_path_factory.mktemp("v2") / "model"
+        shutil.copytree(MODEL, checkpoint)
+        save_file(perturbed(2), checkpoint / "model.safetensors", metadata={"format": "pt"})
+        config = RolloutConfig.model_validate({**ROLLOUT, "verify_refit": False})
+        engine = VllmGenerator(config, checkpoint, max_prompt_length=16, record_routes=True)
+        yield engine
+        engine.close()
+
+    def test_updated_servers_equal_a_fresh_engine(self, generator, fresh):
+        initial = generator.rollout(prompts(8), 4, policy_version=0, step=0)
+        for version in (1, 2):
+            generator.refit(iter(perturbed(version).items()), version)
+        groups = generator.rollout(prompts(16), 8, policy_version=2, step=0)
+        assert_same(groups, fresh.rollout(prompts(16), 8, policy_version=0, step=0))
+        assert flat(groups, "tokens")[:32] != flat(initial, "tokens")
+        assert {int(version) for versions in flat(groups, "policy_versions") for version in versions} == {2}
+        sampling = Sampling(10, temperature=1.3, top_k=3)
+        again = [
+            engine.rollout(prompts(4), 4, policy_version=version, step=1, sampling=sampling)
+            for engine, version in ((generator, 2), (fresh, 0))
+        ]
+        assert_same(*again)
+        assert set(flat(again[0], "finish_reason")) == {"stop", "length"}
+        assert generator.stats()["rollout/servers"] == 2
+        for member in generator._pool.ready:
+            there = generator._main.submit(member.client.checksums()).result(60)
+            assert there == fresh._llm.apply_model(parameter_checksums)[0]
+
+    def test_servers_that_were_tampered_with_get_their_weights_again(self, generator, fresh):
+        """Any call into the engine closes a server until the next push; asking for checksums was one."""
+        groups = generator.rollout(prompts(8), 2, policy_version=2, step=2)
+        assert generator.stats()["rollout/requeued"] > 0
+        assert_same(groups, fresh.rollout(prompts(8), 2, policy_version=0, step=2))
+
+    def test_a_batch_that_was_begun_is_not_changed_by_later_weights(self, generator):
+        begun = generator.begin(prompts(8), 4, policy_version=2, step=3)
+        generator.refit(iter(perturbed(3).items()), 3)
+        next_one = generator.begin(prompts(8), 4, policy_version=3, step=3)
+        first, second = generator.finish(begun), generator.finish(next_one)
+        assert {int(v[0]) for v in flat(first, "policy_versions")} == {2}
+        assert {int(v[0]) for v in flat(second, "policy_versions")} == {3}
+        assert flat(first, "tokens") != flat(second, "tokens")
+        generator.refit(iter(perturbed(2).items()), 4)
+        assert_same(first, generator.rollout(prompts(8), 4, policy_version=4, step=3))
+        with pytest.raises(RolloutError, match="rollouts of 9 were asked for: a refit is missing"):
+            generator.begin(prompts(1), 1, policy_version=9, step=0)
+
+    def test_nothing_answers_without_the_token_and_the_token_is_nowhere(self, generator, run_dir):
+        paths = ["/health", "/pause", "/update_weights", "/collective_rpc", "/inference/v1/generate", "/v1/models"]
+        for member in generator._pool.ready:
+            for token in (None, "another-token-altogether"):
+                assert {status(member.address, path, token) for path in paths} == {401}
+            assert status(member.address, "/is_paused", TOKEN, method="GET") == 200
+        files = [path for path in run_dir.rglob("*") if path.is_file()]
+        assert [path for path in files if path.suffix == ".log"]
+        assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
+        for process in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                assert TOKEN.encode() not in process.read_bytes()
+            except OSError:
+                continue
+
+    def test_a_server_killed_in_the_middle_costs_no_response(self, generator, run_dir):
+        expected = generator.rollout(prompts(16), 4, policy_version=4, step=5)
+        name, victim = next(iter(generator._pool.members.items()))
+        stop(victim.address, signal.SIGSTOP)  # so that it cannot answer what it is asked
+        begun = generator.begin(prompts(16), 4, policy_version=4, step=5)
+        generator._main.submit(until(lambda: victim.in_flight > 0)).result(60)
+        stop(victim.address, signal.SIGKILL)
+        groups = generator.finish(begun)
+        assert_same(groups, expected)
+        assert generator.stats()["rollout/requeued"] > 0
+        assert generator.stats()["rollout/servers"] == 1
+        assert generator._pool.members[name].lost
+        generator.refit(iter(perturbed(3).items()), 5)
+        assert len(generator.rollout(prompts(2), 2, policy_version=5, step=6)) == 2
+
+    def test_with_all_servers_dead_the_run_ends_with_one_clear_error(self, generator):
+        (last,) = generator._pool.ready
+        generator._pool._limits.wait_s = 1.0
+        stop(last.address, signal.SIGKILL)
+        with pytest.raises(
+            RolloutError, match=r"waited 1 s .*4 of 4 responses are not there yet.* is lost .* is lost "
+        ):
+            generator.rollout(prompts(2), 2, policy_version=5, step=7)
+
+
+def stop(address: Address, number: int) -> None:
+    os.kill(address.pid, number)
+
+
+async def until(condition) -> None:
+    import asyncio
+
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def status(address: Address, path: str, token: str | None, method: str = "POST") -> int:
+    request = urllib.request.Request(address.url + path, method=method, data=b"{}" if method == "POST" else None)
+    request.add_header("Content-Type", "application/json")
+    if token is not None:
+        request.add_header("Authorization", f"Bearer {token}")
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as response:
+            return response.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_a_run_that_samples_ahead_resumes_without_losing_or_repeating_a_prompt(tmp_path):
+    """Stopped after its first step, while the batch of the second was being sampled; then the same command again."""
+    run = tmp_path / "ahead"
+    run.mkdir()
+    (run / "STOP").touch()
+    settings = [f"name={run.name}", f"run_root={tmp_path}", "num_steps=3", "batch.prompts=4", "rollout.num_samples=4"]
+    settings += ["rollout.max_staleness=1", "rollout.servers.launch=1", "validation.every=0", "monitor.plots=false"]
+    settings += ["recorder.record_batches=all", "checkpoint.every=0", "rollout.servers.health_every_s=0.5"]
+    command = [sys.executable, "-m", "megatron_rl", "train", "recipes/tiny/servers.yaml"]
+    command += [argument for setting in settings for argument in ("--set", setting)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    for attempt in range(2):
+        done = subprocess.run(
+            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=500, check=False
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        if attempt == 0:
+            assert "stopped on request after step 0" in done.stdout
+            saved = json.loads((run / "checkpoints" / "step_00000001" / "trainer.json").read_text())
+            assert [item["step"] for item in saved["ahead"]] == [1]
+            (run / "STOP").unlink()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert [row["rollout/staleness_max"] for row in rows] == [0, 0, 1]  # step 1 was sampled anew after the resume
+    batches = [json.loads(path.read_text()) for path in sorted((run / "batches").rglob("*.json"))]
+    names = [sequence["id"] for batch in batches for sequence in batch["sequences"]]
+    assert len(names) == len(set(names)) == 3 * 4 * 4
+    expected = [name for item in saved["ahead"] for name in item["prompts"]]
+    assert list(dict.fromkeys(name.rsplit("/", 1)[0] for name in names[16:32])) == expected
+    assert read(folder(run) / "local-0.json") is None
