@@ -44,6 +44,11 @@ def check_recipe(recipe: Recipe, world_size: int | None = None, *, offline: bool
     )
     problems += recipe.routing.problems(architecture)
     problems += contract_problems(recipe, architecture)
+    if recipe.learner.fused_head and recipe.rollout.engine == "exact":
+        problems.append(
+            "learner.fused_head: true with rollout.engine exact, which needs logits that do not depend on how tokens "
+            "are batched; use fused_head: false"
+        )
     if recipe.learner.lora is not None:
         problems += recipe.learner.lora.problems(architecture, recipe.learner.parallel)
     try:

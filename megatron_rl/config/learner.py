@@ -97,6 +97,9 @@ class LearnerConfig(Section):
     """Most tokens (prompts and responses) that one forward pass packs together; a longer sequence goes alone."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations recomputed in the backward pass: none; attention and experts; or whole layers."""
+    fused_head: bool = False
+    """Compute log-probs from hidden states in pieces, so that the logits never exist as a whole: for large vocabularies
+    (151,936 columns) and many tokens per microbatch. A third more work in the output layer."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Adam's numbers."""
     lora: LoraConfig | None = None

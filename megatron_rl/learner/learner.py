@@ -26,6 +26,7 @@ from megatron_rl.config.model import Architecture, read_architecture
 from megatron_rl.learner import checkpoint, gate
 from megatron_rl.learner.decode import Decoder
 from megatron_rl.learner.distributed import gather_objects, initialize
+from megatron_rl.learner.fused_head import FusedHead
 from megatron_rl.learner.hf_export import write_hf_checkpoint
 from megatron_rl.learner.invariant import batch_invariant
 from megatron_rl.learner.logprobs import token_logprobs
@@ -65,6 +66,7 @@ class Learner:
         self.weights = WeightMap(model, self.architecture)
         self.weights.load(recipe.model.path)
         self.adapters = Adapters(model, self.config.lora, recipe.seed) if self.config.lora else None
+        self.head = FusedHead(model) if self.config.fused_head else None  # then `logits` below are hidden states
         self.module = model  # the bare GPTModel; self.model wraps it for data parallelism
         self.replay: RouterReplayer | None = None
         if recipe.routing.is_on:
@@ -240,14 +242,14 @@ class Learner:
         return dict(item for rank in gather_objects(found if self._counts() else []) for item in rank)
 
     def _token_logprobs(self, logits: torch.Tensor, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
-        return token_logprobs(
-            logits.flatten(0, 1),
-            microbatch.positions,
-            microbatch.labels,
-            vocab_size=self.architecture.vocab_size,
-            temperature=self.recipe.rollout.temperature,
-            group=parallel_state.get_tensor_model_parallel_group(),
-        )
+        options = {
+            "vocab_size": self.architecture.vocab_size,
+            "temperature": self.recipe.rollout.temperature,
+            "group": parallel_state.get_tensor_model_parallel_group(),
+        }
+        if self.head is not None:
+            return self.head.token_logprobs(logits, microbatch.positions, microbatch.labels, **options)
+        return token_logprobs(logits.flatten(0, 1), microbatch.positions, microbatch.labels, **options)
 
     # -- running the model
 

@@ -40,26 +40,12 @@ def token_logprobs(
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, positions, labels, vocab_size, temperature, group):
-        tp, rank = (group.size(), group.rank()) if group is not None else (1, 0)
-        first = rank * logits.size(1)
+        first = logits.size(1) * (group.rank() if group is not None else 0)
         logprobs = torch.empty(len(positions), dtype=torch.float32, device=logits.device)
         entropy, logsumexp = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for rows in torch.arange(len(positions), device=logits.device).split(_CHUNK_ROWS):
             x = _scaled(logits, positions[rows], vocab_size, first, temperature)
-            top = x.amax(dim=1)
-            if tp > 1:
-                dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-            weights = (x - top[:, None]).exp_()
-            local, inside = _local_labels(labels[rows], first, logits.size(1))
-            label_logit = x.gather(1, local[:, None]).squeeze(1).masked_fill(~inside, 0.0)
-            # p log p of a masked column is 0 · (-inf): leave it out
-            mean_logit = (weights * x.masked_fill(weights == 0, 0.0)).sum(dim=1)
-            sums = torch.stack([weights.sum(dim=1), label_logit, mean_logit])
-            if tp > 1:
-                dist.all_reduce(sums, group=group)
-            logsumexp[rows] = top + sums[0].log()
-            logprobs[rows] = sums[1] - logsumexp[rows]
-            entropy[rows] = logsumexp[rows] - sums[2] / sums[0]
+            logprobs[rows], entropy[rows], logsumexp[rows] = row_statistics(x, labels[rows], first, group)
         ctx.save_for_backward(logits, positions, labels, logsumexp)
         ctx.numbers = (vocab_size, temperature, first)
         ctx.mark_non_differentiable(entropy)
@@ -75,22 +61,49 @@ class _TokenLogprobs(torch.autograd.Function):
             scale = grad_logprobs[rows] / temperature
             x = _scaled(logits, positions[rows], vocab_size, first, temperature)
             x.sub_(logsumexp[rows, None]).exp_().mul_(-scale[:, None])
-            local, inside = _local_labels(labels[rows], first, logits.size(1))
+            local, inside = local_labels(labels[rows], first, logits.size(1))
             x.scatter_add_(1, local[:, None], (scale * inside)[:, None])
             grad[positions[rows]] = x.to(grad.dtype)
         return grad, None, None, None, None, None
 
 
 def _scaled(logits, positions, vocab_size, first, temperature) -> torch.Tensor:
-    x = logits[positions].float()
+    return scale_and_mask(logits[positions].float(), vocab_size, first, temperature)
+
+
+def scale_and_mask(x: torch.Tensor, vocab_size: int, first: int, temperature: float) -> torch.Tensor:
+    """Divide fp32 logits [rows, V/tp] by ``temperature`` in place; columns from ``vocab_size`` on become −∞.
+
+    ``first``: number of this rank's first column."""
     if temperature != 1.0:
         x.div_(temperature)
-    if first + logits.size(1) > vocab_size:
+    if first + x.size(1) > vocab_size:
         x[:, max(0, vocab_size - first) :] = float("-inf")
     return x
 
 
-def _local_labels(labels, first, width) -> tuple[torch.Tensor, torch.Tensor]:
+def row_statistics(
+    x: torch.Tensor, labels: torch.Tensor, first: int, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-prob of the label, entropy and log Σ exp of each row of ``x`` [rows, V/tp], all [rows] float32."""
+    tp = group.size() if group is not None else 1
+    top = x.amax(dim=1)
+    if tp > 1:
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+    weights = (x - top[:, None]).exp_()
+    local, inside = local_labels(labels, first, x.size(1))
+    label_logit = x.gather(1, local[:, None]).squeeze(1).masked_fill(~inside, 0.0)
+    # p log p of a masked column is 0 · (-inf): leave it out
+    mean_logit = (weights * x.masked_fill(weights == 0, 0.0)).sum(dim=1)
+    sums = torch.stack([weights.sum(dim=1), label_logit, mean_logit])
+    if tp > 1:
+        dist.all_reduce(sums, group=group)
+    logsumexp = top + sums[0].log()
+    return sums[1] - logsumexp, logsumexp - sums[2] / sums[0], logsumexp
+
+
+def local_labels(labels: torch.Tensor, first: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's column of each label, and whether it has one."""
     local = labels - first
     inside = (local >= 0) & (local < width)
     return local.clamp(0, width - 1), inside

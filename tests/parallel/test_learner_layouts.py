@@ -29,6 +29,7 @@ VARIANTS = {
     "one sequence each": {"max_tokens_per_microbatch": 1},
     "recompute full": {"recompute": "full"},
     "recompute selective": {"recompute": "selective"},
+    "fused head": {"fused_head": True},
 }
 # saved on (ranks, layout), continued on (ranks, layout), largest difference of a weight two steps later
 RESHARDINGS = {
@@ -69,6 +70,7 @@ def runs(tmp_path_factory) -> dict[str, list[dict]]:
     jobs[1] |= {name: train(learner(**overrides)) for name, overrides in VARIANTS.items()}
     for name, (ranks, parallel) in LAYOUTS.items():
         jobs[ranks][name] = train(learner(parallel))
+    jobs[4]["fused head, tp2ep2pp2"] = train(learner(LAYOUTS["tp2ep2pp2"][1], fused_head=True))
     for name, ((ranks, parallel), _, _) in RESHARDINGS.items():
         folder = str(tmp_path_factory.mktemp("checkpoint"))
         jobs[ranks][f"save, {name}"] = ("save_after", {"folder": folder, "num_steps": 2, "learner": learner(parallel)})
@@ -115,6 +117,10 @@ def test_several_minibatches_on_two_ranks(runs):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_microbatches_and_recompute_change_nothing(runs, variant):
     assert_same_run(runs[variant][0], runs["one"][0], tolerance=2e-5)
+
+
+def test_fused_head_on_a_mixed_layout(runs):
+    assert_same_run(runs["fused head, tp2ep2pp2"][0], runs["one"][0])
 
 
 def test_first_step_equals_hugging_face(runs):
