@@ -1,12 +1,13 @@
 #!/usr/bin/env python
-"""How the cost of a step grows: with tokens, sequences, layers, experts; with a power law fitted to each.
+"""How the cost of a step grows: with tokens, sequences, layers, experts, ranks; with a power law fitted to each.
 
-    python tools/bench_growth.py [--rounds 5] [--only tokens,sequences,layers,experts]
+    python tools/bench_growth.py [--rounds 5] [--only tokens sequences layers experts batch ranks]
 
 One quantity doubles, the others stay; processor time of one thread, least of the rounds, which alternate over the
 sizes. The exponent is the slope of log time over log size by least squares, with its 95% interval. Above 1 something
 is super-linear: attention is, in tokens per sequence, and nothing of ours may be. Models have random weights; the
-update is that of `Learner.update`, packing, statistics of the monitor and export are timed apart.
+update is that of `Learner.update`; packing, statistics of the monitor and export are timed apart, and what does not run
+the model once more at batches as large as a cluster's (`batch`, and `ranks` that 8192 sequences are dealt to).
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+from transformers.utils import logging  # noqa: E402
 
 from megatron_rl.batch import build_batch  # noqa: E402
 from megatron_rl.config import load_recipe  # noqa: E402
@@ -66,8 +69,6 @@ def make_groups(num_sequences: int, length: int, vocab: int) -> list[Group]:
 
 def model_folder(folder: Path, layers: int, experts: int) -> Path:
     """The tiny model with other numbers of layers and experts, random weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     path = folder / f"{layers}-{experts}"
     if not path.exists():
         config = AutoConfig.from_pretrained(ROOT / "recipes" / "tiny" / "model")
@@ -94,11 +95,9 @@ class Case:
         self.batch = build_batch(0, self.groups, recipe)
 
     def parts(self) -> dict[str, Callable[[], object]]:
-        lengths = [len(s.tokens) for s in self.batch.sequences]
         return {
             "update": lambda: self.learner.update(self.batch),
             "packing": self.pack,
-            "deal 64 ranks": lambda: deal(lengths * 64, 64, self.recipe.learner.max_tokens_per_microbatch),
             "monitor": lambda: rollout_metrics(self.groups, self.recipe.monitor.repetition_ngram),
             "export": lambda: sum(1 for _ in self.learner.export_weights()),
         }
@@ -109,15 +108,35 @@ class Case:
         minibatch_denominators(batch.sequences, self.recipe.objective)
 
 
-def sweeps(folder: Path) -> Iterator[tuple[str, list[int], Callable[[int], Case]]]:
+class HostCase(Case):
+    """A batch too large to learn from here: what is done for each sequence beside the model."""
+
+    def parts(self) -> dict[str, Callable[[], object]]:
+        return {name: part for name, part in super().parts().items() if name in ("packing", "monitor")}
+
+
+class DealCase:
+    """Long-tailed sequences dealt over ``ranks``."""
+
+    def __init__(self, ranks: int):
+        lengths = np.random.default_rng(0).lognormal(7.0, 1.0, 8192).clip(1, 16384).astype(int).tolist()
+        self._parts = {"deal": lambda: deal(lengths, ranks, 16384)}
+
+    def parts(self) -> dict[str, Callable[[], object]]:
+        return self._parts
+
+
+def sweeps(folder: Path) -> Iterator[tuple[str, list[int], Callable[[int], Case | DealCase]]]:
     base = model_folder(folder, 4, 8)
     yield "tokens", [32, 64, 128, 256], lambda n: Case(base, 32, n)
     yield "sequences", [16, 32, 64, 128], lambda n: Case(base, n, 64)
     yield "layers", [2, 4, 8, 16], lambda n: Case(model_folder(folder, n, 8), 32, 64)
     yield "experts", [4, 8, 16, 32], lambda n: Case(model_folder(folder, 4, n), 32, 64)
+    yield "batch", [512, 1024, 2048, 4096], lambda n: HostCase(base, n, 64)
+    yield "ranks", [8, 32, 128, 512], DealCase
 
 
-def measure(sizes: list[int], make: Callable[[int], Case], rounds: int) -> dict[str, list[float]]:
+def measure(sizes: list[int], make: Callable[[int], Case | DealCase], rounds: int) -> dict[str, list[float]]:
     """Least processor time of every part at every size."""
     best: dict[str, list[float]] = {}
     for place, size in enumerate(sizes):
@@ -129,19 +148,22 @@ def measure(sizes: list[int], make: Callable[[int], Case], rounds: int) -> dict[
                 part()
                 if round_:
                     best[name][place] = min(best[name][place], time.process_time() - start)
-        shutdown()
+        if isinstance(case, Case):
+            shutdown()
     return best
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="tokens,sequences,layers,experts")
+    names = ["tokens", "sequences", "layers", "experts", "batch", "ranks"]
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         for name, sizes, make in sweeps(Path(folder)):
-            if name not in options.only.split(","):
+            if name not in options.only:
                 continue
             print(f"\n{name}: " + "  ".join(f"{size:>9}" for size in sizes) + "   exponent (95%)")
             for part, seconds in measure(sizes, make, options.rounds).items():

@@ -74,7 +74,7 @@ def report(kind: str, programs: list[Worker], options: argparse.Namespace) -> No
         f"\n{options.prompts} × {options.group} responses, {kind} lengths, fp32, {options.threads} thread(s), "
         f"{len(programs[0].steps) - WARM_UP} steps each in turn"
     )
-    print(f"{'':16}{'wall s':>9}{'processor s':>13}{'peak MiB':>10}  phases, s of wall time")
+    print(f"{'':16}{'wall s':>9}{'processor s':>13}{'peak MiB':>10}  phases, s of processor time")
     for worker in programs:
         steps = worker.steps[WARM_UP:]
         names = dict.fromkeys(name for step in steps for name in step["phases"])

@@ -74,12 +74,12 @@ def time_phases() -> None:
     import time
 
     def enter(self: Any) -> Any:
-        self._start_time = time.perf_counter()
+        self._start_time = time.process_time()
         return self
 
     def leave(self: Any, *_: Any) -> bool:
         name = self.name.split("Trainer.")[-1]
-        PHASES[name] = PHASES.get(name, 0.0) + time.perf_counter() - self._start_time
+        PHASES[name] = PHASES.get(name, 0.0) + time.process_time() - self._start_time
         return False
 
     profiling.ProfilingContext.__enter__, profiling.ProfilingContext.__exit__ = enter, leave
