@@ -9,7 +9,7 @@ the weights twice, summed from the allocator's own events (`torch.profiler`, ``p
 `torch.cuda.max_memory_allocated` says on a GPU, and it misses nothing: temporaries inside kernels and the backward
 pass are in it. The resident set size was not chosen, because it also holds libraries, the allocator's slack and pages
 that were never given back. Predicted: `megatron_rl.plan.learner`, the arithmetic that `plan` uses for GPUs, with
-Megatron's local layers in place of TransformerEngine's. The exit status is 1 where they differ by more than 15%.
+`learner.few_pass` in place of TransformerEngine's layers. The exit status is 1 where they differ by more than 15%.
 """
 
 from __future__ import annotations

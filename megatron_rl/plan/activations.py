@@ -1,8 +1,8 @@
 """What a microbatch leaves in memory between its forward and its backward pass, tensor by tensor.
 
-The tables list what autograd keeps for Megatron's modules. For Megatron's local layers they were read off with
-`torch.autograd.graph.saved_tensors_hooks` and are held against measured peaks (`tools/measure_memory.py`); for
-TransformerEngine's layers they differ only in what a norm keeps, which is by reading its source.
+The tables list what autograd keeps for the modules that the learner builds. Those of `learner.few_pass`, which run
+where TransformerEngine cannot, are held against measured peaks (`tools/measure_memory.py`); TransformerEngine's differ
+in the few places that ``fused`` names, which are by reading its source and Megatron's.
 
 Symbols: N tokens of a microbatch, b bytes of an element, and those of `plan.parameters`. Under sequence parallelism a
 rank holds N/tp tokens outside attention and feed-forward blocks, and all N tokens of 1/tp of the heads inside.
@@ -18,6 +18,7 @@ from megatron_rl.plan.parameters import key_value_width, query_width, vocabulary
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 CHUNK_ROWS = 256  # of learner.logprobs, which turns this many rows of logits into fp32 at a time
+FUSED_CHUNK_ROWS = 512  # of learner.fused_head
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Activations:
     dtype: str
     tokens: int  # N
     fp32_head: bool = False
-    fused_norms: bool = True  # TransformerEngine's layers; False: Megatron's own, as on a CPU
+    fused_head: bool = False
+    fused: bool = True  # TransformerEngine's layers; False: those of `learner.few_pass`, as on a CPU
     imbalance: float = 1.0  # tokens of the busiest expert-parallel rank over the mean
 
     @property
@@ -46,58 +48,42 @@ class Activations:
         a, p = self.architecture, self.parallel
         return self._local_tokens * a.experts_per_token * p.expert_tensor * self.imbalance
 
-    def _norm(self, width: float) -> float:
-        """Kept by one RMSNorm over ``width`` features of one token, without its output.
-
-        torch's keeps the fp32 input and the fp32 normed input; TransformerEngine's the input as it came.
-        """
-        return (self._b if self.fused_norms else 8) * width + 4
+    def _norm(self) -> float:
+        """Kept by an RMSNorm and by whoever reads its output: input, scale, output."""
+        return self._local_tokens * (2 * self._b * self.architecture.hidden_size + 4)
 
     def layer(self, moe: bool) -> float:
         """Kept for one whole layer."""
-        return self.attention() + (self.experts() if moe else self.dense_mlp())
+        return self.attention() + self._norm() + (self.expert_block() if moe else self.dense_block())
 
     def attention(self) -> float:
-        """Norm, qkv, rotary embedding, core attention, projection."""
-        core = self.core_attention()
-        a, b, tp = self.architecture, self._b, self.parallel.tensor
-        norm_and_input = self._norm(a.hidden_size) + b * a.hidden_size
-        head_norms = 0.0
-        if a.qk_layernorm:
-            # In fp32 without fusion k's norm keeps a view of the qkv tensor, which the core keeps anyway.
-            shared = 4 * key_value_width(a) if self._b == 4 and not self.fused_norms else 0
-            both = query_width(a) + key_value_width(a)
-            head_norms = (self._norm(both) + 4 * (a.num_heads + a.num_kv_heads) - shared) / tp
-        angles = 4 * a.head_dim * b  # cosine and sine, for q and for k
-        return self._local_tokens * norm_and_input + self.tokens * (head_norms + angles) + core
+        """Norm, qkv, rotary embedding, core attention, projection.
 
-    def core_attention(self) -> float:
-        """q, k, the qkv tensor that v is a view of, the output, and the log-sum-exp of each head.
-
-        Recomputing it drops the last alone: q, k, v are its inputs, the output is the projection's.
+        All keep the qkv tensor, rotated q and k, and the output with the log-sum-exp of each head. TransformerEngine's
+        path also keeps q before its norm and four tables of angles, the other a copy of v and two tables in 16 bits.
+        Recomputing core attention drops the log-sum-exp alone, which is why selective recomputation is not modelled.
         """
-        a, b = self.architecture, self._b
+        a, b, tp = self.architecture, self._b, self.parallel.tensor
         q, kv = query_width(a), key_value_width(a)
-        return self.tokens * (b * (q + kv + (q + 2 * kv) + q) + 4 * a.num_heads) / self.parallel.tensor
+        core = b * ((q + 2 * kv) + q + kv + q) + 4 * a.num_heads
+        scales = 4 * (a.num_heads + a.num_kv_heads) * a.qk_layernorm
+        if self.fused:
+            core, angles = core + b * q * a.qk_layernorm, 4 * a.head_dim * b
+        else:
+            core, angles = core + b * kv, a.head_dim * b * (b == 2)
+        return self._norm() + self.tokens * ((core + scales) / tp + angles)
 
-    def dense_mlp(self) -> float:
-        """Norm; fc1's input and output (2f), silu(gate), up, their product, which fc2 reads."""
-        a, b = self.architecture, self._b
-        outside = self._norm(a.hidden_size) + b * a.hidden_size
-        return self._local_tokens * outside + self.tokens * 5 * b * a.ffn_hidden_size / self.parallel.tensor
-
-    def experts(self) -> float:
-        """Norm and its output; the experts themselves."""
-        a, b = self.architecture, self._b
-        return self._local_tokens * (self._norm(a.hidden_size) + b * a.hidden_size) + self.expert_block()
+    def dense_block(self) -> float:
+        """fc1's output (2f), silu(gate), up, and their product, which fc2 reads."""
+        return self.tokens * 5 * self._b * self.architecture.ffn_hidden_size / self.parallel.tensor
 
     def expert_block(self) -> float:
-        """Router, permuted input, and per routed row what a dense block keeps plus the product with its weight: all
-        that selective recomputation drops. (Of core attention it drops next to nothing, see `core_attention`.)"""
+        """Router, and for each routed row its input, its weight and fc1's output (2f); TransformerEngine's path also
+        keeps silu(gate), up, their product, and that times the weight. All that selective recomputation drops."""
         a, b = self.architecture, self._b
-        router = a.num_experts * (1 + b) + a.experts_per_token * 20
-        row = b * a.hidden_size + 6 * b * a.moe_ffn_hidden_size / self.parallel.expert_tensor + b
-        return self._local_tokens * router + self._routed * row
+        router = a.num_experts * (1 + b) + a.experts_per_token * 28
+        inner = (6 if self.fused else 2) * a.moe_ffn_hidden_size / self.parallel.expert_tensor
+        return self._local_tokens * router + self._routed * b * (a.hidden_size + inner + 1)
 
     def layer_input(self) -> float:
         """What full recomputation keeps of a layer."""
@@ -105,48 +91,50 @@ class Activations:
 
     def outside_layers(self, has_embedding: bool, has_head: bool) -> float:
         """Token ids; the last norm and the head's input."""
-        a, kept = self.architecture, 0.0
-        if has_embedding:
-            kept += 8 * self.tokens
+        a, kept = self.architecture, 8.0 * self.tokens * has_embedding
         if has_head:
-            kept += self._local_tokens * (self._norm(a.hidden_size) + self._head_bytes * a.hidden_size)
+            kept += self._norm() + self._local_tokens * (self._head_bytes - self._b) * a.hidden_size
+            if self.fused_head and self.parallel.tensor > 1:
+                kept += self.tokens * self._head_bytes * a.hidden_size  # gathered, and kept instead of logits
         return kept
 
     @property
     def _head_bytes(self) -> int:
         return 4 if self.fp32_head else self._b
 
-    def logits(self) -> float:
-        """[N, V/tp] once."""
-        return (
-            self.tokens
-            * vocabulary(self.architecture, self.parallel.tensor)
-            / self.architecture.hidden_size
-            * (self._head_bytes)
-        )
-
     def head_peak(self) -> float:
         """Logits and what is made of them, at the worst of three moments: softmax of a chunk of fp32 rows (five of
-        them at once); the logits' gradient beside the logits; that gradient with the head's weight gradient."""
+        them at once); the logits' gradient beside the logits; that gradient with the head's weight gradient. A fused
+        head has chunks only, and an fp32 sum of its weight gradient."""
         a, b, table = self.architecture, self._head_bytes, vocabulary(self.architecture, self.parallel.tensor)
-        chunk = min(CHUNK_ROWS, self.tokens) * table / a.hidden_size
-        forward = self.logits() + 17 * chunk
-        backward = 2 * self.logits() + chunk * (4 if b == 4 else 6)
-        weights = table * (b + (4 if b > self._b else 0))
-        matmul = self.logits() + weights + self.tokens * a.hidden_size * b
-        return max(forward, backward, matmul)
+        rows = min(FUSED_CHUNK_ROWS if self.fused_head else CHUNK_ROWS, self.tokens)
+        chunk, states = rows * table / a.hidden_size, self.tokens * a.hidden_size * b
+        copy = table * 4 * (b > self._b)  # of the head's weights, in fp32
+        if self.fused_head:
+            return copy + max(17 * chunk, table * (4 + b) + states + chunk * (4 + b))
+        logits = self.tokens * table / a.hidden_size * b
+        forward, backward = logits + 17 * chunk, 2 * logits + chunk * (4 if b == 4 else 6)
+        return max(forward, backward, logits + table * b + copy + states)
 
     def layer_backward(self, moe: bool) -> float:
-        """Gradients in flight while a layer is differentiated, beyond what it kept: of its input and output, of fc1's
-        output, of one weight; and of rows on their way to the experts and back."""
+        """Gradients in flight while a layer is differentiated, beyond what it kept: those of its stream; of rows on
+        their way to the experts and back and inside them; of the weights. Without fused kernels a norm works on five
+        fp32 copies of its input, one after the other's gradients are gone."""
         a, b, p = self.architecture, self._b, self.parallel
         stream = 2 * self._local_tokens * a.hidden_size * b
         if moe:
+            f = a.moe_ffn_hidden_size / p.expert_tensor
             exchange = (3 if p.expert > 1 else 1) * self._routed * a.hidden_size * b
-            weight = 2 * a.hidden_size * a.moe_ffn_hidden_size // p.expert_tensor * b
-            return stream + exchange + weight
-        weight = 2 * a.hidden_size * a.ffn_hidden_size // p.tensor * b
-        return stream + 2 * b * self.tokens * a.ffn_hidden_size / p.tensor + weight
+            weights = 3 * a.hidden_size * f * a.num_experts / p.expert * b
+            block = exchange + self._routed * 5 * f * b + weights
+        else:
+            weight = 2 * a.hidden_size * a.ffn_hidden_size // p.tensor * b
+            block = 2 * b * self.tokens * a.ffn_hidden_size / p.tensor + weight
+        norm = 0.0 if self.fused else 5 * 4 * max(self._local_tokens * a.hidden_size, self._query_elements())
+        return stream + max(block, norm)
+
+    def _query_elements(self) -> float:
+        return self.tokens * query_width(self.architecture) / self.parallel.tensor
 
     def gather_buffer(self) -> float:
         """The whole [N, h] row that sequence parallelism gathers for a matrix; kept from then on."""

@@ -62,10 +62,12 @@ def learner_memory(
 ) -> list[LearnerMemory]:
     """One entry per pipeline stage. ``world_size``: learner ranks. ``tokens``: of one microbatch.
 
-    ``fused``: TransformerEngine's layers and fused Adam, as on a GPU; False: Megatron's own and torch's, as on a CPU.
+    ``fused``: TransformerEngine's layers and fused Adam, as on a GPU; False: `learner.few_pass` and torch's Adam.
     ``imbalance``: see `Activations`.
     """
-    kept = Activations(a, learner.parallel, learner.dtype, tokens, fp32_head, fused, imbalance)
+    kept = Activations(
+        a, learner.parallel, learner.dtype, tokens, fp32_head, learner.fused_head, fused=fused, imbalance=imbalance
+    )
     stages = stage_parameters(a, learner.parallel)
     return [
         _stage(i, stage, kept, a, learner, world_size, min(len(stages) - i, num_microbatches), fused, gradient_noise)
@@ -118,8 +120,9 @@ def _activations(
     if learner.recompute == "full":
         each = stage.layers * kept.layer_input()
         at_hand += max(kept.layer(moe) for moe in kinds) + merged
-        # Megatron's token dispatcher holds on to what the recomputed layer was given, and to its gradient.
-        at_hand += stage.moe_layers * kept.layer_input()
+        if kept.parallel.expert * kept.parallel.expert_tensor > 1 or kept.fused:
+            # Megatron's token dispatcher holds on to what the recomputed layer was given, and to its gradient.
+            at_hand += stage.moe_layers * kept.layer_input()
     elif learner.recompute == "selective" and stage.moe_layers:
         each = whole - stage.moe_layers * kept.expert_block() + stage.layers * merged
         at_hand += kept.expert_block()

@@ -125,6 +125,11 @@ def _forward(work: Workload) -> float:
     """A forward pass without gradient over one microbatch: one layer at a time, and the logits with their chunk."""
     recipe = work.recipe
     kept = Activations(
-        work.architecture, work.parallel, recipe.learner.dtype, work.microbatch_tokens, recipe.precision.fp32_head
+        work.architecture,
+        work.parallel,
+        recipe.learner.dtype,
+        work.microbatch_tokens,
+        recipe.precision.fp32_head,
+        recipe.learner.fused_head,
     )
     return max(kept.layer(moe) for moe in set(work.architecture.moe_layers)) + kept.head_peak()
