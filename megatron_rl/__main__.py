@@ -6,11 +6,12 @@ import argparse
 import json
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_ENDED_BY_LIMIT, InputError, RunEnded
+from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_ENDED_BY_LIMIT, EXIT_FAULT, Fault, InputError, RunEnded
 
 GPU_NAMES = ("a100-40", "a100-80", "h100-80", "h200-141")
 
@@ -20,7 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Megatron says at every import that TransformerEngine and Apex are absent; where that matters, `check` says it.
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # Megatron's calls, not ours
+    for module in ("torch.distributed", "megatron"):  # Megatron's calls, not ours
+        warnings.filterwarnings("ignore", category=FutureWarning, module=module)
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
@@ -32,6 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunEnded as reason:
         print(f"run ended: {reason}", file=sys.stderr)
         return EXIT_ENDED_BY_LIMIT
+    except Fault as error:
+        traceback.print_exc()
+        print(f"run failed: {error}", file=sys.stderr)  # the last line says it all
+        return EXIT_FAULT
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-EXIT_DONE, EXIT_BAD_INPUT, EXIT_ENDED_BY_LIMIT = 0, 2, 3
+EXIT_DONE, EXIT_FAULT, EXIT_BAD_INPUT, EXIT_ENDED_BY_LIMIT = 0, 1, 2, 3
 
 
 class InputError(ValueError):
@@ -14,3 +14,7 @@ class InputError(ValueError):
 
 class RunEnded(RuntimeError):
     """An alarm or a limit ended the run on purpose: exit status 3. What was computed is saved."""
+
+
+class Fault(RuntimeError):
+    """Something that the run depends on broke (an engine, a worker, a disk): exit status 1. Raised on every rank."""

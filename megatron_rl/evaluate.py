@@ -11,9 +11,10 @@ from megatron_rl.config import Recipe
 from megatron_rl.data import load_prompts, load_tokenizer
 from megatron_rl.errors import InputError
 from megatron_rl.evaluation import summarise
-from megatron_rl.learner.checkpoint import TRAINER_FILE, WEIGHTS_FILE, load_weights
+from megatron_rl.learner.checkpoint import WEIGHTS_FILE, load_weights
 from megatron_rl.learner.distributed import shutdown, world_rank
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.manifest import TRAINER_FILE
 from megatron_rl.rewards import Rewarder
 from megatron_rl.rollout import Sampling
 from megatron_rl.run import score_shared, start_generator

@@ -17,9 +17,9 @@ from typing import Any
 from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.config.model import read_architecture
 from megatron_rl.errors import InputError
-from megatron_rl.learner.checkpoint import TRAINER_FILE, list_checkpoints
 from megatron_rl.learner.distributed import broadcast_object, gather_objects, world_rank
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.manifest import TRAINER_FILE, list_checkpoints
 from megatron_rl.monitor import RunDirectory
 from megatron_rl.recorder import RecordedBatch, batch_path, load_batch, recorded_steps
 from megatron_rl.types import Batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import subprocess
 import sys
@@ -16,18 +17,32 @@ import yaml
 
 from megatron_rl.check import check_recipe
 from megatron_rl.config import Recipe
-from megatron_rl.data import PromptSampler, PromptSet, load_prompts, load_tokenizer
-from megatron_rl.errors import InputError
-from megatron_rl.learner.checkpoint import list_checkpoints
-from megatron_rl.learner.distributed import any_rank, broadcast_object, gather_objects, shutdown, world_rank, world_size
+from megatron_rl.config.recipe import CheckpointConfig
+from megatron_rl.data import PromptSampler, PromptSet, check_vocabulary, load_prompts, load_tokenizer
+from megatron_rl.errors import Fault, InputError
+from megatron_rl.learner.checkpoint import SaveError
+from megatron_rl.learner.distributed import (
+    any_rank,
+    broadcast_object,
+    gather_objects,
+    initialize,
+    on_main_rank,
+    shutdown,
+    together,
+    world_rank,
+    world_size,
+)
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.manifest import checkpoint_name, checkpoint_step, list_checkpoints
 from megatron_rl.lookahead import Lookahead
-from megatron_rl.monitor import Monitor, RunDirectory, write_environment
+from megatron_rl.monitor import AlarmEvent, Monitor, RunDirectory, write_environment
 from megatron_rl.precision import confirm_contract, contract
+from megatron_rl.resume import check_resume, find_checkpoint
 from megatron_rl.rewards import Rewarder
 from megatron_rl.rollout import Generator
 from megatron_rl.rollout.checkpoint import read_stop_token_ids
 from megatron_rl.rollout.exact import ExactGenerator
+from megatron_rl.run_lock import RunLock
 from megatron_rl.types import Group
 
 STOP_FILE = "STOP"  # `touch RUN/STOP`: save after the step at hand and leave; the way to stop a job under a scheduler
@@ -47,18 +62,66 @@ class Run:
     validation: PromptSet
     monitor: Monitor
     signals: list[int] = field(default_factory=list)  # received and not yet acted on
+    scores: dict[int, float] = field(default_factory=dict)  # step → value of checkpoint.keep_best's metric
+    owes_save: bool = False  # the last save failed
 
-    def save(self) -> Path:
-        """A checkpoint from which the run continues exactly; older ones beyond `keep_last` go."""
-        state = {"prompts": self.prompts.state_dict(), "monitor": self.monitor.state_dict()}
-        state = broadcast_object(state | {"ahead": self.ahead.state_dict()})
-        path = self.learner.save(self.directory.checkpoints, state, keep_last=self.recipe.checkpoint.keep_last)
+    def record(self, step: int, metrics: dict[str, float], groups: list[Group] | None = None) -> list[AlarmEvent]:
+        """`Monitor.record`, and what `checkpoint.keep_best` needs of the line."""
+        events = self.monitor.record(step, metrics, groups)
+        best = self.recipe.checkpoint.keep_best
+        if best is not None and math.isfinite(value := self.monitor.latest.get(best.metric, math.nan)):
+            self.scores[step] = value
+        return events
+
+    def save(self, taken: dict[str, Any] | None = None) -> Path:
+        """A checkpoint from which the run continues exactly; then those that `keep_last` and `keep_best` spare not go.
+
+        Raises `SaveError` on every rank where one could not write; the older checkpoints are as they were.
+        """
+        config = self.recipe.checkpoint
+        kept = {checkpoint_step(path) for path in list_checkpoints(self.directory.checkpoints)} | {self.learner.step}
+        self.scores = {step: value for step, value in self.scores.items() if step in kept}
+        state = (taken or self._taken()) | {"monitor": self.monitor.state_dict(), "scores": self.scores}
+        path = self.learner.save(
+            self.directory.checkpoints, broadcast_object(state), config.keep_last, best_steps(self.scores, config)
+        )
+        self.owes_save = False
         self.monitor.log(f"checkpoint: {path}")
         return path
+
+    def _taken(self) -> dict[str, Any]:
+        """How far prompts were taken, and for which steps to come."""
+        return {"prompts": self.prompts.state_dict(), "ahead": self.ahead.state_dict()}
+
+    def try_save(self, taken: dict[str, Any] | None = None) -> None:
+        """`save`; a failure (disk full) is said, the run goes on, and the next step tries again."""
+        try:
+            self.save(taken)
+        except SaveError as error:
+            self.owes_save = True
+            self.monitor.log(f"{error}; the run goes on and tries again after the next step", style="bold red")
+
+    @contextlib.contextmanager
+    def saved_on_fault(self) -> Iterator[None]:
+        """Around sampling: an engine or a reward worker that fails leaves the learner at the end of the step before.
+        That is saved, so that nothing has to be learned again; then the fault ends the run."""
+        before = self._taken()
+        try:
+            yield
+        except Fault:
+            done = self.directory.checkpoints / checkpoint_name(self.learner.step)
+            if broadcast_object(self.learner.step > 0 and not done.exists()):
+                self.try_save(before)
+            raise
 
     def stop_requested(self) -> bool:
         """True on all ranks as soon as one has a signal or sees the STOP file. Collective: once a step."""
         return any_rank(bool(self.signals) or (self.directory.root / STOP_FILE).exists())
+
+    def stopped(self) -> None:
+        """The request is met: take the STOP file away, or the command that continues would stop as well."""
+        if world_rank() == 0:
+            (self.directory.root / STOP_FILE).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -69,7 +132,7 @@ def start(recipe: Recipe, resume: str = "auto") -> Iterator[Run]:
     """
     checked = check_recipe(recipe)
     directory = RunDirectory(recipe.run_dir)
-    checkpoint = find_checkpoint(directory, resume)
+    check_resume(directory, resume)
     tokenizer = load_tokenizer(str(recipe.model.path))
     train = load_prompts(recipe.data.train, tokenizer, recipe.data.prompt)
     if recipe.batch.prompts > len(train):
@@ -78,19 +141,28 @@ def start(recipe: Recipe, resume: str = "auto") -> Iterator[Run]:
             "sample a prompt twice. Lower batch.prompts or add data"
         )
     validation = load_prompts(recipe.data.validation, tokenizer, recipe.data.prompt) if recipe.data.validation else ()
+    check_vocabulary([*train, *validation], checked.architecture.vocab_size)
     sampler = PromptSampler(train, seed=recipe.data.seed, shuffle=recipe.data.shuffle)
     sources = {*train.data_sources, *(prompt.data_source for prompt in validation)}
     with contextlib.ExitStack() as stack:
         rewarder = stack.enter_context(Rewarder(recipe.reward, recipe.rollout.max_response_length, sources))
-        learner = Learner(recipe)
+        initialize(recipe.learner.parallel, recipe.runtime.device, recipe.seed)
         stack.callback(shutdown)
+        lock = RunLock(directory.lock)
+        stack.callback(lock.release)
+        note = on_main_rank(lock.acquire)
+        checkpoint, notes = find_checkpoint(directory, resume)
+        learner = Learner(recipe)
         is_main = world_rank() == 0
         summary = {"run": str(directory.root), **dict(checked.report), "num_steps": recipe.num_steps}
         monitor = stack.enter_context(Monitor(directory, recipe.monitor, summary, is_main, share=broadcast_object))
+        for line in filter(None, [note, *notes]):
+            monitor.log(line)
         learner.phase = monitor.phase
         learner.keep_current_logprobs = recipe.may_record_batches
         if is_main:
-            directory.done.unlink(missing_ok=True)  # a complete run that goes on, to more steps
+            if directory.done.exists() and int(directory.done.read_text() or 0) < recipe.num_steps:
+                directory.done.unlink()  # a complete run that goes on, to more steps
             directory.recipe.write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
             write_environment(directory.environment, applied_patches())
         generator = start_generator(recipe, tokenizer, learner, say=monitor.log)
@@ -117,29 +189,18 @@ def start(recipe: Recipe, resume: str = "auto") -> Iterator[Run]:
         yield run
 
 
-def find_checkpoint(directory: RunDirectory, resume: str) -> Path | None:
-    """Where ``--resume`` says to continue from: ``auto``, ``never`` or a folder."""
-    if resume == "auto":
-        found = list_checkpoints(directory.checkpoints)
-        return found[-1] if found else None
-    if resume == "never":
-        if directory.metrics.exists():
-            raise InputError(
-                f"--resume never: {directory.root} already holds a run; use --resume auto to continue it, another name "
-                "(--set name=…) to keep both, or delete the folder"
-            )
-        return None
-    path = Path(resume)
-    if path not in list_checkpoints(path.parent):
-        near = [found.name for found in list_checkpoints(directory.checkpoints)]
-        raise InputError(f"--resume {resume}: not a complete checkpoint; this run has {', '.join(near) or 'none'}")
-    return path
+def best_steps(scores: dict[int, float], config: CheckpointConfig) -> list[int]:
+    """The steps whose checkpoints `keep_best` keeps; of equal values the later one."""
+    if config.keep_best is None:
+        return []
+    sign = 1 if config.keep_best.mode == "max" else -1
+    return sorted(scores, key=lambda step: (sign * scores[step], step))[-config.keep_best.n :]
 
 
 def score_shared(rewarder: Rewarder, groups: list[Group]) -> dict[str, float]:
     """Reward every rollout: each rank scores its share, all ranks hold the result. Returns `reward/*` counts."""
     mine = groups[world_rank() :: world_size()]
-    counts = rewarder.score(mine)
+    counts = together("rewards could not be computed", lambda: rewarder.score(mine))
     scored = [(r.raw_reward, r.reward, r.masked) for group in mine for r in group.rollouts]
     shares = gather_objects((scored, counts))
     for rank, (values, _) in enumerate(shares):
@@ -194,7 +255,8 @@ def start_generator(recipe: Recipe, tokenizer: Any, learner: Learner, say: Calla
 
 
 def _resume(run: Run, checkpoint: Path, train: PromptSet) -> None:
-    state = run.learner.load(checkpoint)
+    state = run.learner.load(checkpoint, verify=False)  # `find_checkpoint` did
+    run.scores = {int(step): value for step, value in state["scores"].items()}
     run.prompts.load_state_dict(state["prompts"])
     run.ahead.load_state_dict(state.get("ahead", []), train)
     run.monitor.load_state_dict(state["monitor"])

@@ -22,21 +22,24 @@ def train(recipe: Recipe, resume: str = "auto") -> None:
     with start(recipe, resume) as run:
         learner, monitor = run.learner, run.monitor
         for step in range(learner.step, recipe.num_steps):
-            metrics = validate(run, step) if _due(step, recipe.validation.every) else {}
-            groups, sampling_metrics = sample(run, step)
-            run.ahead.look_ahead(step, learner.num_updates)
+            with run.saved_on_fault():
+                metrics = validate(run, step) if _due(step, recipe.validation.every) else {}
+                groups, sampling_metrics = sample(run, step)
+                run.ahead.look_ahead(step, learner.num_updates)
             with monitor.phase("pack"):
                 batch = build_batch(step, groups, recipe)
             version = learner.num_updates
             metrics |= sampling_metrics | update(run, batch, groups) | run.generator.stats()
             learner.step = step + 1
-            events = monitor.record(step, metrics, groups)
+            events = run.record(step, metrics, groups)
             record(run, batch, version, metrics, alarmed=wanted(events, "record_batch"))
             saved = act_on(events, run)
-            if not saved and _due(step + 1, recipe.checkpoint.every) and step + 1 < recipe.num_steps:
-                run.save()
+            due = run.owes_save or _due(step + 1, recipe.checkpoint.every)
+            if due and not saved and step + 1 < recipe.num_steps:
+                run.try_save()
             if step + 1 < recipe.num_steps and run.stop_requested():
                 run.save()
+                run.stopped()
                 monitor.log(f"stopped on request after step {step}; the same command continues")
                 return
         finish(run)
@@ -103,7 +106,10 @@ def record(run: Run, batch: Batch, policy_version: int, metrics: dict[str, float
     config, folder = run.recipe.recorder, run.directory.batches
     if batch.sequences and (alarmed or config.record_batches in ("last_n", "all")):
         with run.monitor.phase("record"):
-            record_batch(folder, batch, policy_version, metrics, keep=alarmed)
+            try:
+                record_batch(folder, batch, policy_version, metrics, keep=alarmed)
+            except OSError as error:  # the record of a run is worth less than the run
+                run.monitor.log(f"the batch of step {batch.step} could not be recorded: {error}", style="bold red")
     if config.record_batches == "last_n":
         keep_newest(folder, config.keep)
 
@@ -119,7 +125,7 @@ def act_on(events: list[AlarmEvent], run: Run) -> bool:
         run.save()
         raise RunEnded("; ".join(reasons))
     if wanted(events, "save"):
-        run.save()
+        run.try_save()
         return True
     return False
 
@@ -128,7 +134,9 @@ def finish(run: Run) -> None:
     """Last validation, checkpoint and export; then the mark that nothing is left to do."""
     recipe = run.recipe
     if recipe.validation.every:
-        run.monitor.record(recipe.num_steps, validate(run, recipe.num_steps))
+        with run.saved_on_fault():
+            metrics = validate(run, recipe.num_steps)
+        run.record(recipe.num_steps, metrics)
     run.save()
     if recipe.checkpoint.export_hf:
         run.learner.export_hf(run.directory.checkpoints / "hf")

@@ -44,11 +44,22 @@ class BatchConfig(Section):
         return self
 
 
+class KeepBestConfig(Section):
+    metric: str = "val/reward/mean"
+    """A metric by its name in metrics.jsonl. The line of step s describes the weights of checkpoint s."""
+    n: PositiveInt = 1
+    """So many checkpoints with the best values stay, whatever their age."""
+    mode: Literal["max", "min"] = "max"
+    """Whether the largest or the smallest value is the best. NaN is never."""
+
+
 class CheckpointConfig(Section):
     every: NonNegativeInt = 0
     """Steps between checkpoints; 0: only at the end of the run."""
     keep_last: NonNegativeInt = 2
     """Checkpoints kept; older ones are deleted after a newer one is complete. 0 keeps all."""
+    keep_best: KeepBestConfig | None = None
+    """Also keep the checkpoints with the best values of a metric. null: age alone decides."""
     export_hf: bool = False
     """Also write the final weights in Hugging Face layout to checkpoints/hf."""
 
@@ -147,6 +158,9 @@ class Recipe(Section):
             ]
         if self.validation.every and not self.data.validation:
             found.append("validation.every: set, but data.validation names no file")
+        best = self.checkpoint.keep_best
+        if best is not None and best.metric.startswith("val/") and not self.validation.every:
+            found.append(f"checkpoint.keep_best: {best.metric} is never measured with validation.every 0; set it")
         if self.learner.lora is not None and self.precision.export_from == "master":
             found.append("precision.export_from: master needs master weights, which learner.lora has not; use learner")
         if self.objective.advantage == "rloo" and self.rollout.num_samples < 2:

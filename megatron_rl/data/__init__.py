@@ -1,6 +1,6 @@
 """Problems to prompts: files, tokenizer and chat template, and the order in which prompts come."""
 
-from megatron_rl.data.prompts import PromptSet, fingerprint, load_prompts, load_tokenizer
+from megatron_rl.data.prompts import PromptSet, check_vocabulary, fingerprint, load_prompts, load_tokenizer
 from megatron_rl.data.sampler import PromptSampler
 from megatron_rl.data.source import check_source, read_problems
 
@@ -8,6 +8,7 @@ __all__ = [
     "PromptSampler",
     "PromptSet",
     "check_source",
+    "check_vocabulary",
     "fingerprint",
     "load_prompts",
     "load_tokenizer",

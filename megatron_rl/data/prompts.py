@@ -112,6 +112,16 @@ def load_prompts(
     return PromptSet(tuple(prompts), num_dropped)
 
 
+def check_vocabulary(prompts: Sequence[Prompt], vocab_size: int) -> None:
+    """InputError where a prompt holds a token that the model has no embedding for: the tokenizer is another model's."""
+    for prompt in prompts:
+        if (largest := max(prompt.tokens)) >= vocab_size:
+            raise InputError(
+                f"prompt {prompt.id!r}: token {largest}, but the model's vocabulary has {vocab_size} (0 … "
+                f"{vocab_size - 1}); the tokenizer in model.path belongs to another model: copy the model's own"
+            )
+
+
 def _tokenized(
     sources: Sequence[DataSourceConfig], tokenizer: Any, config: PromptConfig, template: str | None
 ) -> Iterator[tuple[Problem, str, list[int]]]:

@@ -1,31 +1,40 @@
 """Checkpoints of the learner: Megatron's distributed format, readable under another layout, published atomically.
 
-A checkpoint is a folder ``step_00000050``: Megatron's shards plus ``trainer.json`` (step counters and the small states
-of the loop: sampler, scheduler, monitor). It is written under a temporary name and renamed when every rank is done, so
-a folder with the final name is complete.
+A checkpoint is a folder ``step_00000050``: Megatron's shards, ``trainer.json`` (step counters and the small states of
+the loop: sampler, scheduler, monitor) and ``manifest.json`` (see `manifest`). A rank on which a save fails says so to
+the others before any of them goes on: `SaveError` on all ranks, nothing published, older checkpoints as they were.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pickle
 import queue
 import shutil
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 
-from megatron_rl.errors import InputError
-from megatron_rl.learner.distributed import world_rank, world_size
+from megatron_rl.errors import Fault, InputError
+from megatron_rl.learner import manifest
+from megatron_rl.learner.distributed import broadcast_object, gather_objects, world_rank, world_size
+from megatron_rl.learner.manifest import TRAINER_FILE, checkpoint_name
 
-TRAINER_FILE = "trainer.json"
 WEIGHTS_FILE = "weights.json"  # marks a folder with weights alone, as `conversion.to_megatron` writes it
+
+T = TypeVar("T")
 
 # fully_reshardable: optimizer state by parameter, so that another TP/EP/PP/DP can load it.
 CONTENT_METADATA = {
@@ -36,65 +45,225 @@ CONTENT_METADATA = {
 }
 
 
-def checkpoint_name(step: int) -> str:
-    return f"step_{step:08d}"
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    return sorted(path for path in Path(folder).glob("step_*") if (path / TRAINER_FILE).is_file())
+class SaveError(Fault):
+    """A checkpoint could not be written; raised on every rank. The run itself is unharmed."""
 
 
 def save_checkpoint(
-    folder: Path, step: int, model: GPTModel, optimizer: MegatronOptimizer, trainer_state: dict[str, Any]
+    folder: Path,
+    step: int,
+    model: GPTModel,
+    optimizer: MegatronOptimizer,
+    trainer_state: dict[str, Any],
+    *,
+    keep_last: int = 0,
+    protected: Collection[int] = (),
 ) -> Path:
-    """Write ``folder/step_…`` (every rank calls it) and return its path. An existing one of that step is replaced."""
+    """Write ``folder/step_…`` (every rank calls it) and return its path. An existing one of that step is replaced.
+
+    Afterwards all but the newest ``keep_last`` go (0 keeps all), save those of the steps ``protected``.
+    Raises `SaveError` on every rank where one of them could not write its part.
+    """
     final = Path(folder) / checkpoint_name(step)
-    partial = final.with_name(f".partial-{final.name}")
-    if world_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    _barrier()
-    # Upstream collects results through a Manager, for saves that go on in another process. It starts one even for a
-    # save that is waited for, as here: seconds, and a second run of the main script. A plain queue serves.
-    filesystem_async._results_queue = queue.Queue()
+    partial = manifest.partial_path(final)
+    together = _Together(step)
     _allocate_moments(optimizer)
-    dist_checkpointing.save(
-        _sharded_state(model, optimizer, is_loading=False), str(partial), content_metadata=CONTENT_METADATA
-    )
-    if world_rank() == 0:
-        (partial / TRAINER_FILE).write_text(json.dumps(trainer_state, indent=1))
-        if final.exists():
-            shutil.rmtree(final)
-        partial.rename(final)
-    _barrier()
+    try:
+        together(lambda: _make_empty(partial))
+        with together.until_joined():
+            strategy = _Strategy(together)
+            dist_checkpointing.save(
+                _sharded_state(model, optimizer, is_loading=False),
+                str(partial),
+                strategy,
+                content_metadata=CONTENT_METADATA,
+            )
+        trainer = json.dumps(trainer_state, indent=1)
+        hashes = together(lambda: _finish_files(partial, trainer))
+        files = {name: about for share in gather_objects(hashes) for name, about in share.items()}
+        together(lambda: _on_main(lambda: _publish(partial, final, files, keep_last, protected)))
+    except SaveError:
+        _on_main(lambda: shutil.rmtree(partial, ignore_errors=True))
+        raise
     return final
 
 
-def load_checkpoint(path: Path, model: GPTModel, optimizer: MegatronOptimizer) -> dict[str, Any]:
-    """Fill model and optimizer from ``path``, written under any layout; returns the trainer state."""
-    if not (Path(path) / TRAINER_FILE).is_file():
-        raise InputError(f"checkpoint {path}: no {TRAINER_FILE} in it; expected a complete folder step_…")
-    state = _sharded_state(model, optimizer, is_loading=True)
-    state = dist_checkpointing.load(state, str(path))
+def load_checkpoint(path: Path, model: GPTModel, optimizer: MegatronOptimizer, verify: bool = True) -> dict[str, Any]:
+    """Fill model and optimizer from ``path``, written under any layout; returns the trainer state. Collective.
+
+    ``verify``: compare every file with the hashes of the manifest first. Raises `InputError` where the checkpoint is
+    not whole, or holds a pickle of anything but Megatron's and torch's descriptions of tensors.
+    """
+    path = Path(path)
+    if verify and (problem := damage(path)):
+        raise InputError(f"checkpoint {path}: {problem}; expected a complete folder step_…, as a run writes it")
+    with _no_foreign_code(path):
+        state = dist_checkpointing.load(_sharded_state(model, optimizer, is_loading=True), str(path))
     unwrap_model(model).load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    return json.loads((Path(path) / TRAINER_FILE).read_text())
+    return json.loads((path / TRAINER_FILE).read_text())
 
 
 def load_weights(path: Path, model: GPTModel, optimizer: MegatronOptimizer | None = None) -> None:
     """Fill ``model`` from the weights in ``path``, written under any layout; the optimizer's masters follow."""
     weights = unwrap_model(model).sharded_state_dict(metadata=dict(CONTENT_METADATA))
-    unwrap_model(model).load_state_dict(dist_checkpointing.load({"model": weights}, str(path))["model"])
+    with _no_foreign_code(Path(path)):
+        state = dist_checkpointing.load({"model": weights}, str(path))
+    unwrap_model(model).load_state_dict(state["model"])
     if optimizer is not None:
         optimizer.reload_model_params()
 
 
-def prune_checkpoints(folder: Path, keep_last: int) -> None:
-    """Delete all but the newest ``keep_last`` complete checkpoints (0 keeps all)."""
-    if world_rank() == 0 and keep_last > 0:
-        for path in list_checkpoints(folder)[:-keep_last]:
-            shutil.rmtree(path)
+def damage(path: Path) -> str | None:
+    """Why the checkpoint ``path`` cannot be trusted, from sizes, then hashes; None where it is whole.
+
+    Collective: each rank reads its share of the files, and all return the same.
+    """
+    problem = broadcast_object(manifest.incomplete(path) if world_rank() == 0 else None)
+    if problem is None:
+        shares = gather_objects(manifest.altered_files(path, world_rank(), world_size()))
+        problem = next((problem for share in shares for problem in share), None)
+    return problem
+
+
+class _Together:
+    """Runs a part of a save that can fail on one rank alone, and has all ranks hear of it: they go on or fail alike."""
+
+    def __init__(self, step: int):
+        self._step, self._calls = step, 0
+
+    def __call__(self, action: Callable[[], T]) -> T:
+        self._calls += 1
+        result, problem = None, None
+        try:
+            result = action()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks are waiting
+            problem = error
+        self._agree(problem)
+        return result  # type: ignore[return-value]
+
+    def _agree(self, problem: Exception | None) -> None:
+        problems = gather_objects(None if problem is None else f"{type(problem).__name__}: {problem}")
+        for rank, text in enumerate(problems):
+            if text is not None:
+                where = f"rank {rank}: " if len(problems) > 1 else ""
+                raise SaveError(f"the checkpoint of step {self._step} could not be written: {where}{text}") from problem
+
+    @contextlib.contextmanager
+    def until_joined(self) -> Iterator[None]:
+        """Within, Megatron does something on rank 0 alone before all ranks meet in the next call: an error there takes
+        part in that meeting in its place."""
+        calls = self._calls
+        try:
+            yield
+        except SaveError:
+            raise
+        except Exception as error:
+            if self._calls > calls:
+                raise
+            self._agree(error)
+
+
+class _Strategy(TorchDistSaveShardedStrategy):
+    """Megatron's format, written by this process. Upstream forks a writer per file and waits for it without end (one
+    that is killed stops the run), and hangs the other ranks where rank 0 cannot write the index."""
+
+    def __init__(self, together: _Together):
+        super().__init__("torch_dist", 1)
+        self._together = together
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, prepared: Any) -> Any:
+        return writer, prepared[1]
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        self._together(lambda: None)  # rank 0 has written common.pt
+        # Results of writers in other processes; there are none here, and making it would start a process for it.
+        filesystem_async._results_queue = queue.Queue()
+        writer, index = self.async_save(sharded_state_dict, checkpoint_dir)
+        results = gather_objects(self._together(lambda: _write(writer)))
+        config = CheckpointingConfig(self.backend, self.version)
+        self._together(lambda: _on_main(lambda: (writer.finish(index, results), save_config(config, checkpoint_dir))))
+
+
+def _write(writer: FileSystemWriterAsync) -> list[Any]:
+    results: list[Any] = []
+    transforms = [writer.transforms] if hasattr(writer, "transforms") else []
+    for bucket in writer.write_buckets or []:
+        answers, counter = queue.Queue(), queue.Queue()
+        counter.put(0)
+        FileSystemWriterAsync.write_preloaded_data(transforms, 0, _in_host_memory(bucket), answers, counter, True)
+        _, found = answers.get()
+        if isinstance(found, Exception):
+            raise found
+        results += found
+    return results
+
+
+def _in_host_memory(bucket: Any) -> Any:
+    """One file's tensors at a time, so that a rank needs host memory for half of its shard at most."""
+    file, key, (blobs, tensors) = bucket
+    return file, key, (blobs, [(item, tensor.cpu()) for item, tensor in tensors])
+
+
+def _make_empty(partial: Path) -> None:
+    if world_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+
+
+def _finish_files(partial: Path, trainer: str) -> dict[str, dict[str, int | str]]:
+    """Hashes of the files that this rank wrote; rank 0's are also all that belongs to no rank."""
+    names = [path.name for path in partial.glob(f"__{world_rank()}_*")]
+    if world_rank() == 0:
+        manifest.write_durably(partial / TRAINER_FILE, trainer)
+        names += [path.name for path in partial.iterdir() if not path.name.startswith("__")]
+    return manifest.hash_files(partial, names)
+
+
+def _publish(partial: Path, final: Path, files: dict, keep_last: int, protected: Collection[int]) -> None:
+    manifest.write_manifest(partial, files)
+    manifest.publish(partial, final)
+    manifest.prune(final.parent, keep_last, protected)
+
+
+def _on_main(action: Callable[[], Any]) -> None:
+    if world_rank() == 0:
+        action()
+
+
+class _IndexReader(pickle.Unpickler):
+    """Reads the index of a checkpoint (``.metadata``), which torch pickles, and no other class."""
+
+    _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
+    _NAMES = (
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("collections", "OrderedDict"),
+        ("pathlib", "PosixPath"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.memory_format)
+        if is_type or (module in self._MODULES and "." not in name) or (module, name) in self._NAMES:
+            return super().find_class(module, name)
+        raise InputError(f"the checkpoint's index names {module}.{name}, which no run writes; it is not loaded")
+
+
+@contextlib.contextmanager
+def _no_foreign_code(path: Path) -> Iterator[None]:
+    """Within, loading ``path`` runs no code from it: the index is read once by a reader that knows a few classes, and
+    whatever torch unpickles is restricted to tensors and plain values."""
+    with (path / ".metadata").open("rb") as index:
+        _IndexReader(index).load()
+    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name) if before is None else os.environ.update({name: before})
 
 
 def _sharded_state(model: GPTModel, optimizer: MegatronOptimizer, is_loading: bool) -> dict[str, Any]:
@@ -116,8 +285,3 @@ def _allocate_moments(optimizer: MegatronOptimizer) -> None:
         ):  # its own count; fused Adam counts per group
             for state in chained.optimizer.state.values():
                 state.setdefault("step", torch.tensor(0.0))
-
-
-def _barrier() -> None:
-    if world_size() > 1:
-        dist.barrier()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.jit import disable_jit_fuser
 
 from megatron_rl.config.learner import ParallelConfig
+from megatron_rl.errors import Fault, InputError
 
 T = TypeVar("T")
 
@@ -107,3 +109,41 @@ def any_rank(flag: bool) -> bool:
     value = torch.tensor([int(flag)])
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return bool(value.item())
+
+
+def on_main_rank(action: Callable[[], T]) -> T:
+    """What ``action`` returns on rank 0, on every rank; an `InputError` that it raises there is raised on all."""
+    if world_size() == 1:
+        return action()
+    result, problem = None, None
+    if world_rank() == 0:
+        try:
+            result = action()
+        except InputError as error:
+            problem = str(error)
+    result, problem = broadcast_object((result, problem))
+    if problem is not None:
+        raise InputError(problem)
+    return result
+
+
+def together(what: str, action: Callable[[], T]) -> T:
+    """``action()`` of this rank, once it has succeeded on all of them.
+
+    Where it raised on one, every rank raises: that rank's `InputError` as one, anything else as a `Fault` that begins
+    with ``what``. Without this the other ranks would wait in their next collective for one that has left.
+    """
+    result, problem, found = None, None, None
+    try:
+        result = action()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks are waiting
+        problem = error
+        found = (isinstance(error, InputError), f"{type(error).__name__}: {error}")
+    for rank, failure in enumerate(gather_objects(found)):
+        if failure is None:
+            continue
+        is_input, text = failure
+        if is_input:
+            raise InputError(text.removeprefix("InputError: ")) from problem
+        raise Fault(f"{what}: " + (f"rank {rank}: " if world_size() > 1 else "") + text) from problem
+    return result  # type: ignore[return-value]

@@ -7,7 +7,7 @@ microbatch size, packing or layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -367,17 +367,19 @@ class Learner:
         weights = self.weights.export(self.adapters.merged if self.adapters else None)
         write_hf_checkpoint(folder, weights, self.recipe.model.path)
 
-    def save(self, folder: Path, state: dict[str, Any], keep_last: int = 0) -> Path:
-        """Checkpoint of this step. ``state``: what the loop wants back from `load`; JSON-able."""
+    def save(self, folder: Path, state: dict[str, Any], keep_last: int = 0, protected: Collection[int] = ()) -> Path:
+        """Checkpoint of this step. ``state``: what the loop wants back from `load`; JSON-able. See
+        `checkpoint.save_checkpoint` for what is kept of the older ones, and for `SaveError`."""
         own = {"step": self.step, "num_updates": self.num_updates, "scheduler": self.scheduler.state_dict()}
         own["overflow"] = self.overflow.state_dict()
-        path = checkpoint.save_checkpoint(folder, self.step, self.model, self.optimizer, {"learner": own, **state})
-        checkpoint.prune_checkpoints(folder, keep_last)
-        return path
+        state = {"learner": own, **state}
+        return checkpoint.save_checkpoint(
+            folder, self.step, self.model, self.optimizer, state, keep_last=keep_last, protected=protected
+        )
 
-    def load(self, path: Path) -> dict[str, Any]:
-        """Continue from a checkpoint; returns the loop's ``state``."""
-        state = checkpoint.load_checkpoint(path, self.model, self.optimizer)
+    def load(self, path: Path, verify: bool = True) -> dict[str, Any]:
+        """Continue from a checkpoint; returns the loop's ``state``. ``verify``: compare its files with their hashes."""
+        state = checkpoint.load_checkpoint(path, self.model, self.optimizer, verify)
         own = state.pop("learner")
         self.step, self.num_updates = own["step"], own["num_updates"]
         self.scheduler.load_state_dict(own["scheduler"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,34 +59,52 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return records
 
 
+def _is_before(line: bytes, step: int) -> bool:
+    """Whether ``line`` is whole and records a step before ``step``."""
+    try:
+        return line.endswith(b"\n") and json.loads(line)["step"] < step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
 class JsonlSink:
-    """Appends lines whole: a reader, or a run that dies, never leaves part of one behind a later line."""
+    """Appends lines whole: a reader, or a run that dies, never leaves part of one behind a later line.
+
+    Lines that cannot be written (disk full) wait in memory and go first as soon as there is room.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._waiting: list[bytes] = []
 
     def resume_at(self, step: int) -> None:
         """Drop what was recorded for ``step`` and later, and a torn last line: ``step`` is the next to be recorded."""
         if not self.path.exists():
             return
-        kept = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if record["step"] < step:
-                kept.append(line + "\n")
-        with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False, encoding="utf-8") as file:
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if _is_before(line, step)]
+        if kept == lines[: len(kept)]:  # the usual case: cut, which a full disk allows
+            os.truncate(self.path, sum(map(len, kept)))
+            return
+        partial = self.path.with_name(f".partial-{self.path.name}")
+        with partial.open("wb") as file:
             file.writelines(kept)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(file.name, 0o644)  # temporary files are private; the record is not
-        os.replace(file.name, self.path)
+        os.replace(partial, self.path)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line with a single system call; a partial write (disk full) is taken back before the error."""
-        data = encode_line(step, metrics).encode()
+        """Append the line of a step, after those that wait. OSError where it has to wait as well."""
+        self._waiting.append(encode_line(step, metrics).encode())
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._waiting:
+            self._append(self._waiting[0])
+            del self._waiting[0]
+
+    def _append(self, data: bytes) -> None:
+        """One system call; a partial write (disk full) is taken back before the error."""
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             before = os.fstat(descriptor).st_size
@@ -99,4 +116,5 @@ class JsonlSink:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Write what still waits; nothing is kept open. OSError where that is not possible either."""
+        self._flush()

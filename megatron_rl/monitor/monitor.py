@@ -46,6 +46,7 @@ class Monitor:
         self._noise = NoiseMonitor(config.noise_ema)
         self._growth = LogGrowth(config.growth_window)
         self._hacking = StepCorrelation()
+        self.latest: dict[str, float] = {}  # all metrics of the latest record, on the main rank
         self._broken: set[str] = set()  # sinks that have failed and said so
         self._sinks: dict[str, Any] = {}
         if is_main_rank:
@@ -90,6 +91,7 @@ class Monitor:
             everything |= self._hacking_trend(step, everything)
             events = self.alarms.observe(step, everything)
             everything |= self.alarms.metrics(events)
+            self.latest = everything
             for name, sink in self._sinks.items():
                 self._guard(name, sink.write, step, everything)
             for event in events:

@@ -49,6 +49,11 @@ class RunDirectory:
         """There once the run is complete; holds the number of its steps. What a scheduler's script looks for."""
         return self.root / "DONE"
 
+    @property
+    def lock(self) -> Path:
+        """Held by the process that writes here; see `RunLock`."""
+        return self.root / "LOCK"
+
     def create(self) -> RunDirectory:
         """Make the folders, where they are missing; one rank calls it. Returns itself."""
         for folder in (self.root, self.tensorboard, self.checkpoints, self.batches, self.plots):

@@ -9,11 +9,15 @@ from typing import Protocol
 import torch
 
 from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.errors import Fault
 from megatron_rl.types import Group, Prompt
 
 
-class RolloutError(RuntimeError):
-    """Generation failed: the engine stopped, passed its deadline, or returned what cannot be true."""
+class RolloutError(Fault):
+    """Generation failed: the engine stopped, passed its deadline, or returned what cannot be true.
+
+    `Generator.rollout` raises it on every rank or on none: the loop then saves, which takes all of them.
+    """
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from megatron_rl.rollout.generator import RolloutError, Sampling
 from megatron_rl.rollout.payload import make_rollout
 from megatron_rl.rollout.requests import Request, deal, make_groups, make_requests
 from megatron_rl.types import Group, Prompt, Rollout
+from megatron_rl.watchdog import limited
 
 STEPS_PER_DEADLINE_CHECK = 8  # one step is one token of every running response
 
@@ -139,6 +140,7 @@ class VllmGenerator:
             with (
                 process_state.global_rng_untouched(),
                 process_state.compilation(not runs_eagerly(self._config, self._device)),
+                limited(self._hang_limit_s, "the rollout engine (rollout.deadline_s)"),
             ):
                 outputs = self._run_engine(requests, sampling)
             return [self._to_rollout(request, output) for request, output in zip(requests, outputs, strict=True)]
@@ -148,6 +150,12 @@ class VllmGenerator:
             failure = RolloutError(f"vLLM failed on prompts {ids} …: {type(error).__name__}: {_one_line(error)}")
             failure.__cause__ = error
             return failure
+
+    @property
+    def _hang_limit_s(self) -> float | None:
+        """The deadline is looked at between steps of the engine; beyond this, a step itself does not return."""
+        deadline = self._config.deadline_s
+        return None if deadline is None else 1.25 * deadline + 2.0
 
     def _run_engine(self, requests: list[Request], sampling: Sampling) -> list[Any]:
         from vllm import SamplingParams

@@ -100,7 +100,7 @@ def test_resumed_run_continues_bit_for_bit(root):
     first = succeeded(train(root, "stopped", "validation.every=2"))
     assert "stopped on request after step 0" in first.stdout
     assert len(metrics(root, "stopped")) == 1
-    (root / "stopped" / "STOP").unlink()
+    assert not (root / "stopped" / "STOP").exists()
     second = succeeded(train(root, "stopped", "validation.every=2"))
     assert "resumed at step 1" in second.stdout
     assert without_times(metrics(root, "stopped")) == without_times(metrics(root, "whole"))

@@ -1,0 +1,148 @@
+"""One run directory, one writer: a lock that survives kills, other hosts, and file systems without working locks.
+
+The kernel's lock on ``RUN/LOCK`` (flock) ends with the process that holds it, however it ends. Some shared file systems
+keep such locks per host, or have none. So the holder also writes who it is and, every few seconds, a number that grows;
+whoever finds the traces of another host watches that number for a while. No clock is compared with another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import InputError
+
+_NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_POLL_S = 0.2
+
+
+class RunLock:
+    """`acquire` before anything is written, `release` at the end.
+
+    ``patience_s``: how long to wait for a holder that may be about to end. ``heartbeat_s``: seconds between its signs
+    of life; three of them missed from a holder on another host count as its end.
+    """
+
+    def __init__(self, path: Path, patience_s: float = 10.0, heartbeat_s: float = 5.0) -> None:
+        self.path, self.patience_s, self.heartbeat_s = path, patience_s, heartbeat_s
+        self._descriptor: int | None = None
+        self._released = threading.Event()
+        self._beats: threading.Thread | None = None
+
+    def acquire(self) -> str:
+        """Take the lock. Returns a line worth saying, or "". Raises `InputError` that names the process holding it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            kernel_knows = self._flock()
+            note = self._displace(kernel_knows)
+        except BaseException:
+            os.close(self._descriptor)
+            self._descriptor = None
+            raise
+        self._write(0)
+        self._beats = threading.Thread(target=self._beat, name="run-lock", daemon=True)
+        self._beats.start()
+        return note
+
+    def release(self) -> None:
+        """Give it back. May be called twice."""
+        if self._descriptor is None:
+            return
+        self._released.set()
+        if self._beats is not None:
+            self._beats.join()
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._descriptor, 0)
+        os.close(self._descriptor)
+        self._descriptor = None
+
+    def _flock(self) -> bool:
+        """True once the kernel has given the lock; False where this file system has none."""
+        deadline = time.monotonic() + self.patience_s
+        while True:
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise self._refusal(self._owner()) from None
+            except OSError as error:
+                if error.errno in _NO_LOCKS_HERE:
+                    return False
+                raise
+            time.sleep(_POLL_S)
+
+    def _displace(self, kernel_knows: bool) -> str:
+        """Make sure that the holder whose traces are in the file is gone."""
+        owner = self._owner()
+        if owner is None:
+            return ""
+        if owner["boot"] == _boot_id():
+            if not kernel_knows and _started(owner["pid"]) == owner["started"]:
+                raise self._refusal(owner)
+            return f"the run's last process (pid {owner['pid']}) did not end in order; continuing after it"
+        for _ in range(3):
+            time.sleep(self.heartbeat_s)
+            if (now := self._owner()) is not None and now != owner:
+                raise self._refusal(now)
+        return (
+            f"the run's last process (pid {owner['pid']} on {owner['host']}) gave no sign of life; continuing after it"
+        )
+
+    def _refusal(self, owner: dict[str, Any] | None) -> InputError:
+        who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
+        return InputError(
+            f"run directory {self.path.parent} is in use by {who}; wait for it (`touch {self.path.parent}/STOP` has it "
+            "save and leave), or give this run another name (--set name=…)"
+        )
+
+    def _owner(self) -> dict[str, Any] | None:
+        """Who wrote the lock file last, read anew (other hosts' writes show on opening); None where nobody holds it."""
+        try:
+            owner = json.loads(self.path.read_text(encoding="utf-8"))
+            return owner if {"host", "pid", "boot", "started", "beat"} <= owner.keys() else None
+        except (OSError, ValueError, AttributeError):
+            return None
+
+    def _write(self, beat: int) -> None:
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "boot": _boot_id(), "started": _started(os.getpid())}
+        data = json.dumps(owner | {"beat": f"{beat:012d}"}).encode() + b"\n"
+        with contextlib.suppress(OSError):  # a full disk: the kernel's lock still stands
+            os.pwrite(self._descriptor, data, 0)
+            os.ftruncate(self._descriptor, len(data))
+            os.fsync(self._descriptor)
+
+    def _beat(self) -> None:
+        beat = 0
+        while not self._released.wait(self.heartbeat_s):
+            beat += 1
+            self._write(beat)
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+
+def _boot_id() -> str:
+    """Names this host since its last start: a pid means something only together with it."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + "/" + os.readlink("/proc/self/ns/pid")
+    return socket.gethostname()
+
+
+def _started(pid: int) -> str:
+    """When the process ``pid`` of this host started, in ticks since boot; "" where there is none."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""

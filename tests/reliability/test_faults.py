@@ -1,0 +1,310 @@
+"""Faults at every place of a run: what was computed is not lost, and the run goes on as if nothing had happened.
+
+Every process here is a real one and is really killed; a resumed run has to write the same metrics.jsonl, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+CHECKPOINT, MANIFEST = "megatron_rl.learner.checkpoint:", "megatron_rl.learner.manifest:"
+
+
+def kill(at: str, call: int = 1, when: str = "before") -> dict:
+    return {"at": at, "call": call, "when": when, "do": "kill"}
+
+
+# In this order on one run: each start gets a little further than the one before. Checkpoints are due after steps 2, 4
+# and 6; a start repeats the steps since the last one.
+KILLS = [
+    kill("phase:generate"),  # nothing saved yet: starts again from the beginning
+    kill("phase:reward", 4),
+    kill("phase:old_logprobs", 2, "after"),
+    kill(CHECKPOINT + "_write"),  # saving step 2
+    kill(CHECKPOINT + "_write", 1, "after"),
+    kill(CHECKPOINT + "_finish_files", 1, "after"),
+    kill(MANIFEST + "write_manifest", 1, "after"),  # complete, not in place: the next start puts it there
+    kill("phase:forward_backward", 3),  # from step 2 on
+    kill("phase:optimizer", 4, "after"),
+    kill(MANIFEST + "_sync_folder", 1, "after"),  # step 4, before it has its name
+    kill(MANIFEST + "publish", 1, "after"),  # step 4 is in place
+    kill("phase:refit", 1, "after"),
+    kill("megatron_rl.run:Run.record", 1, "after"),  # the line is written, the checkpoint is not
+    kill("megatron_rl.monitor.jsonl:JsonlSink._append", 2),
+    kill(MANIFEST + "shutil.rmtree", 3),  # somewhere in publishing and pruning step 6
+    kill("phase:validate", 1, "after"),
+]
+
+
+def test_killed_anywhere_a_run_continues_bit_for_bit(runs, whole):
+    name, reached = "victim", []
+    for fault in KILLS:
+        ended = runs.train(name, faults=[fault], expect=-signal.SIGKILL)
+        reached += [
+            int(line.split("step ")[1].split()[0]) for line in ended.output.splitlines() if "resumed at" in line
+        ]
+    assert reached == sorted(reached)
+    assert reached[0] == 2
+    assert reached[-1] >= 6
+    assert "was complete but not yet in place" in runs.log(name)
+    assert "did not end in order" in runs.log(name)
+    runs.train(name)
+    assert runs.rows(name) == whole
+    hidden = [path for path in runs.checkpoints(name) if path.startswith(".")]
+    assert not hidden
+    assert runs.checkpoints(name) == runs.checkpoints("whole")
+
+
+def test_the_run_uses_every_state_that_a_resume_must_restore(whole):
+    """Otherwise the test above would prove little."""
+    assert whole[-1]["step"] == 7
+    assert any(row.get("alarm/growing") for row in whole)
+    assert len({row["precision/loss_scale"] for row in whole[:-1]}) > 2
+    assert whole[-2]["lr_sched/surge_step"] > 0
+    assert whole[-2]["lr_sched/extra_halvings"] > 0
+    assert max(row["groups/sampled"] for row in whole[:-1]) > 4
+    for name in ("mismatch/growth", "hacking/J_pcc", "noise/grad_norm_ema", "noise/gns"):
+        assert name in whole[-2], name
+
+
+@pytest.mark.parametrize("seconds", [0.3, 0.9, 1.7])
+def test_killed_at_any_moment(runs, whole, seconds):
+    name = f"moment-{seconds}"
+    child = runs.start(name)
+    time.sleep(seconds)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    runs.train(name)
+    assert runs.rows(name) == whole
+
+
+def test_stopped_after_any_step_by_sigterm(runs, whole):
+    """The first start stops in step 0, each later one in the step after: every boundary between steps is crossed."""
+    for step in range(6):
+        ended = runs.train("stopped", faults=[{"at": "phase:forward_backward", "do": "terminate"}])
+        assert f"stopped on request after step {step}; the same command continues" in ended.output
+        assert len(runs.rows("stopped")) == step + 1
+    runs.train("stopped")
+    assert runs.rows("stopped") == whole
+
+
+def test_a_stop_file_is_used_up(runs, whole):
+    (runs.root / "file").mkdir()
+    (runs.root / "file" / "STOP").touch()
+    assert "stopped on request after step 0" in runs.train("file").output
+    assert not (runs.root / "file" / "STOP").exists()
+
+
+@pytest.mark.parametrize(
+    ("at", "message"),
+    [
+        ("torch:save", "No space left on device"),
+        (CHECKPOINT + "_write", "No space left on device"),
+        ("torch.distributed.checkpoint:FileSystemWriter.finish", "No space left on device"),
+        (MANIFEST + "write_manifest", "No space left on device"),
+    ],
+    ids=["common.pt", "shards", "index", "manifest"],
+)
+def test_a_disk_that_is_full_during_a_save_costs_nothing(runs, whole, at, message):
+    """The save after step 2 fails; the run says so, goes on and saves after step 3."""
+    name = at.rpartition(":")[2]
+    ended = runs.train(name, "checkpoint.keep_last=0", faults=[{"at": at, "do": "disk full"}])
+    (line,) = {line[9:] for line in runs.log(name).splitlines() if "could not be written" in line}
+    assert line.startswith("the checkpoint of step 2 could not be written: ")
+    assert message in line
+    assert line.endswith("the run goes on and tries again after the next step")
+    assert "Traceback" not in ended.output
+    assert runs.rows(name) == whole
+    assert runs.checkpoints(name) == [f"step_{step:08d}" for step in (3, 4, 6, 7)]
+
+
+def test_a_disk_that_stays_full(runs, whole):
+    """No file grows beyond 200 kB from the second save on: the first checkpoint stays, the end is one clear line."""
+    faults = [{"at": CHECKPOINT + "_write", "call": 2, "do": "small files", "size": 200_000}]
+    ended = runs.train("full", "num_steps=6", faults=faults, expect=1)
+    assert ended.last_line.startswith("run failed: the checkpoint of step 6 could not be written: OSError: [Errno 27]")
+    assert runs.checkpoints("full") == ["step_00000002"]
+    assert not (runs.root / "full" / "DONE").exists()
+    runs.train("full")
+    assert runs.rows("full") == whole
+
+
+def test_lines_that_a_full_disk_refused_are_written_later(runs, whole):
+    faults = [
+        {"at": "megatron_rl.monitor.jsonl:JsonlSink._append", "call": call, "do": "disk full"} for call in (2, 4, 5)
+    ]
+    ended = runs.train("late", faults=faults)
+    assert "metrics.jsonl failed" in ended.output
+    assert runs.rows("late") == whole
+
+
+def damage_truncated(checkpoint: Path) -> None:
+    file = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def damage_bit(checkpoint: Path) -> None:
+    file = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def damage_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").write_text("{")
+
+
+DAMAGES = {
+    damage_truncated: r"distcp has \d+ of \d+ bytes",
+    damage_bit: "distcp has another SHA-256",
+    damage_manifest: "manifest.json cannot be read",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(runs, whole, damage):
+    name = damage.__name__
+    shutil.copytree(runs.root / "whole", runs.root / name)
+    (runs.root / name / "DONE").unlink()
+    newest = runs.root / name / "checkpoints" / "step_00000007"
+    damage(newest)
+    refused = runs.train(name, resume=str(newest), expect=2)
+    assert re.search(DAMAGES[damage], refused.last_line), refused.output
+    assert refused.last_line.startswith("error: --resume ")
+    runs.train(name)
+    assert re.search(
+        "checkpoint step_00000007 is damaged .*"
+        + DAMAGES[damage]
+        + ".*set aside as damaged_step_00000007; falling back",
+        runs.log(name),
+    )
+    assert runs.rows(name) == whole
+    assert "damaged_step_00000007" in runs.checkpoints(name)
+
+
+def test_with_no_checkpoint_left_whole_nothing_starts_anew(runs):
+    shutil.copytree(runs.root / "whole", runs.root / "hopeless")
+    for checkpoint in (runs.root / "hopeless" / "checkpoints").iterdir():
+        damage_bit(checkpoint)
+    before = runs.rows("hopeless"), runs.checkpoints("hopeless")
+    for _ in range(2):
+        refused = runs.train("hopeless", expect=2)
+        assert "checkpoints is whole; step_00000007: " in refused.last_line
+        assert "Traceback" not in refused.output
+    assert before == (runs.rows("hopeless"), runs.checkpoints("hopeless"))
+
+
+def test_going_back_leaves_no_way_into_the_other_history(runs, whole):
+    """Resumed from an older checkpoint and killed: `auto` must not return to what was newer."""
+    shutil.copytree(runs.root / "whole", runs.root / "back")
+    older = runs.root / "back" / "checkpoints" / "step_00000006"
+    runs.train("back", resume=str(older), faults=[kill("phase:generate")], expect=-signal.SIGKILL)
+    assert "abandoned_step_00000007" in runs.checkpoints("back")
+    assert "resumed at step 6" in runs.train("back").output
+    assert runs.rows("back") == whole
+
+
+def test_a_complete_run_goes_on_to_more_steps(runs, whole):
+    """DONE says what was asked for: it goes when more is asked, stays when the same command is given again."""
+    done = runs.root / "longer" / "DONE"
+    runs.train("longer", "num_steps=4", "checkpoint.every=0")
+    assert done.read_text() == "4\n"
+    runs.train("longer", "num_steps=4", faults=[kill("phase:validate")], expect=-signal.SIGKILL)
+    assert done.read_text() == "4\n"
+    runs.train("longer", faults=[kill("phase:generate", 2)], expect=-signal.SIGKILL)
+    assert not done.exists()
+    runs.train("longer")
+    assert done.read_text() == "7\n"
+    assert runs.rows("longer")[5:] == whole[5:]
+
+
+def test_the_best_checkpoint_stays(runs, whole):
+    """val/reward/mean is of the weights before its step: those of the checkpoint with the same number."""
+    scores = {row["step"]: row["val/reward/mean"] for row in whole if "val/reward/mean" in row}
+    saved = {step: score for step, score in scores.items() if step in (2, 4, 6, 7)}
+    best = max(saved, key=lambda step: (saved[step], step))
+    worst = min(saved, key=lambda step: (saved[step], -step))
+    assert set(runs.checkpoints("whole")) == {"step_00000006", "step_00000007", f"step_{best:08d}"}
+    runs.train("worst", "checkpoint={every: 2, keep_last: 1, keep_best: {metric: val/reward/mean, mode: min}}")
+    assert set(runs.checkpoints("worst")) == {"step_00000007", f"step_{worst:08d}"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"at": "tests.reliability.programs:SeededResponses.rollout", "do": "engine error"}, "the engine is gone"),
+        (
+            {"at": "megatron_rl.rewards.rewarder:Rewarder.score", "do": "worker error"},
+            "rewards could not be computed: RuntimeError: a reward worker did not start",
+        ),
+    ],
+    ids=["engine", "rewards"],
+)
+def test_an_engine_or_worker_that_fails_loses_no_step(runs, whole, fault, message):
+    """No checkpoint is due before the end: the one of the fault is what the run continues from."""
+    name = fault["do"].split()[0]
+    ended = runs.train(name, "checkpoint.every=0", faults=[{**fault, "call": 6}], expect=1)
+    assert ended.last_line.startswith("run failed: ")
+    assert message in ended.last_line
+    done = len(runs.rows(name))
+    assert done > 1
+    assert runs.checkpoints(name) == [f"step_{done:08d}"]
+    assert f"resumed at step {done}" in runs.train(name, "checkpoint.every=0").output
+    assert runs.rows(name) == whole
+
+
+def test_no_clock_decides_anything(runs, whole):
+    runs.train("clock", faults=[{"at": "phase:generate", "call": 2, "do": "clock jumps"}])
+    assert runs.rows("clock") == whole
+
+
+def test_two_runs_never_share_a_directory(runs, whole, tmp_path):
+    go = tmp_path / "go"
+    first = runs.start("shared", faults=[{"at": "phase:generate", "call": 3, "do": "wait", "file": str(go)}])
+    deadline = time.monotonic() + 120
+    while not go.with_suffix(".waiting").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    owner = json.loads((runs.root / "shared" / "LOCK").read_text())
+    assert owner["pid"] == first.pid
+    before = (runs.root / "shared" / "metrics.jsonl").read_bytes()
+
+    from megatron_rl.errors import InputError
+    from megatron_rl.run_lock import RunLock
+
+    with pytest.raises(InputError, match=f"shared is in use by process {first.pid} on .*STOP.*another name"):
+        RunLock(runs.root / "shared" / "LOCK", patience_s=0.3).acquire()
+    assert (runs.root / "shared" / "metrics.jsonl").read_bytes() == before
+    go.touch()
+    assert first.wait().status == 0
+    assert runs.rows("shared") == whole
+
+
+@pytest.mark.parametrize("responses", ["empty", "wrong"])
+def test_responses_that_teach_nothing(runs, responses):
+    """Only the stop token, or all groups without signal: every step is recorded, nothing breaks, and it resumes."""
+    short = ("num_steps=3", "checkpoint.every=1")
+    ended = runs.train(responses, *short, responses=responses)
+    assert [row["step"] for row in runs.rows(responses)] == [0, 1, 2, 3]
+    assert "Traceback" not in ended.output
+    for step in range(3):
+        assert f"step {step}: every group was filtered out (all rewards equal); no update" in ended.output
+    again, fault = responses + "-again", kill("phase:generate", 7)
+    runs.train(again, *short, responses=responses, faults=[fault], expect=-signal.SIGKILL)
+    runs.train(again, *short, responses=responses)
+    assert runs.rows(again) == runs.rows(responses)
+
+
+def test_empty_responses_can_be_learned_from(runs):
+    """With unfiltered groups, responses of one token go through the update."""
+    batch = "batch={prompts: 4, filter_groups: false, max_generations: 1}"
+    runs.train("short", "num_steps=2", batch, responses="empty")
+    assert all("actor/grad_norm" in row for row in runs.rows("short")[:2])
