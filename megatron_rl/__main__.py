@@ -20,8 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # PyTorch's C++ side prints a NUMA notice per rank when an engine starts; it must be told before the first import.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Megatron says at every import that TransformerEngine and Apex are absent; where that matters, `check` says it.
-    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
-    for module in ("torch.distributed", "megatron"):  # Megatron's calls, not ours
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    for module in (r"torch\.distributed", r"megatron\."):  # Megatron's calls, not ours
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)
     options = _parser().parse_args(arguments)
     try:

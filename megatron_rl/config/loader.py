@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -35,6 +35,8 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=deep)
+            if not isinstance(key, Hashable):
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} cannot be a key", key_node.start_mark)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
             seen.add(key)
@@ -86,8 +88,11 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     for key in ("train", "validation"):
         _anchor_sources(values.get("data"), key, path.parent)
     bases = values.pop("extends", [])
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) and "\0" not in base for base in bases):
+        raise InputError(f"recipe {path}: extends: expected the name of a file or a list of names, found {bases!r}")
     merged: dict[str, Any] = {}
-    for base in [bases] if isinstance(bases, str) else bases:
+    for base in bases:
         merged = _merge(merged, _read(path.parent / base, (*chain, path)))
     return _merge(merged, values)
 
@@ -97,17 +102,31 @@ def read_yaml(path: Path, kind: str, context: str = "") -> dict[str, Any]:
 
     Raises `InputError` for a file that is missing, not YAML, or no mapping.
     """
-    if not path.is_file():
+    if not _is_there(path):
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise InputError(f"{kind} {path}: no such file{context}{hint}")
     try:
-        values = yaml.load(path.read_text(), _Loader)
+        values = _parse(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"{kind} {path}: not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise InputError(f"{kind} {path}: expected a mapping of keys, found {type(values).__name__}")
     return values
+
+
+def _parse(text: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except (ValueError, RecursionError) as error:  # a date that is none, or brackets without end
+        raise yaml.YAMLError(str(error)) from error
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long, for one
+        return False
 
 
 def _anchor(values: dict[str, Any], keys: tuple[str, ...], folder: Path) -> None:
@@ -135,7 +154,10 @@ def _anchor_sources(data: Any, key: str, folder: Path) -> None:
 
 def _existing(value: str, folder: Path) -> str:
     beside = folder / value
-    return str(beside.resolve()) if not Path(value).is_absolute() and beside.exists() else value
+    try:
+        return str(beside.resolve()) if not Path(value).is_absolute() and beside.exists() else value
+    except OSError:  # as in `_is_there`
+        return value
 
 
 def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
@@ -154,7 +176,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
     if not equals or not key.strip():
         raise InputError(f"--set {override!r}: expected KEY.PATH=VALUE")
     try:
-        value = yaml.load(text, _Loader)
+        value = _parse(text)
     except yaml.YAMLError as error:
         raise InputError(f"--set {override!r}: the value is not valid YAML: {error}") from error
     *parents, last = key.strip().split(".")

@@ -143,7 +143,7 @@ class _Together:
         return result  # type: ignore[return-value]
 
     def _agree(self, problem: Exception | None) -> None:
-        problems = gather_objects(None if problem is None else f"{type(problem).__name__}: {problem}")
+        problems = gather_objects(None if problem is None else _say(problem))
         for rank, text in enumerate(problems):
             if text is not None:
                 where = f"rank {rank}: " if len(problems) > 1 else ""
@@ -162,6 +162,15 @@ class _Together:
             if self._calls > calls:
                 raise
             self._agree(error)
+
+
+def _say(problem: BaseException) -> str:
+    """The system's own error where there is one below: torch's writer hides a full disk behind an assertion."""
+    found: BaseException | None = problem
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    found = found or problem
+    return f"{type(found).__name__}: {found}"
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
@@ -262,6 +271,9 @@ def _no_foreign_code(path: Path) -> Iterator[None]:
     os.environ[name] = "1"
     try:
         yield
+    except pickle.UnpicklingError as error:
+        reason = next((line for line in str(error).splitlines() if "nsupported" in line), str(error).splitlines()[0])
+        raise InputError(f"checkpoint {path}: holds more than tensors and plain values: {reason.strip()}") from error
     finally:
         os.environ.pop(name) if before is None else os.environ.update({name: before})
 

@@ -1,0 +1,40 @@
+"""A save that fails on one rank fails on all, at once; nobody waits for a rank that has given up."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parallel.gloo import run_ranks
+from tests.parallel.save_programs import PLACES
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("checkpoints"))
+    jobs = {"save": ("save_while_one_rank_cannot", {"folder": folder}), "fail": ("fail_on_one_rank", {})}
+    return run_ranks("tests.parallel.jobs", "run_jobs", 2, module="tests.parallel.save_programs", jobs=jobs)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_rank_hears_of_it_and_the_older_checkpoint_stays(ranks, place):
+    failing = place[-1]
+    for rank in ranks:
+        said = f"rank {failing}: OSError: [Errno 28] No space left on device"
+        assert rank["save"]["found"][place] == f"the checkpoint of step 2 could not be written: {said}"
+        assert rank["save"]["found"][place + ", left"] == ["step_00000001"]
+
+
+def test_the_next_save_is_whole(ranks):
+    for rank in ranks:
+        assert rank["save"]["same"]
+        assert rank["save"]["state"] == {"note": "kept"}
+        assert rank["save"]["left"] == ["step_00000002"]
+
+
+def test_a_failure_of_one_rank_is_told_to_all(ranks):
+    for rank in ranks:
+        assert rank["fail"] == [
+            "Fault: rewards: rank 1: RuntimeError: out of order",
+            "InputError: out of order",
+            "in use",
+        ]

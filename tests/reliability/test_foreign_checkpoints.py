@@ -1,0 +1,44 @@
+"""A checkpoint from elsewhere is data: loading one whose files hold code runs none of it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.learner import manifest
+
+
+class Evil:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.target),)
+
+
+@pytest.mark.parametrize("file", [".metadata", "common.pt"])
+def test_code_in_a_checkpoint_does_not_run(runs, tmp_path, file):
+    name, proof = f"foreign{file}", tmp_path / "ran"
+    shutil.copytree(runs.root / "whole", runs.root / name)
+    newest = runs.root / name / "checkpoints" / "step_00000007"
+    (newest / file).write_bytes(pickle.dumps(Evil(proof)))
+    # Whoever made it also made a manifest that fits.
+    manifest.write_manifest(newest, manifest.hash_files(newest, manifest.read_manifest(newest)))
+    ended = runs.start(name, resume=str(newest)).wait()
+    assert not proof.exists()
+    assert ended.status == 2, ended.output
+    assert ended.last_line.startswith("error: ")
+    assert "posix.mkdir" in ended.last_line
+
+
+def test_no_secret_reaches_the_run_directory(runs):
+    """The helper was started with a secret in its environment; nothing that a run writes holds it."""
+    for path in (runs.root / "whole").rglob("*"):
+        if path.is_file():
+            assert b"do-not-write-this" not in path.read_bytes(), path
