@@ -44,8 +44,8 @@ VALUES = st.recursive(
 BASE = yaml.safe_load((REPOSITORY / "recipes" / "tiny" / "base.yaml").read_text())
 YAML_PIECES = st.sampled_from(
     ["name: x\n", "extends: a.yaml\n", "model: {path: m}\n", "- ", "? ", ": ", "{", "}", "[", "]", "&a ", "*a",
-     "<<: *a\n", "!!python/object/apply:os.system [x]\n", "|\n", ">\n", "'", '"', "#", "%YAML 9.9\n", "---\n", "...\n", "\t", " ",
-     "\n", "é", "\x85", "\ufeff"]
+     "<<: *a\n", "!!python/object/apply:os.system [x]\n", "|\n", ">\n", "'", '"', "#", "%YAML 9.9\n", "---\n", "...\n",
+     "\t", " ", "\n", "é", "\x85", "\ufeff"]
 )  # fmt: skip
 
 LINES = (

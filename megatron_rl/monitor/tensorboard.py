@@ -22,12 +22,19 @@ class TensorBoardSink:
         self._purge_step = step
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One scalar per metric; flushed, so that a killed run has its last step."""
+        """One scalar per metric; flushed, so that a killed run has its last step.
+
+        After an error (disk full) the next step begins a new file: a writer that has failed once fails for ever.
+        """
         if self._writer is None:
             self._writer = self._writer_class(log_dir=str(self.folder), purge_step=self._purge_step)
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, float(value), global_step=step)
-        self._writer.flush()
+        try:
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, float(value), global_step=step)
+            self._writer.flush()
+        except Exception:
+            self._writer, self._purge_step = None, None
+            raise
 
     def close(self) -> None:
         """Finish the event file."""

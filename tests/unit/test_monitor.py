@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import warnings
 from io import StringIO
 
@@ -18,6 +19,7 @@ from megatron_rl.monitor import Monitor, PhaseTimer, RunDirectory, read_metrics,
 from megatron_rl.monitor.environment import environment_variables
 from megatron_rl.monitor.jsonl import JsonlSink, encode_line
 from megatron_rl.monitor.rollouts import repetition_fraction, rollout_metrics
+from megatron_rl.monitor.tensorboard import TensorBoardSink
 from megatron_rl.monitor.terminal import TerminalSink, format_duration, sparkline
 from megatron_rl.types import Group, Prompt, Rollout
 
@@ -165,6 +167,21 @@ def test_event_files_are_real_and_purged_on_resume(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("actor/lr")] == [(0, 1.0), (1, 2.0), (2, 3.0), (3, 30.0)]
+
+
+def test_tensorboard_goes_on_when_the_disk_has_room_again(tmp_path):
+    sink, (_, hard) = TensorBoardSink(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    sink.write(0, {"a": 1.0})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))  # fails as a full disk does
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            sink.write(1, {"a": 2.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    sink.write(2, {"a": 3.0})
+    sink.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert {0, 2} <= {event.step for event in events.Scalars("a")}
 
 
 def test_only_the_main_rank_writes(tmp_path):
