@@ -5,7 +5,7 @@
 Faults, one every ``--interval`` seconds on average, drawn from a seed: SIGKILL, SIGTERM, the STOP file, a disk that is
 full for a few seconds (no file of the run grows beyond 200 kB), a process frozen for a few seconds, a bit flipped in
 the newest checkpoint after a SIGKILL. At the end: every step recorded once and in order, every checkpoint whole, and no
-life of the process in which memory grew. Exit status 1 where that is not so. Figures go to ``OUT/soak.json`` as it runs.
+life of the process in which memory grew. Exit status 1 where that is not so. ``OUT/soak.json`` has the figures so far.
 """
 
 from __future__ import annotations

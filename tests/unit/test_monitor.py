@@ -169,7 +169,10 @@ def test_event_files_are_real_and_purged_on_resume(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("actor/lr")] == [(0, 1.0), (1, 2.0), (2, 3.0), (3, 30.0)]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's thread ends so
 def test_tensorboard_goes_on_when_the_disk_has_room_again(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     sink, (_, hard) = TensorBoardSink(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
     sink.write(0, {"a": 1.0})
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))  # fails as a full disk does
