@@ -21,6 +21,8 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.models.gpt import GPTModel
@@ -70,14 +72,12 @@ def save_checkpoint(
     _allocate_moments(optimizer)
     try:
         together(lambda: _make_empty(partial))
-        with together.until_joined():
-            strategy = _Strategy(together)
-            dist_checkpointing.save(
-                _sharded_state(model, optimizer, is_loading=False),
-                str(partial),
-                strategy,
-                content_metadata=CONTENT_METADATA,
-            )
+        dist_checkpointing.save(
+            _sharded_state(model, optimizer, is_loading=False),
+            str(partial),
+            _Strategy(together),
+            content_metadata=CONTENT_METADATA,
+        )
         trainer = json.dumps(trainer_state, indent=1)
         hashes = together(lambda: _finish_files(partial, trainer))
         files = {name: about for share in gather_objects(hashes) for name, about in share.items()}
@@ -130,10 +130,9 @@ class _Together:
     """Runs a part of a save that can fail on one rank alone, and has all ranks hear of it: they go on or fail alike."""
 
     def __init__(self, step: int):
-        self._step, self._calls = step, 0
+        self._step = step
 
     def __call__(self, action: Callable[[], T]) -> T:
-        self._calls += 1
         result, problem = None, None
         try:
             result = action()
@@ -149,20 +148,6 @@ class _Together:
                 where = f"rank {rank}: " if len(problems) > 1 else ""
                 raise SaveError(f"the checkpoint of step {self._step} could not be written: {where}{text}") from problem
 
-    @contextlib.contextmanager
-    def until_joined(self) -> Iterator[None]:
-        """Within, Megatron does something on rank 0 alone before all ranks meet in the next call: an error there takes
-        part in that meeting in its place."""
-        calls = self._calls
-        try:
-            yield
-        except SaveError:
-            raise
-        except Exception as error:
-            if self._calls > calls:
-                raise
-            self._agree(error)
-
 
 def _say(problem: BaseException) -> str:
     """The system's own error where there is one below: torch's writer hides a full disk behind an assertion."""
@@ -171,6 +156,27 @@ def _say(problem: BaseException) -> str:
         found = found.__cause__ or found.__context__
     found = found or problem
     return f"{type(found).__name__}: {found}"
+
+
+class _Common(TorchCommonSaveStrategy):
+    """Writes common.pt on rank 0, as Megatron does, and keeps an error until all ranks meet in `_Strategy.save`."""
+
+    problem: Exception | None = None
+
+    def save_common(self, common_state_dict: Any, checkpoint_dir: Any) -> None:
+        self.problem = None
+        try:
+            super().save_common(common_state_dict, checkpoint_dir)
+        except Exception as error:  # noqa: BLE001 - the other ranks are on their way to the next collective
+            self.problem = error
+
+    def report(self) -> None:
+        if self.problem is not None:
+            raise self.problem
+
+
+_common = _Common("torch", 1)
+register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, _common)
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
@@ -185,7 +191,7 @@ class _Strategy(TorchDistSaveShardedStrategy):
         return writer, prepared[1]
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        self._together(lambda: None)  # rank 0 has written common.pt
+        self._together(_common.report)
         # Results of writers in other processes; there are none here, and making it would start a process for it.
         filesystem_async._results_queue = queue.Queue()
         writer, index = self.async_save(sharded_state_dict, checkpoint_dir)

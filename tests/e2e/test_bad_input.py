@@ -97,5 +97,16 @@ def test_model_without_a_tokenizer(refused, tmp_path):
     assert "tokenizer" in refused(f"model.path={tmp_path}")
 
 
+def test_tokenizer_of_another_model(refused, tmp_path):
+    """The tiny tokenizer with a model whose vocabulary ends before its digits."""
+    config = json.loads((MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 8, "eos_token_id": 2}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((MODEL / name).read_text())
+    message = refused(f"model.path={tmp_path}")
+    assert "the model's vocabulary has 8 (0 … 7)" in message
+    assert "the tokenizer in model.path belongs to another model" in message
+
+
 def test_resume_from_what_is_no_checkpoint(refused, tmp_path):
     assert "not a complete checkpoint" in refused(resume=str(tmp_path))

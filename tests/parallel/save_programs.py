@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 
 from megatron_rl.errors import Fault, InputError
 from megatron_rl.learner import checkpoint, manifest
@@ -17,7 +18,7 @@ from megatron_rl.learner.learner import Learner
 from tests.support.tiny import stored_rollouts, tiny_recipe
 
 PLACES = {
-    "common.pt on rank 0": (torch, "save", 0),
+    "common.pt on rank 0": (TorchCommonSaveStrategy, "save_common", 0),
     "shards on rank 1": (checkpoint, "_write", 1),
     "index on rank 0": (checkpoint.FileSystemWriterAsync, "finish", 0),
     "manifest on rank 0": (manifest, "write_manifest", 0),

@@ -12,7 +12,9 @@ from tests.parallel.save_programs import PLACES
 def ranks(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("checkpoints"))
     jobs = {"save": ("save_while_one_rank_cannot", {"folder": folder}), "fail": ("fail_on_one_rank", {})}
-    return run_ranks("tests.parallel.jobs", "run_jobs", 2, module="tests.parallel.save_programs", jobs=jobs)
+    return run_ranks(
+        "tests.parallel.jobs", "run_jobs", 2, module="tests.parallel.save_programs", jobs=jobs, timeout_s=500
+    )
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -106,7 +106,10 @@ def test_a_stop_file_is_used_up(runs, whole):
 @pytest.mark.parametrize(
     ("at", "message"),
     [
-        ("torch:save", "No space left on device"),
+        (
+            "megatron.core.dist_checkpointing.strategies.common:TorchCommonSaveStrategy.save_common",
+            "No space left on device",
+        ),
         (CHECKPOINT + "_write", "No space left on device"),
         ("torch.distributed.checkpoint:FileSystemWriter.finish", "No space left on device"),
         (MANIFEST + "write_manifest", "No space left on device"),

@@ -27,7 +27,7 @@ def test_code_in_a_checkpoint_does_not_run(runs, tmp_path, file):
     name, proof = f"foreign{file}", tmp_path / "ran"
     shutil.copytree(runs.root / "whole", runs.root / name)
     newest = runs.root / name / "checkpoints" / "step_00000007"
-    (newest / file).write_bytes(pickle.dumps(Evil(proof)))
+    (newest / file).write_bytes(pickle.dumps(Evil(proof), protocol=2))
     # Whoever made it also made a manifest that fits.
     manifest.write_manifest(newest, manifest.hash_files(newest, manifest.read_manifest(newest)))
     ended = runs.start(name, resume=str(newest)).wait()
