@@ -137,11 +137,13 @@ def examples(target: str, folder: Path, pool: WorkerPool | None, number: int, co
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("targets", nargs="*", choices=["recipe", "data", "reward"], metavar="recipe|data|reward")
+    parser.add_argument("targets", nargs="*", metavar="recipe|data|reward", help="default: all three")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each of them")
-    options = parser.parse_args()
+    options, known = parser.parse_args(), ["recipe", "data", "reward"]
+    if unknown := set(options.targets) - set(known):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; allowed are {', '.join(known)}")
     status = 0
-    for target in options.targets or ["recipe", "data", "reward"]:
+    for target in options.targets or known:
         count, start = [0], time.monotonic()
         with tempfile.TemporaryDirectory() as folder, WorkerPool(1, timeout_s=1.0, memory_limit_mib=512) as pool:
             try:
