@@ -1,0 +1,67 @@
+#!/usr/bin/env python
+"""Handing weights to the rollout engine: bytes and processor time, against a memcpy of the same bytes.
+
+    python tools/bench_refit.py [--model recipes/tiny/model] [--dtype bf16] [--rounds 15]
+
+One process, learner and vLLM side by side as in a colocated run. `export` is the stream of whole tensors alone,
+`refit` the whole update including the engine's own packing and checks, `memcpy` a copy of every tensor of the stream
+into memory that is there already. Rounds alternate; medians of processor time and of the rounds' ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+warnings.filterwarnings("ignore")
+
+from megatron_rl.learner.learner import Learner  # noqa: E402
+from megatron_rl.rollout.vllm_engine import VllmGenerator  # noqa: E402
+from tests.support.tiny import MODEL, tiny_recipe  # noqa: E402
+
+
+def processor_seconds(function: Callable[[], object]) -> float:
+    start = time.process_time()
+    function()
+    return time.process_time() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    recipe = tiny_recipe(
+        model={"path": str(options.model)}, learner={"dtype": options.dtype}, rollout={"dtype": options.dtype}
+    )
+    learner = Learner(recipe)
+    generator = VllmGenerator(recipe.rollout, recipe.model.path, max_prompt_length=16)
+    copies = {name: tensor.clone() for name, tensor in learner.export_weights()}
+    sources = {name: tensor.clone() for name, tensor in copies.items()}
+    sides = {
+        "memcpy": lambda: [copies[name].copy_(tensor) for name, tensor in sources.items()],
+        "export": lambda: [None for _ in learner.export_weights()],
+        "refit": lambda: generator.refit(learner.export_weights(), 0),
+    }
+    times = [{name: processor_seconds(side) for name, side in sides.items()} for _ in range(options.rounds + 1)][1:]
+    num_bytes = sum(tensor.nbytes for tensor in copies.values())
+    stored = sum(p.nbytes for p in learner.module.parameters())
+    print(f"{len(copies)} tensors, {num_bytes} bytes sent, {num_bytes / stored:.3f} of the learner's parameters")
+    for name in sides:
+        ratio = statistics.median(row[name] / row["memcpy"] for row in times)
+        print(f"{name:<7} {1e3 * statistics.median(row[name] for row in times):9.2f} ms, {ratio:7.1f} × memcpy")
+    generator.close()
+
+
+if __name__ == "__main__":
+    main()
