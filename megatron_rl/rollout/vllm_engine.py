@@ -275,6 +275,7 @@ class VllmGenerator:
 
     def wake(self) -> None:
         if self._device == "cuda":
+            torch.cuda.empty_cache()  # blocks that the learner's pass left cached are room that the engine needs
             self._llm.wake_up()
 
     def stats(self) -> dict[str, float]:
