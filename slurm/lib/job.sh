@@ -24,7 +24,8 @@ prepare() {
   fi
   : "${MRL_PYTHON:?the Python that has requirements.txt installed, as compute nodes (or the container) see it}"
   : "${SLURM_JOB_ID:?this is a batch script: submit it with sbatch or slurm/submit.sh}"
-  mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  mapfile -t all_nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  split_nodes
   count_ranks
   num_ranks=$((${#nodes[@]} * ranks_per_node))
   cpus_per_rank=$((SLURM_CPUS_ON_NODE / ranks_per_node))
@@ -46,6 +47,21 @@ prepare() {
   export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$cache/inductor}
   ulimit -n 65535 2>/dev/null || ulimit -n "$(ulimit -Hn)"
   use_container
+}
+
+# The last MRL_SERVER_NODES nodes run rollout servers, the others the learner's ranks.
+split_nodes() {
+  local servers=${MRL_SERVER_NODES:-0}
+  [[ $servers =~ ^[0-9]+$ ]] || die 2 "MRL_SERVER_NODES=$servers: a number of nodes is wanted"
+  [ "$servers" -lt "${#all_nodes[@]}" ] || die 2 "MRL_SERVER_NODES=$servers of ${#all_nodes[@]} nodes leaves none for the" \
+    "learner; submit with more --nodes"
+  nodes=("${all_nodes[@]:0:${#all_nodes[@]}-servers}")
+  server_nodes=("${all_nodes[@]:${#nodes[@]}}")
+}
+
+list() { # list NODE…: as --nodelist takes them
+  local IFS=,
+  echo "$*"
 }
 
 # One rank per GPU. SLURM_GPUS_ON_NODE is the only one of its kind that is a plain number under every way to ask for
@@ -98,7 +114,7 @@ open_attempt() { # open_attempt LABEL COMMAND…
   ln -sfn "${attempt##*/}" "$run_dir/slurm/latest"
   {
     printf 'command: %s\n' "$*"
-    printf 'nodes: %s\nranks: %s\n' "${nodes[*]}" "$num_ranks"
+    printf 'nodes: %s\nranks: %s\nserver nodes: %s\n' "${nodes[*]}" "$num_ranks" "${server_nodes[*]:-none}"
     printf 'commit: %s\n' "$(git -C "$home" describe --always --dirty 2>/dev/null || echo unknown)"
     printf 'started: %s\n' "$(date --iso-8601=seconds)"
   } >"$attempt/about.txt"
@@ -109,20 +125,17 @@ open_attempt() { # open_attempt LABEL COMMAND…
 preflight() {
   local node bad=() said
   printf '%s\n' "$SLURM_JOB_ID-$restart" >"$attempt/preflight/canary"
-  timeout "${MRL_PREFLIGHT_SECONDS:-300}" srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 \
+  timeout "${MRL_PREFLIGHT_SECONDS:-300}" srun --nodes="${#all_nodes[@]}" --ntasks="${#all_nodes[@]}" --ntasks-per-node=1 \
     "${container_srun[@]}" "${container_run[@]}" \
     bash "$home/slurm/lib/preflight.sh" "$attempt/preflight" "$SLURM_JOB_ID-$restart" "$MRL_PYTHON" || true
-  for node in "${nodes[@]}"; do
+  for node in "${all_nodes[@]}"; do
     said=$(cat "$attempt/preflight/$node" 2>/dev/null || echo "no answer, or it does not see the shared file system")
     [ "$said" = ok ] && continue
     bad+=("$node")
     say "preflight: $node: $said" >&2
   done
-  [ "${#bad[@]}" -eq 0 ] || die 1 "preflight: bad nodes; submit again with --exclude=$(
-    IFS=,
-    echo "${bad[*]}"
-  )"
-  say "preflight: ${#nodes[@]} nodes ok"
+  [ "${#bad[@]}" -eq 0 ] || die 1 "preflight: bad nodes; submit again with --exclude=$(list "${bad[@]}")"
+  say "preflight: ${#all_nodes[@]} nodes ok"
   preflight_network
 }
 
@@ -131,7 +144,8 @@ preflight_network() {
   local found=$attempt/preflight/network what node reason bad=()
   if [ "${#nodes[@]}" -eq 1 ] || [ "${MRL_NETWORK_MIB:-64}" -eq 0 ]; then return 0; fi
   timeout "${MRL_PREFLIGHT_SECONDS:-300}" \
-    srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --output="$attempt/preflight/network-%t.log" \
+    srun --nodes="${#nodes[@]}" --nodelist="$(list "${nodes[@]}")" --ntasks="${#nodes[@]}" --ntasks-per-node=1 \
+    --output="$attempt/preflight/network-%t.log" \
     "${container_srun[@]}" "${container_run[@]}" \
     "$MRL_PYTHON" "$home/slurm/lib/network.py" "$attempt/preflight" "${nodes[@]}" || true
   [ -f "$found" ] || die 1 "preflight: network: ${nodes[0]} did not finish measuring; see $attempt/preflight/network-*.log"
@@ -141,16 +155,13 @@ preflight_network() {
       summary) say "preflight: network: $node $reason" ;;
     esac
   done <"$found"
-  [ "${#bad[@]}" -eq 0 ] || die 1 "preflight: slow or unreachable nodes; submit again with --exclude=$(
-    IFS=,
-    echo "${bad[*]}"
-  )"
+  [ "${#bad[@]}" -eq 0 ] || die 1 "preflight: slow or unreachable nodes; submit again with --exclude=$(list "${bad[@]}")"
 }
 
 # One process per rank, in the background: sets srun_pid. Each rank logs to its own file and leaves its exit status.
 launch() { # launch ARGUMENTS OF python -m megatron_rl
-  srun --nodes="${#nodes[@]}" --ntasks="$num_ranks" --ntasks-per-node="$ranks_per_node" \
-    --cpus-per-task="$cpus_per_rank" --kill-on-bad-exit=1 --output="$attempt/rank-%3t.log" \
+  srun --nodes="${#nodes[@]}" --nodelist="$(list "${nodes[@]}")" --ntasks="$num_ranks" \
+    --ntasks-per-node="$ranks_per_node" --cpus-per-task="$cpus_per_rank" --kill-on-bad-exit=1 --output="$attempt/rank-%3t.log" \
     "${container_srun[@]}" "${container_run[@]}" \
     bash "$home/slurm/lib/rank.sh" "$attempt/status" "$MRL_PYTHON" -m megatron_rl "$@" &
   srun_pid=$!
