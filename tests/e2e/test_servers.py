@@ -218,7 +218,7 @@ def test_a_run_that_samples_ahead_resumes_without_losing_or_repeating_a_prompt(t
             assert "stopped on request after step 0" in done.stdout
             saved = json.loads((run / "checkpoints" / "step_00000001" / "trainer.json").read_text())
             assert [item["step"] for item in saved["ahead"]] == [1]
-            (run / "STOP").unlink()
+            assert not (run / "STOP").exists(), "a STOP that was acted on is used up"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert [row["rollout/staleness_max"] for row in rows] == [0, 0, 1]  # step 1 was sampled anew after the resume

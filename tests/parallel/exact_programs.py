@@ -62,11 +62,11 @@ def batch_of(learner: Learner, groups: list[Group]):
     return build_batch(0, groups, learner.recipe)
 
 
-def bits_over_batches(dtype: str, parallel: dict[str, int]) -> dict[str, Any]:
-    """Differing tokens between generation and passes over other packings, for batches of 1 to 64 prompts."""
+def bits_over_batches(dtype: str, parallel: dict[str, int], sizes: list[int]) -> dict[str, Any]:
+    """Differing tokens between generation and passes over other packings, for batches of ``sizes`` prompts."""
     learner, generator = start(dtype, parallel)
     differing, lengths, alone = {}, [], {}
-    for number in (1, 3, 16, 64):
+    for number in sizes:
         groups = sample(generator, number)
         batch = batch_of(learner, groups)
         lengths += [len(s.tokens) for s in batch.sequences]

@@ -6,20 +6,21 @@ import pytest
 
 from tests.parallel.gloo import run_ranks
 
-LAYOUTS = {1: [{}], 2: [{"tensor": 2, "expert": 2}, {"expert": 2}]}
 MODULE = "tests.parallel.exact_programs"
+BOTH = {"tensor": 2, "expert": 2}
+SIZES = {1: [1, 3, 16, 64], 2: [1, 3, 24]}  # 1: with two replicas one has nothing to generate
+LAYOUTS = {1: [({}, "fp32"), ({}, "bf16")], 2: [(BOTH, "fp32"), (BOTH, "bf16"), ({"expert": 2}, "bf16")]}
 
 
 def jobs_for(world_size: int) -> dict:
-    jobs = {}
-    for parallel in LAYOUTS[world_size]:
-        for dtype in ("fp32", "bf16"):
-            name = f"{parallel} {dtype}"
-            jobs[f"bits {name}"] = ("bits_over_batches", {"dtype": dtype, "parallel": parallel})
-            jobs[f"gate {name}"] = ("update_with_gate", {"dtype": dtype, "parallel": parallel, "minibatches": 2})
-        jobs[f"broken {parallel}"] = ("broken_layer", {"parallel": parallel, "layer": 2})
+    jobs, sizes = {}, SIZES[world_size]
+    for parallel, dtype in LAYOUTS[world_size]:
+        name = f"{parallel} {dtype}"
+        jobs[f"bits {name}"] = ("bits_over_batches", {"dtype": dtype, "parallel": parallel, "sizes": sizes})
+        jobs[f"gate {name}"] = ("update_with_gate", {"dtype": dtype, "parallel": parallel, "minibatches": 2})
+    jobs["broken"] = ("broken_layer", {"parallel": LAYOUTS[world_size][0][0], "layer": 2})
     if world_size == 1:
-        jobs["bits fp16"] = ("bits_over_batches", {"dtype": "fp16", "parallel": {}})
+        jobs["bits fp16"] = ("bits_over_batches", {"dtype": "fp16", "parallel": {}, "sizes": [1, 16]})
         jobs["gate one update"] = ("update_with_gate", {"dtype": "bf16", "parallel": {}, "minibatches": 1})
         jobs["cache"] = ("cache_and_waves", {"dtype": "bf16"})
         jobs["changed"] = ("changed_weights", {})
