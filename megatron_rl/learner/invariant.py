@@ -125,10 +125,20 @@ def padded_in_place(function: Callable[[torch.Tensor], torch.Tensor]) -> Callabl
 
 
 def add_rows(target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """``target.scatter_add_``, for whole rows one after the other in the order of ``source``."""
-    if dim == 0 and index.dim() == 2 and index.stride(1) == 0:
-        return target.index_add_(0, index[:, 0], source)
-    return target.scatter_add_(dim, index, source)
+    """``target.scatter_add_`` of whole rows, those of one place one after the other in the order of ``source``.
+
+    One call per row that a place gets: how a library rounds between the rows of one call is its own affair.
+    """
+    if dim != 0 or index.dim() != 2 or index.stride(1) != 0:
+        return target.scatter_add_(dim, index, source)
+    places = index[:, 0]
+    order = places.argsort(stable=True)
+    ordered = places[order]
+    turn = torch.arange(len(order), device=order.device) - torch.searchsorted(ordered, ordered)
+    for number in range(int(turn.max()) + 1 if len(order) else 0):
+        rows = order[turn == number]
+        target = target.index_add_(0, places[rows], source[rows])
+    return target
 
 
 _REPLACEMENTS: dict[Callable, Callable] = {

@@ -118,7 +118,7 @@ def test_one_query_with_a_cache_equals_the_same_query_among_all(dtype):
     whole = attention(query, key, value, last, 0.3)
     for position in (0, 1, 30, 31, 32, 63, 64, 69):
         seen = -(-(position + 1) // KEY_BLOCK) * KEY_BLOCK  # later blocks of keys are not there yet
-        one = [slice(1, 2), slice(None), slice(position, position + 1)]
+        one = (slice(1, 2), slice(None), slice(position, position + 1))
         alone = attention(query[one], key[1:2, :, :seen], value[1:2, :, :seen], last[1:2, position, None], 0.3)
         assert torch.equal(alone, whole[one]), position
         late = torch.cat([key[:, :, : position + 1], torch.full_like(key, 7.0)[:, :, position + 1 :]], 2)
