@@ -50,6 +50,11 @@ class ParallelConfig(Section):
         return found
 
 
+LOGIT_CHUNK_ROWS = 256
+"""Rows of logits that are in fp32 at a time: 256 · 152k · 4 B = 156 MB at Qwen3's vocabulary, still large enough to
+fill a GPU. Here because the planner counts with it and imports no engine."""
+
+
 class OptimizerConfig(Section):
     """Adam(W), sharded over data-parallel ranks by Megatron's DistributedOptimizer."""
 

@@ -19,10 +19,8 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 
+from megatron_rl.config.learner import LOGIT_CHUNK_ROWS
 from megatron_rl.learner.logprobs import local_labels, row_statistics, scale_and_mask
-
-# Rows of logits at a time: 256 · 152k · 4 B = 156 MB at Qwen3's vocabulary, of which the statistics take four copies.
-_CHUNK_ROWS = 256
 
 
 class FusedHead:
@@ -85,7 +83,7 @@ class _HeadLogprobs(torch.autograd.Function):
         first = len(weight) * (group.rank() if group is not None else 0)
         logprobs = torch.empty(len(positions), dtype=torch.float32, device=hidden.device)
         entropy, logsumexp = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for rows in torch.arange(len(positions), device=hidden.device).split(_CHUNK_ROWS):
+        for rows in torch.arange(len(positions), device=hidden.device).split(LOGIT_CHUNK_ROWS):
             x = _logits(hidden[positions[rows]], weight, vocab_size, first, temperature)
             logprobs[rows], entropy[rows], logsumexp[rows] = row_statistics(x, labels[rows], first, group)
         ctx.save_for_backward(hidden, weight, positions, labels, logsumexp)
@@ -101,7 +99,7 @@ class _HeadLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden)
         # A sum over pieces: in 16 bits every further piece would be rounded away a little.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for rows in torch.arange(len(positions), device=hidden.device).split(_CHUNK_ROWS):
+        for rows in torch.arange(len(positions), device=hidden.device).split(LOGIT_CHUNK_ROWS):
             states = hidden[positions[rows]]
             scale = grad_logprobs[rows] / temperature
             x = _logits(states, weight, vocab_size, first, temperature)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-# Rows turned into fp32 at a time: 256 · 152k · 4 B = 156 MB at Qwen3's vocabulary, still large enough to fill a GPU.
-_CHUNK_ROWS = 256
+from megatron_rl.config.learner import LOGIT_CHUNK_ROWS
 
 
 def token_logprobs(
@@ -43,7 +42,7 @@ class _TokenLogprobs(torch.autograd.Function):
         first = logits.size(1) * (group.rank() if group is not None else 0)
         logprobs = torch.empty(len(positions), dtype=torch.float32, device=logits.device)
         entropy, logsumexp = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for rows in torch.arange(len(positions), device=logits.device).split(_CHUNK_ROWS):
+        for rows in torch.arange(len(positions), device=logits.device).split(LOGIT_CHUNK_ROWS):
             x = _scaled(logits, positions[rows], vocab_size, first, temperature)
             logprobs[rows], entropy[rows], logsumexp[rows] = row_statistics(x, labels[rows], first, group)
         ctx.save_for_backward(logits, positions, labels, logsumexp)
@@ -57,7 +56,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logits, positions, labels, logsumexp = ctx.saved_tensors
         vocab_size, temperature, first = ctx.numbers
         grad = torch.zeros_like(logits)
-        for rows in torch.arange(len(positions), device=logits.device).split(_CHUNK_ROWS):
+        for rows in torch.arange(len(positions), device=logits.device).split(LOGIT_CHUNK_ROWS):
             scale = grad_logprobs[rows] / temperature
             x = _scaled(logits, positions[rows], vocab_size, first, temperature)
             x.sub_(logsumexp[rows, None]).exp_().mul_(-scale[:, None])

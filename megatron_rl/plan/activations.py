@@ -12,13 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.config.learner import ParallelConfig
+from megatron_rl.config.learner import LOGIT_CHUNK_ROWS, ParallelConfig
 from megatron_rl.config.model import Architecture
 from megatron_rl.plan.parameters import key_value_width, query_width, vocabulary
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-CHUNK_ROWS = 256  # of learner.logprobs, which turns this many rows of logits into fp32 at a time
-FUSED_CHUNK_ROWS = 512  # of learner.fused_head
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ class Activations:
         them at once); the logits' gradient beside the logits; that gradient with the head's weight gradient. A fused
         head has chunks only, and an fp32 sum of its weight gradient."""
         a, b, table = self.architecture, self._head_bytes, vocabulary(self.architecture, self.parallel.tensor)
-        rows = min(FUSED_CHUNK_ROWS if self.fused_head else CHUNK_ROWS, self.tokens)
+        rows = min(LOGIT_CHUNK_ROWS, self.tokens)
         chunk, states = rows * table / a.hidden_size, self.tokens * a.hidden_size * b
         copy = table * 4 * (b > self._b)  # of the head's weights, in fp32
         if self.fused_head:

@@ -51,7 +51,7 @@ def reference(temperature: float):
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(fused_head, "_CHUNK_ROWS", 16)  # several pieces, the last one shorter
+    monkeypatch.setattr(fused_head, "LOGIT_CHUNK_ROWS", 16)  # several pieces, the last one shorter
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -95,7 +95,7 @@ def test_sixteen_bit_pieces_add_up_in_fp32():
         return float((run(function, values)["weight"].double() - exact).norm() / exact.norm())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_head, "_CHUNK_ROWS", 1)
+        patch.setattr(fused_head, "LOGIT_CHUNK_ROWS", 1)
         assert error(fused(1.0)) < 1.5 * error(whole(1.0))
 
 
