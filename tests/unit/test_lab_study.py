@@ -50,9 +50,13 @@ def test_every_arm_passes_check_and_differs_from_its_control_as_declared(name):
     loaded = load_study(LAB / name)
     loaded.check()
     assert loaded.study.name == name
-    assert len(loaded.study.seeds) == 3
+    assert len(loaded.study.seeds) >= 3
     compared = [arm for arm in loaded.study.arms.values() if arm.control]
-    assert all(len(arm.differs_in) == 1 for arm in compared)
+    # One thing at a time; a learning-rate schedule is one thing that takes several keys to say.
+    assert all(
+        len({key.split(".")[0] if key.startswith("schedule.") else key for key in arm.differs_in}) == 1
+        for arm in compared
+    )
     assert any(arm.expect for arm in compared)
 
 
