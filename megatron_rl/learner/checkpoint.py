@@ -7,13 +7,10 @@ the others before any of them goes on: `SaveError` on all ranks, nothing publish
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import pickle
 import queue
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +29,7 @@ from megatron.core.utils import unwrap_model
 from megatron_rl.errors import Fault, InputError
 from megatron_rl.learner import manifest
 from megatron_rl.learner.distributed import broadcast_object, gather_objects, world_rank, world_size
+from megatron_rl.learner.foreign import no_foreign_code
 from megatron_rl.learner.manifest import TRAINER_FILE, checkpoint_name
 
 WEIGHTS_FILE = "weights.json"  # marks a folder with weights alone, as `conversion.to_megatron` writes it
@@ -97,7 +95,7 @@ def load_checkpoint(path: Path, model: GPTModel, optimizer: MegatronOptimizer, v
     path = Path(path)
     if verify and (problem := damage(path)):
         raise InputError(f"checkpoint {path}: {problem}; expected a complete folder step_…, as a run writes it")
-    with _no_foreign_code(path):
+    with no_foreign_code(path):
         state = dist_checkpointing.load(_sharded_state(model, optimizer, is_loading=True), str(path))
     unwrap_model(model).load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -107,7 +105,7 @@ def load_checkpoint(path: Path, model: GPTModel, optimizer: MegatronOptimizer, v
 def load_weights(path: Path, model: GPTModel, optimizer: MegatronOptimizer | None = None) -> None:
     """Fill ``model`` from the weights in ``path``, written under any layout; the optimizer's masters follow."""
     weights = unwrap_model(model).sharded_state_dict(metadata=dict(CONTENT_METADATA))
-    with _no_foreign_code(Path(path)):
+    with no_foreign_code(Path(path)):
         state = dist_checkpointing.load({"model": weights}, str(path))
     unwrap_model(model).load_state_dict(state["model"])
     if optimizer is not None:
@@ -244,44 +242,6 @@ def _publish(partial: Path, final: Path, files: dict, keep_last: int, protected:
 def _on_main(action: Callable[[], Any]) -> None:
     if world_rank() == 0:
         action()
-
-
-class _IndexReader(pickle.Unpickler):
-    """Reads the index of a checkpoint (``.metadata``), which torch pickles, and no other class."""
-
-    _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
-    _NAMES = (
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),
-        ("collections", "OrderedDict"),
-        ("pathlib", "PosixPath"),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.memory_format)
-        if is_type or (module in self._MODULES and "." not in name) or (module, name) in self._NAMES:
-            return super().find_class(module, name)
-        raise InputError(f"the checkpoint's index names {module}.{name}, which no run writes; it is not loaded")
-
-
-@contextlib.contextmanager
-def _no_foreign_code(path: Path) -> Iterator[None]:
-    """Within, loading ``path`` runs no code from it: the index is read once by a reader that knows a few classes, and
-    whatever torch unpickles is restricted to tensors and plain values."""
-    with (path / ".metadata").open("rb") as index:
-        _IndexReader(index).load()
-    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    except pickle.UnpicklingError as error:
-        reason = next((line for line in str(error).splitlines() if "nsupported" in line), str(error).splitlines()[0])
-        raise InputError(f"checkpoint {path}: holds more than tensors and plain values: {reason.strip()}") from error
-    finally:
-        os.environ.pop(name) if before is None else os.environ.update({name: before})
 
 
 def _sharded_state(model: GPTModel, optimizer: MegatronOptimizer, is_loading: bool) -> dict[str, Any]:

@@ -29,13 +29,14 @@ from megatron_rl.errors import InputError
 from megatron_rl.learner.checkpoint import CONTENT_METADATA, WEIGHTS_FILE, load_weights
 from megatron_rl.learner.checkpoint_names import EXTRA_STATE, Stored, extra_states, stored_tensors
 from megatron_rl.learner.distributed import initialize
+from megatron_rl.learner.foreign import INDEX_FILE, no_foreign_code
 from megatron_rl.learner.hf_export import copy_companions, write_hf_checkpoint
 from megatron_rl.learner.model import build_model
 from megatron_rl.learner.weights import SafetensorsFolder, join_qkv, split_qkv
 
 HF_FOLDER = "hf"  # below a Megatron folder that `to_megatron` wrote: config.json and tokenizer of the source
 MASTER_PREFIX = "optimizer.state.param."  # of the fp32 master weights in a run's checkpoint
-_COMMON_FILE, _METADATA_FILE = "common.pt", ".metadata"
+_COMMON_FILE = "common.pt"
 _OPTIMIZER_PREFIX = "optimizer."
 FILE_BYTES = 2**30  # of a safetensors file; writing one takes three times that in memory (measured)
 _SHOWN = 5  # names in a message that could list thousands
@@ -44,17 +45,21 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 
 
 class MegatronFolder:
-    """Tensors by key from a checkpoint in Megatron's distributed format, read on demand by one process."""
+    """Tensors by key from a checkpoint in Megatron's distributed format, read on demand by one process.
+
+    Raises `InputError` where ``path`` is no checkpoint, or its index holds anything but descriptions of tensors.
+    """
 
     def __init__(self, path: Path):
-        if not (path / _METADATA_FILE).is_file():
+        if not (path / INDEX_FILE).is_file():
             raise InputError(
-                f"{path}: no file {_METADATA_FILE} in it; expected a run's checkpoint (a folder step_…) or what "
+                f"{path}: no file {INDEX_FILE} in it; expected a run's checkpoint (a folder step_…) or what "
                 "to-megatron wrote"
             )
         self.path = path
         self.reader = CachedMetadataFileSystemReader(path)
-        found = self.reader.read_metadata().state_dict_metadata
+        with no_foreign_code(path):
+            found = self.reader.read_metadata().state_dict_metadata  # kept: no later read of the index
         self.tensors = {key: meta for key, meta in found.items() if isinstance(meta, TensorStorageMetadata)}
 
     def check(self, a: Architecture, prefix: str = "") -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,9 @@ from megatron_rl.config.model import read_architecture
 from megatron_rl.errors import InputError
 from megatron_rl.learner import conversion
 from megatron_rl.learner.checkpoint_names import EXTRA_STATE, extra_states, stored_tensors
+from megatron_rl.learner.foreign import INDEX_FILE
 from tests.parallel.gloo import run_ranks
+from tests.support.evil import Evil
 from tests.support.tiny import MODEL, REPOSITORY
 
 MIXED = {"tensor": 2, "expert": 2, "pipeline": 2}
@@ -185,6 +188,14 @@ def test_another_architecture_is_refused(saved, dense, tmp_path):
         conversion.to_hf(Path(saved["mixed"]).parents[1] / "other", tmp_path / "out", MODEL, master=True)
     with pytest.raises(InputError, match="expected a run's checkpoint"):
         conversion.to_hf(MODEL, tmp_path / "out", MODEL)
+
+
+def test_code_in_an_index_does_not_run(tmp_path):
+    conversion.to_megatron(MODEL, tmp_path / "foreign")
+    (tmp_path / "foreign" / INDEX_FILE).write_bytes(pickle.dumps(Evil(tmp_path / "ran"), protocol=2))
+    with pytest.raises(InputError, match=r"index names posix\.mkdir"):
+        conversion.to_hf(tmp_path / "foreign", tmp_path / "out", MODEL)
+    assert [path.name for path in tmp_path.iterdir()] == ["foreign"]
 
 
 def test_no_room_no_overwriting_and_no_silent_damage(tmp_path, monkeypatch):

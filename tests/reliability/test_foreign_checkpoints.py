@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
-from pathlib import Path
 
 import pytest
 
 from megatron_rl.learner import manifest
-
-
-class Evil:
-    """Unpickled, it makes a folder."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.target),)
+from tests.support.evil import Evil
 
 
 @pytest.mark.parametrize("file", [".metadata", "common.pt"])

@@ -1,0 +1,58 @@
+"""Checkpoints from elsewhere are data: loading one runs no code from it.
+
+Megatron's distributed format has pickles in it: the index (``.metadata``), which torch reads with plain `pickle`, and
+files that torch reads with or without restrictions, depending on who calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.errors import InputError
+
+INDEX_FILE = ".metadata"
+
+
+@contextlib.contextmanager
+def no_foreign_code(path: Path) -> Iterator[None]:
+    """Within, loading ``path`` runs no code from it: the index is read once by a reader that knows a few classes, and
+    whatever torch unpickles is restricted to tensors and plain values."""
+    with (path / INDEX_FILE).open("rb") as index:
+        _IndexReader(index).load()
+    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        reason = next((line for line in str(error).splitlines() if "nsupported" in line), str(error).splitlines()[0])
+        raise InputError(f"checkpoint {path}: holds more than tensors and plain values: {reason.strip()}") from error
+    finally:
+        os.environ.pop(name) if before is None else os.environ.update({name: before})
+
+
+class _IndexReader(pickle.Unpickler):
+    """Reads the index of a checkpoint, which torch pickles, and no other class."""
+
+    _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
+    _NAMES = (
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("collections", "OrderedDict"),
+        ("pathlib", "PosixPath"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.memory_format)
+        if is_type or (module in self._MODULES and "." not in name) or (module, name) in self._NAMES:
+            return super().find_class(module, name)
+        raise InputError(f"the checkpoint's index names {module}.{name}, which no run writes; it is not loaded")

@@ -1,0 +1,16 @@
+"""A pickle that does something when it is read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+class Evil:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.target),)
