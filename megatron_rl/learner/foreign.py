@@ -39,7 +39,11 @@ def no_foreign_code(path: Path) -> Iterator[None]:
 
 
 class _IndexReader(pickle.Unpickler):
-    """Reads the index of a checkpoint, which torch pickles, and no other class."""
+    """Reads the index of a checkpoint, which torch pickles, and no other class.
+
+    Of a module's names only the classes that it defines: others are modules and functions that it imports, and a pickle
+    may call what it names and set its attributes (`dataclass` on a class whose annotations were set compiles them).
+    """
 
     _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
     _NAMES = (
@@ -53,6 +57,10 @@ class _IndexReader(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.memory_format)
-        if is_type or (module in self._MODULES and "." not in name) or (module, name) in self._NAMES:
+        if is_type or (module, name) in self._NAMES:
             return super().find_class(module, name)
+        if module in self._MODULES and "." not in name:
+            found = super().find_class(module, name)
+            if isinstance(found, type) and found.__module__ == module:
+                return found
         raise InputError(f"the checkpoint's index names {module}.{name}, which no run writes; it is not loaded")
