@@ -1,9 +1,10 @@
 """Which prompts are sampled for which step, and how far generation runs ahead of the learner.
 
 With `rollout.max_staleness` k = 0 a batch is asked for when its step begins. With k ≥ 1 the batches of the next k steps
-are asked for before the learner begins to update, and the engine samples them meanwhile. Prompts are taken from the
-sampler in the order of the steps, once each; a checkpoint holds which of them were taken for steps that are still to
-come, so that a resumed run asks for exactly these again.
+are asked for while the step's own is still being sampled, so that the engine is never without work; where a step may
+need more prompts than one batch (`batch.filter_groups`), after it has them, so that these need not queue. Prompts are
+taken from the sampler in the order of the steps, once each; a checkpoint holds which of them were taken for steps that
+are still to come, so that a resumed run asks for exactly these again.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ class Begun:
 
 
 class Lookahead:
-    """Samples the batches of a run in order. ``num_steps``: of the run; nothing is begun beyond."""
+    """Samples the batches of a run in order. ``num_steps``: of the run; nothing is begun beyond.
+
+    ``refills``: a step may call `sample` again for prompts in place of those that were filtered out.
+    """
 
     def __init__(
         self,
@@ -52,19 +56,25 @@ class Lookahead:
         num_samples: int,
         max_staleness: int,
         num_steps: int,
+        refills: bool = False,
     ) -> None:
         self._prompts, self._generator = prompts, generator
         self._num_prompts, self._num_samples = num_prompts, num_samples
-        self._max_staleness, self._num_steps = max_staleness, num_steps
+        self._max_staleness, self._num_steps, self._refills = max_staleness, num_steps, refills
         self._begun: list[Begun] = []  # in the order of their steps
 
     def sample(self, num_prompts: int, *, step: int, policy_version: int) -> list[Group]:
         """Responses to the prompts that were taken for ``step``, or to ``num_prompts`` new ones."""
         begun = self._begun.pop(0) if self._begun and self._begun[0].step == step else None
-        if begun is not None and begun.ticket is not None:
-            return self._generator.finish(begun.ticket)
-        prompts = self._prompts.take(num_prompts) if begun is None else begun.prompts
-        return self._generator.rollout(prompts, self._num_samples, policy_version=policy_version, step=step)
+        if begun is None:
+            begun = Begun(step, self._prompts.take(num_prompts))
+        if not self._max_staleness:
+            return self._generator.rollout(begun.prompts, self._num_samples, policy_version=policy_version, step=step)
+        if begun.ticket is None:
+            begun.ticket = self._begin(begun, policy_version)
+        if not self._refills:
+            self.look_ahead(step, policy_version)
+        return self._generator.finish(begun.ticket)
 
     def look_ahead(self, step: int, policy_version: int) -> None:
         """Begin the batches of the steps after ``step``, as many as `max_staleness` allows, from these weights."""
@@ -74,9 +84,10 @@ class Lookahead:
                 begun = Begun(ahead, self._prompts.take(self._num_prompts))
                 self._begun.append(begun)
             if begun.ticket is None:
-                begun.ticket = self._generator.begin(
-                    begun.prompts, self._num_samples, policy_version=policy_version, step=ahead
-                )
+                begun.ticket = self._begin(begun, policy_version)
+
+    def _begin(self, begun: Begun, policy_version: int) -> Any:
+        return self._generator.begin(begun.prompts, self._num_samples, policy_version=policy_version, step=begun.step)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """What was taken from the sampler and not yet learned from; plain JSON values."""

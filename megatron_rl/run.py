@@ -178,6 +178,7 @@ def start(recipe: Recipe, resume: str = "auto") -> Iterator[Run]:
             num_samples=recipe.rollout.num_samples,
             max_staleness=recipe.rollout.max_staleness,
             num_steps=recipe.num_steps,
+            refills=recipe.batch.filter_groups,
         )
         run = Run(recipe, directory, learner, generator, rewarder, sampler, ahead, validation, monitor)
         if checkpoint is not None:

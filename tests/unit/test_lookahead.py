@@ -15,11 +15,15 @@ NUM_STEPS = 8
 
 
 class Engine:
-    """Answers at once, from the weights it had when it was asked; ``open``: batches begun and not finished."""
+    """Answers at once, from the weights it had when it was asked; ``open``: steps of batches begun and not finished.
+
+    ``idle``: how often it had nothing to do while somebody waited for a batch to the end.
+    """
 
     def __init__(self) -> None:
         self.open: list[int] = []
         self.most_open = 0
+        self.idle = 0
 
     def rollout(self, prompts, num_samples, *, policy_version, step):
         return [
@@ -33,7 +37,8 @@ class Engine:
         return step, self.rollout(prompts, num_samples, policy_version=policy_version, step=step)
 
     def finish(self, ticket):
-        assert ticket[0] == self.open.pop(0)
+        self.idle += len(self.open) == 1
+        self.open.remove(ticket[0])
         return ticket[1]
 
 
@@ -42,7 +47,15 @@ def run(
 ):
     """(per step: prompt ids and staleness), and the state at the end; one update a step."""
     sampler, engine = PromptSampler(PROMPTS, seed=1), Engine()
-    ahead = Lookahead(sampler, engine, num_prompts=2, num_samples=1, max_staleness=max_staleness, num_steps=NUM_STEPS)
+    ahead = Lookahead(
+        sampler,
+        engine,
+        num_prompts=2,
+        num_samples=1,
+        max_staleness=max_staleness,
+        num_steps=NUM_STEPS,
+        refills=bool(refill),
+    )
     first = 0
     if state is not None:
         first, prompts, begun = state
@@ -56,7 +69,9 @@ def run(
         ahead.look_ahead(step, policy_version=step)
         staleness = staleness_metrics(groups, num_updates=step)["rollout/staleness_max"]
         seen.append(([group.prompt.id for group in groups], staleness))
-    assert engine.most_open <= max_staleness
+    assert engine.most_open <= max_staleness + 1  # the step's own is one of them
+    if max_staleness and not refill and stop_after == NUM_STEPS:
+        assert engine.idle == 1  # at the last step, when nothing is left to begin
     return seen, (stop_after, sampler.state_dict(), ahead.state_dict())
 
 
