@@ -3,6 +3,9 @@
 Every pass runs the module that the update runs, on packed rows, under the same batch-invariant computation. With a
 cache a step is one row per running sequence; without one it is every sequence as far as it has come.
 
+Sequences are numbered over all replicas, and `Decoder.run` alone says which replica continues which, in which waves:
+generation and the gate's second computation are batched alike.
+
 Shapes: n running sequences, V/tp this rank's share of the vocabulary.
 """
 
@@ -21,6 +24,7 @@ from megatron_rl.learner.exact_attention import CachedPrompts, CachedStep, KeyVa
 from megatron_rl.learner.invariant import batch_invariant
 from megatron_rl.learner.logprobs import token_logprobs
 from megatron_rl.learner.model import use_transformer_engine
+from megatron_rl.rollout.requests import deal
 
 Pick = Callable[[list[int], torch.Tensor], list[tuple[int, bool]]]
 """(running sequences, their logits [n, V/tp]) → the next token of each, and whether it is the sequence's last."""
@@ -29,24 +33,46 @@ Pick = Callable[[list[int], torch.Tensor], list[tuple[int, bool]]]
 class Decoder:
     """Token by token through the policy, on every rank of the layout; all methods are collective.
 
-    ``max_tokens``: longest row of prompts that one pass may take. ``kv_cache``: keep keys and values; without effect
-    under TransformerEngine, whose attention has no cache here.
+    ``max_tokens``: longest row of prompts that one pass may take. ``max_sequences``: most that run at a time.
+    ``kv_cache``: keep keys and values; without effect under TransformerEngine, whose attention has no cache here.
     """
 
-    def __init__(self, module: GPTModel, vocab_size: int, device: torch.device, max_tokens: int, kv_cache: bool):
+    def __init__(
+        self,
+        module: GPTModel,
+        vocab_size: int,
+        device: torch.device,
+        *,
+        max_tokens: int,
+        max_sequences: int,
+        kv_cache: bool,
+    ):
         self.module, self.vocab_size, self.device = module, vocab_size, device
         self._thd = use_transformer_engine(device)
-        self.max_tokens, self.kv_cache = max_tokens, kv_cache and not self._thd
-        self.replica = parallel_state.get_data_parallel_rank()
-        self.num_replicas = parallel_state.get_data_parallel_world_size()
+        self.max_tokens, self.max_sequences, self.kv_cache = max_tokens, max_sequences, kv_cache and not self._thd
+        self._replica = parallel_state.get_data_parallel_rank()
+        self._num_replicas = parallel_state.get_data_parallel_world_size()
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
+        self._first = 0  # number of the wave's first sequence
         self.row_owners: list[tuple[int, int]] = []  # (sequence, position) of each row of the pass at hand
 
-    @torch.no_grad()
-    def run(self, prompts: list[list[int]], max_new_tokens: int, pick: Pick) -> None:
-        """Continue every prompt of this replica until ``pick`` ends it, at most by ``max_new_tokens``.
+    def run(self, prompts: list[list[int]], max_new_tokens: int, pick: Pick) -> range:
+        """Continue every prompt until ``pick`` ends it, at most by ``max_new_tokens``: this replica's share of them,
+        ``max_sequences`` at a time. Returns the numbers of that share; ``pick`` is asked for no others.
+        """
+        mine = deal(range(len(prompts)), self._replica, self._num_replicas)
+        most = -(-len(prompts) // self._num_replicas)  # as many waves on every replica: each pass is collective
+        for start in range(0, most, self.max_sequences):
+            wave = mine[start : start + self.max_sequences]
+            self._first = wave.start
+            self._run_wave([prompts[i] for i in wave], max_new_tokens, pick)
+        return mine
 
-        Replicas may have different numbers of prompts: experts are shared, so all take part until the last is done.
+    @torch.no_grad()
+    def _run_wave(self, prompts: list[list[int]], max_new_tokens: int, pick: Pick) -> None:
+        """Replicas may have different numbers of prompts: experts are shared, so all take part until the last is done.
+
+        From here on sequences are numbered within the wave.
         """
         sequences, running = [list(prompt) for prompt in prompts], list(range(len(prompts)))
         longest = max(map(len, prompts), default=0) + max_new_tokens
@@ -57,7 +83,7 @@ class Decoder:
         with batch_invariant(self.device):
             logits = self._whole_rows(running, sequences)
             while more:
-                picked = pick(running, logits) if running else []
+                picked = pick([self._first + i for i in running], logits) if running else []
                 for i, (token, _) in zip(running, picked, strict=True):
                     sequences[i].append(token)
                 running = [i for i, (_, last) in zip(running, picked, strict=True) if not last]
@@ -90,7 +116,7 @@ class Decoder:
     def share(self, mine: list[Any]) -> list[Any]:
         """The replicas' results one after the other, on every rank."""
         speaks = parallel_state.get_tensor_model_parallel_rank() == 0
-        found = gather_objects((self.replica, mine) if speaks else None)
+        found = gather_objects((self._replica, mine) if speaks else None)
         by_replica = dict(item for item in found if item is not None)
         return [item for replica in sorted(by_replica) for item in by_replica[replica]]
 
@@ -124,7 +150,7 @@ class Decoder:
                 positions=positions,
             )
         ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1
-        self.row_owners = [(i, position) for i, n in zip(chosen, lengths) for position in range(n)]
+        self.row_owners = [(self._first + i, position) for i, n in zip(chosen, lengths) for position in range(n)]
         return self._forward(tokens, positions, packed)[ends.to(self.device)]
 
     def _next_rows(self, running: list[int], sequences: list[list[int]]) -> torch.Tensor:
@@ -135,7 +161,7 @@ class Decoder:
         positions = torch.tensor([len(sequences[i]) - 1 for i in running] + [0] * tail, device=self.device)
         slots = torch.tensor(running + [self._cache.num_slots - 1] * tail, device=self.device)
         longest = max((len(sequences[i]) for i in running), default=1)
-        self.row_owners = [(i, len(sequences[i]) - 1) for i in running]
+        self.row_owners = [(self._first + i, len(sequences[i]) - 1) for i in running]
         step = CachedStep(
             "sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, cache=self._cache, slots=slots, positions=positions
         )

@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from megatron_rl.errors import RunEnded
 from megatron_rl.learner.distributed import gather_objects
 from megatron_rl.learner.invariant import batch_invariant
-from megatron_rl.types import Batch, Sequence
+from megatron_rl.types import Batch
 
 if TYPE_CHECKING:
     from megatron_rl.learner.learner import Learner
@@ -102,19 +102,19 @@ def _trained_rows(learner: Learner, batch: Batch, index: int) -> Rows:
 
 
 def _generated_rows(learner: Learner, batch: Batch, index: int) -> Rows:
-    """The step's sequences of this replica generated again, with their tokens given."""
+    """The step's sequences generated again, with their tokens given.
+
+    They are batched as they were in generation, but for groups that `batch.filter_groups` left out since.
+    """
     decoder, rows = learner.decoder(), {}
-    count = len(batch.sequences)
-    start, end = (count * (decoder.replica + k) // decoder.num_replicas for k in (0, 1))
-    mine: list[Sequence] = batch.sequences[start:end]
 
     def keep(name: str, hidden: torch.Tensor) -> None:
         for row, (sequence, position) in enumerate(decoder.row_owners):
-            if start + sequence == index:
+            if sequence == index:
                 rows.setdefault(position, {})[name] = hidden[row].clone()
 
-    given = [iter(s.tokens[s.prompt_length :].tolist()) for s in mine]
-    left = [s.response_length for s in mine]
+    given = [iter(s.tokens[s.prompt_length :].tolist()) for s in batch.sequences]
+    left = [s.response_length for s in batch.sequences]
 
     def pick(running: list[int], logits: torch.Tensor) -> list[tuple[int, bool]]:
         for i in running:
@@ -122,7 +122,8 @@ def _generated_rows(learner: Learner, batch: Batch, index: int) -> Rows:
         return [(next(given[i]), left[i] == 0) for i in running]
 
     with _watch(learner.module, keep):
-        decoder.run([s.tokens[: s.prompt_length].tolist() for s in mine], max(left, default=0), pick)
+        prompts = [s.tokens[: s.prompt_length].tolist() for s in batch.sequences]
+        decoder.run(prompts, learner.recipe.rollout.max_response_length, pick)
     return rows
 
 

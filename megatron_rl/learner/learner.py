@@ -338,9 +338,14 @@ class Learner:
 
     def decoder(self) -> Decoder:
         """This policy, token by token, for the engine `exact`."""
-        config = self.recipe.exact
-        limit = self.config.max_tokens_per_microbatch
-        return Decoder(self.module, self.architecture.vocab_size, self.device, limit, config.kv_cache)
+        return Decoder(
+            self.module,
+            self.architecture.vocab_size,
+            self.device,
+            max_tokens=self.config.max_tokens_per_microbatch,
+            max_sequences=self.recipe.rollout.max_num_seqs,
+            kv_cache=self.recipe.exact.kv_cache,
+        )
 
     # -- weights and state
 

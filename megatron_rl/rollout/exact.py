@@ -22,17 +22,14 @@ from megatron_rl.config.exact import ExactConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.rollout.generator import RolloutError, Sampling
 from megatron_rl.rollout.payload import make_rollout
-from megatron_rl.rollout.requests import Request, deal, make_groups, make_requests
+from megatron_rl.rollout.requests import Request, make_groups, make_requests
 from megatron_rl.types import Group, Prompt, Rollout
 
 
 class Policy(Protocol):
     """The learner's forward passes, as `learner.decode.Decoder` offers them. Collective, like everything here."""
 
-    replica: int
-    num_replicas: int
-
-    def run(self, prompts: list[list[int]], max_new_tokens: int, pick: Callable[..., Any]) -> None: ...
+    def run(self, prompts: list[list[int]], max_new_tokens: int, pick: Callable[..., Any]) -> range: ...
     def logprobs(self, logits: torch.Tensor, tokens: list[int], temperature: float) -> torch.Tensor: ...
     def whole_vocabulary(self, logits: torch.Tensor) -> torch.Tensor: ...
     def share(self, mine: list[Any]) -> list[Any]: ...
@@ -75,19 +72,14 @@ class ExactGenerator:
             )
         sampling, start = sampling or Sampling.from_config(self._config), time.perf_counter()
         requests = make_requests(prompts, num_samples, seed=self._config.seed, step=step)
-        mine = deal(requests, self._policy.replica, self._policy.num_replicas)
-        # As many rounds on every replica: each pass is collective.
-        most = -(-len(requests) // self._policy.num_replicas)
-        rollouts: list[Rollout] = []
-        for first in range(0, most, self._config.max_num_seqs):
-            rollouts += self._generate(mine[first : first + self._config.max_num_seqs], sampling)
-        rollouts = self._policy.share(rollouts)
+        rollouts = self._policy.share(self._generate(requests, sampling))
         seconds = time.perf_counter() - start
         tokens = sum(len(rollout.tokens) for rollout in rollouts)
         self._stats["perf/engine_tokens_per_s"] = tokens / seconds if seconds else 0.0
         return make_groups(prompts, num_samples, rollouts)
 
     def _generate(self, requests: list[Request], sampling: Sampling) -> list[Rollout]:
+        """This replica's share of the responses."""
         draws = [_Draw(request.seed) for request in requests]
         noise_std = self._exact.noise_std if sampling.temperature > 0 else 0.0
 
@@ -105,8 +97,9 @@ class ExactGenerator:
                 draws[i].add(token, clean, log_mu)
             return [(token, draws[i].ended(self._stop, sampling)) for i, token in zip(running, tokens, strict=True)]
 
-        self._policy.run([request.prompt.tokens for request in requests], sampling.max_response_length, pick)
-        return [self._wrap(request, draw) for request, draw in zip(requests, draws, strict=True)]
+        prompts = [request.prompt.tokens for request in requests]
+        mine = self._policy.run(prompts, sampling.max_response_length, pick)
+        return [self._wrap(requests[i], draws[i]) for i in mine]
 
     def _wrap(self, request: Request, draw: _Draw) -> Rollout:
         reason = "stop" if draw.tokens[-1] in self._stop else "length"

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from megatron_rl.types import Group, Prompt, Rollout
+
+S = TypeVar("S", bound=Sequence)
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ def make_requests(prompts: list[Prompt], num_samples: int, *, seed: int, step: i
     ]
 
 
-def deal(requests: list[Request], engine: int, num_engines: int) -> list[Request]:
+def deal(requests: S, engine: int, num_engines: int) -> S:
     """The contiguous share of engine number ``engine``; shares differ by one request at most."""
     start, end = (len(requests) * index // num_engines for index in (engine, engine + 1))
     return requests[start:end]

@@ -114,17 +114,24 @@ def update_with_gate(dtype: str, parallel: dict[str, int], minibatches: int) -> 
     return found
 
 
-def broken_layer(parallel: dict[str, int], layer: int) -> str:
-    """What the gate says of a layer whose output depends on how many rows it is given."""
-    learner, generator = start("fp32", parallel)
-    groups = sample(generator, 8, 2)
+def broken_layer(parallel: dict[str, int], layer: int, wave: int = 0) -> str:
+    """What the gate says of a layer whose output depends on how many rows it is given.
+
+    Without ``wave`` it breaks after generation, for more than 64 rows; with it before, for the steps of a wave.
+    """
+    learner, generator = start("fp32", parallel, max_num_seqs=wave or 256)
 
     def depends_on_the_batch(_module, _args, output):
         hidden = output[0] if isinstance(output, tuple) else output
-        changed = hidden + 1e-3 * (hidden.size(0) > 64)
+        changed = hidden + 1e-3 * (hidden.size(0) <= wave if wave else hidden.size(0) > 64)
         return (changed, *output[1:]) if isinstance(output, tuple) else changed
 
-    handle = learner.module.decoder.layers[layer].register_forward_hook(depends_on_the_batch)
+    def break_it():
+        return learner.module.decoder.layers[layer].register_forward_hook(depends_on_the_batch)
+
+    handle = break_it() if wave else None
+    groups = sample(generator, 8, 2)
+    handle = handle or break_it()
     before = [p.detach().clone() for p in learner.module.parameters()]
     try:
         learner.update(batch_of(learner, groups))

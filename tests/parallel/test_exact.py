@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.parallel.exact_programs import prompts
 from tests.parallel.gloo import run_ranks
 
 MODULE = "tests.parallel.exact_programs"
@@ -22,6 +23,7 @@ def jobs_for(world_size: int) -> dict:
     if world_size == 1:
         jobs["bits fp16"] = ("bits_over_batches", {"dtype": "fp16", "parallel": {}, "sizes": [1, 16]})
         jobs["gate one update"] = ("update_with_gate", {"dtype": "bf16", "parallel": {}, "minibatches": 1})
+        jobs["broken wave"] = ("broken_layer", {"parallel": {}, "layer": 2, "wave": 5})
         jobs["cache"] = ("cache_and_waves", {"dtype": "bf16"})
         jobs["changed"] = ("changed_weights", {})
         jobs["doses"] = ("doses", {"stds": [1e-3, 1e-1]})
@@ -67,6 +69,13 @@ def test_the_gate_names_what_differs(results):
         assert "response token" in message
         assert "output of the layer 2" in message
         assert "MOVED" not in message
+
+
+@pytest.mark.parametrize("results", [1], indirect=True)
+def test_the_gate_generates_again_in_the_same_waves(results):
+    _, found = results
+    first_step = len(prompts(1)[0].tokens)
+    assert f"token {first_step} of the sequence, output of the layer 2" in found["broken wave"]
 
 
 @pytest.mark.parametrize("results", [1], indirect=True)
