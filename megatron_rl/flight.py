@@ -176,6 +176,7 @@ def repeat_update(learner: Learner, recorded: RecordedBatch) -> dict[str, float]
     for sequence in batch.sequences:
         sequence.old_logprobs = sequence.current_logprobs = None
     learner.scheduler.observe_length(batch.step, sum(s.response_length for s in batch.sequences) / len(batch.sequences))
+    learner.gate_is_on = False
     metrics = learner.update(batch)
     learner.step = batch.step + 1
     return metrics

@@ -28,23 +28,25 @@ METRIC = "exact/max_abs_prob_diff"
 
 
 def check(learner: Learner, batch: Batch, found: dict[int, np.ndarray], where: str) -> float:
-    """Compare sequences ``found`` (index → log-probs [R] of a pass) with what generation recorded; 0.0, or no return.
+    """Compare sequences ``found`` (index → log-probs [R] of a pass) with what generation recorded.
 
-    ``where``: the pass, for the message. The same on all ranks, and collective where something differs.
+    ``where``: the pass, for the message. The same on all ranks, and collective where something differs. Returns
+    `METRIC` over these sequences, which is 0.0 where it returns at all.
 
     Raises:
         RunEnded: a token differs; names sequence, token, both values and the first layer that computes differently.
     """
+    largest = 0.0
     for index in sorted(found):
         sequence = batch.sequences[index]
         recorded = sequence.gate_logprobs
-        if recorded is None:
-            continue
+        assert recorded is not None, f"sequence {sequence.id!r} has no gate_logprobs: rollout.engine exact records them"
         differs = recorded != found[index]  # NaN differs from itself
         if differs.any():
             token = int(np.argmax(differs))
             raise RunEnded(_message(batch, index, token, found[index], where, first_divergence(learner, batch, index)))
-    return 0.0
+        largest = max(largest, float(np.abs(np.exp(recorded) - np.exp(found[index])).max()))
+    return largest
 
 
 def _message(batch: Batch, index: int, token: int, found: np.ndarray, where: str, layer: str) -> str:

@@ -62,6 +62,7 @@ class Learner:
         self.device = initialize(self.config.parallel, recipe.runtime.device, recipe.seed)
         self.architecture: Architecture = read_architecture(recipe.model.path)
         self.exact = recipe.rollout.engine == "exact"
+        self.gate_is_on = self.exact  # off for stored batches, which do not hold what generation computed
         model = build_model(self.architecture, self.config, self.device, recipe.precision, self.exact)
         self.weights = WeightMap(model, self.architecture)
         self.weights.load(recipe.model.path)
@@ -115,23 +116,27 @@ class Learner:
         """One optimizer step per mini-batch of ``batch``; metrics over all of it, the same on every rank."""
         records_routes = self.recipe.routing.replay == "r2"
         skipped = {"perf/time/old_logprobs": 0.0}  # stands unless the pass is made and timed
+        gaps: list[float] = []
         if records_routes or needs_old_logprobs(self.recipe.objective, len(batch.minibatches)):
             skipped = {}
             with self.phase("old_logprobs"):
                 found = self.compute_logprobs(batch, "record" if records_routes else None)
                 for sequence, logprobs in zip(batch.sequences, found, strict=True):
                     sequence.old_logprobs = logprobs
-                if self.exact:
-                    gate.check(self, batch, dict(enumerate(found)), "pass for old log-probs")
+                if self.gate_is_on:
+                    gaps.append(gate.check(self, batch, dict(enumerate(found)), "pass for old log-probs"))
         updates = [self._update_minibatch(batch, i) for i in range(len(batch.minibatches))]
         metrics = finalize_metrics(MetricStats.merge([stats for stats, _ in updates]))
         metrics["actor/pg_loss"] /= len(updates)  # statistics add up over mini-batches; a loss is per mini-batch
         for name in dict.fromkeys(name for _, step in updates for name in step):
             metrics[name] = float(np.mean([step[name] for _, step in updates if name in step]))
+        if self.gate_is_on:
+            metrics[gate.METRIC] = max([*gaps, metrics[gate.METRIC]])
         return skipped | metrics | self.overflow.metrics() | (self.replay.metrics() if self.replay else {})
 
     def _update_minibatch(self, batch: Batch, number: int) -> tuple[MetricStats, dict[str, float]]:
-        indices, gate_is_due = batch.minibatches[number], self.exact and number == 0  # later ones have other weights
+        indices = batch.minibatches[number]
+        gate_is_due = self.gate_is_on and number == 0  # later ones have other weights
         with self.phase("pack"):
             mode = self._routing_mode(updating=True)
             microbatches = self._microbatches(batch, indices, mode)
