@@ -11,7 +11,16 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_ENDED_BY_LIMIT, EXIT_FAULT, Fault, InputError, RunEnded
+from megatron_rl.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_DONE,
+    EXIT_ENDED_BY_LIMIT,
+    EXIT_FAULT,
+    EXIT_INTERRUPTED,
+    Fault,
+    InputError,
+    RunEnded,
+)
 
 GPU_NAMES = ("a100-40", "a100-80", "h100-80", "h200-141")
 
@@ -34,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunEnded as reason:
         print(f"run ended: {reason}", file=sys.stderr)
         return EXIT_ENDED_BY_LIMIT
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues from the last checkpoint", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except Fault as error:
         traceback.print_exc()
         print(f"run failed: {error}", file=sys.stderr)  # the last line says it all

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from megatron_rl.errors import InputError
@@ -59,7 +60,8 @@ def record_batch(
 ) -> Path:
     """Write ``batch`` (rank 0 does; the others return at once). Returns the path of its JSON file.
 
-    ``keep``: `keep_newest` never deletes it.
+    ``keep``: `keep_newest` never deletes it. Raises OSError where the disk is full or gone; nothing of the step is
+    left then.
     """
     path = batch_path(folder, batch.step)
     if world_rank() != 0:
@@ -80,10 +82,15 @@ def record_batch(
     folder.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)  # a step recorded again: never an old description beside new arrays
     partial = path.with_name(f".partial-{path.stem}")
-    save_file(_arrays(batch.sequences), partial)
-    os.replace(partial, path.with_suffix(".safetensors"))
-    partial.write_text(json.dumps(described, indent=1))
-    os.replace(partial, path)
+    try:
+        save_file(_arrays(batch.sequences), partial)
+        os.replace(partial, path.with_suffix(".safetensors"))
+        partial.write_text(json.dumps(described, indent=1))
+        os.replace(partial, path)
+    except (OSError, SafetensorError) as error:  # safetensors has its own for what is the disk's fault
+        for rest in (partial, path.with_suffix(".safetensors")):
+            rest.unlink(missing_ok=True)
+        raise error if isinstance(error, OSError) else OSError(str(error)) from error
     return path
 
 

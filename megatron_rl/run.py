@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -114,6 +115,15 @@ class Run:
                 self.try_save(before)
             raise
 
+    def request_stop(self, number: int, _frame: object = None) -> None:
+        """Signal handler: the step at hand is finished and saved. A second SIGINT (Ctrl-C) ends the run at once."""
+        if number == signal.SIGINT:
+            if number in self.signals:
+                raise KeyboardInterrupt
+            # Not print: its buffer may be the one that was interrupted.
+            os.write(2, b"\nstopping after this step; once more Ctrl-C ends the run at once\n")
+        self.signals.append(number)
+
     def stop_requested(self) -> bool:
         """True on all ranks as soon as one has a signal or sees the STOP file. Collective: once a step."""
         return any_rank(bool(self.signals) or (self.directory.root / STOP_FILE).exists())
@@ -185,8 +195,8 @@ def start(recipe: Recipe, resume: str = "auto") -> Iterator[Run]:
             _resume(run, checkpoint, train)
         elif is_main and directory.metrics.exists():
             monitor.resume_at(0)  # an attempt that ended before its first checkpoint
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            stack.callback(signal.signal, number, signal.signal(number, lambda n, _: run.signals.append(n)))
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            stack.callback(signal.signal, number, signal.signal(number, run.request_stop))
         yield run
 
 

@@ -22,6 +22,9 @@ class ParallelConfig(Section):
     """Expert-parallel size: experts are dealt over this many of the ranks of one pipeline stage."""
     expert_tensor: PositiveInt = 1
     """Tensor-parallel size inside one expert."""
+    timeout_minutes: float = Field(30.0, gt=0)
+    """A rank that waits longer than this for another has lost it and ends the job, which would else hang until its time
+    limit. Must be longer than anything one rank does alone: generating its share, writing a checkpoint."""
 
     def problems(self, architecture: Architecture, world_size: int | None) -> list[str]:
         """Why this layout cannot hold the model; empty where it can. ``world_size`` None: not known yet."""

@@ -17,9 +17,6 @@ from megatron_rl.errors import Fault, InputError
 
 T = TypeVar("T")
 
-# A rank that waits longer than this for a peer has lost it: better an error than a job that hangs till its time limit.
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-
 
 def resolve_device(device: str) -> torch.device:
     """``auto | cuda | cpu`` → the device of this process (``LOCAL_RANK`` picks the GPU)."""
@@ -45,19 +42,21 @@ def initialize(parallel: ParallelConfig, device: str, seed: int) -> torch.device
         # Oversubscribed OpenMP threads cost up to 20×: without a word from the user, each process takes one.
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)
+    timeout = timedelta(minutes=parallel.timeout_minutes)
     if not dist.is_initialized():
         # Alone, the store is handed over instead of named in the environment, which other processes would inherit.
         if "MASTER_PORT" not in os.environ:
             store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
-            dist.init_process_group(_backend(where), store=store, rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
+            dist.init_process_group(_backend(where), store=store, rank=0, world_size=1, timeout=timeout)
         else:
-            dist.init_process_group(_backend(where), timeout=COLLECTIVE_TIMEOUT)
+            dist.init_process_group(_backend(where), timeout=timeout)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
             expert_model_parallel_size=parallel.expert,
             expert_tensor_parallel_size=parallel.expert_tensor,
+            distributed_timeout_minutes=parallel.timeout_minutes,
         )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return where

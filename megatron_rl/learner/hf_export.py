@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.learner.distributed import world_rank
+from megatron_rl.learner.distributed import together, world_rank
 
 FILE_BYTES = 4 * 2**30  # largest file, as the hub's tools write them
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".pt")
@@ -22,12 +22,22 @@ def write_hf_checkpoint(
     """Write ``weights`` to ``folder`` beside the configuration and tokenizer files of ``source``.
 
     Every rank calls it, because streaming the weights is collective; rank 0 writes, and needs memory for three times
-    ``file_bytes``, the largest file.
+    ``file_bytes``, the largest file. Raises `Fault` on every rank where rank 0 could not write.
     """
-    if world_rank() != 0:
-        for _ in weights:
-            pass
-        return
+    stream = iter(weights)
+
+    def write() -> None:
+        try:
+            if world_rank() == 0:
+                _write(folder, stream, source, file_bytes)
+        finally:
+            for _ in stream:  # the other ranks are in the middle of it, also where rank 0's disk is full
+                pass
+
+    together(f"the Hugging Face checkpoint {folder} could not be written", write)
+
+
+def _write(folder: Path, weights: Iterator[tuple[str, torch.Tensor]], source: Path, file_bytes: int) -> None:
     copy_companions(source, folder)
     weight_map: dict[str, str] = {}
     total_size = 0

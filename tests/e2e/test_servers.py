@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.rollout import RolloutError, Sampling
 from megatron_rl.rollout.checkpoint import checkpoint_tensors
+from megatron_rl.rollout.servers import weight_files
 from megatron_rl.rollout.servers.generator import ServerGenerator
 from megatron_rl.rollout.servers.rendezvous import Address, folder, read
 from megatron_rl.rollout.vllm_engine import VllmGenerator, parameter_checksums
@@ -134,6 +136,17 @@ class TestTwoServers:
         assert_same(first, generator.rollout(prompts(8), 4, policy_version=4, step=3))
         with pytest.raises(RolloutError, match="rollouts of 9 were asked for: a refit is missing"):
             generator.begin(prompts(1), 1, policy_version=9, step=0)
+
+    def test_weights_that_find_no_room_are_one_clear_error(self, generator, monkeypatch):
+        def no_room(*_):
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+        stream = iter(perturbed(3).items())
+        monkeypatch.setattr(weight_files, "save_file", no_room)
+        with pytest.raises(RolloutError, match=r"weights for the servers could not be written to .*: .*No space"):
+            generator.refit(stream, 5)
+        assert list(stream) == []  # read to its end: on several ranks every tensor is collective
+        assert len(generator.rollout(prompts(1), 1, policy_version=4, step=4)) == 1  # those before are still there
 
     def test_nothing_answers_without_the_token_and_the_token_is_nowhere(self, generator, run_dir):
         paths = ["/health", "/pause", "/update_weights", "/collective_rpc", "/inference/v1/generate", "/v1/models"]

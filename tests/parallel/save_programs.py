@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import errno
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 
+from megatron_rl.config.learner import ParallelConfig
 from megatron_rl.errors import Fault, InputError
 from megatron_rl.learner import checkpoint, manifest
-from megatron_rl.learner.distributed import on_main_rank, together, world_rank
+from megatron_rl.learner.distributed import initialize, on_main_rank, together, world_rank
 from megatron_rl.learner.learner import Learner
 from tests.support.tiny import stored_rollouts, tiny_recipe
 
@@ -80,3 +83,27 @@ def fail_on_one_rank() -> list[str]:
         said.append(str(error))
     assert on_main_rank(lambda: world_rank()) == 0
     return said
+
+
+def _meet() -> None:
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
+    store.add("here", 1)
+    while store.add("here", 0) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.02)
+
+
+def wait_for_a_frozen_rank(seconds: float) -> dict[str, str]:
+    """Group → what rank 0 hears in a collective that rank 1 does not join; both leave on their own."""
+    _meet()  # joining has the same limit, and imports take longer on a busy machine
+    initialize(ParallelConfig(tensor=2, timeout_minutes=seconds / 60), "cpu", seed=0)
+    found = {}
+    if dist.get_rank() == 1:
+        time.sleep(4 * seconds)
+    else:
+        for name, group in (("world", None), ("tensor", parallel_state.get_tensor_model_parallel_group())):
+            try:
+                dist.all_reduce(torch.ones(1), group=group)
+            except RuntimeError as error:
+                found[name] = str(error)
+    dist.destroy_process_group()
+    return found

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 
 import megatron_rl.run as run_module
 from megatron_rl.__main__ import main
@@ -142,8 +143,17 @@ def _terminate(**_: Any) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def _interrupt(times: int = 1, **_: Any) -> None:
+    for _time in range(times):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
 def _disk_full(**_: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def _safetensors_fails(**_: Any) -> None:
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
 
 def _small_files(size: int, **_: Any) -> None:
@@ -177,7 +187,9 @@ def _clock_jumps(**_: Any) -> None:
 FAULTS = {
     "kill": _kill,
     "terminate": _terminate,
+    "interrupt": _interrupt,
     "disk full": _disk_full,
+    "safetensors fails": _safetensors_fails,
     "small files": _small_files,
     "large files": _large_files,
     "engine error": _engine_error,

@@ -96,6 +96,18 @@ def test_stopped_after_any_step_by_sigterm(runs, whole):
     assert runs.rows("stopped") == whole
 
 
+def test_ctrl_c_stops_after_the_step_and_twice_at_once(runs, whole):
+    ended = runs.train("ctrl-c", faults=[{"at": "phase:forward_backward", "do": "interrupt"}])
+    assert "stopping after this step; once more Ctrl-C ends the run at once" in ended.output
+    assert "stopped on request after step 0; the same command continues" in ended.output
+    twice = {"at": "phase:forward_backward", "do": "interrupt", "times": 2, "call": 3}
+    ended = runs.train("ctrl-c", faults=[twice], expect=130)
+    assert ended.last_line == "interrupted; the same command continues from the last checkpoint"
+    assert "Traceback" not in ended.output
+    runs.train("ctrl-c")
+    assert runs.rows("ctrl-c") == whole
+
+
 def test_a_stop_file_is_used_up(runs, whole):
     (runs.root / "file").mkdir()
     (runs.root / "file" / "STOP").touch()
@@ -147,6 +159,26 @@ def test_lines_that_a_full_disk_refused_are_written_later(runs, whole):
     ended = runs.train("late", faults=faults)
     assert "metrics.jsonl failed" in ended.output
     assert runs.rows("late") == whole
+
+
+def test_a_batch_that_cannot_be_recorded_does_not_end_the_run(runs, whole):
+    fault = {"at": "megatron_rl.recorder:save_file", "do": "safetensors fails", "call": 2}
+    ended = runs.train("recorder", "recorder.record_batches=all", faults=[fault])
+    assert "the batch of step 1 could not be recorded: Error while serializing" in ended.output
+    recorded = sorted(path.name for path in (runs.root / "recorder" / "batches").iterdir())
+    assert recorded == [f"step_{step:08d}.{kind}" for step in (0, 2, 3, 4, 5, 6) for kind in ("json", "safetensors")]
+    assert runs.rows("recorder") == whole
+
+
+def test_an_export_that_finds_no_room_is_made_at_the_next_start(runs, whole):
+    fault = {"at": "megatron_rl.learner.hf_export:save_file", "do": "safetensors fails"}
+    ended = runs.train("export", "checkpoint.export_hf=true", faults=[fault], expect=1)
+    assert re.match(r"run failed: the Hugging Face checkpoint \S+hf could not be written: Safetensor", ended.last_line)
+    assert not (runs.root / "export" / "DONE").exists()
+    runs.train("export", "checkpoint.export_hf=true")
+    assert (runs.root / "export" / "checkpoints" / "hf" / "model.safetensors.index.json").exists()
+    assert (runs.root / "export" / "DONE").exists()
+    assert runs.rows("export") == whole
 
 
 def damage_truncated(checkpoint: Path) -> None:

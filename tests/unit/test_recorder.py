@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from dataclasses import fields
 
 import numpy as np
@@ -58,6 +59,22 @@ def test_the_files_say_enough_by_themselves(tmp_path):
     assert (arrays["current_logprobs"][first:last] == batch.sequences[4].current_logprobs).all()
     assert (arrays["routed_experts"][start - 4 : stop - 5] == batch.sequences[4].routed_experts).all()
     assert described["sequences"][4]["id"] == "train:4/0"
+
+
+@pytest.mark.parametrize("limit", [300, 20000], ids=["arrays", "description"])
+def test_where_files_cannot_grow_nothing_of_the_step_is_left(tmp_path, limit):
+    own = resource.getrlimit(resource.RLIMIT_FSIZE)
+    batch = full_batch()
+    assert record_batch(tmp_path, batch, 0, dict.fromkeys(map(str, range(3000)), 1.0)).stat().st_size > 20000
+    size = batch_path(tmp_path, batch.step).with_suffix(".safetensors").stat().st_size
+    assert 300 < size < 20000
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, own[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            record_batch(tmp_path, batch, 0, dict.fromkeys(map(str, range(3000)), 1.0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, own)
+    assert not list(tmp_path.iterdir())
 
 
 def test_only_the_newest_and_the_alarmed_are_kept(tmp_path):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from megatron_rl.config.model import read_architecture
 from megatron_rl.config.precision import PrecisionConfig
@@ -195,12 +196,16 @@ class ServerGenerator:
         """With batches begun and not finished, the servers take the weights after those; else they have them now."""
         start = time.perf_counter()
         stream = checked(weights, self._shapes)
-        pushed = None
+        written, failure = None, None
         if self._main.is_this:
-            pushed = self._main.submit(self._push(self._folder.write(stream, policy_version)))
-        else:
-            for _ in stream:  # collecting a tensor takes every rank
-                pass
+            try:
+                written = self._folder.write(stream, policy_version)
+            except (OSError, SafetensorError) as error:
+                failure = RolloutError(f"weights for the servers could not be written to {self._folder.root}: {error}")
+        for _ in stream:  # collecting a tensor takes every rank, also where rank 0 has no use for it
+            pass
+        self._main.share(partial(_raise, failure))
+        pushed = self._main.submit(self._push(written)) if self._main.is_this else None
         self._policy_version = policy_version
         if not self._config.max_staleness:
             self._main.wait(pushed)
@@ -269,3 +274,8 @@ class ServerGenerator:
             say=self._say,
         )
         await self._pool.start(servers.num_expected)
+
+
+def _raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure

@@ -36,7 +36,12 @@ class LocalServers:
             command += ["--set", f"run_root={run_dir.resolve().parent}", "--ends-with-parent"]
             with log.open("w") as out:
                 self._processes[name] = subprocess.Popen(
-                    command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C is for the trainer, which needs them to finish its step
                 )
 
     def check(self) -> None:

@@ -22,14 +22,14 @@ class WeightFolder:
     """What was written to ``root``, one folder for each time; ``root`` is emptied at the start and at the end."""
 
     def __init__(self, root: Path) -> None:
-        self._root, self._written = root, 0
+        self.root, self._written = root, 0
         shutil.rmtree(root, ignore_errors=True)
         root.mkdir(parents=True)
 
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Weights:
         """Put all ``tensors`` on disk. A version may come twice, after an update that was skipped."""
         self._written += 1
-        folder = self._root / f"{self._written:06d}_version_{version}"
+        folder = self.root / f"{self._written:06d}_version_{version}"
         folder.mkdir()
         files: list[str] = []
         part: dict[str, torch.Tensor] = {}
@@ -55,9 +55,9 @@ class WeightFolder:
     def remove_before(self, weights: Weights) -> None:
         """Remove what was written before ``weights``: no server is given it any more. Later ones may wait already."""
         first = Path(weights.files[0]).parent.name
-        for folder in self._root.iterdir():
+        for folder in self.root.iterdir():
             if folder.name < first:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
-        shutil.rmtree(self._root, ignore_errors=True)
+        shutil.rmtree(self.root, ignore_errors=True)
