@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 import os
 import time
-import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +34,7 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.rollout import process_state
 from megatron_rl.rollout.checkpoint import checked, checkpoint_shapes, checkpoint_tensors, read_stop_token_ids
+from megatron_rl.rollout.checksums import check_own_refit, parameter_checksums
 from megatron_rl.rollout.engine_arguments import engine_arguments, runs_eagerly
 from megatron_rl.rollout.generator import RolloutError, Sampling
 from megatron_rl.rollout.payload import make_rollout
@@ -250,16 +250,7 @@ class VllmGenerator:
         before = self._llm.apply_model(parameter_checksums)[0]
         self.refit(checkpoint_tensors(model_path), 0)
         after = self._llm.apply_model(parameter_checksums)[0]
-        changed = sorted(name for name in before if before[name] != after.get(name))
-        if changed or before.keys() != after.keys():
-            import vllm
-
-            raise RolloutError(
-                f"vLLM {vllm.__version__} corrupts weights on updates: sending it its own checkpoint changed "
-                f"{len(changed)} of {len(before)} parameters, first {changed[:3]}. Every response after the first "
-                "update would come from another policy. Use the pinned version, or set rollout.verify_refit: false if "
-                "this build stores parameters in an order that is not reproducible"
-            )
+        check_own_refit(before, after)
 
     # ---------------------------------------------------------------- life
 
@@ -315,16 +306,6 @@ class VllmGenerator:
         num_tokens = sum(len(rollout.tokens) for rollout in rollouts)
         self._stats["perf/rollout_tokens"] = float(num_tokens)
         self._stats["perf/tokens_per_s/rollout"] = num_tokens / seconds
-
-
-def parameter_checksums(model: torch.nn.Module) -> dict[str, int]:
-    """Name → CRC-32 of the stored bytes of every parameter and buffer, so that a permutation shows as well."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return {
-        name: zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())
-        for name, tensor in tensors
-        if tensor.numel()
-    }
 
 
 def _rank_and_world_size() -> tuple[int, int]:

@@ -18,7 +18,8 @@ from megatron_rl.errors import InputError
 from megatron_rl.rewards.modsum import modsum_reward
 from megatron_rl.rollout import RolloutError, Sampling, worker_extension
 from megatron_rl.rollout.checkpoint import checkpoint_tensors
-from megatron_rl.rollout.vllm_engine import VllmGenerator, parameter_checksums
+from megatron_rl.rollout.checksums import parameter_checksums
+from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.types import Group, Prompt
 from tests.e2e import hf_reference
 from tools.make_tiny_checkpoint import build_model, build_tiny_config, build_tokenizer, save_checkpoint

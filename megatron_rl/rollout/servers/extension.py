@@ -18,8 +18,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megatron_rl.rollout import worker_extension
 from megatron_rl.rollout.checkpoint import checkpoint_files
+from megatron_rl.rollout.checksums import parameter_checksums
 from megatron_rl.rollout.precision import describe_model
-from megatron_rl.rollout.vllm_engine import parameter_checksums
 from megatron_rl.rollout.worker_extension import StreamInit, StreamUpdate, StreamWeightTransfer
 
 BACKEND = "megatron_rl_files"

@@ -22,8 +22,8 @@ from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.rollout import process_state
+from megatron_rl.rollout.checksums import check_own_refit
 from megatron_rl.rollout.engine_arguments import runs_eagerly
-from megatron_rl.rollout.generator import RolloutError
 from megatron_rl.rollout.servers import guard
 from megatron_rl.rollout.servers.rendezvous import Address, publish, withdraw
 from megatron_rl.rollout.servers.settings import agreed_settings, server_arguments
@@ -136,12 +136,7 @@ async def _prepare_weights(engine: Any, spec: ServerSpec) -> None:
     await engine.update_weights(WeightTransferUpdateRequest(update_info={}))
     await engine.finish_weight_update("checkpoint")
     after = (await engine.collective_rpc("checksums"))[0]
-    changed = sorted(name for name in before if before[name] != after.get(name))
-    if changed or before.keys() != after.keys():
-        raise RolloutError(
-            f"vLLM corrupts weights on updates: its own checkpoint changed {len(changed)} of {len(before)} parameters, "
-            f"first {changed[:3]}; use the pinned version, or see rollout.verify_refit"
-        )
+    check_own_refit(before, after)
 
 
 async def _settings(engine: Any, spec: ServerSpec, address: Address) -> dict[str, Any]:
