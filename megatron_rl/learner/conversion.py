@@ -31,6 +31,7 @@ from megatron_rl.learner.checkpoint_names import EXTRA_STATE, Stored, extra_stat
 from megatron_rl.learner.distributed import initialize
 from megatron_rl.learner.foreign import INDEX_FILE, no_foreign_code
 from megatron_rl.learner.hf_export import copy_companions, write_hf_checkpoint
+from megatron_rl.learner.manifest import partial_path
 from megatron_rl.learner.model import build_model
 from megatron_rl.learner.weights import SafetensorsFolder, join_qkv, split_qkv
 
@@ -259,7 +260,7 @@ def _prepare(target: Path, num_bytes: int) -> Path:
     """Where to write before the final name is given. Raises `InputError` where there is no room."""
     if target.exists():
         raise InputError(f"{target}: exists already; delete it or choose another name")
-    partial = target.with_name(f".partial-{target.name}")
+    partial = partial_path(target)
     shutil.rmtree(partial, ignore_errors=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(target.parent).free
