@@ -20,7 +20,7 @@ from megatron_rl.rollout import worker_extension
 from megatron_rl.rollout.checkpoint import checkpoint_files
 from megatron_rl.rollout.checksums import parameter_checksums
 from megatron_rl.rollout.precision import describe_model
-from megatron_rl.rollout.worker_extension import StreamInit, StreamUpdate, StreamWeightTransfer
+from megatron_rl.rollout.worker_extension import StreamUpdate, StreamWeightTransfer
 
 BACKEND = "megatron_rl_files"
 
@@ -68,5 +68,3 @@ class ServerExtension(worker_extension.WorkerExtension):
 
 if BACKEND not in WeightTransferEngineFactory._registry:  # a re-import must not raise
     WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransfer)
-
-__all__ = ["BACKEND", "FileUpdate", "FileWeightTransfer", "ServerExtension", "StreamInit"]

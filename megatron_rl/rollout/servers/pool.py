@@ -70,7 +70,6 @@ class ServerPool:
         self._problems, self._say = problems, say
         self.members: dict[str, Member] = {}  # by name, lost ones too
         self.weights = Weights(0)  # what every server must hold before it is used
-        self.num_requeued = 0
         self.refused: dict[str, str] = {}  # servers that are there and do not fit, by name: why
         self._changed = asyncio.Event()  # something about the members is new
         self.keeper: asyncio.Task | None = None
