@@ -1,11 +1,15 @@
 #!/usr/bin/env python3
 """How well generation overlaps with learning: step times with rollout.max_staleness 1 and 0, side by side.
 
-One learner and one server on this machine, on a core each. Runs of both kinds alternate; a run's first steps are left
-out, and medians are over the steps of all runs of a kind. With nothing in common, a step that overlaps takes
-max(generation, learning), both measured in the synchronous runs; the limit is 1.1 times that.
+One learner and one server on this machine. Runs of both kinds alternate; a run's first steps are left out, and medians
+are over the steps of all runs of a kind. With nothing in common, a step that overlaps takes max(generation, learning),
+both measured in the synchronous runs; the limit is 1.1 times that. They do have the cores in common: a server is two
+processes (HTTP and engine) beside the learner, so the processor time of a step, of all processes, over the number of
+cores is a bound that no overlap can pass. It is printed, too.
 
-    tools/bench_overlap.py [--rounds 2] [--steps 14] [--set key.path=value …]
+    tools/bench_overlap.py [--rounds 2] [--steps 14] [--length 24] [--prompts 32] [--set key.path=value …]
+
+--length: longest response; with --forced all responses have it.
 """
 
 from __future__ import annotations
@@ -17,7 +21,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+
+import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPE = REPOSITORY / "recipes" / "tiny" / "servers.yaml"
@@ -26,32 +33,58 @@ LIMIT = 1.1
 GENERATION = "perf/time/generate"
 
 
-def run(folder: Path, staleness: int, steps: int, overrides: list[str]) -> list[dict[str, float]]:
-    """The metrics of the steps of one run that count."""
+def processor_seconds(process: psutil.Process) -> float:
+    """User and system time of a process and all below it."""
+    times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+    return sum(time.user + time.system for time in times)
+
+
+def run(folder: Path, staleness: int, steps: int, overrides: list[str]) -> tuple[list[dict[str, float]], float]:
+    """The metrics of the steps of one run that count, and processor seconds of a step (learner and server)."""
     settings = [f"name=staleness-{staleness}", f"run_root={folder}", f"num_steps={steps}", "validation.every=0"]
     settings += [f"rollout.max_staleness={staleness}", "rollout.servers.launch=1", "monitor.plots=false"]
-    settings += ["batch.prompts=32", "checkpoint.every=0", "monitor.tensorboard=false", *overrides]
+    settings += ["checkpoint.every=0", "monitor.tensorboard=false", *overrides]
     command = [sys.executable, "-m", "megatron_rl", "train", str(RECIPE)]
     command += [argument for setting in settings for argument in ("--set", setting)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stdout[-2000:] + done.stderr[-2000:])
-    rows = (folder / f"staleness-{staleness}" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(row) for row in rows][WARM_UP_STEPS:steps]
+    metrics, log = folder / f"staleness-{staleness}" / "metrics.jsonl", folder / "output.txt"
+
+    def lines() -> list[str]:
+        return metrics.read_text().splitlines() if metrics.exists() else []
+
+    with log.open("w") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+    marks: list[tuple[int, float]] = []  # steps done, processor seconds
+    for wanted in (WARM_UP_STEPS, steps - 1):
+        while len(lines()) < wanted and process.poll() is None:
+            time.sleep(0.02)
+        if process.poll() is None:
+            marks.append((len(lines()), processor_seconds(psutil.Process(process.pid))))
+    if process.wait() or len(marks) < 2:
+        raise SystemExit(log.read_text()[-4000:])
+    (first, before), (last, after) = marks
+    return [json.loads(row) for row in lines()][WARM_UP_STEPS:steps], (after - before) / (last - first)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2, help="runs of each kind")
     parser.add_argument("--steps", type=int, default=14, help="of a run")
+    parser.add_argument("--length", type=int, default=24, help="longest response, tokens")
+    parser.add_argument("--forced", action="store_true", help="every response is that long")
+    parser.add_argument("--prompts", type=int, default=32, help="of a step; eight responses each")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
     options = parser.parse_args()
+    overrides = [f"rollout.max_response_length={options.length}", f"batch.prompts={options.prompts}"]
+    overrides += ["rollout.stop_token_ids=[]"] * options.forced + options.overrides
     rows: dict[int, list[dict[str, float]]] = {0: [], 1: []}
+    work: dict[int, list[float]] = {0: [], 1: []}
     for _ in range(options.rounds):
         for staleness in rows:
             with tempfile.TemporaryDirectory() as folder:
-                rows[staleness] += run(Path(folder), staleness, options.steps, options.overrides)
+                counted, seconds = run(Path(folder), staleness, options.steps, overrides)
+            rows[staleness] += counted
+            work[staleness].append(seconds)
 
     def median(staleness: int, value) -> float:
         return statistics.median(value(row) for row in rows[staleness])
@@ -68,6 +101,12 @@ def main() -> None:
     print(f"{'  of that waiting for generation':<40} {median(1, lambda row: row[GENERATION]):7.3f} s")
     print(f"{'  staleness, optimizer steps':<40} {median(1, lambda row: row['rollout/staleness_mean']):7.1f}")
     print(f"{f'limit: {LIMIT} × max(generation, the rest)':<40} {limit:7.3f} s")
+    cores = os.cpu_count() or 1
+    bound = statistics.median(work[1]) / cores
+    print(
+        f"{'processor time of a step / cores, 0 and 1':<40} {statistics.median(work[0]) / cores:7.3f} s, {bound:.3f} s"
+    )
+    print(f"{'staleness 1 against that':<40} {step[1] / bound:7.2f}")
     within = "within the limit" if step[1] <= limit else "above the limit"
     print(f"{'staleness 1 against the limit':<40} {step[1] / limit:7.2f}     {within}")
 
