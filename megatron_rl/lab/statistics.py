@@ -11,8 +11,9 @@ import numpy as np
 
 from megatron_rl.lab.study import Direction, Outcome
 from megatron_rl.monitor.growth import fit_slope, t_quantile_975
+from megatron_rl.monitor.scoring import CollapseRule
 
-COLLAPSED_BELOW = 0.5  # of the best running mean so far, as in tools/score_alarms.py
+COLLAPSED_BELOW = 1.0 - CollapseRule.drop  # of the best running mean so far
 Verdict = Literal["as predicted", "contrary", "undecided", "not contradicted"]
 
 
@@ -49,7 +50,11 @@ def outcome_of(records: Sequence[Mapping[str, float]], outcome: Outcome) -> floa
 
 
 def _collapse_step(steps: np.ndarray, values: np.ndarray, window: int) -> float | None:
-    """First step whose mean over the last ``window`` values is below half of the best so far; else one past the end."""
+    """First step whose mean over the last ``window`` values is below half of the best so far; else one past the end.
+
+    Not `monitor.scoring.collapse_step`, which judges alarms and waits until a fall of the running median lasts: here a
+    fall that recovers counts as well, and a run that never fell has a number to compare.
+    """
     if len(values) < window:
         return None
     means = np.convolve(values, np.full(window, 1 / window), mode="valid")

@@ -23,7 +23,11 @@ class CollapseRule:
 
 
 def collapse_step(records: Sequence[Mapping[str, float]], rule: CollapseRule) -> int | None:
-    """The step of the collapse, None for a run without one. Values that are not finite count as the worst seen."""
+    """The step of the collapse, None for a run without one. Values that are not finite count as the worst seen.
+
+    The lab's outcome of this name (`lab.statistics`) takes a running mean instead, asks for no ``hold``, leaves values
+    that are not finite out, and gives a run without a collapse the step after its last.
+    """
     values = [(int(r["step"]), float(r[rule.metric])) for r in records if rule.metric in r]
     finite = [value for _, value in values if math.isfinite(value)]
     if not finite:
