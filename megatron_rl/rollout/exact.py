@@ -20,7 +20,8 @@ import torch
 
 from megatron_rl.config.exact import ExactConfig
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.rollout.generator import RolloutError, Sampling
+from megatron_rl.rollout.calls import check_version
+from megatron_rl.rollout.generator import Sampling
 from megatron_rl.rollout.payload import make_rollout
 from megatron_rl.rollout.requests import Request, make_groups, make_requests
 from megatron_rl.types import Group, Prompt, Rollout
@@ -65,11 +66,7 @@ class ExactGenerator:
         step: int,
         sampling: Sampling | None = None,
     ) -> list[Group]:
-        if policy_version != self._policy_version:
-            raise RolloutError(
-                f"the learner holds policy version {self._policy_version} for generation, rollouts of {policy_version} "
-                "were asked for: a refit is missing"
-            )
+        check_version("the learner holds", self._policy_version, policy_version)
         sampling, start = sampling or Sampling.from_config(self._config), time.perf_counter()
         requests = make_requests(prompts, num_samples, seed=self._config.seed, step=step)
         rollouts = self._policy.share(self._generate(requests, sampling))

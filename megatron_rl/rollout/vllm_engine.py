@@ -33,6 +33,7 @@ from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.rollout import process_state
+from megatron_rl.rollout.calls import check_lengths, check_version
 from megatron_rl.rollout.checkpoint import checked, checkpoint_shapes, checkpoint_tensors, read_stop_token_ids
 from megatron_rl.rollout.checksums import check_own_refit, parameter_checksums
 from megatron_rl.rollout.engine_arguments import engine_arguments, runs_eagerly
@@ -105,33 +106,16 @@ class VllmGenerator:
         sampling: Sampling | None = None,
     ) -> list[Group]:
         sampling = sampling or self._sampling
-        self._check_call(prompts, policy_version, sampling)
+        if self._broken:
+            raise RolloutError(f"the engine cannot go on: {self._broken}")
+        check_version("the engine holds", self._policy_version, policy_version)
+        check_lengths(prompts, sampling, self._max_prompt_length, self._config.max_response_length)
         requests = make_requests(prompts, num_samples, seed=self._config.seed, step=step)
         start = time.perf_counter()
         mine = deal(requests, self._engine, self._num_engines)
         rollouts = self._gather(self._generate(mine, sampling))
         self._record_stats(rollouts, time.perf_counter() - start)
         return make_groups(prompts, num_samples, rollouts)
-
-    def _check_call(self, prompts: list[Prompt], policy_version: int, sampling: Sampling) -> None:
-        if self._broken:
-            raise RolloutError(f"the engine cannot go on: {self._broken}")
-        if policy_version != self._policy_version:
-            raise RolloutError(
-                f"the engine holds the weights of policy version {self._policy_version}, rollouts of {policy_version} "
-                "were asked for: a refit is missing"
-            )
-        if sampling.max_response_length > self._config.max_response_length:
-            raise InputError(
-                f"sampling: max_response_length {sampling.max_response_length} is above the engine's "
-                f"{self._config.max_response_length} (rollout.max_response_length)"
-            )
-        for prompt in prompts:
-            if not 0 < len(prompt.tokens) <= self._max_prompt_length:
-                raise InputError(
-                    f"prompt {prompt.id!r} has {len(prompt.tokens)} tokens; 1 … {self._max_prompt_length} are allowed "
-                    "(data.prompt.max_length)"
-                )
 
     def _generate(self, requests: list[Request], sampling: Sampling) -> list[Rollout] | RolloutError:
         """This engine's share, in order. An error is returned, not raised: other ranks wait to hear of it."""

@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from megatron_rl.config.model import read_architecture
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
+from megatron_rl.rollout.calls import check_lengths, check_version
 from megatron_rl.rollout.checkpoint import checked, checkpoint_shapes, checkpoint_tensors, read_stop_token_ids
-from megatron_rl.rollout.generator import RolloutError
+from megatron_rl.rollout.generator import RolloutError, Sampling
 from megatron_rl.rollout.payload import make_rollout
 from megatron_rl.rollout.requests import Request, deal, make_groups, make_requests, request_seed
 from megatron_rl.types import Prompt
@@ -48,6 +49,17 @@ def test_shares_cover_all_requests_once_and_differ_by_one_at_most(num_prompts, n
     shares = [deal(requests, engine, num_engines) for engine in range(num_engines)]
     assert [request for share in shares for request in share] == requests
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_calls_beyond_what_the_engine_has_are_refused():
+    check_version("the servers hold", 3, 3)
+    with pytest.raises(RolloutError, match=r"the servers hold the weights of policy version 3, rollouts of 2 .* refit"):
+        check_version("the servers hold", 3, 2)
+    check_lengths(PROMPTS, Sampling(24), max_prompt_length=2, max_response_length=24)
+    with pytest.raises(InputError, match=r"'toy:0' has 2 tokens; 1 … 1 are allowed"):
+        check_lengths(PROMPTS, Sampling(24), max_prompt_length=1, max_response_length=24)
+    with pytest.raises(InputError, match="max_response_length 25 is above the engine's 24"):
+        check_lengths(PROMPTS, Sampling(25), max_prompt_length=2, max_response_length=24)
 
 
 def request(prompt_length: int = 3) -> Request:

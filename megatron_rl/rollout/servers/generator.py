@@ -25,6 +25,7 @@ from megatron_rl.config.model import read_architecture
 from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
+from megatron_rl.rollout.calls import check_lengths, check_version
 from megatron_rl.rollout.checkpoint import checked, checkpoint_shapes, read_stop_token_ids
 from megatron_rl.rollout.generator import RolloutError, Sampling
 from megatron_rl.rollout.payload import make_rollout
@@ -127,7 +128,8 @@ class ServerGenerator:
     ) -> Ticket:
         """As `rollout`, but returns at once; the batch is `finish`'s. Weights of later refits are not used for it."""
         sampling = sampling or self._sampling
-        self._check_call(prompts, policy_version, sampling)
+        check_version("the servers hold", self._policy_version, policy_version)
+        check_lengths(prompts, sampling, self._max_prompt_length, self._config.max_response_length)
         requests = make_requests(prompts, num_samples, seed=self._config.seed, step=step)
         answers = None
         if self._main.is_this:
@@ -159,24 +161,6 @@ class ServerGenerator:
     @property
     def _concurrency(self) -> int:
         return self._config.servers.concurrency or self._config.max_num_seqs
-
-    def _check_call(self, prompts: list[Prompt], policy_version: int, sampling: Sampling) -> None:
-        if policy_version != self._policy_version:
-            raise RolloutError(
-                f"the servers hold the weights of policy version {self._policy_version}, rollouts of {policy_version} "
-                "were asked for: a refit is missing"
-            )
-        if sampling.max_response_length > self._config.max_response_length:
-            raise InputError(
-                f"sampling: max_response_length {sampling.max_response_length} is above the engine's "
-                f"{self._config.max_response_length} (rollout.max_response_length)"
-            )
-        for prompt in prompts:
-            if not 0 < len(prompt.tokens) <= self._max_prompt_length:
-                raise InputError(
-                    f"prompt {prompt.id!r} has {len(prompt.tokens)} tokens; 1 … {self._max_prompt_length} are allowed "
-                    "(data.prompt.max_length)"
-                )
 
     def _to_rollout(self, request: Request, answer: Answer, policy_version: int) -> Rollout:
         return make_rollout(

@@ -1,0 +1,30 @@
+"""What every engine asks of a call of `Generator.rollout`."""
+
+from __future__ import annotations
+
+from megatron_rl.errors import InputError
+from megatron_rl.rollout.generator import RolloutError, Sampling
+from megatron_rl.types import Prompt
+
+
+def check_version(who_holds: str, held: int, wanted: int) -> None:
+    """Raise `RolloutError` unless the weights that are asked for are there. ``who_holds`` begins the message."""
+    if wanted != held:
+        raise RolloutError(
+            f"{who_holds} the weights of policy version {held}, rollouts of {wanted} were asked for: a refit is missing"
+        )
+
+
+def check_lengths(prompts: list[Prompt], sampling: Sampling, max_prompt_length: int, max_response_length: int) -> None:
+    """Raise `InputError` where ``prompts`` or ``sampling`` go beyond what the engine was started for."""
+    if sampling.max_response_length > max_response_length:
+        raise InputError(
+            f"sampling: max_response_length {sampling.max_response_length} is above the engine's "
+            f"{max_response_length} (rollout.max_response_length)"
+        )
+    for prompt in prompts:
+        if not 0 < len(prompt.tokens) <= max_prompt_length:
+            raise InputError(
+                f"prompt {prompt.id!r} has {len(prompt.tokens)} tokens; 1 … {max_prompt_length} are allowed "
+                "(data.prompt.max_length)"
+            )
