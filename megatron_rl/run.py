@@ -41,7 +41,7 @@ from megatron_rl.precision import confirm_contract, contract
 from megatron_rl.resume import check_resume, find_checkpoint
 from megatron_rl.rewards import Rewarder
 from megatron_rl.rollout import Generator
-from megatron_rl.rollout.checkpoint import read_stop_token_ids
+from megatron_rl.rollout.checkpoint import resolve_stop_token_ids
 from megatron_rl.rollout.exact import ExactGenerator
 from megatron_rl.run_lock import RunLock
 from megatron_rl.types import Group
@@ -229,12 +229,11 @@ def start_generator(recipe: Recipe, tokenizer: Any, learner: Learner, say: Calla
     """The engine that the recipe names, beside the learner of the same job. ``say``: what servers there are."""
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     if recipe.rollout.engine == "exact":
-        stop = recipe.rollout.stop_token_ids
         return ExactGenerator(
             recipe.rollout,
             recipe.exact,
             learner.decoder(),
-            stop_token_ids=read_stop_token_ids(recipe.model.path) if stop is None else stop,
+            stop_token_ids=resolve_stop_token_ids(recipe.rollout.stop_token_ids, recipe.model.path),
             decode=decode,
             describe=learner.describe_precision,
         )

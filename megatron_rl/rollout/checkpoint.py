@@ -51,6 +51,11 @@ def read_stop_token_ids(folder: Path) -> list[int]:
     raise InputError(f"model.path: {folder} names no eos_token_id; give rollout.stop_token_ids")
 
 
+def resolve_stop_token_ids(wanted: list[int] | None, folder: Path) -> list[int]:
+    """What ends a response: ``wanted`` (`rollout.stop_token_ids`), or where that is None, what the checkpoint names."""
+    return read_stop_token_ids(folder) if wanted is None else wanted
+
+
 def checked(
     weights: Iterable[tuple[str, torch.Tensor]], shapes: dict[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, torch.Tensor]]:

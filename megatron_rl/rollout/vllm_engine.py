@@ -34,7 +34,7 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.rollout import process_state
 from megatron_rl.rollout.calls import check_lengths, check_version
-from megatron_rl.rollout.checkpoint import checked, checkpoint_shapes, checkpoint_tensors, read_stop_token_ids
+from megatron_rl.rollout.checkpoint import checked, checkpoint_shapes, checkpoint_tensors, resolve_stop_token_ids
 from megatron_rl.rollout.checksums import check_own_refit, parameter_checksums
 from megatron_rl.rollout.engine_arguments import engine_arguments, runs_eagerly
 from megatron_rl.rollout.generator import RolloutError, Sampling
@@ -77,9 +77,7 @@ class VllmGenerator:
             raise InputError("; ".join(problems))
         self._max_prompt_length, self._record_routes = max_prompt_length, record_routes
         self._sampling = Sampling.from_config(config)
-        self._stop_token_ids = (
-            read_stop_token_ids(model_path) if config.stop_token_ids is None else config.stop_token_ids
-        )
+        self._stop_token_ids = resolve_stop_token_ids(config.stop_token_ids, model_path)
         self._num_engines, self._engine = world_size // config.tensor_parallel, self._rank // config.tensor_parallel
         self._shapes = checkpoint_shapes(model_path)
         self._policy_version, self._broken, self._stats = 0, "", {}

@@ -17,7 +17,13 @@ from megatron_rl.config.model import read_architecture
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.rollout.calls import check_lengths, check_version
-from megatron_rl.rollout.checkpoint import checked, checkpoint_shapes, checkpoint_tensors, read_stop_token_ids
+from megatron_rl.rollout.checkpoint import (
+    checked,
+    checkpoint_shapes,
+    checkpoint_tensors,
+    read_stop_token_ids,
+    resolve_stop_token_ids,
+)
 from megatron_rl.rollout.generator import RolloutError, Sampling
 from megatron_rl.rollout.payload import make_rollout
 from megatron_rl.rollout.requests import Request, deal, make_groups, make_requests, request_seed
@@ -160,6 +166,8 @@ def test_sharded_checkpoints_are_read_like_single_ones(tmp_path):
 
 def test_stop_tokens_come_from_the_checkpoint(tmp_path):
     assert read_stop_token_ids(TINY_MODEL) == [2]
+    assert resolve_stop_token_ids(None, TINY_MODEL) == [2]
+    assert resolve_stop_token_ids([], TINY_MODEL) == []
     (tmp_path / "config.json").write_text('{"eos_token_id": [7, 8]}')
     assert read_stop_token_ids(tmp_path) == [7, 8]
     (tmp_path / "config.json").write_text("{}")

@@ -26,7 +26,7 @@ from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.rollout.calls import check_lengths, check_version
-from megatron_rl.rollout.checkpoint import checked, checkpoint_shapes, read_stop_token_ids
+from megatron_rl.rollout.checkpoint import checked, checkpoint_shapes, resolve_stop_token_ids
 from megatron_rl.rollout.generator import RolloutError, Sampling
 from megatron_rl.rollout.payload import make_rollout
 from megatron_rl.rollout.requests import Request, make_groups, make_requests
@@ -79,9 +79,7 @@ class ServerGenerator:
         self._architecture = read_architecture(model_path)
         self._max_prompt_length, self._record_routes = max_prompt_length, record_routes
         self._sampling = Sampling.from_config(config)
-        self._stop_token_ids = (
-            read_stop_token_ids(model_path) if config.stop_token_ids is None else config.stop_token_ids
-        )
+        self._stop_token_ids = resolve_stop_token_ids(config.stop_token_ids, model_path)
         self._shapes = checkpoint_shapes(model_path)
         self._agreed = agreed_settings(
             config,
