@@ -1,10 +1,10 @@
-"""What every engine asks of a call of `Generator.rollout`."""
+"""What every engine asks of a call of `Generator.rollout`, and what it says of one."""
 
 from __future__ import annotations
 
 from megatron_rl.errors import InputError
 from megatron_rl.rollout.generator import RolloutError, Sampling
-from megatron_rl.types import Prompt
+from megatron_rl.types import Prompt, Rollout
 
 
 def check_version(who_holds: str, held: int, wanted: int) -> None:
@@ -28,3 +28,9 @@ def check_lengths(prompts: list[Prompt], sampling: Sampling, max_prompt_length: 
                 f"prompt {prompt.id!r} has {len(prompt.tokens)} tokens; 1 … {max_prompt_length} are allowed "
                 "(data.prompt.max_length)"
             )
+
+
+def throughput(rollouts: list[Rollout], seconds: float) -> dict[str, float]:
+    """`perf/*` of a call that took ``seconds``. Tokens are those of responses."""
+    num_tokens = sum(len(rollout.tokens) for rollout in rollouts)
+    return {"perf/rollout_tokens": float(num_tokens), "perf/tokens_per_s/rollout": num_tokens / seconds}

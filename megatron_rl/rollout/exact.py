@@ -20,7 +20,7 @@ import torch
 
 from megatron_rl.config.exact import ExactConfig
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.rollout.calls import check_version
+from megatron_rl.rollout.calls import check_version, throughput
 from megatron_rl.rollout.generator import Sampling
 from megatron_rl.rollout.payload import make_rollout
 from megatron_rl.rollout.requests import Request, make_groups, make_requests
@@ -70,9 +70,7 @@ class ExactGenerator:
         sampling, start = sampling or Sampling.from_config(self._config), time.perf_counter()
         requests = make_requests(prompts, num_samples, seed=self._config.seed, step=step)
         rollouts = self._policy.share(self._generate(requests, sampling))
-        seconds = time.perf_counter() - start
-        tokens = sum(len(rollout.tokens) for rollout in rollouts)
-        self._stats["perf/engine_tokens_per_s"] = tokens / seconds if seconds else 0.0
+        self._stats |= throughput(rollouts, time.perf_counter() - start)
         return make_groups(prompts, num_samples, rollouts)
 
     def _generate(self, requests: list[Request], sampling: Sampling) -> list[Rollout]:

@@ -33,7 +33,7 @@ from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.rollout import process_state
-from megatron_rl.rollout.calls import check_lengths, check_version
+from megatron_rl.rollout.calls import check_lengths, check_version, throughput
 from megatron_rl.rollout.checkpoint import checked, checkpoint_shapes, checkpoint_tensors, resolve_stop_token_ids
 from megatron_rl.rollout.checksums import check_own_refit, parameter_checksums
 from megatron_rl.rollout.engine_arguments import engine_arguments, runs_eagerly
@@ -112,7 +112,7 @@ class VllmGenerator:
         start = time.perf_counter()
         mine = deal(requests, self._engine, self._num_engines)
         rollouts = self._gather(self._generate(mine, sampling))
-        self._record_stats(rollouts, time.perf_counter() - start)
+        self._stats |= throughput(rollouts, time.perf_counter() - start)
         return make_groups(prompts, num_samples, rollouts)
 
     def _generate(self, requests: list[Request], sampling: Sampling) -> list[Rollout] | RolloutError:
@@ -283,11 +283,6 @@ class VllmGenerator:
             except (RuntimeError, ValueError, AssertionError, MemoryError) as error:
                 raise RolloutError(f"vLLM did not start: {type(error).__name__}: {_one_line(error)}") from error
         return llm
-
-    def _record_stats(self, rollouts: list[Rollout], seconds: float) -> None:
-        num_tokens = sum(len(rollout.tokens) for rollout in rollouts)
-        self._stats["perf/rollout_tokens"] = float(num_tokens)
-        self._stats["perf/tokens_per_s/rollout"] = num_tokens / seconds
 
 
 def _rank_and_world_size() -> tuple[int, int]:

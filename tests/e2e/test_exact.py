@@ -54,6 +54,7 @@ def test_the_gate_is_zero_in_every_step_and_the_run_repeats(tmp_path, settings, 
         assert row["exact/max_abs_prob_diff"] == 0.0
         assert row["mismatch/rho_std"] == 0.0
         assert row["mismatch/rho_max"] == 1.0
+        assert row["perf/rollout_tokens"] > 0
     if repeat:
         second, _ = train(tmp_path, "second", *settings)
         assert without_times(first) == without_times(second)

@@ -25,7 +25,7 @@ from megatron_rl.config.model import read_architecture
 from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
-from megatron_rl.rollout.calls import check_lengths, check_version
+from megatron_rl.rollout.calls import check_lengths, check_version, throughput
 from megatron_rl.rollout.checkpoint import checked, checkpoint_shapes, resolve_stop_token_ids
 from megatron_rl.rollout.generator import RolloutError, Sampling
 from megatron_rl.rollout.payload import make_rollout
@@ -142,9 +142,7 @@ class ServerGenerator:
         rollouts = [
             self._to_rollout(r, a, ticket.policy_version) for r, a in zip(ticket.requests, answers, strict=True)
         ]
-        num_tokens = sum(len(rollout.tokens) for rollout in rollouts)
-        self._stats["perf/rollout_tokens"] = float(num_tokens)
-        self._stats["perf/tokens_per_s/rollout"] = num_tokens / (time.perf_counter() - ticket.start)
+        self._stats |= throughput(rollouts, time.perf_counter() - ticket.start)
         return make_groups(ticket.prompts, ticket.num_samples, rollouts)
 
     async def _sample(self, bodies: list[dict[str, Any]], names: list[str], version: int) -> list[Answer]:
