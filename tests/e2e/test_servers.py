@@ -23,10 +23,11 @@ from safetensors.torch import save_file
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.rollout import RolloutError, Sampling
 from megatron_rl.rollout.checkpoint import checkpoint_tensors
+from megatron_rl.rollout.checksums import parameter_checksums
 from megatron_rl.rollout.servers import weight_files
 from megatron_rl.rollout.servers.generator import ServerGenerator
 from megatron_rl.rollout.servers.rendezvous import Address, folder, read
-from megatron_rl.rollout.vllm_engine import VllmGenerator, parameter_checksums
+from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.types import Group, Prompt
 from tests.support.tiny import DATA, MODEL, REPOSITORY, tiny_recipe
 from tools.make_tiny_checkpoint import build_tokenizer
