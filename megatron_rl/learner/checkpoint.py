@@ -28,13 +28,15 @@ from megatron.core.utils import unwrap_model
 
 from megatron_rl.errors import Fault, InputError
 from megatron_rl.learner import manifest
-from megatron_rl.learner.distributed import broadcast_object, gather_objects, world_rank, world_size
+from megatron_rl.learner.distributed import broadcast_object, gather_objects, together, world_rank, world_size
 from megatron_rl.learner.foreign import no_foreign_code
 from megatron_rl.learner.manifest import TRAINER_FILE, checkpoint_name
 
 WEIGHTS_FILE = "weights.json"  # marks a folder with weights alone, as `conversion.to_megatron` writes it
 
 T = TypeVar("T")
+Together = Callable[[Callable[[], Any]], Any]
+"""Runs a part of a save that can fail on one rank alone, and has all ranks hear of it: `distributed.together`."""
 
 # fully_reshardable: optimizer state by parameter, so that another TP/EP/PP/DP can load it.
 CONTENT_METADATA = {
@@ -66,20 +68,23 @@ def save_checkpoint(
     """
     final = Path(folder) / checkpoint_name(step)
     partial = manifest.partial_path(final)
-    together = _Together(step)
+
+    def all_ranks(action: Callable[[], T]) -> T:
+        return together(f"the checkpoint of step {step} could not be written", action, fault=SaveError, describe=_say)
+
     _allocate_moments(optimizer)
     try:
-        together(lambda: _make_empty(partial))
+        all_ranks(lambda: _make_empty(partial))
         dist_checkpointing.save(
             _sharded_state(model, optimizer, is_loading=False),
             str(partial),
-            _Strategy(together),
+            _Strategy(all_ranks),
             content_metadata=CONTENT_METADATA,
         )
         trainer = json.dumps(trainer_state, indent=1)
-        hashes = together(lambda: _finish_files(partial, trainer))
+        hashes = all_ranks(lambda: _finish_files(partial, trainer))
         files = {name: about for share in gather_objects(hashes) for name, about in share.items()}
-        together(lambda: _on_main(lambda: _publish(partial, final, files, keep_last, protected)))
+        all_ranks(lambda: _on_main(lambda: _publish(partial, final, files, keep_last, protected)))
     except SaveError:
         _on_main(lambda: shutil.rmtree(partial, ignore_errors=True))
         raise
@@ -124,29 +129,6 @@ def damage(path: Path) -> str | None:
     return problem
 
 
-class _Together:
-    """Runs a part of a save that can fail on one rank alone, and has all ranks hear of it: they go on or fail alike."""
-
-    def __init__(self, step: int):
-        self._step = step
-
-    def __call__(self, action: Callable[[], T]) -> T:
-        result, problem = None, None
-        try:
-            result = action()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks are waiting
-            problem = error
-        self._agree(problem)
-        return result  # type: ignore[return-value]
-
-    def _agree(self, problem: Exception | None) -> None:
-        problems = gather_objects(None if problem is None else _say(problem))
-        for rank, text in enumerate(problems):
-            if text is not None:
-                where = f"rank {rank}: " if len(problems) > 1 else ""
-                raise SaveError(f"the checkpoint of step {self._step} could not be written: {where}{text}") from problem
-
-
 def _say(problem: BaseException) -> str:
     """The system's own error where there is one below: torch's writer hides a full disk behind an assertion."""
     found: BaseException | None = problem
@@ -181,21 +163,21 @@ class _Strategy(TorchDistSaveShardedStrategy):
     """Megatron's format, written by this process. Upstream forks a writer per file and waits for it without end (one
     that is killed stops the run), and hangs the other ranks where rank 0 cannot write the index."""
 
-    def __init__(self, together: _Together):
+    def __init__(self, all_ranks: Together):
         super().__init__("torch_dist", 1)
-        self._together = together
+        self._all_ranks = all_ranks
 
     def _get_save_and_finalize_callbacks(self, writer: Any, prepared: Any) -> Any:
         return writer, prepared[1]
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        self._together(_common.report)
+        self._all_ranks(_common.report)
         # Results of writers in other processes; there are none here, and making it would start a process for it.
         filesystem_async._results_queue = queue.Queue()
         writer, index = self.async_save(sharded_state_dict, checkpoint_dir)
-        results = gather_objects(self._together(lambda: _write(writer)))
+        results = gather_objects(self._all_ranks(lambda: _write(writer)))
         config = CheckpointingConfig(self.backend, self.version)
-        self._together(lambda: _on_main(lambda: (writer.finish(index, results), save_config(config, checkpoint_dir))))
+        self._all_ranks(lambda: _on_main(lambda: (writer.finish(index, results), save_config(config, checkpoint_dir))))
 
 
 def _write(writer: FileSystemWriterAsync) -> list[Any]:

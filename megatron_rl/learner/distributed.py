@@ -126,23 +126,35 @@ def on_main_rank(action: Callable[[], T]) -> T:
     return result
 
 
-def together(what: str, action: Callable[[], T]) -> T:
+def _type_and_text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def together(
+    what: str,
+    action: Callable[[], T],
+    *,
+    fault: type[Fault] = Fault,
+    describe: Callable[[Exception], str] = _type_and_text,
+) -> T:
     """``action()`` of this rank, once it has succeeded on all of them.
 
-    Where it raised on one, every rank raises: that rank's `InputError` as one, anything else as a `Fault` that begins
-    with ``what``. Without this the other ranks would wait in their next collective for one that has left.
+    Where it raised on one, every rank raises: that rank's `InputError` as one, anything else as a ``fault`` that begins
+    with ``what`` and goes on as ``describe`` says. Without this the other ranks would wait in their next collective for
+    one that has left.
     """
     result, problem, found = None, None, None
     try:
         result = action()
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks are waiting
         problem = error
-        found = (isinstance(error, InputError), f"{type(error).__name__}: {error}")
+        is_input = isinstance(error, InputError)
+        found = (is_input, str(error) if is_input else describe(error))
     for rank, failure in enumerate(gather_objects(found)):
         if failure is None:
             continue
         is_input, text = failure
         if is_input:
-            raise InputError(text.removeprefix("InputError: ")) from problem
-        raise Fault(f"{what}: " + (f"rank {rank}: " if world_size() > 1 else "") + text) from problem
+            raise InputError(text) from problem
+        raise fault(f"{what}: " + (f"rank {rank}: " if world_size() > 1 else "") + text) from problem
     return result  # type: ignore[return-value]
