@@ -10,6 +10,7 @@ Shapes: N packed tokens, S sequences, M longest sequence, H heads, D head width;
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,8 +34,8 @@ class PackedSequences(PackedSeqParams):
     """
 
     lengths: tuple[int, ...] = ()
-    pad_index: torch.Tensor | None = None  # [S, M] int64 into N; the padding repeats the sequence's first token
-    unpad_index: torch.Tensor | None = None  # [N] int64 into S·M
+    pad_index: torch.Tensor | None = None  # [S, M], see `padding_indices`
+    unpad_index: torch.Tensor | None = None  # [N]
 
     @classmethod
     def from_lengths(cls, lengths: list[int], device: torch.device, thd: bool = False) -> PackedSequences:
@@ -48,16 +49,24 @@ class PackedSequences(PackedSeqParams):
             longest = max(lengths)
             return cls("thd", offsets, offsets, max_seqlen_q=longest, max_seqlen_kv=longest, lengths=tuple(lengths))
         params = cls(qkv_format="sbhd", max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths), lengths=tuple(lengths))
-        longest = max(lengths)
-        real = sum(n * n for n in lengths)
-        if len(set(lengths)) > 1 and len(lengths) * longest * longest <= _MAX_PADDED_WORK * real:
-            size = torch.tensor(lengths)
-            start = torch.cumsum(size, 0) - size
-            column = torch.arange(longest)
-            valid = column < size[:, None]
-            params.pad_index = torch.where(valid, start[:, None] + column, start[:, None]).to(device)
-            params.unpad_index = valid.flatten().nonzero().flatten().to(device)
+        if len(set(lengths)) > 1 and padding_pays(lengths):
+            params.pad_index, params.unpad_index = padding_indices(lengths, max(lengths), device)
         return params
+
+
+def padding_pays(lengths: Sequence[int]) -> bool:
+    """Whether sequences of these lengths are better attended to in one padded call than one by one."""
+    return len(lengths) * max(lengths) ** 2 <= _MAX_PADDED_WORK * sum(n * n for n in lengths)
+
+
+def padding_indices(lengths: Sequence[int], width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """[S, width] int64 into N, whose padding repeats the sequence's first token, and its inverse [N] into S·width."""
+    size = torch.tensor(lengths)
+    start = torch.cumsum(size, 0) - size
+    column = torch.arange(width)
+    valid = column < size[:, None]
+    pad = torch.where(valid, start[:, None] + column, start[:, None])
+    return pad.to(device), valid.flatten().nonzero().flatten().to(device)
 
 
 class SDPACoreAttention(MegatronModule):

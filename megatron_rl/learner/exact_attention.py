@@ -13,11 +13,8 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.learner.attention import PackedSequences, SDPACoreAttention
+from megatron_rl.learner.attention import PackedSequences, SDPACoreAttention, padding_indices, padding_pays
 from megatron_rl.learner.invariant import KEY_BLOCK, attention
-
-# Sequences are padded to the longest and attended to together while that costs at most this many times the real work.
-_MAX_PADDED_WORK = 4.0
 
 
 class KeyValueCache:
@@ -95,7 +92,7 @@ class ExactCoreAttention(SDPACoreAttention):
     def _parts(self, packed: PackedSequences | None, *qkv: torch.Tensor) -> Any:
         """(lengths, q, k, v) of sequences that are attended to in one call."""
         lengths = list(packed.lengths) if packed is not None else [qkv[0].size(0)]
-        if len(lengths) * max(lengths) ** 2 <= _MAX_PADDED_WORK * sum(n * n for n in lengths):
+        if padding_pays(lengths):
             return [(lengths, *qkv)]
         return [([len(part[0])], *part) for part in zip(*(x.split(lengths) for x in qkv), strict=True)]
 
@@ -103,14 +100,10 @@ class ExactCoreAttention(SDPACoreAttention):
         self, lengths: list[int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Sequences of ``lengths`` back to back, [N, H, D] → [N, H, D]."""
-        size = torch.tensor(lengths, device=query.device)
-        start = torch.cumsum(size, 0) - size
-        column = torch.arange(_whole_blocks(max(lengths)), device=query.device)
-        valid = column < size[:, None]
-        index = torch.where(valid, start[:, None] + column, start[:, None])  # padding repeats the first token
-        padded = (x[index].transpose(1, 2) for x in (query, key, value))  # [S, H, M, D]
+        pad, unpad = padding_indices(lengths, _whole_blocks(max(lengths)), query.device)
+        padded = (x[pad].transpose(1, 2) for x in (query, key, value))  # [S, H, M, D]
         out = _Attend.apply(*padded, self._scale(query)).transpose(1, 2)
-        return out.flatten(0, 1)[valid.flatten()]
+        return out.flatten(0, 1)[unpad]
 
     def _scale(self, query: torch.Tensor) -> float:
         return self.softmax_scale or query.size(-1) ** -0.5
