@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,8 +31,10 @@ from megatron_rl.config import Recipe, load_recipe  # noqa: E402
 from megatron_rl.learner.distributed import shutdown  # noqa: E402
 from megatron_rl.learner.invariant import BatchInvariant  # noqa: E402
 from megatron_rl.learner.learner import Learner  # noqa: E402
-from megatron_rl.rollout.exact import ExactGenerator  # noqa: E402
-from megatron_rl.types import Prompt  # noqa: E402
+from megatron_rl.rollout import Generator  # noqa: E402
+from megatron_rl.run import start_generator  # noqa: E402
+from megatron_rl.types import Group, Prompt  # noqa: E402
+from tools.benchlib.timing import alternate, medians  # noqa: E402
 
 PROMPT = 8
 
@@ -41,65 +42,43 @@ PROMPT = 8
 def recipe(engine: str, dtype: str, tokens: int) -> Recipe:
     values = [f"rollout.engine={engine}", f"rollout.dtype={dtype}", f"learner.dtype={dtype}", "reward={name: modsum}"]
     values += [f"rollout.max_response_length={tokens}", "rollout.stop_token_ids=[]", "rollout.verify_refit=false"]
+    values += [f"data.prompt.max_length={PROMPT}"]
     return load_recipe(ROOT / "recipes" / "tiny" / "grpo.yaml", [*values, "learner.optimizer.lr=1e-9"])
 
 
-def exact_generator(learner: Learner, kv_cache: bool) -> ExactGenerator:
+def generator_of(learner: Learner, kv_cache: bool = True) -> Generator:
+    """The engine of the learner's recipe. Text is left out: no side needs it."""
     learner.recipe.exact.kv_cache = kv_cache
-    return ExactGenerator(
-        learner.recipe.rollout,
-        learner.recipe.exact,
-        learner.decoder(),
-        stop_token_ids=[],
-        decode=lambda tokens: "",
-        describe=learner.describe_precision,
-    )
-
-
-def vllm_generator(settings: Recipe):
-    from megatron_rl.rollout.vllm_engine import VllmGenerator
-
-    return VllmGenerator(settings.rollout, settings.model.path, max_prompt_length=PROMPT)
-
-
-def seconds(function: Callable[[], object]) -> float:
-    start = time.process_time()
-    function()
-    return time.process_time() - start
-
-
-def medians(rounds: int, *functions: Callable[[], object]) -> list[float]:
-    """Median processor seconds of each, one of each per round, after one round that does not count."""
-    times = [[seconds(function) for function in functions] for _ in range(rounds + 1)][1:]
-    return [statistics.median(column) for column in zip(*times, strict=True)]
+    return start_generator(learner.recipe, SimpleNamespace(decode=lambda tokens, **_: ""), learner)
 
 
 def compare_engines(dtype: str, sizes: list[int], tokens: int, rounds: int) -> None:
     exact, plain = Learner(recipe("exact", dtype, tokens)), Learner(recipe("vllm", dtype, tokens))
-    cached, uncached, vllm = exact_generator(exact, True), exact_generator(exact, False), vllm_generator(plain.recipe)
+    cached, uncached, vllm = generator_of(exact), generator_of(exact, kv_cache=False), generator_of(plain)
     print(f"{dtype}, prompts of {PROMPT}, {tokens} forced tokens; thousand tokens per second, and times its cost")
     print("sequences    vllm   exact  without cache  exact/vllm  exact/forward  update  exact update  ratio")
     for size in sizes:
         random = np.random.default_rng(size)
         prompts = [Prompt(f"p:{i}", random.integers(3, 98, PROMPT).tolist(), "") for i in range(size)]
 
-        def generate(generator, prompts=prompts):
+        def generate(generator: Generator, prompts: list[Prompt] = prompts) -> list[Group]:
             return generator.rollout(prompts, 1, policy_version=0, step=0)
 
         batch = build_batch(0, generate(cached), exact.recipe)
-        times = medians(
-            rounds,
-            lambda generate=generate: generate(vllm),
-            lambda generate=generate: generate(cached),
-            lambda generate=generate: generate(uncached),
-            lambda batch=batch: exact.compute_logprobs(batch),
-            lambda batch=batch: plain._update_minibatch(batch, 0),
-            lambda batch=batch: exact._update_minibatch(batch, 0),
-        )
-        rate = [size * tokens / t / 1000 for t in times]
+        sides = {
+            "vllm": partial(generate, vllm),
+            "cached": partial(generate, cached),
+            "uncached": partial(generate, uncached),
+            "forward": partial(exact.compute_logprobs, batch),
+            "update": partial(plain._update_minibatch, batch, 0),
+            "exact update": partial(exact._update_minibatch, batch, 0),
+        }
+        times = medians(alternate(rounds, sides))
+        rate = {name: size * tokens / seconds / 1000 for name, seconds in times.items()}
         print(
-            f"{size:9} {rate[0]:7.2f} {rate[1]:7.2f} {rate[2]:14.2f} {times[1] / times[0]:11.1f} "
-            f"{times[1] / times[3]:14.1f} {rate[4]:7.2f} {rate[5]:13.2f} {times[5] / times[4]:6.2f}",
+            f"{size:9} {rate['vllm']:7.2f} {rate['cached']:7.2f} {rate['uncached']:14.2f} "
+            f"{times['cached'] / times['vllm']:11.1f} {times['cached'] / times['forward']:14.1f} "
+            f"{rate['update']:7.2f} {rate['exact update']:13.2f} {times['exact update'] / times['update']:6.2f}",
             flush=True,
         )
     vllm.close()

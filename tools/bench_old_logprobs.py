@@ -13,7 +13,6 @@ import argparse
 import os
 import statistics
 import sys
-import time
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,6 +25,7 @@ from megatron_rl.config import load_recipe  # noqa: E402
 from megatron_rl.learner.distributed import shutdown  # noqa: E402
 from megatron_rl.learner.learner import Learner  # noqa: E402
 from megatron_rl.types import Batch, Sequence  # noqa: E402
+from tools.benchlib.timing import alternate, medians  # noqa: E402
 
 PROMPT = 8
 
@@ -57,17 +57,11 @@ def main() -> None:
     options = parser.parse_args()
     learner = Learner(load_recipe(ROOT / "recipes" / "tiny" / "grpo.yaml", ["learner.optimizer.lr=1e-9"]))
     work = batch(options.sequences, options.length)
-
-    def seconds(function) -> float:
-        start = time.process_time()
-        function(work)
-        return time.process_time() - start
-
-    seconds(learner.compute_logprobs), seconds(learner.update)
-    rounds = [(seconds(learner.compute_logprobs), seconds(learner.update)) for _ in range(options.rounds)]
-    shares = sorted(old / (old + update) for old, update in rounds)
-    old, update = (statistics.median(times) for times in zip(*rounds, strict=True))
-    print(f"{options.sequences} × {options.length} tokens: old log-probs {old:.3f} s, update {update:.3f} s")
+    sides = {"old log-probs": lambda: learner.compute_logprobs(work), "update": lambda: learner.update(work)}
+    times = alternate(options.rounds, sides)
+    shares = sorted(old / (old + update) for old, update in zip(*times.values(), strict=True))
+    seconds = ", ".join(f"{name} {median:.3f} s" for name, median in medians(times).items())
+    print(f"{options.sequences} × {options.length} tokens: {seconds}")
     median = statistics.median(shares)
     print(f"share of training that is skipped: median {median:.0%}, {shares[0]:.0%} to {shares[-1]:.0%}")
     shutdown()

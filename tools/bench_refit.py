@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
-import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,12 +24,7 @@ warnings.filterwarnings("ignore")
 from megatron_rl.learner.learner import Learner  # noqa: E402
 from megatron_rl.rollout.vllm_engine import VllmGenerator  # noqa: E402
 from tests.support.tiny import MODEL, tiny_recipe  # noqa: E402
-
-
-def processor_seconds(function: Callable[[], object]) -> float:
-    start = time.process_time()
-    function()
-    return time.process_time() - start
+from tools.benchlib.timing import alternate, median_ratio, medians  # noqa: E402
 
 
 def main() -> None:
@@ -53,13 +45,12 @@ def main() -> None:
         "export": lambda: [None for _ in learner.export_weights()],
         "refit": lambda: generator.refit(learner.export_weights(), 0),
     }
-    times = [{name: processor_seconds(side) for name, side in sides.items()} for _ in range(options.rounds + 1)][1:]
+    times = alternate(options.rounds, sides)
     num_bytes = sum(tensor.nbytes for tensor in copies.values())
     stored = sum(p.nbytes for p in learner.module.parameters())
     print(f"{len(copies)} tensors, {num_bytes} bytes sent, {num_bytes / stored:.3f} of the learner's parameters")
-    for name in sides:
-        ratio = statistics.median(row[name] / row["memcpy"] for row in times)
-        print(f"{name:<7} {1e3 * statistics.median(row[name] for row in times):9.2f} ms, {ratio:7.1f} × memcpy")
+    for name, median in medians(times).items():
+        print(f"{name:<7} {1e3 * median:9.2f} ms, {median_ratio(times[name], times['memcpy']):7.1f} × memcpy")
     generator.close()
 
 

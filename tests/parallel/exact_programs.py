@@ -8,16 +8,16 @@ import numpy as np
 import torch
 
 from megatron_rl.batch import build_batch
+from megatron_rl.data import load_tokenizer
 from megatron_rl.errors import RunEnded
 from megatron_rl.learner.learner import Learner
-from megatron_rl.rollout.exact import ExactGenerator
+from megatron_rl.rollout import Generator
+from megatron_rl.run import start_generator
 from megatron_rl.types import Group, Prompt
 from tests.support.tiny import tiny_recipe
 
-STOP = 2
 
-
-def start(dtype: str, parallel: dict[str, int] | None = None, **sections: Any) -> tuple[Learner, ExactGenerator]:
+def start(dtype: str, parallel: dict[str, int] | None = None, **sections: Any) -> tuple[Learner, Generator]:
     recipe = tiny_recipe(
         rollout={"engine": "exact", "dtype": dtype, "max_num_seqs": sections.pop("max_num_seqs", 256)},
         learner={"dtype": dtype, "parallel": parallel or {}},
@@ -27,16 +27,8 @@ def start(dtype: str, parallel: dict[str, int] | None = None, **sections: Any) -
     return learner, generator_of(learner)
 
 
-def generator_of(learner: Learner) -> ExactGenerator:
-    recipe = learner.recipe
-    return ExactGenerator(
-        recipe.rollout,
-        recipe.exact,
-        learner.decoder(),
-        stop_token_ids=[STOP],
-        decode=str,
-        describe=learner.describe_precision,
-    )
+def generator_of(learner: Learner) -> Generator:
+    return start_generator(learner.recipe, load_tokenizer(str(learner.recipe.model.path)), learner)
 
 
 def prompts(number: int) -> list[Prompt]:
@@ -50,7 +42,7 @@ def prompts(number: int) -> list[Prompt]:
     return found
 
 
-def sample(generator: ExactGenerator, number: int, num_samples: int = 1, step: int = 0) -> list[Group]:
+def sample(generator: Generator, number: int, num_samples: int = 1, step: int = 0) -> list[Group]:
     groups = generator.rollout(prompts(number), num_samples, policy_version=0, step=step)
     for group in groups:
         for rollout in group.rollouts:
