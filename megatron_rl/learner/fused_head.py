@@ -110,6 +110,7 @@ class _HeadLogprobs(torch.autograd.Function):
             grad_hidden[positions[rows]] = x @ weight
             if grad_weight is not None:
                 grad_weight += x.t() @ states
+            del x  # or the next piece is made while this one is still there
         grad_weight = grad_weight.to(weight.dtype) if grad_weight is not None else None
         return grad_hidden, grad_weight, None, None, None, None, None
 

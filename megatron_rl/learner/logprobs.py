@@ -63,6 +63,7 @@ class _TokenLogprobs(torch.autograd.Function):
             local, inside = local_labels(labels[rows], first, logits.size(1))
             x.scatter_add_(1, local[:, None], (scale * inside)[:, None])
             grad[positions[rows]] = x.to(grad.dtype)
+            del x  # or the next piece is made while this one is still there
         return grad, None, None, None, None, None
 
 

@@ -101,7 +101,7 @@ class Activations:
         return 4 if self.fp32_head else self._b
 
     def head_peak(self) -> float:
-        """Logits and what is made of them, at the worst of three moments: softmax of a chunk of fp32 rows (five of
+        """Logits and what is made of them, at the worst of three moments: softmax of a chunk of fp32 rows (four of
         them at once); the logits' gradient beside the logits; that gradient with the head's weight gradient. A fused
         head has chunks only, and an fp32 sum of its weight gradient."""
         a, b, table = self.architecture, self._head_bytes, vocabulary(self.architecture, self.parallel.tensor)
@@ -109,9 +109,9 @@ class Activations:
         chunk, states = rows * table / a.hidden_size, self.tokens * a.hidden_size * b
         copy = table * 4 * (b > self._b)  # of the head's weights, in fp32
         if self.fused_head:
-            return copy + max(17 * chunk, table * (4 + b) + states + chunk * (4 + b))
+            return copy + max(16 * chunk, table * (4 + b) + states + chunk * (4 + b))
         logits = self.tokens * table / a.hidden_size * b
-        forward, backward = logits + 17 * chunk, 2 * logits + chunk * (4 if b == 4 else 6)
+        forward, backward = logits + 16 * chunk, 2 * logits + chunk * (4 if b == 4 else 6)
         return max(forward, backward, logits + table * b + copy + states)
 
     def layer_backward(self, moe: bool) -> float:
