@@ -6,6 +6,7 @@ from megatron_rl.batch import build_batch, group_metrics, keep_informative
 from megatron_rl.config import Recipe
 from megatron_rl.errors import RunEnded
 from megatron_rl.evaluation import summarise
+from megatron_rl.host_memory import FreedMemory
 from megatron_rl.lookahead import staleness_metrics
 from megatron_rl.monitor import AlarmEvent, wanted
 from megatron_rl.recorder import keep_newest, record_batch
@@ -20,7 +21,7 @@ def train(recipe: Recipe, resume: str = "auto") -> None:
     Raises `InputError` before an engine starts, `RunEnded` where an alarm stops the run (after saving).
     """
     with start(recipe, resume) as run:
-        learner, monitor = run.learner, run.monitor
+        learner, monitor, freed = run.learner, run.monitor, FreedMemory()
         for step in range(learner.step, recipe.num_steps):
             with run.saved_on_fault():
                 metrics = validate(run, step) if _due(step, recipe.validation.every) else {}
@@ -37,6 +38,7 @@ def train(recipe: Recipe, resume: str = "auto") -> None:
             due = run.owes_save or _due(step + 1, recipe.checkpoint.every)
             if due and not saved and step + 1 < recipe.num_steps:
                 run.try_save()
+            freed.give_back()
             if step + 1 < recipe.num_steps and run.stop_requested():
                 run.save()
                 run.stopped()

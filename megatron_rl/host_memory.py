@@ -1,0 +1,70 @@
+"""Memory that this process has freed and glibc keeps.
+
+A training step frees blocks of many sizes and threads. glibc raises the size from which a block gets pages of its own
+to the largest that was freed (up to 32 MiB), takes such blocks from the heap from then on, and gives back only what
+lies at the heap's end: its free part was seen to grow from 40 to 400 MiB within 300 steps of two data-parallel ranks,
+with what was in use at a constant 141 MiB.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+KEPT_BYTES = 64 << 20  # less than this is not worth the page faults of taking it again
+KEPT_FRAC = 0.25
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
+
+
+def _find() -> ctypes.CDLL | None:
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallinfo2") or not hasattr(library, "malloc_trim"):
+        return None  # musl, or glibc before 2.33
+    library.mallinfo2.restype = _Mallinfo2
+    library.malloc_trim.argtypes = [ctypes.c_size_t]
+    return library
+
+
+_LIBRARY = _find()
+
+
+class FreedMemory:
+    """Gives freed pages back to the system, as often as the process has grown enough since the last time."""
+
+    def __init__(self) -> None:
+        self._smallest = _resident_bytes() if _LIBRARY is not None else 0  # after the last time
+
+    def give_back(self) -> bool:
+        """True where something was. Takes microseconds where there is nothing to do."""
+        if _LIBRARY is None:
+            return False
+        self._smallest = min(self._smallest, resident := _resident_bytes())
+        allowed = max(KEPT_BYTES, KEPT_FRAC * self._smallest)
+        # glibc counts as free also what has gone back, so that its count alone does not decide.
+        if resident - self._smallest <= allowed or _LIBRARY.mallinfo2().fordblks <= allowed:
+            return False
+        given = bool(_LIBRARY.malloc_trim(0))
+        self._smallest = _resident_bytes()
+        return given
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
