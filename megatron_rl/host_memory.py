@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 from pathlib import Path
+from typing import Any
 
 KEPT_BYTES = 64 << 20  # less than this is not worth the page faults of taking it again
 KEPT_FRAC = 0.25
@@ -50,21 +51,28 @@ class FreedMemory:
     """Gives freed pages back to the system, as often as the process has grown enough since the last time."""
 
     def __init__(self) -> None:
-        self._smallest = _resident_bytes() if _LIBRARY is not None else 0  # after the last time
+        self._smallest = resident_bytes() if _LIBRARY is not None else 0  # after the last time
 
     def give_back(self) -> bool:
         """True where something was. Takes microseconds where there is nothing to do."""
         if _LIBRARY is None:
             return False
-        self._smallest = min(self._smallest, resident := _resident_bytes())
+        self._smallest = min(self._smallest, resident := resident_bytes())
         allowed = max(KEPT_BYTES, KEPT_FRAC * self._smallest)
         # glibc counts as free also what has gone back, so that its count alone does not decide.
-        if resident - self._smallest <= allowed or _LIBRARY.mallinfo2().fordblks <= allowed:
+        if resident - self._smallest <= allowed or heap().fordblks <= allowed:
             return False
         given = bool(_LIBRARY.malloc_trim(0))
-        self._smallest = _resident_bytes()
+        self._smallest = resident_bytes()
         return given
 
 
-def _resident_bytes() -> int:
+def heap() -> Any:
+    """glibc's count of its main heap in bytes: ``uordblks`` in use, ``fordblks`` free (given back or not)."""
+    assert _LIBRARY is not None, "only glibc counts"
+    return _LIBRARY.mallinfo2()
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")

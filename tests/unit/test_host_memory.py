@@ -17,8 +17,8 @@ def test_what_lies_between_blocks_in_use_is_given_back():
     kept = blocks[::100]  # the end of the heap stays in use
     assert not freed.give_back(), "all of it is in use"
     del blocks
-    before = host_memory._resident_bytes()
+    before = host_memory.resident_bytes()
     assert freed.give_back()
-    assert before - host_memory._resident_bytes() > 12 * host_memory.KEPT_BYTES
+    assert before - host_memory.resident_bytes() > 12 * host_memory.KEPT_BYTES
     assert not freed.give_back(), "nothing was left to give"
     assert sum(map(len, kept)) == len(kept) * BLOCK

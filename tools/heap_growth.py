@@ -1,0 +1,53 @@
+#!/usr/bin/env python3
+"""Does the learner's memory grow with its updates? Resident memory, and what glibc says is in use and free, of rank 0.
+
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 tools/heap_growth.py [--updates 2000] [--set tensor=2] [--keep-freed]
+
+A leak shows as growth of what is in use; growth of what is free is glibc keeping freed memory, which a run gives back
+(`megatron_rl/host_memory.py`; --keep-freed: does not). The tiny model, stored rollouts, no engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+warnings.filterwarnings("ignore")
+
+from megatron_rl import host_memory  # noqa: E402
+from megatron_rl.learner.distributed import shutdown, world_rank  # noqa: E402
+from megatron_rl.learner.learner import Learner  # noqa: E402
+from tests.support.tiny import stored_rollouts, tiny_recipe  # noqa: E402
+
+MIB = 1 << 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--updates", type=int, default=2000)
+    parser.add_argument("--every", type=int, default=200, help="updates between lines")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=SIZE", help="a key of learner.parallel")
+    parser.add_argument("--keep-freed", action="store_true", help="leave freed memory with glibc")
+    options = parser.parse_args()
+    parallel = {key: int(size) for key, size in (item.split("=") for item in options.set)}
+    learner = Learner(tiny_recipe(learner={"parallel": parallel, "optimizer": {"lr": 1e-6}}))
+    batches = [stored_rollouts(step) for step in range(8)]
+    freed, times, largest = host_memory.FreedMemory(), 0, 0
+    if world_rank() == 0:
+        print(f"{'updates':>8} {'resident':>9} {'largest':>9} {'in use':>9} {'free':>9}  MiB; given back")
+    for update in range(options.updates + 1):
+        learner.update(batches[update % len(batches)])
+        times += 0 if options.keep_freed else freed.give_back()
+        largest = max(largest, host_memory.resident_bytes())
+        if update % options.every == 0 and world_rank() == 0:
+            heap = host_memory.heap()
+            sizes = (host_memory.resident_bytes(), largest, heap.uordblks, heap.fordblks)
+            print(f"{update:>8} " + " ".join(f"{size / MIB:>9.1f}" for size in sizes) + f"  {times}", flush=True)
+    shutdown()
+
+
+if __name__ == "__main__":
+    main()
