@@ -7,6 +7,7 @@ files that torch reads with or without restrictions, depending on who calls.
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import pickle
 from collections.abc import Iterator
@@ -56,6 +57,8 @@ class _IndexReader(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.memory_format)
         if is_type or (module, name) in self._NAMES:
             return super().find_class(module, name)
@@ -64,3 +67,10 @@ class _IndexReader(pickle.Unpickler):
             if isinstance(found, type) and found.__module__ == module:
                 return found
         raise InputError(f"the checkpoint's index names {module}.{name}, which no run writes; it is not loaded")
+
+
+def _enum_member(owner: Any, name: str) -> Any:
+    """What stands for `getattr`, by which Python before 3.11.4 pickles members of an enumeration."""
+    if isinstance(owner, type) and issubclass(owner, enum.Enum) and name in owner.__members__:
+        return owner[name]
+    raise InputError(f"the checkpoint's index takes {name!r} of {owner!r}, which no run writes; it is not loaded")

@@ -30,6 +30,23 @@ def test_names_that_no_index_needs_are_refused(module, name, tmp_path):
         pytest.fail("it was let in")
 
 
+@pytest.mark.parametrize("taken", ["__init__", "mro", "_member_map_"])
+def test_getattr_takes_members_of_enumerations_alone(taken, tmp_path):
+    """Python 3.11.2 pickles them so, 3.11.7 does not; each reads what the other wrote."""
+    layout = f"cbuiltins\ngetattr\nc{METADATA}\n_MEM_FORMAT_ENCODING\nV{{}}\n\x86R."
+    (tmp_path / INDEX_FILE).write_bytes(layout.format("TORCH_CONTIGUOUS_FORMAT").encode("latin-1"))
+    with no_foreign_code(tmp_path):
+        pass
+    (tmp_path / INDEX_FILE).write_bytes(layout.format(taken).encode("latin-1"))
+    with pytest.raises(InputError, match=f"index takes '{taken}' of "), no_foreign_code(tmp_path):
+        pytest.fail("it was let in")
+    (tmp_path / INDEX_FILE).write_bytes(
+        layout.replace("_MEM_FORMAT_ENCODING", "MetadataIndex").format("fqn").encode("latin-1")
+    )
+    with pytest.raises(InputError, match="index takes 'fqn' of "), no_foreign_code(tmp_path):
+        pytest.fail("it was let in")
+
+
 def test_classes_of_an_index_are_read(tmp_path):
     (tmp_path / INDEX_FILE).write_bytes(pickle.dumps(MetadataIndex("weight")))
     with no_foreign_code(tmp_path):
