@@ -44,7 +44,7 @@ def study():
 
 @pytest.fixture
 def lab(study, tmp_path, monkeypatch):
-    """A runner over one seed whose arms do what the test says; ``said`` collects its lines."""
+    """A runner over one seed and three arms that do what the test says; ``said`` collects its lines."""
     monkeypatch.setattr(runner_module, "POLL_SECONDS", 0.02)
 
     class Lab:
@@ -59,7 +59,7 @@ def lab(study, tmp_path, monkeypatch):
         def run(self, **kwargs):
             return self.runner(**kwargs).run(self.jobs)
 
-        jobs = study.jobs(tmp_path / "runs", seeds=[0])
+        jobs = study.jobs(tmp_path / "runs", seeds=[0], arms=["constant", "auto", "small"])
 
         def calls(self, arm):
             return len((self.root / f"{arm}-seed0" / "calls").read_text())
