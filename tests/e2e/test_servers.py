@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -137,6 +138,15 @@ class TestTwoServers:
         assert_same(first, generator.rollout(prompts(8), 4, policy_version=4, step=3))
         with pytest.raises(RolloutError, match="rollouts of 9 were asked for: a refit is missing"):
             generator.begin(prompts(1), 1, policy_version=9, step=0)
+
+    def test_throughput_leaves_out_what_a_finished_batch_waited(self, generator):
+        start = time.perf_counter()
+        begun = generator.begin(prompts(8), 2, policy_version=4, step=4)
+        begun.answers.result(60)
+        sampling = time.perf_counter() - start
+        time.sleep(sampling)
+        tokens = sum(map(len, flat(generator.finish(begun), "tokens")))
+        assert generator.stats()["perf/tokens_per_s/rollout"] >= tokens / sampling
 
     def test_weights_that_find_no_room_are_one_clear_error(self, generator, monkeypatch):
         def no_room(*_):

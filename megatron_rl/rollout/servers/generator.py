@@ -45,14 +45,13 @@ LAUNCH_CHECK_S = 1.0  # between looks whether a launched server has ended
 
 @dataclass
 class Ticket:
-    """A batch that was asked for. ``answers``: on rank 0."""
+    """A batch that was asked for. ``answers``: what `_sample` returns, on rank 0."""
 
     prompts: list[Prompt]
     num_samples: int
     requests: list[Request]
     policy_version: int
     answers: concurrent.futures.Future | None
-    start: float
 
 
 class ServerGenerator:
@@ -134,25 +133,28 @@ class ServerGenerator:
             bodies = [request_body(request, sampling, self._stop_token_ids) for request in requests]
             names = [f"prompt {request.prompt.id!r}, sample {request.sample}" for request in requests]
             answers = self._main.submit(self._sample(bodies, names, policy_version))
-        return Ticket(prompts, num_samples, requests, policy_version, answers, time.perf_counter())
+        return Ticket(prompts, num_samples, requests, policy_version, answers)
 
     def finish(self, ticket: Ticket) -> list[Group]:
         """Wait for a batch that was begun. Every rank calls it, in the order of `begin`."""
-        answers = self._main.wait(ticket.answers)
+        answers, seconds, stats = self._main.wait(ticket.answers)
         rollouts = [
             self._to_rollout(r, a, ticket.policy_version) for r, a in zip(ticket.requests, answers, strict=True)
         ]
-        self._stats |= throughput(rollouts, time.perf_counter() - ticket.start)
+        self._stats |= throughput(rollouts, seconds) | stats
         return make_groups(ticket.prompts, ticket.num_samples, rollouts)
 
-    async def _sample(self, bodies: list[dict[str, Any]], names: list[str], version: int) -> list[Answer]:
+    async def _sample(
+        self, bodies: list[dict[str, Any]], names: list[str], version: int
+    ) -> tuple[list[Answer], float, dict[str, float]]:
+        """Answers, the seconds that servers were busy with them (waiting for the turn is not in it), and stats."""
         async with self._turn:
             assert self._pool.weights.version == version
+            start = time.perf_counter()
             dispatch = Dispatch(self._pool, bodies, names, self._concurrency, self._config.servers.retries)
             answers = await dispatch.run()
-            self._stats["rollout/requeued"] = float(dispatch.num_requeued)
-            self._stats["rollout/servers"] = float(len(self._pool.ready))
-            return answers
+            stats = {"rollout/requeued": dispatch.num_requeued, "rollout/servers": len(self._pool.ready)}
+            return answers, time.perf_counter() - start, {name: float(value) for name, value in stats.items()}
 
     @property
     def _concurrency(self) -> int:
