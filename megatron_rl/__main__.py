@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"run ended: {reason}", file=sys.stderr)
         return EXIT_ENDED_BY_LIMIT
     except KeyboardInterrupt:
-        print("interrupted; the same command continues from the last checkpoint", file=sys.stderr)
+        hint = "; the same command continues from the last checkpoint" if options.run is _train else ""
+        print(f"interrupted{hint}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Fault as error:
         traceback.print_exc()
