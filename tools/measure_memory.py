@@ -19,10 +19,8 @@ import gc
 import os
 import sys
 import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,7 +96,7 @@ def measure(
         replicas = parallel_state.get_data_parallel_world_size()
         for step in range(2):
             learner.update(_batch(step, replicas * microbatches * tokens // LENGTH))
-    peak = _peak(profiler.profiler.kineto_results.events())
+    peak = peak_bytes(profiler)
     architecture, stage = learner.architecture, parallel_state.get_pipeline_model_parallel_rank()
     del learner
     predicted = learner_memory(architecture, recipe.learner, world_size(), tokens, microbatches, fused=False)[stage]
@@ -106,7 +104,10 @@ def measure(
     return Measurement(path.name, dtype, recompute, total_parameters(read_architecture(path)), peak, predicted.peak)
 
 
-def _peak(events: Iterable[Any]) -> int:
+def peak_bytes(profiler: profile) -> int:
+    """Most that torch's allocator had given out at one time while ``profiler`` (with ``profile_memory``) watched, above
+    what there was before."""
+    events = profiler.profiler.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     return int(np.cumsum([nbytes for _, nbytes in changes]).max())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -15,6 +14,7 @@ from megatron_rl.learner.fused_head import head_logprobs
 from megatron_rl.learner.logprobs import token_logprobs
 from megatron_rl.plan.activations import Activations
 from tests.support.tiny import MODEL
+from tools.measure_memory import peak_bytes
 
 TOKENS, WIDTH, VOCABULARY = 1024, 64, 8192
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -35,9 +35,7 @@ def measured_peak(dtype: str, fused: bool) -> int:
                 hidden @ weight.t(), positions, labels, vocab_size=VOCABULARY - 5
             )  # padded, as under tensor parallelism
         logprobs.sum().backward()
-    events = profiler.profiler.kineto_results.events()
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    return int(np.cumsum([nbytes for _, nbytes in changes]).max())
+    return peak_bytes(profiler)
 
 
 @pytest.mark.parametrize("fused", [False, True])
