@@ -1,9 +1,9 @@
-"""Memory that this process has freed and glibc keeps.
+"""Memory that this process has freed and glibc keeps; `train` gives it back between steps.
 
 A training step frees blocks of many sizes and threads. glibc raises the size from which a block gets pages of its own
 to the largest that was freed (up to 32 MiB), takes such blocks from the heap from then on, and gives back only what
 lies at the heap's end: its free part was seen to grow from 40 to 400 MiB within 300 steps of two data-parallel ranks,
-with what was in use at a constant 141 MiB.
+with what was in use at a constant 141 MiB. `tools/heap_growth.py` shows both, with and without giving back.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 KEPT_BYTES = 64 << 20  # less than this is not worth the page faults of taking it again
-KEPT_FRAC = 0.25
+KEPT_FRAC = 0.25  # nor is less than this part of the process, which comes and goes within a step
 
 
 class _Mallinfo2(ctypes.Structure):
