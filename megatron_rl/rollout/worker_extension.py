@@ -27,6 +27,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+from megatron_rl.rollout import inverse_cdf
+from megatron_rl.rollout.expert_stacks import load_stacks
 
 BACKEND = "megatron_rl_stream"
 
@@ -59,7 +63,7 @@ class StreamWeightTransfer(WeightTransferEngine[StreamInit, StreamUpdate]):
 
     @torch.no_grad()
     def receive_weights(self, update_info: StreamUpdate) -> None:
-        self.model.load_weights(update_info.weights)
+        self.model.load_weights(load_stacks(self.model, update_info.weights))
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
@@ -105,5 +109,7 @@ class WorkerExtension:
     """Named to vLLM as the worker extension so that every worker imports this module."""
 
 
+if current_platform.is_cpu():
+    inverse_cdf.install()
 if BACKEND not in WeightTransferEngineFactory._registry:  # a re-import must not raise
     WeightTransferEngineFactory.register_engine(BACKEND, StreamWeightTransfer)

@@ -16,9 +16,12 @@ from safetensors.torch import save_file
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.rewards.modsum import modsum_reward
-from megatron_rl.rollout import RolloutError, Sampling, worker_extension
+from megatron_rl.rollout import RolloutError, Sampling, expert_stacks, worker_extension
 from megatron_rl.rollout.checkpoint import checkpoint_tensors
 from megatron_rl.rollout.checksums import parameter_checksums
+from megatron_rl.rollout.expert_stacks import load_stacks, stackable_blocks
+from megatron_rl.rollout.requests import request_seed
+from megatron_rl.rollout.uniforms import UniformStream
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.types import Group, Prompt
 from tests.e2e import hf_reference
@@ -92,6 +95,22 @@ class TestSampling:
         ):
             assert np.abs(rollout.inference_logprobs - expected).max() <= 1e-5
             assert (np.sort(rollout.routed_experts, -1) == expected_routes).all()
+
+    @pytest.mark.parametrize("sampling", [Sampling(MAX_RESPONSE_LENGTH), Sampling(MAX_RESPONSE_LENGTH, 0.7, top_k=3)])
+    def test_a_token_is_the_one_whose_interval_holds_its_random_number(self, generator, reference, sampling):
+        """Cumulated probability before the token ≤ u ≤ the same with it: of the HF model, u from the request's seed."""
+        seen = 0
+        for group in generator.rollout(prompts(16), 2, policy_version=0, step=7, sampling=sampling):
+            for rollout in group.rollouts:
+                stream = UniformStream(request_seed(0, 7, group.prompt.id, rollout.sample))
+                with torch.no_grad():
+                    output = reference(input_ids=torch.tensor([group.prompt.tokens + rollout.tokens])).logits[0]
+                logprobs = hf_reference.distribution(output[len(group.prompt.tokens) - 1 : -1], sampling)
+                for after, token in zip(logprobs.double().exp().cumsum(-1), rollout.tokens, strict=True):
+                    before = float(after[token - 1]) if token else 0.0
+                    assert before - 1e-5 <= stream.next() <= float(after[token]) + 1e-5
+                    seen += 1
+        assert seen > 200
 
     def test_greedy_decoding_takes_the_most_probable_token(self, generator, reference):
         sampling = Sampling(MAX_RESPONSE_LENGTH, temperature=0.0)
@@ -193,6 +212,29 @@ class TestRefit:
             with engine(folder, dtype=dtype, verify_refit=False) as fresh:
                 assert fresh._llm.apply_model(parameter_checksums)[0] == seen[version][1]
                 assert_same(fresh.rollout(prompts(8), 4, policy_version=0, step=0), seen[version][0])
+
+    def test_experts_are_loaded_a_projection_at_a_time(self, monkeypatch):
+        stacks, load = [], expert_stacks._load
+
+        def watched(module, projection, stack):
+            stacks.append((projection, stack))
+            load(module, projection, stack)
+
+        monkeypatch.setattr(expert_stacks, "_load", watched)
+        with engine(verify_refit=False, record_routes=False) as generator:
+            generator.refit(checkpoint_tensors(MODEL), 1)
+            assert [projection for projection, _ in stacks].count("down") == 4
+            assert len(stacks) == 12
+            assert {tuple(stack.shape) for _, stack in stacks} == {(8, 64, 128), (8, 128, 64)}
+
+            def incomplete(model):
+                lost = "model.layers.0.mlp.experts.3.up_proj.weight"
+                tensors = [(name, t) for name, t in checkpoint_tensors(MODEL) if ".layers.0.mlp.experts." in name]
+                assert list(stackable_blocks(model)) == [f"model.layers.{i}.mlp.experts" for i in range(4)]
+                with pytest.raises(RuntimeError, match=r"7 of 8 matrices of model.layers.0.mlp.experts.\*.up_proj"):
+                    list(load_stacks(model, [item for item in tensors if item[0] != lost and "up_proj" in item[0]]))
+
+            generator._llm.apply_model(incomplete)
 
     @pytest.mark.parametrize("times", [0, 2], ids=["never-packed", "packed-twice"])
     def test_an_engine_that_corrupts_experts_does_not_start(self, times, monkeypatch):
