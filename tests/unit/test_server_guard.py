@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_rl.config.servers import ServersConfig
 from megatron_rl.errors import InputError
-from megatron_rl.rollout.servers.guard import GENERATE, OPEN, SETTINGS, Guard, GuardState
+from megatron_rl.rollout.servers import replacement
+from megatron_rl.rollout.servers.guard import GENERATE, SETTINGS, WEIGHTS, Guard, GuardState
 from megatron_rl.rollout.servers.rendezvous import Address, discover, folder, publish, read_token, withdraw
 from megatron_rl.serve import serve
 from tests.support.tiny import tiny_recipe
@@ -51,7 +54,9 @@ async def call(
     return sent[0]["status"], json.loads(sent[1]["body"])
 
 
-@pytest.mark.parametrize("path", [GENERATE, OPEN, SETTINGS, "/health", "/pause", "/collective_rpc", "/v1/models", "/x"])
+@pytest.mark.parametrize(
+    "path", [GENERATE, WEIGHTS, SETTINGS, "/health", "/pause", "/collective_rpc", "/v1/models", "/x"]
+)
 @pytest.mark.parametrize("token", [None, "", TOKEN[:-1], TOKEN + "x"])
 def test_nothing_is_answered_without_the_token(path, token):
     app = App()
@@ -64,16 +69,27 @@ def test_a_server_without_a_token_answers_nobody():
     assert asyncio.run(call(Guard(App(), GuardState()), "/health", ""))[0] == 401
 
 
+def guarded(app: App, replace: Callable[[list[str], int], Awaitable[None]] | None = None) -> Guard:
+    async def take(files: list[str], version: int) -> None:
+        await asyncio.sleep(0)
+
+    return Guard(app, GuardState(token=TOKEN, replace=replace or take))
+
+
+def weights(version: int) -> dict:
+    return {"version": version, "files": [f"/weights/{version}"]}
+
+
 def test_only_the_version_that_is_open_is_sampled():
     async def scene():
-        guard = Guard(App(), GuardState(token=TOKEN))
+        guard = guarded(App())
         seen = [await call(guard, GENERATE, version=0)]
-        await call(guard, OPEN, body={"version": 4})
+        assert await call(guard, WEIGHTS, body=weights(4)) == (200, {"version": 4})
         seen += [await call(guard, GENERATE, version=v) for v in (4, 3, None)]
         assert (await call(guard, SETTINGS))[1]["version"] == 4
         await call(guard, "/health")
         seen.append(await call(guard, GENERATE, version=4))
-        await call(guard, "/start_weight_update")
+        await call(guard, "/reload_weights")
         return [*seen, await call(guard, GENERATE, version=4)]
 
     closed, open_, older, unnamed, healthy, updating = asyncio.run(scene())
@@ -87,17 +103,123 @@ def test_an_answer_that_an_update_overtook_is_thrown_away():
 
     async def scene():
         app = App()
-        guard = Guard(app, GuardState(token=TOKEN))
-        await call(guard, OPEN, body={"version": 1})
+        guard = guarded(app)
+        await call(guard, WEIGHTS, body=weights(1))
         app.go_on.clear()
         asked = asyncio.create_task(call(guard, GENERATE, version=1))
         await asyncio.sleep(0)
-        await call(guard, "/update_weights")
-        await call(guard, OPEN, body={"version": 1})
+        await call(guard, WEIGHTS, body=weights(1))
         app.go_on.set()
         return await asked
 
     assert asyncio.run(scene())[0] == 409
+
+
+def test_nothing_is_sampled_while_weights_are_replaced_nor_after_that_failed():
+    async def scene():
+        loading, go_on = asyncio.Event(), asyncio.Event()
+
+        async def fails(files, version):
+            loading.set()
+            await go_on.wait()
+            raise OSError(f"cannot read {files[0]}")
+
+        guard = guarded(App(), fails)
+        guard._state.version = 1
+        update = asyncio.create_task(call(guard, WEIGHTS, body=weights(2)))
+        await loading.wait()
+        meanwhile = [await call(guard, GENERATE, version=version) for version in (1, 2)]
+        go_on.set()
+        failed = await update
+        return meanwhile, failed, [await call(guard, GENERATE, version=version) for version in (1, 2)]
+
+    meanwhile, failed, after = asyncio.run(scene())
+    assert [status for status, _ in meanwhile + after] == [409] * 4
+    assert failed == (500, {"error": "OSError: cannot read /weights/2"})
+
+
+def test_updates_are_made_one_after_the_other_and_a_change_in_between_keeps_the_server_closed():
+    async def scene():
+        running, order = 0, []
+
+        async def take(files, version):
+            nonlocal running
+            running += 1
+            assert running == 1
+            order.append(version)
+            if version == 3:
+                await call(guard, "/collective_rpc")  # any route that may change weights
+            for _ in range(5):
+                await asyncio.sleep(0)
+            running -= 1
+
+        guard = guarded(App(), take)
+        both = await asyncio.gather(*(call(guard, WEIGHTS, body=weights(version)) for version in (1, 2)))
+        version = guard._state.version
+        third = await call(guard, WEIGHTS, body=weights(3))
+        return order, [status for status, _ in both], version, third[0], guard._state.version
+
+    assert asyncio.run(scene()) == ([1, 2, 3], [200, 200], 2, 409, None)
+
+
+class Engine:
+    """What `replace_weights` asks of vLLM's engine. ``blocks``: how often its prefix cache cannot be emptied."""
+
+    def __init__(self, unfinished: bool = False, blocks: int = 0, fails: bool = False) -> None:
+        self.calls: list[str] = []
+        self.output_processor = SimpleNamespace(has_unfinished_requests=lambda: unfinished)
+        self._blocks, self._fails = blocks, fails
+
+    async def pause_generation(self, mode: str) -> None:
+        self.calls.append(f"pause {mode}")
+
+    async def resume_generation(self) -> None:
+        self.calls.append("resume")
+
+    async def collective_rpc(self, method: str, args: tuple) -> None:
+        self.calls.append(f"{method} {args[0]}")
+        if self._fails:
+            raise RuntimeError("lost")
+
+    async def update_weight_version(self, version: str) -> None:
+        self.calls.append(f"version {version}")
+
+    async def reset_prefix_cache(self) -> bool:
+        self.calls.append("reset")
+        self._blocks -= 1
+        return self._blocks < 0
+
+
+REPLACED = ["replace_weights ['f']", "version 7", "reset"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "calls"),
+    [
+        (Engine(), REPLACED),
+        (Engine(unfinished=True), ["pause abort", *REPLACED, "resume"]),
+        (Engine(blocks=2), [*REPLACED, "pause abort", "reset", "reset", "resume"]),
+        (Engine(unfinished=True, blocks=1), ["pause abort", *REPLACED, "reset", "resume"]),
+    ],
+    ids=["idle", "a response under way", "one that came in between", "one that ends slowly"],
+)
+def test_the_engine_is_paused_only_for_responses_that_are_under_way(engine, calls, monkeypatch):
+    monkeypatch.setattr(replacement, "RESET_PAUSE_S", 0.0)
+    asyncio.run(replacement.replace_weights(engine, ["f"], 7))
+    assert engine.calls == calls
+
+
+def test_an_engine_is_not_left_paused():
+    engine = Engine(unfinished=True, fails=True)
+    with pytest.raises(RuntimeError, match="lost"):
+        asyncio.run(replacement.replace_weights(engine, ["f"], 7))
+    assert engine.calls[-1] == "resume"
+
+
+def test_a_cache_that_cannot_be_emptied_fails_the_update(monkeypatch):
+    monkeypatch.setattr(replacement, "RESET_PAUSE_S", 0.0)
+    with pytest.raises(RuntimeError, match="prefix cache could not be emptied"):
+        asyncio.run(replacement.replace_weights(Engine(blocks=100), ["f"], 7))
 
 
 def test_a_token_comes_from_the_environment_or_a_private_file(tmp_path):

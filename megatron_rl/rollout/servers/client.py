@@ -17,7 +17,6 @@ from megatron_rl.rollout.servers.rendezvous import Address
 
 CONNECT_S = 10.0  # to a server that is there, a connection takes milliseconds
 HEALTH_S = 10.0
-RESET_ATTEMPTS, RESET_PAUSE_S = 20, 0.1  # requests that were just aborted hold their cache blocks a moment longer
 
 
 class ServerError(RuntimeError):
@@ -97,18 +96,7 @@ class ServerClient:
 
     async def push(self, weights: Weights) -> None:
         """Replace the server's weights, then let it answer for this version. Requests in flight are aborted."""
-        await self._call("POST", "/pause?mode=abort")
-        await self._call("POST", "/start_weight_update")
-        await self._call("POST", "/update_weights", {"update_info": {"files": list(weights.files)}})
-        await self._call("POST", "/finish_weight_update", {"weight_version": str(weights.version)})
-        for _ in range(RESET_ATTEMPTS):
-            if (await self._call("POST", "/reset_prefix_cache"))["success"]:
-                break
-            await asyncio.sleep(RESET_PAUSE_S)
-        else:
-            raise ServerLost("its prefix cache could not be emptied after a weight update")
-        await self._call("POST", "/resume")
-        await self._call("POST", "/megatron_rl/open", {"version": weights.version})
+        await self._call("POST", "/megatron_rl/weights", {"files": list(weights.files), "version": weights.version})
 
     async def generate(self, body: dict[str, Any], version: int) -> Answer:
         """One response from the weights of ``version``, and from no others."""

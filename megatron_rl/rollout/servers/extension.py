@@ -51,7 +51,13 @@ def _tensors(files: list) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class ServerExtension(worker_extension.WorkerExtension):
-    """Methods that every worker gains; called by `collective_rpc`. ``get_model`` is vLLM's."""
+    """Methods that every worker gains; called by `collective_rpc`. Those of self that are not here are vLLM's."""
+
+    def replace_weights(self, files: list[str]) -> None:
+        """All of `FileUpdate` in one call: the engine makes no step between the parts of vLLM's weight update."""
+        self.start_weight_update()
+        self.update_weights({"files": files})
+        self.finish_weight_update()
 
     def checksums(self) -> dict[str, int]:
         """Name → CRC-32 of every stored parameter and buffer of this worker."""

@@ -4,25 +4,30 @@ vLLM's own `--api-key` leaves the routes that change weights, pause the engine o
 who reaches the port. Here every route is closed. A token is compared in constant time and never logged.
 
 Responses are sampled only while the server is *open* for one policy version, and only for requests that name this
-version. A weight update closes it; the trainer opens it again when everything is in place. A response that an update
-overtook all the same is thrown away and answered with 409, so that no rollout mixes two policies.
+version. New weights come by one request, which closes the server, has them loaded (`replacement`), and opens it for
+their version. A response that an update overtook all the same is thrown away and answered with 409, so that no rollout
+mixes two policies.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 VERSION_HEADER = b"x-policy-version"
 GENERATE = "/inference/v1/generate"
-SETTINGS, OPEN = "/megatron_rl/settings", "/megatron_rl/open"
+SETTINGS, WEIGHTS = "/megatron_rl/settings", "/megatron_rl/weights"
 # What leaves weights and caches as they are; any other route closes the server.
-HARMLESS = frozenset({"/health", "/weight_info", "/is_paused", "/metrics", "/version", SETTINGS, OPEN, GENERATE})
-CONFLICT, UNAUTHORIZED, NOT_FOUND = 409, 401, 404
+HARMLESS = frozenset({"/health", "/weight_info", "/is_paused", "/metrics", "/version"})
+CONFLICT, UNAUTHORIZED, FAILED = 409, 401, 500
+
+_log = logging.getLogger(__name__)
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -35,6 +40,8 @@ class GuardState:
 
     token: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
+    replace: Callable[[list[str], int], Awaitable[None]] | None = None  # loads files as a policy version
+    replacing: asyncio.Lock = field(default_factory=asyncio.Lock)
     version: int | None = None  # open for this policy version; None: closed
     openings: int = 0  # counts up at every change, so that a version that came back is told from one that stayed
 
@@ -59,8 +66,8 @@ class Guard:
         path = scope["path"]
         if path == SETTINGS:
             return await _answer(send, 200, {**self._state.settings, "version": self._state.version})
-        if path == OPEN:
-            return await self._open(receive, send)
+        if path == WEIGHTS:
+            return await self._replace(receive, send)
         if path == GENERATE:
             return await self._generate(headers.get(VERSION_HEADER, b"").decode(), scope, receive, send)
         if path not in HARMLESS:
@@ -70,15 +77,27 @@ class Guard:
     def _change(self, version: int | None) -> None:
         self._state.version, self._state.openings = version, self._state.openings + 1
 
-    async def _open(self, receive: Receive, send: Send) -> None:
+    async def _replace(self, receive: Receive, send: Send) -> None:
+        """Body: ``version`` and ``files`` (see `extension.FileUpdate`). Answers when the server is open for them."""
         body = b""
         while True:
             message = await receive()
             body += message.get("body", b"")
             if not message.get("more_body"):
                 break
-        self._change(int(json.loads(body)["version"]))
-        await _answer(send, 200, {"version": self._state.version})
+        wanted, state = json.loads(body), self._state
+        async with state.replacing:  # a caller that gave up waiting may have left one behind
+            self._change(None)
+            openings = state.openings
+            try:
+                await state.replace(wanted["files"], wanted["version"])
+            except Exception as error:  # noqa: BLE001 - whatever it is, the trainer is waiting to hear of it
+                _log.exception("weight update to version %s failed", wanted["version"])
+                return await _answer(send, FAILED, {"error": f"{type(error).__name__}: {error}"})
+            if state.openings != openings:
+                return await _answer(send, CONFLICT, {"error": "another call changed this server meanwhile"})
+            self._change(wanted["version"])
+        return await _answer(send, 200, {"version": wanted["version"]})
 
     async def _generate(self, wanted: str, scope: Scope, receive: Receive, send: Send) -> None:
         state, openings = self._state, self._state.openings

@@ -15,6 +15,7 @@ import socket
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from megatron_rl.rollout.checksums import check_own_refit
 from megatron_rl.rollout.engine_arguments import runs_eagerly
 from megatron_rl.rollout.servers import guard
 from megatron_rl.rollout.servers.rendezvous import Address, publish, withdraw
+from megatron_rl.rollout.servers.replacement import replace_weights
 from megatron_rl.rollout.servers.settings import agreed_settings, server_arguments
 
 PR_SET_PDEATHSIG = 1
@@ -86,6 +88,7 @@ async def _serve(spec: ServerSpec, listener: socket.socket, say: Callable[[str],
             await engine.collective_rpc("run_eagerly")
         await _prepare_weights(engine, spec)
         guard.STATE.settings = await _settings(engine, spec, address)
+        guard.STATE.replace = partial(replace_weights, engine)
         guard.STATE.token = spec.token
         published = publish(spec.run_dir, address)
         say(f"server {spec.name} at {url}, process {os.getpid()}")
@@ -126,15 +129,13 @@ def _arguments(spec: ServerSpec, host: str, port: int) -> Any:
 
 async def _prepare_weights(engine: Any, spec: ServerSpec) -> None:
     """Make weight updates possible, and prove that one with the same weights changes nothing."""
-    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
     await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
     if not spec.config.verify_refit:
         return
     before = (await engine.collective_rpc("checksums"))[0]
-    await engine.start_weight_update()
-    await engine.update_weights(WeightTransferUpdateRequest(update_info={}))
-    await engine.finish_weight_update("checkpoint")
+    await engine.collective_rpc("replace_weights", args=([],))
     after = (await engine.collective_rpc("checksums"))[0]
     check_own_refit(before, after)
 
