@@ -99,6 +99,7 @@ def main() -> None:
     print(f"{'step, staleness 0':<40} {step[0]:7.3f} s")
     print(f"{'step, staleness 1':<40} {step[1]:7.3f} s   {step[1] / step[0]:.2f} of it")
     print(f"{'  of that waiting for generation':<40} {median(1, lambda row: row[GENERATION]):7.3f} s")
+    print(f"{'  push of weights':<40} {median(1, lambda row: row['perf/push_s']):7.3f} s")
     print(f"{'  staleness, optimizer steps':<40} {median(1, lambda row: row['rollout/staleness_mean']):7.1f}")
     print(f"{f'limit: {LIMIT} × max(generation, the rest)':<40} {limit:7.3f} s")
     cores = os.cpu_count() or 1

@@ -1,13 +1,15 @@
 #!/usr/bin/env python
 """Step time against TRL's GRPOTrainer, step by step in turn: same model, task, batch, threads, precision, engine.
 
-    python tools/bench_trl.py --trl-python VENV/bin/python [--lengths fixed tail free] [--longest 256] [--steps 15]
+    python tools/bench_trl.py --trl-python VENV/bin/python [--lengths fixed tail free] [--longest 256] [--steps 24]
                               [--ours eager compiled] [--trl default eager plain] [--set a.b=c …]
 
 ``fixed``: every response has exactly 64 tokens. ``tail``: log-normal lengths, median --longest/16, the same
 draws for all. ``free``: responses end where the policy ends them, and the run goes on until all reach reward 0.9 (or
---steps). All use vLLM in their process with the same weights; steps alternate, so that all see the machine in the
-same state. TRL compiles vLLM's model, our default on a CPU does not: ``compiled`` and ``eager`` exchange that.
+--steps). All use vLLM in their process with the same weights; they take turns of some steps, so that all see the
+machine in the same state. The first step of a turn is not counted: it finds the caches full of another program, which
+a run on its own never does. TRL compiles vLLM's model, our default on a CPU does not: ``compiled`` and ``eager``
+exchange that.
 ``plain`` is TRL without its correction of the mismatch, which needs a pass for old log-probs there. The ratio is the
 median over pairs of steps: of processor time where others use the machine, of wall time where it is idle.
 
@@ -33,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 from tools.benchlib.gate import Worker  # noqa: E402
 
 TINY = ROOT / "recipes" / "tiny"
-WARM_UP = 2
+WARM_UP = 2  # turns
 GOAL, SMOOTHING = 0.9, 5  # reward, and steps that it is averaged over
 
 
@@ -64,6 +66,12 @@ def workers(options: argparse.Namespace, folder: Path) -> list[Worker]:
     return started
 
 
+def counted(worker: Worker, options: argparse.Namespace) -> list[dict]:
+    """Steps after the warm-up, without the first one of each turn."""
+    first = WARM_UP * options.turn
+    return [step for i, step in enumerate(worker.steps) if i >= first and (i % options.turn or options.turn == 1)]
+
+
 def smoothed(worker: Worker) -> list[float]:
     rewards = [step["reward"] for step in worker.steps]
     return [statistics.mean(rewards[max(0, i + 1 - SMOOTHING) : i + 1]) for i in range(len(rewards))]
@@ -72,11 +80,11 @@ def smoothed(worker: Worker) -> list[float]:
 def report(kind: str, programs: list[Worker], options: argparse.Namespace) -> None:
     print(
         f"\n{options.prompts} × {options.group} responses, {kind} lengths, fp32, {options.threads} thread(s), "
-        f"{len(programs[0].steps) - WARM_UP} steps each in turn"
+        f"{len(counted(programs[0], options))} steps each, {options.turn} in turn"
     )
     print(f"{'':16}{'wall s':>9}{'processor s':>13}{'peak MiB':>10}  phases, s of processor time")
     for worker in programs:
-        steps = worker.steps[WARM_UP:]
+        steps = counted(worker, options)
         names = dict.fromkeys(name for step in steps for name in step["phases"])
         phases = {name: statistics.median(step["phases"].get(name, 0.0) for step in steps) for name in names}
         wall, processor = (statistics.median(step[clock] for step in steps) for clock in ("wall", "processor"))
@@ -84,7 +92,7 @@ def report(kind: str, programs: list[Worker], options: argparse.Namespace) -> No
         print(f"{worker.name:16}{wall:9.3f}{processor:13.3f}{steps[-1]['memory_mib']:10.0f}  {shown}", flush=True)
     for ours, theirs in itertools.product(programs[: len(options.ours)], programs[len(options.ours) :]):
         for clock in ("processor", "wall"):
-            pairs = zip(ours.steps[WARM_UP:], theirs.steps[WARM_UP:], strict=True)
+            pairs = zip(counted(ours, options), counted(theirs, options), strict=True)
             ratios = sorted(their[clock] / our[clock] for our, their in pairs)
             middle = f"{ratios[len(ratios) // 4]:.2f} to {ratios[-1 - len(ratios) // 4]:.2f}"
             print(f"{theirs.name} / {ours.name}, {clock} time: {statistics.median(ratios):.2f}, middle half {middle}")
@@ -105,9 +113,10 @@ def report_goal(programs: list[Worker]) -> None:
 def run(kind: str, programs: list[Worker], options: argparse.Namespace) -> None:
     for worker in programs:
         worker.steps.clear()
-    for step in range(options.steps + WARM_UP):
-        for worker in programs if step % 2 == 0 else programs[::-1]:
-            worker.step(kind)
+    for turn in range(-(-options.steps // options.turn) + WARM_UP):
+        for worker in programs if turn % 2 == 0 else programs[::-1]:
+            for _ in range(options.turn):
+                worker.step(kind)
         if kind == "free" and all(smoothed(worker)[-1] >= GOAL for worker in programs):
             break
     report(kind, programs, options)
@@ -125,7 +134,8 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--lr", type=float, default=7e-5)
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--turn", type=int, default=4, help="steps that a program makes in a row")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override of our recipe")
     options = parser.parse_args()

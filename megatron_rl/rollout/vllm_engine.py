@@ -40,6 +40,7 @@ from megatron_rl.rollout.engine_arguments import engine_arguments, runs_eagerly
 from megatron_rl.rollout.generator import RolloutError, Sampling
 from megatron_rl.rollout.payload import make_rollout
 from megatron_rl.rollout.requests import Request, deal, make_groups, make_requests
+from megatron_rl.rollout.sampling_params import sampling_fields, sampling_params
 from megatron_rl.types import Group, Prompt, Rollout
 from megatron_rl.watchdog import limited
 
@@ -140,23 +141,7 @@ class VllmGenerator:
         return None if deadline is None else 1.25 * deadline + 2.0
 
     def _run_engine(self, requests: list[Request], sampling: Sampling) -> list[Any]:
-        from vllm import SamplingParams
-
-        params = [
-            SamplingParams(
-                max_tokens=sampling.max_response_length,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                seed=request.seed,
-                stop_token_ids=self._stop_token_ids,
-                ignore_eos=True,  # the ids above are all that stops
-                logprobs=0,  # of the sampled token alone
-                flat_logprobs=True,
-                detokenize=False,
-            )
-            for request in requests
-        ]
+        params = [sampling_params(sampling_fields(sampling, r.seed, self._stop_token_ids)) for r in requests]
         prompts = [{"prompt_token_ids": request.prompt.tokens} for request in requests]
         engine, outputs, num_steps = self._llm.llm_engine, [], 0
         request_ids = self._llm.enqueue(prompts, params, use_tqdm=False) if requests else []

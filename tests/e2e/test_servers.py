@@ -102,9 +102,11 @@ class TestTwoServers:
 
     def test_updated_servers_equal_a_fresh_engine(self, generator, fresh):
         initial = generator.rollout(prompts(8), 4, policy_version=0, step=0)
+        assert "perf/push_s" not in generator.stats()
         for version in (1, 2):
             generator.refit(iter(perturbed(version).items()), version)
         groups = generator.rollout(prompts(16), 8, policy_version=2, step=0)
+        assert 0.0 < generator.stats()["perf/push_s"] < generator.start_s
         assert_same(groups, fresh.rollout(prompts(16), 8, policy_version=0, step=0))
         assert flat(groups, "tokens")[:32] != flat(initial, "tokens")
         assert {int(version) for versions in flat(groups, "policy_versions") for version in versions} == {2}
@@ -161,6 +163,7 @@ class TestTwoServers:
 
     def test_nothing_answers_without_the_token_and_the_token_is_nowhere(self, generator, run_dir):
         paths = ["/health", "/pause", "/update_weights", "/collective_rpc", "/inference/v1/generate", "/v1/models"]
+        paths += ["/megatron_rl/generate", "/megatron_rl/weights"]
         for member in generator._pool.ready:
             for token in (None, "another-token-altogether"):
                 assert {status(member.address, path, token) for path in paths} == {401}

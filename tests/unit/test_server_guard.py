@@ -21,37 +21,54 @@ TOKEN = "a-token-of-tests-0123456789"
 
 
 class App:
-    """Stands behind the guard; answers everything, and can be made to wait with responses."""
+    """Stands behind the guard as vLLM's routes and as its engine, and can be made to wait with responses."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
+        self.aborted = 0
         self.go_on = asyncio.Event()
         self.go_on.set()
 
     async def __call__(self, scope, receive, send) -> None:
         self.paths.append(scope["path"])
-        if scope["path"] == GENERATE:
-            await self.go_on.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b'"from the engine"'})
+        await send({"type": "http.response.body", "body": b'"from vLLM"'})
+
+    async def sample(self, body: dict) -> dict:
+        try:
+            await self.go_on.wait()
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        return {"tokens": body["token_ids"]}
 
 
 async def call(
-    guard: Guard, path: str, token: str | None = TOKEN, version: int | None = None, body: dict | None = None
+    guard: Guard,
+    path: str,
+    token: str | None = TOKEN,
+    version: int | None = None,
+    body: dict | None = None,
+    hang_up: asyncio.Event | None = None,
 ):
-    """(status, content) of one request."""
+    """(status, content) of one request; None where nothing was answered."""
     headers = [(b"authorization", f"Bearer {token}".encode())] if token is not None else []
     headers += [(b"x-policy-version", str(version).encode())] if version is not None else []
-    sent = []
+    sent, halves = [], []
+    content = json.dumps(body if body is not None else {"token_ids": [1]}).encode()
 
     async def receive():
-        return {"type": "http.request", "body": json.dumps(body or {}).encode(), "more_body": False}
+        if len(halves) < 2:
+            halves.append(content[len(content) // 2 :] if halves else content[: len(content) // 2])
+            return {"type": "http.request", "body": halves[-1], "more_body": len(halves) < 2}
+        await (hang_up or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
 
     async def send(message):
         sent.append(message)
 
     await guard({"type": "http", "path": path, "headers": headers}, receive, send)
-    return sent[0]["status"], json.loads(sent[1]["body"])
+    return (sent[0]["status"], json.loads(sent[1]["body"])) if sent else None
 
 
 @pytest.mark.parametrize(
@@ -73,7 +90,7 @@ def guarded(app: App, replace: Callable[[list[str], int], Awaitable[None]] | Non
     async def take(files: list[str], version: int) -> None:
         await asyncio.sleep(0)
 
-    return Guard(app, GuardState(token=TOKEN, replace=replace or take))
+    return Guard(app, GuardState(token=TOKEN, replace=replace or take, sample=app.sample))
 
 
 def weights(version: int) -> dict:
@@ -93,7 +110,7 @@ def test_only_the_version_that_is_open_is_sampled():
         return [*seen, await call(guard, GENERATE, version=4)]
 
     closed, open_, older, unnamed, healthy, updating = asyncio.run(scene())
-    assert open_ == healthy == (200, "from the engine")
+    assert open_ == healthy == (200, {"tokens": [1]})
     assert [status for status, _ in (closed, older, unnamed, updating)] == [409] * 4
     assert older[1]["error"] == "policy version 3 was asked for, this server holds 4"
 
@@ -113,6 +130,41 @@ def test_an_answer_that_an_update_overtook_is_thrown_away():
         return await asked
 
     assert asyncio.run(scene())[0] == 409
+
+
+def test_a_response_whose_caller_hung_up_is_aborted():
+    async def scene():
+        app, hang_up = App(), asyncio.Event()
+        guard = guarded(app)
+        await call(guard, WEIGHTS, body=weights(1))
+        app.go_on.clear()
+        asked = asyncio.create_task(call(guard, GENERATE, version=1, hang_up=hang_up))
+        await asyncio.sleep(0.01)
+        assert not asked.done()
+        hang_up.set()
+        answer = await asked
+        await asyncio.sleep(0.01)
+        return answer, app.aborted
+
+    assert asyncio.run(scene()) == (None, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ValueError("too long"), 400), (KeyError("token_ids"), 400), (RuntimeError("dead"), 500)]
+)
+def test_what_vllm_refuses_is_told_from_what_fails(error, status):
+    async def scene():
+        app = App()
+
+        async def raises(body):
+            raise error
+
+        app.sample = raises
+        guard = guarded(app)
+        await call(guard, WEIGHTS, body=weights(1))
+        return await call(guard, GENERATE, version=1)
+
+    assert asyncio.run(scene()) == (status, {"error": f"{type(error).__name__}: {error}"})
 
 
 def test_nothing_is_sampled_while_weights_are_replaced_nor_after_that_failed():

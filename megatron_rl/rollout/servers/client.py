@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron_rl.rollout.generator import Sampling
 from megatron_rl.rollout.requests import Request
+from megatron_rl.rollout.sampling_params import sampling_fields
 from megatron_rl.rollout.servers.rendezvous import Address
 
 CONNECT_S = 10.0  # to a server that is there, a connection takes milliseconds
@@ -59,20 +60,8 @@ class Answer:
 
 def request_body(request: Request, sampling: Sampling, stop_token_ids: list[int]) -> dict[str, Any]:
     """What is asked of a server for one response; the same numbers that the in-process engine is given."""
-    return {
-        "token_ids": request.prompt.tokens,
-        "sampling_params": {
-            "max_tokens": sampling.max_response_length,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "seed": request.seed,
-            "stop_token_ids": stop_token_ids,
-            "ignore_eos": True,  # the ids above are all that stops
-            "logprobs": 0,  # of the sampled token alone
-            "detokenize": False,
-        },
-    }
+    fields = sampling_fields(sampling, request.seed, stop_token_ids)
+    return {"token_ids": request.prompt.tokens, "sampling_params": fields}
 
 
 class ServerClient:
@@ -100,18 +89,14 @@ class ServerClient:
 
     async def generate(self, body: dict[str, Any], version: int) -> Answer:
         """One response from the weights of ``version``, and from no others."""
-        found = await self._call("POST", "/inference/v1/generate", body, {"X-Policy-Version": str(version)})
-        (choice,) = found["choices"]
-        if choice["finish_reason"] == "abort":
+        found = await self._call("POST", "/megatron_rl/generate", body, {"X-Policy-Version": str(version)})
+        if found["finish_reason"] == "abort":
             raise StaleServer("the response was aborted")
-        tokens, content = choice["token_ids"], choice["logprobs"]["content"]
-        if [item["token"] for item in content] != [f"token_id:{token}" for token in tokens]:
-            raise RequestRefused("log-probs belong to other tokens than were sampled")
-        routes = choice["routed_experts"]
+        routes = found["routes"]
         return Answer(
-            tokens=tokens,
-            logprobs=[item["logprob"] for item in content],
-            finish_reason=choice["finish_reason"],
+            tokens=found["tokens"],
+            logprobs=np.frombuffer(base64.b64decode(found["logprobs"]), np.float32).tolist(),
+            finish_reason=found["finish_reason"],
             routes=np.load(io.BytesIO(base64.b64decode(routes)), allow_pickle=False) if routes else None,
         )
 

@@ -153,7 +153,7 @@ class ServerGenerator:
             start = time.perf_counter()
             dispatch = Dispatch(self._pool, bodies, names, self._concurrency, self._config.servers.retries)
             answers = await dispatch.run()
-            stats = {"rollout/requeued": dispatch.num_requeued, "rollout/servers": len(self._pool.ready)}
+            stats = {"rollout/requeued": dispatch.num_requeued, "rollout/servers": len(self._pool.ready)} | self._pushed
             return answers, time.perf_counter() - start, {name: float(value) for name, value in stats.items()}
 
     @property
@@ -195,7 +195,9 @@ class ServerGenerator:
 
     async def _push(self, weights: Weights) -> None:
         async with self._turn:
+            start = time.perf_counter()
             await self._pool.push(weights)
+            self._pushed = {"perf/push_s": time.perf_counter() - start}
             self._folder.remove_before(weights)
 
     # ---------------------------------------------------------------- life
@@ -242,6 +244,7 @@ class ServerGenerator:
     async def _find(self, token: str) -> None:
         servers = self._config.servers
         self._turn = asyncio.Lock()  # first come, first served
+        self._pushed: dict[str, float] = {}  # how long the last push took
         self._described: dict[str, dict[str, str]] = {}
 
         def problems(settings: dict[str, Any]) -> list[str]:

@@ -16,16 +16,15 @@ import hashlib
 import hmac
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 VERSION_HEADER = b"x-policy-version"
-GENERATE = "/inference/v1/generate"
-SETTINGS, WEIGHTS = "/megatron_rl/settings", "/megatron_rl/weights"
-# What leaves weights and caches as they are; any other route closes the server.
-HARMLESS = frozenset({"/health", "/weight_info", "/is_paused", "/metrics", "/version"})
-CONFLICT, UNAUTHORIZED, FAILED = 409, 401, 500
+SETTINGS, WEIGHTS, GENERATE = "/megatron_rl/settings", "/megatron_rl/weights", "/megatron_rl/generate"
+# Routes of vLLM that leave weights and caches as they are; any other closes the server.
+HARMLESS = frozenset({"/health", "/weight_info", "/is_paused", "/metrics", "/version", "/inference/v1/generate"})
+REFUSED, UNAUTHORIZED, CONFLICT, FAILED = 400, 401, 409, 500
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +40,7 @@ class GuardState:
     token: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     replace: Callable[[list[str], int], Awaitable[None]] | None = None  # loads files as a policy version
+    sample: Callable[[dict[str, Any]], Coroutine[Any, Any, dict[str, Any]]] | None = None  # see `answering`
     replacing: asyncio.Lock = field(default_factory=asyncio.Lock)
     version: int | None = None  # open for this policy version; None: closed
     openings: int = 0  # counts up at every change, so that a version that came back is told from one that stayed
@@ -69,7 +69,7 @@ class Guard:
         if path == WEIGHTS:
             return await self._replace(receive, send)
         if path == GENERATE:
-            return await self._generate(headers.get(VERSION_HEADER, b"").decode(), scope, receive, send)
+            return await self._generate(headers.get(VERSION_HEADER, b"").decode(), receive, send)
         if path not in HARMLESS:
             self._change(None)
         return await self._app(scope, receive, send)
@@ -79,13 +79,7 @@ class Guard:
 
     async def _replace(self, receive: Receive, send: Send) -> None:
         """Body: ``version`` and ``files`` (see `extension.FileUpdate`). Answers when the server is open for them."""
-        body = b""
-        while True:
-            message = await receive()
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
-        wanted, state = json.loads(body), self._state
+        wanted, state = await _body(receive), self._state
         async with state.replacing:  # a caller that gave up waiting may have left one behind
             self._change(None)
             openings = state.openings
@@ -99,21 +93,46 @@ class Guard:
             self._change(wanted["version"])
         return await _answer(send, 200, {"version": wanted["version"]})
 
-    async def _generate(self, wanted: str, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _generate(self, wanted: str, receive: Receive, send: Send) -> None:
         state, openings = self._state, self._state.openings
         if wanted != str(state.version):
             return await _answer(send, CONFLICT, _stale(wanted, state.version))
-        held: list[dict[str, Any]] = []
-
-        async def hold(message: dict[str, Any]) -> None:
-            held.append(message)
-
-        await self._app(scope, receive, hold)
+        try:
+            answer = await _unless_left(receive, state.sample(await _body(receive)))
+        except (ValueError, TypeError, KeyError) as error:  # vLLM's own refusals are ValueErrors
+            return await _answer(send, REFUSED, {"error": f"{type(error).__name__}: {error}"})
+        except Exception as error:  # noqa: BLE001 - whatever it is, the trainer is waiting to hear of it
+            return await _answer(send, FAILED, {"error": f"{type(error).__name__}: {error}"})
+        if answer is None:
+            return None
         if state.openings != openings:
             return await _answer(send, CONFLICT, _stale(wanted, state.version))
-        for message in held:
-            await send(message)
-        return None
+        return await _answer(send, 200, answer)
+
+
+async def _body(receive: Receive) -> Any:
+    body = b""
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            return json.loads(body)
+
+
+async def _unless_left(receive: Receive, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any] | None:
+    """The result of ``work``, or None where the caller hangs up first: then it is cancelled, and so is the response."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _stale(wanted: str, version: int | None) -> dict[str, Any]:

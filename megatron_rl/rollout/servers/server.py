@@ -26,6 +26,7 @@ from megatron_rl.rollout import process_state
 from megatron_rl.rollout.checksums import check_own_refit
 from megatron_rl.rollout.engine_arguments import runs_eagerly
 from megatron_rl.rollout.servers import guard
+from megatron_rl.rollout.servers.answering import sample
 from megatron_rl.rollout.servers.rendezvous import Address, publish, withdraw
 from megatron_rl.rollout.servers.replacement import replace_weights
 from megatron_rl.rollout.servers.settings import agreed_settings, server_arguments
@@ -88,7 +89,7 @@ async def _serve(spec: ServerSpec, listener: socket.socket, say: Callable[[str],
             await engine.collective_rpc("run_eagerly")
         await _prepare_weights(engine, spec)
         guard.STATE.settings = await _settings(engine, spec, address)
-        guard.STATE.replace = partial(replace_weights, engine)
+        guard.STATE.replace, guard.STATE.sample = partial(replace_weights, engine), partial(sample, engine)
         guard.STATE.token = spec.token
         published = publish(spec.run_dir, address)
         say(f"server {spec.name} at {url}, process {os.getpid()}")

@@ -1,10 +1,14 @@
-"""One uniform random number per response token instead of one exponential per vocabulary entry, for vLLM on a CPU.
+"""vLLM's sampler on a CPU, without what nobody asked for.
 
-vLLM 0.30 samples a seeded request by argmax over v of p_v / q_v, q_v ~ Exp(1) drawn for the whole vocabulary from the
-request's own torch generator: V numbers of some 20 ns each for one token, one request after the other. Here the token
-is the first one whose cumulated probability exceeds u, u ~ U[0, 1): the same distribution from one number. u comes from
-a Philox stream that is keyed by the request's seed, as in the exact engine, so that both draw the same responses
-wherever their log-probs agree closely enough, and a response still does not depend on its batch.
+*One uniform random number per token.* vLLM 0.30 samples a seeded request by argmax over v of p_v / q_v, q_v ~ Exp(1)
+drawn for the whole vocabulary from the request's own torch generator: V numbers of some 20 ns each for one token, one
+request after the other. Here the token is the first one whose cumulated probability exceeds u, u ~ U[0, 1): the same
+distribution from one number. u comes from a Philox stream that is keyed by the request's seed, as in the exact engine,
+so that both draw the same responses wherever their log-probs agree closely enough, and a response still does not depend
+on its batch.
+
+*The log-prob of the sampled token alone.* vLLM also sorts out the best 0 others, and counts how many are more probable,
+in a function that it compiles.
 
 Shapes: B requests, V vocabulary entries.
 """
@@ -15,16 +19,20 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops import topk_topp_sampler as vllm_sampler
+from vllm.v1.sample.sampler import Sampler
 
 from megatron_rl.rollout.uniforms import UniformStream
 
+_gather_with_ranks = Sampler.gather_logprobs  # vLLM's
 _streams: WeakKeyDictionary[torch.Generator, UniformStream] = WeakKeyDictionary()
 
 
 def install() -> None:
     """Put this into vLLM's sampler for CPUs; before an engine starts in this process."""
     vllm_sampler.TopKTopPSampler.forward_cpu = forward_cpu
+    Sampler.gather_logprobs = staticmethod(gather_logprobs)
 
 
 def forward_cpu(
@@ -68,3 +76,11 @@ def select(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     targets = uniforms[:, None] * cumulated[:, -1:]
     tokens = torch.searchsorted(cumulated, targets, right=True).squeeze(1)
     return tokens.clamp_(max=probs.shape[1] - 1)  # for NaN, which is reported by its log-prob
+
+
+def gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
+    """``logprobs`` [B, V], ``token_ids`` [B] → the tokens' log-probs. Their ranks are 0 where no others are wanted."""
+    if num_logprobs:
+        return _gather_with_ranks(logprobs, num_logprobs, token_ids)
+    tokens = token_ids[:, None]
+    return LogprobsTensors(tokens.to(torch.int32), logprobs.gather(1, tokens), torch.zeros_like(token_ids))

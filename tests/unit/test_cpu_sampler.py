@@ -8,11 +8,12 @@ import pytest
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import random_sample
 
-from megatron_rl.rollout import inverse_cdf
+from megatron_rl.rollout import cpu_sampler
+from megatron_rl.rollout.cpu_sampler import forward_cpu, gather_logprobs, select
 from megatron_rl.rollout.exact import _Draw
-from megatron_rl.rollout.inverse_cdf import forward_cpu, select
 from megatron_rl.rollout.uniforms import BLOCK, UniformStream
 
+VLLM_GATHER = cpu_sampler._gather_with_ranks
 LARGEST = 1.0 - 2.0**-53
 SAMPLER = SimpleNamespace(logprobs_mode="processed_logprobs")
 
@@ -116,9 +117,19 @@ class TestForward:
     def test_a_stream_ends_with_its_request(self):
         generators = seeded(1, 2, 3)
         gc.collect()
-        before = len(inverse_cdf._streams)
+        before = len(cpu_sampler._streams)
         forward_cpu(SAMPLER, logits(3), generators, None, None)
-        assert len(inverse_cdf._streams) == before + 3
+        assert len(cpu_sampler._streams) == before + 3
         del generators
         gc.collect()
-        assert len(inverse_cdf._streams) == before
+        assert len(cpu_sampler._streams) == before
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_log_probs_of_sampled_tokens_are_those_that_vllm_gathers(others):
+    logprobs, tokens = logits(5).log_softmax(-1), torch.tensor([0, 10, 3, 3, 7])
+    ours, vllm = (gather(logprobs.clone(), others, tokens) for gather in (gather_logprobs, VLLM_GATHER))
+    assert ours.logprob_token_ids.dtype == vllm.logprob_token_ids.dtype
+    assert (ours.logprob_token_ids == vllm.logprob_token_ids).all()
+    assert (ours.logprobs == vllm.logprobs).all()
+    assert ours.selected_token_ranks.shape == vllm.selected_token_ranks.shape
