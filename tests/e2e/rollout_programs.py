@@ -1,4 +1,4 @@
-"""What each rank runs in test_vllm_ranks.py."""
+"""What each rank runs in test_vllm_ranks.py and test_exact.py."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from megatron.core import parallel_state
 from megatron_rl.config.learner import ParallelConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.learner import distributed
+from megatron_rl.learner.learner import Learner
 from megatron_rl.rollout import RolloutError
 from megatron_rl.rollout.checkpoint import checkpoint_tensors
 from megatron_rl.rollout.vllm_engine import VllmGenerator
-from megatron_rl.types import Group, Prompt
+from megatron_rl.run import start_generator
+from megatron_rl.types import Group, Prompt, Rollout
+from tests.support.tiny import tiny_recipe
 from tools.make_tiny_checkpoint import build_tokenizer
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny"
@@ -97,3 +100,18 @@ def one_engine_fails() -> str:
     finally:
         generator.close()
     return "no error"
+
+
+def exact_and_vllm() -> dict[str, list[Rollout]]:
+    """The same requests to the exact engine, on the learner, and to vLLM beside it; both hold the same weights."""
+    rollout = {"max_response_length": 24, "kv_cache_gib": 0.0625}
+    recipe = tiny_recipe(rollout={"engine": "exact", **rollout}, data={"prompt": {"max_length": 12}})
+    learner = Learner(recipe)
+    exact = start_generator(recipe, build_tokenizer(), learner)
+    found = {}
+    for name, generator in (("exact", exact), ("vllm", start(1))):
+        groups = generator.rollout(prompts(32), 4, policy_version=0, step=3)
+        found[name] = [rollout for group in groups for rollout in group.rollouts]
+        generator.close()
+    distributed.shutdown()
+    return found

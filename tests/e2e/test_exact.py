@@ -8,8 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from tests.parallel.gloo import run_ranks
 from tests.support.tiny import REPOSITORY
 
 STEPS = 6
@@ -68,3 +70,12 @@ def test_what_cannot_be_exact_is_refused(tmp_path):
         assert part in output, output
     _, output = train(tmp_path, "bad", "rollout.engine=vllm", "exact.noise_std=0.1", status=2)
     assert "exact.noise_std: 0.1 needs rollout.engine exact" in output
+
+
+def test_vllm_draws_the_responses_that_the_exact_engine_draws():
+    """Both take a token by the same random number: an arm with vLLM differs from one without by rounding only."""
+    (found,) = run_ranks("tests.e2e.rollout_programs", "exact_and_vllm", 1, timeout_s=300)
+    assert len(found["exact"]) == 128
+    for exact, vllm in zip(found["exact"], found["vllm"], strict=True):
+        assert (exact.prompt_id, exact.sample, exact.tokens) == (vllm.prompt_id, vllm.sample, vllm.tokens)
+        assert np.abs(exact.inference_logprobs - vllm.inference_logprobs).max() <= 1e-5
