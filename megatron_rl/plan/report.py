@@ -91,6 +91,9 @@ def _placements(work: Workload, memory: MemoryPlan) -> list[str]:
 def _time(plan: Plan) -> list[str]:
     t, work = plan.time, plan.work
     tokens = work.recipe.num_sequences * work.mean_response
+    ahead = [
+        f"  {-t.hidden:8.1f} s  generating and learning at the same time (rollout.max_staleness)"
+    ] * t.samples_ahead
     return [
         f"step time     about {_duration(t.total)} ({tokens / t.total:.0f} response tokens/s), rewards not counted",
         f"  {t.generate:8.1f} s  generate{_rounds(work)}{_deadline(plan)}",
@@ -99,6 +102,7 @@ def _time(plan: Plan) -> list[str]:
         f"  {t.communication:8.1f} s      of these two, tensor- and expert-parallel communication",
         f"  {t.optimizer:8.1f} s  optimizer and data-parallel communication",
         f"  {t.refit:8.1f} s  weights to the engine",
+        *ahead,
         f"  run         {work.recipe.num_steps} steps: {work.recipe.num_steps * t.total / 86400:.1f} days",
     ]
 

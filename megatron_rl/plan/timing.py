@@ -33,10 +33,17 @@ class StepTime:
     communication: float  # the part of `update` and `old_logprobs` that is communication
     optimizer: float
     refit: float
+    samples_ahead: bool = False  # rollout.max_staleness: servers generate the next batch meanwhile
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of generating or learning that pass while the other does, where both have GPUs of their own."""
+        learning = self.old_logprobs + self.update + self.optimizer
+        return min(self.generate, learning) if self.samples_ahead else 0.0
 
     @property
     def total(self) -> float:
-        return self.generate + self.old_logprobs + self.update + self.optimizer + self.refit
+        return self.generate + self.old_logprobs + self.update + self.optimizer + self.refit - self.hidden
 
 
 def step_time(work: Workload, engine: EngineMemory | None) -> StepTime:
@@ -59,6 +66,7 @@ def step_time(work: Workload, engine: EngineMemory | None) -> StepTime:
         communication=(2 + again + needs_old) * talk * bubble,
         optimizer=updates * _optimizer(work),
         refit=0.0 if engine is None else _refit(work, engine),
+        samples_ahead=recipe.rollout.max_staleness > 0,
     )
 
 
@@ -159,11 +167,19 @@ def _refit(work: Workload, engine: EngineMemory) -> float:
     whole = total_parameters(a) * BYTES[work.recipe.rollout.dtype]
     gathered = whole / _link(work, work.ranks) if work.ranks > 1 else 0.0
     bus = 2 * engine.weights / hw.PCIE if work.recipe.rollout.engine == "vllm" else 0.0
-    return gathered + bus + num_tensors(a) * hw.TENSOR_OVERHEAD_S
+    matrices = num_expert_matrices(a)
+    handling = (num_tensors(a) - matrices) * hw.TENSOR_OVERHEAD_S + matrices * hw.EXPERT_OVERHEAD_S
+    return gathered + bus + handling
 
 
 def num_tensors(a: Architecture) -> int:
     """Tensors of a Hugging Face checkpoint."""
     attention = 6 + 2 * a.qk_layernorm + 3 * a.qkv_bias
     moe = sum(a.moe_layers)
-    return a.num_layers * attention + moe * (1 + 3 * a.num_experts) + 3 * (a.num_layers - moe) + 3 - a.tie_embeddings
+    dense = a.num_layers * attention + moe + 3 * (a.num_layers - moe) + 3 - a.tie_embeddings
+    return dense + num_expert_matrices(a)
+
+
+def num_expert_matrices(a: Architecture) -> int:
+    """Those of them that belong to one expert."""
+    return sum(a.moe_layers) * 3 * a.num_experts

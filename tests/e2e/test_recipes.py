@@ -57,7 +57,7 @@ def finished(twins) -> dict:
 
 def test_the_studies_are_there():
     folders = {name.split("/")[0] for name in IDS}
-    assert folders == {"length_decay", "fp16", "sanity", "objective_hacking", "exact", "router_replay"}
+    assert folders == {"length_decay", "fp16", "sanity", "objective_hacking", "exact", "router_replay", "servers"}
 
 
 @pytest.mark.parametrize("path", SCALED, ids=IDS)

@@ -66,6 +66,7 @@ def twin(recipe: Recipe, run_root: Path, dense_model: Path) -> Recipe:
                 "num_samples": SAMPLES,
                 "max_response_length": LONGEST_RESPONSE,
                 "kv_cache_gib": 0.0625,
+                "servers": {"launch": int(recipe.rollout.engine == "vllm_server")},
             },
             "exact": values["exact"],
             "learner": {key: values["learner"][key] for key in LEARNER_KEPT},

@@ -19,6 +19,7 @@ from megatron_rl.config.learner import LoraConfig, ParallelConfig
 from megatron_rl.config.model import architecture_from, read_architecture
 from megatron_rl.errors import InputError
 from megatron_rl.plan import GPUS, make_plan, make_workload, summary
+from megatron_rl.plan.hardware import PCIE
 from megatron_rl.plan.learner import learner_memory
 from megatron_rl.plan.memory import memory_plan
 from megatron_rl.plan.parameters import (
@@ -27,7 +28,8 @@ from megatron_rl.plan.parameters import (
     stage_parameters,
     total_parameters,
 )
-from megatron_rl.plan.timing import num_tensors, step_time
+from megatron_rl.plan.report import render
+from megatron_rl.plan.timing import num_expert_matrices, num_tensors, step_time
 from megatron_rl.plan.workload import Workload
 from tests.support.tiny import MODEL, REPOSITORY
 
@@ -175,6 +177,27 @@ def test_time_follows_the_hardware():
     assert slow.old_logprobs == 0  # one update a step
     assert step_time(work(MOE, "h100-80", "batch.minibatches=4"), engine).old_logprobs > 0
     assert step_time(w, None).generate > 20 * slow.generate  # the exact engine has no cache on CUDA
+
+
+def test_servers_that_sample_ahead_hide_the_shorter_of_generating_and_learning():
+    servers = ("rollout.engine=vllm_server", "rollout.servers.count=4", "rollout.gpu_memory_utilization=0.9")
+    plans = [make_plan(work(MOE, "h100-80", *servers, f"rollout.max_staleness={k}")) for k in (0, 1)]
+    apart, ahead = (plan.time for plan in plans)
+    learning = apart.old_logprobs + apart.update + apart.optimizer
+    assert apart.total == pytest.approx(apart.generate + learning + apart.refit)
+    assert ahead.total == pytest.approx(max(apart.generate, learning) + apart.refit)
+    line = f"{-min(apart.generate, learning):8.1f} s  generating and learning at the same time (rollout.max_staleness)"
+    assert [line in render(plan) for plan in plans] == [False, True]
+
+
+def test_expert_matrices_cost_little_to_hand_over():
+    """18,432 of them and 435 other tensors: a second, where one by one it would be ten."""
+    w = work()
+    alone = replace(w, gpu=replace(w.gpu, nvlink=1e15, network=1e15))
+    seconds = step_time(alone, memory_plan(w).engine).refit
+    assert num_expert_matrices(w.architecture) == 18_432
+    bus = 2 * memory_plan(w).engine.weights / PCIE
+    assert seconds - bus == pytest.approx(435 * 500e-6 + 18_432 * 40e-6, abs=1e-3)
 
 
 def test_forward_and_backward_by_hand():
