@@ -42,18 +42,18 @@ def _compare(model: str, dtype: str) -> dict[str, Any]:
         recipe.rollout, Path(model), max_prompt_length=LONG_PROMPT, record_routes=True, precision=recipe.precision
     )
     try:
-        batch = _sample(generator, prompts, 0, recipe)
-        result = {
-            "native": _rho_std(learner, batch, "native"),
-            "replayed": _rho_std(learner, batch, "replay"),
-            "metrics": learner.update(batch),
-        }
+        result = _score(learner, _sample(generator, prompts, 0, recipe))
         generator.refit(learner.export_weights(), learner.num_updates)
-        later = _sample(generator, prompts, learner.num_updates, recipe)
-        result["after refit"] = {"native": _rho_std(learner, later, "native"), "metrics": learner.update(later)}
+        result["after refit"] = _score(learner, _sample(generator, prompts, learner.num_updates, recipe))
         return result
     finally:
         generator.close()
+
+
+def _score(learner: Learner, batch: Batch) -> dict[str, Any]:
+    """Spread of rho with the learner's routes and with the engine's, and the metrics of an update."""
+    spreads = {name: _rho_std(learner, batch, mode) for name, mode in (("native", "native"), ("replayed", "replay"))}
+    return {**spreads, "metrics": learner.update(batch)}
 
 
 def _sample(generator: VllmGenerator, prompts: list, version: int, recipe: Any) -> Batch:
