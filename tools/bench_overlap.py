@@ -5,9 +5,11 @@ One learner and one server on this machine. Runs of both kinds alternate; a run'
 are over the steps of all runs of a kind. With nothing in common, a step that overlaps takes max(generation, learning),
 both measured in the synchronous runs; the limit is 1.1 times that. They do have the cores in common: a server is two
 processes (HTTP and engine) beside the learner, so the processor time of a step, of all processes, over the number of
-cores is a bound that no overlap can pass. It is printed, too.
+cores is a bound that no overlap can pass. It is printed, too. With --own-cores the learner has the first core and the
+server (all of its processes) the second, in runs of both kinds: as servers on nodes of their own, they have nothing in
+common then.
 
-    tools/bench_overlap.py [--rounds 2] [--steps 14] [--length 24] [--prompts 32] [--set key.path=value …]
+    tools/bench_overlap.py [--rounds 2] [--steps 14] [--length 24] [--prompts 32] [--own-cores] [--set key.path=value …]
 
 --length: longest response; with --forced all responses have it.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import statistics
 import subprocess
 import sys
@@ -39,29 +42,41 @@ def processor_seconds(process: psutil.Process) -> float:
     return sum(time.user + time.system for time in times)
 
 
-def run(folder: Path, staleness: int, steps: int, overrides: list[str]) -> tuple[list[dict[str, float]], float]:
+def run(
+    folder: Path, staleness: int, steps: int, overrides: list[str], own_cores: bool
+) -> tuple[list[dict[str, float]], float]:
     """The metrics of the steps of one run that count, and processor seconds of a step (learner and server)."""
     settings = [f"name=staleness-{staleness}", f"run_root={folder}", f"num_steps={steps}", "validation.every=0"]
-    settings += [f"rollout.max_staleness={staleness}", "rollout.servers.launch=1", "monitor.plots=false"]
-    settings += ["checkpoint.every=0", "monitor.tensorboard=false", *overrides]
-    command = [sys.executable, "-m", "megatron_rl", "train", str(RECIPE)]
-    command += [argument for setting in settings for argument in ("--set", setting)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    settings += [f"rollout.max_staleness={staleness}", "checkpoint.every=0", "monitor.plots=false"]
+    settings += [f"rollout.servers.launch={int(not own_cores)}", "monitor.tensorboard=false", *overrides]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "MRL_SERVER_TOKEN": secrets.token_hex(16)}
+    arguments = [argument for setting in settings for argument in ("--set", setting)]
     metrics, log = folder / f"staleness-{staleness}" / "metrics.jsonl", folder / "output.txt"
+
+    def start(program: str, core: int) -> psutil.Popen:
+        pinned = ["taskset", "-c", str(core)] if own_cores else []
+        command = [*pinned, sys.executable, "-m", "megatron_rl", program, str(RECIPE), *arguments]
+        with log.open("a") as output:
+            return psutil.Popen(command, env={**os.environ, **environment}, stdout=output, stderr=subprocess.STDOUT)
 
     def lines() -> list[str]:
         return metrics.read_text().splitlines() if metrics.exists() else []
 
-    with log.open("w") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+    process = start("train", 0)
+    programs = [process, start("serve", 1)] if own_cores else [process]
     marks: list[tuple[int, float]] = []  # steps done, processor seconds
     for wanted in (WARM_UP_STEPS, steps - 1):
-        while len(lines()) < wanted and process.poll() is None:
+        while len(lines()) < wanted and all(program.poll() is None for program in programs):
             time.sleep(0.02)
-        if process.poll() is None:
-            marks.append((len(lines()), processor_seconds(psutil.Process(process.pid))))
-    if process.wait() or len(marks) < 2:
+        if all(program.poll() is None for program in programs):
+            marks.append((len(lines()), sum(map(processor_seconds, programs))))
+    if len(marks) < 2 or process.wait():
+        for program in programs:
+            program.terminate()
         raise SystemExit(log.read_text()[-4000:])
+    for server in programs[1:]:
+        server.terminate()
+        server.wait()
     (first, before), (last, after) = marks
     return [json.loads(row) for row in lines()][WARM_UP_STEPS:steps], (after - before) / (last - first)
 
@@ -73,6 +88,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=24, help="longest response, tokens")
     parser.add_argument("--forced", action="store_true", help="every response is that long")
     parser.add_argument("--prompts", type=int, default=32, help="of a step; eight responses each")
+    parser.add_argument("--own-cores", action="store_true", help="learner and server on one core each")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
     options = parser.parse_args()
     overrides = [f"rollout.max_response_length={options.length}", f"batch.prompts={options.prompts}"]
@@ -82,7 +98,7 @@ def main() -> None:
     for _ in range(options.rounds):
         for staleness in rows:
             with tempfile.TemporaryDirectory() as folder:
-                counted, seconds = run(Path(folder), staleness, options.steps, overrides)
+                counted, seconds = run(Path(folder), staleness, options.steps, overrides, options.own_cores)
             rows[staleness] += counted
             work[staleness].append(seconds)
 
