@@ -5,7 +5,8 @@ of 48 layers with 128 experts sends 18,432 expert matrices: seconds of a step in
 experts also takes the stack of one projection, [experts, out, in], in one call. Here the matrices of a stream are held
 until a projection of a layer is complete, stacked, and given to that loader; all else of the stream passes through.
 
-Memory: the stacks of one layer, which vLLM holds until the layer is complete (without stacking it holds the matrices).
+Memory: vLLM holds the stacks of a layer until the layer is complete, as it would hold the matrices; while the last of
+them are stacked both are there, at most the experts of one layer more.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What vLLM is asked for one response, the same from the engine in this process and from a server."""
+"""What vLLM is asked for one response, and what it answers: the same in this process and in a server."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from megatron_rl.rollout.generator import Sampling
+from megatron_rl.rollout.generator import RolloutError, Sampling
 
 
 def sampling_fields(sampling: Sampling, seed: int, stop_token_ids: list[int]) -> dict[str, Any]:
@@ -32,3 +32,11 @@ def sampling_params(fields: dict[str, Any]) -> Any:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def sampled_tokens(completion: Any, name: str = "") -> tuple[list[int], list[float]]:
+    """Tokens of vLLM's ``completion`` and their log-probs. `RolloutError`, begun with ``name``, where they differ."""
+    tokens, logprobs = list(completion.token_ids), completion.logprobs
+    if list(logprobs.token_ids) != tokens:
+        raise RolloutError(f"{name}log-probs belong to other tokens than were sampled")
+    return tokens, logprobs.logprobs

@@ -40,7 +40,7 @@ from megatron_rl.rollout.engine_arguments import engine_arguments, runs_eagerly
 from megatron_rl.rollout.generator import RolloutError, Sampling
 from megatron_rl.rollout.payload import make_rollout
 from megatron_rl.rollout.requests import Request, deal, make_groups, make_requests
-from megatron_rl.rollout.sampling_params import sampling_fields, sampling_params
+from megatron_rl.rollout.sampling_params import sampled_tokens, sampling_fields, sampling_params
 from megatron_rl.types import Group, Prompt, Rollout
 from megatron_rl.watchdog import limited
 
@@ -169,13 +169,11 @@ class VllmGenerator:
 
     def _to_rollout(self, request: Request, output: Any) -> Rollout:
         completion = output.outputs[0]
-        tokens, logprobs = list(completion.token_ids), completion.logprobs
-        if list(logprobs.token_ids) != tokens:
-            raise RolloutError(f"prompt {request.prompt.id!r}: log-probs belong to other tokens than were sampled")
+        tokens, logprobs = sampled_tokens(completion, f"prompt {request.prompt.id!r}: ")
         return make_rollout(
             request,
             tokens,
-            logprobs.logprobs,
+            logprobs,
             completion.finish_reason,
             self._policy_version,
             routes=completion.routed_experts,

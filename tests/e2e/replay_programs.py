@@ -51,9 +51,12 @@ def _compare(model: str, dtype: str) -> dict[str, Any]:
 
 
 def _score(learner: Learner, batch: Batch) -> dict[str, Any]:
-    """Spread of rho with the learner's routes and with the engine's, and the metrics of an update."""
-    spreads = {name: _rho_std(learner, batch, mode) for name, mode in (("native", "native"), ("replayed", "replay"))}
-    return {**spreads, "metrics": learner.update(batch)}
+    """Spread of rho with the learner's routes and with the engine's; the largest difference of log-probs in each
+    sequence with the former; and the metrics of an update."""
+    native, replayed = (learner.compute_logprobs(batch, mode) for mode in ("native", "replay"))
+    off = [np.abs(old - s.inference_logprobs).max() for old, s in zip(native, batch.sequences, strict=True)]
+    spreads = {"native": _rho_std(native, batch), "replayed": _rho_std(replayed, batch)}
+    return {**spreads, "native, by sequence": off, "metrics": learner.update(batch)}
 
 
 def _sample(generator: VllmGenerator, prompts: list, version: int, recipe: Any) -> Batch:
@@ -63,8 +66,8 @@ def _sample(generator: VllmGenerator, prompts: list, version: int, recipe: Any) 
     return build_batch(0, groups, recipe)
 
 
-def _rho_std(learner: Learner, batch: Batch, routing: str) -> float:
-    old = torch.from_numpy(np.concatenate(learner.compute_logprobs(batch, routing)))
+def _rho_std(logprobs: list[np.ndarray], batch: Batch) -> float:
+    old = torch.from_numpy(np.concatenate(logprobs))
     inference = torch.from_numpy(np.concatenate([s.inference_logprobs for s in batch.sequences]))
     offsets = torch.tensor([0, *(s.response_length for s in batch.sequences)]).cumsum(0)
     return mismatch_metrics(old, inference, torch.ones_like(old, dtype=torch.bool), offsets)["mismatch/rho_std"]

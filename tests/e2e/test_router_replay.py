@@ -45,10 +45,13 @@ def test_engines_disagree_in_bf16_and_agree_in_fp32(results):
 
 
 def assert_only_near_ties_differ(found: dict) -> None:
-    """In fp32 a router's choice can differ only where two experts are as good to seven digits; all else is rounding."""
+    """In fp32 a router's choice can differ only where two experts are as good to seven digits. One sequence of 144 may
+    meet that; the others agree to rounding, and all do once their routes are replayed."""
     assert found["metrics"]["router/agree_frac"] >= 0.9999
     assert found["replayed"] < 1e-5
-    assert found["native"] < 1e-5 or found["metrics"]["router/agree_frac"] < 1.0
+    assert len(found["native, by sequence"]) == 144
+    assert sorted(found["native, by sequence"])[-2] < 1e-4
+    assert found["native"] < 1e-4 or found["metrics"]["router/agree_frac"] < 1.0
 
 
 def test_routes_after_a_weight_update_are_those_of_the_new_weights(results):

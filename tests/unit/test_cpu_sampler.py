@@ -57,6 +57,15 @@ class TestSelect:
         found = select(probs, torch.full((2000,), LARGEST, dtype=torch.float64))
         assert found.tolist() == [1] * 2000
 
+    def test_a_large_vocabulary_is_added_up_in_float64(self):
+        """In float32 the sum of 151,936 probabilities is off by more than many of them are."""
+        generator = torch.Generator().manual_seed(0)
+        probs = torch.randn(1, 151_936, generator=generator).softmax(-1)
+        uniforms = torch.rand(200, dtype=torch.float64, generator=generator)
+        cumulated = np.cumsum(probs[0].double().numpy())
+        expected = np.searchsorted(cumulated, uniforms.numpy() * cumulated[-1], side="right")
+        assert select(probs.expand(200, -1), uniforms).tolist() == expected.tolist()
+
     def test_nan_gives_some_token_of_the_vocabulary(self):
         found = select(torch.full((2, 5), torch.nan), torch.tensor([0.0, LARGEST], dtype=torch.float64))
         assert ((found >= 0) & (found < 5)).all()

@@ -1,4 +1,4 @@
-"""The guard in front of a server, the token, and what is refused before an engine starts."""
+"""The guard in front of a server, the token, new weights, and what is refused before an engine starts."""
 
 from __future__ import annotations
 
@@ -130,6 +130,16 @@ def test_an_answer_that_an_update_overtook_is_thrown_away():
         return await asked
 
     assert asyncio.run(scene())[0] == 409
+
+
+@pytest.mark.parametrize("path", ["/inference/v1/generate", "/v1/completions", "/wake_up", "/collective_rpc"])
+def test_a_route_of_vllm_that_knows_no_version_closes_the_server(path):
+    async def scene():
+        guard = guarded(App())
+        await call(guard, WEIGHTS, body=weights(1))
+        return await call(guard, path), (await call(guard, GENERATE, version=1))[0]
+
+    assert asyncio.run(scene()) == ((200, "from vLLM"), 409)
 
 
 def test_a_response_whose_caller_hung_up_is_aborted():

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.rollout.generator import RolloutError
-from megatron_rl.rollout.sampling_params import sampling_params
+from megatron_rl.rollout.sampling_params import sampled_tokens, sampling_params
 
 _numbers = itertools.count()
 
@@ -32,12 +32,10 @@ async def sample(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
     (completion,) = last.outputs
     if completion.finish_reason == "error":
         raise RolloutError("the engine gave this response up")
-    tokens, logprobs = list(completion.token_ids), completion.logprobs
-    if list(logprobs.token_ids) != tokens:
-        raise RolloutError("log-probs belong to other tokens than were sampled")
+    tokens, logprobs = sampled_tokens(completion)
     return {
         "tokens": tokens,
-        "logprobs": base64.b64encode(np.asarray(logprobs.logprobs, np.float32).tobytes()).decode(),
+        "logprobs": base64.b64encode(np.asarray(logprobs, np.float32).tobytes()).decode(),
         "finish_reason": completion.finish_reason,
         "routes": None if completion.routed_experts is None else _npy(completion.routed_experts),
     }

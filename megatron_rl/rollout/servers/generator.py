@@ -88,6 +88,7 @@ class ServerGenerator:
             precision=precision or PrecisionConfig(),
         )
         self._policy_version, self._stats = 0, {}
+        self._pushed: dict[str, float] = {}  # how long the last push took
         self._pool: ServerPool | None = None
         self._folder: WeightFolder | None = None
         self._local: LocalServers | None = None
@@ -244,7 +245,6 @@ class ServerGenerator:
     async def _find(self, token: str) -> None:
         servers = self._config.servers
         self._turn = asyncio.Lock()  # first come, first served
-        self._pushed: dict[str, float] = {}  # how long the last push took
         self._described: dict[str, dict[str, str]] = {}
 
         def problems(settings: dict[str, Any]) -> list[str]:

@@ -22,8 +22,8 @@ from typing import Any
 
 VERSION_HEADER = b"x-policy-version"
 SETTINGS, WEIGHTS, GENERATE = "/megatron_rl/settings", "/megatron_rl/weights", "/megatron_rl/generate"
-# Routes of vLLM that leave weights and caches as they are; any other closes the server.
-HARMLESS = frozenset({"/health", "/weight_info", "/is_paused", "/metrics", "/version", "/inference/v1/generate"})
+# Routes of vLLM that change and sample nothing; any other closes the server, those that sample without a version too.
+HARMLESS = frozenset({"/health", "/weight_info", "/is_paused", "/metrics", "/version"})
 REFUSED, UNAUTHORIZED, CONFLICT, FAILED = 400, 401, 409, 500
 
 _log = logging.getLogger(__name__)
