@@ -1,0 +1,72 @@
+#!/usr/bin/env python
+"""Generation with `rollout/cpu_sampler.py` against vLLM's own sampler, in one engine in turn.
+
+    python tools/bench_sampler.py [--compiled] [--prompts 8] [--group 8] [--length 64] [--rounds 25]
+
+Same engine object, requests and weights; the two draw other responses of the same distribution, all of one length.
+Processor time, one thread; the ratio is the median over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler  # noqa: E402
+from vllm.v1.sample.sampler import Sampler  # noqa: E402
+
+VLLM = (TopKTopPSampler.forward_cpu, Sampler.gather_logprobs)  # before our engine puts its own there
+
+import torch  # noqa: E402
+
+from megatron_rl.config import load_recipe  # noqa: E402
+from megatron_rl.data import load_prompts, load_tokenizer  # noqa: E402
+from megatron_rl.rollout import cpu_sampler  # noqa: E402
+from megatron_rl.rollout.vllm_engine import VllmGenerator  # noqa: E402
+from tools.benchlib.timing import alternate, median_ratio, medians  # noqa: E402
+
+OURS = (cpu_sampler.forward_cpu, cpu_sampler.gather_logprobs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compiled", action="store_true", help="vLLM's model compiled; our default on a CPU is not")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--length", type=int, default=64, help="tokens of every response")
+    parser.add_argument("--rounds", type=int, default=25)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    changes = [f"rollout.max_response_length={options.length}", "rollout.stop_token_ids=[]"]
+    changes += [f"rollout.enforce_eager={str(not options.compiled).lower()}"]
+    recipe = load_recipe(ROOT / "recipes" / "tiny" / "grpo.yaml", changes)
+    tokenizer = load_tokenizer(str(recipe.model.path))
+    prompts = list(load_prompts(recipe.data.train, tokenizer, recipe.data.prompt))[: options.prompts]
+    engine = VllmGenerator(recipe.rollout, recipe.model.path, max_prompt_length=recipe.data.prompt.max_length)
+    core = engine._llm.llm_engine.engine_core.engine_core
+    sampler = core.model_executor.driver_worker.worker.model_runner.sampler.topk_topp_sampler
+
+    def generate_with(functions: tuple[Callable, Callable]) -> None:
+        forward, Sampler.gather_logprobs = functions[0], staticmethod(functions[1])
+        sampler.forward = forward.__get__(sampler)
+        engine.rollout(prompts, options.group, policy_version=0, step=0)
+
+    sides = {"ours": lambda: generate_with(OURS), "vllm": lambda: generate_with(VLLM)}
+    times = alternate(options.rounds, sides)
+    engine.close()
+    kind = "compiled" if options.compiled else "eager"
+    print(f"{options.prompts} × {options.group} responses of {options.length} tokens, {kind}, {options.rounds} rounds")
+    for name, median in medians(times).items():
+        print(f"{name:<7} {median:.3f} s")
+    print(f"vllm / ours: {median_ratio(times['vllm'], times['ours']):.2f}")
+
+
+if __name__ == "__main__":
+    main()
