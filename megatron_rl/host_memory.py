@@ -13,8 +13,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-KEPT_BYTES = 64 << 20  # less than this is not worth the page faults of taking it again
-KEPT_FRAC = 0.25  # nor is less than this part of the process, which comes and goes within a step
+KEPT_BYTES = 64 << 20  # less growth than this is not worth the page faults of taking it again
+KEPT_FRAC = 0.25  # nor is less than this part of the process
+SETTLING_STEPS = 4  # until the heap has what a step takes and frees: giving that back would cost its page faults again
+# at every step, which were a twentieth of one
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -48,23 +50,26 @@ _LIBRARY = _find()
 
 
 class FreedMemory:
-    """Gives freed pages back to the system, as often as the process has grown enough since the last time."""
+    """Gives freed pages back to the system, as often as the process has grown enough over what its steps need."""
 
     def __init__(self) -> None:
-        self._smallest = resident_bytes() if _LIBRARY is not None else 0  # after the last time
+        self._settling, self._needed = SETTLING_STEPS, 0
 
     def give_back(self) -> bool:
-        """True where something was. Takes microseconds where there is nothing to do."""
+        """Call after every step. True where something was. Takes microseconds where there is nothing to do."""
         if _LIBRARY is None:
             return False
-        self._smallest = min(self._smallest, resident := resident_bytes())
-        allowed = max(KEPT_BYTES, KEPT_FRAC * self._smallest)
-        # glibc counts as free also what has gone back, so that its count alone does not decide.
-        if resident - self._smallest <= allowed or heap().fordblks <= allowed:
+        resident = resident_bytes()
+        if self._settling:
+            self._settling -= 1
+            self._needed = max(self._needed, resident)
             return False
-        given = bool(_LIBRARY.malloc_trim(0))
-        self._smallest = resident_bytes()
-        return given
+        allowed = max(KEPT_BYTES, KEPT_FRAC * self._needed)
+        # glibc counts as free also what has gone back, so that its count alone does not decide.
+        if resident - self._needed <= allowed or heap().fordblks <= allowed:
+            return False
+        self._settling, self._needed = SETTLING_STEPS, 0
+        return bool(_LIBRARY.malloc_trim(0))
 
 
 def heap() -> Any:
