@@ -1,9 +1,11 @@
 #!/usr/bin/env python
-"""Generation with `rollout/cpu_sampler.py` against vLLM's own sampler, in one engine in turn.
+"""Generation on a CPU with what we change in vLLM against vLLM as it is, in one engine in turn.
+
+The changes are `rollout/cpu_sampler.py` and `rollout/cpu_bookkeeping.py`; each is left out alone, and both.
 
     python tools/bench_sampler.py [--compiled] [--prompts 8] [--group 8] [--length 64] [--rounds 25]
 
-Same engine object, requests and weights; the two draw other responses of the same distribution, all of one length.
+Same engine object, requests and weights; the samplers draw other responses of the same distribution, all of one length.
 Processor time, one thread; the ratio is the median over rounds.
 """
 
@@ -19,6 +21,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
+from vllm.v1.engine.logprobs import LogprobsProcessor  # noqa: E402
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler  # noqa: E402
 from vllm.v1.sample.sampler import Sampler  # noqa: E402
 
@@ -28,7 +32,7 @@ import torch  # noqa: E402
 
 from megatron_rl.config import load_recipe  # noqa: E402
 from megatron_rl.data import load_prompts, load_tokenizer  # noqa: E402
-from megatron_rl.rollout import cpu_sampler  # noqa: E402
+from megatron_rl.rollout import cpu_bookkeeping, cpu_sampler  # noqa: E402
 from megatron_rl.rollout.vllm_engine import VllmGenerator  # noqa: E402
 from tools.benchlib.timing import alternate, median_ratio, medians  # noqa: E402
 
@@ -53,19 +57,27 @@ def main() -> None:
     core = engine._llm.llm_engine.engine_core.engine_core
     sampler = core.model_executor.driver_worker.worker.model_runner.sampler.topk_topp_sampler
 
-    def generate_with(functions: tuple[Callable, Callable]) -> None:
+    def generate_with(functions: tuple[Callable, Callable], our_bookkeeping: bool) -> None:
         forward, Sampler.gather_logprobs = functions[0], staticmethod(functions[1])
         sampler.forward = forward.__get__(sampler)
+        books = cpu_bookkeeping
+        KVCacheManager.allocate_slots = books.allocate_slots if our_bookkeeping else books._allocate_slots
+        update = books.update_sample_logprobs if our_bookkeeping else books._update_sample_logprobs
+        LogprobsProcessor._update_sample_logprobs = update
         engine.rollout(prompts, options.group, policy_version=0, step=0)
 
-    sides = {"ours": lambda: generate_with(OURS), "vllm": lambda: generate_with(VLLM)}
+    sides = {
+        "ours": lambda: generate_with(OURS, True),
+        "vLLM's sampler": lambda: generate_with(VLLM, True),
+        "vLLM's book-keeping": lambda: generate_with(OURS, False),
+        "vLLM's both": lambda: generate_with(VLLM, False),
+    }
     times = alternate(options.rounds, sides)
     engine.close()
     kind = "compiled" if options.compiled else "eager"
     print(f"{options.prompts} × {options.group} responses of {options.length} tokens, {kind}, {options.rounds} rounds")
     for name, median in medians(times).items():
-        print(f"{name:<7} {median:.3f} s")
-    print(f"vllm / ours: {median_ratio(times['vllm'], times['ours']):.2f}")
+        print(f"{name:<20} {median:.3f} s, {median_ratio(times[name], times['ours']):.2f} times ours")
 
 
 if __name__ == "__main__":

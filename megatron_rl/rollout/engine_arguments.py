@@ -11,7 +11,8 @@ from megatron_rl.config.rollout import RolloutConfig
 
 VLLM_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 CPU_KV_CACHE_GIB = 0.25
-CPU_BLOCK_TOKENS = 128  # vLLM's own block size on a CPU
+# Half of vLLM's own block on a CPU: tokens of short responses lie closer together in memory.
+CPU_BLOCK_TOKENS = 64
 GIB = 1 << 30
 Device = Literal["cpu", "cuda"]
 
@@ -50,6 +51,7 @@ def engine_arguments(
     }
     if device == "cpu":  # vLLM's CPU sampler cannot resume a seeded request whose prompt was cut into chunks
         arguments["enable_chunked_prefill"] = False
+        arguments["block_size"] = CPU_BLOCK_TOKENS
         # Only whole blocks are shared: with shorter prompts the cache is all book-keeping, a twentieth of a step.
         arguments["enable_prefix_caching"] &= max_prompt_length >= CPU_BLOCK_TOKENS
         if runs_eagerly(config, device):

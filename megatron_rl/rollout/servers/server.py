@@ -82,6 +82,9 @@ async def _serve(spec: ServerSpec, listener: socket.socket, say: Callable[[str],
     engine_config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
     if spec.device == "cpu":
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's CPU platform asks for spawn
+        from megatron_rl.rollout import cpu_bookkeeping
+
+        cpu_bookkeeping.install()  # outputs are processed here, not where the worker extension is
     engine = AsyncLLM.from_vllm_config(engine_config, disable_log_stats=True)
     published = None
     try:
