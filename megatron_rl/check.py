@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.config import Recipe
+from megatron_rl.config.compiler import compiler_problem
 from megatron_rl.config.known_models import shape_of
 from megatron_rl.config.model import Architecture, read_architecture
 from megatron_rl.data import check_source
@@ -49,6 +50,7 @@ def check_recipe(recipe: Recipe, world_size: int | None = None, *, offline: bool
             "learner.fused_head: true with rollout.engine exact, which needs logits that do not depend on how tokens "
             "are batched; use fused_head: false"
         )
+    problems += _compile_problems(recipe)
     if recipe.learner.lora is not None:
         problems += recipe.learner.lora.problems(architecture, recipe.learner.parallel)
     try:
@@ -70,6 +72,26 @@ def check_recipe(recipe: Recipe, world_size: int | None = None, *, offline: bool
     if absent:
         report.append(("not here", ", ".join(absent)))
     return CheckedRecipe(architecture, world_size, report)
+
+
+def _compile_problems(recipe: Recipe) -> list[str]:
+    """What asks for compilation and cannot have it."""
+    found, on_cpu = [], recipe.runtime.device == "cpu"
+    if recipe.learner.compile and recipe.rollout.engine == "exact":
+        found.append(
+            "learner.compile: true with rollout.engine exact, whose passes must agree bit for bit however tokens are "
+            "batched; use compile: false"
+        )
+    elif recipe.learner.compile and recipe.runtime.device == "cuda":
+        found.append(
+            "learner.compile: true with runtime.device cuda, where TransformerEngine's layers bring their own kernels; "
+            "use compile: false"
+        )
+    elif recipe.learner.compile:
+        found.append(compiler_problem("learner.compile: true"))
+    if on_cpu and recipe.rollout.enforce_eager is False:
+        found.append(compiler_problem("rollout.enforce_eager: false"))
+    return [problem for problem in found if problem]
 
 
 def _report(recipe: Recipe, a: Architecture, world_size: int | None) -> list[tuple[str, str]]:

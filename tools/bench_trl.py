@@ -2,14 +2,14 @@
 """Step time against TRL's GRPOTrainer, step by step in turn: same model, task, batch, threads, precision, engine.
 
     python tools/bench_trl.py --trl-python VENV/bin/python [--lengths fixed tail free] [--longest 256] [--steps 24]
-                              [--ours eager compiled] [--trl default eager plain] [--set a.b=c …]
+                              [--ours eager compiled both] [--trl default eager plain] [--set a.b=c …]
 
 ``fixed``: every response has exactly 64 tokens. ``tail``: log-normal lengths, median --longest/16, the same
 draws for all. ``free``: responses end where the policy ends them, and the run goes on until all reach reward 0.9 (or
 --steps). All use vLLM in their process with the same weights; they take turns of some steps, so that all see the
 machine in the same state. The first step of a turn is not counted: it finds the caches full of another program, which
 a run on its own never does. TRL compiles vLLM's model, our default on a CPU does not: ``compiled`` and ``eager``
-exchange that.
+exchange that; ``both`` is ours with `learner.compile` too.
 ``plain`` is TRL without its correction of the mismatch, which needs a pass for old log-probs there. The ratio is the
 median over pairs of steps: of processor time where others use the machine, of wall time where it is idle.
 
@@ -55,7 +55,8 @@ def workers(options: argparse.Namespace, folder: Path) -> list[Worker]:
     ]
     for mode in options.ours:
         command = ["-m", "tools.benchlib.grpo_ours", TINY / "grpo.yaml", longest, *overrides]
-        command += [f"run_root={folder / mode}", f"rollout.enforce_eager={'true' if mode == 'eager' else 'false'}"]
+        command += [f"run_root={folder / mode}", f"rollout.enforce_eager={str(mode == 'eager').lower()}"]
+        command += [f"learner.compile={str(mode == 'both').lower()}"]
         name = f"ours, {mode}"
         started.append(Worker(name, [sys.executable, *map(str, command)], folder / f"{name}.log", environment))
     for mode in options.trl:
@@ -128,7 +129,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", help="interpreter of a virtual environment that has trl and vLLM")
     parser.add_argument("--trl", nargs="+", choices=("default", "plain", "eager"), default=["default"])
-    parser.add_argument("--ours", nargs="+", choices=("eager", "compiled"), default=["eager"])
+    parser.add_argument("--ours", nargs="+", choices=("eager", "compiled", "both"), default=["eager"])
     parser.add_argument("--lengths", nargs="+", choices=("fixed", "tail", "free"), default=["fixed", "tail"])
     parser.add_argument("--longest", type=int, default=256)
     parser.add_argument("--prompts", type=int, default=8)

@@ -27,6 +27,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.learner.attention import PackedRotaryEmbedding
+from megatron_rl.learner.stretches import PLAIN, Stretches, compiled
+
+Tensor = torch.Tensor
 
 
 def use_few_pass_layers(block: TransformerBlockSubmodules) -> None:
@@ -43,8 +46,13 @@ def use_few_pass_layers(block: TransformerBlockSubmodules) -> None:
             experts.module = FewPassExperts
 
 
-def finish_few_pass_model(model: GPTModel) -> None:
-    """What a specification cannot say: one cosine for all layers, and no exchange where a rank has all experts."""
+def finish_few_pass_model(model: GPTModel, compile: bool = False) -> None:
+    """What a specification cannot say: one cosine for all layers, no exchange where a rank has all experts, and whether
+    elementwise work is compiled."""
+    if compile:
+        for module in model.modules():
+            if isinstance(module, FewPassRMSNorm | FewPassSelfAttention | FewPassExperts):
+                module.stretches = compiled()
     model.rotary_pos_emb = CosSinEmbedding(model.rotary_pos_emb)
     if model.config.expert_model_parallel_size * model.config.expert_tensor_parallel_size > 1:
         return
@@ -56,41 +64,26 @@ def finish_few_pass_model(model: GPTModel) -> None:
 # -- root mean square norm
 
 
-def _rms_forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """x / rms(x) · weight over the last dimension, in x's dtype; and 1 / rms in float32."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    scale = norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()
-    return (x.float() * scale).mul_(weight).to(x.dtype), scale
-
-
-def _rms_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of x (float32) and weight. With s = 1 / rms: dx = s·(w·g) − x·s³·mean(w·g·x), dw = Σ s·g·x."""
-    grad, x, weight32 = grad.float(), x.float(), weight.float()
-    product = (grad * x).reshape(-1, x.size(-1))
-    grad_weight = product.t() @ scale.view(-1)
-    mean = (product @ weight32).view_as(scale).mul_(scale.pow(3)).div_(x.size(-1))
-    grad_x = (grad * weight32).mul_(scale).addcmul_(x, mean, value=-1.0)
-    return grad_x, grad_weight.to(weight.dtype)
-
-
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        out, scale = _rms_forward(x, weight, eps)
-        ctx.save_for_backward(x, weight, scale)
-        return out
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, stretches: Stretches) -> Tensor:
+        rows = x.reshape(-1, x.size(-1))  # one layout, whatever a dimension of size 1 has for a stride: compiled once
+        out, scale = stretches.rms_norm(rows, weight, eps)
+        ctx.save_for_backward(rows, weight, scale)
+        ctx.stretches = stretches
+        return out.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
-        grad_x, grad_weight = _rms_backward(grad, x, weight, scale)
-        return grad_x.to(x.dtype), grad_weight, None
+        grad_x, grad_weight = ctx.stretches.rms_norm_backward(grad.reshape(x.shape), x, weight, scale)
+        return grad_x.to(x.dtype).view(grad.shape), grad_weight, None, None
 
 
 class FewPassRMSNorm(torch.nn.RMSNorm):
     """`torch.nn.RMSNorm` with the arguments that Megatron gives a norm."""
+
+    stretches = PLAIN
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__(hidden_size, eps)
@@ -98,7 +91,7 @@ class FewPassRMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _RMSNorm.apply(x, self.weight, self.eps)
+        return _RMSNorm.apply(x, self.weight, self.eps, self.stretches)
 
 
 # -- from the projection to rotated queries and keys
@@ -113,50 +106,26 @@ class CosSinEmbedding(PackedRotaryEmbedding):
         return torch.cat([half.cos(), half.sin()], dim=-1)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """(x₁, x₂) → (x₁·cos − x₂·sin, x₂·cos + x₁·sin), for halves x₁, x₂ of the last dimension, into a new tensor."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    (x1, x2), (y1, y2) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
-    torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=-1.0)
-    torch.mul(x2, cos, out=y2).addcmul_(x1, sin)
-    return out
-
-
 class _SplitNormRotate(torch.autograd.Function):
     """[N, b, groups, heads + 2, D] → queries [N, b, groups·heads, D], keys and values [N, b, groups, D]."""
 
     @staticmethod
-    def forward(ctx: Any, mixed, q_weight, k_weight, cos_sin, eps):
+    def forward(ctx: Any, mixed, q_weight, k_weight, cos_sin, eps, stretches):
         cos, sin = (part.to(mixed.dtype) for part in cos_sin.unsqueeze(2).chunk(2, dim=-1))
-        ctx.eps, outputs, scales = eps, [], []
-        for part, weight in ((mixed[..., :-2, :], q_weight), (mixed[..., -2:-1, :], k_weight)):
-            scale = None
-            if weight is not None:
-                part, scale = _rms_forward(part, weight, eps)
-            scales.append(scale)
-            outputs.append(_rotate(part, cos, sin).flatten(2, 3))
-        ctx.save_for_backward(mixed, q_weight, k_weight, cos, sin, *scales)
-        return (*outputs, mixed[..., -1, :].contiguous())
+        *outputs, q_scale, k_scale = stretches.split_norm_rotate(mixed, q_weight, k_weight, cos, sin, eps)
+        ctx.save_for_backward(mixed, q_weight, k_weight, cos, sin, q_scale, k_scale)
+        ctx.stretches = stretches
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, grad_q, grad_k, grad_v):
-        mixed, q_weight, k_weight, cos, sin, q_scale, k_scale = ctx.saved_tensors
-        grad = torch.empty_like(mixed)
-        parts = (mixed[..., :-2, :], grad[..., :-2, :], grad_q), (mixed[..., -2:-1, :], grad[..., -2:-1, :], grad_k)
-        grad_weights = []
-        for (x, grad_x, grad_out), weight, scale in zip(parts, (q_weight, k_weight), (q_scale, k_scale), strict=True):
-            turned = _rotate(grad_out.reshape(x.shape), cos, -sin)
-            grad_weight = None
-            if weight is not None:
-                turned, grad_weight = _rms_backward(turned, x, weight, scale)
-            grad_x.copy_(turned)
-            grad_weights.append(grad_weight)
-        grad[..., -1, :] = grad_v
-        return grad, *grad_weights, None, None
+        return *ctx.stretches.split_norm_rotate_backward(grad_q, grad_k, grad_v, *ctx.saved_tensors), None, None, None
 
 
 class FewPassSelfAttention(SelfAttention):
     """Splits, normalises and rotates in one function; the rotary embedding must be a `CosSinEmbedding`."""
+
+    stretches = PLAIN
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         self._cos_sin = kwargs.pop("rotary_pos_emb")
@@ -170,7 +139,7 @@ class FewPassSelfAttention(SelfAttention):
             None if norm is None or isinstance(norm, IdentityOp) else norm.weight
             for norm in (self.q_layernorm, self.k_layernorm)
         )
-        return _SplitNormRotate.apply(mixed, *weights, self._cos_sin, self.config.layernorm_epsilon)
+        return _SplitNormRotate.apply(mixed, *weights, self._cos_sin, self.config.layernorm_epsilon, self.stretches)
 
 
 # -- experts
@@ -180,16 +149,14 @@ class _Experts(torch.autograd.Function):
     """Rows [M, H], sorted by expert → silu(x·w_gate) · (x·w_up) · prob, times w_down, [M, H], expert by expert."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, probs: torch.Tensor, counts: list[int], *weights: torch.Tensor):
+    def forward(ctx: Any, x: Tensor, probs: Tensor, counts: list[int], stretches: Stretches, *weights: Tensor):
         fc1, fc2 = weights[: len(counts)], weights[len(counts) :]
         hidden = x.new_empty(len(x), fc1[0].size(0))
         _each(x, fc1, counts, hidden, transposed=True)
-        gate, up = hidden.chunk(2, dim=-1)
-        scaled = (F.silu(gate).mul_(up) * probs[:, None]).to(x.dtype)
         out = x.new_empty(len(x), fc2[0].size(0))
-        _each(scaled, fc2, counts, out, transposed=True)
+        _each(stretches.gated_silu(hidden, probs), fc2, counts, out, transposed=True)
         ctx.save_for_backward(x, probs, hidden, *weights)
-        ctx.counts = counts
+        ctx.counts, ctx.stretches = counts, stretches
         return out
 
     @staticmethod
@@ -197,23 +164,14 @@ class _Experts(torch.autograd.Function):
         x, probs, hidden, *weights = ctx.saved_tensors
         counts, grad = ctx.counts, grad.contiguous()
         fc1, fc2 = weights[: len(counts)], weights[len(counts) :]
-        gate, up = hidden.chunk(2, dim=-1)
-        silu = F.silu(gate)
-        activated = silu * up
-        grad_scaled = torch.empty_like(activated)
+        grad_scaled = hidden.new_empty(len(hidden), hidden.size(1) // 2)
         _each(grad, fc2, counts, grad_scaled, transposed=False)
-        grad_probs = (grad_scaled * activated).sum(dim=-1, dtype=probs.dtype)
-        scaled = activated.mul_(probs[:, None])
+        scaled, grad_hidden, grad_probs = ctx.stretches.gated_silu_backward(grad_scaled, hidden, probs)
         grad_fc2 = [g.t() @ a for g, a in zip(grad.split(counts), scaled.split(counts), strict=True)]
-        grad_activated = grad_scaled.mul_(probs[:, None])
-        grad_hidden = torch.empty_like(hidden)
-        grad_gate, grad_up = grad_hidden.chunk(2, dim=-1)
-        torch.mul(grad_activated, silu, out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grad_activated.mul_(up), gate, grad_input=grad_gate)
         grad_fc1 = [g.t() @ a for g, a in zip(grad_hidden.split(counts), x.split(counts), strict=True)]
         grad_x = torch.empty_like(x)
         _each(grad_hidden, fc1, counts, grad_x, transposed=False)
-        return grad_x, grad_probs, None, *grad_fc1, *grad_fc2
+        return grad_x, grad_probs, None, None, *grad_fc1, *grad_fc2
 
 
 def _each(
@@ -227,12 +185,14 @@ def _each(
 class FewPassExperts(SequentialMLP):
     """All experts of this rank in one function. Gated SiLU without biases, as in every model that we read."""
 
+    stretches = PLAIN
+
     def forward(
         self, hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         weights = [expert.linear_fc1.weight for expert in self.local_experts]
         weights += [expert.linear_fc2.weight for expert in self.local_experts]
-        return _Experts.apply(hidden_states, probs, tokens_per_expert.tolist(), *weights), None
+        return _Experts.apply(hidden_states, probs, tokens_per_expert.tolist(), self.stretches, *weights), None
 
 
 class _Gather(torch.autograd.Function):

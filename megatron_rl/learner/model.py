@@ -156,6 +156,10 @@ def build_model(
     """
     if problems := architecture.problems():
         raise InputError("; ".join(problems))
+    if learner.compile and use_transformer_engine(device):
+        raise InputError(
+            "learner.compile: true, but TransformerEngine's layers bring their own kernels; use compile: false"
+        )
     precision = precision or PrecisionConfig()
     config = transformer_config(architecture, learner, device, precision, exact)
     model = GPTModel(
@@ -177,7 +181,7 @@ def build_model(
         if exact:
             model.rotary_pos_emb = PackedRotaryEmbedding(model.rotary_pos_emb)
         else:
-            finish_few_pass_model(model)
+            finish_few_pass_model(model, learner.compile)
     model = model.to(device=device, dtype=DTYPES[learner.dtype])
     if precision.fp32_head and model.post_process:
         compute_head_in_fp32(model.output_layer)

@@ -6,6 +6,8 @@ per number of ranks and run all layouts of that number one after the other.
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -33,6 +35,8 @@ VARIANTS = {
     "recompute full": {"recompute": "full"},
     "recompute selective": {"recompute": "selective"},
     "fused head": {"fused_head": True},
+    # Without a C++ compiler the same functions are traced and run by tests/unit/test_few_pass.py alone.
+    **({"compiled": {"compile": True}} if shutil.which("g++") else {}),
 }
 # saved on (ranks, layout), continued on (ranks, layout)
 RESHARDINGS = {
@@ -117,7 +121,7 @@ def test_several_minibatches_on_two_ranks(runs):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_microbatches_and_recompute_change_nothing(runs, variant):
+def test_microbatches_recompute_and_compilation_change_nothing(runs, variant):
     assert_same_run(runs[variant][0], runs["one"][0], tolerance=1e-5)
 
 

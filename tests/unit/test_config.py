@@ -123,15 +123,44 @@ def test_resolved_recipes_load_again(tmp_path):
         ("model.path=nowhere", ["model.path", "does not exist"]),
         ("data.train={path: train.jsonl, answer_key: anser}", ["anser"]),
         ("num_steps=0", ["num_steps: found 0"]),
+        ("learner.compile=true\nrollout.engine=exact", ["learner.compile: true with rollout.engine exact", "false"]),
+        ("learner.compile=true\nruntime.device=cuda", ["learner.compile: true with runtime.device cuda", "false"]),
         ("name=a/b", ["name: found 'a/b'"]),
     ],
 )
 def test_errors_name_key_value_and_remedy(override, expected):
     override = override.replace("path: train.jsonl", f"path: {DATA / 'train.jsonl'}")
     with pytest.raises(InputError) as caught:
-        check_recipe(load_recipe(GRPO, [override]), world_size=1)
+        check_recipe(load_recipe(GRPO, override.split("\n")), world_size=1)
     for text in expected:
         assert text in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("learner.compile=true", "learner.compile: true"),
+        ("rollout.enforce_eager=false", "rollout.enforce_eager: false"),
+    ],
+)
+def test_compiling_wants_a_compiler_and_headers(override, key, monkeypatch, tmp_path):
+    changes = [override, "runtime.device=cpu"]
+    monkeypatch.setenv("CXX", sys.executable)  # some program that is there
+    headers = {"include": str(tmp_path)}
+    monkeypatch.setattr("sysconfig.get_paths", lambda: headers)
+    (tmp_path / "Python.h").touch()
+    check_recipe(load_recipe(GRPO, changes), 1)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for part in (key, "'no-such-compiler' was not found", "g++", "python3-dev"):
+        assert part in _error(changes)
+    (tmp_path / "Python.h").unlink()
+    assert f"{tmp_path}/Python.h is not there" in _error(changes)
+
+
+def _error(changes: list[str]) -> str:
+    with pytest.raises(InputError) as caught:
+        check_recipe(load_recipe(GRPO, changes), 1)
+    return str(caught.value)
 
 
 def test_all_problems_are_told_at_once():
