@@ -34,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x (float32) and weight. With s = 1 / rms: dx = s·(w·g) − x·s³·mean(w·g·x), dw = Σ s·g·x."""
     grad, x, weight32 = grad.float(), x.float(), weight.float()
-    if torch.compiler.is_compiling():  # sums join the pass over the activations that a product with a vector ends
+    if torch.compiler.is_compiling():  # sums are part of the one pass; a product with a vector would be another
         product = grad * x
         grad_weight = (product * scale).flatten(0, -2).sum(dim=0)
         total = (product * weight32).sum(dim=-1, keepdim=True)

@@ -36,16 +36,16 @@ def allocate_slots(
 ) -> KVCacheBlocks | None:
     """Blocks that a request needs for ``num_new_tokens`` more tokens; None where there are not enough.
 
-    The short way is for one token that is neither the first of a block, which needs a new one, nor the last, with which
-    the block is complete and goes into the prefix cache; without drafts or blocks from elsewhere; in a model with one
-    kind of cache whose blocks are all kept.
+    The short way is for one token that has room in the blocks there are, and is not the last of one, with which it is
+    complete and goes into the prefix cache; without drafts or blocks from elsewhere; in a model with one kind of cache
+    whose blocks are all kept.
     """
     if num_new_tokens == 1 and not positional and not any(options.values()):
         managers = self.coordinator.single_type_managers
         if len(managers) == 1 and type(manager := managers[0]) is FullAttentionManager:
             size, num_tokens = manager.block_size, request.num_computed_tokens + 1
             blocks = manager.req_to_blocks.get(request.request_id, ())
-            if num_tokens % size > 1 and len(blocks) * size >= num_tokens <= self.max_model_len:
+            if num_tokens % size and len(blocks) * size >= num_tokens:
                 return self.empty_kv_cache_blocks
     return _allocate_slots(self, request, num_new_tokens, *positional, **options)
 

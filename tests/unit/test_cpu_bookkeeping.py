@@ -58,7 +58,8 @@ def history(allocate, kv: KVCacheManager, prompts: list[list[int]], steps: int) 
             if blocks is not None:
                 r.num_computed_tokens += 1
                 r.append_output_token_ids(draw.randrange(5))
-                seen.append((blocks.get_block_ids(allow_none=True), kv.get_block_ids(r.request_id)))
+                cached = dict(kv.coordinator.single_type_managers[0].num_cached_block)
+                seen.append((blocks.get_block_ids(allow_none=True), kv.get_block_ids(r.request_id), cached))
         if waiting:
             r = waiting[0]
             cached, num_cached = kv.get_computed_blocks(r)[:2]

@@ -11,6 +11,13 @@ BLOCK = 64 << 10  # below the size from which a block has pages of its own
 pytestmark = pytest.mark.skipif(host_memory._LIBRARY is None, reason="no glibc")
 
 
+@pytest.fixture(autouse=True)
+def _whatever_was_tested_before(monkeypatch):
+    """Free parts of the heap would be taken first, without growth; and how large the process is, is others' doing."""
+    host_memory._LIBRARY.malloc_trim(0)
+    monkeypatch.setattr(host_memory, "KEPT_FRAC", 0.0)
+
+
 def taken(size: int) -> list[bytearray]:
     return [bytearray(BLOCK) for _ in range(size // BLOCK)]
 
@@ -37,11 +44,23 @@ def test_what_lies_between_blocks_in_use_is_given_back():
 def test_what_every_step_takes_and_frees_is_kept():
     freed, kept = FreedMemory(), []
     for step in range(3 * SETTLING_STEPS):
-        blocks = taken(16 * KEPT_BYTES)
+        blocks = taken(16 * KEPT_BYTES if step else BLOCK)  # the first step may be a smaller one
         kept.append(blocks[-1])
         del blocks
         assert not freed.give_back(), f"step {step}"
     assert host_memory.heap().fordblks > 12 * KEPT_BYTES, "there was something to give"
+
+
+def test_once_is_enough_where_more_is_in_use_than_before():
+    freed = settled()
+    kept = taken(32 * KEPT_BYTES)
+    times = 0
+    for _ in range(3 * SETTLING_STEPS):
+        blocks = taken(16 * KEPT_BYTES)
+        kept.append(blocks[-1])
+        del blocks
+        times += freed.give_back()
+    assert times == 1
 
 
 def test_growth_beyond_the_first_steps_is_given_back_every_time():
