@@ -1,6 +1,11 @@
-"""Freed memory goes back to the system, where it is worth it."""
+"""Freed memory goes back to the system, where it is worth it.
+
+Every test is a process of its own: what others left free in the heap would be taken first, without growth, and counts.
+"""
 
 from __future__ import annotations
+
+import multiprocessing
 
 import pytest
 
@@ -9,13 +14,6 @@ from megatron_rl.host_memory import KEPT_BYTES, SETTLING_STEPS, FreedMemory
 
 BLOCK = 64 << 10  # below the size from which a block has pages of its own
 pytestmark = pytest.mark.skipif(host_memory._LIBRARY is None, reason="no glibc")
-
-
-@pytest.fixture(autouse=True)
-def _whatever_was_tested_before(monkeypatch):
-    """Free parts of the heap would be taken first, without growth; and how large the process is, is others' doing."""
-    host_memory._LIBRARY.malloc_trim(0)
-    monkeypatch.setattr(host_memory, "KEPT_FRAC", 0.0)
 
 
 def taken(size: int) -> list[bytearray]:
@@ -28,7 +26,7 @@ def settled() -> FreedMemory:
     return freed
 
 
-def test_what_lies_between_blocks_in_use_is_given_back():
+def what_lies_between_blocks_in_use_is_given_back():
     freed = settled()
     blocks = taken(16 * KEPT_BYTES)
     kept = blocks[::100]  # the end of the heap stays in use
@@ -41,7 +39,7 @@ def test_what_lies_between_blocks_in_use_is_given_back():
     assert sum(map(len, kept)) == len(kept) * BLOCK
 
 
-def test_what_every_step_takes_and_frees_is_kept():
+def what_every_step_takes_and_frees_is_kept():
     freed, kept = FreedMemory(), []
     for step in range(3 * SETTLING_STEPS):
         blocks = taken(16 * KEPT_BYTES if step else BLOCK)  # the first step may be a smaller one
@@ -51,7 +49,7 @@ def test_what_every_step_takes_and_frees_is_kept():
     assert host_memory.heap().fordblks > 12 * KEPT_BYTES, "there was something to give"
 
 
-def test_once_is_enough_where_more_is_in_use_than_before():
+def once_is_enough_where_more_is_in_use_than_before():
     freed = settled()
     kept = taken(32 * KEPT_BYTES)
     times = 0
@@ -63,7 +61,7 @@ def test_once_is_enough_where_more_is_in_use_than_before():
     assert times == 1
 
 
-def test_growth_beyond_the_first_steps_is_given_back_every_time():
+def growth_beyond_the_first_steps_is_given_back_every_time():
     freed = settled()
     for _ in range(2):
         blocks = taken(16 * KEPT_BYTES)
@@ -72,3 +70,32 @@ def test_growth_beyond_the_first_steps_is_given_back_every_time():
         assert freed.give_back()
         assert not any(freed.give_back() for _ in range(SETTLING_STEPS))
         del kept
+
+
+def the_largest_of_the_first_steps_is_what_they_need():
+    blocks = taken(16 * KEPT_BYTES)
+    kept = blocks[::100]
+    del blocks  # something to give
+    freed = FreedMemory()
+    for step in range(3 * SETTLING_STEPS):
+        pages = None if step % 2 else bytearray(16 * KEPT_BYTES)  # a block so large goes back by itself
+        assert not freed.give_back(), f"step {step}"
+        del pages
+    assert kept
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        what_lies_between_blocks_in_use_is_given_back,
+        what_every_step_takes_and_frees_is_kept,
+        once_is_enough_where_more_is_in_use_than_before,
+        growth_beyond_the_first_steps_is_given_back_every_time,
+        the_largest_of_the_first_steps_is_what_they_need,
+    ],
+)
+def test_in_a_process_of_its_own(program):
+    process = multiprocessing.get_context("spawn").Process(target=program)
+    process.start()
+    process.join()
+    assert process.exitcode == 0, "see its traceback above"
