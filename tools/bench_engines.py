@@ -7,17 +7,16 @@ Same engine object, same requests, same weights, in turn, so that nothing differ
 against `LLM.generate` with the sampling parameters and seeds that `rollout` uses; the responses must be the same.
 Update: `Learner.update` (packing, objective, metrics, gradient noise, clipping, Adam) against Megatron's schedule over
 the same packed rows with the mean log-prob as loss, and its optimizer. Processor time, one thread; the ratio is the
-median over pairs.
+median over pairs, with its middle half.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,31 +32,24 @@ from megatron_rl.data import load_prompts, load_tokenizer  # noqa: E402
 from megatron_rl.learner.distributed import shutdown  # noqa: E402
 from megatron_rl.learner.learner import Learner  # noqa: E402
 from megatron_rl.run import start_generator  # noqa: E402
+from tools.benchlib.timing import alternate, medians, spread  # noqa: E402
 
 
-def seconds(function: Callable[[], Any]) -> tuple[float, Any]:
-    start = time.process_time()
-    result = function()
-    return time.process_time() - start, result
-
-
-def compare(name: str, ours: Callable[[], Any], engine: Callable[[], Any], rounds: int, same: Callable) -> Any:
-    """Print the engine's share of our time; returns our last result."""
-    pairs = []
-    for round_ in range(rounds + 1):
-        order = (ours, engine) if round_ % 2 == 0 else (engine, ours)
-        found = {function: seconds(function) for function in order}
-        same(found[ours][1], found[engine][1])
-        pairs.append((found[ours][0], found[engine][0]))
-    pairs = pairs[1:]  # the first warms up
-    shares = sorted(theirs / mine for mine, theirs in pairs)
-    mine, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
-    quarter = len(shares) // 4
+def compare(name: str, ours: Callable[[], Any], engine: Callable[[], Any], rounds: int) -> dict[str, Any]:
+    """Print the engine's share of our time; what each side returned last."""
+    results: dict[str, Any] = {}
+    sides = {"ours": ours, "engine": engine}
+    times = alternate(rounds, {side: partial(_keep, results, side, call) for side, call in sides.items()})
+    seconds = medians(times)
     print(
-        f"{name:12} ours {mine:.3f} s, engine alone {theirs:.3f} s, share: median {statistics.median(shares):.3f}, "
-        f"middle half {shares[quarter]:.3f} to {shares[-1 - quarter]:.3f}"
+        f"{name:12} ours {seconds['ours']:.3f} s, engine alone {seconds['engine']:.3f} s, "
+        f"share {spread(times['engine'], times['ours'])}"
     )
-    return found[ours][1]
+    return results
+
+
+def _keep(results: dict[str, Any], side: str, call: Callable[[], Any]) -> None:
+    results[side] = call()
 
 
 def bench_generation(generator: Any, prompts: list, group: int, rounds: int) -> Any:
@@ -79,17 +71,14 @@ def bench_generation(generator: Any, prompts: list, group: int, rounds: int) -> 
         with process_state.compilation(False):
             return llm.generate(captured["requests"], captured["params"], use_tqdm=False)
 
-    def same(groups: list, outputs: list) -> None:
-        rollouts = [rollout.tokens for group in groups for rollout in group.rollouts]
-        assert rollouts == [list(output.outputs[0].token_ids) for output in outputs], "other tokens: nothing to compare"
+    def ours() -> list:
+        return generator.rollout(prompts, group, policy_version=0, step=0)
 
-    return compare(
-        "generation",
-        lambda: generator.rollout(prompts, group, policy_version=0, step=0),
-        raw,
-        rounds,
-        same,
-    )
+    results = compare("generation", ours, raw, rounds)
+    rollouts = [rollout.tokens for group in results["ours"] for rollout in group.rollouts]
+    same = rollouts == [list(output.outputs[0].token_ids) for output in results["engine"]]
+    assert same, "other tokens: nothing to compare"
+    return results["ours"]
 
 
 def bench_update(learner: Learner, groups: list, rounds: int) -> None:
@@ -97,7 +86,7 @@ def bench_update(learner: Learner, groups: list, rounds: int) -> None:
     indices = list(range(len(batch.sequences)))
     mode = learner._routing_mode(updating=True)
     num_tokens = sum(s.response_length for s in batch.sequences)
-    microbatches = learner._microbatches(batch, indices, mode)
+    microbatches = learner.passes.microbatches(batch, indices, mode)
 
     def loss(logits: torch.Tensor, microbatch: Any) -> tuple:
         logprobs = logits.flatten(0, 1)[microbatch.positions].float().log_softmax(-1)
@@ -107,12 +96,12 @@ def bench_update(learner: Learner, groups: list, rounds: int) -> None:
     def bare() -> None:
         learner.model.zero_grad_buffer()
         learner.optimizer.zero_grad()
-        learner._run(microbatches, loss, mode)
+        learner.passes.run(microbatches, loss, mode)
         learner.optimizer.step()
 
     if learner.noise is not None:
         learner.noise.begin([], 0)
-    compare("update", lambda: learner.update(batch), bare, rounds, lambda *_: None)
+    compare("update", lambda: learner.update(batch), bare, rounds)
 
 
 def main() -> None:

@@ -3,11 +3,11 @@
 
     python tools/bench_growth.py [--rounds 5] [--only tokens sequences layers experts batch ranks]
 
-One quantity doubles, the others stay; processor time of one thread, least of the rounds, which alternate over the
-sizes. The exponent is the slope of log time over log size by least squares, with its 95% interval. Above 1 something
-is super-linear: attention is, in tokens per sequence, and nothing of ours may be. Models have random weights; the
-update is that of `Learner.update`; packing, statistics of the monitor and export are timed apart, and what does not run
-the model once more at batches as large as a cluster's (`batch`, and `ranks` that 8192 sequences are dealt to).
+One quantity doubles, the others stay; processor time of one thread, least of the rounds. The exponent is the slope of
+log time over log size by least squares, with its 95% interval. Above 1 something is super-linear: attention is, in
+tokens per sequence, and nothing of ours may be. Models have random weights; the update is that of `Learner.update`;
+packing, statistics of the monitor and export are timed apart, and what does not run the model once more at batches as
+large as a cluster's (`batch`, and `ranks` that 8192 sequences are dealt to).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import math
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,6 +37,7 @@ from megatron_rl.learner.learner import Learner  # noqa: E402
 from megatron_rl.learner.packing import deal, minibatch_denominators  # noqa: E402
 from megatron_rl.monitor.rollouts import rollout_metrics  # noqa: E402
 from megatron_rl.types import Group, Prompt, Rollout  # noqa: E402
+from tools.benchlib.timing import alternate  # noqa: E402
 
 GROUP = 8
 # Student's t at 97.5% for n − 2 degrees of freedom.
@@ -104,7 +104,7 @@ class Case:
 
     def pack(self) -> None:
         batch = build_batch(0, self.groups, self.recipe)
-        self.learner._microbatches(batch, self.indices, "native")
+        self.learner.passes.microbatches(batch, self.indices, "native")
         minibatch_denominators(batch.sequences, self.recipe.objective)
 
 
@@ -139,15 +139,10 @@ def sweeps(folder: Path) -> Iterator[tuple[str, list[int], Callable[[int], Case 
 def measure(sizes: list[int], make: Callable[[int], Case | DealCase], rounds: int) -> dict[str, list[float]]:
     """Least processor time of every part at every size."""
     best: dict[str, list[float]] = {}
-    for place, size in enumerate(sizes):
+    for size in sizes:
         case = make(size)
-        for name, part in case.parts().items():
-            best.setdefault(name, [math.inf] * len(sizes))
-            for round_ in range(rounds + 1):
-                start = time.process_time()
-                part()
-                if round_:
-                    best[name][place] = min(best[name][place], time.process_time() - start)
+        for name, times in alternate(rounds, case.parts()).items():
+            best.setdefault(name, []).append(min(times))
         if isinstance(case, Case):
             shutdown()
     return best

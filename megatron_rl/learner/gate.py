@@ -87,7 +87,7 @@ Rows = dict[int, dict[str, torch.Tensor]]
 def _trained_rows(learner: Learner, batch: Batch, index: int) -> Rows:
     rows: Rows = {}
     everything = next((part for part in batch.minibatches if index in part), [index])
-    for microbatch in learner.microbatches(batch, everything):
+    for microbatch in learner.passes.microbatches(batch, everything):
         start = None
         if index in microbatch.indices:
             before = microbatch.indices[: microbatch.indices.index(index)]
@@ -99,7 +99,7 @@ def _trained_rows(learner: Learner, batch: Batch, index: int) -> Rows:
                 rows.setdefault(position, {})[name] = hidden[start + position].clone()
 
         with _watch(learner.module, keep), torch.no_grad(), batch_invariant(learner.device):
-            learner.forward(microbatch)
+            learner.passes.forward(microbatch)
     return rows
 
 

@@ -7,8 +7,8 @@ microbatch size, packing or layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl.config import Recipe
 from megatron_rl.config.model import Architecture, read_architecture
@@ -28,16 +24,17 @@ from megatron_rl.learner.decode import Decoder
 from megatron_rl.learner.distributed import gather_objects, initialize
 from megatron_rl.learner.fused_head import FusedHead
 from megatron_rl.learner.hf_export import write_hf_checkpoint
-from megatron_rl.learner.invariant import batch_invariant
 from megatron_rl.learner.logprobs import token_logprobs
 from megatron_rl.learner.lora import Adapters
-from megatron_rl.learner.model import DTYPES, build_model, use_transformer_engine
+from megatron_rl.learner.model import DTYPES, build_model
 from megatron_rl.learner.noise import GradientNoise, update_size
-from megatron_rl.learner.packing import Microbatch, build_microbatch, deal, minibatch_denominators
+from megatron_rl.learner.packing import Microbatch, minibatch_denominators
+from megatron_rl.learner.passes import Passes, PhaseFn
 from megatron_rl.learner.precision import OverflowGuard, describe_model, master_reader
-from megatron_rl.learner.replay import RouterReplayer, RoutingMode, raise_together
+from megatron_rl.learner.replay import RouterReplayer, RoutingMode
 from megatron_rl.learner.scheduler import build_scheduler
 from megatron_rl.learner.weights import WeightMap
+from megatron_rl.learner.wrapping import with_optimizer
 from megatron_rl.objective import (
     Denominators,
     MetricStats,
@@ -47,17 +44,15 @@ from megatron_rl.objective import (
     finalize_metrics,
     needs_old_logprobs,
 )
-from megatron_rl.routing import RouteError
 from megatron_rl.types import Batch
-
-PhaseFn = Callable[[str], AbstractContextManager]
 
 
 class Learner:
     """Holds the policy pi. Every rank of the job builds one and calls the same methods in the same order."""
 
-    def __init__(self, recipe: Recipe, phase: PhaseFn = lambda name: nullcontext()):
-        self.recipe, self.phase = recipe, phase
+    def __init__(self, recipe: Recipe):
+        self.recipe = recipe
+        self.phase: PhaseFn = lambda name: nullcontext()  # `train` sets the monitor's, which times them
         self.config = recipe.learner
         self.device = initialize(self.config.parallel, recipe.runtime.device, recipe.seed)
         self.architecture: Architecture = read_architecture(recipe.model.path)
@@ -72,7 +67,10 @@ class Learner:
         self.replay: RouterReplayer | None = None
         if recipe.routing.is_on:
             self.replay = RouterReplayer(model, self.architecture, recipe.routing, self.device)
-        self.model, self.optimizer = self._wrap(model)
+        self.model, self.optimizer = with_optimizer(model, self.config, self.device)
+        self.passes = Passes(
+            self.model, model, self.config, self.device, self.replay, self.exact, lambda name: self.phase(name)
+        )
         loss_scale = self.config.loss_scale if self.config.dtype == "fp16" else None
         self.overflow = OverflowGuard(
             self.optimizer, loss_scale, self.config.max_consecutive_overflows, self._trained_parameters
@@ -82,33 +80,6 @@ class Learner:
         self.keep_current_logprobs = False  # leave log pi of the update in the batch, for the flight recorder
         self.step = 0  # rollout steps done
         self.num_updates = 0  # optimizer steps applied: the policy version
-
-    def _wrap(self, model: torch.nn.Module) -> tuple[DistributedDataParallel, Any]:
-        optimizer, dtype = self.config.optimizer, self.config.dtype
-        model = DistributedDataParallel(
-            model.config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
-            model,
-        )
-        config = MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=optimizer.lr,
-            weight_decay=optimizer.weight_decay,
-            adam_beta1=optimizer.beta1,
-            adam_beta2=optimizer.beta2,
-            adam_eps=optimizer.eps,
-            clip_grad=optimizer.clip_grad,
-            params_dtype=DTYPES[dtype],
-            bf16=dtype == "bf16",
-            fp16=dtype == "fp16",
-            loss_scale=1.0,  # a scaler makes Megatron look for infinite gradients; `OverflowGuard` puts its own there
-            use_distributed_optimizer=True,
-        )
-        # Gloo twins of the groups are needed only where NCCL is the main backend.
-        wrapped = get_megatron_optimizer(config, [model], use_gloo_process_groups=self.device.type == "cuda")
-        model.config.grad_scale_func = wrapped.scale_loss
-        model.config.finalize_model_grads_func = _add_up_grads
-        return model, wrapped
 
     # -- the update
 
@@ -139,17 +110,17 @@ class Learner:
         gate_is_due = self.gate_is_on and number == 0  # later ones have other weights
         with self.phase("pack"):
             mode = self._routing_mode(updating=True)
-            microbatches = self._microbatches(batch, indices, mode)
+            microbatches = self.passes.microbatches(batch, indices, mode)
             denominators = minibatch_denominators([batch.sequences[i] for i in indices], self.recipe.objective)
         if self.noise is not None:
             self.noise.begin([len(m.indices) for m in microbatches], len(indices))
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         with self.phase("forward_backward"):
-            results = self._run(microbatches, partial(self._loss, denominators=denominators), mode)
+            results = self.passes.run(microbatches, partial(self._loss, denominators=denominators), mode)
         gate_metric = {}
         if self.keep_current_logprobs or gate_is_due:
-            kept = self._share([item for _, found in filter(None, results) for item in found])
+            kept = self.passes.share([item for _, found in filter(None, results) for item in found])
             for i in indices:
                 batch.sequences[i].current_logprobs = kept[i]
         if gate_is_due:
@@ -180,7 +151,7 @@ class Learner:
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[MetricStats, list[tuple[int, np.ndarray]]] | None]:
         unit = torch.ones(
             (), dtype=torch.int, device=logits.device
-        )  # Megatron's token count, unused: see _add_up_grads
+        )  # Megatron's token count, unused: see wrapping._add_up_grads
         if not microbatch.indices:
             return logits.sum() * 0.0, unit, None
         logprobs, entropy = self._token_logprobs(logits, microbatch)
@@ -204,12 +175,8 @@ class Learner:
 
     def _reduce_stats(self, local: list[MetricStats]) -> MetricStats:
         """Statistics of the whole mini-batch on every rank. Only the last pipeline stage has any."""
-        mine = MetricStats.merge(local).cpu() if local and self._counts() else None
+        mine = MetricStats.merge(local).cpu() if local and self.passes.speaks() else None
         return MetricStats.merge([stats for stats in gather_objects(mine) if stats is not None])
-
-    def _counts(self) -> bool:
-        """One rank per data-parallel replica speaks for it: first of its tensor group, on the last stage."""
-        return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
 
     # -- log-probabilities
 
@@ -230,21 +197,17 @@ class Learner:
             return logits.new_zeros(()), torch.ones((), dtype=torch.int, device=logits.device), found
 
         with torch.no_grad():
-            microbatches = self._microbatches(batch, range(len(batch.sequences)), mode)
-            results = self._run(microbatches, collect, mode, forward_only=True, recorded=recorded)
+            microbatches = self.passes.microbatches(batch, range(len(batch.sequences)), mode)
+            results = self.passes.run(microbatches, collect, mode, forward_only=True, recorded=recorded)
         if mode == "record":
             self.replay.assemble(batch, recorded)
-        by_index = self._share([item for found in results for item in found])
+        by_index = self.passes.share([item for found in results for item in found])
         return [by_index[i] for i in range(len(batch.sequences))]
 
     def _pieces(self, logprobs: torch.Tensor, microbatch: Microbatch) -> list[tuple[int, np.ndarray]]:
         """Log-probs [n] of a microbatch as one array per sequence, with the sequence's index."""
         pieces = logprobs.detach().cpu().split(microbatch.response_lengths)
         return [(i, p.numpy()) for i, p in zip(microbatch.indices, pieces, strict=True)]
-
-    def _share(self, found: list[tuple[int, np.ndarray]]) -> dict[int, np.ndarray]:
-        """Pieces of all data-parallel replicas by index of the sequence, on every rank."""
-        return dict(item for rank in gather_objects(found if self._counts() else []) for item in rank)
 
     def _token_logprobs(self, logits: torch.Tensor, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
         options = {
@@ -256,90 +219,12 @@ class Learner:
             return self.head.token_logprobs(logits, microbatch.positions, microbatch.labels, **options)
         return token_logprobs(logits.flatten(0, 1), microbatch.positions, microbatch.labels, **options)
 
-    # -- running the model
-
     def _routing_mode(self, updating: bool) -> RoutingMode:
         """How tokens are routed in an update, or in a pass for log-probs: R2 has routes only after its own pass."""
         replay = self.recipe.routing.replay
         if replay == "r3" or (replay == "r2" and updating):
             return "replay"
         return "watch" if self.replay and updating and replay == "off" else "native"
-
-    def microbatches(self, batch: Batch, indices: list[int] | range) -> list[Microbatch]:
-        """This rank's share of sequences ``indices``, as many microbatches on every rank."""
-        lengths = [len(batch.sequences[i].tokens) for i in indices]
-        plan = deal(lengths, parallel_state.get_data_parallel_world_size(), self.config.max_tokens_per_microbatch)
-        return [
-            build_microbatch(
-                batch,
-                [indices[i] for i in chosen],
-                multiple_of=self.config.parallel.tensor,
-                pad_token=0,
-                device=self.device,
-            )
-            for chosen in plan[parallel_state.get_data_parallel_rank()]
-        ]
-
-    def _microbatches(self, batch: Batch, indices: list[int] | range, mode: RoutingMode) -> list[Microbatch]:
-        microbatches = self.microbatches(batch, indices)
-        if mode in ("replay", "watch"):
-            with self.phase("routes"):
-                self._add_routes(batch, microbatches)
-        return microbatches
-
-    def _add_routes(self, batch: Batch, microbatches: list[Microbatch]) -> None:
-        problem = None
-        try:
-            for microbatch in microbatches:
-                microbatch.routes = self.replay.slice([batch.sequences[i] for i in microbatch.indices], microbatch)
-        except RouteError as error:
-            problem = error
-        raise_together(problem)
-
-    def _run(
-        self,
-        microbatches: list[Microbatch],
-        loss: Callable,
-        mode: RoutingMode,
-        forward_only: bool = False,
-        recorded: list[Any] | None = None,
-    ) -> list[Any]:
-        """Megatron's schedule over ``microbatches``; what ``loss`` returned third, on the last stage, else empty.
-
-        With mode "record", what the routers chose is appended to ``recorded``, one item per microbatch.
-        """
-
-        def forward_step(data: Iterator[Microbatch], model: torch.nn.Module):
-            microbatch = next(data)
-            routed = self.replay.forward(mode, microbatch.routes, not forward_only) if self.replay else nullcontext()
-            with routed:
-                logits = self.forward(microbatch, model)
-                if mode == "record":
-                    recorded.append(self.replay.recorded(microbatch))
-            return logits, partial(loss, microbatch=microbatch)
-
-        self.model.train(not forward_only)
-        with batch_invariant(self.device) if self.exact else nullcontext():
-            return get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=iter(microbatches),
-                model=[self.model],
-                num_microbatches=len(microbatches),
-                seq_length=microbatches[0].tokens.numel(),
-                micro_batch_size=1,
-                forward_only=forward_only,
-            )
-
-    def forward(self, microbatch: Microbatch, model: torch.nn.Module | None = None) -> torch.Tensor:
-        """One pass over a packed row: logits [1, N, V/tp] on the last stage. ``model``: wrapped; None: the bare one."""
-        if not use_transformer_engine(self.device):
-            self.module.rotary_pos_emb.position_ids = microbatch.position_ids
-        return (model or self.module)(
-            input_ids=microbatch.tokens,
-            position_ids=microbatch.position_ids[None],
-            attention_mask=None,
-            packed_seq_params=microbatch.packed,
-        )
 
     def decoder(self) -> Decoder:
         """This policy, token by token, for the engine `exact`."""
@@ -395,8 +280,3 @@ class Learner:
         self.scheduler.load_state_dict(own["scheduler"])
         self.overflow.load_state_dict(own["overflow"])
         return state
-
-
-def _add_up_grads(model: list[torch.nn.Module], num_tokens: torch.Tensor | None, **kwargs: Any) -> None:
-    """Megatron's reduction of gradients without its division by tokens: our losses carry their denominators."""
-    finalize_model_grads(model, None, **kwargs)

@@ -111,6 +111,7 @@ def test_twin_runs(recipes, representatives, twins, finished, name):
         )
         if recipe.routing.is_on:
             assert 0.5 < row["router/agree_frac"] <= 1
+            assert row["perf/time/routes"] > 0
         if recipe.rollout.engine == "exact":
             assert row["training/rollout_probs_diff_max"] == 0
         if recipe.learner.dtype == "fp16":

@@ -48,6 +48,6 @@ def _dense_gradient(learner: Learner, batch: Any, indices: list[int]) -> torch.T
     learner.model.zero_grad_buffer()
     denominators = minibatch_denominators(batch.sequences, learner.recipe.objective)
     microbatch = build_microbatch(batch, indices, multiple_of=1, pad_token=0, device=learner.device)
-    learner._run([microbatch], partial(learner._loss, denominators=denominators), None)
+    learner.passes.run([microbatch], partial(learner._loss, denominators=denominators), None)
     dense = [p.main_grad for name, p in learner.model.named_parameters() if ".experts." not in name]
     return torch.cat([grad.flatten().double() for grad in dense])
