@@ -1,12 +1,13 @@
 #!/usr/bin/env python
 """Generation on a CPU with what we change in vLLM against vLLM as it is, in one engine in turn.
 
-The changes are `rollout/cpu_sampler.py` and `rollout/cpu_bookkeeping.py`; each is left out alone, and both.
+The changes are `rollout/cpu_sampler.py` and `rollout/cpu_bookkeeping.py`; each is left out alone, and both. Blocks of
+the key/value cache have another size too: an engine of its own has vLLM's 128 tokens.
 
-    python tools/bench_sampler.py [--compiled] [--prompts 8] [--group 8] [--length 64] [--rounds 25]
+    python tools/bench_generation.py [--compiled] [--prompts 8] [--group 8] [--length 64] [--rounds 25]
 
-Same engine object, requests and weights; the samplers draw other responses of the same distribution, all of one length.
-Processor time, one thread; the ratio is the median over rounds.
+Same requests and weights, and but for the blocks the same engine object; the samplers draw other responses of the same
+distribution, all of one length. Processor time, one thread; the ratio is the median over rounds, with its middle half.
 """
 
 from __future__ import annotations
@@ -30,13 +31,20 @@ VLLM = (TopKTopPSampler.forward_cpu, Sampler.gather_logprobs)  # before our engi
 
 import torch  # noqa: E402
 
-from megatron_rl.config import load_recipe  # noqa: E402
+from megatron_rl.config import Recipe, load_recipe  # noqa: E402
 from megatron_rl.data import load_prompts, load_tokenizer  # noqa: E402
-from megatron_rl.rollout import cpu_bookkeeping, cpu_sampler  # noqa: E402
+from megatron_rl.rollout import cpu_bookkeeping, cpu_sampler, engine_arguments  # noqa: E402
 from megatron_rl.rollout.vllm_engine import VllmGenerator  # noqa: E402
-from tools.benchlib.timing import alternate, median_ratio, medians  # noqa: E402
+from tools.benchlib.timing import alternate, medians, spread  # noqa: E402
 
 OURS = (cpu_sampler.forward_cpu, cpu_sampler.gather_logprobs)
+
+VLLM_BLOCK_TOKENS = 128
+
+
+def start(recipe: Recipe, block_tokens: int) -> VllmGenerator:
+    engine_arguments.CPU_BLOCK_TOKENS = block_tokens
+    return VllmGenerator(recipe.rollout, recipe.model.path, max_prompt_length=recipe.data.prompt.max_length)
 
 
 def main() -> None:
@@ -53,11 +61,13 @@ def main() -> None:
     recipe = load_recipe(ROOT / "recipes" / "tiny" / "grpo.yaml", changes)
     tokenizer = load_tokenizer(str(recipe.model.path))
     prompts = list(load_prompts(recipe.data.train, tokenizer, recipe.data.prompt))[: options.prompts]
-    engine = VllmGenerator(recipe.rollout, recipe.model.path, max_prompt_length=recipe.data.prompt.max_length)
+    engine, other = start(recipe, engine_arguments.CPU_BLOCK_TOKENS), start(recipe, VLLM_BLOCK_TOKENS)
     core = engine._llm.llm_engine.engine_core.engine_core
     sampler = core.model_executor.driver_worker.worker.model_runner.sampler.topk_topp_sampler
 
-    def generate_with(functions: tuple[Callable, Callable], our_bookkeeping: bool) -> None:
+    def generate_with(
+        functions: tuple[Callable, Callable], our_bookkeeping: bool, engine: VllmGenerator = engine
+    ) -> None:
         forward, Sampler.gather_logprobs = functions[0], staticmethod(functions[1])
         sampler.forward = forward.__get__(sampler)
         books = cpu_bookkeeping
@@ -71,13 +81,15 @@ def main() -> None:
         "vLLM's sampler": lambda: generate_with(VLLM, True),
         "vLLM's book-keeping": lambda: generate_with(OURS, False),
         "vLLM's both": lambda: generate_with(VLLM, False),
+        "vLLM's blocks": lambda: generate_with(OURS, True, other),
     }
     times = alternate(options.rounds, sides)
     engine.close()
+    other.close()
     kind = "compiled" if options.compiled else "eager"
     print(f"{options.prompts} × {options.group} responses of {options.length} tokens, {kind}, {options.rounds} rounds")
     for name, median in medians(times).items():
-        print(f"{name:<20} {median:.3f} s, {median_ratio(times[name], times['ours']):.2f} times ours")
+        print(f"{name:<20} {median:.3f} s, {spread(times[name], times['ours'])} times ours")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
 #!/usr/bin/env python
 """Learner forward + backward against the same model in transformers: tokens per second, side by side in one run.
 
-    python tools/bench_learner.py [--model recipes/tiny/model] [--sequences 8] [--length 256] [--rounds 15]
+    python tools/bench_learner.py [--model recipes/tiny/model] [--sequences 8] [--length 256] [--rounds 15] [--compiled]
 
-Both compute the log-prob of every next token in fp32 and its gradient, at one thread, in alternating rounds; the median
-of the rounds' ratios is the figure to quote (absolute speeds drift with the machine). The last line says how far both
-are from the arithmetic: 6 FLOPs per active parameter and token, plus attention, at this core's measured matmul rate.
+All compute the log-prob of every next token in fp32 and its gradient, at one thread, in alternating rounds; the median
+of the rounds' ratios, with their middle half, is the figure to quote (absolute speeds drift with the machine). The last
+line says how far they are from the arithmetic: 6 FLOPs per active parameter and token, plus attention, at this core's
+measured matmul rate. ``--compiled`` adds the learner with `learner.compile`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
-import statistics
 import sys
-import time
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,10 +31,11 @@ from megatron_rl.learner.distributed import initialize, shutdown  # noqa: E402
 from megatron_rl.learner.logprobs import token_logprobs  # noqa: E402
 from megatron_rl.learner.model import build_model  # noqa: E402
 from megatron_rl.learner.weights import WeightMap  # noqa: E402
+from tools.benchlib.timing import alternate, medians, spread  # noqa: E402
 
 
-def megatron_step(path: Path, tokens: torch.Tensor):
-    architecture, config = read_architecture(path), LearnerConfig(dtype="fp32")
+def megatron_step(path: Path, tokens: torch.Tensor, compiled: bool = False):
+    architecture, config = read_architecture(path), LearnerConfig(dtype="fp32", compile=compiled)
     model = build_model(architecture, config, initialize(config.parallel, "cpu", 0))
     WeightMap(model, architecture).load(path)
     num, length = tokens.shape
@@ -78,14 +79,7 @@ def flops(a: Architecture, num: int, length: int) -> float:
 
 def matmul_rate() -> float:
     a, b = torch.randn(512, 512), torch.randn(512, 512)
-    seconds = statistics.median(_timed(lambda: a @ b) for _ in range(20))
-    return 2 * 512**3 / seconds
-
-
-def _timed(function) -> float:
-    start = time.process_time()
-    function()
-    return time.process_time() - start
+    return 2 * 512**3 / medians(alternate(20, {"matmul": lambda: a @ b}))["matmul"]
 
 
 def main() -> None:
@@ -94,26 +88,29 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--compiled", action="store_true", help="also the learner with learner.compile")
     options = parser.parse_args()
     torch.set_num_threads(1)
     architecture = read_architecture(options.model)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, architecture.vocab_size, (options.sequences, options.length), generator=generator)
-    ours, theirs = megatron_step(options.model, tokens), transformers_step(options.model, tokens)
-    difference = abs(ours() - theirs())
-    assert difference < 1e-5, f"the two models disagree by {difference}: nothing to compare"
-    rounds = [(_timed(ours), _timed(theirs)) for _ in range(options.rounds)]
-    num_tokens = tokens.numel()
+    sides = {"megatron_rl": megatron_step(options.model, tokens)}
+    if options.compiled:
+        sides["compiled"] = megatron_step(options.model, tokens, compiled=True)
+    sides["transformers"] = transformers_step(options.model, tokens)
+    results = [step() for step in sides.values()]
+    difference = max(results) - min(results)
+    assert difference < 1e-5, f"the models disagree by {difference}: nothing to compare"
+    times = alternate(options.rounds, sides)
     print(
         f"{options.model.name}, {options.sequences} × {options.length} tokens, fp32, 1 thread, {options.rounds} rounds"
     )
     work, rate = flops(architecture, *tokens.shape), matmul_rate()
-    for name, seconds in zip(("megatron_rl", "transformers"), zip(*rounds, strict=True), strict=True):
-        median = statistics.median(seconds)
+    for name, median in medians(times).items():
         share = work / median / rate
-        print(f"{name:>13}: {num_tokens / median:8.0f} tokens/s of processor time, {share:.0%} of the matmul rate")
-    ratios = sorted(their / our for our, their in rounds)
-    print(f"ratio (ours / transformers): median {statistics.median(ratios):.2f}, {ratios[0]:.2f} to {ratios[-1]:.2f}")
+        print(f"{name:>13}: {tokens.numel() / median:8.0f} tokens/s of processor time, {share:.0%} of the matmul rate")
+    for slower, faster in itertools.combinations(reversed(sides), 2):
+        print(f"{slower} takes {spread(times[slower], times[faster])} times as long as {faster}")
     print(f"one matmul of 512³ runs at {rate / 1e9:.0f} GFLOP/s; a step is {work / 1e9:.1f} GFLOP")
     shutdown()
 

@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tools.benchlib.gate import Worker  # noqa: E402
+from tools.benchlib.timing import spread  # noqa: E402
 
 TINY = ROOT / "recipes" / "tiny"
 WARM_UP = 2  # turns
@@ -93,10 +94,8 @@ def report(kind: str, programs: list[Worker], options: argparse.Namespace) -> No
         print(f"{worker.name:16}{wall:9.3f}{processor:13.3f}{steps[-1]['memory_mib']:10.0f}  {shown}", flush=True)
     for ours, theirs in itertools.product(programs[: len(options.ours)], programs[len(options.ours) :]):
         for clock in ("processor", "wall"):
-            pairs = zip(counted(ours, options), counted(theirs, options), strict=True)
-            ratios = sorted(their[clock] / our[clock] for our, their in pairs)
-            middle = f"{ratios[len(ratios) // 4]:.2f} to {ratios[-1 - len(ratios) // 4]:.2f}"
-            print(f"{theirs.name} / {ours.name}, {clock} time: {statistics.median(ratios):.2f}, middle half {middle}")
+            our, their = ([step[clock] for step in counted(side, options)] for side in (ours, theirs))
+            print(f"{theirs.name} / {ours.name}, {clock} time: {spread(their, our)}")
 
 
 def report_goal(programs: list[Worker]) -> None:
