@@ -9,22 +9,16 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from megatron_rl.config.base import Section
+from megatron_rl.config.corrections import WEIGHTING_MODES, Correction
+from megatron_rl.config.policy_terms import ANCHORED_ON_ROLLOUT, CARRIES_W, SEQUENCE_RATIO, PolicyTerm, PpoClip
 
 AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce"]
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-Level = Literal["token", "sequence", "geometric"]
-
-ANCHORED_ON_ROLLOUT = ("reinforce", "dppo")
-"""Policy terms defined by pi and mu alone: no forward pass at rollout weights, and corrections see w for rho."""
-CARRIES_W = ("minirl", "dppo")
-"""Policy terms that already hold w = pi/mu: a second importance weight would square the correction."""
-SEQUENCE_RATIO = ("gspo", "gmpo")
-"""Policy terms whose ratio belongs to a sequence: they are the papers' only when sequences count alike."""
 
 PPO_LIKE_CLIP = 0.01
 """Bounds of a length-normalized sequence ratio live near 1e-4; from here up they look like PPO's per-token ones."""
@@ -32,187 +26,6 @@ PPO_LIKE_CLIP = 0.01
 
 class ObjectiveWarning(UserWarning):
     """A legal objective that is probably not what was meant."""
-
-
-class PpoClip(Section):
-    name: Literal["ppo_clip"] = "ppo_clip"
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    """epsilon_low: the ratio r is clipped below at 1 - clip_low."""
-    clip_high: PositiveFloat = 0.28
-    """epsilon_high: r is clipped above at 1 + clip_high (0.28 is DAPO's, 0.2 PPO's)."""
-    dual_clip: float | None = Field(None, gt=1)
-    """For A < 0 the loss is bounded by -dual_clip · A. null: no bound."""
-
-
-class Gspo(Section):
-    name: Literal["gspo"] = "gspo"
-    clip_low: float = Field(3e-4, gt=0, lt=1)
-    """epsilon_low of the sequence ratio s; far smaller than PPO's because s is a geometric mean over tokens."""
-    clip_high: PositiveFloat = 4e-4
-    """epsilon_high of the sequence ratio s."""
-
-
-class Gmpo(Section):
-    name: Literal["gmpo"] = "gmpo"
-    log_clip_low: PositiveFloat = 0.4
-    """A token's log-ratio is clipped below at -log_clip_low where A < 0."""
-    log_clip_high: PositiveFloat = 0.4
-    """A token's log-ratio is clipped above at log_clip_high where A > 0."""
-
-
-class Cispo(Section):
-    name: Literal["cispo"] = "cispo"
-    clip_high: PositiveFloat = 5.0
-    """epsilon_high: the detached ratio is clipped to [0, 1 + clip_high]. The paper tunes it and prints no value."""
-
-
-class Reinforce(Section):
-    name: Literal["reinforce"] = "reinforce"
-
-
-class MiniRl(Section):
-    name: Literal["minirl"] = "minirl"
-    cap: PositiveFloat = 5.0
-    """w is truncated here."""
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    """Tokens with A < 0 and r < 1 - clip_low are masked."""
-    clip_high: PositiveFloat = 0.27
-    """Tokens with A > 0 and r > 1 + clip_high are masked."""
-
-
-class Dppo(Section):
-    name: Literal["dppo"] = "dppo"
-    divergence: Literal["tv", "kl"] = "tv"
-    """Distance between the two-point distributions (sampled token, any other) of mu and pi: |mu - pi|, or KL."""
-    delta: PositiveFloat | None = None
-    """Distance from which updates that move further away are masked. null: 0.15 for tv, 0.05 for kl."""
-    cap: PositiveFloat = 20.0
-    """C: w is truncated here (20 in the authors' code)."""
-
-    @property
-    def threshold(self) -> float:
-        return self.delta if self.delta is not None else {"tv": 0.15, "kl": 0.05}[self.divergence]
-
-
-class Sapo(Section):
-    name: Literal["sapo"] = "sapo"
-    tau_positive: PositiveFloat = 1.0
-    """Temperature of the sigmoid gate where A >= 0."""
-    tau_negative: PositiveFloat = 1.05
-    """Temperature of the sigmoid gate where A < 0; larger, so that these fade faster away from r = 1."""
-
-
-PolicyTerm = Annotated[
-    PpoClip | Gspo | Gmpo | Cispo | Reinforce | MiniRl | Dppo | Sapo,
-    Field(discriminator="name"),
-]
-
-
-class NoCorrection(Section):
-    mode: Literal["none"] = "none"
-
-
-class Is(Section):
-    mode: Literal["is"] = "is"
-    level: Level = "token"
-    """Which ratio is the weight: the token's, the product over the sequence, or its geometric mean."""
-
-
-class Tis(Section):
-    mode: Literal["tis"] = "tis"
-    level: Level = "token"
-    """Which ratio is the weight: the token's, the product over the sequence, or its geometric mean."""
-    cap: PositiveFloat = 2.0
-    """C: the weight is min(ratio, C). 2 in arXiv 2602.01826, 3 in arXiv 2510.26788."""
-
-
-class _Masking(Section):
-    renormalize: bool = False
-    """false: a dropped token keeps its place in the denominators. true: it leaves them."""
-
-
-class Mis(_Masking):
-    mode: Literal["mis"] = "mis"
-    level: Level = "token"
-    """Which ratio is the weight: the token's, the product over the sequence, or its geometric mean."""
-    cap: PositiveFloat = 3.0
-    """C: the weight is the ratio where it is at most C, else 0 (3 with the sequence level in arXiv 2510.26788)."""
-    lower: PositiveFloat | None = None
-    """Ratios below this are dropped too. null: one-sided, as the papers write it."""
-
-    @model_validator(mode="after")
-    def _bounds_in_order(self) -> Mis:
-        if self.lower is not None and self.lower >= self.cap:
-            raise ValueError(f"lower {self.lower:g} is not below cap {self.cap:g}: every token would be dropped")
-        return self
-
-
-class IcePop(_Masking):
-    mode: Literal["icepop"] = "icepop"
-    level: Literal["token"] = "token"
-    """IcePop is defined on tokens."""
-    lower: PositiveFloat = 0.5
-    """Tokens whose ratio is below are dropped."""
-    upper: PositiveFloat = 5.0
-    """Tokens whose ratio is above are dropped."""
-
-    @model_validator(mode="after")
-    def _bounds_in_order(self) -> IcePop:
-        if self.lower >= self.upper:
-            raise ValueError(
-                f"lower {self.lower:g} is not below upper {self.upper:g}: every token would be dropped; "
-                f"the bounds look reversed (lower: {self.upper:g}, upper: {self.lower:g}?)"
-            )
-        return self
-
-
-class Reject(_Masking):
-    mode: Literal["reject"] = "reject"
-    statistic: Literal["geometric", "seq_mean_k1", "seq_mean_k3", "max_k3"] = "seq_mean_k3"
-    """What a sequence is judged by. `geometric` and `seq_mean_k1` are compared with bounds on the ratio scale (1 is
-    agreement): lower <= exp(mean log rho) <= upper. `seq_mean_k3` and `max_k3` are divergences: 0 is agreement."""
-    lower: NonNegativeFloat | None = None
-    """Sequences with a smaller statistic are dropped. null: no bound."""
-    upper: PositiveFloat | None = None
-    """Sequences with a larger statistic are dropped. null: no bound."""
-
-    @field_validator("statistic", mode="before")
-    @classmethod
-    def _other_spellings(cls, statistic: Any) -> Any:
-        return {"geometric_mean": "geometric", "seq_max_k3": "max_k3"}.get(statistic, statistic)
-
-    @property
-    def on_ratio_scale(self) -> bool:
-        return self.statistic in ("geometric", "seq_mean_k1")
-
-    @model_validator(mode="after")
-    def _bounds_make_sense(self) -> Reject:
-        if self.lower is None and self.upper is None:
-            raise ValueError("neither lower nor upper is given: nothing would be rejected; set at least one")
-        if self.lower is not None and self.upper is not None and self.lower >= self.upper:
-            raise ValueError(f"lower {self.lower:g} is not below upper {self.upper:g}: every sequence would be dropped")
-        if self.on_ratio_scale and self.lower == 0:
-            raise ValueError("lower 0 on the ratio scale bounds nothing; leave it out")
-        return self
-
-
-class Veto(_Masking):
-    mode: Literal["veto"] = "veto"
-    threshold: PositiveFloat = 1e-4
-    """A sequence with any token ratio below this is dropped."""
-
-
-class Opsm(_Masking):
-    mode: Literal["opsm"] = "opsm"
-    delta: PositiveFloat = 1e-4
-    """A sequence with A < 0 is dropped where mean_t(log po - log pi) exceeds this."""
-
-
-Correction = Annotated[
-    NoCorrection | Is | Tis | Mis | IcePop | Reject | Veto | Opsm,
-    Field(discriminator="mode"),
-]
-WEIGHTING_MODES = ("is", "tis", "mis", "icepop")
 
 
 class Distortion(Section):

@@ -14,7 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megatron_rl.config.objective import ObjectiveConfig, Reject
+from megatron_rl.config.corrections import Reject
+from megatron_rl.config.objective import ObjectiveConfig
 from megatron_rl.objective.guards import k3, safe_exp
 from megatron_rl.objective.inputs import Tokens
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rl.config.objective import CARRIES_W, ObjectiveConfig
+from megatron_rl.config.objective import ObjectiveConfig
+from megatron_rl.config.policy_terms import CARRIES_W
 from megatron_rl.errors import InputError
 from megatron_rl.objective.guards import MIN_LOGPROB
 from megatron_rl.objective.layout import Layout, Packed, Padded

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rl.config.objective import Cispo, Dppo, Gmpo, Gspo, MiniRl, PpoClip, Reinforce, Sapo
+from megatron_rl.config.policy_terms import Cispo, Dppo, Gmpo, Gspo, MiniRl, PpoClip, Reinforce, Sapo
 from megatron_rl.objective.guards import safe_exp
 from megatron_rl.objective.inputs import Tokens
 

@@ -1,0 +1,94 @@
+"""Policy terms of the `objective` section: their parameters. Equations: `objective/policy_terms.py`.
+
+Symbols: mu = probability under the rollout engine, po = under the learner at rollout weights, pi = under the learner
+now; r = pi/po, w = pi/mu; A = advantage.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat
+
+from megatron_rl.config.base import Section
+
+ANCHORED_ON_ROLLOUT = ("reinforce", "dppo")
+"""Policy terms defined by pi and mu alone: no forward pass at rollout weights, and corrections see w for rho."""
+CARRIES_W = ("minirl", "dppo")
+"""Policy terms that already hold w = pi/mu: a second importance weight would square the correction."""
+SEQUENCE_RATIO = ("gspo", "gmpo")
+"""Policy terms whose ratio belongs to a sequence: they are the papers' only when sequences count alike."""
+
+
+class PpoClip(Section):
+    name: Literal["ppo_clip"] = "ppo_clip"
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    """epsilon_low: the ratio r is clipped below at 1 - clip_low."""
+    clip_high: PositiveFloat = 0.28
+    """epsilon_high: r is clipped above at 1 + clip_high (0.28 is DAPO's, 0.2 PPO's)."""
+    dual_clip: float | None = Field(None, gt=1)
+    """For A < 0 the loss is bounded by -dual_clip · A. null: no bound."""
+
+
+class Gspo(Section):
+    name: Literal["gspo"] = "gspo"
+    clip_low: float = Field(3e-4, gt=0, lt=1)
+    """epsilon_low of the sequence ratio s; far smaller than PPO's because s is a geometric mean over tokens."""
+    clip_high: PositiveFloat = 4e-4
+    """epsilon_high of the sequence ratio s."""
+
+
+class Gmpo(Section):
+    name: Literal["gmpo"] = "gmpo"
+    log_clip_low: PositiveFloat = 0.4
+    """A token's log-ratio is clipped below at -log_clip_low where A < 0."""
+    log_clip_high: PositiveFloat = 0.4
+    """A token's log-ratio is clipped above at log_clip_high where A > 0."""
+
+
+class Cispo(Section):
+    name: Literal["cispo"] = "cispo"
+    clip_high: PositiveFloat = 5.0
+    """epsilon_high: the detached ratio is clipped to [0, 1 + clip_high]. The paper tunes it and prints no value."""
+
+
+class Reinforce(Section):
+    name: Literal["reinforce"] = "reinforce"
+
+
+class MiniRl(Section):
+    name: Literal["minirl"] = "minirl"
+    cap: PositiveFloat = 5.0
+    """w is truncated here."""
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    """Tokens with A < 0 and r < 1 - clip_low are masked."""
+    clip_high: PositiveFloat = 0.27
+    """Tokens with A > 0 and r > 1 + clip_high are masked."""
+
+
+class Dppo(Section):
+    name: Literal["dppo"] = "dppo"
+    divergence: Literal["tv", "kl"] = "tv"
+    """Distance between the two-point distributions (sampled token, any other) of mu and pi: |mu - pi|, or KL."""
+    delta: PositiveFloat | None = None
+    """Distance from which updates that move further away are masked. null: 0.15 for tv, 0.05 for kl."""
+    cap: PositiveFloat = 20.0
+    """C: w is truncated here (20 in the authors' code)."""
+
+    @property
+    def threshold(self) -> float:
+        return self.delta if self.delta is not None else {"tv": 0.15, "kl": 0.05}[self.divergence]
+
+
+class Sapo(Section):
+    name: Literal["sapo"] = "sapo"
+    tau_positive: PositiveFloat = 1.0
+    """Temperature of the sigmoid gate where A >= 0."""
+    tau_negative: PositiveFloat = 1.05
+    """Temperature of the sigmoid gate where A < 0; larger, so that these fade faster away from r = 1."""
+
+
+PolicyTerm = Annotated[
+    PpoClip | Gspo | Gmpo | Cispo | Reinforce | MiniRl | Dppo | Sapo,
+    Field(discriminator="name"),
+]
