@@ -37,8 +37,9 @@ class ServersConfig(Section):
     """File (mode 600) with the token that servers ask for. null: the environment variable MRL_SERVER_TOKEN; with
     `launch`, a random one if that is not set."""
     weights_dir: Path | None = None
-    """Folder that weights travel through; the learner's first node and all servers have to see it. On one machine
-    /dev/shm is fastest. null: servers/weights in the run directory."""
+    """Folder that weights travel through; the learner's first node and all servers have to see it. The run makes a
+    subfolder of its own in it and removes nothing else. On one machine /dev/shm is fastest. null: servers/weights in
+    the run directory."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ServersConfig:

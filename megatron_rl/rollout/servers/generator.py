@@ -228,7 +228,7 @@ class ServerGenerator:
         """On rank 0: launch servers where the recipe says so, find them, hear what they compute."""
         servers = self._config.servers
         token = (read_token(servers) or secrets.token_hex(32)) if servers.launch else require_token(servers)
-        self._folder = WeightFolder(servers.weights_dir or self._run_dir / "servers" / "weights")
+        self._folder = WeightFolder(servers.weights_dir or self._run_dir / "servers" / "weights", self._run_dir)
         if servers.launch:
             assert recipe_file is not None, "servers are launched from the run's resolved recipe"
             self._local = LocalServers(servers.launch, recipe_file, self._run_dir, token)

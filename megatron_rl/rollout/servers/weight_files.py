@@ -6,6 +6,9 @@ nothing is rounded twice. A file holds as many as fit in its size, so that no ra
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,18 +16,47 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from megatron_rl.errors import InputError
 from megatron_rl.rollout.servers.client import Weights
 
 FILE_BYTES = 2 << 30
+MARKER = ".weights-of-run"
+"""File in a run's folder of weights that names the run directory. A folder without it is never removed."""
 
 
 class WeightFolder:
-    """What was written to ``root``, one folder for each time; ``root`` is emptied at the start and at the end."""
+    """A run's own subfolder of ``parent``, with one folder for each write.
 
-    def __init__(self, root: Path) -> None:
-        self.root, self._written = root, 0
-        shutil.rmtree(root, ignore_errors=True)
-        root.mkdir(parents=True)
+    The name holds a hash of ``run_dir``, so that several runs can share ``parent``. Whatever else ``parent`` holds is
+    left alone. The subfolder of a run that was killed is removed when the run starts again; its lock ensures that no
+    other process is using it. Raises `InputError` where ``parent`` cannot be used.
+    """
+
+    def __init__(self, parent: Path, run_dir: Path) -> None:
+        run = str(run_dir.resolve())
+        self._parent, self._made_parent, self._written = parent, not parent.exists(), 0
+        self.root = parent / f"megatron_rl-{run_dir.name}-{hashlib.sha256(run.encode()).hexdigest()[:12]}"
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            self._remove_leftover(run)
+            self.root.mkdir()
+            (self.root / MARKER).write_text(run + "\n")
+        except OSError as error:
+            raise InputError(
+                f"rollout.servers.weights_dir: {parent} cannot be used ({error}); name a folder that this run can "
+                "write to, such as /dev/shm"
+            ) from error
+
+    def _remove_leftover(self, run: str) -> None:
+        if not os.path.lexists(self.root):
+            return
+        marker = self.root / MARKER
+        if self.root.is_symlink() or not marker.is_file() or marker.read_text().strip() != run:
+            raise InputError(
+                f"rollout.servers.weights_dir: {self.root} exists and was not made by this run; it is not touched. "
+                "Move it away or name another folder"
+            )
+        shutil.rmtree(self.root)
 
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Weights:
         """Put all ``tensors`` on disk. A version may come twice, after an update that was skipped."""
@@ -56,8 +88,12 @@ class WeightFolder:
         """Remove what was written before ``weights``: no server is given it any more. Later ones may wait already."""
         first = Path(weights.files[0]).parent.name
         for folder in self.root.iterdir():
-            if folder.name < first:
+            if folder.is_dir() and folder.name < first:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
+        """Remove the run's own subfolder, and ``parent`` where this object made it and nothing else is in it."""
         shutil.rmtree(self.root, ignore_errors=True)
+        if self._made_parent:
+            with contextlib.suppress(OSError):  # another run is using it, or it is gone
+                self._parent.rmdir()
