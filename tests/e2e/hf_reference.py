@@ -1,4 +1,4 @@
-"""Log-probs and routes of a Hugging Face model in fp32, the reference that the engine is compared with."""
+"""Log-probs and routes of a Hugging Face model, the reference that the engine is compared with."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from megatron_rl.rollout.generator import Sampling
 from megatron_rl.types import Group
 
 
-def load(path: Path):
+def load(path: Path, dtype: torch.dtype = torch.float32):
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    # Experts one by one: transformers' grouped product has no float64.
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="eager").eval()
 
 
 @torch.no_grad()
 def score(model, groups: list[Group], sampling: Sampling) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """For every rollout, in order: log-probs [R] under ``sampling``, and sorted routes [P + R - 1, L, K]."""
+    """For every rollout, in order: float64 log-probs [R] under ``sampling``, and sorted routes [P + R - 1, L, K]."""
     sequences = [(group.prompt.tokens, rollout.tokens) for group in groups for rollout in group.rollouts]
     length = max(len(prompt) + len(response) for prompt, response in sequences)
     # Padding on the right: causal attention keeps it away from what is compared.
@@ -56,4 +57,4 @@ def distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         # A token stays if those more probable than it do not yet reach top_p.
         dropped = probabilities.cumsum(-1) - probabilities >= sampling.top_p
         logits = logits.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -torch.inf)
-    return logits.log_softmax(-1).float()
+    return logits.log_softmax(-1)

@@ -25,6 +25,7 @@ from megatron_rl.rollout.uniforms import UniformStream
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.types import Group, Prompt
 from tests.e2e import hf_reference
+from tests.support.rounding import bound_from_double
 from tools.make_tiny_checkpoint import build_model, build_tiny_config, build_tokenizer, save_checkpoint
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny"
@@ -76,6 +77,10 @@ class TestSampling:
     def reference(self):
         return hf_reference.load(MODEL)
 
+    @pytest.fixture(scope="class")
+    def double_reference(self):
+        return hf_reference.load(MODEL, torch.float64)
+
     @pytest.mark.parametrize(
         "sampling",
         [
@@ -87,14 +92,23 @@ class TestSampling:
         ],
         ids=["plain", "T0.7", "T1.3-k3", "p0.8", "T0.9-k4-p0.9"],
     )
-    def test_logprobs_and_routes_are_those_of_the_hf_model(self, generator, reference, sampling):
+    def test_logprobs_and_routes_are_those_of_the_hf_model(self, generator, reference, double_reference, sampling):
         groups = generator.rollout(prompts(16), 4, policy_version=0, step=0, sampling=sampling)
-        logprobs, routes = hf_reference.score(reference, groups, sampling)
-        for rollout, expected, expected_routes in zip(
-            [rollout for group in groups for rollout in group.rollouts], logprobs, routes, strict=True
-        ):
-            assert np.abs(rollout.inference_logprobs - expected).max() <= 1e-5
-            assert (np.sort(rollout.routed_experts, -1) == expected_routes).all()
+        expected, routes = hf_reference.score(double_reference, groups, sampling)
+        single, _ = hf_reference.score(reference, groups, sampling)
+        expected, single, found = map(np.concatenate, (expected, single, flat(groups, "inference_logprobs")))
+        bound = bound_from_double(single, expected, longest_sum=reference.config.hidden_size)
+        assert np.abs(found - expected).max() <= bound
+        for rollout_routes, expected_routes in zip(flat(groups, "routed_experts"), routes, strict=True):
+            assert (np.sort(rollout_routes, -1) == expected_routes).all()
+
+        head = reference.lm_head.weight.data
+        try:  # the bound is tight enough to see an output layer in the next smaller type
+            reference.lm_head.weight.data = head.half().float()
+            rounded, _ = hf_reference.score(reference, groups, sampling)
+        finally:
+            reference.lm_head.weight.data = head
+        assert np.abs(np.concatenate(rounded) - expected).max() > bound
 
     @pytest.mark.parametrize("sampling", [Sampling(MAX_RESPONSE_LENGTH), Sampling(MAX_RESPONSE_LENGTH, 0.7, top_k=3)])
     def test_a_token_is_the_one_whose_interval_holds_its_random_number(self, generator, reference, sampling):
