@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--offline",
         action="store_true",
-        help="where the model is not at hand, go by its name (config/known_models.py); leave out data files",
+        help="where the model is not at hand, go by its name (checkpoint/known_models.py); leave out data files",
     )
     plan = _command(commands, "plan", _plan, "memory, step time and layouts on a GPU, by arithmetic")
     plan.add_argument("--gpu", required=True, choices=GPU_NAMES, help="what it is to run on")
@@ -128,8 +128,8 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    from megatron_rl.checkpoint.known_models import shape_of
     from megatron_rl.config import load_recipe
-    from megatron_rl.config.known_models import shape_of
     from megatron_rl.plan import GPUS, make_plan, make_workload, render
 
     recipe = load_recipe(options.recipe, options.overrides)
@@ -156,7 +156,7 @@ def _serve(options: argparse.Namespace) -> int:
     from megatron_rl.config import load_recipe
 
     recipe = load_recipe(options.recipe, options.overrides)
-    from megatron_rl.serve import serve
+    from megatron_rl.rollout.servers.serve import serve
 
     serve(recipe, options.host, options.port, options.name, options.ends_with_parent)
     return EXIT_DONE

@@ -62,7 +62,7 @@ def _sequence(group: Group, rollout: Rollout, advantage: float) -> Sequence:
         advantage=advantage,
         reward=rollout.reward,
         policy_versions=rollout.policy_versions,
-        gate_logprobs=rollout.gate_logprobs,
+        exact_logprobs=rollout.exact_logprobs,
         routed_experts=rollout.routed_experts,
         route_checksums=rollout.route_checksums,
     )

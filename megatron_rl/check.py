@@ -6,13 +6,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rl.checkpoint.architecture import Architecture, read_architecture
+from megatron_rl.checkpoint.known_models import shape_of
 from megatron_rl.config import Recipe
-from megatron_rl.config.compiler import compiler_problem
-from megatron_rl.config.known_models import shape_of
-from megatron_rl.config.model import Architecture, read_architecture
+from megatron_rl.config.precision_contract import contract
+from megatron_rl.config.rules import model_problems
 from megatron_rl.data import check_source
 from megatron_rl.errors import InputError
-from megatron_rl.precision import contract, contract_problems
+from megatron_rl.process.compiler import compiler_problem
 from megatron_rl.rewards import check_reward
 
 
@@ -28,31 +29,16 @@ def check_recipe(recipe: Recipe, world_size: int | None = None, *, offline: bool
 
     Args:
         world_size: ranks of the job; None: not known (then only what holds for every number of ranks is checked).
-        offline: go by the shape of a known model (`config.known_models`) where its folder is not at hand, and leave out
-            data files that are not.
+        offline: go by the shape of a known model (`checkpoint.known_models`) where its folder is not
+            at hand, and leave out data files that are not.
 
     Raises:
         InputError: with every problem found, one a line.
     """
     architecture, assumed = shape_of(recipe.model.path) if offline else (read_architecture(recipe.model.path), False)
     absent = [f"model {recipe.model.path} (its shape is known)"] if assumed else []
-    problems = architecture.problems() + recipe.learner.parallel.problems(architecture, world_size)
-    problems += recipe.rollout.problems(
-        architecture,
-        recipe.data.prompt.max_length,
-        world_size,
-        device="cpu" if recipe.runtime.device == "cpu" else None,
-    )
-    problems += recipe.routing.problems(architecture)
-    problems += contract_problems(recipe, architecture)
-    if recipe.learner.fused_head and recipe.rollout.engine == "exact":
-        problems.append(
-            "learner.fused_head: true with rollout.engine exact, which needs logits that do not depend on how tokens "
-            "are batched; use fused_head: false"
-        )
-    problems += _compile_problems(recipe)
-    if recipe.learner.lora is not None:
-        problems += recipe.learner.lora.problems(architecture, recipe.learner.parallel)
+    device = "cpu" if recipe.runtime.device == "cpu" else None
+    problems = model_problems(recipe, architecture, world_size, device) + _compiler_problems(recipe)
     try:
         check_reward(recipe.reward, recipe.rollout.max_response_length)
     except InputError as error:
@@ -74,22 +60,12 @@ def check_recipe(recipe: Recipe, world_size: int | None = None, *, offline: bool
     return CheckedRecipe(architecture, world_size, report)
 
 
-def _compile_problems(recipe: Recipe) -> list[str]:
-    """What asks for compilation and cannot have it."""
-    found, on_cpu = [], recipe.runtime.device == "cpu"
-    if recipe.learner.compile and recipe.rollout.engine == "exact":
-        found.append(
-            "learner.compile: true with rollout.engine exact, whose passes must agree bit for bit however tokens are "
-            "batched; use compile: false"
-        )
-    elif recipe.learner.compile and recipe.runtime.device == "cuda":
-        found.append(
-            "learner.compile: true with runtime.device cuda, where TransformerEngine's layers bring their own kernels; "
-            "use compile: false"
-        )
-    elif recipe.learner.compile:
+def _compiler_problems(recipe: Recipe) -> list[str]:
+    """What asks for compilation on a machine that has no compiler."""
+    found = []
+    if recipe.learner.compile:
         found.append(compiler_problem("learner.compile: true"))
-    if on_cpu and recipe.rollout.enforce_eager is False:
+    if recipe.runtime.device == "cpu" and recipe.rollout.enforce_eager is False:
         found.append(compiler_problem("rollout.enforce_eager: false"))
     return [problem for problem in found if problem]
 

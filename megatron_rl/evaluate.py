@@ -7,17 +7,19 @@ import json
 from pathlib import Path
 
 from megatron_rl.check import check_recipe
+from megatron_rl.checkpoint.manifest import TRAINER_FILE
+from megatron_rl.checkpoint.save import WEIGHTS_FILE, load_weights
 from megatron_rl.config import Recipe
 from megatron_rl.data import load_prompts, load_tokenizer
 from megatron_rl.errors import InputError
-from megatron_rl.evaluation import summarise
-from megatron_rl.learner.checkpoint import WEIGHTS_FILE, load_weights
-from megatron_rl.learner.distributed import shutdown, world_rank
 from megatron_rl.learner.learner import Learner
-from megatron_rl.learner.manifest import TRAINER_FILE
+from megatron_rl.learner.process_groups import shutdown
+from megatron_rl.monitor.validation import summarise
+from megatron_rl.process.ranks import world_rank
 from megatron_rl.rewards import Rewarder
+from megatron_rl.rewards.shared import score_shared
 from megatron_rl.rollout import Sampling
-from megatron_rl.run import score_shared, start_generator
+from megatron_rl.run.engines import start_generator
 
 
 def evaluate(recipe: Recipe, checkpoint: Path, output: Path | None = None) -> dict[str, float]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from megatron_rl.batch import build_batch, group_metrics, keep_informative
 from megatron_rl.config import Recipe
 from megatron_rl.errors import RunEnded
-from megatron_rl.evaluation import summarise
-from megatron_rl.host_memory import FreedMemory
-from megatron_rl.lookahead import staleness_metrics
 from megatron_rl.monitor import AlarmEvent, wanted
-from megatron_rl.recorder import keep_newest, record_batch
+from megatron_rl.monitor.validation import summarise
+from megatron_rl.process.host_memory import FreedMemory
+from megatron_rl.rewards.shared import score_shared
 from megatron_rl.rollout import Sampling
-from megatron_rl.run import Run, score_shared, start
+from megatron_rl.run.lookahead import staleness_metrics
+from megatron_rl.run.start import Run, start
+from megatron_rl.stored.batches import keep_newest, record_batch
 from megatron_rl.types import Batch, Group
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from megatron_rl.errors import EXIT_BAD_INPUT, InputError  # noqa: E402
+from megatron_rl.errors import EXIT_BAD_INPUT, InputError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,8 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from megatron_rl import attribution, flight
-    from megatron_rl.recorder import batch_path, load_batch
+    from megatron_rl.stored import attribution
+    from megatron_rl.stored import rerun as flight
+    from megatron_rl.stored.batches import batch_path, load_batch
 
     directory, recipe = flight.open_run(arguments.run, flight.layout_overrides("tp=1"))
     recorded = load_batch(batch_path(directory.batches, arguments.step))

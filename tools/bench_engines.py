@@ -24,15 +24,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
+import torch
 
-from megatron_rl.batch import build_batch  # noqa: E402
-from megatron_rl.config import load_recipe  # noqa: E402
-from megatron_rl.data import load_prompts, load_tokenizer  # noqa: E402
-from megatron_rl.learner.distributed import shutdown  # noqa: E402
-from megatron_rl.learner.learner import Learner  # noqa: E402
-from megatron_rl.run import start_generator  # noqa: E402
-from tools.benchlib.timing import alternate, medians, spread  # noqa: E402
+from megatron_rl.batch import build_batch
+from megatron_rl.config import load_recipe
+from megatron_rl.data import load_prompts, load_tokenizer
+from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.process_groups import shutdown
+from megatron_rl.run.engines import start_generator
+from tools.benchlib.timing import alternate, medians, spread
 
 
 def compare(name: str, ours: Callable[[], Any], engine: Callable[[], Any], rounds: int) -> dict[str, Any]:

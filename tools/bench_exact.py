@@ -22,19 +22,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
+import numpy as np
+import torch
+import torch.nn.functional as F
 
-from megatron_rl.batch import build_batch  # noqa: E402
-from megatron_rl.config import Recipe, load_recipe  # noqa: E402
-from megatron_rl.learner.distributed import shutdown  # noqa: E402
-from megatron_rl.learner.invariant import BatchInvariant  # noqa: E402
-from megatron_rl.learner.learner import Learner  # noqa: E402
-from megatron_rl.rollout import Generator  # noqa: E402
-from megatron_rl.run import start_generator  # noqa: E402
-from megatron_rl.types import Group, Prompt  # noqa: E402
-from tools.benchlib.timing import alternate, medians  # noqa: E402
+from megatron_rl.batch import build_batch
+from megatron_rl.config import Recipe, load_recipe
+from megatron_rl.learner.layers.invariant import BatchInvariant
+from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.process_groups import shutdown
+from megatron_rl.rollout import Generator
+from megatron_rl.run.engines import start_generator
+from megatron_rl.types import Group, Prompt
+from tools.benchlib.timing import alternate, medians
 
 PROMPT = 8
 

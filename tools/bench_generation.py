@@ -23,20 +23,20 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM is imported before 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
-from vllm.v1.engine.logprobs import LogprobsProcessor  # noqa: E402
-from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler  # noqa: E402
-from vllm.v1.sample.sampler import Sampler  # noqa: E402
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+from vllm.v1.sample.sampler import Sampler
 
 VLLM = (TopKTopPSampler.forward_cpu, Sampler.gather_logprobs)  # before our engine puts its own there
 
-import torch  # noqa: E402
+import torch
 
-from megatron_rl.config import Recipe, load_recipe  # noqa: E402
-from megatron_rl.data import load_prompts, load_tokenizer  # noqa: E402
-from megatron_rl.rollout import cpu_bookkeeping, cpu_sampler, engine_arguments  # noqa: E402
-from megatron_rl.rollout.vllm_engine import VllmGenerator  # noqa: E402
-from tools.benchlib.timing import alternate, medians, spread  # noqa: E402
+from megatron_rl.config import Recipe, load_recipe
+from megatron_rl.data import load_prompts, load_tokenizer
+from megatron_rl.rollout import cpu_bookkeeping, cpu_sampler, engine_arguments
+from megatron_rl.rollout.vllm_engine import VllmGenerator
+from tools.benchlib.timing import alternate, medians, spread
 
 OURS = (cpu_sampler.forward_cpu, cpu_sampler.gather_logprobs)
 

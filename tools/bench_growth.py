@@ -25,19 +25,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
-from transformers.utils import logging  # noqa: E402
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
 
-from megatron_rl.batch import build_batch  # noqa: E402
-from megatron_rl.config import load_recipe  # noqa: E402
-from megatron_rl.learner.distributed import shutdown  # noqa: E402
-from megatron_rl.learner.learner import Learner  # noqa: E402
-from megatron_rl.learner.packing import deal, minibatch_denominators  # noqa: E402
-from megatron_rl.monitor.rollouts import rollout_metrics  # noqa: E402
-from megatron_rl.types import Group, Prompt, Rollout  # noqa: E402
-from tools.benchlib.timing import alternate  # noqa: E402
+from megatron_rl.batch import build_batch
+from megatron_rl.config import load_recipe
+from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.packing import deal, minibatch_denominators
+from megatron_rl.learner.process_groups import shutdown
+from megatron_rl.monitor.rollouts import rollout_metrics
+from megatron_rl.types import Group, Prompt, Rollout
+from tools.benchlib.timing import alternate
 
 GROUP = 8
 # Student's t at 97.5% for n − 2 degrees of freedom.

@@ -21,17 +21,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+import torch
+from transformers import AutoModelForCausalLM
 
-from megatron_rl.config.learner import LearnerConfig  # noqa: E402
-from megatron_rl.config.model import Architecture, read_architecture  # noqa: E402
-from megatron_rl.learner.attention import PackedSequences  # noqa: E402
-from megatron_rl.learner.distributed import initialize, shutdown  # noqa: E402
-from megatron_rl.learner.logprobs import token_logprobs  # noqa: E402
-from megatron_rl.learner.model import build_model  # noqa: E402
-from megatron_rl.learner.weights import WeightMap  # noqa: E402
-from tools.benchlib.timing import alternate, medians, spread  # noqa: E402
+from megatron_rl.checkpoint.architecture import Architecture, read_architecture
+from megatron_rl.checkpoint.shards import WeightMap
+from megatron_rl.config.learner import LearnerConfig
+from megatron_rl.learner.layers.attention import PackedSequences
+from megatron_rl.learner.layers.logprobs import token_logprobs
+from megatron_rl.learner.model import build_model
+from megatron_rl.learner.process_groups import initialize, shutdown
+from tools.benchlib.timing import alternate, medians, spread
 
 
 def megatron_step(path: Path, tokens: torch.Tensor, compiled: bool = False):

@@ -19,13 +19,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-from megatron_rl.config import load_recipe  # noqa: E402
-from megatron_rl.learner.distributed import shutdown  # noqa: E402
-from megatron_rl.learner.learner import Learner  # noqa: E402
-from megatron_rl.types import Batch, Sequence  # noqa: E402
-from tools.benchlib.timing import alternate, medians  # noqa: E402
+from megatron_rl.config import load_recipe
+from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.process_groups import shutdown
+from megatron_rl.types import Batch, Sequence
+from tools.benchlib.timing import alternate, medians
 
 PROMPT = 8
 

@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-from megatron_rl.learner.packing import deal  # noqa: E402
+from megatron_rl.learner.packing import deal
 
 Plan = list[list[list[int]]]  # indices of sequences by rank and microbatch
 

@@ -21,10 +21,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 warnings.filterwarnings("ignore")
 
-from megatron_rl.learner.learner import Learner  # noqa: E402
-from megatron_rl.rollout.vllm_engine import VllmGenerator  # noqa: E402
-from tests.support.tiny import MODEL, tiny_recipe  # noqa: E402
-from tools.benchlib.timing import alternate, median_ratio, medians  # noqa: E402
+from megatron_rl.learner.learner import Learner
+from megatron_rl.rollout.vllm_engine import VllmGenerator
+from tests.support.tiny import MODEL, tiny_recipe
+from tools.benchlib.timing import alternate, median_ratio, medians
 
 
 def main() -> None:

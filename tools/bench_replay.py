@@ -19,10 +19,10 @@ import numpy as np
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from megatron_rl.config import Recipe, load_recipe  # noqa: E402
-from megatron_rl.config.routing import RoutingConfig  # noqa: E402
-from megatron_rl.routing import RouteShape, pack_routes, route_checksums  # noqa: E402
-from megatron_rl.types import Batch, Sequence  # noqa: E402
+from megatron_rl.config import Recipe, load_recipe
+from megatron_rl.config.routing import RoutingConfig
+from megatron_rl.routing import RouteShape, pack_routes, route_checksums
+from megatron_rl.types import Batch, Sequence
 
 SHAPES = {
     "tiny": RouteShape(8, 2, tuple(range(4))),

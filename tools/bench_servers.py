@@ -23,15 +23,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 warnings.filterwarnings("ignore")
 
-import torch  # noqa: E402
-import yaml  # noqa: E402
+import torch
+import yaml
 
-from megatron_rl.config import load_recipe  # noqa: E402
-from megatron_rl.data import load_prompts, load_tokenizer  # noqa: E402
-from megatron_rl.rollout.checkpoint import checkpoint_tensors  # noqa: E402
-from megatron_rl.rollout.servers.generator import ServerGenerator  # noqa: E402
-from megatron_rl.rollout.vllm_engine import VllmGenerator  # noqa: E402
-from tools.benchlib.timing import alternate, median_ratio, medians  # noqa: E402
+from megatron_rl.checkpoint.hf_folder import HFFolder
+from megatron_rl.config import load_recipe
+from megatron_rl.data import load_prompts, load_tokenizer
+from megatron_rl.rollout.servers.generator import ServerGenerator
+from megatron_rl.rollout.vllm_engine import VllmGenerator
+from tools.benchlib.timing import alternate, median_ratio, medians
 
 
 def main() -> None:
@@ -66,7 +66,7 @@ def main() -> None:
             recipe.rollout, recipe.model.path, max_prompt_length=longest, run_dir=file.parent, recipe_file=file
         )
         engine = VllmGenerator(recipe.rollout, recipe.model.path, max_prompt_length=longest)
-        weights = list(checkpoint_tensors(recipe.model.path))
+        weights = list(HFFolder(recipe.model.path).items())
         asked = {"policy_version": 0, "step": 0}
         tokens = [
             [rollout.tokens for group in one.rollout(prompts, options.group, **asked) for rollout in group.rollouts]

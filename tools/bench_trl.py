@@ -32,8 +32,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.benchlib.gate import Worker  # noqa: E402
-from tools.benchlib.timing import spread  # noqa: E402
+from tools.benchlib.gate import Worker
+from tools.benchlib.timing import spread
 
 TINY = ROOT / "recipes" / "tiny"
 WARM_UP = 2  # turns

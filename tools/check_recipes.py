@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Load, check and plan every recipe, and check every study, below `recipes/`: part of `make lint`.
 
-A recipe whose model is not on this machine is checked against the shape known by its name (config/known_models.py). A
-recipe whose name says how many GPUs it is for (…-4n8g-…) has a line `# Plan: GPU …` in its header: what
+A recipe whose model is not on this machine is checked against the shape known by its name (checkpoint/known_models.py).
+A recipe whose name says how many GPUs it is for (…-4n8g-…) has a line `# Plan: GPU …` in its header: what
 `python -m megatron_rl plan` says of it, which must be true and must fit; --write brings these lines up to date. A file
 without `num_steps`, `model` and `data` after its `extends:` are merged is a base for others and only parsed.
 """
@@ -18,13 +18,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_rl.check import check_recipe  # noqa: E402
-from megatron_rl.config import Recipe, load_recipe  # noqa: E402
-from megatron_rl.config.known_models import shape_of  # noqa: E402
-from megatron_rl.config.loader import is_base  # noqa: E402
-from megatron_rl.errors import InputError  # noqa: E402
-from megatron_rl.lab import load_study  # noqa: E402
-from megatron_rl.plan import GPUS, make_plan, make_workload, summary  # noqa: E402
+from megatron_rl.check import check_recipe
+from megatron_rl.checkpoint.known_models import shape_of
+from megatron_rl.config import Recipe, load_recipe
+from megatron_rl.config.loader import is_base
+from megatron_rl.errors import InputError
+from megatron_rl.lab import load_study
+from megatron_rl.plan import GPUS, make_plan, make_workload, summary
 
 _PLAN = re.compile(r"^# Plan: .*?(" + "|".join(GPUS) + r").*$", re.MULTILINE)
 _SIZED = re.compile(r"-\d+n\d+g(-|$)")

@@ -35,13 +35,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it also runs before the package is installed
 
 from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
+from megatron_rl.learner.compare_logits import logit_difference
 
 # fp32 sums in another order: measured 2e-6 relative on the tiny model. A wrong table is off by the logits themselves.
 LOGIT_TOLERANCE = 1e-4
 
 
 def run(options: argparse.Namespace) -> int:
-    from megatron_rl.learner import conversion
+    from megatron_rl.checkpoint import conversion
     from megatron_rl.learner.model import DTYPES
 
     if options.logits and (options.dtype or getattr(options, "master", False)):
@@ -60,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"{len(digests)} tensors written to {target}, read back and equal")
     print(f"weights {conversion.total(digests)}")
     if options.logits:
-        difference, largest = conversion.logit_difference(hf, megatron)
+        difference, largest = logit_difference(hf, megatron)
         print(f"logits  differ by at most {difference:.2e} (largest: {largest:.2f})")
         if not difference <= LOGIT_TOLERANCE * max(1.0, largest):
             print("convert_checkpoint: transformers and Megatron compute different logits", file=sys.stderr)

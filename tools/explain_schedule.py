@@ -26,7 +26,7 @@ from megatron_rl.config.learner import OptimizerConfig
 from megatron_rl.config.schedule import ScheduleConfig
 from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
 from megatron_rl.monitor import RunDirectory, read_metrics
-from megatron_rl.schedule.replay import ReplayedStep, replay
+from megatron_rl.schedule.explain import ReplayedStep, replay
 
 
 def read_schedule(run: RunDirectory, changes: str) -> tuple[ScheduleConfig, float, bool]:

@@ -3,7 +3,8 @@
     python tools/fuzz.py [--seconds 60] [recipe] [data] [reward]
 
 Whatever comes in, each has to accept it or refuse it with an `InputError`; the reward has to give 0 or 1. Anything else
-is printed as Hypothesis reduced it, and the exit status is 1. `tests/unit/test_fuzz_inputs.py` runs a few of each.
+is printed as Hypothesis reduced it, and the exit status is 1.
+`tests/unit/tools/test_fuzz_inputs.py` runs a few of each.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from hypothesis import strategies as st
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from megatron_rl.config import load_recipe  # noqa: E402
-from megatron_rl.config.data import DataSourceConfig  # noqa: E402
-from megatron_rl.data.source import read_problems  # noqa: E402
-from megatron_rl.errors import InputError  # noqa: E402
-from megatron_rl.rewards.pool import WorkerPool  # noqa: E402
-from megatron_rl.rewards.rewarder import math_verdict  # noqa: E402
+from megatron_rl.config import load_recipe
+from megatron_rl.config.data import DataSourceConfig
+from megatron_rl.data.source import read_problems
+from megatron_rl.errors import InputError
+from megatron_rl.rewards.pool import WorkerPool
+from megatron_rl.rewards.rewarder import math_verdict
 
 ROUND = 200  # examples between two looks at the clock
 

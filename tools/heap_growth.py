@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 tools/heap_growth.py [--updates 2000] [--set tensor=2] [--keep-freed]
 
 A leak shows as growth of what is in use; growth of what is free is glibc keeping freed memory, which a run gives back
-(`megatron_rl/host_memory.py`; --keep-freed: does not). The tiny model, stored rollouts, no engine.
+(`megatron_rl/process/host_memory.py`; --keep-freed: does not). The tiny model, stored rollouts, no engine.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 warnings.filterwarnings("ignore")
 
-from megatron_rl import host_memory  # noqa: E402
-from megatron_rl.learner.distributed import shutdown, world_rank  # noqa: E402
-from megatron_rl.learner.learner import Learner  # noqa: E402
-from tests.support.tiny import stored_rollouts, tiny_recipe  # noqa: E402
+from megatron_rl import host_memory
+from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.process_groups import shutdown
+from megatron_rl.process.ranks import world_rank
+from tests.support.tiny import stored_rollouts, tiny_recipe
 
 MIB = 1 << 20
 

@@ -21,8 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError  # noqa: E402
-from megatron_rl.lab import load_study  # noqa: E402
+from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
+from megatron_rl.lab import load_study
 
 EXIT_INCOMPLETE = 1
 

@@ -27,7 +27,7 @@ from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.data import load_prompts, load_tokenizer
 from megatron_rl.data.source import Problem, read_problems
 from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
-from megatron_rl.evaluation import CORRECT
+from megatron_rl.monitor.validation import CORRECT
 from megatron_rl.types import Group, Prompt
 
 
@@ -78,7 +78,8 @@ def num_correct(group: Group) -> int:
 
 def sample(recipe: Recipe, prompts: list[Prompt], num_samples: int, per_call: int, progress: Path) -> None:
     """Sample and score ``prompts``, ``per_call`` at a time, appending to ``progress``. Every rank calls it."""
-    from megatron_rl.learner.distributed import resolve_device, world_rank
+    from megatron_rl.learner.process_groups import resolve_device
+    from megatron_rl.process.ranks import world_rank
     from megatron_rl.rewards import Rewarder
     from megatron_rl.rollout.vllm_engine import VllmGenerator
 
@@ -135,7 +136,7 @@ def write_kept(
 @contextmanager
 def job(recipe: Recipe) -> Iterator[None]:
     """Join the other ranks of the job, if there are any, and leave them at the end."""
-    from megatron_rl.learner.distributed import initialize, shutdown
+    from megatron_rl.learner.process_groups import initialize, shutdown
 
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         initialize(recipe.learner.parallel, recipe.runtime.device, recipe.seed)
@@ -146,7 +147,7 @@ def job(recipe: Recipe) -> Iterator[None]:
 
 
 def run(options: argparse.Namespace) -> None:
-    from megatron_rl.learner.distributed import broadcast_object, world_rank
+    from megatron_rl.process.ranks import broadcast_object, world_rank
 
     if not 0 <= options.low <= options.high <= 1 or options.samples < 1:
         raise InputError(

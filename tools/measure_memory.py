@@ -9,7 +9,7 @@ the weights twice, summed from the allocator's own events (`torch.profiler`, ``p
 `torch.cuda.max_memory_allocated` says on a GPU, and it misses nothing: temporaries inside kernels and the backward
 pass are in it. The resident set size was not chosen, because it also holds libraries, the allocator's slack and pages
 that were never given back. Predicted: `megatron_rl.plan.learner`, the arithmetic that `plan` uses for GPUs, with
-`learner.few_pass` in place of TransformerEngine's layers. The exit status is 1 where they differ by more than 15%.
+the learner's CPU layers in place of TransformerEngine's. The exit status is 1 where they differ by more than 15%.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import numpy as np  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
-from torch.profiler import ProfilerActivity, profile  # noqa: E402
+import numpy as np
+from megatron.core import parallel_state
+from torch.profiler import ProfilerActivity, profile
 
-from megatron_rl.config import Recipe  # noqa: E402
-from megatron_rl.config.model import read_architecture  # noqa: E402
-from megatron_rl.learner.distributed import world_rank, world_size  # noqa: E402
-from megatron_rl.learner.learner import Learner  # noqa: E402
-from megatron_rl.plan.learner import learner_memory  # noqa: E402
-from megatron_rl.plan.parameters import total_parameters  # noqa: E402
-from megatron_rl.types import Batch, Sequence  # noqa: E402
-from tools.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint  # noqa: E402
+from megatron_rl.checkpoint.architecture import read_architecture
+from megatron_rl.config import Recipe
+from megatron_rl.learner.learner import Learner
+from megatron_rl.plan.learner import learner_memory
+from megatron_rl.plan.parameters import total_parameters
+from megatron_rl.process.ranks import world_rank, world_size
+from megatron_rl.types import Batch, Sequence
+from tools.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
 
 TOLERANCE = 0.15
 LENGTH = 128  # tokens of a sequence

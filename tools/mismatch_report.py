@@ -32,14 +32,15 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it also runs before the package is installed
 
 from megatron_rl.batch import build_batch
+from megatron_rl.checkpoint.architecture import read_architecture
 from megatron_rl.config import Recipe, load_recipe
-from megatron_rl.config.model import read_architecture
+from megatron_rl.config.rules import precision_problems
 from megatron_rl.data import load_prompts, load_tokenizer
 from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
-from megatron_rl.learner.distributed import shutdown, world_rank
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.process_groups import shutdown
 from megatron_rl.monitor.mismatch import mismatch_metrics
-from megatron_rl.precision import contract_problems
+from megatron_rl.process.ranks import world_rank
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.types import Prompt
 
@@ -218,7 +219,7 @@ def run(options: argparse.Namespace) -> None:
     overrides = [*options.overrides, f"rollout.num_samples={options.samples}"]
     recipe = load_recipe(options.recipe, overrides)
     architecture = read_architecture(recipe.model.path)
-    if problems := contract_problems(recipe, architecture):
+    if problems := precision_problems(recipe, architecture):
         raise InputError("; ".join(problems))
     values = recipe.model_dump() | {"routing": {"telemetry": architecture.is_moe}}
     recipe = Recipe.model_validate(values)

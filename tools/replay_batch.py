@@ -25,8 +25,8 @@ import numpy as np
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from megatron_rl.config import Recipe  # noqa: E402
-from megatron_rl.errors import EXIT_BAD_INPUT, InputError  # noqa: E402
+from megatron_rl.config import Recipe
+from megatron_rl.errors import EXIT_BAD_INPUT, InputError
 
 SHOWN = (
     "actor/pg_loss",
@@ -57,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def replay(arguments: argparse.Namespace) -> int:
-    from megatron_rl import flight
-    from megatron_rl.recorder import batch_path, load_batch
+    from megatron_rl.stored import rerun as flight
+    from megatron_rl.stored.batches import batch_path, load_batch
 
     layout = flight.layout_overrides(arguments.layout) if arguments.layout else []
     directory, original = flight.open_run(arguments.run, layout)
@@ -88,7 +88,7 @@ def start_ranks(ranks: int) -> int:
 
 
 def report(arguments: argparse.Namespace, recipe: Recipe, recorded, stored: list, metrics: dict, source: str) -> None:
-    from megatron_rl.flight import compare, format_table
+    from megatron_rl.stored.rerun import compare, format_table
 
     batch, parallel = recorded.batch, recipe.learner.parallel
     sizes = ", ".join(f"{name} {size}" for name, size in parallel.model_dump().items())

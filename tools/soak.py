@@ -27,7 +27,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from megatron_rl.learner import manifest  # noqa: E402
+from megatron_rl.learner import manifest
 
 NAME = "soak"
 MOMENT_S = 3.0  # how long a disk stays full and a process frozen

@@ -7,7 +7,6 @@ from typing import Literal
 from pydantic import Field, PositiveInt
 
 from megatron_rl.config.base import Dtype, Section
-from megatron_rl.config.model import Architecture
 from megatron_rl.config.precision import LossScaleConfig
 
 
@@ -25,32 +24,6 @@ class ParallelConfig(Section):
     timeout_minutes: float = Field(30.0, gt=0)
     """A rank that waits longer than this for another has lost it and ends the job, which would else hang until its time
     limit. Must be longer than anything one rank does alone: generating its share, writing a checkpoint."""
-
-    def problems(self, architecture: Architecture, world_size: int | None) -> list[str]:
-        """Why this layout cannot hold the model; empty where it can. ``world_size`` None: not known yet."""
-        a, found = architecture, []
-
-        def must_divide(size: int, what: str, number: int, key: str) -> None:
-            if number % size:
-                fits = [n for n in (1, 2, 4, 8, 16, 32, 64) if number % n == 0]
-                found.append(f"learner.parallel.{key}: {size} does not divide {what} ({number}); try one of {fits}")
-
-        must_divide(self.tensor, "the number of attention heads", a.num_heads, "tensor")
-        must_divide(self.tensor, "the number of key/value heads", a.num_kv_heads, "tensor")
-        must_divide(self.pipeline, "the number of layers", a.num_layers, "pipeline")
-        if a.is_moe:
-            must_divide(self.expert, "the number of experts", a.num_experts, "expert")
-            must_divide(self.expert_tensor, "the width of an expert", a.moe_ffn_hidden_size, "expert_tensor")
-        elif self.expert > 1 or self.expert_tensor > 1:
-            found.append(f"learner.parallel.expert: {self.expert}, but {a.model_type} has no experts; use 1")
-        if world_size is not None:
-            for size, key in (
-                (self.tensor * self.pipeline, "tensor · pipeline"),
-                (self.expert * self.expert_tensor * self.pipeline, "expert · expert_tensor · pipeline"),
-            ):
-                if world_size % size:
-                    found.append(f"learner.parallel: {key} = {size} does not divide the number of ranks ({world_size})")
-        return found
 
 
 LOGIT_CHUNK_ROWS = 256
@@ -83,17 +56,6 @@ class LoraConfig(Section):
     """Inner dimension of an adapter."""
     alpha: float = Field(64.0, gt=0)
     """The update B·A is multiplied by alpha / rank."""
-
-    def problems(self, architecture: Architecture, parallel: ParallelConfig) -> list[str]:
-        """Why adapters cannot be used; empty where they can."""
-        found = []
-        if architecture.is_moe:
-            found.append(f"learner.lora: {architecture.model_type} has experts; adapters are for dense models")
-        if parallel.tensor > 1:
-            found.append(
-                f"learner.lora: with learner.parallel.tensor {parallel.tensor}; adapters are not sharded, use tensor: 1"
-            )
-        return found
 
 
 class LearnerConfig(Section):

@@ -7,7 +7,6 @@ from typing import Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megatron_rl.config.base import Dtype, Section
-from megatron_rl.config.model import Architecture
 from megatron_rl.config.servers import ServersConfig
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -71,54 +70,3 @@ class RolloutConfig(Section):
                 "and cannot sample while it learns; use 0, or engine: vllm_server"
             )
         return self
-
-    def problems(
-        self,
-        architecture: Architecture,
-        max_prompt_length: int,
-        world_size: int | None = None,
-        device: Literal["cpu", "cuda"] | None = None,
-    ) -> list[str]:
-        """Why this section cannot serve the model; empty where it can. None: not known yet, and not checked."""
-        found = []
-        total, limit = max_prompt_length + self.max_response_length, architecture.max_position_embeddings
-        if total > limit:
-            found.append(
-                f"rollout.max_response_length: prompts of up to {max_prompt_length} tokens (data.prompt.max_length) "
-                f"plus responses of up to {self.max_response_length} make {total}, but the model's "
-                f"max_position_embeddings is {limit}; lower one of the two"
-            )
-        for number, what in (
-            (architecture.num_heads, "attention heads"),
-            (architecture.num_kv_heads, "key/value heads"),
-        ):
-            if number % self.tensor_parallel:
-                found.append(f"rollout.tensor_parallel: {self.tensor_parallel} does not divide the {number} {what}")
-        in_ranks = self.engine != "vllm_server"
-        if in_ranks and world_size is not None and world_size % self.tensor_parallel:
-            found.append(f"rollout.tensor_parallel: {self.tensor_parallel} does not divide the {world_size} ranks")
-        too_high = [token for token in self.stop_token_ids or [] if token >= architecture.vocab_size]
-        if too_high:
-            found.append(
-                f"rollout.stop_token_ids: {too_high} are outside the vocabulary (0 … {architecture.vocab_size - 1})"
-            )
-        return found + (self._cpu_problems(architecture) if device == "cpu" else [])
-
-    def _cpu_problems(self, architecture: Architecture) -> list[str]:
-        """Shapes that vLLM's CPU kernels do not have."""
-        found = []
-        if self.engine == "vllm_server" and self.tensor_parallel > 1:
-            found.append(
-                f"rollout.tensor_parallel: {self.tensor_parallel}; a server on a CPU is one process, start more servers"
-            )
-        if architecture.head_dim not in CPU_HEAD_DIMS:
-            found.append(
-                f"model.path: head_dim is {architecture.head_dim}; vLLM on a CPU has attention for {CPU_HEAD_DIMS}"
-            )
-        if (architecture.moe_ffn_hidden_size // self.tensor_parallel) % CPU_EXPERT_MULTIPLE:
-            found.append(
-                f"model.path: experts are {architecture.moe_ffn_hidden_size} wide over rollout.tensor_parallel "
-                f"{self.tensor_parallel}; vLLM on a CPU can update expert weights only in multiples of "
-                f"{CPU_EXPERT_MULTIPLE} (it pads others after loading)"
-            )
-        return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal
 
 from megatron_rl.config.base import Section
-from megatron_rl.config.model import Architecture
 
 
 class RoutingConfig(Section):
@@ -37,10 +36,3 @@ class RoutingConfig(Section):
             return "by the learner; the engine's routes are recorded for comparison"
         source = "its own pass for old log-probs" if self.replay == "r2" else "the rollout engine"
         return f"replay {self.replay}: the learner uses the routes of {source}"
-
-    def problems(self, architecture: Architecture) -> list[str]:
-        """Why this section cannot be used with the model; empty where it can."""
-        if self.is_on and not architecture.is_moe:
-            key = f"routing.replay: {self.replay}" if self.replay != "off" else "routing.telemetry: true"
-            return [f"{key}, but the model ({architecture.model_type}) has no experts; remove it for a dense model"]
-        return []

@@ -82,22 +82,3 @@ class ScheduleConfig(Section):
     def floor(self, lr: float) -> float:
         """The smallest rate that the decay reaches from peak rate ``lr``."""
         return 0.1 * lr if self.min_lr is None else self.min_lr
-
-    def problems(self, lr: float, weight_decay: float, total_steps: int) -> list[str]:
-        """What does not fit the optimizer's numbers or the length of the run; empty where all does."""
-        found = []
-        if self.floor(lr) > lr:
-            found.append(f"schedule.min_lr: {self.min_lr} is above learner.optimizer.lr ({lr})")
-        if self.warmup_from > lr:
-            found.append(f"schedule.warmup_from: {self.warmup_from} is above learner.optimizer.lr ({lr})")
-        if self.style in ("linear", "cosine") and self.warmup_steps >= (self.decay_steps or total_steps):
-            found.append(
-                f"schedule.warmup_steps: {self.warmup_steps} leaves nothing of the {self.decay_steps or total_steps} "
-                "steps for the decay"
-            )
-        if self.weight_decay_end is not None and self.weight_decay_end < weight_decay:
-            found.append(
-                f"schedule.weight_decay_end: {self.weight_decay_end} is below learner.optimizer.weight_decay "
-                f"({weight_decay}); Megatron's weight decay only grows"
-            )
-        return found

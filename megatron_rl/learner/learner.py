@@ -7,7 +7,7 @@ microbatch size, packing or layout.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -17,24 +17,23 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
+from megatron_rl.checkpoint import save as checkpoint
+from megatron_rl.checkpoint.architecture import Architecture, read_architecture
+from megatron_rl.checkpoint.hf_export import write_hf_checkpoint
+from megatron_rl.checkpoint.shards import WeightMap
 from megatron_rl.config import Recipe
-from megatron_rl.config.model import Architecture, read_architecture
-from megatron_rl.learner import checkpoint, gate
-from megatron_rl.learner.decode import Decoder
-from megatron_rl.learner.distributed import gather_objects, initialize
-from megatron_rl.learner.fused_head import FusedHead
-from megatron_rl.learner.hf_export import write_hf_checkpoint
-from megatron_rl.learner.logprobs import token_logprobs
+from megatron_rl.learner.gradient_noise import GradientNoise, update_size
+from megatron_rl.learner.layers.fused_head import FusedHead
+from megatron_rl.learner.layers.logprobs import token_logprobs
 from megatron_rl.learner.lora import Adapters
+from megatron_rl.learner.mixed_precision import OverflowGuard, describe_model, master_reader
 from megatron_rl.learner.model import DTYPES, build_model
-from megatron_rl.learner.noise import GradientNoise, update_size
+from megatron_rl.learner.optimizer import with_optimizer
 from megatron_rl.learner.packing import Microbatch, minibatch_denominators
 from megatron_rl.learner.passes import Passes, PhaseFn
-from megatron_rl.learner.precision import OverflowGuard, describe_model, master_reader
-from megatron_rl.learner.replay import RouterReplayer, RoutingMode
+from megatron_rl.learner.process_groups import initialize
+from megatron_rl.learner.router_replay import RouterReplayer, RoutingMode
 from megatron_rl.learner.scheduler import build_scheduler
-from megatron_rl.learner.weights import WeightMap
-from megatron_rl.learner.wrapping import with_optimizer
 from megatron_rl.objective import (
     Denominators,
     MetricStats,
@@ -44,7 +43,15 @@ from megatron_rl.objective import (
     finalize_metrics,
     needs_old_logprobs,
 )
+from megatron_rl.process.ranks import gather_objects
 from megatron_rl.types import Batch
+
+BIT_CHECK_METRIC = "exact/max_abs_prob_diff"
+"""max |exp(log mu) - exp(log po)| over the step's sampled tokens, noise of `exact.noise_std` left out."""
+
+BitCheck = Callable[[Batch, dict[int, np.ndarray], str], float]
+"""Called with a batch, log-probs [R] by sequence index, and the name of the pass that found them. Returns
+`BIT_CHECK_METRIC` over these sequences, or raises `RunEnded`."""
 
 
 class Learner:
@@ -57,7 +64,7 @@ class Learner:
         self.device = initialize(self.config.parallel, recipe.runtime.device, recipe.seed)
         self.architecture: Architecture = read_architecture(recipe.model.path)
         self.exact = recipe.rollout.engine == "exact"
-        self.gate_is_on = self.exact  # off for stored batches, which do not hold what generation computed
+        self.bit_check: BitCheck | None = None  # set beside the engine `exact`, as `exact.bit_check` says
         model = build_model(self.architecture, self.config, self.device, recipe.precision, self.exact)
         self.weights = WeightMap(model, self.architecture)
         self.weights.load(recipe.model.path)
@@ -94,20 +101,20 @@ class Learner:
                 found = self.compute_logprobs(batch, "record" if records_routes else None)
                 for sequence, logprobs in zip(batch.sequences, found, strict=True):
                     sequence.old_logprobs = logprobs
-                if self.gate_is_on:
-                    gaps.append(gate.check(self, batch, dict(enumerate(found)), "pass for old log-probs"))
+                if self.bit_check is not None:
+                    gaps.append(self.bit_check(batch, dict(enumerate(found)), "pass for old log-probs"))
         updates = [self._update_minibatch(batch, i) for i in range(len(batch.minibatches))]
         metrics = finalize_metrics(MetricStats.merge([stats for stats, _ in updates]))
         metrics["actor/pg_loss"] /= len(updates)  # statistics add up over mini-batches; a loss is per mini-batch
         for name in dict.fromkeys(name for _, step in updates for name in step):
             metrics[name] = float(np.mean([step[name] for _, step in updates if name in step]))
-        if self.gate_is_on:
-            metrics[gate.METRIC] = max([*gaps, metrics[gate.METRIC]])
+        if self.bit_check is not None:
+            metrics[BIT_CHECK_METRIC] = max([*gaps, metrics[BIT_CHECK_METRIC]])
         return skipped | metrics | self.overflow.metrics() | (self.replay.metrics() if self.replay else {})
 
     def _update_minibatch(self, batch: Batch, number: int) -> tuple[MetricStats, dict[str, float]]:
         indices = batch.minibatches[number]
-        gate_is_due = self.gate_is_on and number == 0  # later ones have other weights
+        check_is_due = self.bit_check is not None and number == 0  # later ones have other weights
         with self.phase("pack"):
             mode = self._routing_mode(updating=True)
             microbatches = self.passes.microbatches(batch, indices, mode)
@@ -118,14 +125,14 @@ class Learner:
         self.optimizer.zero_grad()
         with self.phase("forward_backward"):
             results = self.passes.run(microbatches, partial(self._loss, denominators=denominators), mode)
-        gate_metric = {}
-        if self.keep_current_logprobs or gate_is_due:
+        bit_metric = {}
+        if self.keep_current_logprobs or check_is_due:
             kept = self.passes.share([item for _, found in filter(None, results) for item in found])
             for i in indices:
                 batch.sequences[i].current_logprobs = kept[i]
-        if gate_is_due:
+        if check_is_due:
             with self.phase("gate"):
-                gate_metric = {gate.METRIC: gate.check(self, batch, kept, "forward pass of the update")}
+                bit_metric = {BIT_CHECK_METRIC: self.bit_check(batch, kept, "forward pass of the update")}
         with self.phase("optimizer"):
             lr = self.optimizer.param_groups[0]["lr"]
             updated, grad_norm = self.overflow.step()
@@ -140,7 +147,7 @@ class Learner:
             stats = self._reduce_stats([stats for stats, _ in filter(None, results)])
             real, padded = np.sum(gather_objects([(m.num_real_tokens, m.tokens.numel()) for m in microbatches]), (0, 1))
         norm = {} if grad_norm is None else {"actor/grad_norm": float(grad_norm)}  # a skipped update has none
-        return stats, norm | noise | gate_metric | {
+        return stats, norm | noise | bit_metric | {
             "actor/lr": float(lr),
             "actor/update_skipped": float(not updated),
             "perf/padding_frac": 1.0 - real / padded,
@@ -225,17 +232,6 @@ class Learner:
         if replay == "r3" or (replay == "r2" and updating):
             return "replay"
         return "watch" if self.replay and updating and replay == "off" else "native"
-
-    def decoder(self) -> Decoder:
-        """This policy, token by token, for the engine `exact`."""
-        return Decoder(
-            self.module,
-            self.architecture.vocab_size,
-            self.device,
-            max_tokens=self.config.max_tokens_per_microbatch,
-            max_sequences=self.recipe.rollout.max_num_seqs,
-            kv_cache=self.recipe.exact.kv_cache,
-        )
 
     # -- weights and state
 

@@ -11,14 +11,14 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_rl.checkpoint.architecture import Architecture
 from megatron_rl.config.learner import LearnerConfig
-from megatron_rl.config.model import Architecture
 from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.errors import InputError
-from megatron_rl.learner.attention import PackedRotaryEmbedding, SDPACoreAttention
-from megatron_rl.learner.exact_attention import ExactCoreAttention
-from megatron_rl.learner.few_pass import finish_few_pass_model, use_few_pass_layers
-from megatron_rl.learner.precision import compute_head_in_fp32
+from megatron_rl.learner.layers.attention import PackedRotaryEmbedding, SDPACoreAttention
+from megatron_rl.learner.layers.cpu_layers import finish_few_pass_model, use_few_pass_layers
+from megatron_rl.learner.layers.exact_attention import ExactCoreAttention
+from megatron_rl.learner.mixed_precision import compute_head_in_fp32
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -33,14 +33,6 @@ except ImportError:
 def use_transformer_engine(device: torch.device) -> bool:
     """TransformerEngine's layers where they can run, Megatron's own with SDPA elsewhere."""
     return HAVE_TRANSFORMER_ENGINE and device.type == "cuda"
-
-
-def padded_vocab_size(architecture: Architecture, tensor_parallel: int) -> int:
-    """The vocabulary rounded up to what ``tensor_parallel`` ranks share evenly.
-
-    Padding rows never reach a softmax: `learner.logprobs` masks them, so that pi is over the same tokens as mu.
-    """
-    return -(-architecture.vocab_size // tensor_parallel) * tensor_parallel
 
 
 def transformer_config(
@@ -98,7 +90,7 @@ def transformer_config(
         "embedding_init_method": _keep,
         **_recompute(learner.recompute, a.is_moe),
     }
-    if exact and te:  # on a CPU `learner.invariant` does it
+    if exact and te:  # on a CPU `learner.layers.invariant` does it
         config |= {"batch_invariant_mode": True, "attention_backend": AttnBackend.flash}
     if a.is_moe:
         config |= {
@@ -138,7 +130,7 @@ def layer_spec(config: TransformerConfig, device: torch.device, exact: bool = Fa
             layer.submodules.self_attention.submodules.core_attention = (
                 ExactCoreAttention if exact else SDPACoreAttention
             )
-        if not exact:  # whose passes must agree bit for bit: see `learner.invariant`
+        if not exact:  # whose passes must agree bit for bit: see `learner.layers.invariant`
             use_few_pass_layers(block)
     return block
 
@@ -150,7 +142,7 @@ def build_model(
     precision: PrecisionConfig | None = None,
     exact: bool = False,
 ) -> GPTModel:
-    """An uninitialised model (weights come from `learner.weights`), on this rank's stage, on ``device``.
+    """An uninitialised model (weights come from `checkpoint.shards`), on this rank's stage, on ``device``.
 
     ``exact``: for `rollout.engine: exact`, whose passes must agree bit for bit.
     """
@@ -165,7 +157,7 @@ def build_model(
     model = GPTModel(
         config=config,
         transformer_layer_spec=layer_spec(config, device, exact),
-        vocab_size=padded_vocab_size(architecture, learner.parallel.tensor),
+        vocab_size=architecture.padded_vocab_size(learner.parallel.tensor),
         max_sequence_length=architecture.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),

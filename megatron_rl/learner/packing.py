@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megatron_rl.config.objective import ObjectiveConfig
-from megatron_rl.learner.attention import PackedSequences
+from megatron_rl.learner.layers.attention import PackedSequences
 from megatron_rl.learner.model import use_transformer_engine
 from megatron_rl.objective import Denominators, ObjectiveInputs, compute_denominators
 from megatron_rl.routing import RouteSlice

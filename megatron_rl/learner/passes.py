@@ -13,11 +13,11 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl.config.learner import LearnerConfig
-from megatron_rl.learner.distributed import gather_objects
-from megatron_rl.learner.invariant import batch_invariant
+from megatron_rl.learner.layers.invariant import batch_invariant
 from megatron_rl.learner.model import use_transformer_engine
 from megatron_rl.learner.packing import Microbatch, build_microbatch, deal
-from megatron_rl.learner.replay import RouterReplayer, RoutingMode, raise_together
+from megatron_rl.learner.router_replay import RouterReplayer, RoutingMode
+from megatron_rl.process.ranks import gather_objects, together
 from megatron_rl.routing import RouteError
 from megatron_rl.types import Batch
 
@@ -65,13 +65,11 @@ class Passes:
         return found
 
     def _add_routes(self, batch: Batch, microbatches: list[Microbatch]) -> None:
-        problem = None
-        try:
+        def slice_all() -> None:
             for microbatch in microbatches:
                 microbatch.routes = self._replay.slice([batch.sequences[i] for i in microbatch.indices], microbatch)
-        except RouteError as error:
-            problem = error
-        raise_together(problem)
+
+        together("routes cannot be replayed", slice_all, fault=RouteError, describe=str)
 
     def run(
         self,

@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rl.config.learner import OptimizerConfig
+from megatron_rl.config.rules import schedule_problems
 from megatron_rl.config.schedule import ScheduleConfig
 from megatron_rl.errors import InputError
 from megatron_rl.schedule import LengthDecay
@@ -109,7 +110,7 @@ def build_scheduler(
     Raises `InputError` where the schedule does not fit the optimizer's numbers or the run's length.
     """
     lr, weight_decay = optimizer_config.lr, optimizer_config.weight_decay
-    if problems := config.problems(lr, weight_decay, total_updates):
+    if problems := schedule_problems(config, lr, weight_decay, total_updates):
         raise InputError("; ".join(problems))
     grows = config.weight_decay_end is not None
     return LengthDecayScheduler(

@@ -13,7 +13,7 @@ from megatron_rl.monitor.alarms import AlarmEvent, Alarms
 from megatron_rl.monitor.growth import LogGrowth
 from megatron_rl.monitor.hacking import StepCorrelation
 from megatron_rl.monitor.jsonl import JsonlSink
-from megatron_rl.monitor.noise import NoiseMonitor
+from megatron_rl.monitor.noise_scale import NoiseMonitor
 from megatron_rl.monitor.rollouts import rollout_metrics
 from megatron_rl.monitor.run_directory import RunDirectory
 from megatron_rl.monitor.tensorboard import TensorBoardSink

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron_rl.config.objective import Distortion, Variance
 from megatron_rl.errors import InputError
+from megatron_rl.objective.counter_rng import sequence_keys, standard_normal
 from megatron_rl.objective.inputs import NoiseKey, Tokens
-from megatron_rl.objective.noise import sequence_keys, standard_normal
 
 REFERENCE_DISTORTION = Distortion(delta=2.0, low_prob=0.1)
 """J is evaluated with this where an objective has no distortion of its own, so that arms compare."""

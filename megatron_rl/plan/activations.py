@@ -1,8 +1,8 @@
 """What a microbatch leaves in memory between its forward and its backward pass, tensor by tensor.
 
-The tables list what autograd keeps for the modules that the learner builds. Those of `learner.few_pass`, which run
-where TransformerEngine cannot, are held against measured peaks (`tools/measure_memory.py`); TransformerEngine's differ
-in the few places that ``fused`` names, which are by reading its source and Megatron's.
+The tables list what autograd keeps for the modules that the learner builds. Those of `learner.layers.cpu_layers`,
+which run where TransformerEngine cannot, are held against measured peaks (`tools/measure_memory.py`).
+TransformerEngine's layers differ where ``fused`` says so; those entries come from reading its source and Megatron's.
 
 Symbols: N tokens of a microbatch, b bytes of an element, and those of `plan.parameters`. Under sequence parallelism a
 rank holds N/tp tokens outside attention and feed-forward blocks, and all N tokens of 1/tp of the heads inside.
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_rl.checkpoint.architecture import Architecture
 from megatron_rl.config.learner import LOGIT_CHUNK_ROWS, ParallelConfig
-from megatron_rl.config.model import Architecture
 from megatron_rl.plan.parameters import key_value_width, query_width, vocabulary
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -29,7 +29,7 @@ class Activations:
     tokens: int  # N
     fp32_head: bool = False
     fused_head: bool = False
-    fused: bool = True  # TransformerEngine's layers; False: those of `learner.few_pass`, as on a CPU
+    fused: bool = True  # TransformerEngine's layers; False: those of `learner.layers.cpu_layers`, as on a CPU
     imbalance: float = 1.0  # tokens of the busiest expert-parallel rank over the mean
 
     @property

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_rl.checkpoint.architecture import Architecture
 from megatron_rl.config import Recipe
-from megatron_rl.config.model import Architecture
 from megatron_rl.plan.activations import BYTES
 from megatron_rl.plan.hardware import GIB, GRAPHS_GIB, Gpu
 from megatron_rl.plan.parameters import key_value_width, query_width, total_parameters

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_rl.checkpoint.architecture import Architecture
 from megatron_rl.config.learner import LearnerConfig
-from megatron_rl.config.model import Architecture
 from megatron_rl.plan.activations import BYTES, Activations
 from megatron_rl.plan.parameters import StageParameters, adapter_parameters, stage_parameters
 
@@ -62,7 +62,7 @@ def learner_memory(
 ) -> list[LearnerMemory]:
     """One entry per pipeline stage. ``world_size``: learner ranks. ``tokens``: of one microbatch.
 
-    ``fused``: TransformerEngine's layers and fused Adam, as on a GPU; False: `learner.few_pass` and torch's Adam.
+    ``fused``: TransformerEngine's layers and fused Adam, as on a GPU; False: the learner's CPU layers and torch's Adam.
     ``imbalance``: see `Activations`.
     """
     kept = Activations(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_rl.checkpoint.architecture import Architecture
 from megatron_rl.config.learner import LoraConfig, ParallelConfig
-from megatron_rl.config.model import Architecture
 
 
 @dataclass(frozen=True)

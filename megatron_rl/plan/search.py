@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.config.exact import MAX_EXACT_TENSOR_PARALLEL
 from megatron_rl.config.learner import ParallelConfig
+from megatron_rl.config.rules import MAX_EXACT_TENSOR_PARALLEL, layout_problems
 from megatron_rl.plan.memory import MemoryPlan, largest_utilization, memory_plan
 from megatron_rl.plan.timing import StepTime, step_time
 from megatron_rl.plan.workload import Workload
@@ -48,7 +48,7 @@ def _legal(work: Workload) -> list[ParallelConfig]:
                     candidates.setdefault(tuple(sizes.values()), ParallelConfig(**sizes))
     if work.recipe.learner.lora is not None:
         candidates = {key: parallel for key, parallel in candidates.items() if key[0] == 1}
-    return [parallel for parallel in candidates.values() if not parallel.problems(a, work.ranks)]
+    return [parallel for parallel in candidates.values() if not layout_problems(parallel, a, work.ranks)]
 
 
 def _judge(work: Workload, parallel: ParallelConfig) -> Layout:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.config.model import Architecture
+from megatron_rl.checkpoint.architecture import Architecture
 from megatron_rl.plan import hardware as hw
 from megatron_rl.plan.activations import BYTES
 from megatron_rl.plan.generation import EngineMemory

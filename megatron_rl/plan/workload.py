@@ -7,9 +7,10 @@ import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron_rl.checkpoint.architecture import Architecture
 from megatron_rl.config import Recipe
 from megatron_rl.config.learner import ParallelConfig
-from megatron_rl.config.model import Architecture
+from megatron_rl.config.rules import layout_problems, rollout_problems
 from megatron_rl.errors import InputError
 from megatron_rl.plan.hardware import PROMPT_SHARE, REFILL_ROUNDS, RESPONSE_SHARE, Gpu
 
@@ -106,8 +107,8 @@ def make_workload(
         mean_response or RESPONSE_SHARE * rollout.max_response_length,
         mean_prompt or PROMPT_SHARE * prompt.max_length,
     )
-    problems = recipe.learner.parallel.problems(architecture, work.ranks)
-    problems += rollout.problems(architecture, prompt.max_length, work.ranks)
+    problems = layout_problems(recipe.learner.parallel, architecture, work.ranks)
+    problems += rollout_problems(rollout, architecture, prompt.max_length, work.ranks)
     if problems:
         raise InputError(f"recipe {recipe.name} on {work.ranks} ranks:\n" + "\n".join(f"  {p}" for p in problems))
     return work

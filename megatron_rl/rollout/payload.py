@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_rl.config.model import Architecture
+from megatron_rl.checkpoint.architecture import Architecture
 from megatron_rl.rollout.generator import RolloutError
 from megatron_rl.rollout.requests import Request
 from megatron_rl.routing import RouteShape, missing_id, route_checksums

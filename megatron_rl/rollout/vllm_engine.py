@@ -28,21 +28,24 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config.model import read_architecture
+from megatron_rl.checkpoint.architecture import read_architecture
+from megatron_rl.checkpoint.hf_folder import HFFolder, resolve_stop_token_ids
 from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.config.rules import rollout_problems
 from megatron_rl.errors import InputError
+from megatron_rl.process.ranks import gather_objects, world_rank, world_size
+from megatron_rl.process.watchdog import limited
 from megatron_rl.rollout import process_state
 from megatron_rl.rollout.calls import check_lengths, check_version, throughput
-from megatron_rl.rollout.checkpoint import checked, checkpoint_shapes, checkpoint_tensors, resolve_stop_token_ids
 from megatron_rl.rollout.checksums import check_own_refit, parameter_checksums
 from megatron_rl.rollout.engine_arguments import engine_arguments, runs_eagerly
 from megatron_rl.rollout.generator import RolloutError, Sampling
 from megatron_rl.rollout.payload import make_rollout
 from megatron_rl.rollout.requests import Request, deal, make_groups, make_requests
 from megatron_rl.rollout.sampling_params import sampled_tokens, sampling_fields, sampling_params
+from megatron_rl.rollout.weight_check import checked
 from megatron_rl.types import Group, Prompt, Rollout
-from megatron_rl.watchdog import limited
 
 STEPS_PER_DEADLINE_CHECK = 8  # one step is one token of every running response
 
@@ -70,8 +73,8 @@ class VllmGenerator:
         self._config, self._decode, self._device = config, decode, device
         self._precision = precision or PrecisionConfig()
         self._architecture = read_architecture(model_path)
-        self._rank, world_size = _rank_and_world_size()
-        problems = config.problems(self._architecture, max_prompt_length, world_size, device)
+        self._rank, world_size = _rank_in_world()
+        problems = rollout_problems(config, self._architecture, max_prompt_length, world_size, device)
         if record_routes and not self._architecture.is_moe:
             problems.append(f"routes were asked for, but {model_path} ({self._architecture.model_type}) has no experts")
         if problems:
@@ -80,7 +83,7 @@ class VllmGenerator:
         self._sampling = Sampling.from_config(config)
         self._stop_token_ids = resolve_stop_token_ids(config.stop_token_ids, model_path)
         self._num_engines, self._engine = world_size // config.tensor_parallel, self._rank // config.tensor_parallel
-        self._shapes = checkpoint_shapes(model_path)
+        self._shapes = HFFolder(model_path).shapes()
         self._policy_version, self._broken, self._stats = 0, "", {}
         self._owns_world = not dist.is_initialized()
         start = time.perf_counter()
@@ -183,17 +186,15 @@ class VllmGenerator:
 
     def _gather(self, mine: list[Rollout] | RolloutError) -> list[Rollout]:
         """Every engine's share in the order of the requests, the same on all ranks. One engine's error ends all."""
-        shares: list[list[Rollout] | RolloutError] = [mine]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            tensor_rank = self._rank % self._config.tensor_parallel
-            speaks = tensor_rank == 0 or isinstance(mine, RolloutError)  # ranks of one engine hold the same results
-            shares = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(shares, mine if speaks else [])
-        for rank, share in enumerate(shares):
+        shares: list[Rollout] = []
+        tensor_rank = self._rank % self._config.tensor_parallel
+        speaks = tensor_rank == 0 or isinstance(mine, RolloutError)  # ranks of one engine hold the same results
+        for rank, share in enumerate(gather_objects(mine if speaks else [])):
             if isinstance(share, RolloutError):
                 self._broken = f"rank {rank}: {share}"
                 raise RolloutError(self._broken)
-        return [rollout for share in shares for rollout in share]
+            shares += share
+        return shares
 
     # ---------------------------------------------------------------- weights
 
@@ -213,7 +214,7 @@ class VllmGenerator:
     def _verify_refit(self, model_path: Path) -> None:
         """An update with the weights that the engine already holds must leave every stored parameter bit for bit."""
         before = self._llm.apply_model(parameter_checksums)[0]
-        self.refit(checkpoint_tensors(model_path), 0)
+        self.refit(HFFolder(model_path).items(), 0)
         after = self._llm.apply_model(parameter_checksums)[0]
         check_own_refit(before, after)
 
@@ -221,7 +222,7 @@ class VllmGenerator:
 
     def describe_precision(self) -> dict[str, str]:
         """Aspect → what this engine does: the rollout column of the precision contract."""
-        from megatron_rl.rollout.precision import describe_engine
+        from megatron_rl.rollout.fp32_modules import describe_engine
 
         return describe_engine(self._llm)
 
@@ -255,7 +256,7 @@ class VllmGenerator:
         with process_state.contained(self._rank):
             from vllm import LLM
 
-            from megatron_rl.rollout.precision import overrides
+            from megatron_rl.rollout.fp32_modules import overrides
 
             try:
                 arguments = engine_arguments(
@@ -268,12 +269,10 @@ class VllmGenerator:
         return llm
 
 
-def _rank_and_world_size() -> tuple[int, int]:
-    if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+def _rank_in_world() -> tuple[int, int]:
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RolloutError("start the learner before the engine: the job has several ranks, but no process group yet")
-    return 0, 1
+    return world_rank(), world_size()
 
 
 def _one_line(error: BaseException) -> str:

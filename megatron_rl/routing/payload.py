@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_rl.config.model import Architecture
+from megatron_rl.checkpoint.architecture import Architecture
 from megatron_rl.routing.checksum import check_checksums, route_seals, sequence_key, token_keys
 from megatron_rl.routing.errors import RouteError
 from megatron_rl.types import Sequence

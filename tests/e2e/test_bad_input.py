@@ -21,8 +21,8 @@ def refused(tmp_path, monkeypatch, capsys):
     def forbidden(*arguments, **keywords):
         raise AssertionError("an engine was started before the input was checked")
 
-    monkeypatch.setattr("megatron_rl.run.Learner", forbidden)
-    monkeypatch.setattr("megatron_rl.run.start_generator", forbidden)
+    monkeypatch.setattr("megatron_rl.run.start.Learner", forbidden)
+    monkeypatch.setattr("megatron_rl.run.start.start_generator", forbidden)
 
     def refused(*overrides: str, recipe: Path = GRPO, resume: str = "auto") -> str:
         settings = [f"run_root={tmp_path / 'runs'}", *overrides]

@@ -74,7 +74,7 @@ def test_what_cannot_be_exact_is_refused(tmp_path):
 
 def test_vllm_draws_the_responses_that_the_exact_engine_draws():
     """Both take a token by the same random number: an arm with vLLM differs from one without by rounding only."""
-    (found,) = run_ranks("tests.e2e.rollout_programs", "exact_and_vllm", 1, timeout_s=300)
+    (found,) = run_ranks("tests.e2e.programs.rollout", "exact_and_vllm", 1, timeout_s=300)
     assert len(found["exact"]) == 128
     for exact, vllm in zip(found["exact"], found["vllm"], strict=True):
         assert (exact.prompt_id, exact.sample, exact.tokens) == (vllm.prompt_id, vllm.sample, vllm.tokens)

@@ -19,7 +19,7 @@ def run(tmp_path_factory) -> Path:
 
     model = save_random_model(tmp_path_factory.mktemp("model"), initializer_range=0.12)
     folder = tmp_path_factory.mktemp("runs")
-    (path,) = run_ranks("tests.e2e.flight_programs", "record_run", 1, folder=str(folder), model=str(model))
+    (path,) = run_ranks("tests.e2e.programs.flight", "record_run", 1, folder=str(folder), model=str(model))
     return Path(path)
 
 
@@ -43,7 +43,7 @@ def on_two_ranks(run, tmp_path_factory) -> dict:
 
 @pytest.fixture(scope="module")
 def tools(run, on_two_ranks) -> dict[str, dict]:
-    return run_ranks("tests.e2e.flight_programs", "use_tools", 1, run=str(run), timeout_s=400)[0]
+    return run_ranks("tests.e2e.programs.flight", "use_tools", 1, run=str(run), timeout_s=400)[0]
 
 
 SAME = ("actor/pg_loss", "actor/grad_norm", "mismatch/rho_std", "actor/ppo_kl", "router/agree_frac")

@@ -8,10 +8,10 @@ import json
 import pytest
 import torch
 
+from megatron_rl.config.precision_contract import confirm_contract, contract
 from megatron_rl.errors import RunEnded
-from megatron_rl.learner.distributed import shutdown
 from megatron_rl.learner.learner import Learner
-from megatron_rl.precision import confirm_contract, contract
+from megatron_rl.learner.process_groups import shutdown
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.train import train
 from megatron_rl.types import Prompt

@@ -46,7 +46,7 @@ def twins(recipes, representatives, tmp_path_factory) -> dict[str, Recipe]:
 @pytest.fixture(scope="module")
 def finished(twins) -> dict:
     (result,) = run_ranks(
-        "tests.e2e.twin_programs",
+        "tests.e2e.programs.twin",
         "run_twins",
         world_size=1,
         timeout_s=550,

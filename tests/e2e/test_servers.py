@@ -21,9 +21,9 @@ import yaml
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from megatron_rl.checkpoint.hf_folder import HFFolder
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.rollout import RolloutError, Sampling
-from megatron_rl.rollout.checkpoint import checkpoint_tensors
 from megatron_rl.rollout.checksums import parameter_checksums
 from megatron_rl.rollout.servers import weight_files
 from megatron_rl.rollout.servers.generator import ServerGenerator
@@ -49,7 +49,7 @@ def perturbed(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
         name: tensor + 0.1 * tensor.std() * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in checkpoint_tensors(MODEL)
+        for name, tensor in HFFolder(MODEL).items()
     }
 
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron_rl.checkpoint.hf_folder import HFFolder
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.rewards.modsum import modsum_reward
 from megatron_rl.rollout import RolloutError, Sampling, expert_stacks, worker_extension
-from megatron_rl.rollout.checkpoint import checkpoint_tensors
 from megatron_rl.rollout.checksums import parameter_checksums
 from megatron_rl.rollout.expert_stacks import load_stacks, stackable_blocks
 from megatron_rl.rollout.requests import request_seed
@@ -196,7 +196,7 @@ def perturbed(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
         name: tensor + 0.1 * tensor.std() * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in checkpoint_tensors(MODEL)
+        for name, tensor in HFFolder(MODEL).items()
     }
 
 
@@ -218,7 +218,7 @@ class TestRefit:
                 groups = generator.rollout(prompts(8), 4, policy_version=version, step=0)
                 assert all((versions == version).all() for versions in flat(groups, "policy_versions"))
                 seen[version] = groups, generator._llm.apply_model(parameter_checksums)[0]
-            generator.refit(checkpoint_tensors(MODEL), 4)  # and back to where it began
+            generator.refit(HFFolder(MODEL).items(), 4)  # and back to where it began
             assert_same(initial, generator.rollout(prompts(8), 4, policy_version=4, step=0))
         assert flat(seen[1][0], "tokens") != flat(initial, "tokens")
         for version in checked_updates:
@@ -236,14 +236,14 @@ class TestRefit:
 
         monkeypatch.setattr(expert_stacks, "_load", watched)
         with engine(verify_refit=False, record_routes=False) as generator:
-            generator.refit(checkpoint_tensors(MODEL), 1)
+            generator.refit(HFFolder(MODEL).items(), 1)
             assert [projection for projection, _ in stacks].count("down") == 4
             assert len(stacks) == 12
             assert {tuple(stack.shape) for _, stack in stacks} == {(8, 64, 128), (8, 128, 64)}
 
             def incomplete(model):
                 lost = "model.layers.0.mlp.experts.3.up_proj.weight"
-                tensors = [(name, t) for name, t in checkpoint_tensors(MODEL) if ".layers.0.mlp.experts." in name]
+                tensors = [(name, t) for name, t in HFFolder(MODEL).items() if ".layers.0.mlp.experts." in name]
                 assert list(stackable_blocks(model)) == [f"model.layers.{i}.mlp.experts" for i in range(4)]
                 with pytest.raises(RuntimeError, match=r"7 of 8 matrices of model.layers.0.mlp.experts.\*.up_proj"):
                     list(load_stacks(model, [item for item in tensors if item[0] != lost and "up_proj" in item[0]]))
@@ -279,7 +279,7 @@ class TestRefit:
 
     def test_an_incomplete_update_ends_generation(self):
         with engine(verify_refit=False, record_routes=False) as generator:
-            weights = list(checkpoint_tensors(MODEL))
+            weights = list(HFFolder(MODEL).items())
             with pytest.raises(RolloutError, match=r"1 of 135 tensors were not sent, first \['model.norm.weight'\]"):
                 generator.refit(iter([item for item in weights if item[0] != "model.norm.weight"]), 1)
             with pytest.raises(RolloutError, match="a weight update did not finish"):
@@ -292,7 +292,7 @@ class TestRefit:
         for seed in (0, 1):
             config = build_tiny_config(family, "nano", tie_word_embeddings=tied)
             save_checkpoint(build_model(config, seed), tmp_path / str(seed))
-        weights = dict(checkpoint_tensors(tmp_path / "1"))
+        weights = dict(HFFolder(tmp_path / "1").items())
         assert ("lm_head.weight" not in weights) == tied
         weights["lm_head.weight"] = weights["lm_head.weight" if not tied else "model.embed_tokens.weight"]
         with engine(tmp_path / "0", record_routes=False, dtype=dtype) as generator:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.e2e import rollout_programs
+from tests.e2e.programs import rollout as rollout_programs
 from tests.parallel.gloo import run_ranks
 
 
@@ -24,7 +24,7 @@ def rollouts(results):
 @pytest.mark.parametrize("tensor_parallel", [1, 2], ids=["two engines", "one engine over two ranks"])
 def test_two_ranks_return_what_one_returns(tensor_parallel, alone):
     ranks = run_ranks(
-        "tests.e2e.rollout_programs", "rollout_beside_megatron", 2, tensor_parallel=tensor_parallel, timeout_s=300
+        "tests.e2e.programs.rollout", "rollout_beside_megatron", 2, tensor_parallel=tensor_parallel, timeout_s=300
     )
     for rank, returned in enumerate(ranks):
         assert [len(groups) for groups in returned["results"]] == [7, 1, 7]
@@ -45,7 +45,7 @@ def test_two_ranks_return_what_one_returns(tensor_parallel, alone):
 
 
 def test_an_error_on_one_rank_is_the_error_of_all():
-    messages = run_ranks("tests.e2e.rollout_programs", "one_engine_fails", 2, timeout_s=300)
+    messages = run_ranks("tests.e2e.programs.rollout", "one_engine_fails", 2, timeout_s=300)
     assert messages[0] == messages[1]
     assert messages[0].startswith("rank 1: vLLM failed on prompts validation-0002, validation-0003")
     assert messages[0].endswith("IndexError: broken on purpose")

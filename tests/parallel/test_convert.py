@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.config.model import read_architecture
+from megatron_rl.checkpoint import conversion
+from megatron_rl.checkpoint.architecture import read_architecture
+from megatron_rl.checkpoint.foreign import INDEX_FILE
+from megatron_rl.checkpoint.names import EXTRA_STATE, extra_states, stored_tensors
 from megatron_rl.errors import InputError
-from megatron_rl.learner import conversion
-from megatron_rl.learner.checkpoint_names import EXTRA_STATE, extra_states, stored_tensors
-from megatron_rl.learner.foreign import INDEX_FILE
 from tests.parallel.gloo import run_ranks
 from tests.support.evil import Evil
 from tests.support.tiny import MODEL, REPOSITORY
@@ -94,7 +94,7 @@ def saved(other, dense, tmp_path_factory) -> dict:
             {"folder": str(folder / "bf16"), "learner": {"dtype": "bf16", "parallel": MIXED}},
         ),
     }
-    module = "tests.parallel.convert_programs"
+    module = "tests.parallel.programs.convert"
     return run_ranks("tests.parallel.jobs", "run_jobs", 4, module=module, jobs=jobs, timeout_s=500)[0]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.parallel.gloo import RankFailure, run_ranks
 
-PROGRAMS = "tests.parallel.gloo_programs"
+PROGRAMS = "tests.parallel.programs.gloo"
 
 
 def test_results_come_back_in_rank_order():

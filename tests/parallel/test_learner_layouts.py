@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.parallel.gloo import run_ranks
-from tests.parallel.learner_programs import largest_difference
+from tests.parallel.programs.learner import largest_difference
 from tests.support.tiny import MODEL, stored_rollouts
 
 STEPS = 5
@@ -35,7 +35,7 @@ VARIANTS = {
     "recompute full": {"recompute": "full"},
     "recompute selective": {"recompute": "selective"},
     "fused head": {"fused_head": True},
-    # Without a C++ compiler the same functions are traced and run by tests/unit/test_few_pass.py alone.
+    # Without a C++ compiler the same functions are traced and run by tests/unit/learner/test_cpu_layers.py alone.
     **({"compiled": {"compile": True}} if shutil.which("g++") else {}),
 }
 # saved on (ranks, layout), continued on (ranks, layout)
@@ -60,7 +60,7 @@ def start(world_size: int, jobs: dict) -> list[dict]:
         "tests.parallel.jobs",
         "run_jobs",
         world_size,
-        module="tests.parallel.learner_programs",
+        module="tests.parallel.programs.learner",
         jobs=jobs,
         timeout_s=500,
     )

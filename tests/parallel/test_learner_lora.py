@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from megatron_rl.check import check_recipe
 from megatron_rl.errors import InputError
 from tests.parallel.gloo import run_ranks
-from tests.parallel.lora_programs import LORA
+from tests.parallel.programs.lora import LORA
 from tests.support.tiny import stored_rollouts, tiny_recipe
 from tools.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
 
@@ -22,7 +22,7 @@ SCALE = LORA["alpha"] / LORA["rank"]
 
 def start(world_size: int, jobs: dict) -> list[dict]:
     return run_ranks(
-        "tests.parallel.jobs", "run_jobs", world_size, module="tests.parallel.lora_programs", jobs=jobs, timeout_s=500
+        "tests.parallel.jobs", "run_jobs", world_size, module="tests.parallel.programs.lora", jobs=jobs, timeout_s=500
     )
 
 

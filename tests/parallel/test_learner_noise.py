@@ -7,7 +7,7 @@ import pytest
 
 from tests.parallel.gloo import run_ranks
 
-MODULE = "tests.parallel.noise_programs"
+MODULE = "tests.parallel.programs.noise"
 OPTIMIZER = {"lr": 1e-3, "weight_decay": 0.1}
 SMALL = 150  # tokens in a microbatch: several of them in a batch
 # ranks, learner section, (data-parallel ranks, only their first microbatch?) behind the noise scale; None: it has none

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.parallel.gloo import run_ranks
-from tests.parallel.precision_programs import ATTENTION, EXPERT
+from tests.parallel.programs.precision import ATTENTION, EXPERT
 
 # Small enough that the tiny model's own gradients do not overflow, so that injected overflows are the only ones.
 QUIET = {"dtype": "fp16", "loss_scale": {"initial": 256.0, "growth_interval": 1000}}
@@ -24,7 +24,7 @@ def start(world_size: int, jobs: dict) -> list[dict]:
         "tests.parallel.jobs",
         "run_jobs",
         world_size,
-        module="tests.parallel.precision_programs",
+        module="tests.parallel.programs.precision",
         jobs=jobs,
         timeout_s=500,
     )

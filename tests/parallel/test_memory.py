@@ -32,7 +32,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, tuple[int, float]]:
-    (results,) = run_ranks("tests.parallel.memory_programs", "measure_cases", world_size=1, cases=list(ALONE.values()))
+    (results,) = run_ranks("tests.parallel.programs.memory", "measure_cases", world_size=1, cases=list(ALONE.values()))
     return dict(zip(ALONE, results, strict=True))
 
 
@@ -42,7 +42,7 @@ def on_two_ranks() -> dict[str, list[tuple[int, float]]]:
         ("moe-1m", {"dtype": "bf16", "recompute": "none", "tokens": TOKENS, "microbatches": 3, "parallel": parallel})
         for parallel in LAYOUTS.values()
     ]
-    ranks = run_ranks("tests.parallel.memory_programs", "measure_cases", world_size=2, cases=cases)
+    ranks = run_ranks("tests.parallel.programs.memory", "measure_cases", world_size=2, cases=cases)
     return {name: [rank[i] for rank in ranks] for i, name in enumerate(LAYOUTS)}
 
 

@@ -19,8 +19,8 @@ CONFIG = {
 
 
 def test_two_data_parallel_ranks_agree_with_one():
-    [(loss, gradients, metrics)] = run_ranks("tests.parallel.objective_programs", "share", 1, config=CONFIG, seed=4)
-    shares = run_ranks("tests.parallel.objective_programs", "share", 2, config=CONFIG, seed=4)
+    [(loss, gradients, metrics)] = run_ranks("tests.parallel.programs.objective", "share", 1, config=CONFIG, seed=4)
+    shares = run_ranks("tests.parallel.programs.objective", "share", 2, config=CONFIG, seed=4)
     assert loss != 0
     for got_loss, _, got_metrics in shares:
         assert got_loss == pytest.approx(loss, rel=1e-9)

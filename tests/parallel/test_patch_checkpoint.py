@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.parallel.gloo import run_ranks
-from tests.parallel.patch_layouts import Layout
+from tests.parallel.programs.patch_layouts import Layout
 
-PROGRAMS = "tests.parallel.patch_checkpoint_programs"
+PROGRAMS = "tests.parallel.programs.patch_checkpoint"
 DISTRIBUTED = {"use_distributed_optimizer": True}
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.parallel.gloo import run_ranks
-from tests.parallel.patch_layouts import Layout, assemble
+from tests.parallel.programs.patch_layouts import Layout, assemble
 
-PROGRAMS = "tests.parallel.patch_programs"
+PROGRAMS = "tests.parallel.programs.patch"
 LAYOUTS = {
     "data": Layout(),
     "tensor and sequence": Layout(tp=2),

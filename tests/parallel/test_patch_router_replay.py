@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.parallel.gloo import run_ranks
-from tests.parallel.patch_layouts import Layout, assemble
+from tests.parallel.programs.patch_layouts import Layout, assemble
 
-PROGRAMS = "tests.parallel.patch_programs"
+PROGRAMS = "tests.parallel.programs.patch"
 REPLAY = {"moe_enable_routing_replay": True}
 FULL = {**REPLAY, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 TWO_LAYERS = {**FULL, "recompute_num_layers": 2}

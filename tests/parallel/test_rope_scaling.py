@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from megatron_rl.config.known_models import KNOWN_MODELS
-from megatron_rl.config.model import architecture_from, read_architecture
+from megatron_rl.checkpoint.architecture import architecture_from, read_architecture
+from megatron_rl.checkpoint.known_models import KNOWN_MODELS
 from tests.parallel.gloo import run_ranks
 from tools.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
 
@@ -20,7 +20,7 @@ def test_scaled_model_is_transformers(tmp_path):
     save_checkpoint(build_model(config), tmp_path)
     assert read_architecture(tmp_path).llama3_factor == 32.0
     ((ours, theirs),) = run_ranks(
-        "tests.parallel.rope_programs", "logits_of_both", world_size=1, path=str(tmp_path), length=700
+        "tests.parallel.programs.rope", "logits_of_both", world_size=1, path=str(tmp_path), length=700
     )
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 

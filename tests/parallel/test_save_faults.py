@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.parallel.gloo import run_ranks
-from tests.parallel.save_programs import PLACES
+from tests.parallel.programs.save import PLACES
 
 
 @pytest.fixture(scope="module")
@@ -13,7 +13,7 @@ def ranks(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("checkpoints"))
     jobs = {"save": ("save_while_one_rank_cannot", {"folder": folder}), "fail": ("fail_on_one_rank", {})}
     return run_ranks(
-        "tests.parallel.jobs", "run_jobs", 2, module="tests.parallel.save_programs", jobs=jobs, timeout_s=500
+        "tests.parallel.jobs", "run_jobs", 2, module="tests.parallel.programs.save", jobs=jobs, timeout_s=500
     )
 
 
@@ -44,6 +44,6 @@ def test_a_failure_of_one_rank_is_told_to_all(ranks):
 
 def test_a_rank_that_is_frozen_is_not_waited_for_longer_than_the_recipe_says():
     kwargs = {"init_process_group": False, "timeout_s": 100, "seconds": 3.0}
-    heard, _ = run_ranks("tests.parallel.save_programs", "wait_for_a_frozen_rank", 2, **kwargs)
+    heard, _ = run_ranks("tests.parallel.programs.save", "wait_for_a_frozen_rank", 2, **kwargs)
     assert heard.keys() == {"world", "tensor"}
     assert all("Timed out waiting 3000ms" in text for text in heard.values()), heard

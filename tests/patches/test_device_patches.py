@@ -18,8 +18,8 @@ import torch
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "tools"))
 
-from patchlib import target, upstream  # noqa: E402
-from patchlib.series import Series  # noqa: E402
+from patchlib import target, upstream
+from patchlib.series import Series
 
 SERIES = {name: Series.read(REPOSITORY / "patches" / name) for name in ("megatron-core", "megatron-core-0.19")}
 DEVICE_PATCHES = [

@@ -17,9 +17,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 TOOL = REPOSITORY / "tools" / "patches.py"
 sys.path.insert(0, str(REPOSITORY / "tools"))
 
-from patchlib import target  # noqa: E402
-from patchlib.errors import PatchError  # noqa: E402
-from patchlib.series import Series, tree_hash  # noqa: E402
+from patchlib import target
+from patchlib.errors import PatchError
+from patchlib.series import Series, tree_hash
 
 ORIGINAL = {
     "top/pkg/a.py": b"".join(b"a%d = %d\n" % (n, n) for n in range(40)),

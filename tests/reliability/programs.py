@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 
-import megatron_rl.run as run_module
+import megatron_rl.run.start as run_module
 from megatron_rl.__main__ import main
 from megatron_rl.monitor import Monitor
 from megatron_rl.rollout import RolloutError

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-CHECKPOINT, MANIFEST = "megatron_rl.learner.checkpoint:", "megatron_rl.learner.manifest:"
+CHECKPOINT, MANIFEST = "megatron_rl.checkpoint.save:", "megatron_rl.checkpoint.manifest:"
 
 
 def kill(at: str, call: int = 1, when: str = "before") -> dict:
@@ -37,7 +37,7 @@ KILLS = [
     kill(MANIFEST + "_sync_folder", 1, "after"),  # step 4, before it has its name
     kill(MANIFEST + "publish", 1, "after"),  # step 4 is in place
     kill("phase:refit", 1, "after"),
-    kill("megatron_rl.run:Run.record", 1, "after"),  # the line is written, the checkpoint is not
+    kill("megatron_rl.run.start:Run.record", 1, "after"),  # the line is written, the checkpoint is not
     kill("megatron_rl.monitor.jsonl:JsonlSink._append", 2),
     kill(MANIFEST + "shutil.rmtree", 3),  # somewhere in publishing and pruning step 6
     kill("phase:validate", 1, "after"),
@@ -162,7 +162,7 @@ def test_lines_that_a_full_disk_refused_are_written_later(runs, whole):
 
 
 def test_a_batch_that_cannot_be_recorded_does_not_end_the_run(runs, whole):
-    fault = {"at": "megatron_rl.recorder:save_file", "do": "safetensors fails", "call": 2}
+    fault = {"at": "megatron_rl.stored.batches:save_file", "do": "safetensors fails", "call": 2}
     ended = runs.train("recorder", "recorder.record_batches=all", faults=[fault])
     assert "the batch of step 1 could not be recorded: Error while serializing" in ended.output
     recorded = sorted(path.name for path in (runs.root / "recorder" / "batches").iterdir())
@@ -171,7 +171,7 @@ def test_a_batch_that_cannot_be_recorded_does_not_end_the_run(runs, whole):
 
 
 def test_an_export_that_finds_no_room_is_made_at_the_next_start(runs, whole):
-    fault = {"at": "megatron_rl.learner.hf_export:save_file", "do": "safetensors fails"}
+    fault = {"at": "megatron_rl.checkpoint.hf_export:save_file", "do": "safetensors fails"}
     ended = runs.train("export", "checkpoint.export_hf=true", faults=[fault], expect=1)
     assert re.match(r"run failed: the Hugging Face checkpoint \S+hf could not be written: Safetensor", ended.last_line)
     assert not (runs.root / "export" / "DONE").exists()
@@ -313,7 +313,7 @@ def test_two_runs_never_share_a_directory(runs, whole, tmp_path):
     before = (runs.root / "shared" / "metrics.jsonl").read_bytes()
 
     from megatron_rl.errors import InputError
-    from megatron_rl.run_lock import RunLock
+    from megatron_rl.run.lock import RunLock
 
     with pytest.raises(InputError, match=f"shared is in use by process {first.pid} on .*STOP.*another name"):
         RunLock(runs.root / "shared" / "LOCK", patience_s=0.3).acquire()

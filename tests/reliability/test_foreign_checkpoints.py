@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from megatron_rl.learner import manifest
+from megatron_rl.checkpoint import manifest
 from tests.support.evil import Evil
 
 

@@ -16,10 +16,10 @@ from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from megatron_rl.checkpoint.hf_folder import HFFolder
 from megatron_rl.rollout import worker_extension
-from megatron_rl.rollout.checkpoint import checkpoint_files
 from megatron_rl.rollout.checksums import parameter_checksums
-from megatron_rl.rollout.precision import describe_model
+from megatron_rl.rollout.fp32_modules import describe_model
 from megatron_rl.rollout.worker_extension import StreamUpdate, StreamWeightTransfer
 
 BACKEND = "megatron_rl_files"
@@ -39,7 +39,7 @@ class FileWeightTransfer(StreamWeightTransfer):
 
     @torch.no_grad()
     def receive_weights(self, update_info: FileUpdate) -> None:
-        files = update_info.files or checkpoint_files(Path(self.model_config.model))
+        files = update_info.files or HFFolder(Path(self.model_config.model)).files
         super().receive_weights(StreamUpdate(_tensors(files)))
 
 
@@ -64,7 +64,7 @@ class ServerExtension(worker_extension.WorkerExtension):
         return parameter_checksums(self.get_model())
 
     def describe(self) -> dict[str, str]:
-        """Router dtype, attention backend, rope and activation, as `rollout.precision.describe_model` finds them."""
+        """Router dtype, attention backend, rope and activation, as `rollout.fp32_modules.describe_model` finds them."""
         return describe_model(self.get_model())
 
     def run_eagerly(self) -> None:

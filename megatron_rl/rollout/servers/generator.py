@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from megatron_rl.config.model import read_architecture
+from megatron_rl.checkpoint.architecture import read_architecture
+from megatron_rl.checkpoint.hf_folder import HFFolder, resolve_stop_token_ids
 from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.rollout.calls import check_lengths, check_version, throughput
-from megatron_rl.rollout.checkpoint import checked, checkpoint_shapes, resolve_stop_token_ids
 from megatron_rl.rollout.generator import RolloutError, Sampling
 from megatron_rl.rollout.payload import make_rollout
 from megatron_rl.rollout.requests import Request, make_groups, make_requests
@@ -38,6 +38,7 @@ from megatron_rl.rollout.servers.pool import PoolLimits, ServerPool
 from megatron_rl.rollout.servers.rendezvous import discover, read_token, require_token
 from megatron_rl.rollout.servers.settings import agreed_settings, differences
 from megatron_rl.rollout.servers.weight_files import WeightFolder
+from megatron_rl.rollout.weight_check import checked
 from megatron_rl.types import Group, Prompt, Rollout
 
 LAUNCH_CHECK_S = 1.0  # between looks whether a launched server has ended
@@ -79,7 +80,7 @@ class ServerGenerator:
         self._max_prompt_length, self._record_routes = max_prompt_length, record_routes
         self._sampling = Sampling.from_config(config)
         self._stop_token_ids = resolve_stop_token_ids(config.stop_token_ids, model_path)
-        self._shapes = checkpoint_shapes(model_path)
+        self._shapes = HFFolder(model_path).shapes()
         self._agreed = agreed_settings(
             config,
             model_path,

@@ -8,9 +8,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from megatron_rl.errors import InputError
+from megatron_rl.process.ranks import broadcast_object, world_rank
 from megatron_rl.rollout.generator import RolloutError
 
 T = TypeVar("T")
@@ -22,8 +21,7 @@ class MainRank:
     """The same object on every rank; coroutines run on rank 0, in the background, in one event loop."""
 
     def __init__(self) -> None:
-        self._world = dist.get_world_size() if dist.is_initialized() else 1
-        self.is_this = not dist.is_initialized() or dist.get_rank() == 0
+        self.is_this = world_rank() == 0
         self._loop: asyncio.AbstractEventLoop | None = None
         if self.is_this:
             self._loop = asyncio.new_event_loop()
@@ -53,9 +51,7 @@ class MainRank:
             except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks are waiting
                 outcome[1] = RolloutError(f"rollout servers: {type(error).__name__}: {' '.join(str(error).split())}")
                 outcome[1].__cause__ = error
-        if self._world > 1:
-            dist.broadcast_object_list(outcome, src=0)
-        result, error = outcome
+        result, error = broadcast_object(outcome)
         if error is not None:
             raise error
         return result

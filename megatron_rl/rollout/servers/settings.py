@@ -6,9 +6,9 @@ import hashlib
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_rl.checkpoint.hf_folder import HFFolder
 from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.rollout.checkpoint import checkpoint_shapes
 
 
 def server_arguments(
@@ -23,7 +23,7 @@ def server_arguments(
     """Arguments of vLLM's server, by the names of its engine: those of the in-process engine, but for what a process
     of its own does otherwise. Imports vLLM."""
     from megatron_rl.rollout.engine_arguments import engine_arguments
-    from megatron_rl.rollout.precision import overrides
+    from megatron_rl.rollout.fp32_modules import overrides
     from megatron_rl.rollout.servers.extension import BACKEND, ServerExtension
 
     arguments = engine_arguments(config, model_path, device, max_prompt_length, record_routes=record_routes)
@@ -48,7 +48,7 @@ def agreed_settings(
     precision: PrecisionConfig,
 ) -> dict[str, Any]:
     """The part of a recipe that decides what a server's responses mean; JSON values. No engine, no vLLM."""
-    shapes = sorted((name, list(shape)) for name, shape in checkpoint_shapes(model_path).items())
+    shapes = sorted((name, list(shape)) for name, shape in HFFolder(model_path).shapes().items())
     return {
         "model": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
         "dtype": config.dtype,

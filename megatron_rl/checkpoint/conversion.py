@@ -1,0 +1,261 @@
+"""Checkpoints between Hugging Face and Megatron on disk, one tensor at a time: no model, no ranks.
+
+A run's checkpoint holds every tensor whole, under a name of its own, whatever layout wrote it (`CONTENT_METADATA`);
+Megatron shards while it loads. So a conversion is a table of names: only fused q/k/v and the padded vocabulary need
+arithmetic. Both directions hold one entry of the table in memory, and the safetensors file being written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megatron_rl.checkpoint.architecture import Architecture, read_architecture
+from megatron_rl.checkpoint.foreign import INDEX_FILE, no_foreign_code
+from megatron_rl.checkpoint.hf_export import copy_companions, write_hf_checkpoint
+from megatron_rl.checkpoint.hf_folder import HFFolder
+from megatron_rl.checkpoint.manifest import partial_path
+from megatron_rl.checkpoint.names import EXTRA_STATE, Stored, extra_states, stored_tensors
+from megatron_rl.checkpoint.save import CONTENT_METADATA, WEIGHTS_FILE
+from megatron_rl.checkpoint.shards import join_qkv, split_qkv
+from megatron_rl.errors import InputError
+
+HF_FOLDER = "hf"  # below a Megatron folder that `to_megatron` wrote: config.json and tokenizer of the source
+MASTER_PREFIX = "optimizer.state.param."  # of the fp32 master weights in a run's checkpoint
+_COMMON_FILE = "common.pt"
+_OPTIMIZER_PREFIX = "optimizer."
+FILE_BYTES = 2**30  # of a safetensors file; writing one takes three times that in memory (measured)
+_SHOWN = 5  # names in a message that could list thousands
+
+Weights = Iterator[tuple[str, torch.Tensor]]
+
+
+class MegatronFolder:
+    """Tensors by key from a checkpoint in Megatron's distributed format, read on demand by one process.
+
+    Raises `InputError` where ``path`` is no checkpoint, or its index holds anything but descriptions of tensors.
+    """
+
+    def __init__(self, path: Path):
+        if not (path / INDEX_FILE).is_file():
+            raise InputError(
+                f"{path}: no file {INDEX_FILE} in it; expected a run's checkpoint (a folder step_…) or what "
+                "to-megatron wrote"
+            )
+        self.path = path
+        self.reader = CachedMetadataFileSystemReader(path)
+        with no_foreign_code(path):
+            found = self.reader.read_metadata().state_dict_metadata  # kept: no later read of the index
+        self.tensors = {key: meta for key, meta in found.items() if isinstance(meta, TensorStorageMetadata)}
+
+    def check(self, a: Architecture, prefix: str = "") -> None:
+        """Raise `InputError` unless the weights below ``prefix`` are exactly those of ``a``."""
+        expected = {prefix + entry.key: entry for entry in stored_tensors(a)}
+        problems = []
+        if missing := [key for key in expected if key not in self.tensors]:
+            problems.append(f"lacks {_some(missing)}")
+        others = [k for k in self.tensors if k not in expected and not k.startswith(_OPTIMIZER_PREFIX)]
+        if others and not prefix:
+            problems.append(f"holds tensors that this architecture has no place for: {_some(others)}")
+        for key, entry in expected.items():
+            if key in self.tensors:
+                found = tuple(self.tensors[key].size)
+                # Rows are padded to what the layout that wrote it could share evenly.
+                fits = found[0] >= entry.shape[0] and found[1:] == entry.shape[1:]
+                if found != entry.shape and not (entry.kind == "vocab" and fits):
+                    problems.append(f"{key} has shape {found}, config.json says {entry.shape}")
+        if problems:
+            raise InputError(
+                f"{self.path}: does not hold the weights of a {a.model_type} as config.json describes it: "
+                f"{'; '.join(problems[:_SHOWN])}. Is it the config.json of the model that the run started from?"
+            )
+
+    def __call__(self, key: str) -> torch.Tensor:
+        meta = self.tensors[key]
+        tensor = torch.empty(meta.size, dtype=meta.properties.dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no process group: there is to be none
+            dcp.load({key: tensor}, storage_reader=self.reader, no_dist=True)
+        return tensor
+
+    def hf_weights(self, a: Architecture, prefix: str = "", dtype: torch.dtype | None = None) -> Weights:
+        """``(Hugging Face name, tensor)`` of every weight; ``dtype``: rounded to; None: as stored."""
+        for entry in stored_tensors(a):
+            tensor = self(prefix + entry.key)
+            tensor = tensor if dtype is None else tensor.to(dtype)
+            if entry.kind == "qkv":
+                parts = split_qkv(tensor, a)
+            else:
+                parts = [tensor[: entry.shape[0]] if entry.kind == "vocab" else tensor]
+            yield from zip(entry.hf_names, parts, strict=True)
+
+    def num_bytes(self, a: Architecture, prefix: str, dtype: torch.dtype | None) -> int:
+        stored = ((entry, self.tensors[prefix + entry.key].properties.dtype) for entry in stored_tensors(a))
+        return sum(_numel(entry.shape) * (dtype or own).itemsize for entry, own in stored)
+
+
+def check_hf(folder: HFFolder, a: Architecture) -> None:
+    """Raise `InputError` unless ``folder`` holds exactly the tensors of ``a``, in their shapes."""
+    expected = {n: s for entry in stored_tensors(a) for n, s in zip(entry.hf_names, entry.hf_shapes, strict=True)}
+    problems = []
+    if missing := [name for name in expected if name not in folder]:
+        problems.append(f"lacks {_some(missing)}")
+    others = [name for name in folder.names if name not in expected and not name.endswith("rotary_emb.inv_freq")]
+    if a.tie_embeddings and "lm_head.weight" in others:  # some tools write the tied matrix twice
+        if torch.equal(folder("lm_head.weight"), folder("model.embed_tokens.weight")):
+            others.remove("lm_head.weight")
+        else:
+            problems.append("config.json ties lm_head.weight to the embedding, but the two differ")
+    if others:
+        problems.append(f"holds tensors that this architecture has no place for: {_some(others)}")
+    for name, shape in expected.items():
+        if name in folder and folder.shape(name) != shape:
+            problems.append(f"{name} has shape {folder.shape(name)}, config.json says {shape}")
+    if problems:
+        raise InputError(f"{folder.path}: not a whole {a.model_type} checkpoint: {'; '.join(problems[:_SHOWN])}")
+
+
+def to_hf(
+    source: Path, target: Path, model: Path, *, dtype: torch.dtype | None = None, master: bool = False
+) -> dict[str, str]:
+    """Write the weights of the Megatron checkpoint ``source`` to ``target`` in Hugging Face layout.
+
+    Args:
+        model: folder with the config.json and tokenizer that belong to them.
+        dtype: what to round to; None: as stored.
+        master: take the optimizer's fp32 master weights instead of the model's own.
+
+    Returns:
+        SHA-256 by Hugging Face name of what was read; what was written has been compared with it.
+
+    Raises:
+        InputError: wrong or incomplete source, target exists, disk too small.
+    """
+    a, folder, prefix = read_architecture(model), MegatronFolder(source), MASTER_PREFIX if master else ""
+    if master and not any(key.startswith(MASTER_PREFIX) for key in folder.tensors):
+        raise InputError(f"{source}: holds no master weights (an fp32 run keeps none); leave --master out")
+    folder.check(a, prefix)
+    partial = _prepare(target, folder.num_bytes(a, prefix, dtype))
+    digests: dict[str, str] = {}
+    write_hf_checkpoint(partial, _tapped(folder.hf_weights(a, prefix, dtype), digests), model, FILE_BYTES)
+    verify("written", HFFolder(partial).items(), digests)
+    partial.rename(target)
+    return digests
+
+
+def to_megatron(source: Path, target: Path, *, dtype: torch.dtype | None = None) -> dict[str, str]:
+    """Write the Hugging Face checkpoint ``source`` to ``target`` in the format of a run's checkpoint, weights only.
+
+    Any layout loads it (`checkpoint.load_weights`). Arguments, result and errors as for `to_hf`.
+    """
+    a, folder = read_architecture(source), HFFolder(source)
+    check_hf(folder, a)
+    entries = {entry.key: entry for entry in stored_tensors(a)}
+    digests: dict[str, str] = {}
+
+    def read(key: str) -> torch.Tensor:
+        entry = entries[key]
+        parts = [folder(name) if dtype is None else folder(name).to(dtype) for name in entry.hf_names]
+        digests.update((name, digest(name, part)) for name, part in zip(entry.hf_names, parts, strict=True))
+        return join_qkv(parts, a.num_kv_heads) if entry.kind == "qkv" else parts[0]
+
+    def placeholder(entry: Stored) -> torch.Tensor:
+        return torch.empty(entry.shape, dtype=dtype or folder.dtype(entry.hf_names[0]), device="meta")
+
+    placeholders: dict[str, Any] = {key: placeholder(entry) for key, entry in entries.items()}
+    partial = _prepare(target, sum(tensor.nbytes for tensor in placeholders.values()))
+    partial.mkdir(parents=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group: there is to be none
+        dcp.save(
+            placeholders | {key: [None] for key in extra_states(a)},  # a list: one object for every shard
+            storage_writer=dcp.FileSystemWriter(partial, thread_count=1),
+            planner=_LazySave(read),
+            no_dist=True,
+        )
+    torch.save({"content_metadata": CONTENT_METADATA}, partial / _COMMON_FILE)
+    save_config(CheckpointingConfig("torch_dist", 1), str(partial))
+    copy_companions(source, partial / HF_FOLDER)
+    (partial / WEIGHTS_FILE).write_text(json.dumps({"architecture": a.model_type, "digest": total(digests)}) + "\n")
+    verify("written", MegatronFolder(partial).hf_weights(a), digests)
+    partial.rename(target)
+    return digests
+
+
+class _LazySave(DefaultSavePlanner):
+    """Saves what ``read`` returns for a key, at the moment it is written; the state dict holds shapes alone."""
+
+    def __init__(self, read: Callable[[str], torch.Tensor]):
+        super().__init__(flatten_state_dict=False)
+        self.read = read
+
+    def resolve_data(self, write_item: Any) -> torch.Tensor | io.BytesIO:
+        key = write_item.index.fqn
+        return super().resolve_data(write_item) if EXTRA_STATE in key else self.read(key).contiguous()
+
+
+# -- proof
+
+
+def digest(name: str, tensor: torch.Tensor) -> str:
+    """SHA-256 over name, dtype, shape and bytes."""
+    found = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+    found.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def total(digests: dict[str, str]) -> str:
+    """One hash of all tensors, whatever their order: equal for the same weights, however they are stored."""
+    return hashlib.sha256("\n".join(digests[name] for name in sorted(digests)).encode()).hexdigest()
+
+
+def verify(what: str, weights: Weights, expected: dict[str, str]) -> None:
+    """Hash every tensor of ``weights`` again. Raises `InputError` naming those that are not as ``expected``."""
+    found = {name: digest(name, tensor) for name, tensor in weights}
+    wrong = [name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)]
+    if wrong:
+        raise InputError(f"what was {what} differs from what was read: {_some(sorted(wrong))}; is the disk sound?")
+
+
+def _tapped(weights: Weights, digests: dict[str, str]) -> Weights:
+    for name, tensor in weights:
+        digests[name] = digest(name, tensor)
+        yield name, tensor
+
+
+def _prepare(target: Path, num_bytes: int) -> Path:
+    """Where to write before the final name is given. Raises `InputError` where there is no room."""
+    if target.exists():
+        raise InputError(f"{target}: exists already; delete it or choose another name")
+    partial = partial_path(target)
+    shutil.rmtree(partial, ignore_errors=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(target.parent).free
+    if free < num_bytes:
+        raise InputError(
+            f"{target}: needs {num_bytes / 2**30:.1f} GiB, {target.parent} has {free / 2**30:.1f} GiB free; "
+            "choose another place, or a smaller --dtype"
+        )
+    return partial
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + rest

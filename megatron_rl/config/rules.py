@@ -1,0 +1,270 @@
+"""What may not go together, once: between sections of a recipe, and between a recipe, its model and the ranks.
+
+A field's own range stands at the field. Every function returns messages that name keys, values found and values
+allowed; an empty list where nothing is wrong. `check`, `plan`, the engines and the tools all ask here.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megatron_rl.checkpoint.architecture import Architecture
+from megatron_rl.config.learner import ParallelConfig
+from megatron_rl.config.rollout import CPU_EXPERT_MULTIPLE, CPU_HEAD_DIMS, RolloutConfig
+from megatron_rl.config.routing import RoutingConfig
+from megatron_rl.config.schedule import ScheduleConfig
+from megatron_rl.config.sections import RecipeSections
+
+MAX_EXACT_TENSOR_PARALLEL = 2
+"""a + b = b + a, but a sum over three ranks depends on where it starts, and gloo and NCCL start it by position."""
+
+
+def section_problems(recipe: RecipeSections) -> list[str]:
+    """Sections that contradict each other. Part of loading a recipe."""
+    found = list(
+        schedule_problems(
+            recipe.schedule,
+            recipe.learner.optimizer.lr,
+            recipe.learner.optimizer.weight_decay,
+            total_steps=recipe.num_updates,
+        )
+    )
+    found += exact_problems(recipe)
+    if recipe.num_sequences % recipe.batch.minibatches:
+        found.append(
+            f"batch.minibatches: {recipe.batch.minibatches} does not divide the {recipe.num_sequences} sequences of a "
+            f"step (batch.prompts {recipe.batch.prompts} · rollout.num_samples {recipe.rollout.num_samples})"
+        )
+    if recipe.recorder.record_batches == "off":
+        found += [
+            f"recorder.record_batches: off, but alarm {rule.name!r} wants record_batch; use on_alarm"
+            for rule in recipe.monitor.alarms
+            if "record_batch" in rule.then
+        ]
+    if recipe.validation.every and not recipe.data.validation:
+        found.append("validation.every: set, but data.validation names no file")
+    best = recipe.checkpoint.keep_best
+    if best is not None and best.metric.startswith("val/") and not recipe.validation.every:
+        found.append(f"checkpoint.keep_best: {best.metric} is never measured with validation.every 0; set it")
+    if recipe.learner.lora is not None and recipe.precision.export_from == "master":
+        found.append("precision.export_from: master needs master weights, which learner.lora has not; use learner")
+    if recipe.objective.advantage == "rloo" and recipe.rollout.num_samples < 2:
+        found.append("objective.advantage: rloo needs rollout.num_samples of at least 2")
+    if recipe.learner.compile and recipe.runtime.device == "cuda":
+        found.append(
+            "learner.compile: true with runtime.device cuda, where TransformerEngine's layers bring their own kernels; "
+            "use compile: false"
+        )
+    return found
+
+
+def model_problems(
+    recipe: RecipeSections,
+    architecture: Architecture,
+    world_size: int | None,
+    device: Literal["cpu", "cuda"] | None = None,
+) -> list[str]:
+    """Why the recipe cannot run with the model on ``world_size`` ranks.
+
+    ``world_size`` and ``device``: None where not known; then only what holds for every value is checked.
+    """
+    found = architecture.problems() + layout_problems(recipe.learner.parallel, architecture, world_size)
+    found += rollout_problems(recipe.rollout, architecture, recipe.data.prompt.max_length, world_size, device)
+    found += routing_problems(recipe.routing, architecture) + precision_problems(recipe, architecture)
+    if recipe.learner.lora is not None:
+        found += lora_problems(architecture, recipe.learner.parallel)
+    return found
+
+
+def layout_problems(parallel: ParallelConfig, architecture: Architecture, world_size: int | None) -> list[str]:
+    """Why this layout cannot hold the model; empty where it can. ``world_size`` None: not known yet."""
+    a, found = architecture, []
+
+    def must_divide(size: int, what: str, number: int, key: str) -> None:
+        if number % size:
+            fits = [n for n in (1, 2, 4, 8, 16, 32, 64) if number % n == 0]
+            found.append(f"learner.parallel.{key}: {size} does not divide {what} ({number}); try one of {fits}")
+
+    must_divide(parallel.tensor, "the number of attention heads", a.num_heads, "tensor")
+    must_divide(parallel.tensor, "the number of key/value heads", a.num_kv_heads, "tensor")
+    must_divide(parallel.pipeline, "the number of layers", a.num_layers, "pipeline")
+    if a.is_moe:
+        must_divide(parallel.expert, "the number of experts", a.num_experts, "expert")
+        must_divide(parallel.expert_tensor, "the width of an expert", a.moe_ffn_hidden_size, "expert_tensor")
+    elif parallel.expert > 1 or parallel.expert_tensor > 1:
+        found.append(f"learner.parallel.expert: {parallel.expert}, but {a.model_type} has no experts; use 1")
+    if world_size is not None:
+        for size, key in (
+            (parallel.tensor * parallel.pipeline, "tensor · pipeline"),
+            (parallel.expert * parallel.expert_tensor * parallel.pipeline, "expert · expert_tensor · pipeline"),
+        ):
+            if world_size % size:
+                found.append(f"learner.parallel: {key} = {size} does not divide the number of ranks ({world_size})")
+    return found
+
+
+def rollout_problems(
+    rollout: RolloutConfig,
+    architecture: Architecture,
+    max_prompt_length: int,
+    world_size: int | None = None,
+    device: Literal["cpu", "cuda"] | None = None,
+) -> list[str]:
+    """Why the `rollout` section cannot serve the model; empty where it can. None: not known yet, and not checked."""
+    found = []
+    total, limit = max_prompt_length + rollout.max_response_length, architecture.max_position_embeddings
+    if total > limit:
+        found.append(
+            f"rollout.max_response_length: prompts of up to {max_prompt_length} tokens (data.prompt.max_length) "
+            f"plus responses of up to {rollout.max_response_length} make {total}, but the model's "
+            f"max_position_embeddings is {limit}; lower one of the two"
+        )
+    for number, what in (
+        (architecture.num_heads, "attention heads"),
+        (architecture.num_kv_heads, "key/value heads"),
+    ):
+        if number % rollout.tensor_parallel:
+            found.append(f"rollout.tensor_parallel: {rollout.tensor_parallel} does not divide the {number} {what}")
+    in_ranks = rollout.engine != "vllm_server"
+    if in_ranks and world_size is not None and world_size % rollout.tensor_parallel:
+        found.append(f"rollout.tensor_parallel: {rollout.tensor_parallel} does not divide the {world_size} ranks")
+    too_high = [token for token in rollout.stop_token_ids or [] if token >= architecture.vocab_size]
+    if too_high:
+        found.append(
+            f"rollout.stop_token_ids: {too_high} are outside the vocabulary (0 … {architecture.vocab_size - 1})"
+        )
+    return found + (_cpu_problems(rollout, architecture) if device == "cpu" else [])
+
+
+def _cpu_problems(rollout: RolloutConfig, architecture: Architecture) -> list[str]:
+    """Shapes that vLLM's CPU kernels do not have."""
+    found = []
+    if rollout.engine == "vllm_server" and rollout.tensor_parallel > 1:
+        found.append(
+            f"rollout.tensor_parallel: {rollout.tensor_parallel}; a server on a CPU is one process, start more servers"
+        )
+    if architecture.head_dim not in CPU_HEAD_DIMS:
+        found.append(
+            f"model.path: head_dim is {architecture.head_dim}; vLLM on a CPU has attention for {CPU_HEAD_DIMS}"
+        )
+    if (architecture.moe_ffn_hidden_size // rollout.tensor_parallel) % CPU_EXPERT_MULTIPLE:
+        found.append(
+            f"model.path: experts are {architecture.moe_ffn_hidden_size} wide over rollout.tensor_parallel "
+            f"{rollout.tensor_parallel}; vLLM on a CPU can update expert weights only in multiples of "
+            f"{CPU_EXPERT_MULTIPLE} (it pads others after loading)"
+        )
+    return found
+
+
+def routing_problems(routing: RoutingConfig, architecture: Architecture) -> list[str]:
+    """Why the `routing` section cannot be used with the model; empty where it can."""
+    if routing.is_on and not architecture.is_moe:
+        key = f"routing.replay: {routing.replay}" if routing.replay != "off" else "routing.telemetry: true"
+        return [f"{key}, but the model ({architecture.model_type}) has no experts; remove it for a dense model"]
+    return []
+
+
+def lora_problems(architecture: Architecture, parallel: ParallelConfig) -> list[str]:
+    """Why adapters cannot be used; empty where they can."""
+    found = []
+    if architecture.is_moe:
+        found.append(f"learner.lora: {architecture.model_type} has experts; adapters are for dense models")
+    if parallel.tensor > 1:
+        found.append(
+            f"learner.lora: with learner.parallel.tensor {parallel.tensor}; adapters are not sharded, use tensor: 1"
+        )
+    return found
+
+
+def precision_problems(recipe: RecipeSections, architecture: Architecture) -> list[str]:
+    """Differences that make mu another policy than pi, in the recipe's keys; empty where there are none."""
+    rollout, precision, found = recipe.rollout, recipe.precision, []
+    if (precision.fp32_router or precision.rollout_router) and not architecture.is_moe:
+        found.append(f"precision.fp32_router: true, but the model ({architecture.model_type}) has no router; use false")
+    if precision.allow_asymmetric:
+        return found
+    if rollout.top_p < 1.0:
+        found.append(
+            f"rollout.top_p: {rollout.top_p} cuts the tail off mu but not off pi, a mismatch that no correction "
+            "removes; use 1.0 for training, or set precision.allow_asymmetric: true for an ablation"
+        )
+    if rollout.top_k > 0:
+        found.append(
+            f"rollout.top_k: {rollout.top_k} cuts mu but not pi; use 0 (off) for training, or set "
+            "precision.allow_asymmetric: true for an ablation"
+        )
+    return found
+
+
+def schedule_problems(schedule: ScheduleConfig, lr: float, weight_decay: float, total_steps: int) -> list[str]:
+    """What does not fit the optimizer's numbers or the length of the run; empty where all does."""
+    found = []
+    if schedule.floor(lr) > lr:
+        found.append(f"schedule.min_lr: {schedule.min_lr} is above learner.optimizer.lr ({lr})")
+    if schedule.warmup_from > lr:
+        found.append(f"schedule.warmup_from: {schedule.warmup_from} is above learner.optimizer.lr ({lr})")
+    if schedule.style in ("linear", "cosine") and schedule.warmup_steps >= (schedule.decay_steps or total_steps):
+        found.append(
+            f"schedule.warmup_steps: {schedule.warmup_steps} leaves nothing of the "
+            f"{schedule.decay_steps or total_steps} steps for the decay"
+        )
+    if schedule.weight_decay_end is not None and schedule.weight_decay_end < weight_decay:
+        found.append(
+            f"schedule.weight_decay_end: {schedule.weight_decay_end} is below learner.optimizer.weight_decay "
+            f"({weight_decay}); Megatron's weight decay only grows"
+        )
+    return found
+
+
+def exact_problems(recipe: RecipeSections) -> list[str]:
+    """Why ``recipe`` cannot run with the engine `exact`, or why its `exact` section has no effect."""
+    rollout, parallel, found = recipe.rollout, recipe.learner.parallel, []
+    if rollout.engine != "exact":
+        if recipe.exact.noise_std:
+            found.append(
+                f"exact.noise_std: {recipe.exact.noise_std:g} needs rollout.engine exact, found {rollout.engine}; "
+                "other engines bring their own mismatch"
+            )
+        return found
+    if rollout.dtype != recipe.learner.dtype:
+        found.append(
+            f"rollout.dtype: {rollout.dtype}, but rollout.engine exact generates with the learner's own weights "
+            f"(learner.dtype {recipe.learner.dtype}); set both alike"
+        )
+    if rollout.top_p < 1 or rollout.top_k:
+        found.append(
+            f"rollout.top_p {rollout.top_p:g}, top_k {rollout.top_k}: rollout.engine exact samples from the "
+            "policy itself; use top_p 1 and top_k 0"
+        )
+    if rollout.tensor_parallel > 1:
+        found.append(
+            f"rollout.tensor_parallel: {rollout.tensor_parallel}, but rollout.engine exact has the learner's "
+            "layout (learner.parallel); leave it at 1"
+        )
+    if parallel.tensor > MAX_EXACT_TENSOR_PARALLEL:
+        found.append(
+            f"learner.parallel.tensor: {parallel.tensor}; a sum over more than {MAX_EXACT_TENSOR_PARALLEL} ranks "
+            "depends on the batch, so that rollout.engine exact could not be exact; use 1 or 2, with expert and "
+            "data parallelism for the rest"
+        )
+    if parallel.pipeline > 1:
+        found.append(
+            f"learner.parallel.pipeline: {parallel.pipeline}; rollout.engine exact generates on one stage; use 1"
+        )
+    if recipe.routing.needs_engine_routes:
+        key = "replay: r3" if recipe.routing.replay == "r3" else "telemetry: true"
+        found.append(
+            f"routing.{key} needs another engine's routes; under rollout.engine exact there is none, and routes "
+            "agree by themselves; use replay off or r2 without telemetry"
+        )
+    if recipe.learner.fused_head:
+        found.append(
+            "learner.fused_head: true with rollout.engine exact, which needs logits that do not depend on how tokens "
+            "are batched; use fused_head: false"
+        )
+    if recipe.learner.compile:
+        found.append(
+            "learner.compile: true with rollout.engine exact, whose passes must agree bit for bit however tokens are "
+            "batched; use compile: false"
+        )
+    return found

@@ -1,0 +1,138 @@
+"""All sections of a recipe in one model. What may not go together stands in `config.rules`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from megatron_rl.config.base import Section
+from megatron_rl.config.data import DataConfig
+from megatron_rl.config.exact import ExactConfig
+from megatron_rl.config.learner import LearnerConfig
+from megatron_rl.config.model import ModelConfig, RuntimeConfig
+from megatron_rl.config.monitor import MonitorConfig
+from megatron_rl.config.objective import ObjectiveConfig
+from megatron_rl.config.precision import PrecisionConfig
+from megatron_rl.config.recorder import RecorderConfig
+from megatron_rl.config.reward import RewardConfig
+from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.config.routing import RoutingConfig
+from megatron_rl.config.schedule import ScheduleConfig
+
+
+class BatchConfig(Section):
+    """How many sequences a step has and how many updates are made of them."""
+
+    prompts: PositiveInt = 64
+    """Prompts per step; each is sampled rollout.num_samples times."""
+    minibatches: PositiveInt = 1
+    """Optimizer steps per rollout batch; its sequences are dealt into this many parts. 1 is strictly on-policy and
+    needs no pass for old log-probs."""
+    filter_groups: bool = False
+    """Leave out prompts whose samples all earned the same reward: they carry no advantage [DAPO]."""
+    max_generations: PositiveInt = 1
+    """With filter_groups: sample further prompts until `prompts` groups are left, at most this many rounds in all."""
+
+    @model_validator(mode="after")
+    def _refill_needs_filter(self) -> BatchConfig:
+        if self.max_generations > 1 and not self.filter_groups:
+            raise ValueError(
+                f"max_generations: {self.max_generations} refills what filter_groups left out; set filter_groups: true"
+            )
+        return self
+
+
+class KeepBestConfig(Section):
+    metric: str = "val/reward/mean"
+    """A metric by its name in metrics.jsonl. The line of step s describes the weights of checkpoint s."""
+    n: PositiveInt = 1
+    """So many checkpoints with the best values stay, whatever their age."""
+    mode: Literal["max", "min"] = "max"
+    """Whether the largest or the smallest value is the best. NaN is never."""
+
+
+class CheckpointConfig(Section):
+    every: NonNegativeInt = 0
+    """Steps between checkpoints; 0: only at the end of the run."""
+    keep_last: NonNegativeInt = 2
+    """Checkpoints kept; older ones are deleted after a newer one is complete. 0 keeps all."""
+    keep_best: KeepBestConfig | None = None
+    """Also keep the checkpoints with the best values of a metric. null: age alone decides."""
+    export_hf: bool = False
+    """Also write the final weights in Hugging Face layout to checkpoints/hf."""
+
+
+class ValidationConfig(Section):
+    every: NonNegativeInt = 0
+    """Steps between validations on data.validation, the first before training; 0: never."""
+    num_samples: PositiveInt = 1
+    """Responses per held-out prompt (n of avg@n and pass@n)."""
+    temperature: float = Field(1.0, ge=0)
+    """Sampling temperature of validation; 0 is greedy."""
+    limit: PositiveInt | None = None
+    """Use only the first this many held-out prompts. null: all."""
+
+
+class RecipeSections(Section):
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")
+    """Name of the run, and of its folder below `run_root`."""
+    seed: NonNegativeInt = 0
+    """Seed of sampling and of every other random choice that has none of its own."""
+    num_steps: PositiveInt
+    """Rollout steps of the run."""
+    run_root: Path = Path("runs")
+    """Folder that run directories go to; a relative path counts from the working directory."""
+    runtime: RuntimeConfig = RuntimeConfig()
+    """Where it runs."""
+    model: ModelConfig
+    """What is trained."""
+    data: DataConfig
+    """On which problems."""
+    reward: RewardConfig = RewardConfig()
+    """What earns a reward."""
+    batch: BatchConfig = BatchConfig()
+    """Arithmetic of a step."""
+    rollout: RolloutConfig = RolloutConfig()
+    """How responses are sampled."""
+    exact: ExactConfig = ExactConfig()
+    """The zero-mismatch arm."""
+    learner: LearnerConfig = LearnerConfig()
+    """Layout, precision and optimizer."""
+    precision: PrecisionConfig = PrecisionConfig()
+    """What is computed in fp32, and which weights the rollout engine gets."""
+    routing: RoutingConfig = RoutingConfig()
+    """Router replay, and what is measured of routes."""
+    objective: ObjectiveConfig = ObjectiveConfig()
+    """What is optimized."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """How the learning rate moves."""
+    validation: ValidationConfig = ValidationConfig()
+    """Held-out evaluation during the run."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What is kept."""
+    monitor: MonitorConfig = MonitorConfig()
+    """What is recorded and alarmed on."""
+    recorder: RecorderConfig = RecorderConfig()
+    """Which batches are kept on disk."""
+
+    @property
+    def run_dir(self) -> Path:
+        return self.run_root / self.name
+
+    @property
+    def may_record_batches(self) -> bool:
+        """Whether any step's batch can come to be written to disk."""
+        by_alarm = any("record_batch" in rule.then for rule in self.monitor.alarms)
+        return by_alarm or self.recorder.record_batches in ("last_n", "all")
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.num_steps * self.batch.minibatches
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences sampled per step, before filtering."""
+        return self.batch.prompts * self.rollout.num_samples

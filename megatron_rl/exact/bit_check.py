@@ -1,0 +1,153 @@
+"""The gate of exact mode: every sampled token's probability is, bit for bit, the one that the update computes [VX].
+
+It compares before the optimizer moves, in every step, what generation recorded with what the learner's passes found:
+the pass for old log-probs if there is one, and the forward pass of the step's first update. A difference ends the run,
+after both computations were made once more layer by layer to say where they part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+
+from megatron_rl.errors import RunEnded
+from megatron_rl.exact.decode import Decoder
+from megatron_rl.learner.layers.invariant import batch_invariant
+from megatron_rl.learner.learner import Learner
+from megatron_rl.process.ranks import gather_objects
+from megatron_rl.types import Batch
+
+
+def check(learner: Learner, batch: Batch, found: dict[int, np.ndarray], where: str) -> float:
+    """Compare sequences ``found`` (index → log-probs [R] of a pass) with what generation recorded.
+
+    ``where``: the pass, for the message. The same on all ranks, and collective where something differs. Returns
+    `BIT_CHECK_METRIC` over these sequences, which is 0.0 where it returns at all.
+
+    Raises:
+        RunEnded: a token differs; names sequence, token, both values and the first layer that computes differently.
+    """
+    largest = 0.0
+    for index in sorted(found):
+        sequence = batch.sequences[index]
+        recorded = sequence.exact_logprobs
+        assert recorded is not None, (
+            f"sequence {sequence.id!r} has no exact_logprobs: rollout.engine exact records them"
+        )
+        differs = recorded != found[index]  # NaN differs from itself
+        if differs.any():
+            token = int(np.argmax(differs))
+            raise RunEnded(_message(batch, index, token, found[index], where, first_divergence(learner, batch, index)))
+        largest = max(largest, float(np.abs(np.exp(recorded) - np.exp(found[index])).max()))
+    return largest
+
+
+def _message(batch: Batch, index: int, token: int, found: np.ndarray, where: str, layer: str) -> str:
+    sequence = batch.sequences[index]
+    log_mu, log_po = float(sequence.exact_logprobs[token]), float(found[token])
+    number = int((sequence.exact_logprobs != found).sum())
+    return (
+        f"exact mode, step {batch.step}: sequence {sequence.id!r}, response token {token} (id "
+        f"{sequence.tokens[sequence.prompt_length + token]}): log mu {log_mu:.9g} in generation, log po {log_po:.9g} "
+        f"in the {where}, |exp - exp| = {abs(np.exp(log_mu) - np.exp(log_po)):.3g}; {number} of {len(found)} tokens of "
+        f"the sequence differ. {layer}"
+    )
+
+
+def first_divergence(learner: Learner, batch: Batch, index: int) -> str:
+    """Where generation and training part for one sequence: both are made again, every layer compared. Collective."""
+    trained, generated = _trained_rows(learner, batch, index), _generated_rows(learner, batch, index)
+    mine = None
+    if trained and generated:
+        for position in sorted(generated):
+            for name, value in generated[position].items():
+                if mine is None and not torch.equal(value, trained[position][name]):
+                    mine = (position, name)
+    both = [item for item in gather_objects(mine) if item is not None]
+    if both:
+        position, name = min(both)
+        return f"First difference when both are computed again: token {position} of the sequence, output of the {name}"
+    return (
+        "Computed again, both agree in every layer: the weights changed between generation and update, or a kernel is "
+        "not deterministic"
+    )
+
+
+Rows = dict[int, dict[str, torch.Tensor]]
+"""position in the sequence → layer → what came out for that token."""
+
+
+def _trained_rows(learner: Learner, batch: Batch, index: int) -> Rows:
+    rows: Rows = {}
+    everything = next((part for part in batch.minibatches if index in part), [index])
+    for microbatch in learner.passes.microbatches(batch, everything):
+        start = None
+        if index in microbatch.indices:
+            before = microbatch.indices[: microbatch.indices.index(index)]
+            start = sum(len(batch.sequences[i].tokens) for i in before)
+        length = len(batch.sequences[index].tokens)
+
+        def keep(name: str, hidden: torch.Tensor, start: int | None = start, length: int = length) -> None:
+            for position in range(length if start is not None else 0):
+                rows.setdefault(position, {})[name] = hidden[start + position].clone()
+
+        with _watch(learner.module, keep), torch.no_grad(), batch_invariant(learner.device):
+            learner.passes.forward(microbatch)
+    return rows
+
+
+def _generated_rows(learner: Learner, batch: Batch, index: int) -> Rows:
+    """The step's sequences generated again, with their tokens given.
+
+    They are batched as they were in generation, but for groups that `batch.filter_groups` left out since.
+    """
+    decoder, rows = Decoder.of(learner), {}
+
+    def keep(name: str, hidden: torch.Tensor) -> None:
+        for row, (sequence, position) in enumerate(decoder.row_owners):
+            if sequence == index:
+                rows.setdefault(position, {})[name] = hidden[row].clone()
+
+    given = [iter(s.tokens[s.prompt_length :].tolist()) for s in batch.sequences]
+    left = [s.response_length for s in batch.sequences]
+
+    def pick(running: list[int], logits: torch.Tensor) -> list[tuple[int, bool]]:
+        for i in running:
+            left[i] -= 1
+        return [(next(given[i]), left[i] == 0) for i in running]
+
+    with _watch(learner.module, keep):
+        prompts = [s.tokens[: s.prompt_length].tolist() for s in batch.sequences]
+        decoder.run(prompts, learner.recipe.rollout.max_response_length, pick)
+    return rows
+
+
+@contextmanager
+def _watch(module: torch.nn.Module, keep: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
+    """Call ``keep`` with the rows [N, …] that come out of every layer, in the order of the forward pass."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [("embedding", module.embedding)]
+    parts += [(f"layer {i}", layer) for i, layer in enumerate(module.decoder.layers)]
+    parts += [("final norm", module.decoder.final_layernorm), ("output layer", module.output_layer)]
+
+    def hook(name: str) -> Callable:
+        def on_output(_module: torch.nn.Module, _args: tuple, output: torch.Tensor | tuple) -> None:
+            hidden = (output[0] if isinstance(output, tuple) else output).detach()
+            if group.size() > 1 and name != "output layer":  # rows are shared out over tensor-parallel ranks
+                parts = [torch.empty_like(hidden) for _ in range(group.size())]
+                torch.distributed.all_gather(parts, hidden.contiguous(), group=group)
+                hidden = torch.cat(parts)
+            keep(name, hidden.flatten(0, 1))
+
+        return on_output
+
+    handles = [part.register_forward_hook(hook(name)) for name, part in parts]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

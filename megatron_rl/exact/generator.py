@@ -1,0 +1,163 @@
+"""The exact engine: sampling from the learner's own forward pass, so that mu = po bit for bit [VX].
+
+It has no weights of its own and nothing to refit. The forward passes are the learner's (`exact.decode`), reached
+through the small `Policy` interface; this module draws tokens and wraps responses. Random numbers come per response
+from one stream keyed like every engine's requests (`requests.request_seed`), so that responses depend neither on the
+layout nor on the batch.
+
+What it costs: one pass of the training model per token, in Python and without fused kernels. docs/exact.md has the
+ratio to vLLM.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from megatron_rl.config.exact import ExactConfig
+from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.rollout.calls import check_version, throughput
+from megatron_rl.rollout.generator import Sampling
+from megatron_rl.rollout.payload import make_rollout
+from megatron_rl.rollout.requests import Request, make_groups, make_requests
+from megatron_rl.types import Group, Prompt, Rollout
+
+
+class Policy(Protocol):
+    """The learner's forward passes, as `exact.decode.Decoder` offers them. Collective, like everything here."""
+
+    def run(self, prompts: list[list[int]], max_new_tokens: int, pick: Callable[..., Any]) -> range: ...
+    def logprobs(self, logits: torch.Tensor, tokens: list[int], temperature: float) -> torch.Tensor: ...
+    def whole_vocabulary(self, logits: torch.Tensor) -> torch.Tensor: ...
+    def share(self, mine: list[Any]) -> list[Any]: ...
+
+
+class ExactGenerator:
+    """`Generator` on the learner's own forward pass; see `Generator` for the methods.
+
+    ``policy``: the learner's decoder. ``stop_token_ids``: what ends a response. ``decode``: token ids → text.
+    ``describe``: the learner's column of the precision contract, which is this engine's too.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        exact: ExactConfig,
+        policy: Policy,
+        *,
+        stop_token_ids: list[int],
+        decode: Callable[[list[int]], str],
+        describe: Callable[[], dict[str, str]],
+    ) -> None:
+        self._config, self._exact, self._policy = rollout, exact, policy
+        self._stop, self._decode, self._describe = frozenset(stop_token_ids), decode, describe
+        self._policy_version, self._stats = 0, {}
+
+    def rollout(
+        self,
+        prompts: list[Prompt],
+        num_samples: int,
+        *,
+        policy_version: int,
+        step: int,
+        sampling: Sampling | None = None,
+    ) -> list[Group]:
+        check_version("the learner holds", self._policy_version, policy_version)
+        sampling, start = sampling or Sampling.from_config(self._config), time.perf_counter()
+        requests = make_requests(prompts, num_samples, seed=self._config.seed, step=step)
+        rollouts = self._policy.share(self._generate(requests, sampling))
+        self._stats |= throughput(rollouts, time.perf_counter() - start)
+        return make_groups(prompts, num_samples, rollouts)
+
+    def _generate(self, requests: list[Request], sampling: Sampling) -> list[Rollout]:
+        """This replica's share of the responses."""
+        draws = [_Draw(request.seed) for request in requests]
+        noise_std = self._exact.noise_std if sampling.temperature > 0 else 0.0
+
+        def pick(running: list[int], logits: torch.Tensor) -> list[tuple[int, bool]]:
+            scaled = self._policy.whole_vocabulary(logits).double().numpy(force=True) / (sampling.temperature or 1.0)
+            if noise_std:
+                scaled += noise_std * np.stack([draws[i].noise(scaled.shape[1]) for i in running])
+            if sampling.temperature == 0:
+                tokens = scaled.argmax(1).tolist()
+            else:
+                tokens = _sample(scaled, [draws[i].uniform() for i in running])
+            computed = self._policy.logprobs(logits, tokens, sampling.temperature or 1.0).tolist()
+            sampled = _log_softmax_at(scaled, tokens) if noise_std else computed
+            for i, token, clean, log_mu in zip(running, tokens, computed, sampled, strict=True):
+                draws[i].add(token, clean, log_mu)
+            return [(token, draws[i].ended(self._stop, sampling)) for i, token in zip(running, tokens, strict=True)]
+
+        prompts = [request.prompt.tokens for request in requests]
+        mine = self._policy.run(prompts, sampling.max_response_length, pick)
+        return [self._wrap(requests[i], draws[i]) for i in mine]
+
+    def _wrap(self, request: Request, draw: _Draw) -> Rollout:
+        reason = "stop" if draw.tokens[-1] in self._stop else "length"
+        text = self._decode(draw.tokens)
+        rollout = make_rollout(request, draw.tokens, draw.log_mu, reason, self._policy_version, text=text)
+        rollout.exact_logprobs = np.asarray(draw.clean, dtype=np.float32)
+        return rollout
+
+    def refit(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
+        """Nothing moves: the weights are the learner's. ``weights`` is not read, so nothing is gathered either."""
+        self._policy_version = policy_version
+
+    def sleep(self) -> None:
+        """Holds no memory of its own."""
+
+    def wake(self) -> None:
+        """Holds no memory of its own."""
+
+    def stats(self) -> dict[str, float]:
+        return dict(self._stats)
+
+    def describe_precision(self) -> dict[str, str]:
+        return self._describe()
+
+    def close(self) -> None:
+        """Nothing to end: the learner is closed by its owner."""
+
+
+class _Draw:
+    """One response on its way: its random stream, its tokens, and their log-probs."""
+
+    def __init__(self, seed: int):
+        self._random = np.random.Generator(np.random.Philox(key=seed))
+        self.tokens: list[int] = []
+        self.clean: list[float] = []  # log po, as the learner computes it
+        self.log_mu: list[float] = []  # of what was sampled from, noise included
+
+    def noise(self, size: int) -> np.ndarray:
+        return self._random.standard_normal(size)
+
+    def uniform(self) -> float:
+        return self._random.random()
+
+    def add(self, token: int, clean: float, log_mu: float) -> None:
+        self.tokens.append(token)
+        self.clean.append(clean)
+        self.log_mu.append(log_mu)
+
+    def ended(self, stop: frozenset[int], sampling: Sampling) -> bool:
+        return self.tokens[-1] in stop or len(self.tokens) >= sampling.max_response_length
+
+
+def _sample(scaled: np.ndarray, uniforms: list[float]) -> list[int]:
+    """Inverse distribution function: the first token whose cumulated probability exceeds the uniform number."""
+    cumulated = np.exp(scaled - scaled.max(1, keepdims=True)).cumsum(1)
+    targets = np.asarray(uniforms) * cumulated[:, -1]
+    return [
+        min(int(np.searchsorted(row, target, side="right")), len(row) - 1)
+        for row, target in zip(cumulated, targets, strict=True)
+    ]
+
+
+def _log_softmax_at(scaled: np.ndarray, tokens: list[int]) -> list[float]:
+    top = scaled.max(1, keepdims=True)
+    log_total = np.log(np.exp(scaled - top).sum(1)) + top[:, 0]
+    return (scaled[np.arange(len(tokens)), tokens] - log_total).tolist()

@@ -1,0 +1,255 @@
+"""Megatron's layers in fewer passes over memory, for where TransformerEngine's kernels cannot run.
+
+Between two matrix products Megatron's own layers walk over the activations once per elementary operation: a rotary
+embedding is two concatenations, two products and a sum, and cosines of every angle in every layer. A CPU waits for
+memory in each of them. Here each of these stretches is one autograd function with its own gradient, and all experts of
+a rank are one function, so that elementwise work is done once for all of them. Parameters, their names and the results
+(to rounding) are Megatron's; tests/unit/learner/test_cpu_layers.py holds values and gradients to the original layers.
+
+Shapes: N tokens, H hidden size, D head width, E local experts, F expert width, K experts per token, M = N·K rows that
+are sorted by expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_rl.learner.layers.attention import PackedRotaryEmbedding
+from megatron_rl.learner.layers.elementwise import PLAIN, Stretches, compiled
+
+Tensor = torch.Tensor
+
+
+def use_few_pass_layers(block: TransformerBlockSubmodules) -> None:
+    """Put these layers into the specification of Megatron's local layers."""
+    block.layer_norm = FewPassRMSNorm
+    for layer in block.layer_specs:
+        parts = layer.submodules
+        parts.input_layernorm = FewPassRMSNorm
+        if parts.pre_mlp_layernorm is not IdentityOp:
+            parts.pre_mlp_layernorm = FewPassRMSNorm
+        parts.self_attention.module = FewPassSelfAttention
+        experts = getattr(parts.mlp.submodules, "experts", None)
+        if experts is not None:
+            experts.module = FewPassExperts
+
+
+def finish_few_pass_model(model: GPTModel, compile: bool = False) -> None:
+    """What a specification cannot say: one cosine for all layers, no exchange where a rank has all experts, and whether
+    elementwise work is compiled."""
+    if compile:
+        for module in model.modules():
+            if isinstance(module, FewPassRMSNorm | FewPassSelfAttention | FewPassExperts):
+                module.stretches = compiled()
+    model.rotary_pos_emb = CosSinEmbedding(model.rotary_pos_emb)
+    if model.config.expert_model_parallel_size * model.config.expert_tensor_parallel_size > 1:
+        return
+    for layer in model.decoder.layers:
+        if isinstance(layer.mlp, MoELayer):
+            layer.mlp.token_dispatcher = LocalDispatcher(layer.mlp.config)
+
+
+# -- root mean square norm
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, stretches: Stretches) -> Tensor:
+        rows = x.reshape(-1, x.size(-1))  # one layout, whatever a dimension of size 1 has for a stride: compiled once
+        out, scale = stretches.rms_norm(rows, weight, eps)
+        ctx.save_for_backward(rows, weight, scale)
+        ctx.stretches = stretches
+        return out.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        grad_x, grad_weight = ctx.stretches.rms_norm_backward(grad.reshape(x.shape), x, weight, scale)
+        return grad_x.to(x.dtype).view(grad.shape), grad_weight, None, None
+
+
+class FewPassRMSNorm(torch.nn.RMSNorm):
+    """`torch.nn.RMSNorm` with the arguments that Megatron gives a norm."""
+
+    stretches = PLAIN
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
+        super().__init__(hidden_size, eps)
+        # Under sequence parallelism each rank has its own tokens only: Megatron sums these gradients over the ranks.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _RMSNorm.apply(x, self.weight, self.eps, self.stretches)
+
+
+# -- from the projection to rotated queries and keys
+
+
+class CosSinEmbedding(PackedRotaryEmbedding):
+    """Cosine and sine of every token's angles [N, 1, 1, D/2 + D/2], once for all layers."""
+
+    def forward(self, max_seq_len: int, **kwargs: object) -> torch.Tensor:
+        angles = super().forward(max_seq_len, **kwargs)
+        half = angles[..., : angles.size(-1) // 2]
+        return torch.cat([half.cos(), half.sin()], dim=-1)
+
+
+class _SplitNormRotate(torch.autograd.Function):
+    """[N, b, groups, heads + 2, D] → queries [N, b, groups·heads, D], keys and values [N, b, groups, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, mixed, q_weight, k_weight, cos_sin, eps, stretches):
+        cos, sin = (part.to(mixed.dtype) for part in cos_sin.unsqueeze(2).chunk(2, dim=-1))
+        *outputs, q_scale, k_scale = stretches.split_norm_rotate(mixed, q_weight, k_weight, cos, sin, eps)
+        ctx.save_for_backward(mixed, q_weight, k_weight, cos, sin, q_scale, k_scale)
+        ctx.stretches = stretches
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad_q, grad_k, grad_v):
+        return *ctx.stretches.split_norm_rotate_backward(grad_q, grad_k, grad_v, *ctx.saved_tensors), None, None, None
+
+
+class FewPassSelfAttention(SelfAttention):
+    """Splits, normalises and rotates in one function; the rotary embedding must be a `CosSinEmbedding`."""
+
+    stretches = PLAIN
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        self._cos_sin = kwargs.pop("rotary_pos_emb")
+        return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=None, **kwargs)
+
+    def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
+        mixed, _bias = self.linear_qkv(hidden_states)
+        groups = self.num_query_groups_per_partition
+        mixed = mixed.unflatten(-1, (groups, -1, self.hidden_size_per_attention_head))
+        weights = (
+            None if norm is None or isinstance(norm, IdentityOp) else norm.weight
+            for norm in (self.q_layernorm, self.k_layernorm)
+        )
+        return _SplitNormRotate.apply(mixed, *weights, self._cos_sin, self.config.layernorm_epsilon, self.stretches)
+
+
+# -- experts
+
+
+class _Experts(torch.autograd.Function):
+    """Rows [M, H], sorted by expert → silu(x·w_gate) · (x·w_up) · prob, times w_down, [M, H], expert by expert."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, probs: Tensor, counts: list[int], stretches: Stretches, *weights: Tensor):
+        fc1, fc2 = weights[: len(counts)], weights[len(counts) :]
+        hidden = x.new_empty(len(x), fc1[0].size(0))
+        _each(x, fc1, counts, hidden, transposed=True)
+        out = x.new_empty(len(x), fc2[0].size(0))
+        _each(stretches.gated_silu(hidden, probs), fc2, counts, out, transposed=True)
+        ctx.save_for_backward(x, probs, hidden, *weights)
+        ctx.counts, ctx.stretches = counts, stretches
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):
+        x, probs, hidden, *weights = ctx.saved_tensors
+        counts, grad = ctx.counts, grad.contiguous()
+        fc1, fc2 = weights[: len(counts)], weights[len(counts) :]
+        grad_scaled = hidden.new_empty(len(hidden), hidden.size(1) // 2)
+        _each(grad, fc2, counts, grad_scaled, transposed=False)
+        scaled, grad_hidden, grad_probs = ctx.stretches.gated_silu_backward(grad_scaled, hidden, probs)
+        grad_fc2 = [g.t() @ a for g, a in zip(grad.split(counts), scaled.split(counts), strict=True)]
+        grad_fc1 = [g.t() @ a for g, a in zip(grad_hidden.split(counts), x.split(counts), strict=True)]
+        grad_x = torch.empty_like(x)
+        _each(grad_hidden, fc1, counts, grad_x, transposed=False)
+        return grad_x, grad_probs, None, None, *grad_fc1, *grad_fc2
+
+
+def _each(
+    x: torch.Tensor, weights: tuple[torch.Tensor, ...], counts: list[int], out: torch.Tensor, transposed: bool
+) -> None:
+    """``out`` = the rows of each expert times its weight."""
+    for rows, weight, result in zip(x.split(counts), weights, out.split(counts), strict=True):
+        torch.mm(rows, weight.t() if transposed else weight, out=result)
+
+
+class FewPassExperts(SequentialMLP):
+    """All experts of this rank in one function. Gated SiLU without biases, as in every model that we read."""
+
+    stretches = PLAIN
+
+    def forward(
+        self, hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        weights = [expert.linear_fc1.weight for expert in self.local_experts]
+        weights += [expert.linear_fc2.weight for expert in self.local_experts]
+        return _Experts.apply(hidden_states, probs, tokens_per_expert.tolist(), self.stretches, *weights), None
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of [N, H] in the order of their experts, [M, H]; and its adjoint: the sum over a token's K rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        return x.index_select(0, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):
+        return F.embedding_bag(ctx.saved_tensors[0], grad.contiguous(), mode="sum"), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """[M, H] → [N, H], the sum over a token's K rows; and its adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tokens)
+        return F.embedding_bag(places, rows, mode="sum")
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class LocalDispatcher(MoETokenDispatcher):
+    """Sorts tokens by expert where a rank has all experts: nothing to exchange, one gather and one sum."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__(config, get_default_pg_collection())
+
+    def dispatch_preprocess(self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor):
+        """``tokens`` [N, b, H], ``routing_map`` and ``probs`` [N·b, experts]."""
+        self._shape = tokens.shape
+        by_expert = routing_map.t().contiguous()
+        self._counts = by_expert.sum(dim=1)
+        self._tokens = by_expert.nonzero()[:, 1]  # [M]
+        # Row of (token, expert): those of earlier experts, and of the same one's earlier tokens.
+        before = by_expert.cumsum(dim=1) - 1 + (self._counts.cumsum(0) - self._counts)[:, None]
+        self._places = before.t()[routing_map].view(-1, self.config.moe_router_topk)  # [N·b, K]
+        rows = _Gather.apply(tokens.reshape(-1, tokens.size(-1)), self._tokens, self._places)
+        return rows, probs.t().masked_select(by_expert)
+
+    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor):
+        return hidden_states, probs
+
+    def dispatch_postprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor):
+        return hidden_states, self._counts, probs
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return _Combine.apply(hidden_states, self._tokens, self._places)
+
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states.view(self._shape)

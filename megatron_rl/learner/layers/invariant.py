@@ -1,0 +1,162 @@
+"""Batch-invariant computation: a token's numbers do not depend on what else is in the batch.
+
+A kernel library chooses its order of summation by the shape of the whole call, and its polynomial for exp by whether
+an element falls into a vector register or into the rest of the loop. So one token gets other bits in another batch,
+which is all the training-inference mismatch of two engines that share their code [VX]. Inside `BatchInvariant` every
+such call is made in one fixed shape:
+
+* matrix products over rows in tiles of `TILE` rows, one product per tile, the last tile padded;
+* functions without a correctly rounded result (exp, log, silu, …) on whole vector registers, the last one padded;
+* attention in blocks of `KEY_BLOCK` keys from the first key on, with a running softmax, so that keys that a mask hides
+  add exactly nothing, whether they are there (a training pass) or not (generation with a cache);
+* sums over a token's experts in the order of the experts.
+
+Backward passes are left as they are: nothing compares gradients bit for bit with another engine. Sums over ranks are
+out of reach here; `config.exact` limits layouts to those that have one order only. That all this suffices on a given
+machine is not taken on trust: the gate (`exact.bit_check`) compares every sampled token in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+TILE = 16
+"""Rows of a matrix product: with fewer, libraries switch to matrix-vector kernels; more would be padding in
+decoding."""
+KEY_BLOCK = 32
+"""Keys that attention takes at a time."""
+VECTOR = 64
+"""Elements that any CPU's vector loop handles whole: two 512-bit registers of 16-bit numbers."""
+
+
+class BatchInvariant(TorchFunctionMode):
+    """``with BatchInvariant():`` forward passes on a CPU are batch-invariant, autograd works as before."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        replacement = _REPLACEMENTS.get(func, func)
+        return replacement(*args, **(kwargs or {}))
+
+
+def batch_invariant(device: torch.device) -> AbstractContextManager:
+    """`BatchInvariant` on a CPU; on CUDA Megatron's own kernels are (`TransformerConfig.batch_invariant_mode`)."""
+    return BatchInvariant() if device.type == "cpu" else nullcontext()
+
+
+def matmul(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """``x @ weight`` of x [..., K] and weight [K, N], row by row the same whatever the other rows are."""
+    if weight.dim() != 2 or x.dim() < 2:
+        raise NotImplementedError(f"batch-invariant product of {tuple(x.shape)} and {tuple(weight.shape)}")
+    rows = x.reshape(-1, x.size(-1))
+    num_rows = len(rows)
+    tiles = F.pad(rows, (0, 0, 0, -num_rows % TILE)).view(-1, TILE, x.size(-1))
+    product = torch.bmm(tiles, weight.expand(len(tiles), -1, -1)).flatten(0, 1)[:num_rows]
+    product = product.view(*x.shape[:-1], weight.size(1))
+    return product if out is None else out.copy_(product)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    product = matmul(x, weight.t())
+    return product if bias is None else product + bias
+
+
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last_key: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Softmax attention of each query to keys 0 … ``last_key``, in fp32, without gradient.
+
+    Args:
+        query: [S, H, Q, D], S sequences, H heads, Q queries each.
+        key, value: [S, H/groups, M, D] with M a multiple of `KEY_BLOCK`; what lies beyond ``last_key`` is never read
+            into the result, but must be finite.
+        last_key: [S, Q] int64, position of each query in its sequence.
+        scale: of the scores.
+
+    Returns:
+        [S, H, Q, D] in the dtype of ``query``.
+    """
+    num_sequences, num_heads, num_queries, width = query.shape
+    kv_heads, num_keys = key.size(1), key.size(2)
+    groups = num_heads // kv_heads
+    # Queries of one group of heads share their keys: [S · H/groups · tiles, TILE, D]
+    rows = query.float().reshape(num_sequences * kv_heads, groups * num_queries, width)
+    pad = -rows.size(1) % TILE
+    rows = F.pad(rows, (0, 0, 0, pad)).view(-1, TILE, width)
+    tiles_each = rows.size(0) // (num_sequences * kv_heads)
+    last = last_key[:, None, None, :].expand(-1, kv_heads, groups, -1).reshape(num_sequences * kv_heads, -1)
+    last = F.pad(last, (0, pad)).view(-1, TILE, 1)
+    top = torch.full((rows.size(0), TILE, 1), float("-inf"), device=query.device)
+    total, result = torch.zeros_like(top), torch.zeros_like(rows)
+    columns = torch.arange(KEY_BLOCK, device=query.device)
+    for start in range(0, num_keys, KEY_BLOCK):
+        keys, values = (
+            x[:, :, start : start + KEY_BLOCK].float().flatten(0, 1).repeat_interleave(tiles_each, 0)
+            for x in (key, value)
+        )
+        scores = torch.bmm(rows, keys.transpose(1, 2)) * scale
+        scores = scores.masked_fill(columns + start > last, float("-inf"))
+        new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+        keep, weights = padded(torch.exp)(top - new_top), padded(torch.exp)(scores - new_top)
+        total = total * keep + weights.sum(-1, keepdim=True)
+        result = result * keep + torch.bmm(weights, values)
+        top = new_top
+    result = (result / total).view(num_sequences * kv_heads, -1, width)[:, : groups * num_queries]
+    return result.reshape(query.shape).to(query.dtype)
+
+
+def padded(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``function`` of every element, on whole vector registers, so that none falls to the scalar rest of a loop."""
+
+    def on_whole_registers(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        flat = x.reshape(-1)
+        return function(F.pad(flat, (0, -len(flat) % VECTOR)), *args, **kwargs)[: len(flat)].view(x.shape)
+
+    return on_whole_registers
+
+
+def padded_in_place(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    whole = padded(function)
+    return lambda x: x.copy_(whole(x))
+
+
+def add_rows(target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """``target.scatter_add_`` of whole rows, those of one place one after the other in the order of ``source``.
+
+    One call per row that a place gets: how a library rounds between the rows of one call is its own affair.
+    """
+    if dim != 0 or index.dim() != 2 or index.stride(1) != 0:
+        return target.scatter_add_(dim, index, source)
+    places = index[:, 0]
+    order = places.argsort(stable=True)
+    ordered = places[order]
+    turn = torch.arange(len(order), device=order.device) - torch.searchsorted(ordered, ordered)
+    for number in range(int(turn.max()) + 1 if len(order) else 0):
+        rows = order[turn == number]
+        target = target.index_add_(0, places[rows], source[rows])
+    return target
+
+
+_REPLACEMENTS: dict[Callable, Callable] = {
+    torch.matmul: matmul,
+    torch.mm: matmul,
+    torch.Tensor.matmul: matmul,
+    torch.Tensor.mm: matmul,
+    torch.Tensor.__matmul__: matmul,
+    F.linear: linear,
+    torch.Tensor.scatter_add_: add_rows,
+    torch.exp: padded(torch.exp),
+    torch.Tensor.exp: padded(torch.exp),
+    torch.Tensor.exp_: padded_in_place(torch.exp),
+    torch.log: padded(torch.log),
+    torch.Tensor.log: padded(torch.log),
+    torch.cos: padded(torch.cos),
+    torch.sin: padded(torch.sin),
+    torch.sigmoid: padded(torch.sigmoid),
+    F.silu: padded(F.silu),
+    F.gelu: padded(F.gelu),
+}

@@ -1,0 +1,70 @@
+"""Start-up of the one distributed runtime there is: torch.distributed plus Megatron's process groups."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.jit import disable_jit_fuser
+
+from megatron_rl.config.learner import ParallelConfig
+
+
+def resolve_device(device: str) -> torch.device:
+    """``auto | cuda | cpu`` → the device of this process (``LOCAL_RANK`` picks the GPU)."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def initialize(parallel: ParallelConfig, device: str, seed: int) -> torch.device:
+    """Join the job (torchrun's or srun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; alone without them).
+
+    Idempotent within a process for the same layout. Model-parallel generators are seeded with ``seed``.
+    """
+    where = resolve_device(device)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    else:
+        # Fused elementwise functions are torch.compile'd by Megatron: ~20 s of C++ compilation per process on a
+        # CPU, for nothing.
+        disable_jit_fuser()
+        # Oversubscribed OpenMP threads cost up to 20×: without a word from the user, each process takes one.
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)
+    timeout = timedelta(minutes=parallel.timeout_minutes)
+    if not dist.is_initialized():
+        # Alone, the store is handed over instead of named in the environment, which other processes would inherit.
+        if "MASTER_PORT" not in os.environ:
+            store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+            dist.init_process_group(_backend(where), store=store, rank=0, world_size=1, timeout=timeout)
+        else:
+            dist.init_process_group(_backend(where), timeout=timeout)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            expert_model_parallel_size=parallel.expert,
+            expert_tensor_parallel_size=parallel.expert_tensor,
+            distributed_timeout_minutes=parallel.timeout_minutes,
+        )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return where
+
+
+def _backend(device: torch.device) -> str:
+    # Objects and CPU tensors (groups of rollouts, checkpoints' metadata) travel over gloo also on GPU nodes.
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def shutdown() -> None:
+    """Leave the job; safe to call twice."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,232 @@
+"""Router replay in Megatron's routers: which experts each router selects in a forward pass, and what it saw.
+
+The routers' `RouterReplay` (patched: exact under recomputation, one microbatch's routes never reach another's backward
+pass) does the replaying. Here one forward pass at a time is given its routes, after they have been held against the
+tokens that Megatron deals to this rank and the layer numbers that the routers themselves report.
+
+Shapes: n tokens of this rank, l MoE layers of this pipeline stage, L of the model, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel.random import get_checkpoint_notes
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_rl.checkpoint.architecture import Architecture
+from megatron_rl.config.routing import RoutingConfig
+from megatron_rl.errors import InputError
+from megatron_rl.learner.packing import Microbatch
+from megatron_rl.process.ranks import gather_objects
+from megatron_rl.routing import (
+    LayerTelemetry,
+    RouteShape,
+    RouteSlice,
+    pack_routes,
+    packed_keys,
+    route_checksums,
+    router_metrics,
+)
+from megatron_rl.routing.layout import PADDING_ID
+from megatron_rl.types import Batch, Sequence
+
+# native: routers decide. watch: they decide, and are compared with the routes on record. replay: those on record are
+# used (and compared). record: routers decide, and what they chose is kept.
+RoutingMode = Literal["native", "watch", "replay", "record"]
+
+
+class LayerReplay(RouterReplay):
+    """`RouterReplay` of one router that also compares the router's own choice with the recorded one."""
+
+    def __init__(self, router: TopKRouter, device: torch.device):
+        super().__init__()
+        # The process-wide list mixes the routers of all models; ours are found through their model.
+        RouterReplay.global_router_replay_instances.remove(self)
+        self.layer_number = router.layer_number
+        self.telemetry = LayerTelemetry(device)
+        self.counted: torch.Tensor | None = None  # [n] bool; None: do not compare
+        self.flips: torch.Tensor | None = None  # [n] bool of the last forward pass
+        self._needs_softmax = router.score_function == "softmax" and not router.config.moe_router_pre_softmax
+
+    def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
+        recomputing = get_checkpoint_notes() is not None and torch.is_grad_enabled()
+        if self.counted is not None and not recomputing:
+            with torch.no_grad():
+                own = default_compute_topk(scores, topk, num_groups, group_topk)[1]
+                probs = scores.float().softmax(dim=1) if self._needs_softmax else scores.float()
+                recorded = self.target_topk_idx.to(scores.device)
+                self.flips = self.telemetry.observe(probs, own, recorded, self.counted)
+        return super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
+
+
+class RouterReplayer:
+    """The routers of one model on this rank. Raises `InputError` where the model has options that bypass replay."""
+
+    def __init__(self, model: GPTModel, architecture: Architecture, config: RoutingConfig, device: torch.device):
+        refuse_options(model.config)
+        self.config, self.device, self.shape = config, device, RouteShape.of(architecture)
+        self.routers: list[LayerReplay] = []
+        for module in model.modules():
+            if isinstance(module, TopKRouter):
+                module.router_replay = LayerReplay(module, device)
+                self.routers.append(module.router_replay)
+        # Layer numbers count over all pipeline stages, from 1; routes over the model's MoE layers, from 0.
+        self.layers = [self.shape.layers.index(router.layer_number - 1) for router in self.routers]
+        self._reset()
+
+    def _reset(self) -> None:
+        for router in self.routers:
+            router.telemetry = LayerTelemetry(self.device)
+        self._flips: list[torch.Tensor] = []  # [2, n] uint8 per forward pass: token has a route, differs in a layer
+        self._due = self._missing = 0
+
+    # -- one rank's share of the routes
+
+    def slice(self, sequences: list[Sequence], microbatch: Microbatch) -> RouteSlice:
+        """Routes of this rank's tokens and layers, verified. Raises `RouteError`."""
+        num_tokens = microbatch.tokens.numel()
+        packed = pack_routes(sequences, num_tokens - microbatch.num_real_tokens, self.shape, self.config)
+        size, rank = _sequence_parallel()
+        share = num_tokens // size
+        routes = packed.take(slice(rank * share, (rank + 1) * share), self.layers)
+        layers = [self.shape.layers.index(router.layer_number - 1) for router in self.routers]
+        routes.verify(self._own_keys(sequences, microbatch), layers, self.shape)
+        routes.to_device(self.device)
+        return routes
+
+    def _own_keys(self, sequences: list[Sequence], microbatch: Microbatch) -> np.ndarray:
+        """[n] keys of the tokens that Megatron's own scatter leaves on this rank, from the tensors the model gets."""
+        padding = microbatch.tokens.numel() - microbatch.num_real_tokens
+        ids = [s.id for s in sequences] + [PADDING_ID] * (padding > 0)
+        lengths = [len(s.tokens) for s in sequences] + [padding] * (padding > 0)
+        tokens, positions = microbatch.tokens[0].cpu().numpy(), microbatch.position_ids.cpu().numpy()
+        keys = packed_keys(tokens, positions, ids, lengths)
+        if _sequence_parallel()[0] == 1:
+            return keys
+        scattered = scatter_to_sequence_parallel_region(torch.from_numpy(keys.view(np.int64)))
+        return scattered.numpy().view(np.uint64)
+
+    # -- a forward pass
+
+    @contextmanager
+    def forward(self, mode: RoutingMode, routes: RouteSlice | None, observe: bool) -> Iterator[None]:
+        """Route one microbatch's forward pass. ``observe``: enter it into the telemetry."""
+        action = {"replay": RouterReplayAction.REPLAY_FORWARD, "record": RouterReplayAction.RECORD}.get(mode)
+        observe = observe and routes is not None
+        for i, router in enumerate(self.routers):
+            router.router_replay_action = action
+            # Not set_target_indices: it also queues the indices for a backward action that is never used.
+            router.target_topk_idx = None if routes is None else routes.indices[i]
+            router.counted = routes.counted[:, i] if observe else None
+        try:
+            yield
+            if observe:
+                self._observe(routes)
+        finally:
+            for router in self.routers:
+                router.router_replay_action = router.target_topk_idx = router.counted = router.flips = None
+
+    def _observe(self, routes: RouteSlice) -> None:
+        self._due += routes.num_due
+        self._missing += routes.num_missing
+        nothing = torch.zeros(len(routes.is_real), dtype=torch.bool, device=self.device)
+        flips, counted = nothing, nothing
+        for i, router in enumerate(self.routers):
+            flips, counted = flips | router.flips, counted | routes.counted[:, i]
+        self._flips.append(torch.stack([counted, flips]).to(torch.uint8))
+
+    # -- recording by the learner itself (R2)
+
+    def recorded(self, microbatch: Microbatch) -> tuple[list[int], int, list[int], np.ndarray]:
+        """What the routers chose in the forward pass just done: see `assemble`. Call it inside `forward`."""
+        chosen = [router.recorded_topk_idx for router in self.routers]
+        shape = (microbatch.tokens.numel() // _sequence_parallel()[0], 0, self.shape.topk)
+        ids = torch.stack(chosen, dim=1).cpu().numpy() if chosen else np.zeros(shape)
+        first_row = _sequence_parallel()[1] * len(ids)
+        return microbatch.indices, first_row, self.layers, ids.astype(self.shape.dtype)
+
+    def assemble(self, batch: Batch, pieces: list[tuple[list[int], int, list[int], np.ndarray]]) -> None:
+        """Give every sequence of ``batch`` the routes that the ranks recorded. Collective.
+
+        A piece: indices of the sequences in the packed row, its first row, its layers, and ids [n, l, K].
+        """
+        due = (len(self.shape.layers), self.shape.topk)
+        routes = [np.zeros((len(s.tokens), *due), self.shape.dtype) for s in batch.sequences]
+        for indices, first_row, layers, ids in (piece for rank in gather_objects(pieces) for piece in rank):
+            start = -first_row  # of the sequence, among the rows of the piece
+            for index in indices:
+                stop = start + len(routes[index])
+                begin, end = max(start, 0), min(stop, len(ids))
+                if begin < end:
+                    routes[index][begin - start : end - start, layers] = ids[begin:end]
+                start = stop
+        for sequence, whole in zip(batch.sequences, routes, strict=True):
+            # As an engine would report them: the last token predicts nothing, its route is not needed.
+            sequence.routed_experts = whole[:-1]
+            sequence.route_checksums = route_checksums(sequence.id, sequence.tokens, whole[:-1])
+
+    # -- results
+
+    def metrics(self) -> dict[str, float]:
+        """`router/*` of the forward passes seen since the last call, over all ranks; then start over. Collective."""
+        width = len(self.routers[0].telemetry.packed()) if self.routers else len(LayerTelemetry(self.device).packed())
+        counts = torch.zeros(len(self.shape.layers), width, dtype=torch.float64, device=self.device)
+        for layer, router in zip(self.layers, self.routers, strict=True):
+            counts[layer] = router.telemetry.packed()
+        flips = torch.cat(self._flips, dim=1) if self._flips else counts.new_zeros(2, 0, dtype=torch.uint8)
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        if pipeline.size() > 1:  # a token is on every stage, with other layers
+            dist.all_reduce(flips, op=dist.ReduceOp.MAX, group=pipeline)
+        tokens = flips.sum(dim=1).double() * (pipeline.rank() == 0)
+        sums = torch.cat([counts.flatten(), tokens, tokens.new_tensor([self._due, self._missing])])
+        dist.all_reduce(sums)
+        *flat, num_tokens, flipped, due, missing = sums.tolist()
+        self._reset()
+        return router_metrics(
+            self.shape.layers,
+            np.array(flat).reshape(counts.shape),
+            flipped=flipped,
+            tokens=num_tokens,
+            due=due,
+            missing=missing,
+            bytes_per_token=self.shape.bytes_per_token,
+            is_replayed=self.config.replay != "off",
+        )
+
+
+def _sequence_parallel() -> tuple[int, int]:
+    """Into how many shares the packed row is split on its way through the layers, and which is this rank's."""
+    # Above tensor-parallel size 1, sequence parallelism is always on (see `learner.model`).
+    return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+
+
+def refuse_options(config: TransformerConfig) -> None:
+    """Options with which routes on record would be ignored, or a loss would push against them."""
+    try:
+        RouterReplay.check_config(config)
+    except ValueError as error:
+        raise InputError(f"routing: {error}") from error
+    balancing = config.moe_router_load_balancing_type
+    kinds = {balancing} if isinstance(balancing, str) else set(balancing)
+    coefficients = config.moe_aux_loss_coeff
+    if kinds - {"none"} and np.any(np.asarray(coefficients) != 0):
+        raise InputError(
+            f"routing: a load-balancing loss ({', '.join(sorted(kinds))}) computes a top-k of its own, which replay "
+            "does not reach; train without it, or with routing.replay: off"
+        )
+    for option in ("moe_router_force_load_balancing", "moe_expert_capacity_factor", "moe_input_jitter_eps"):
+        if getattr(config, option):
+            raise InputError(f"routing: {option} changes routes after or before replay; not with router replay")
+    if config.context_parallel_size > 1:
+        raise InputError("routing: context parallelism splits sequences in a way that replay does not follow yet")

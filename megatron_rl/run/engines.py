@@ -1,0 +1,56 @@
+"""The rollout engine that a recipe names, beside the learner of the same job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron_rl.checkpoint.hf_folder import resolve_stop_token_ids
+from megatron_rl.config import Recipe
+from megatron_rl.exact import bit_check
+from megatron_rl.exact.decode import Decoder
+from megatron_rl.exact.generator import ExactGenerator
+from megatron_rl.learner.learner import Learner
+from megatron_rl.monitor import RunDirectory
+from megatron_rl.rollout import Generator
+
+
+def start_generator(recipe: Recipe, tokenizer: Any, learner: Learner, say: Callable[[str], None] = print) -> Generator:
+    """The engine that the recipe names, beside the learner of the same job. ``say``: what servers there are."""
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    if recipe.rollout.engine == "exact":
+        learner.bit_check = partial(bit_check.check, learner)
+        return ExactGenerator(
+            recipe.rollout,
+            recipe.exact,
+            Decoder.of(learner),
+            stop_token_ids=resolve_stop_token_ids(recipe.rollout.stop_token_ids, recipe.model.path),
+            decode=decode,
+            describe=learner.describe_precision,
+        )
+    if recipe.rollout.engine == "vllm_server":
+        from megatron_rl.rollout.servers.generator import ServerGenerator
+
+        return ServerGenerator(
+            recipe.rollout,
+            recipe.model.path,
+            max_prompt_length=recipe.data.prompt.max_length,
+            run_dir=recipe.run_dir,
+            recipe_file=RunDirectory(recipe.run_dir).recipe,
+            record_routes=recipe.routing.needs_engine_routes,
+            decode=decode,
+            precision=recipe.precision,
+            say=say,
+        )
+    from megatron_rl.rollout.vllm_engine import VllmGenerator
+
+    return VllmGenerator(
+        recipe.rollout,
+        recipe.model.path,
+        max_prompt_length=recipe.data.prompt.max_length,
+        record_routes=recipe.routing.needs_engine_routes,
+        device=learner.device.type,
+        decode=decode,
+        precision=recipe.precision,
+    )

@@ -1,0 +1,222 @@
+"""Putting a run together: the parts of the loop, where they continue from, and how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_rl.check import check_recipe
+from megatron_rl.checkpoint.manifest import checkpoint_name, checkpoint_step, list_checkpoints
+from megatron_rl.checkpoint.save import SaveError
+from megatron_rl.config import Recipe
+from megatron_rl.config.precision_contract import confirm_contract, contract
+from megatron_rl.config.sections import CheckpointConfig
+from megatron_rl.data import PromptSampler, PromptSet, check_vocabulary, load_prompts, load_tokenizer
+from megatron_rl.errors import Fault, InputError
+from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.process_groups import initialize, shutdown
+from megatron_rl.monitor import AlarmEvent, Monitor, RunDirectory, write_environment
+from megatron_rl.process.ranks import (
+    any_rank,
+    broadcast_object,
+    on_main_rank,
+    world_rank,
+)
+from megatron_rl.rewards import Rewarder
+from megatron_rl.rollout import Generator
+from megatron_rl.run.engines import start_generator
+from megatron_rl.run.lock import RunLock
+from megatron_rl.run.lookahead import Lookahead
+from megatron_rl.run.resume import check_resume, find_checkpoint
+from megatron_rl.types import Group
+
+STOP_FILE = "STOP"  # `touch RUN/STOP`: save after the step at hand and leave; the way to stop a job under a scheduler
+
+
+@dataclass
+class Run:
+    """Everything that the loop uses, ready to go. `start` makes one."""
+
+    recipe: Recipe
+    directory: RunDirectory
+    learner: Learner
+    generator: Generator
+    rewarder: Rewarder
+    prompts: PromptSampler
+    ahead: Lookahead
+    validation: PromptSet
+    monitor: Monitor
+    signals: list[int] = field(default_factory=list)  # received and not yet acted on
+    scores: dict[int, float] = field(default_factory=dict)  # step → value of checkpoint.keep_best's metric
+    owes_save: bool = False  # the last save failed
+
+    def record(self, step: int, metrics: dict[str, float], groups: list[Group] | None = None) -> list[AlarmEvent]:
+        """`Monitor.record`, and what `checkpoint.keep_best` needs of the line."""
+        events = self.monitor.record(step, metrics, groups)
+        best = self.recipe.checkpoint.keep_best
+        if best is not None and math.isfinite(value := self.monitor.latest.get(best.metric, math.nan)):
+            self.scores[step] = value
+        return events
+
+    def save(self, taken: dict[str, Any] | None = None) -> Path:
+        """A checkpoint from which the run continues exactly; then those that `keep_last` and `keep_best` spare not go.
+
+        Raises `SaveError` on every rank where one could not write; the older checkpoints are as they were.
+        """
+        config = self.recipe.checkpoint
+        kept = {checkpoint_step(path) for path in list_checkpoints(self.directory.checkpoints)} | {self.learner.step}
+        self.scores = {step: value for step, value in self.scores.items() if step in kept}
+        state = (taken or self._taken()) | {"monitor": self.monitor.state_dict(), "scores": self.scores}
+        path = self.learner.save(
+            self.directory.checkpoints, broadcast_object(state), config.keep_last, best_steps(self.scores, config)
+        )
+        self.owes_save = False
+        self.monitor.log(f"checkpoint: {path}")
+        return path
+
+    def _taken(self) -> dict[str, Any]:
+        """How far prompts were taken, and for which steps to come."""
+        return {"prompts": self.prompts.state_dict(), "ahead": self.ahead.state_dict()}
+
+    def try_save(self, taken: dict[str, Any] | None = None) -> None:
+        """`save`; a failure (disk full) is said, the run goes on, and the next step tries again."""
+        try:
+            self.save(taken)
+        except SaveError as error:
+            self.owes_save = True
+            self.monitor.log(f"{error}; the run goes on and tries again after the next step", style="bold red")
+
+    @contextlib.contextmanager
+    def saved_on_fault(self) -> Iterator[None]:
+        """Around sampling: an engine or a reward worker that fails leaves the learner at the end of the step before.
+        That is saved, so that nothing has to be learned again; then the fault ends the run."""
+        before = self._taken()
+        try:
+            yield
+        except Fault:
+            done = self.directory.checkpoints / checkpoint_name(self.learner.step)
+            if broadcast_object(self.learner.step > 0 and not done.exists()):
+                self.try_save(before)
+            raise
+
+    def request_stop(self, number: int, _frame: object = None) -> None:
+        """Signal handler: the step at hand is finished and saved. A second SIGINT (Ctrl-C) ends the run at once."""
+        if number == signal.SIGINT:
+            if number in self.signals:
+                raise KeyboardInterrupt
+            # Not print: its buffer may be the one that was interrupted.
+            os.write(2, b"\nstopping after this step; once more Ctrl-C ends the run at once\n")
+        self.signals.append(number)
+
+    def stop_requested(self) -> bool:
+        """True on all ranks as soon as one has a signal or sees the STOP file. Collective: once a step."""
+        return any_rank(bool(self.signals) or (self.directory.root / STOP_FILE).exists())
+
+    def stopped(self) -> None:
+        """The request is met: take the STOP file away, or the command that continues would stop as well."""
+        if world_rank() == 0:
+            (self.directory.root / STOP_FILE).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def start(recipe: Recipe, resume: str = "auto") -> Iterator[Run]:
+    """Check, load, start both engines, resume; on leaving, end them in reverse order whatever happened.
+
+    Raises `InputError` before an engine starts where recipe, data or checkpoint cannot be used.
+    """
+    checked = check_recipe(recipe)
+    directory = RunDirectory(recipe.run_dir)
+    check_resume(directory, resume)
+    tokenizer = load_tokenizer(str(recipe.model.path))
+    train = load_prompts(recipe.data.train, tokenizer, recipe.data.prompt)
+    if recipe.batch.prompts > len(train):
+        raise InputError(
+            f"batch.prompts: {recipe.batch.prompts} prompts a step, but data.train has {len(train)}; a step would "
+            "sample a prompt twice. Lower batch.prompts or add data"
+        )
+    validation = load_prompts(recipe.data.validation, tokenizer, recipe.data.prompt) if recipe.data.validation else ()
+    check_vocabulary([*train, *validation], checked.architecture.vocab_size)
+    sampler = PromptSampler(train, seed=recipe.data.seed, shuffle=recipe.data.shuffle)
+    sources = {*train.data_sources, *(prompt.data_source for prompt in validation)}
+    with contextlib.ExitStack() as stack:
+        rewarder = stack.enter_context(Rewarder(recipe.reward, recipe.rollout.max_response_length, sources))
+        initialize(recipe.learner.parallel, recipe.runtime.device, recipe.seed)
+        stack.callback(shutdown)
+        lock = RunLock(directory.lock)
+        stack.callback(lock.release)
+        note = on_main_rank(lock.acquire)
+        checkpoint, notes = find_checkpoint(directory, resume)
+        learner = Learner(recipe)
+        is_main = world_rank() == 0
+        summary = {"run": str(directory.root), **dict(checked.report), "num_steps": recipe.num_steps}
+        monitor = stack.enter_context(Monitor(directory, recipe.monitor, summary, is_main, share=broadcast_object))
+        for line in filter(None, [note, *notes]):
+            monitor.log(line)
+        learner.phase = monitor.phase
+        learner.keep_current_logprobs = recipe.may_record_batches
+        if is_main:
+            if directory.done.exists() and int(directory.done.read_text() or 0) < recipe.num_steps:
+                directory.done.unlink()  # a complete run that goes on, to more steps
+            directory.recipe.write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+            write_environment(directory.environment, applied_patches())
+        generator = start_generator(recipe, tokenizer, learner, say=monitor.log)
+        stack.callback(generator.close)
+        stated = contract(recipe, checked.architecture)
+        for row in confirm_contract(stated, learner.describe_precision(), generator.describe_precision()):
+            if (row.aspect, str(row)) not in checked.report:  # printed at the start
+                monitor.log(f"{row.aspect}: {row}")
+        ahead = Lookahead(
+            sampler,
+            generator,
+            num_prompts=recipe.batch.prompts,
+            num_samples=recipe.rollout.num_samples,
+            max_staleness=recipe.rollout.max_staleness,
+            num_steps=recipe.num_steps,
+            refills=recipe.batch.filter_groups,
+        )
+        run = Run(recipe, directory, learner, generator, rewarder, sampler, ahead, validation, monitor)
+        if checkpoint is not None:
+            _resume(run, checkpoint, train)
+        elif is_main and directory.metrics.exists():
+            monitor.resume_at(0)  # an attempt that ended before its first checkpoint
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            stack.callback(signal.signal, number, signal.signal(number, run.request_stop))
+        yield run
+
+
+def best_steps(scores: dict[int, float], config: CheckpointConfig) -> list[int]:
+    """The steps whose checkpoints `keep_best` keeps; of equal values the later one."""
+    if config.keep_best is None:
+        return []
+    sign = 1 if config.keep_best.mode == "max" else -1
+    return sorted(scores, key=lambda step: (sign * scores[step], step))[-config.keep_best.n :]
+
+
+def _resume(run: Run, checkpoint: Path, train: PromptSet) -> None:
+    state = run.learner.load(checkpoint, verify=False)  # `find_checkpoint` did
+    run.scores = {int(step): value for step, value in state["scores"].items()}
+    run.prompts.load_state_dict(state["prompts"])
+    run.ahead.load_state_dict(state.get("ahead", []), train)
+    run.monitor.load_state_dict(state["monitor"])
+    run.monitor.resume_at(run.learner.step)
+    run.generator.refit(run.learner.export_weights(), run.learner.num_updates)
+    run.monitor.log(f"resumed at step {run.learner.step} from {checkpoint}")
+
+
+def applied_patches() -> dict[str, Any]:
+    """What `tools/patches.py status` says of the environment's upstreams; empty where the tools are not at hand."""
+    tool = Path(__file__).resolve().parents[1] / "tools" / "patches.py"
+    if not tool.is_file():
+        return {}
+    status = subprocess.run([sys.executable, str(tool), "status"], capture_output=True, text=True, check=False)
+    return {"status": status.stdout.strip().splitlines()}

@@ -1,0 +1,111 @@
+"""What the ranks of test_save_faults.py run: a save that fails on one of them, and a scorer that does."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+
+from megatron_rl.checkpoint import manifest
+from megatron_rl.checkpoint import save as checkpoint
+from megatron_rl.config.learner import ParallelConfig
+from megatron_rl.errors import Fault, InputError
+from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.process_groups import initialize
+from megatron_rl.process.ranks import on_main_rank, together, world_rank
+from tests.support.tiny import stored_rollouts, tiny_recipe
+
+PLACES = {
+    "common.pt on rank 0": (TorchCommonSaveStrategy, "save_common", 0),
+    "shards on rank 1": (checkpoint, "_write", 1),
+    "index on rank 0": (checkpoint.FileSystemWriterAsync, "finish", 0),
+    "manifest on rank 0": (manifest, "write_manifest", 0),
+}
+
+
+def _full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def save_while_one_rank_cannot(folder: str) -> dict[str, Any]:
+    """Messages of failed saves by place, seconds of the slowest, and what a save after them holds."""
+    learner = Learner(tiny_recipe(learner={"parallel": {"tensor": 2, "expert": 2}}))
+    learner.update(stored_rollouts(0))
+    learner.step, found, slowest = 1, {}, 0.0
+    learner.save(Path(folder), {})
+    for place, (owner, name, rank) in PLACES.items():
+        own = getattr(owner, name)
+        if world_rank() == rank:
+            setattr(owner, name, _full)
+        learner.step, start = 2, time.monotonic()
+        try:
+            learner.save(Path(folder), {}, keep_last=1)
+        except checkpoint.SaveError as error:
+            found[place] = str(error)
+        slowest = max(slowest, time.monotonic() - start)
+        setattr(owner, name, own)
+        dist.barrier()
+        found[place + ", left"] = sorted(path.name for path in Path(folder).iterdir())
+        dist.barrier()
+    before = {name: tensor.clone() for name, tensor in learner.export_weights()}
+    path = learner.save(Path(folder), {"note": "kept"}, keep_last=1)
+    learner.update(stored_rollouts(1))
+    state = learner.load(path)
+    after = dict(learner.export_weights())
+    same = all(torch.equal(before[name], after[name]) for name in before)
+    left = sorted(path.name for path in Path(folder).iterdir())
+    return {"found": found, "slowest": slowest, "same": same, "state": state, "left": left}
+
+
+def fail_on_one_rank() -> list[str]:
+    """What each rank hears of an action that failed on another, or on rank 0 alone."""
+    said = []
+    for rank, kind in ((1, RuntimeError), (0, InputError)):
+
+        def action(rank=rank, kind=kind):
+            if world_rank() == rank:
+                raise kind("out of order")
+            return "done"
+
+        try:
+            together("rewards", action)
+        except (Fault, InputError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    assert together("all is well", lambda: "done") == "done"
+    try:
+        on_main_rank(lambda: (_ for _ in ()).throw(InputError("in use")))
+    except InputError as error:
+        said.append(str(error))
+    assert on_main_rank(lambda: world_rank()) == 0
+    return said
+
+
+def _meet() -> None:
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
+    store.add("here", 1)
+    while store.add("here", 0) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.02)
+
+
+def wait_for_a_frozen_rank(seconds: float) -> dict[str, str]:
+    """Group → what rank 0 hears in a collective that rank 1 does not join; both leave on their own."""
+    _meet()  # joining has the same limit, and imports take longer on a busy machine
+    initialize(ParallelConfig(tensor=2, timeout_minutes=seconds / 60), "cpu", seed=0)
+    found = {}
+    if dist.get_rank() == 1:
+        time.sleep(4 * seconds)
+    else:
+        for name, group in (("world", None), ("tensor", parallel_state.get_tensor_model_parallel_group())):
+            try:
+                dist.all_reduce(torch.ones(1), group=group)
+            except RuntimeError as error:
+                found[name] = str(error)
+    dist.destroy_process_group()
+    return found

@@ -1,0 +1,81 @@
+"""Precision in recipes: nine pairs of dtypes, switches for both sides, and the contract that `check` prints."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from pydantic import ValidationError
+
+from megatron_rl.check import check_recipe
+from megatron_rl.checkpoint.architecture import read_architecture
+from megatron_rl.config.precision import LossScaleConfig, PrecisionConfig
+from megatron_rl.config.precision_contract import confirm_contract, contract
+from megatron_rl.errors import InputError
+from tests.support.tiny import MODEL, tiny_recipe
+
+DTYPES = ("bf16", "fp16", "fp32")
+
+
+def rows(recipe) -> dict:
+    return {row.aspect: row for row in contract(recipe, read_architecture(MODEL))}
+
+
+@pytest.mark.parametrize(("learner", "rollout"), itertools.product(DTYPES, DTYPES))
+def test_every_pair_of_dtypes_is_legal(learner, rollout):
+    recipe = tiny_recipe(learner={"dtype": learner}, rollout={"dtype": rollout})
+    report = dict(check_recipe(recipe).report)
+    assert report["dtype"] == f"learner {learner} · rollout {rollout} · {'same' if learner == rollout else 'rounding'}"
+    assert not any(row.verdict == "policy" for row in rows(recipe).values())
+
+
+def test_one_key_sets_both_sides():
+    found = rows(tiny_recipe(learner={"dtype": "bf16"}, precision={"fp32_head": True}))
+    assert (found["head"].learner, found["head"].rollout, found["head"].verdict) == ("fp32", "fp32", "same")
+    assert found["router"].verdict == "rounding"
+    found = rows(tiny_recipe(rollout={"dtype": "bf16"}, learner={"dtype": "bf16"}, precision={"fp32_router": True}))
+    assert (found["router"].learner, found["router"].rollout) == ("fp32", "fp32")
+
+
+@pytest.mark.parametrize("part", ["head", "router"])
+def test_one_sided_switches_need_permission(part):
+    with pytest.raises(ValidationError, match=f"rollout_fp32_{part}: true on the rollout engine but false"):
+        PrecisionConfig.model_validate({f"rollout_fp32_{part}": True})
+    allowed = {f"rollout_fp32_{part}": True, "allow_asymmetric": True}
+    dtypes = {"learner": {"dtype": "bf16"}, "rollout": {"dtype": "bf16"}}
+    row = rows(tiny_recipe(precision=allowed, **dtypes))[part]
+    assert (row.learner, row.rollout, row.verdict) == ("bf16", "fp32", "policy")
+
+
+@pytest.mark.parametrize("change", [{"top_p": 0.9}, {"top_k": 5}])
+def test_truncated_sampling_is_refused_unless_asked_for(change):
+    with pytest.raises(InputError, match=rf"rollout\.{next(iter(change))}: .*precision\.allow_asymmetric"):
+        check_recipe(tiny_recipe(rollout=change))
+    check_recipe(tiny_recipe(rollout=change, precision={"allow_asymmetric": True}))
+
+
+def test_a_dense_model_has_no_router(tmp_path):
+    from tools.make_tiny_checkpoint import build_tiny_config
+
+    build_tiny_config("qwen3", "nano").save_pretrained(tmp_path)
+    recipe = tiny_recipe(model={"path": str(tmp_path)}, precision={"fp32_router": True})
+    with pytest.raises(InputError, match=r"precision\.fp32_router: true, but the model \(qwen3\) has no router"):
+        check_recipe(recipe)
+
+
+def test_an_engine_that_does_something_else_breaks_the_contract():
+    stated = contract(tiny_recipe(precision={"fp32_head": True}), read_architecture(MODEL))
+    kept = {"dtype": "fp32", "head": "fp32", "router": "fp32"}
+    confirmed = confirm_contract(stated, kept | {"attention": "SDPA"}, kept | {"attention": "vLLM X"})
+    assert next(row for row in confirmed if row.aspect == "attention").rollout == "vLLM X"
+    with pytest.raises(InputError, match="dtype: the rollout engine uses bf16, the recipe says fp32"):
+        confirm_contract(stated, kept, kept | {"dtype": "bf16"})
+    with pytest.raises(InputError, match="log-probs: the rollout engine uses before temperature"):
+        confirm_contract(stated, kept, kept | {"log-probs": "before temperature"})
+
+
+def test_loss_scale_bounds():
+    with pytest.raises(ValidationError, match=r"minimum: 4096\.0 is above initial"):
+        LossScaleConfig(initial=1024.0, minimum=4096.0)
+    with pytest.raises(ValidationError):
+        LossScaleConfig(backoff_factor=1.0)

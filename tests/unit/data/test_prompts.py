@@ -1,0 +1,156 @@
+"""Problems become token ids: templates, chat, special tokens, the length limit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.data import DataSourceConfig, PromptConfig
+from megatron_rl.data import fingerprint, load_prompts, load_tokenizer
+from megatron_rl.errors import InputError
+
+TINY = Path(__file__).resolve().parents[3] / "recipes" / "tiny" / "model"
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{{ style | default('') }}"
+)
+
+
+@pytest.fixture
+def tokenizer():
+    return load_tokenizer(str(TINY))
+
+
+@pytest.fixture
+def chat_tokenizer(tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture
+def source(tmp_path):
+    def make(*questions, name="x") -> DataSourceConfig:
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"problem": q, "answer": i}) + "\n" for i, q in enumerate(questions)))
+        return DataSourceConfig(path=str(path))
+
+    return make
+
+
+def test_plain_text_gets_the_tokenizers_first_token(tokenizer, source):
+    (prompt,) = load_prompts(source("^12="), tokenizer)
+    assert (prompt.id, prompt.text, prompt.answer, prompt.data_source) == ("x:0", "^12=", "0", "x")
+    assert tokenizer.decode(prompt.tokens) == "<bos>^12="
+    (bare,) = load_prompts(source("^12="), tokenizer, PromptConfig(add_special_tokens=False))
+    assert bare.tokens == prompt.tokens[1:]
+
+
+def test_the_template_surrounds_the_problem_whatever_it_contains(tokenizer, source):
+    config = PromptConfig(template="Q: {problem} A:")
+    (prompt,) = load_prompts(source("{x} {problem} {0}"), tokenizer, config)
+    assert prompt.text == "Q: {x} {problem} {0} A:"
+
+
+def test_a_chat_template_writes_its_own_special_tokens(chat_tokenizer, source):
+    config = PromptConfig(template="{problem}!", system="be brief")
+    (prompt,) = load_prompts(source("hi"), chat_tokenizer, config)
+    assert prompt.text == "<system>be brief<user>hi!<assistant>"
+    assert chat_tokenizer.decode(prompt.tokens) == prompt.text  # no <bos> added in front
+
+
+def test_messages_keep_their_own_system_and_only_the_last_user_is_wrapped(chat_tokenizer, source):
+    chat = [{"role": r, "content": c} for r, c in [("system", "own"), ("user", "a"), ("assistant", "b"), ("user", "c")]]
+    (prompt,) = load_prompts(source(chat), chat_tokenizer, PromptConfig(template="[{problem}]", system="mine"))
+    assert prompt.text == "<system>own<user>a<assistant>b<user>[c]<assistant>"
+
+
+def test_a_template_file_and_its_arguments(tokenizer, source, tmp_path):
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    config = PromptConfig(chat_template=str(tmp_path / "chat.jinja"), chat_template_args={"style": "~"})
+    (prompt,) = load_prompts(source("hi"), tokenizer, config)
+    assert prompt.text == "<user>hi<assistant>~"
+
+
+def test_no_template_wanted_though_there_is_one(chat_tokenizer, source):
+    (prompt,) = load_prompts(
+        source([{"role": "user", "content": "hi"}]), chat_tokenizer, PromptConfig(chat_template="none")
+    )
+    assert prompt.text == "hi"
+
+
+def test_a_chat_that_nothing_can_format_is_refused(tokenizer, source):
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    with pytest.raises(InputError, match=r"x\.jsonl, line 1: a chat of 2 messages needs a chat template"):
+        load_prompts(source(chat), tokenizer)
+    with pytest.raises(InputError, match=r"data\.prompt\.system: the tokenizer has no chat template"):
+        load_prompts(source("hi"), tokenizer, PromptConfig(system="s"))
+    with pytest.raises(InputError, match=r"no file nowhere\.jinja"):
+        load_prompts(source("hi"), tokenizer, PromptConfig(chat_template="nowhere.jinja"))
+
+
+def test_messages_that_the_template_refuses_name_the_row(chat_tokenizer, source):
+    chat = [{"role": "tool", "content": "t"}, {"role": "user", "content": "u"}]
+    with pytest.raises(InputError, match=r"line 2: the chat template refuses these messages: no tools here"):
+        load_prompts(source("fine", chat), chat_tokenizer)
+    with pytest.raises(InputError, match="line 1: the chat has no message of role user"):
+        load_prompts(source([{"role": "system", "content": "s"}]), chat_tokenizer)
+
+
+def test_prompts_over_the_limit_are_an_error_or_dropped(tokenizer, source, caplog):
+    questions = ["1" * n for n in (3, 9, 4, 30)]  # tokens: one more each, the <bos>
+    with pytest.raises(InputError, match=r"line 2: prompt x:1 has 10 tokens, more than data\.prompt\.max_length \(9\)"):
+        load_prompts(source(*questions), tokenizer, PromptConfig(max_length=9))
+    kept = load_prompts(source(*questions), tokenizer, PromptConfig(max_length=9, overlong="drop"))
+    assert [prompt.id for prompt in kept] == ["x:0", "x:2"]
+    assert kept.num_dropped == 2
+    assert "dropped 2 prompts longer than 9 tokens" in caplog.text
+    assert len(load_prompts(source(*questions), tokenizer, PromptConfig(max_length=10, overlong="drop"))) == 3
+    with pytest.raises(InputError, match="all 4 prompts are longer than 2 tokens"):
+        load_prompts(source(*questions), tokenizer, PromptConfig(max_length=2, overlong="drop"))
+
+
+def test_sources_are_concatenated_and_ids_stay_unique(tokenizer, source):
+    one, two = source("1", "2", name="one"), source("3", name="two")
+    prompts = load_prompts([one, two], tokenizer)
+    assert [prompt.id for prompt in prompts] == ["one:0", "one:1", "two:0"]
+    assert prompts.data_sources == ["one", "two"]
+    with pytest.raises(InputError, match=r"prompt id 'one:0' was already used in .*give each source its own `name`"):
+        load_prompts([one, two.model_copy(update={"name": "one"})], tokenizer)
+
+
+def test_many_prompts_keep_their_order(tokenizer, source):
+    prompts = load_prompts(source(*[f"^{n}=" for n in range(1300)]), tokenizer)
+    assert [prompt.text for prompt in prompts] == [f"^{n}=" for n in range(1300)]
+    assert all(tokenizer.decode(prompt.tokens) == f"<bos>{prompt.text}" for prompt in prompts)
+
+
+def test_a_prompt_of_no_tokens_is_refused(chat_tokenizer, source, tmp_path):
+    (tmp_path / "empty.jinja").write_text("")
+    with pytest.raises(InputError, match="line 1: the prompt is empty"):
+        load_prompts(source("hi"), chat_tokenizer, PromptConfig(chat_template=str(tmp_path / "empty.jinja")))
+
+
+def test_the_fingerprint_sees_tokens_answers_and_order(tokenizer, source):
+    base = load_prompts(source("1", "2"), tokenizer)
+    assert fingerprint(base) == fingerprint(load_prompts(source("1", "2"), tokenizer))
+    others = [
+        load_prompts(source("1", "3"), tokenizer),
+        load_prompts(source("1", "2"), tokenizer, PromptConfig(add_special_tokens=False)),
+        base[::-1],
+        base[:1],
+    ]
+    assert fingerprint(base) not in {fingerprint(other) for other in others}
+
+
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(InputError, match="no such directory"):
+        load_tokenizer(str(tmp_path / "nowhere"))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(InputError, match=r"none of tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match="cannot be loaded"):
+        load_tokenizer(str(tmp_path))

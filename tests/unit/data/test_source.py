@@ -1,0 +1,225 @@
+"""Files of problems: both layouts, both formats, and a clear message for each way a file can be wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from megatron_rl.config.data import DataConfig, DataSourceConfig, PromptConfig
+from megatron_rl.data import check_source, read_problems
+from megatron_rl.data.source import answer_text
+from megatron_rl.errors import InputError
+
+SHARED_DATA = Path(__file__).resolve().parents[3].parent / "shared" / "data"
+
+VERL_ROW = {
+    "data_source": "math_dapo",
+    "prompt": [{"role": "user", "content": "What is 1+1?"}],
+    "ability": "MATH",
+    "reward_model": {"ground_truth": "2", "style": "rule"},
+    "extra_info": {"index": "a-b-c"},
+}
+
+
+def write(path: Path, rows: list) -> str:
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def read(path: str | Path, **config):
+    return list(read_problems(DataSourceConfig(path=str(path), **config)))
+
+
+def test_the_plain_layout(tmp_path):
+    path = write(
+        tmp_path / "sums.jsonl",
+        [{"id": 7, "problem": "1+1?", "answer": 2}, "\n", {"id": 9, "problem": "x", "answer": "y"}],
+    )
+    first, second = read(path)
+    assert (first.id, first.question, first.answer, first.data_source) == ("sums:7", "1+1?", "2", "sums")
+    assert second.where.endswith("line 3")  # the blank line counts, the row is skipped
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_verls_layout(tmp_path, kind):
+    path = tmp_path / f"dapo.{kind}"
+    if kind == "jsonl":
+        write(path, [VERL_ROW] * 3)
+    else:
+        pq.write_table(pa.Table.from_pylist([VERL_ROW] * 3), path)
+    problems = read(path, name="train")
+    assert [problem.id for problem in problems] == ["train:0", "train:1", "train:2"]  # no `id` column: row numbers
+    assert problems[0].question == VERL_ROW["prompt"]
+    assert problems[0].answer == "2"
+    assert problems[0].data_source == "math_dapo"
+    assert problems[0].extra == {"index": "a-b-c"}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_configured_columns_and_limit(tmp_path, kind):
+    rows = [
+        {"uid": f"u{i}", "task": {"text": f"q{i}"}, "a.b": i / 2, "prompt": "other", "answer": "other"}
+        for i in range(5)
+    ]
+    path = tmp_path / f"x.{kind}"
+    write(path, rows) if kind == "jsonl" else pq.write_table(pa.Table.from_pylist(rows), path)
+    problems = read(path, prompt_key="task.text", answer_key="a.b", id_key="uid", limit=3)
+    assert [(p.id, p.question, p.answer) for p in problems] == [
+        ("x:u0", "q0", "0"),
+        ("x:u1", "q1", "0.5"),
+        ("x:u2", "q2", "1"),
+    ]
+
+
+def test_a_parquet_file_read_in_several_batches_keeps_its_rows(tmp_path):
+    path = tmp_path / "many.parquet"
+    pq.write_table(pa.table({"problem": [f"q{i}" for i in range(2500)], "answer": list(range(2500))}), path)
+    problems = read(path)
+    assert [problem.answer for problem in problems] == [str(i) for i in range(2500)]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(142.0, "142"), (0.5, "0.5"), (-3.0, "-3"), (7, "7"), (" x ", "x"), (["2"], "2"), (1e300, str(int(1e300)))],
+)
+def test_gold_answers_that_are_not_text(value, text):
+    assert answer_text(value) == text
+
+
+@pytest.mark.parametrize("value", [None, True, "", "  ", float("nan"), float("inf"), [], ["1", "2"], {"a": 1}])
+def test_what_is_no_answer(value):
+    assert answer_text(value) is None
+
+
+GOOD = {"id": 1, "problem": "q", "answer": "a"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "config", "message"),
+    [
+        ([], {}, "the dataset is empty"),
+        (["\n\n"], {}, "the dataset is empty"),
+        ([{"problme": "q", "answer": "a"}], {}, "no column for the prompt: .* found answer, problme; .* 'problme'"),
+        ([GOOD], {"answer_key": "anwser"}, "expected 'anwser', found answer, id, problem; did you mean 'answer'"),
+        ([{"prompt": "q", "reward_model": {"x": "a"}}], {}, "no column for the answer.*found prompt, reward_model.x"),
+        ([GOOD], {"id_key": "uuid"}, "no column for the id: expected 'uuid'"),
+        ([GOOD, '{"id": 2, "problem": \n'], {}, "line 2: not a JSON object"),
+        ([GOOD, "[1, 2]\n"], {}, "line 2: expected a JSON object"),
+        ([GOOD, {"id": 2, "problem": "q"}], {}, "line 2: column 'answer' must hold text or a number, found None"),
+        (
+            [GOOD, GOOD | {"id": 2, "answer": True}],
+            {},
+            "line 2: column 'answer' must hold text or a number, found True",
+        ),
+        ([GOOD, GOOD | {"id": 2, "problem": " "}], {}, "line 2: column 'problem' must hold text or a list"),
+        ([GOOD, GOOD | {"id": 2, "problem": [{"role": "user"}]}], {}, "line 2: column 'problem' must hold text"),
+        ([GOOD, GOOD | {"id": 2}, GOOD], {}, "line 3: id '1' occurs twice, first in .*line 1"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_one_clear_message(tmp_path, rows, config, message):
+    path = write(tmp_path / "data.jsonl", rows)
+    with pytest.raises(InputError, match=message) as refused:
+        read(path, **config)
+    assert str(tmp_path / "data.jsonl") in str(refused.value)
+    with pytest.raises(InputError, match=message):
+        check_source(DataSourceConfig(path=path, **config))
+
+
+def test_missing_and_unknown_files(tmp_path):
+    write(tmp_path / "train.jsonl", [GOOD])
+    with pytest.raises(InputError, match=r"no such file.*did you mean .*train\.jsonl"):
+        read(tmp_path / "trian.jsonl")
+    with pytest.raises(InputError, match=r"unknown kind of dataset '\.csv'; allowed is \.jsonl or \.parquet"):
+        read(tmp_path / "train.csv")
+    (tmp_path / "fake.parquet").write_text("not parquet")
+    with pytest.raises(InputError, match="not a parquet file"):
+        read(tmp_path / "fake.parquet")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"problem": "\xe9", "answer": "1"}\n')
+    with pytest.raises(InputError, match="line 1: not a JSON object"):
+        read(tmp_path / "latin.jsonl")
+
+
+def test_a_parquet_file_without_the_column_lists_what_it_has(tmp_path):
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"instruction": ["q"], "answer": ["a"], "level": [1]}), path)
+    with pytest.raises(InputError, match=r"no column for the prompt.*found answer, instruction, level"):
+        read(path)
+    pq.write_table(pa.table({"problem": ["q"], "label": ["a"], "level": [1]}), path)
+    with pytest.raises(InputError, match=r"no column for the answer.*label, level, problem"):
+        read(path)
+    pq.write_table(pa.table({"problem": pa.array([], pa.string()), "answer": pa.array([], pa.string())}), path)
+    with pytest.raises(InputError, match="the dataset is empty"):
+        read(path)
+
+
+def test_checking_reads_only_the_beginning(tmp_path):
+    path = write(tmp_path / "x.jsonl", [{"problem": "q", "answer": i} for i in range(500)] + ["broken\n"])
+    columns = check_source(DataSourceConfig(path=path))
+    assert (columns.prompt, columns.answer, columns.id) == ("problem", "answer", None)
+    with pytest.raises(InputError, match="line 501"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"), [("aime24", 30), ("amc23", 83), ("math500", 500), ("sanity_math_1460", 1460)]
+)
+def test_real_files(name, rows):
+    path = SHARED_DATA / f"{name}.jsonl"
+    if not path.exists():
+        pytest.skip(f"{path} is not on this machine")
+    problems = read(path)
+    assert len(problems) == rows
+    if name == "amc23":
+        assert all(re.fullmatch(r"-?\d+", problem.answer) for problem in problems)  # 142.0 in the file
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+KEYS = st.sampled_from(
+    ["prompt", "problem", "answer", "reward_model", "id", "extra_info", "data_source", "question", "x"]
+)
+ROWS = st.lists(st.dictionaries(KEYS, JSON, max_size=6) | JSON, max_size=5)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=ROWS, tail=st.binary(max_size=12))
+def test_any_file_is_read_or_refused(tmp_path, rows, tail):
+    path = tmp_path / "fuzz.jsonl"
+    path.write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in rows) + tail)
+    try:
+        problems = read(path)
+    except InputError as error:
+        assert str(path) in str(error)  # noqa: PT017  either outcome is right, each with its own claim
+    else:
+        assert problems
+        assert len({problem.id for problem in problems}) == len(problems)
+        assert all(problem.answer and problem.question for problem in problems)
+
+
+def test_the_section_takes_a_bare_path_and_refuses_what_cannot_be():
+    config = DataConfig.model_validate(
+        {"train": "a.jsonl", "validation": ["b.jsonl", {"path": "c.parquet", "limit": 5}]}
+    )
+    assert [source.path for source in config.train + config.validation] == ["a.jsonl", "b.jsonl", "c.parquet"]
+    for section, message in [
+        ({"train": []}, "at least 1 item"),
+        ({"train": "a.jsonl", "prompt": {"template": "no place"}}, r"\{problem\} exactly once"),
+        ({"train": "a.jsonl", "prompt": {"system": "s", "chat_template": "none"}}, "needs a chat template"),
+        ({"train": "a.jsonl", "prompt": {"overlong": "truncate"}}, "overlong"),
+        ({"train": {"path": "a.jsonl", "answr_key": "x"}}, "answr_key"),
+        ({"train": "a.jsonl", "shufle": True}, "shufle"),
+    ]:
+        with pytest.raises(ValidationError, match=message):
+            DataConfig.model_validate(section)
+    assert PromptConfig().overlong == "error"

@@ -1,0 +1,43 @@
+"""The gate of exact mode, without a model: what it lets through, what it measures, and what it cannot do without."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_rl.errors import RunEnded
+from megatron_rl.exact import bit_check as gate
+from megatron_rl.types import Batch
+from tests.support.tiny import stored_rollouts
+
+
+@pytest.fixture
+def batch() -> Batch:
+    batch = stored_rollouts(0, num_sequences=3)
+    for sequence in batch.sequences:
+        sequence.exact_logprobs = sequence.inference_logprobs.copy()
+    return batch
+
+
+def recorded(batch: Batch) -> dict[int, np.ndarray]:
+    return {i: sequence.exact_logprobs.copy() for i, sequence in enumerate(batch.sequences)}
+
+
+def test_equal_bits_pass(batch):
+    assert gate.check(None, batch, recorded(batch), "pass") == 0.0
+
+
+@pytest.mark.parametrize("change", [lambda x: np.nextafter(x, np.float32(0)), lambda x: np.float32("nan")])
+def test_one_bit_and_nan_end_the_run(batch, change, monkeypatch):
+    monkeypatch.setattr(gate, "first_divergence", lambda *_: "Somewhere")
+    found = recorded(batch)
+    found[1][0] = change(found[1][0])
+    with pytest.raises(RunEnded, match=r"sequence 'train:1/0', response token 0 .* 1 of \d+ .*Somewhere"):
+        gate.check(None, batch, found, "pass")
+
+
+def test_nothing_recorded_is_no_agreement(batch):
+    found = recorded(batch)
+    batch.sequences[2].exact_logprobs = None
+    with pytest.raises(AssertionError, match="sequence 'train:2/0' has no exact_logprobs"):
+        gate.check(None, batch, found, "pass")

@@ -1,0 +1,152 @@
+"""Studies of the lab: what ships is matched to its controls, and a study that is not is refused with its reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_rl.errors import InputError
+from megatron_rl.lab import load_study
+
+LAB = Path(__file__).parents[3] / "recipes" / "lab"
+SHIPPED = sorted(path.parent.name for path in LAB.glob("*/study.yaml"))
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a study over the lab's base: two arms that differ in the learning rate, changed as the test says."""
+
+    def write(**changes):
+        values = {
+            "name": "made-up",
+            "title": "A made-up study",
+            "source": "nowhere",
+            "claim": "a larger rate is worse",
+            "setting": "any",
+            "base": str(LAB / "base.yaml"),
+            "outcomes": {"reward": {"metric": "val/reward/mean", "statistic": "last"}},
+            "arms": {"plain": {}, "large": arm({"learner.optimizer.lr": 1e-3}, ["learner.optimizer.lr"])},
+            "figure": [{"title": "rate", "arms": ["plain", "large"]}],
+        } | changes
+        path = tmp_path / "study.yaml"
+        path.write_text(yaml.safe_dump(values, sort_keys=False))
+        return path
+
+    return write
+
+
+def arm(overrides, differs_in, **more):
+    return {"set": overrides, "control": "plain", "differs_in": differs_in, "expect": {"reward": "lower"}} | more
+
+
+def test_the_papers_studies_are_there():
+    assert {"hacking", "mismatch", "corrections", "length_decay"} <= set(SHIPPED)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_arm_passes_check_and_differs_from_its_control_as_declared(name):
+    loaded = load_study(LAB / name)
+    loaded.check()
+    assert loaded.study.name == name
+    assert len(loaded.study.seeds) >= 3
+    compared = [arm for arm in loaded.study.arms.values() if arm.control]
+    # One thing at a time; a learning-rate schedule is one thing that takes several keys to say.
+    assert all(
+        len({key.split(".")[0] if key.startswith("schedule.") else key for key in arm.differs_in}) == 1
+        for arm in compared
+    )
+    assert any(arm.expect for arm in compared)
+
+
+def test_hacking_has_the_papers_arms():
+    loaded = load_study(LAB / "hacking")
+    objectives = [loaded.recipe(job).objective for job in loaded.jobs(Path("runs"), seeds=[0])]
+    ppo = [o for o in objectives if o.policy_term.name == "ppo_clip"]
+    assert {o.policy_term.clip_high for o in ppo} == {0.2, 0.24, 0.28}
+    assert {o.distortion.delta for o in objectives if o.distortion} == {3.0, 2.0, 1.2, 0.0}
+    assert [o.variance.sigma for o in objectives if o.variance] == [0.2]
+    (gspo,) = [o for o in objectives if o.policy_term.name == "gspo"]
+    assert (gspo.policy_term.clip_low, gspo.aggregation) == (3e-4, "seq-mean-token-mean")
+    assert loaded.recipe(loaded.jobs(Path("runs"))[0]).batch.minibatches == 4
+
+
+def test_jobs_come_seed_by_seed_and_carry_their_seed_everywhere(write, tmp_path):
+    loaded = load_study(write(seeds=[7, 8]))
+    jobs = loaded.jobs(tmp_path / "runs")
+    assert [job.name for job in jobs] == ["plain-seed7", "large-seed7", "plain-seed8", "large-seed8"]
+    recipe = loaded.recipe(jobs[3])
+    assert (recipe.seed, recipe.rollout.seed, recipe.data.seed) == (8, 8, 8)
+    assert recipe.learner.optimizer.lr == 1e-3
+    assert recipe.run_dir == tmp_path / "runs" / "large-seed8"
+    assert [job.name for job in loaded.jobs(tmp_path, seeds=[8], arms=["large"])] == ["large-seed8"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"colour": "red"}, ["colour", "unknown key"]),
+        ({"outcoms": {}}, ["outcoms", "did you mean 'outcomes'"]),
+        ({"seeds": [1, 1]}, ["seeds", "twice"]),
+        ({"base": "nowhere.yaml"}, ["base", "nowhere.yaml", "no such file"]),
+        ({"figure": [{"title": "rate", "arms": ["plain", "larg"]}]}, ["figure.0.arms", "'larg'", "'large'"]),
+        ({"outcomes": {"reward": {"metric": "m", "statistic": "median"}}}, ["outcomes.reward.statistic", "'median'"]),
+    ],
+)
+def test_errors_name_key_and_value(write, changes, words):
+    with pytest.raises(InputError) as error:
+        load_study(write(**changes))
+    assert all(word in str(error.value) for word in ["study.yaml", *words]), error.value
+
+
+@pytest.mark.parametrize(
+    ("large", "words"),
+    [
+        (arm({}, ["learner.optimizer.lr"], control="plane"), ["arms.large.control", "'plane'", "'plain'"]),
+        (arm({}, ["learner.optimizer.lr"], control="large"), ["arms.large.control", "its own control"]),
+        (arm({}, ["learner.optimizer.lr"], control=None), ["arms.large", "no control"]),
+        (arm({"learner.optimizer.lr": 1}, []), ["arms.large.differs_in", "missing"]),
+        (arm({"seed": 3}, ["seed"]), ["arms.large.set.seed", "by the study itself"]),
+        (arm({}, ["learner.optimizer.lr"], expect={"rewrd": "lower"}), ["arms.large.expect", "'reward'"]),
+        (arm({}, ["learner.optimizer.lr"], expect={"reward": "better"}), ["expect.reward", "'better'"]),
+    ],
+)
+def test_errors_of_arms(write, large, words):
+    with pytest.raises(InputError) as error:
+        load_study(write(arms={"plain": {}, "large": large}))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(
+    ("large", "words"),
+    [
+        # an unmatched control: one key too many
+        (
+            arm({"learner.optimizer.lr": 1e-3, "batch.minibatches": 2}, ["learner.optimizer.lr"]),
+            ["batch.minibatches", "not matched"],
+        ),
+        # a key that is declared and the same
+        (arm({"learner.optimizer.lr": 3e-4}, ["learner.optimizer.lr"]), ["learner.optimizer.lr", "same value"]),
+        (arm({"learner.optimiser.lr": 1e-3}, ["learner.optimizer.lr"]), ["arm large", "did you mean 'optimizer'"]),
+        (arm({"batch.minibatches": 7}, ["batch.minibatches"]), ["arm large", "does not divide"]),
+        # a combination that the recipe only warns of is no evidence
+        (
+            arm({"objective.policy_term": {"name": "gspo", "clip_low": 0.2}}, ["objective.policy_term"]),
+            ["arm large", "PPO's per-token bounds"],
+        ),
+    ],
+)
+def test_check_refuses_arms_that_are_not_what_they_say(write, large, words):
+    loaded = load_study(write(arms={"plain": {}, "large": large}))
+    with pytest.raises(InputError) as error:
+        loaded.check()
+    assert all(word in str(error.value) for word in ["study.yaml", *words]), error.value
+
+
+def test_names_that_the_study_has_not_are_refused(write, tmp_path):
+    loaded = load_study(write())
+    with pytest.raises(InputError, match=r"--arms: 'larg' does not exist; did you mean 'large'"):
+        loaded.jobs(tmp_path, arms=["larg"])
+    with pytest.raises(InputError, match=r"--seeds: '9' does not exist; allowed are 0, 1, 2"):
+        loaded.jobs(tmp_path, seeds=[9])

@@ -1,0 +1,140 @@
+"""Values and gradients of the learner's own layers against the plain compositions that they replace."""
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_rl.learner.layers import cpu_layers
+from megatron_rl.learner.layers.elementwise import PLAIN, Stretches, compiled
+
+CLOSE = {"rtol": 1e-4, "atol": 2e-5}
+EPS = 1e-6
+
+
+KINDS = {
+    "plain": lambda: PLAIN,
+    # What the compiler is given, run as it is: wants no C++ compiler.
+    "traced": lambda: Stretches(*(torch.compile(f, backend="aot_eager", dynamic=True, fullgraph=True) for f in PLAIN)),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def stretches(request) -> Stretches:
+    return KINDS[request.param]()
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).requires_grad_()
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def assert_same(ours, reference, inputs: list[torch.Tensor]) -> None:
+    """Both functions of ``inputs`` have the same outputs, and the same gradients of a random sum of them."""
+    found, expected = ours(*inputs), reference(*inputs)
+    seeds = [torch.randn_like(out) for out in expected]
+    for out, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(out, right, **CLOSE)
+    grads = [torch.autograd.grad(outputs, inputs, seeds) for outputs in (found, expected)]
+    for grad, right in zip(*grads, strict=True):
+        torch.testing.assert_close(grad, right, **CLOSE)
+
+
+def test_rms_norm(stretches):
+    assert_same(
+        lambda x, w: (cpu_layers._RMSNorm.apply(x, w, EPS, stretches),),
+        lambda x, w: (F.rms_norm(x, (16,), w, EPS),),
+        [random(7, 2, 16), random(16)],
+    )
+
+
+def plain_rotation(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    x1, x2 = x.chunk(2, dim=-1)
+    return x * angles.cos().repeat(1, 1, 1, 2) + torch.cat([-x2, x1], dim=-1) * angles.sin().repeat(1, 1, 1, 2)
+
+
+@pytest.mark.parametrize("normed", [True, False], ids=["qk-norm", "no norm"])
+def test_split_norm_rotate(normed: bool, stretches):
+    groups, heads, width = 2, 3, 8
+    angles = torch.rand(5, 1, 1, width // 2) * 6
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+    def ours(mixed, *weights):
+        return cpu_layers._SplitNormRotate.apply(mixed, *(weights or (None, None)), cos_sin, EPS, stretches)
+
+    def reference(mixed, *weights):
+        query, key, value = mixed.split([heads, 1, 1], dim=3)
+        query, key, value = query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
+        if weights:
+            query, key = (F.rms_norm(x, (width,), w, EPS) for x, w in zip((query, key), weights))
+        return plain_rotation(query, angles), plain_rotation(key, angles), value
+
+    weights = [random(width), random(width)] if normed else []
+    assert_same(ours, reference, [random(5, 1, groups, heads + 2, width), *weights])
+
+
+def test_experts_after_local_dispatch(stretches):
+    """Tokens to their experts, through them, and back: the sum over each token's experts, probs included."""
+    num_tokens, num_experts, top_k, hidden, width = 9, 4, 2, 6, 5
+    dispatcher = cpu_layers.LocalDispatcher.__new__(cpu_layers.LocalDispatcher)
+    dispatcher.config = SimpleNamespace(moe_router_topk=top_k)
+    chosen = torch.stack([torch.randperm(num_experts - 1)[:top_k] for _ in range(num_tokens)])  # the last one is idle
+    routing_map = torch.zeros(num_tokens, num_experts, dtype=torch.bool).scatter_(1, chosen, True)
+
+    def ours(x, probs, *weights):
+        rows, row_probs = dispatcher.dispatch_preprocess(x, routing_map, probs)
+        rows, counts, row_probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(rows, row_probs))
+        rows = cpu_layers._Experts.apply(rows, row_probs, counts.tolist(), stretches, *weights)
+        rows = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
+        return (dispatcher.combine_postprocess(rows),)
+
+    def reference(x, probs, *weights):
+        out = 0.0
+        for e, (fc1, fc2) in enumerate(zip(weights[:num_experts], weights[num_experts:])):
+            gate, up = (x @ fc1.t()).chunk(2, dim=-1)
+            out = out + ((F.silu(gate) * up) @ fc2.t()) * (probs * routing_map)[:, e].view(-1, 1, 1)
+        return (out,)
+
+    weights = [random(2 * width, hidden) for _ in range(num_experts)]
+    weights += [random(hidden, width) for _ in range(num_experts)]
+    assert_same(ours, reference, [random(num_tokens, 1, hidden), random(num_tokens, num_experts), *weights])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_types_of_outputs_and_gradients(dtype, stretches):
+    """Those of the activations and parameters, also where the router's probabilities are float32."""
+    x, weight = torch.randn(6, 1, 16, dtype=dtype).requires_grad_(), torch.ones(16, dtype=dtype).requires_grad_()
+    out = cpu_layers._RMSNorm.apply(x, weight, EPS, stretches)
+    assert [out.dtype, *(g.dtype for g in torch.autograd.grad(out.sum(), [x, weight]))] == [dtype] * 3
+    mixed, weights = torch.randn(6, 1, 2, 4, 8, dtype=dtype).requires_grad_(), [torch.ones(8, dtype=dtype)] * 2
+    qkv = cpu_layers._SplitNormRotate.apply(mixed, *weights, torch.rand(6, 1, 1, 8), EPS, stretches)
+    assert [part.dtype for part in qkv] == [dtype] * 3
+    assert all(part.is_contiguous() for part in qkv)
+    assert torch.autograd.grad(sum(part.sum() for part in qkv), mixed)[0].dtype == dtype
+    rows, probs = torch.randn(6, 4, dtype=dtype).requires_grad_(), torch.rand(6).requires_grad_()
+    experts = [torch.randn(shape, dtype=dtype).requires_grad_() for shape in ((6, 4), (6, 4), (4, 3), (4, 3))]
+    out = cpu_layers._Experts.apply(rows, probs, [2, 4], stretches, *experts)
+    grads = torch.autograd.grad(out.sum(), [rows, *experts, probs])
+    assert [out.dtype, *(g.dtype for g in grads)] == [dtype] * 6 + [torch.float32]
+
+
+@pytest.mark.parametrize("kind", ["plain", "compiled"] if shutil.which("g++") else ["plain"])
+def test_gated_silu_in_bf16(kind):
+    """Near float64's values, whoever rounds where; the compiled one is what Inductor makes of it."""
+    functions = {"plain": PLAIN, "compiled": compiled()}[kind]
+    hidden, probs, grad = torch.randn(40, 16), torch.rand(40), torch.randn(40, 8)
+    exact = [x.to(torch.bfloat16).double().requires_grad_() for x in (hidden, probs)]
+    gate, up = exact[0].chunk(2, dim=-1)
+    expected = F.silu(gate) * up * exact[1][:, None]
+    grads = torch.autograd.grad(expected, exact, grad.to(torch.bfloat16).double())
+    rounded = [x.to(torch.bfloat16) for x in (grad, hidden, probs)]
+    found = functions.gated_silu_backward(rounded[0].clone(), rounded[1], rounded[2].float())
+    forward = functions.gated_silu(rounded[1], rounded[2].float())
+    for value, right in zip([forward, *found], [expected, expected, *grads], strict=True):
+        torch.testing.assert_close(value.double(), right, rtol=0.02, atol=0.02)

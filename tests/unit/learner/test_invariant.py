@@ -1,0 +1,125 @@
+"""Batch-invariant computation: rows keep their bits in any batch, and are the right numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_rl.learner.layers.invariant import KEY_BLOCK, BatchInvariant, add_rows, attention
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROWS = 97
+
+
+def rows_that_change(function, x: torch.Tensor) -> int:
+    """How many rows come out with other bits alone, in small batches, and in batches that start elsewhere."""
+    whole, changed = function(x), 0
+    for size in (1, 2, 3, 15, 16, 17, 40):
+        for start in (0, 1, 16, len(x) - size):
+            part = function(x[start : start + size].clone())
+            changed += int((part != whole[start : start + size]).flatten(1).any(1).sum())
+    return changed
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "out"), [(32, 128), (128, 64), (96, 17)])
+def test_products_do_not_depend_on_other_rows(dtype, width, out):
+    torch.manual_seed(0)
+    x, weight = torch.randn(ROWS, width).to(dtype), (torch.randn(out, width) / 10).to(dtype)
+    with BatchInvariant():
+        for product in (
+            lambda x: F.linear(x, weight),
+            lambda x: torch.matmul(x, weight.t()),
+            lambda x: torch.mm(x, weight.t()),
+            lambda x: x @ weight.t(),
+            lambda x: torch.matmul(x[:, None], weight.t())[:, 0],
+        ):
+            assert rows_that_change(product, x) == 0
+        found = F.linear(x, weight)
+    assert found.dtype == dtype
+    exact = x.double() @ weight.double().t()
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("function", [torch.exp, torch.sigmoid, torch.sin, torch.cos, F.silu])
+def test_functions_do_not_depend_on_the_place_in_the_loop(dtype, function):
+    torch.manual_seed(0)
+    x = torch.randn(ROWS, 33).to(dtype)  # 33: rows begin anywhere in a register
+    with BatchInvariant():
+        assert rows_that_change(function, x) == 0
+        found = function(x)
+    torch.testing.assert_close(found, function(x), rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-6)
+
+
+def test_functions_in_place_and_on_strided_views():
+    torch.manual_seed(0)
+    x = torch.randn(7, 66)
+    with BatchInvariant():
+        half = F.silu(x.chunk(2, dim=-1)[0])
+        grown = (x.clone() - 1).exp_()
+    torch.testing.assert_close(half, F.silu(x[:, :33]))
+    torch.testing.assert_close(grown, (x - 1).exp())
+
+
+def test_gradients_pass_through():
+    torch.manual_seed(0)
+    weight = torch.randn(8, 6, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(19, 6, dtype=torch.float64, requires_grad=True)
+
+    def loss() -> torch.Tensor:
+        return (F.silu(F.linear(x, weight)).exp() * torch.arange(8)).sum()
+
+    expected = torch.autograd.grad(loss(), (x, weight))
+    with BatchInvariant():
+        found = torch.autograd.grad(loss(), (x, weight))
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_are_added_in_the_order_of_the_source():
+    """Four roundings to bf16, one after the other: another order, or one rounding at the end, gives another sum."""
+    index = torch.tensor([0, 1, 0, 0, 0])
+    source = torch.tensor([1.0, 5.0, 2.0**-9, 2.0**-9, 2.0**-8]).to(torch.bfloat16)[:, None].expand(-1, 3)
+    expanded = index[:, None].expand(-1, 3)
+    one_by_one = torch.zeros((), dtype=torch.bfloat16)
+    for value in source[index == 0, 0]:
+        one_by_one = one_by_one + value
+    found = add_rows(torch.zeros(2, 3, dtype=torch.bfloat16), 0, expanded, source)
+    assert found.tolist() == [[one_by_one.item()] * 3, [5.0] * 3]
+
+
+def attention_inputs(dtype, num_sequences=3, queries=21, heads=4, kv_heads=2, width=8):
+    torch.manual_seed(0)
+    keys = -(-queries // KEY_BLOCK) * KEY_BLOCK
+    query = torch.randn(num_sequences, heads, keys, width).to(dtype)
+    key, value = (torch.randn(num_sequences, kv_heads, keys, width).to(dtype) for _ in "kv")
+    return query, key, value, torch.arange(keys).expand(num_sequences, -1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("queries", [1, 21, 40, 70])
+def test_attention_is_causal_softmax_attention(dtype, queries):
+    query, key, value, last = attention_inputs(dtype, queries=queries)
+    found = attention(query, key, value, last, 0.3)
+    expected = F.scaled_dot_product_attention(
+        query.double(), key.double(), value.double(), is_causal=True, scale=0.3, enable_gqa=True
+    )
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    assert found.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_query_with_a_cache_equals_the_same_query_among_all(dtype):
+    query, key, value, last = attention_inputs(dtype, queries=70)
+    whole = attention(query, key, value, last, 0.3)
+    for position in (0, 1, 30, 31, 32, 63, 64, 69):
+        seen = -(-(position + 1) // KEY_BLOCK) * KEY_BLOCK  # later blocks of keys are not there yet
+        one = (slice(1, 2), slice(None), slice(position, position + 1))
+        alone = attention(query[one], key[1:2, :, :seen], value[1:2, :, :seen], last[1:2, position, None], 0.3)
+        assert torch.equal(alone, whole[one]), position
+        late = torch.cat([key[:, :, : position + 1], torch.full_like(key, 7.0)[:, :, position + 1 :]], 2)
+        assert torch.equal(attention(query, late, value, last, 0.3)[one], whole[one]), "a hidden key shows"

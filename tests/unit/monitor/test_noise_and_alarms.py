@@ -1,0 +1,273 @@
+"""Gradient noise against known covariances, slopes against closed forms, alarms against hand-made metrics."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from megatron_rl.config import load_recipe
+from megatron_rl.config.monitor import AlarmRule, MonitorConfig
+from megatron_rl.learner.gradient_noise import small_batch
+from megatron_rl.monitor.alarms import Alarms, wanted
+from megatron_rl.monitor.growth import LogGrowth, fit_slope, t_quantile_975
+from megatron_rl.monitor.noise_scale import GradientNoiseScale, NoiseMonitor, RunningMean, noise_scale_parts
+from tests.support.tiny import MODEL
+
+# -- gradient noise scale
+
+
+def quadratic_gradients(rng: np.random.Generator, num: int) -> tuple[np.ndarray, float]:
+    """Per-sample gradients ``[num, D]`` of ½(θ−x)ᵀH(θ−x) with x ~ N(0, Σ), and the true tr(HΣH) / |Hθ|²."""
+    dims = 50
+    hessian = np.diag(np.linspace(0.5, 2.0, dims))
+    theta, std = np.full(dims, 0.3), np.linspace(0.5, 3.0, dims)
+    samples = rng.standard_normal((num, dims)) * std
+    truth = float((np.diag(hessian) ** 2 * std**2).sum() / ((hessian @ theta) ** 2).sum())
+    return (theta - samples) @ hessian, truth
+
+
+@pytest.mark.parametrize("sizes", [[16] * 8, [8, 8, 16, 16, 16, 32, 32]], ids=["equal", "unequal"])
+def test_noise_scale_of_a_quadratic_within_20_percent(sizes):
+    rng = np.random.default_rng(0)
+    total, scale = sum(sizes), GradientNoiseScale(decay=0.99)
+    for _ in range(300):
+        gradients, truth = quadratic_gradients(rng, total)
+        parts = np.split(gradients, np.cumsum(sizes)[:-1])
+        sq_small, size = small_batch([float((part.mean(0) ** 2).sum()) for part in parts], sizes)
+        estimate = scale.observe(sq_small, float((gradients.mean(0) ** 2).sum()), size, total)
+    assert estimate == pytest.approx(truth, rel=0.20)
+
+
+def test_noise_scale_parts_undo_the_expectations():
+    grad_sq, trace = 3.0, 40.0
+    found = noise_scale_parts(grad_sq + trace / 8, grad_sq + trace / 64, 8, 64)
+    assert found == pytest.approx((grad_sq, trace))
+    with pytest.raises(ValueError, match="small one first"):
+        noise_scale_parts(1.0, 1.0, 8, 8)
+
+
+def test_noise_drowning_the_signal_is_not_a_number():
+    scale = GradientNoiseScale(0.9)
+    assert math.isnan(scale.observe(10.0, 0.5, 8, 64))
+
+
+def test_noise_monitor_resumes_and_passes_over_overflows():
+    inputs = [
+        {
+            "actor/grad_norm": g,
+            "noise/sq_small": 2 + g,
+            "noise/sq_big": 1.0,
+            "noise/batch_small": 4,
+            "noise/batch_big": 8,
+        }
+        for g in (1.0, math.inf, 3.0, 2.0)
+    ]
+    whole = NoiseMonitor(0.5)
+    expected = [whole.observe(metrics) for metrics in inputs]
+    first, second = NoiseMonitor(0.5), NoiseMonitor(0.5)
+    found = [first.observe(metrics) for metrics in inputs[:2]]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert found + [second.observe(metrics) for metrics in inputs[2:]] == expected
+    # Weights 1/2, 1/4, 1/8 from the newest back, the overflow left out.
+    assert expected[-1]["noise/grad_norm_ema"] == pytest.approx((2 / 2 + 3 / 4 + 1 / 8) / (7 / 8))
+    assert expected[1]["noise/grad_norm_ema"] == 1.0
+    assert second.observe({"loss": 1.0}) == {}
+
+
+def test_running_mean_has_no_start_bias():
+    mean = RunningMean(0.99)
+    assert math.isnan(mean.observe(math.nan))
+    assert [mean.observe(5.0) for _ in range(3)] == pytest.approx([5.0] * 3)
+
+
+# -- slopes
+
+
+@pytest.mark.parametrize(
+    ("degrees", "expected"), [(1, 12.7062), (2, 4.3027), (3, 3.1824), (5, 2.5706), (10, 2.2281), (48, 2.0106)]
+)
+def test_t_quantiles(degrees, expected):
+    assert t_quantile_975(degrees) == pytest.approx(expected, rel=2e-3)
+
+
+def test_slope_and_interval_of_a_worked_example():
+    # x = 0..4, y = 1, 3, 2, 5, 4: slope 0.8, residual sum of squares 3.6, s.e. sqrt(3.6 / 3 / 10), t(3) = 3.1824.
+    slope = fit_slope([0, 1, 2, 3, 4], [1, 3, 2, 5, 4])
+    assert slope.value == pytest.approx(0.8)
+    assert slope.upper - slope.value == pytest.approx(3.1824 * math.sqrt(0.12), rel=2e-3)
+    assert slope.value - slope.lower == pytest.approx(slope.upper - slope.value)
+    assert fit_slope([0, 1], [0, 1]) is None
+    assert fit_slope([2, 2, 2], [0, 1, 2]) is None
+
+
+def test_interval_covers_the_true_slope_95_times_in_100():
+    rng, covered = np.random.default_rng(0), 0
+    for _ in range(1000):
+        xs = np.arange(20.0)
+        slope = fit_slope(xs.tolist(), (0.3 * xs + rng.standard_normal(20)).tolist())
+        covered += slope.lower <= 0.3 <= slope.upper
+    assert 930 <= covered <= 970
+
+
+def test_log_growth_is_the_growth_rate():
+    growth = LogGrowth(window=10)
+    slopes = [growth.observe(step, 1e-4 * 1.05**step) for step in range(30)]
+    assert slopes[8] is None
+    assert slopes[9].value == pytest.approx(math.log(1.05))
+    assert slopes[-1].lower == pytest.approx(math.log(1.05))
+    assert growth.observe(30, 0.0).value == pytest.approx(math.log(1.05))
+
+
+# -- alarms
+
+
+def steps_at_which(rule: dict, values: list[float | None]) -> list[int]:
+    alarms = Alarms([AlarmRule(name="rule", metric="m", **rule)])
+    found = []
+    for step, value in enumerate(values):
+        events = alarms.observe(step, {} if value is None else {"m": value})
+        assert alarms.metrics(events) == {"alarm/rule": float(bool(events))}
+        found += [event.step for event in events]
+    return found
+
+
+def test_value_rules():
+    values = [0.0, 2.0, 2.0, 0.0, 2.0, 2.0, 2.0, 2.0, 0.0, 2.0, 2.0, 2.0]
+    assert steps_at_which({"above": 1.0}, values) == [1, 4, 9]
+    assert steps_at_which({"above": 1.0, "for_steps": 3}, values) == [6, 11]
+    assert steps_at_which({"below": 1.0}, values) == [0, 3, 8]
+    assert steps_at_which({"above": 1.0, "for_steps": 2, "again_after": 1}, values) == [2, 5, 6, 7, 10, 11]
+
+
+def test_absent_metrics_are_no_observations_and_nan_breaks_the_row():
+    assert steps_at_which({"above": 1.0, "for_steps": 2}, [2.0, None, None, 2.0]) == [3]
+    assert steps_at_which({"above": 1.0, "for_steps": 2}, [2.0, math.nan, 2.0, 2.0]) == [3]
+    assert steps_at_which({"statistic": "not_finite"}, [1.0, math.inf, 1.0, math.nan]) == [1, 3]
+
+
+def test_ratio_is_to_the_median_of_the_window_before():
+    values = [1.0, 9.0, 1.0, 1.0, 3.1, 1.0]
+    assert steps_at_which({"statistic": "ratio", "window": 3, "above": 3.0}, values) == [4]
+
+
+def test_slope_rules():
+    line = [0.1 * step for step in range(30)]
+    assert steps_at_which({"statistic": "slope", "window": 10, "above": 0.09}, line) == [9]
+    assert steps_at_which({"statistic": "slope", "window": 10, "above": 0.11}, line) == []
+    growth = [1e-3 * 1.1**step for step in range(30)]
+    assert steps_at_which({"statistic": "log_slope", "window": 5, "above": 0.09}, growth) == [4]
+    assert steps_at_which({"statistic": "log_slope", "window": 5, "below": 0.09}, growth) == []
+
+
+def test_confident_slope_ignores_what_noise_explains():
+    rng = np.random.default_rng(0)
+    noise = np.exp(0.3 * rng.standard_normal(200)).tolist()
+    growing = [value * 1.1**step for step, value in enumerate(noise)]
+    sure = {"statistic": "log_slope_lower", "window": 20, "above": 0.02, "for_steps": 3}
+    plain = {**sure, "statistic": "log_slope"}
+    assert steps_at_which(plain, noise) != []
+    assert steps_at_which(sure, noise) == []
+    assert len(steps_at_which(sure, growing)) == 1
+
+
+def test_alarm_state_resumes_at_every_step():
+    rules = [
+        AlarmRule(name="a", metric="m", statistic="ratio", window=4, above=1.2, for_steps=2, again_after=2),
+        AlarmRule(name="b", metric="m", statistic="slope", window=5, above=0.0, then=["save", "stop"]),
+    ]
+    values = np.random.default_rng(1).uniform(0.5, 2.0, 60).cumsum().tolist()
+    whole = Alarms(rules)
+    expected = [whole.observe(step, {"m": value}) for step, value in enumerate(values)]
+    assert any(wanted(events, "stop") for events in expected)
+    for cut in range(60):
+        first, second = Alarms(rules), Alarms(rules)
+        for step in range(cut):
+            first.observe(step, {"m": values[step]})
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert [second.observe(step, {"m": values[step]}) for step in range(cut, 60)] == expected[cut:]
+
+
+def test_message_says_what_was_seen_and_what_follows():
+    alarms = Alarms([AlarmRule(name="mismatch", metric="mismatch/rho_std", above=0.1, then=["decay_lr", "save"])])
+    (event,) = alarms.observe(7, {"mismatch/rho_std": 0.25})
+    assert event.message == (
+        "alarm mismatch at step 7: mismatch/rho_std = 0.25 > 0.1 for 1 steps; then: decay_lr, save"
+    )
+    assert wanted([event], "save")
+    assert not wanted([event], "stop")
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({}, "exactly one of above and below"),
+        ({"above": 1, "below": 0}, "exactly one of above and below"),
+        ({"above": 1, "then": ["panic"]}, "warn"),
+        ({"above": 1, "then": []}, "at least 1"),
+        ({"above": 1, "statistic": "slope", "window": 2}, "use at least 3"),
+        ({"above": 1, "statistic": "not_finite"}, "needs no bound"),
+        ({"above": 1, "for": 3}, "for"),
+    ],
+)
+def test_bad_rules_fail_at_load(rule, message):
+    with pytest.raises(ValidationError, match=message):
+        AlarmRule(name="rule", metric="m", **rule)
+
+
+def test_rule_names_are_unique():
+    rule = {"name": "twice", "metric": "m", "above": 0}
+    with pytest.raises(ValidationError, match="more than one rule is named twice"):
+        MonitorConfig(alarms=[rule, rule])
+
+
+# -- the rules that every recipe starts from
+
+
+def default_rules() -> list[AlarmRule]:
+    return load_recipe(MODEL.parent / "grpo.yaml").monitor.alarms
+
+
+def test_default_rules_say_what_went_wrong():
+    rng, fired = np.random.default_rng(0), {}
+    alarms = Alarms(default_rules())
+    for step in range(300):
+        growth = 1.025 ** max(0, step - 150)
+        metrics = {
+            "actor/pg_loss": math.nan if step > 290 else float(rng.normal()),
+            "mismatch/rho_std": 1e-3 * growth * float(np.exp(0.2 * rng.standard_normal())),
+            "actor/grad_norm": 0.5 * growth * float(np.exp(0.3 * rng.standard_normal())),
+            "actor/entropy": 0.3 if step < 200 else 0.005,
+        }
+        for event in alarms.observe(step, metrics):
+            fired.setdefault(event.name, event.step)
+            assert wanted([event], "stop") == (event.name == "not-finite")
+    assert 150 < fired["mismatch-growth"] < 200
+    assert 150 < fired["gradient-growth"] < 200
+    assert fired["entropy-collapse"] == 219
+    assert fired["not-finite"] == 293
+
+
+def test_default_rules_are_silent_on_noise_decline_and_single_spikes():
+    for seed in range(5):
+        rng, alarms, fired = np.random.default_rng(seed), Alarms(default_rules()), []
+        noise = np.exp(0.3 * rng.standard_normal((2, 1000)))
+        for step in range(1000):
+            spike = 10.0 if step % 97 == 50 else 1.0
+            metrics = {
+                "actor/pg_loss": float(rng.normal()),
+                "mismatch/rho_std": 1e-3 * float(noise[0, step]) * 0.999**step,
+                "actor/grad_norm": 0.5 * float(noise[1, step]) * spike,
+                "actor/entropy": 0.3 * 0.997**step,
+            }
+            fired += alarms.observe(step, metrics)
+        assert fired == []
+
+
+def test_every_default_rule_watches_a_metric_that_the_run_reports():
+    """A rule on a name that nothing writes would never go off, and no one would know."""
+    reported = {"actor/pg_loss", "mismatch/rho_std", "actor/grad_norm", "actor/entropy"}
+    assert {rule.metric for rule in default_rules()} == reported

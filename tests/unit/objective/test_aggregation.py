@@ -1,0 +1,176 @@
+"""Aggregations by hand, and the promise that no layout, padding or split changes loss, gradient or metrics."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.config import ObjectiveConfig
+from megatron_rl.errors import InputError
+from megatron_rl.objective import (
+    AGGREGATIONS,
+    Denominators,
+    MetricStats,
+    ObjectiveInputs,
+    compute_denominators,
+    compute_objective,
+    finalize_metrics,
+)
+from tests.unit.objective.batches import loss_and_gradient, packed, padded, random_batch
+
+pytestmark = pytest.mark.filterwarnings("ignore::megatron_rl.config.objective.ObjectiveWarning")
+
+# Each holds something that a split could break: sequence statistics, noise, explicit denominators, every metric.
+CONFIGS = [
+    {"policy_term": {"name": "ppo_clip", "dual_clip": 1.2}, "correction": [{"mode": "tis", "cap": 1.2}]},
+    {"policy_term": "gspo", "aggregation": "seq-mean-token-mean", "variance": {"sigma": 0.2}},
+    {"policy_term": "gmpo", "aggregation": "seq-mean-token-sum", "distortion": {"delta": 1.2, "low_prob": 0.4}},
+    {
+        "policy_term": "reinforce",
+        "aggregation": "seq-mean-token-sum-norm",
+        "max_response_length": 12,
+        "correction": [{"mode": "mis", "level": "sequence"}, {"mode": "veto", "threshold": 0.6}],
+    },
+    {
+        "policy_term": "cispo",
+        "correction": [{"mode": "reject", "statistic": "max_k3", "upper": 0.05, "renormalize": True}, {"mode": "opsm"}],
+        "aggregation": "seq-mean-token-mean",
+        "prob_bands": [0.2, 0.6],
+    },
+    {"policy_term": "dppo", "correction": [{"mode": "reject", "statistic": "seq_mean_k3", "upper": 0.01}]},
+]
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "want"),
+    [
+        ("token-mean", (3 * 2 + 1 * 10) / 4),
+        ("seq-mean-token-mean", (2 + 10) / 2),
+        ("seq-mean-token-sum", (3 * 2 + 1 * 10) / 2),
+        ("seq-mean-token-sum-norm", (3 * 2 + 1 * 10) / 2 / 50),
+    ],
+)
+@pytest.mark.parametrize("pad", [0, 4])
+def test_worked_numbers(aggregation, want, pad):
+    """Three tokens with term 2 and one token with term 10. L = 50 is neither the padded width nor a length."""
+    mask = torch.tensor([[True] * 3 + [False] * pad, [True] + [False] * (2 + pad)])
+    current = torch.zeros(2, 3 + pad, dtype=torch.float64)
+    inputs = ObjectiveInputs(current, current, None, torch.tensor([-2.0, -10.0], dtype=torch.float64), mask)
+    config = ObjectiveConfig.model_validate({"aggregation": aggregation, "max_response_length": 50})
+    assert compute_objective(inputs, config).loss.item() == pytest.approx(want)
+
+
+def test_a_fully_masked_sequence_counts_among_the_sequences():
+    mask = torch.tensor([[True, True], [False, False]])
+    current = torch.zeros(2, 2, dtype=torch.float64)
+    inputs = ObjectiveInputs(current, current, None, torch.full((2,), -4.0, dtype=torch.float64), mask)
+    for aggregation, want in (("seq-mean-token-mean", 2.0), ("seq-mean-token-sum", 4.0), ("token-mean", 4.0)):
+        config = ObjectiveConfig.model_validate({"aggregation": aggregation})
+        assert compute_objective(inputs, config).loss.item() == want
+
+
+def test_denominators_come_from_outside_when_given():
+    current = torch.zeros(1, 4, dtype=torch.float64)
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    inputs = ObjectiveInputs(current, current, None, torch.full((1,), -1.0, dtype=torch.float64), mask)
+    for aggregation, want in (("token-mean", 4 / 40), ("seq-mean-token-mean", 1 / 5), ("seq-mean-token-sum", 4 / 5)):
+        config = ObjectiveConfig.model_validate({"aggregation": aggregation})
+        for counts in (Denominators(40, 5), Denominators(torch.tensor(40.0), torch.tensor(5.0))):
+            assert compute_objective(inputs, config, counts).loss.item() == pytest.approx(want)
+
+
+def whole(config, batch):
+    inputs, mask = padded(batch, extra=0)
+    result = compute_objective(inputs, config, noise_key=(3, 1))
+    return (*loss_and_gradient(result, inputs, mask), result.metrics)
+
+
+def in_parts(config, parts, forms):
+    """Loss, gradients by part, and metrics of microbatches in the given forms, as a learner puts them together."""
+    made = [form(part) for part, form in zip(parts, forms)]
+    counts = None
+    for inputs, _ in made:
+        local = compute_denominators(inputs, config)
+        counts = local if counts is None else counts + local
+    results = [compute_objective(inputs, config, counts, noise_key=(3, 1)) for inputs, _ in made]
+    gradients = [loss_and_gradient(r, inputs, mask)[1] for r, (inputs, mask) in zip(results, made)]
+    stats = MetricStats.merge([result.stats for result in results])
+    return sum(result.loss.item() for result in results), gradients, finalize_metrics(stats)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    which=st.integers(0, len(CONFIGS) - 1),
+    seed=st.integers(0, 10_000),
+    owners=st.lists(st.integers(0, 3), min_size=7, max_size=7),
+    is_packed=st.lists(st.booleans(), min_size=4, max_size=4),
+)
+def test_any_split_into_padded_and_packed_parts_gives_the_same(which, seed, owners, is_packed):
+    config = ObjectiveConfig.model_validate(CONFIGS[which])
+    batch = random_batch(seed, num_sequences=7)
+    loss, gradient, metrics = whole(config, batch)
+    members = [[i for i, owner in enumerate(owners) if owner == part] for part in range(4)]
+    members = [indices for indices in members if indices]
+    forms = [packed if flag else padded for flag in is_packed]
+    got_loss, gradients, got_metrics = in_parts(config, [[batch[i] for i in m] for m in members], forms)
+    assert got_loss == pytest.approx(loss, rel=1e-9, abs=1e-12)
+    by_sequence = gradient.split([len(s) for s in batch])
+    for indices, part in zip(members, gradients):
+        torch.testing.assert_close(part, torch.cat([by_sequence[i] for i in indices]), rtol=1e-9, atol=1e-12)
+    assert got_metrics == pytest.approx(metrics, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: str(c["policy_term"]))
+def test_float32_metrics_survive_a_split(config):
+    config = ObjectiveConfig.model_validate(config)
+    batch = random_batch(8, num_sequences=40)
+    metrics = []
+    for size in (40, 7, 1):
+        made = [padded(list(part), dtype=torch.float32)[0] for part in _chunks(batch, size)]
+        counts = [compute_denominators(inputs, config) for inputs in made]
+        total = sum(counts[1:], counts[0])
+        stats = [compute_objective(inputs, config, total, noise_key=(3, 1)).stats for inputs in made]
+        metrics.append(finalize_metrics(MetricStats.merge(stats)))
+    for other in metrics[1:]:
+        assert other == pytest.approx(metrics[0], rel=2e-5, abs=2e-6)
+
+
+def _chunks(items, size):
+    return [items[i : i + size] for i in range(0, len(items), size)]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_padded_width_is_never_a_divisor(aggregation):
+    config = ObjectiveConfig.model_validate({"aggregation": aggregation, "max_response_length": 30})
+    batch = random_batch(9)
+    losses = [compute_objective(padded(batch, extra=extra)[0], config).loss.item() for extra in (0, 1, 200)]
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-12)
+
+
+def test_variance_refuses_row_numbers_as_identities_of_a_microbatch():
+    inputs, _ = padded(random_batch(1))
+    inputs = type(inputs)(**{**vars(inputs), "sequence_ids": None})
+    config = ObjectiveConfig.model_validate({"variance": {"sigma": 0.2}})
+    assert np.isfinite(compute_objective(inputs, config).loss.item())
+    with pytest.raises(InputError, match="sequence_ids"):
+        compute_objective(inputs, config, compute_denominators(inputs))
+
+
+@pytest.mark.parametrize(("with_inference", "dual_clip"), list(itertools.product([False, True], [None, 3.0])))
+def test_an_empty_microbatch_adds_nothing(with_inference, dual_clip):
+    """A data-parallel rank may hold no sequence in a microbatch."""
+    config = ObjectiveConfig.model_validate({"policy_term": {"name": "ppo_clip", "dual_clip": dual_clip}})
+    inputs, _ = padded(random_batch(2))
+    if not with_inference:
+        inputs = type(inputs)(**{**vars(inputs), "inference_logprobs": None})
+    empty = {k: v[:0] if isinstance(v, torch.Tensor) else v for k, v in vars(inputs).items()}
+    counts = compute_denominators(inputs, config)
+    full = compute_objective(inputs, config, counts)
+    nothing = compute_objective(type(inputs)(**empty), config, counts)
+    assert nothing.loss.item() == 0.0
+    assert finalize_metrics(MetricStats.merge([full.stats, nothing.stats])) == full.metrics

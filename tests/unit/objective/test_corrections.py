@@ -1,0 +1,182 @@
+"""Corrections by worked numbers: the traps peers fell into, and what a learner reports about them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_rl.config import ObjectiveConfig
+from megatron_rl.errors import InputError
+from megatron_rl.objective import Denominators, ObjectiveInputs, compute_denominators, compute_objective
+from tests.unit.objective.batches import padded, random_batch
+
+pytestmark = pytest.mark.filterwarnings("ignore::megatron_rl.config.objective.ObjectiveWarning")
+
+
+def weights(log_rho: list[list[float]], correction: list[dict], term: str = "cispo", a: float = 1.0) -> torch.Tensor:
+    """Weight of every token, read off the gradient of a term whose own weight is 1 (r = 1)."""
+    log_rho = torch.tensor(log_rho, dtype=torch.float64)
+    current = torch.full_like(log_rho, -1.0).requires_grad_()
+    inputs = ObjectiveInputs(
+        current,
+        current.detach(),
+        current.detach() - log_rho,
+        torch.full((len(log_rho),), a, dtype=torch.float64),
+        torch.ones_like(log_rho, dtype=torch.bool),
+    )
+    config = ObjectiveConfig.model_validate({"policy_term": term, "correction": correction})
+    (gradient,) = torch.autograd.grad(compute_objective(inputs, config).loss, current)
+    return -gradient * log_rho.numel() / a
+
+
+@pytest.mark.parametrize("statistic", ["seq_mean_k1", "geometric"])
+def test_reject_on_k1_bounds_rho_and_not_its_inverse(statistic):
+    """lower 0.5, upper 4: rho = 3 is kept (1/3 would not be), rho = 0.4 is dropped (1/0.4 = 2.5 would be kept)."""
+    rho = [[0.4], [0.51], [1.0], [3.0], [3.9], [4.1]]
+    entry = {"mode": "reject", "statistic": statistic, "lower": 0.5, "upper": 4.0}
+    kept = weights([[math.log(x)] for [x] in rho], [entry])
+    assert kept.flatten().tolist() == pytest.approx([0, 1, 1, 1, 1, 0])
+
+
+def test_reject_drops_the_sequence_as_a_whole():
+    entry = {"mode": "reject", "statistic": "max_k3", "upper": 0.1}
+    assert weights([[0.0, 0.1, 0.9], [0.1, 0.1, 0.1]], [entry]).tolist() == [[0, 0, 0], [1, 1, 1]]
+    # The mean of k3 over the first sequence, (0 + 0.00517 + 0.5596) / 3 = 0.188, is what seq_mean_k3 sees.
+    for upper, kept in ((0.189, 1.0), (0.187, 0.0)):
+        entry = {"mode": "reject", "statistic": "seq_mean_k3", "upper": upper}
+        assert weights([[0.0, 0.1, 0.9]], [entry])[0].tolist() == [kept] * 3
+
+
+def test_mask_edges_include_the_bound():
+    entry = {"mode": "icepop", "lower": 0.5, "upper": 5.0}
+    below, above = math.log(0.5), math.log(5.0)
+    found = weights([[below - 1e-6, below + 1e-6, above - 1e-6, above + 1e-6]], [entry])[0]
+    assert found.tolist() == pytest.approx([0.0, 0.5, 5.0, 0.0], abs=1e-5)
+    one_sided = weights([[-3.0, math.log(3) - 1e-6, math.log(3) + 1e-6]], [{"mode": "mis", "cap": 3.0}])[0]
+    assert one_sided.tolist() == pytest.approx([math.exp(-3), 3.0, 0.0], abs=1e-5)
+
+
+def test_levels():
+    log_rho = [[0.2, -0.1, 0.5]]
+    for level, want in (("sequence", [0.6] * 3), ("geometric", [0.2] * 3), ("token", log_rho[0])):
+        found = weights(log_rho, [{"mode": "is", "level": level}])[0]
+        assert found.tolist() == pytest.approx([math.exp(x) for x in want])
+
+
+def test_the_sequence_ratio_is_clamped_after_the_sum():
+    """Sum 30 with tokens of 10: e^20, not e^30; and +25 -25 cancels instead of clamping apart."""
+    assert weights([[10.0, 10.0, 10.0]], [{"mode": "is", "level": "sequence"}])[0, 0] == pytest.approx(math.exp(20))
+    assert weights([[25.0, -25.0, 0.1]], [{"mode": "is", "level": "sequence"}])[0, 0] == pytest.approx(math.exp(0.1))
+
+
+def test_modes_multiply():
+    chain = [{"mode": "tis", "cap": 2.0}, {"mode": "reject", "statistic": "seq_mean_k3", "upper": 0.5}]
+    found = weights([[math.log(3.0), 0.0], [2.0, 2.0]], chain)
+    assert found.tolist() == [pytest.approx([2.0, 1.0]), [0.0, 0.0]]
+
+
+def test_veto_is_for_tokens_the_learner_finds_impossible():
+    found = weights([[math.log(0.9e-4), 0.0], [math.log(1.1e-4), 0.0]], [{"mode": "veto"}])
+    assert found.tolist() == [[0.0, 0.0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize(("a", "drift", "kept"), [(-1.0, 2e-4, 0), (-1.0, 0.5e-4, 1), (1.0, 2e-4, 1), (-1.0, -2e-4, 1)])
+def test_opsm_drops_negative_sequences_that_drifted_away(a, drift, kept):
+    """mean_t(log po - log pi) = drift; δ = 1e-4."""
+    current = torch.tensor([[-1.0, -1.0 - 2 * drift]], dtype=torch.float64, requires_grad=True)
+    old = torch.full((1, 2), -1.0, dtype=torch.float64)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    inputs = ObjectiveInputs(current, old, None, torch.tensor([a], dtype=torch.float64), mask)
+    config = ObjectiveConfig.model_validate({"policy_term": "cispo", "correction": [{"mode": "opsm"}]})
+    (gradient,) = torch.autograd.grad(compute_objective(inputs, config).loss, current)
+    assert bool(gradient.any()) == bool(kept)
+
+
+def test_reinforce_is_weighted_by_w():
+    """r = 2, rho = 3: the policy-gradient family sees w = 6 where the others see 3."""
+    current = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
+    old, inference = current.detach() - math.log(2), current.detach() - math.log(6)
+    inputs = ObjectiveInputs(
+        current, old, inference, torch.ones(1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.bool)
+    )
+    for term, want in (("reinforce", 6.0), ("cispo", 2.0 * 3.0), ("ppo_clip", 0.0)):
+        config = ObjectiveConfig.model_validate({"policy_term": term, "correction": [{"mode": "is"}]})
+        (gradient,) = torch.autograd.grad(compute_objective(inputs, config).loss, current, retain_graph=True)
+        assert -gradient.item() == pytest.approx(want)
+    config = ObjectiveConfig.model_validate({"policy_term": "reinforce", "correction": [{"mode": "tis", "cap": 5.0}]})
+    (gradient,) = torch.autograd.grad(compute_objective(inputs, config).loss, current)
+    assert -gradient.item() == pytest.approx(5.0)
+
+
+def test_a_dropped_token_keeps_its_place_in_the_denominator_unless_renormalized():
+    log_rho = torch.tensor([[0.0, math.log(4.0)], [0.0, 0.0]], dtype=torch.float64)
+    current = torch.full((2, 2), -1.0, dtype=torch.float64)
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    inputs = ObjectiveInputs(current, current, current - log_rho, torch.ones(2, dtype=torch.float64), mask)
+
+    def loss(aggregation: str, renormalize: bool) -> float:
+        entry = {"mode": "mis", "cap": 2.0, "renormalize": renormalize}
+        config = {"correction": [entry], "aggregation": aggregation, "max_response_length": 10}
+        return compute_objective(inputs, ObjectiveConfig.model_validate(config)).loss.item()
+
+    assert loss("token-mean", False) == pytest.approx(-3 / 4)
+    assert loss("token-mean", True) == pytest.approx(-3 / 3)
+    assert loss("seq-mean-token-mean", False) == pytest.approx(-(1 / 2 + 1) / 2)
+    assert loss("seq-mean-token-mean", True) == pytest.approx(-(1 / 1 + 1) / 2)
+    assert loss("seq-mean-token-sum", True) == pytest.approx(-3 / 2)
+
+
+def test_renormalize_needs_denominators_counted_with_the_same_config():
+    inputs, _ = padded(random_batch(1))
+    renormalizing = ObjectiveConfig.model_validate({"correction": [{"mode": "mis", "renormalize": True}]})
+    with pytest.raises(InputError, match="renormalize"):
+        compute_objective(inputs, renormalizing, compute_denominators(inputs))
+    with pytest.raises(InputError, match="renormalize"):
+        compute_objective(inputs, ObjectiveConfig(), compute_denominators(inputs, renormalizing))
+    with pytest.raises(InputError, match="cannot be added"):
+        compute_denominators(inputs) + compute_denominators(inputs, renormalizing)
+    without_old = type(inputs)(**{**vars(inputs), "old_logprobs": None})
+    with pytest.raises(InputError, match="old_logprobs is None"):
+        compute_denominators(without_old, renormalizing)
+
+
+def test_metrics_of_the_weights():
+    """Ratios 1, 4, 0.25 under tis C = 2: mean and extremes before truncation, spread and sample size after it."""
+    log_rho = torch.tensor([[0.0, math.log(4.0), math.log(0.25)]], dtype=torch.float64)
+    current = torch.full((1, 3), -1.0, dtype=torch.float64)
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    inputs = ObjectiveInputs(current, current, current - log_rho, torch.ones(1, dtype=torch.float64), mask)
+
+    def metrics(*correction: dict) -> dict[str, float]:
+        found = compute_objective(inputs, ObjectiveConfig.model_validate({"correction": correction})).metrics
+        return {
+            k.removeprefix("rollout_corr/"): v for k, v in found.items() if "rollout_is_" in k or "rollout_rs_" in k
+        }
+
+    bounded = torch.tensor([1.0, 2.0, 0.5])
+    assert metrics({"mode": "tis", "cap": 2.0}) == pytest.approx(
+        {
+            "rollout_is_mean": 5.25 / 3,
+            "rollout_is_std": bounded.std(correction=0).item(),
+            "rollout_is_max": 4.0,
+            "rollout_is_min": 0.25,
+            "rollout_is_eff_sample_size": (bounded.mean() ** 2 / bounded.square().mean()).item(),
+            "rollout_is_oob_ratio": 1 / 3,
+        },
+        rel=1e-6,
+    )
+    dropped = metrics({"mode": "icepop", "lower": 0.5, "upper": 5.0}, {"mode": "veto"})
+    assert dropped["rollout_is_oob_ratio"] == pytest.approx(1 / 3)
+    assert dropped["rollout_rs_masked_fraction"] == pytest.approx(1 / 3)
+    assert dropped["rollout_rs_seq_masked_fraction"] == 1.0
+    untouched = metrics({"mode": "is"})
+    assert untouched["rollout_is_std"] == pytest.approx(torch.tensor([1.0, 4.0, 0.25]).std(correction=0).item())
+    assert untouched["rollout_is_oob_ratio"] == 0.0
+    assert metrics() == {}
+
+
+def test_denominators_travel_as_a_tensor():
+    found = Denominators.from_tensor(Denominators(3.0, torch.tensor(2.0)).as_tensor() * 2)
+    assert (float(found.num_tokens), float(found.num_sequences), found.renormalized) == (6.0, 4.0, False)

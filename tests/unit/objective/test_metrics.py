@@ -1,0 +1,194 @@
+"""Metric names and numbers against numpy, numbers close to agreement, and no wait for the device."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from megatron_rl.config import ObjectiveConfig
+from megatron_rl.monitor.mismatch import mismatch_metrics
+from megatron_rl.objective import (
+    POLICY_TERMS,
+    NoiseKey,
+    ObjectiveInputs,
+    compute_denominators,
+    compute_objective,
+)
+from tests.unit.objective.batches import packed, padded, random_batch
+from tests.unit.objective.reference import reference_mismatch, term_values
+
+pytestmark = pytest.mark.filterwarnings("ignore::megatron_rl.config.objective.ObjectiveWarning")
+
+
+@pytest.mark.parametrize("extremes", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_mismatch_metrics_are_the_formulas(seed, extremes):
+    batch = random_batch(seed, num_sequences=9, extremes=extremes)
+    want = reference_mismatch(batch)
+    inputs, _ = padded(batch)
+    alone = mismatch_metrics(inputs.old_logprobs, inputs.inference_logprobs, inputs.loss_mask)
+    assert alone == pytest.approx(want, rel=1e-8, abs=1e-10)
+    assert all(type(value) is float for value in alone.values())
+    flat, _ = packed(batch)
+    assert mismatch_metrics(
+        flat.old_logprobs, flat.inference_logprobs, flat.loss_mask, flat.cu_seqlens
+    ) == pytest.approx(want, rel=1e-8, abs=1e-10)
+    with_objective = compute_objective(inputs, ObjectiveConfig()).metrics
+    assert {name: with_objective[name] for name in want} == alone
+
+
+def test_mismatch_metrics_by_hand():
+    """Two sequences: rho = 2 and 1/2 on tokens of po 0.5; one token of rho = 1 and po 0.05."""
+    log_po = torch.tensor([[math.log(0.5), math.log(0.5)], [math.log(0.05), 0.0]], dtype=torch.float64)
+    log_mu = torch.tensor([[math.log(0.25), 0.0], [math.log(0.05), -3.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, True], [True, False]])
+    found = mismatch_metrics(log_po, log_mu, mask, bands=(0.1,))
+    assert found["rollout_corr/kl"] == pytest.approx(0.0, abs=1e-15)
+    assert found["rollout_corr/k3_kl"] == pytest.approx((1 - math.log(2) - 0.5 + math.log(2)) / 3)
+    assert found["rollout_corr/chi2_token"] == pytest.approx((4 + 0.25 + 1) / 3 - 1)
+    assert found["rollout_corr/chi2_seq"] == pytest.approx(0.0, abs=1e-15)
+    assert found["mismatch/rho_max"] == 2.0
+    assert found["mismatch/rho_std"] == pytest.approx(np.std([2, 0.5, 1], ddof=1))
+    assert found["mismatch/rho_mean/0-0.1"] == 1.0
+    assert found["mismatch/rho_mean/0.1-1"] == pytest.approx(1.25)
+    assert found["mismatch/rho_count/0.1-1"] == 2.0
+    assert found["training/rollout_probs_diff_max"] == pytest.approx(0.5)
+
+
+def test_extremes_look_at_trained_tokens_only():
+    """Every rho is below 1, padding (whose log-probs are taken as 0, ratio 1) included in the tensor."""
+    log_po = torch.tensor([[-1.0, -2.0, 0.0]])
+    log_mu = torch.tensor([[-0.5, -1.0, 0.0]])
+    mask = torch.tensor([[True, True, False]])
+    assert mismatch_metrics(log_po, log_mu, mask)["mismatch/rho_max"] == pytest.approx(math.exp(-0.5))
+    inputs = ObjectiveInputs(log_po, log_po, log_mu, torch.ones(1), mask)
+    found = compute_objective(inputs, ObjectiveConfig.model_validate({"correction": ["is"]})).metrics
+    assert found["rollout_corr/rollout_is_max"] == pytest.approx(math.exp(-0.5))
+    assert found["rollout_corr/rollout_is_min"] == pytest.approx(math.exp(-1.0))
+
+
+def test_names_of_the_specification_are_all_there():
+    batch = random_batch(1)
+    inputs, mask = padded(batch)
+    inputs = type(inputs)(**{**vars(inputs), "entropy": mask.double() * 0.7})
+    config = ObjectiveConfig.model_validate(
+        {"policy_term": {"name": "ppo_clip", "dual_clip": 3.0}, "correction": [{"mode": "icepop"}]}
+    )
+    metrics = compute_objective(inputs, config).metrics
+    rollout = "kl k3_kl chi2_token chi2_seq log_ppl_abs_diff log_ppl_abs_diff_sum ppl_ratio"
+    weights = "mean std max min eff_sample_size oob_ratio"
+    want = {f"rollout_corr/{name}" for name in rollout.split()}
+    want |= {f"rollout_corr/rollout_is_{name}" for name in weights.split()}
+    want |= {"rollout_corr/rollout_rs_masked_fraction", "rollout_corr/rollout_rs_seq_masked_fraction"}
+    want |= {f"training/rollout_probs_diff_{name}" for name in ("mean", "max", "std")}
+    want |= {"training/rollout_actor_probs_pearson_corr", "mismatch/rho_std", "mismatch/rho_max", "mismatch/pcc"}
+    want |= {f"actor/{name}" for name in ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy")}
+    want |= {"hacking/J", "hacking/cov_x_inv_rho"}
+    assert want <= set(metrics)
+    assert metrics["actor/entropy"] == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize("name", POLICY_TERMS)
+def test_actor_metrics(name):
+    batch = random_batch(4)
+    term = {"name": name, **({"dual_clip": 1.05} if name == "ppo_clip" else {})}
+    inputs, _ = padded(batch)
+    result = compute_objective(inputs, ObjectiveConfig.model_validate({"policy_term": term}))
+    num_tokens = sum(len(s) for s in batch)
+    values = [term_values(s, term) for s in batch]
+    metrics = result.metrics
+    assert metrics["actor/pg_loss"] == result.loss.item()
+    assert metrics["actor/ppo_kl"] == pytest.approx(sum(q - p for s in batch for p, q in zip(s.pi, s.po)) / num_tokens)
+    if name in ("reinforce", "sapo"):
+        assert "actor/pg_clipfrac" not in metrics, "a term that clips nothing has no clip fraction"
+    else:
+        clipped = sum(sum(clipped) for _, _, clipped, _ in values)
+        assert metrics["actor/pg_clipfrac"] == pytest.approx(clipped / num_tokens)
+    if name == "ppo_clip":
+        assert metrics["actor/pg_clipfrac_lower"] == sum(sum(lower) for *_, lower in values) / num_tokens > 0
+
+
+def test_without_inference_logprobs_no_mismatch_is_claimed():
+    inputs, _ = padded(random_batch(5))
+    inputs = type(inputs)(**{**vars(inputs), "inference_logprobs": None})
+    names = set(compute_objective(inputs, ObjectiveConfig()).metrics)
+    assert not any(name.startswith(("mismatch/", "rollout_corr/", "training/")) for name in names)
+
+
+def test_small_differences_keep_their_digits_in_float32():
+    """Engines that agree to 1e-3 on confident tokens: plain float32 formulas lose k3, rho_std and the correlation."""
+    generator = torch.Generator().manual_seed(0)
+    log_po = -(10 ** (-4 * torch.rand(64, 500, generator=generator) - 1))
+    log_mu = log_po - 1e-3 * log_po * torch.randn(64, 500, generator=generator)
+    mask = torch.ones_like(log_po, dtype=torch.bool)
+    found = mismatch_metrics(log_po, log_mu, mask)
+    po, mu = log_po.double(), log_mu.double()
+    rho = (po - mu).expm1()
+    assert found["rollout_corr/k3_kl"] == pytest.approx((rho - (po - mu)).mean().item(), rel=1e-3)
+    assert found["mismatch/rho_std"] == pytest.approx(rho.std().item(), rel=1e-4)
+    exact = np.corrcoef(-po.expm1().flatten().numpy(), -mu.expm1().flatten().numpy())[0, 1]
+    assert 1 - found["mismatch/pcc"] == pytest.approx(1 - exact, rel=1e-2)
+    naive = log_po.exp().flatten(), log_mu.exp().flatten()
+    assert 1 - torch.corrcoef(torch.stack(naive))[0, 1].item() != pytest.approx(1 - exact, rel=1e-2)
+
+
+def test_equal_engines_have_exactly_zero_mismatch():
+    log_po = -torch.rand(8, 9, generator=torch.Generator().manual_seed(0)) - 0.01
+    found = mismatch_metrics(log_po, log_po.clone(), torch.ones(8, 9, dtype=torch.bool))
+    zero = [name for name, value in found.items() if value == 0.0 and "count" not in name]
+    assert {"rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/chi2_seq", "mismatch/rho_std"} <= set(zero)
+    assert found["mismatch/rho_max"] == found["rollout_corr/ppl_ratio"] == 1.0
+    assert found["mismatch/pcc"] == pytest.approx(1.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("term", POLICY_TERMS)
+@pytest.mark.parametrize("form", [padded, packed])
+def test_nothing_reads_a_value_before_the_metrics_do(term, form):
+    """Under fake tensors any operation whose result decides Python's path (item, nonzero, bool) raises: on a GPU each
+    would wait for the device."""
+    corrections = [{"mode": "reject", "upper": 0.1}, {"mode": "veto"}, {"mode": "opsm"}]
+    if term not in ("minirl", "dppo"):
+        corrections += [{"mode": "icepop"}]
+    config = ObjectiveConfig.model_validate(
+        {
+            "policy_term": term,
+            "correction": corrections,
+            "aggregation": "seq-mean-token-mean",
+            "distortion": {"delta": 2.0},
+            "variance": {"sigma": 0.2},
+        }
+    )
+    real, _ = form(random_batch(6))
+    tensors = {k: v.detach() for k, v in vars(real).items() if v is not None}
+    with FakeTensorMode() as mode:
+        inputs = ObjectiveInputs(**{k: mode.from_tensor(v) for k, v in tensors.items()})
+        inputs.current_logprobs.requires_grad_()
+        result = compute_objective(inputs, config, compute_denominators(inputs, config), NoiseKey(1, 2))
+        result.loss.backward()
+        with pytest.raises(DataDependentOutputException):
+            result.loss.item()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("term", POLICY_TERMS)
+def test_a_gpu_is_never_waited_for_and_agrees_with_the_cpu(term):
+    config = ObjectiveConfig.model_validate({"policy_term": term, "variance": {"sigma": 0.2}})
+    real, mask = packed(random_batch(7))
+    want = compute_objective(real, config, noise_key=(1, 2))
+    inputs = ObjectiveInputs(**{k: v.detach().cuda() for k, v in vars(real).items() if v is not None})
+    inputs.current_logprobs.requires_grad_()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        counts = compute_denominators(inputs, config)
+        result = compute_objective(inputs, config, counts, noise_key=(1, 2))
+        result.loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    (gradient,) = torch.autograd.grad(want.loss, real.current_logprobs)
+    torch.testing.assert_close(inputs.current_logprobs.grad.cpu()[mask], gradient[mask], rtol=1e-9, atol=1e-12)
+    assert result.metrics == pytest.approx(want.metrics, rel=1e-9, abs=1e-12)

@@ -1,0 +1,308 @@
+"""`plan`: parameter counts, memory and time against closed forms, and refusals that say what to do."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.__main__ import GPU_NAMES, main
+from megatron_rl.checkpoint.architecture import architecture_from, read_architecture
+from megatron_rl.checkpoint.known_models import KNOWN_MODELS, shape_of
+from megatron_rl.config import load_recipe
+from megatron_rl.config.learner import LoraConfig, ParallelConfig
+from megatron_rl.config.rules import layout_problems
+from megatron_rl.errors import InputError
+from megatron_rl.plan import GPUS, make_plan, make_workload, summary
+from megatron_rl.plan.hardware import PCIE
+from megatron_rl.plan.learner import learner_memory
+from megatron_rl.plan.memory import memory_plan
+from megatron_rl.plan.parameters import (
+    active_parameters,
+    adapter_parameters,
+    stage_parameters,
+    total_parameters,
+)
+from megatron_rl.plan.report import render
+from megatron_rl.plan.timing import num_expert_matrices, num_tensors, step_time
+from megatron_rl.plan.workload import Workload
+from tests.support.tiny import MODEL, REPOSITORY
+
+MOE = REPOSITORY / "recipes" / "length_decay" / "rloo-qwen3-30b-a3b-4n8g-tp4ep8-auto.yaml"
+DENSE = REPOSITORY / "recipes" / "length_decay" / "rloo-qwen3-8b-base-1n8g-tp4-lr1e-6.yaml"
+
+
+def work(path: Path = MOE, gpu: str = "h100-80", *overrides: str, **sizes) -> Workload:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        recipe = load_recipe(path, overrides)
+    return make_workload(recipe, shape_of(recipe.model.path)[0], GPUS[gpu], **sizes)
+
+
+# ---------------------------------------------------------------- parameters
+
+
+def test_published_sizes():
+    """Totals as the checkpoints' own cards state them."""
+    published = {
+        "Qwen3-30B-A3B": 30.5,
+        "Qwen3-4B-Base": 4.0,
+        "Qwen3-8B-Base": 8.2,
+        "Qwen3-14B-Base": 14.8,
+        "DeepSeek-R1-Distill-Qwen-1.5B": 1.78,
+        "Qwen2.5-Math-1.5B": 1.54,
+        "OctoThinker-3B-Hybrid-Base": 3.21,
+    }
+    for name, billions in published.items():
+        total = total_parameters(architecture_from(KNOWN_MODELS[name])) / 1e9
+        assert total == pytest.approx(billions, abs=0.05 if billions > 3 else 0.01), name
+
+
+def test_count_is_that_of_a_checkpoint():
+    from safetensors import safe_open
+
+    architecture = read_architecture(MODEL)
+    with safe_open(MODEL / "model.safetensors", "pt") as file:
+        shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+    count = sum(math.prod(shape) for shape in shapes)
+    assert total_parameters(architecture) == count
+    assert num_tensors(architecture) == len(shapes)
+    idle = 4 * 3 * 128 * 64 * (8 - 2)
+    assert active_parameters(architecture) == count - idle - 128 * 128
+
+
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Qwen3-4B-Base", "Qwen3-14B-Base"])
+def test_shards_add_up(name):
+    """All ranks of a layout together hold the model once, but for what every tensor rank repeats."""
+    a = architecture_from(KNOWN_MODELS[name])
+    whole = stage_parameters(a, ParallelConfig())[0]
+    staged = stage_parameters(a, ParallelConfig(pipeline=2))
+    again = a.vocab_size * a.hidden_size if a.tie_embeddings else 0  # the last stage's copy of the tied table
+    assert sum(stage.total for stage in staged) == whole.total + again
+    sharded = stage_parameters(a, ParallelConfig(tensor=4))[0]
+    repeated = a.num_layers * (2 * a.hidden_size + 2 * a.head_dim + a.num_experts * a.hidden_size) + a.hidden_size
+    assert 4 * sharded.dense == whole.dense + 3 * repeated
+    if a.is_moe:
+        assert stage_parameters(a, ParallelConfig(expert=8, expert_tensor=2))[0].expert * 16 == whole.expert
+
+
+def test_adapters():
+    a = architecture_from(KNOWN_MODELS["Qwen2.5-Math-1.5B"])
+    h, q, kv, f, r = 1536, 1536, 256, 8960, 32
+    layer = r * (h + q + 2 * kv) + r * (q + h) + r * (h + 2 * f) + r * (f + h)
+    assert adapter_parameters(a, LoraConfig(rank=r)) == 28 * layer
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_static_memory_of_a_rank():
+    """2 bytes of weights, 4 of gradients; 12 of Adam over the ranks that share a weight: 8 for dense, 4 for experts."""
+    w = work()
+    stage = stage_parameters(w.architecture, w.parallel)[0]
+    memory = memory_plan(w).learner
+    assert memory.weights == 2 * stage.total
+    assert memory.gradients == 4 * stage.total
+    assert memory.moments + memory.masters == 12 * (stage.dense / 8 + stage.expert / 4)
+    (fp32,) = learner_memory(w.architecture, w.recipe.learner.model_copy(update={"dtype": "fp32"}), 32, 1024)
+    assert (fp32.weights, fp32.masters) == (2 * memory.weights, 0)
+
+
+def test_recomputation_and_microbatches_move_memory_as_they_should():
+    def dynamic(**changes) -> float:
+        return memory_plan(work(DENSE).with_learner(**changes)).learner.dynamic
+
+    assert dynamic(recompute="none") > 3 * dynamic(recompute="full")
+    assert dynamic(max_tokens_per_microbatch=32768) == pytest.approx(2 * dynamic(), rel=0.25)
+    assert dynamic(recompute="selective") == dynamic(recompute="none")  # a dense model has no experts to recompute
+    moe = work().with_learner(recompute="selective")
+    assert memory_plan(moe).learner.dynamic < 0.6 * memory_plan(work().with_learner(recompute="none")).learner.dynamic
+
+
+def test_first_stage_keeps_most_microbatches():
+    stages = learner_memory(
+        work().architecture,
+        work().recipe.learner.model_copy(update={"parallel": ParallelConfig(pipeline=4)}),
+        4,
+        8192,
+        8,
+    )
+    kept = [stage.activations for stage in stages]
+    assert kept[0] > 3.5 * kept[2] / 2
+    assert [stage.head > 0 for stage in stages] == [False, False, False, True]
+
+
+def test_cache_holds_what_is_left():
+    w = work()
+    engine = memory_plan(w).engine
+    per_token = 2 * 48 * 1 * 128 * 2  # keys and values, layers, one of 4 heads a rank, width, bytes
+    assert engine.token_bytes == per_token
+    budget = 0.4 * 79.1 * 2**30
+    assert engine.tokens == int((budget - engine.weights - engine.activations - engine.graphs) // per_token)
+    assert engine.weights == pytest.approx(2 * 30.53e9 / 4, rel=1e-3)
+    fixed = memory_plan(work(MOE, "h100-80", "rollout.kv_cache_gib=2")).engine
+    assert fixed.cache == 2 * 2**30
+
+
+def test_placements():
+    w = work()
+    here, servers, exact = (memory_plan(w, placement) for placement in ("colocated", "servers", "exact"))
+    at_rest = dict(here.phases[1].items)["learner at rest"]
+    assert at_rest == here.learner.static
+    assert servers.engine.tokens > here.engine.tokens
+    assert "learner at rest" not in dict(servers.phases[1].items)
+    assert exact.engine is None
+    assert exact.phases[0].total < here.phases[0].total  # no engine asleep beside it
+
+
+# ---------------------------------------------------------------- time
+
+
+def test_time_follows_the_hardware():
+    w = work()
+    engine = memory_plan(w).engine
+    slow, fast = (
+        step_time(w, engine),
+        step_time(replace(w, gpu=replace(w.gpu, flops_16bit=2 * w.gpu.flops_16bit)), engine),
+    )
+    compute = slow.update - slow.communication
+    assert fast.update - fast.communication == pytest.approx(compute / 2)
+    wide = step_time(replace(w, gpu=replace(w.gpu, bandwidth=2 * w.gpu.bandwidth)), engine)
+    assert slow.generate / 2 < wide.generate < slow.generate
+    assert slow.old_logprobs == 0  # one update a step
+    assert step_time(work(MOE, "h100-80", "batch.minibatches=4"), engine).old_logprobs > 0
+    assert step_time(w, None).generate > 20 * slow.generate  # the exact engine has no cache on CUDA
+
+
+def test_servers_that_sample_ahead_hide_the_shorter_of_generating_and_learning():
+    servers = ("rollout.engine=vllm_server", "rollout.servers.count=4", "rollout.gpu_memory_utilization=0.9")
+    plans = [make_plan(work(MOE, "h100-80", *servers, f"rollout.max_staleness={k}")) for k in (0, 1)]
+    apart, ahead = (plan.time for plan in plans)
+    learning = apart.old_logprobs + apart.update + apart.optimizer
+    assert apart.total == pytest.approx(apart.generate + learning + apart.refit)
+    assert ahead.total == pytest.approx(max(apart.generate, learning) + apart.refit)
+    line = f"{-min(apart.generate, learning):8.1f} s  generating and learning at the same time (rollout.max_staleness)"
+    assert [line in render(plan) for plan in plans] == [False, True]
+
+
+def test_expert_matrices_cost_little_to_hand_over():
+    """18,432 of them and 435 other tensors: a second, where one by one it would be ten."""
+    w = work()
+    alone = replace(w, gpu=replace(w.gpu, nvlink=1e15, network=1e15))
+    seconds = step_time(alone, memory_plan(w).engine).refit
+    assert num_expert_matrices(w.architecture) == 18_432
+    bus = 2 * memory_plan(w).engine.weights / PCIE
+    assert seconds - bus == pytest.approx(435 * 500e-6 + 18_432 * 40e-6, abs=1e-3)
+
+
+def test_forward_and_backward_by_hand():
+    """6 FLOPs per active parameter and token, 8 with full recomputation, plus attention."""
+    w = work(DENSE)
+    tokens, length = 1024 * (256 + 4096), 256 + 4096
+    flops = tokens * (2 * active_parameters(w.architecture) + 2 * 36 * 4096 * length)
+    time = step_time(w, memory_plan(w).engine)
+    assert time.update - time.communication == pytest.approx(4 * flops / (8 * 989e12 * 0.38))
+
+
+# ---------------------------------------------------------------- layouts and refusals
+
+
+def test_layouts_are_legal_ranked_and_mark_the_recipes():
+    plan = make_plan(work())
+    assert sum(layout.is_recipes for layout in plan.layouts) == 1
+    fits = [layout.memory.fits for layout in plan.layouts]
+    assert fits == sorted(fits, reverse=True)
+    times = [layout.time.total for layout in plan.layouts if layout.memory.fits]
+    assert times == sorted(times)
+    assert len({str(layout) for layout in plan.layouts}) == len(plan.layouts)
+    for layout in plan.layouts:
+        assert layout_problems(layout.parallel, plan.work.architecture, 32) == []
+
+
+def error_of(capsys, *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_refused_with_what_to_do(capsys):
+    message = error_of(capsys, str(DENSE), "--gpu", "h100-80", "--set", "rollout.gpu_memory_utilization=0.8")
+    missing = float(re.search(r"generating: .* GiB a GPU, ([\d.]+) GiB more than the 79.1", message)[1])
+    assert 5 < missing < 20
+    remedy = re.search(r"gpu_memory_utilization to at most ([\d.]+)", message)[1]
+    assert main(["plan", str(DENSE), "--gpu", "h100-80", "--set", f"rollout.gpu_memory_utilization={remedy}"]) == 0
+
+
+def test_too_large_a_microbatch_is_refused_with_one_that_fits(capsys):
+    large = ["--set", "learner.recompute=none", "--set", "learner.max_tokens_per_microbatch=32768"]
+    message = error_of(capsys, str(DENSE), "--gpu", "a100-80", *large)
+    assert "learning: " in message
+    assert "set learner.recompute: full" in message
+    tokens = re.search(r"max_tokens_per_microbatch to (\d+)", message)[1]
+    for remedy in ("learner.recompute=full", f"learner.max_tokens_per_microbatch={tokens}"):
+        assert main(["plan", str(DENSE), "--gpu", "a100-80", *large, "--set", remedy]) == 0
+    more = f"learner.max_tokens_per_microbatch={int(tokens) + 1024}"
+    assert main(["plan", str(DENSE), "--gpu", "a100-80", *large, "--set", more]) == 2
+
+
+def test_what_no_layout_can_hold(capsys):
+    message = error_of(capsys, str(MOE), "--gpu", "a100-40", "--nodes", "1")
+    assert "no layout of 8 a100-40 fits" in message
+    assert "key/value" in message or "cache holds" in message
+
+
+def test_a_layout_that_fits_is_named_and_does(capsys):
+    message = error_of(capsys, str(MOE), "--gpu", "a100-80", "--set", "learner.parallel={tensor: 1, expert: 1}")
+    keys = re.search(r"that fits: (.*)", message)[1].split()
+    assert main(["plan", str(MOE), "--gpu", "a100-80", *keys]) == 0
+
+
+def test_size_comes_from_the_name_or_the_flags(capsys):
+    tiny = str(REPOSITORY / "recipes" / "tiny" / "grpo.yaml")
+    assert "--nodes and --gpus-per-node" in error_of(capsys, tiny, "--gpu", "h100-80")
+    assert main(["plan", tiny, "--gpu", "h100-80", "--nodes", "1", "--gpus-per-node", "2"]) == 0
+    assert work().ranks == 32
+    with pytest.raises(InputError, match="does not divide the number of ranks"):
+        work(MOE, nodes=1, gpus_per_node=6)
+
+
+def test_a_model_of_unknown_shape_is_refused():
+    with pytest.raises(InputError, match="shapes known by folder name: Qwen3-30B-A3B"):
+        shape_of(Path("models/nobody-knows"))
+    assert shape_of(MODEL)[1] is False
+    assert shape_of(Path("anywhere/Qwen3-8B-Base"))[1] is True
+
+
+def test_check_offline_goes_by_the_name(capsys):
+    assert main(["check", str(DENSE)]) == 2
+    capsys.readouterr()
+    assert main(["check", str(DENSE), "--offline", "--ranks", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert "not here  model models/Qwen3-8B-Base" in printed
+    assert "megatron_rl plan" in printed
+    assert main(["check", str(DENSE), "--offline", "--ranks", "6"]) == 2
+
+
+def test_a_header_line():
+    assert re.fullmatch(
+        r"32 × h100-80: learning [\d.]+, generating [\d.]+ of 79.1 GiB a GPU; \d+ s a step", summary(make_plan(work()))
+    )
+
+
+def test_plan_needs_neither_torch_nor_an_engine():
+    program = (
+        "import sys; from megatron_rl.__main__ import main; "
+        f"status = main(['plan', {str(MOE)!r}, '--gpu', 'h100-80']); "
+        "print([m for m in ('torch', 'vllm', 'megatron', 'transformers') if m in sys.modules]); sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY, check=True)
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout
+
+
+def test_command_line_names_the_gpus():
+    assert tuple(GPUS) == GPU_NAMES

@@ -1,0 +1,339 @@
+"""The guard in front of a server, the token, new weights, and what is refused before an engine starts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl.config.servers import ServersConfig
+from megatron_rl.errors import InputError
+from megatron_rl.rollout.servers import replacement
+from megatron_rl.rollout.servers.guard import GENERATE, SETTINGS, WEIGHTS, Guard, GuardState
+from megatron_rl.rollout.servers.rendezvous import Address, discover, folder, publish, read_token, withdraw
+from megatron_rl.rollout.servers.serve import serve
+from tests.support.tiny import tiny_recipe
+
+TOKEN = "a-token-of-tests-0123456789"
+
+
+class App:
+    """Stands behind the guard as vLLM's routes and as its engine, and can be made to wait with responses."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self.aborted = 0
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+
+    async def __call__(self, scope, receive, send) -> None:
+        self.paths.append(scope["path"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b'"from vLLM"'})
+
+    async def sample(self, body: dict) -> dict:
+        try:
+            await self.go_on.wait()
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        return {"tokens": body["token_ids"]}
+
+
+async def call(
+    guard: Guard,
+    path: str,
+    token: str | None = TOKEN,
+    version: int | None = None,
+    body: dict | None = None,
+    hang_up: asyncio.Event | None = None,
+):
+    """(status, content) of one request; None where nothing was answered."""
+    headers = [(b"authorization", f"Bearer {token}".encode())] if token is not None else []
+    headers += [(b"x-policy-version", str(version).encode())] if version is not None else []
+    sent, halves = [], []
+    content = json.dumps(body if body is not None else {"token_ids": [1]}).encode()
+
+    async def receive():
+        if len(halves) < 2:
+            halves.append(content[len(content) // 2 :] if halves else content[: len(content) // 2])
+            return {"type": "http.request", "body": halves[-1], "more_body": len(halves) < 2}
+        await (hang_up or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    await guard({"type": "http", "path": path, "headers": headers}, receive, send)
+    return (sent[0]["status"], json.loads(sent[1]["body"])) if sent else None
+
+
+@pytest.mark.parametrize(
+    "path", [GENERATE, WEIGHTS, SETTINGS, "/health", "/pause", "/collective_rpc", "/v1/models", "/x"]
+)
+@pytest.mark.parametrize("token", [None, "", TOKEN[:-1], TOKEN + "x"])
+def test_nothing_is_answered_without_the_token(path, token):
+    app = App()
+    guard = Guard(app, GuardState(token=TOKEN))
+    assert asyncio.run(call(guard, path, token))[0] == 401
+    assert app.paths == []
+
+
+def test_a_server_without_a_token_answers_nobody():
+    assert asyncio.run(call(Guard(App(), GuardState()), "/health", ""))[0] == 401
+
+
+def guarded(app: App, replace: Callable[[list[str], int], Awaitable[None]] | None = None) -> Guard:
+    async def take(files: list[str], version: int) -> None:
+        await asyncio.sleep(0)
+
+    return Guard(app, GuardState(token=TOKEN, replace=replace or take, sample=app.sample))
+
+
+def weights(version: int) -> dict:
+    return {"version": version, "files": [f"/weights/{version}"]}
+
+
+def test_only_the_version_that_is_open_is_sampled():
+    async def scene():
+        guard = guarded(App())
+        seen = [await call(guard, GENERATE, version=0)]
+        assert await call(guard, WEIGHTS, body=weights(4)) == (200, {"version": 4})
+        seen += [await call(guard, GENERATE, version=v) for v in (4, 3, None)]
+        assert (await call(guard, SETTINGS))[1]["version"] == 4
+        await call(guard, "/health")
+        seen.append(await call(guard, GENERATE, version=4))
+        await call(guard, "/reload_weights")
+        return [*seen, await call(guard, GENERATE, version=4)]
+
+    closed, open_, older, unnamed, healthy, updating = asyncio.run(scene())
+    assert open_ == healthy == (200, {"tokens": [1]})
+    assert [status for status, _ in (closed, older, unnamed, updating)] == [409] * 4
+    assert older[1]["error"] == "policy version 3 was asked for, this server holds 4"
+
+
+def test_an_answer_that_an_update_overtook_is_thrown_away():
+    """Even where the version that comes back has the same number."""
+
+    async def scene():
+        app = App()
+        guard = guarded(app)
+        await call(guard, WEIGHTS, body=weights(1))
+        app.go_on.clear()
+        asked = asyncio.create_task(call(guard, GENERATE, version=1))
+        await asyncio.sleep(0)
+        await call(guard, WEIGHTS, body=weights(1))
+        app.go_on.set()
+        return await asked
+
+    assert asyncio.run(scene())[0] == 409
+
+
+@pytest.mark.parametrize("path", ["/inference/v1/generate", "/v1/completions", "/wake_up", "/collective_rpc"])
+def test_a_route_of_vllm_that_knows_no_version_closes_the_server(path):
+    async def scene():
+        guard = guarded(App())
+        await call(guard, WEIGHTS, body=weights(1))
+        return await call(guard, path), (await call(guard, GENERATE, version=1))[0]
+
+    assert asyncio.run(scene()) == ((200, "from vLLM"), 409)
+
+
+def test_a_response_whose_caller_hung_up_is_aborted():
+    async def scene():
+        app, hang_up = App(), asyncio.Event()
+        guard = guarded(app)
+        await call(guard, WEIGHTS, body=weights(1))
+        app.go_on.clear()
+        asked = asyncio.create_task(call(guard, GENERATE, version=1, hang_up=hang_up))
+        await asyncio.sleep(0.01)
+        assert not asked.done()
+        hang_up.set()
+        answer = await asked
+        await asyncio.sleep(0.01)
+        return answer, app.aborted
+
+    assert asyncio.run(scene()) == (None, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ValueError("too long"), 400), (KeyError("token_ids"), 400), (RuntimeError("dead"), 500)]
+)
+def test_what_vllm_refuses_is_told_from_what_fails(error, status):
+    async def scene():
+        app = App()
+
+        async def raises(body):
+            raise error
+
+        app.sample = raises
+        guard = guarded(app)
+        await call(guard, WEIGHTS, body=weights(1))
+        return await call(guard, GENERATE, version=1)
+
+    assert asyncio.run(scene()) == (status, {"error": f"{type(error).__name__}: {error}"})
+
+
+def test_nothing_is_sampled_while_weights_are_replaced_nor_after_that_failed():
+    async def scene():
+        loading, go_on = asyncio.Event(), asyncio.Event()
+
+        async def fails(files, version):
+            loading.set()
+            await go_on.wait()
+            raise OSError(f"cannot read {files[0]}")
+
+        guard = guarded(App(), fails)
+        guard._state.version = 1
+        update = asyncio.create_task(call(guard, WEIGHTS, body=weights(2)))
+        await loading.wait()
+        meanwhile = [await call(guard, GENERATE, version=version) for version in (1, 2)]
+        go_on.set()
+        failed = await update
+        return meanwhile, failed, [await call(guard, GENERATE, version=version) for version in (1, 2)]
+
+    meanwhile, failed, after = asyncio.run(scene())
+    assert [status for status, _ in meanwhile + after] == [409] * 4
+    assert failed == (500, {"error": "OSError: cannot read /weights/2"})
+
+
+def test_updates_are_made_one_after_the_other_and_a_change_in_between_keeps_the_server_closed():
+    async def scene():
+        running, order = 0, []
+
+        async def take(files, version):
+            nonlocal running
+            running += 1
+            assert running == 1
+            order.append(version)
+            if version == 3:
+                await call(guard, "/collective_rpc")  # any route that may change weights
+            for _ in range(5):
+                await asyncio.sleep(0)
+            running -= 1
+
+        guard = guarded(App(), take)
+        both = await asyncio.gather(*(call(guard, WEIGHTS, body=weights(version)) for version in (1, 2)))
+        version = guard._state.version
+        third = await call(guard, WEIGHTS, body=weights(3))
+        return order, [status for status, _ in both], version, third[0], guard._state.version
+
+    assert asyncio.run(scene()) == ([1, 2, 3], [200, 200], 2, 409, None)
+
+
+class Engine:
+    """What `replace_weights` asks of vLLM's engine. ``blocks``: how often its prefix cache cannot be emptied."""
+
+    def __init__(self, unfinished: bool = False, blocks: int = 0, fails: bool = False) -> None:
+        self.calls: list[str] = []
+        self.output_processor = SimpleNamespace(has_unfinished_requests=lambda: unfinished)
+        self._blocks, self._fails = blocks, fails
+
+    async def pause_generation(self, mode: str) -> None:
+        self.calls.append(f"pause {mode}")
+
+    async def resume_generation(self) -> None:
+        self.calls.append("resume")
+
+    async def collective_rpc(self, method: str, args: tuple) -> None:
+        self.calls.append(f"{method} {args[0]}")
+        if self._fails:
+            raise RuntimeError("lost")
+
+    async def update_weight_version(self, version: str) -> None:
+        self.calls.append(f"version {version}")
+
+    async def reset_prefix_cache(self) -> bool:
+        self.calls.append("reset")
+        self._blocks -= 1
+        return self._blocks < 0
+
+
+REPLACED = ["replace_weights ['f']", "version 7", "reset"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "calls"),
+    [
+        (Engine(), REPLACED),
+        (Engine(unfinished=True), ["pause abort", *REPLACED, "resume"]),
+        (Engine(blocks=2), [*REPLACED, "pause abort", "reset", "reset", "resume"]),
+        (Engine(unfinished=True, blocks=1), ["pause abort", *REPLACED, "reset", "resume"]),
+    ],
+    ids=["idle", "a response under way", "one that came in between", "one that ends slowly"],
+)
+def test_the_engine_is_paused_only_for_responses_that_are_under_way(engine, calls, monkeypatch):
+    monkeypatch.setattr(replacement, "RESET_PAUSE_S", 0.0)
+    asyncio.run(replacement.replace_weights(engine, ["f"], 7))
+    assert engine.calls == calls
+
+
+def test_an_engine_is_not_left_paused():
+    engine = Engine(unfinished=True, fails=True)
+    with pytest.raises(RuntimeError, match="lost"):
+        asyncio.run(replacement.replace_weights(engine, ["f"], 7))
+    assert engine.calls[-1] == "resume"
+
+
+def test_a_cache_that_cannot_be_emptied_fails_the_update(monkeypatch):
+    monkeypatch.setattr(replacement, "RESET_PAUSE_S", 0.0)
+    with pytest.raises(RuntimeError, match="prefix cache could not be emptied"):
+        asyncio.run(replacement.replace_weights(Engine(blocks=100), ["f"], 7))
+
+
+def test_a_token_comes_from_the_environment_or_a_private_file(tmp_path):
+    file = tmp_path / "token"
+    file.write_text(TOKEN + "\n")
+    file.chmod(0o600)
+    assert read_token(ServersConfig(token_file=file), {}) == TOKEN
+    assert read_token(ServersConfig(), {"MRL_SERVER_TOKEN": TOKEN}) == TOKEN
+    assert read_token(ServersConfig(), {}) is None
+    file.chmod(0o640)
+    with pytest.raises(InputError, match=r"others than its owner may read it \(mode 640\); chmod 600"):
+        read_token(ServersConfig(token_file=file), {})
+    with pytest.raises(InputError, match="holds 5 characters; at least 16"):
+        read_token(ServersConfig(), {"MRL_SERVER_TOKEN": "short"})
+
+
+def test_servers_are_found_by_their_files_or_by_the_recipe(tmp_path):
+    first, second = (
+        Address("n1-7", "http://10.0.0.1:5", "x", 7, "n1"),
+        Address("n2-7", "http://10.0.0.2:5", "y", 7, "n2"),
+    )
+    assert discover(ServersConfig(), tmp_path) == []
+    publish(tmp_path, first)
+    path = publish(tmp_path, second)
+    (folder(tmp_path) / "broken.json").write_text("{")
+    assert discover(ServersConfig(), tmp_path) == [first, second]
+    withdraw(path, Address("n2-7", "http://10.0.0.2:9", "z", 8, "n2"))  # another server of the name: not ours to remove
+    assert path.is_file()
+    withdraw(path, second)
+    assert discover(ServersConfig(), tmp_path) == [first]
+    listed = ServersConfig(addresses=["http://10.0.0.9:80/"])
+    assert [address.url for address in discover(listed, tmp_path)] == ["http://10.0.0.9:80"]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
+def test_serve_refuses_all_interfaces(host, monkeypatch, tmp_path):
+    monkeypatch.setenv("MRL_SERVER_TOKEN", TOKEN)
+    recipe = tiny_recipe(run_root=str(tmp_path), rollout={"engine": "vllm_server"})
+    with pytest.raises(InputError, match=r"all interfaces at once"):
+        serve(recipe, host=host)
+
+
+def test_serve_wants_a_token_and_the_right_engine(monkeypatch):
+    monkeypatch.delenv("MRL_SERVER_TOKEN", raising=False)
+    with pytest.raises(InputError, match=r"no token: set the environment variable MRL_SERVER_TOKEN"):
+        serve(tiny_recipe(rollout={"engine": "vllm_server"}))
+    with pytest.raises(InputError, match=r"rollout.engine: vllm; `serve` starts servers for"):
+        serve(tiny_recipe())
+
+
+@pytest.mark.parametrize("engine", ["vllm", "exact"])
+def test_staleness_needs_servers(engine):
+    with pytest.raises(ValueError, match=f"max_staleness: 1, but engine `{engine}` works in the learner's own process"):
+        tiny_recipe(rollout={"engine": engine, "max_staleness": 1})
+    assert tiny_recipe(rollout={"engine": "vllm_server", "max_staleness": 2}).rollout.max_staleness == 2

@@ -1,0 +1,239 @@
+"""Routes without an engine: checksums, checks, slices, telemetry, the heat map."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.batch import build_batch
+from megatron_rl.check import check_recipe
+from megatron_rl.checkpoint.architecture import read_architecture
+from megatron_rl.config.routing import RoutingConfig
+from megatron_rl.errors import InputError
+from megatron_rl.monitor.heatmap import disagreement, draw_disagreement
+from megatron_rl.rollout import RolloutError
+from megatron_rl.rollout.payload import make_rollout
+from megatron_rl.rollout.requests import Request
+from megatron_rl.routing import LayerTelemetry, RouteError, RouteShape, missing_id, pack_routes, packed_keys
+from megatron_rl.routing.layout import PADDING_ID, padding_routes
+from megatron_rl.routing.payload import malformed_rows
+from megatron_rl.routing.telemetry import MARGIN_BINS, margin_quantiles, router_metrics
+from megatron_rl.types import Group, Prompt
+from tests.support.routes import random_routes, save_random_model, with_routes
+from tests.support.tiny import MODEL, stored_rollouts, tiny_recipe
+
+SHAPE = RouteShape(num_experts=8, topk=2, layers=(0, 1, 2, 3))
+ON = RoutingConfig(replay="r3")
+
+
+def batch_with_routes(num_sequences: int = 6):
+    batch = stored_rollouts(0, num_sequences)
+    return with_routes(batch, random_routes(batch))
+
+
+def slices(batch, num_padding: int, tensor: int, stages: list[list[int]]):
+    """Every rank's slice of one packed row, with the keys of the tokens that it holds."""
+    packed = pack_routes(batch.sequences, num_padding, SHAPE, ON)
+    tokens = np.concatenate([*(s.tokens for s in batch.sequences), np.zeros(num_padding, np.int64)])
+    lengths = [len(s.tokens) for s in batch.sequences] + [num_padding]
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    keys = packed_keys(tokens, positions, [s.id for s in batch.sequences] + [PADDING_ID], lengths)
+    share = len(tokens) // tensor
+    for rank in range(tensor):
+        rows = slice(rank * share, (rank + 1) * share)
+        for layers in stages:
+            yield packed.take(rows, layers), keys[rows], layers
+
+
+def test_slices_put_together_are_the_routes():
+    batch = batch_with_routes()
+    total = sum(len(s.tokens) for s in batch.sequences)
+    padding = -total % 4
+    parts = {}
+    for found, keys, layers in slices(batch, padding, 4, [[0, 1], [2, 3]]):
+        found.verify(keys, layers, SHAPE)
+        parts[found.first_row, layers[0]] = found.experts
+    whole = np.concatenate(
+        [np.concatenate([parts[row, 0], parts[row, 2]], axis=1) for row in sorted({row for row, _ in parts})]
+    )
+    start = 0
+    for s in batch.sequences:
+        assert (whole[start : start + len(s.tokens) - 1] == s.routed_experts).all()
+        start += len(s.tokens)
+        assert (whole[start - 1] == missing_id(np.dtype(np.uint8))).all(), "the last token has no route"
+    assert sum(f.num_due for f, _, _ in slices(batch, padding, 4, [[0, 1], [2, 3]])) == 4 * (total - 6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_single_change_to_a_payload_is_found(data):
+    """One id anywhere, any two rows or layers exchanged, any rotation: the error names the sequence."""
+    batch = batch_with_routes(2)
+    victim = batch.sequences[data.draw(st.integers(0, 1))]
+    routes = victim.routed_experts.copy()
+    kind = data.draw(st.sampled_from(["id", "rows", "layers", "roll"]))
+    if kind == "id":
+        row, layer = data.draw(st.integers(0, len(routes) - 1)), data.draw(st.integers(0, 3))
+        unused = [e for e in range(8) if e not in routes[row, layer]]
+        routes[row, layer, 0] = data.draw(st.sampled_from(unused))
+    elif kind == "rows":
+        i, j = data.draw(st.lists(st.integers(0, len(routes) - 1), min_size=2, max_size=2, unique=True))
+        routes[[i, j]] = routes[[j, i]]
+    elif kind == "layers":
+        i, j = data.draw(st.lists(st.integers(0, 3), min_size=2, max_size=2, unique=True))
+        routes[:, [i, j]] = routes[:, [j, i]]
+    else:
+        routes = np.roll(routes, data.draw(st.integers(1, len(routes) - 1)), axis=0)
+    if (routes == victim.routed_experts).all():
+        return
+    victim.routed_experts = routes
+    with pytest.raises(RouteError, match=f"sequence {victim.id}: routes do not belong to its tokens"):
+        pack_routes(batch.sequences, 0, SHAPE, ON)
+
+
+def test_the_changed_token_and_layer_are_named():
+    batch = batch_with_routes(2)
+    victim = batch.sequences[1]
+    victim.routed_experts = victim.routed_experts.copy()
+    victim.routed_experts[5, 2] = victim.routed_experts[5, 2, ::-1]
+    with pytest.raises(RouteError, match=r"token 5 \(1 of \d+ tokens\) and MoE layer 2 \(1 of 4 layers\)"):
+        pack_routes(batch.sequences, 0, SHAPE, ON)
+
+
+def test_a_slice_held_against_other_tokens_or_layers_is_refused():
+    batch = batch_with_routes()
+    total = sum(len(s.tokens) for s in batch.sequences)
+    (first, keys_0, layers), (second, keys_1, _) = slices(batch, -total % 2, 2, [[0, 1, 2, 3]])
+    first.verify(keys_0, layers, SHAPE)
+    with pytest.raises(RouteError, match=r"sequence train:0/0, layer 0, token 0: .* another token or layer"):
+        first.verify(keys_1, layers, SHAPE)
+    with pytest.raises(RouteError, match=r"layer 2, token \d+"):
+        second.verify(keys_1, [0, 2, 1, 3], SHAPE)
+    with pytest.raises(RouteError, match="for a rank that holds"):
+        first.verify(keys_0[:-1], layers, SHAPE)
+
+
+def engine_answer(routes: np.ndarray):
+    """A rollout of 3 prompt and 4 response tokens, as the engine's answer is unpacked, and its group."""
+    prompt = Prompt(id="train:7", tokens=[1, 40, 41], answer="")
+    rollout = make_rollout(
+        Request(0, prompt, 2, seed=0),
+        [50, 51, 52, 2],
+        [-1.0] * 4,
+        "stop",
+        0,
+        routes=routes,
+        architecture=read_architecture(MODEL),
+    )
+    return rollout, Group(prompt, [rollout])
+
+
+def test_what_the_engine_hands_over_passes_the_learners_checks():
+    routes = np.random.default_rng(0).random((6, 4, 8)).argsort(-1)[..., :2]
+    _, group = engine_answer(routes)
+    (sequence,) = build_batch(0, [group], tiny_recipe()).sequences
+    packed = pack_routes([sequence], 0, SHAPE, ON)
+    assert (packed.experts[:-1] == routes).all()
+    sequence.id = "train:7/3"  # the routes of another sample of the same prompt
+    with pytest.raises(RouteError, match="sequence train:7/3: routes do not belong"):
+        pack_routes([sequence], 0, SHAPE, ON)
+
+
+def test_rows_that_the_engine_did_not_record_are_left_to_the_router():
+    routes = np.random.default_rng(0).random((6, 4, 8)).argsort(-1)[..., :2]
+    routes[2, 1] = -1
+    _, group = engine_answer(routes)
+    (sequence,) = build_batch(0, [group], tiny_recipe()).sequences
+    found = pack_routes([sequence], 0, SHAPE, ON).take(slice(0, 7), range(4))
+    found.to_device(torch.device("cpu"))
+    assert found.num_missing == 1
+    assert found.num_due == 24
+    assert found.indices[1][2].tolist() == [-1, -1]
+    assert found.counted.sum() == 23
+    routes[2, 1] = [-1, 3]
+    with pytest.raises(RolloutError, match="token 2, layer 1: route to expert -1 of 8"):
+        engine_answer(routes)
+
+
+def test_padding_is_spread_over_the_experts():
+    counts = np.zeros((4, 8))
+    for layer in range(4):
+        counts[layer] = np.bincount(padding_routes(16, SHAPE)[:, layer].flatten(), minlength=8)
+    assert (counts == 4).all()
+    assert not malformed_rows(padding_routes(16, SHAPE), 8).any()
+
+
+@pytest.mark.parametrize(
+    ("row", "is_wrong"),
+    [([0, 7], False), ([3, 3], True), ([0, 8], True), ([255, 255], False), ([255, 1], True)],
+)
+def test_what_counts_as_malformed(row, is_wrong):
+    assert malformed_rows(np.array([[row]], dtype=np.uint8), 8)[0, 0] == is_wrong
+
+
+def test_negative_ids_are_malformed():
+    assert malformed_rows(np.array([[[-1, 3]]], dtype=np.int64), 8)[0, 0]
+
+
+@pytest.mark.parametrize(("num_experts", "dtype"), [(8, np.uint8), (255, np.uint8), (256, np.uint16)])
+def test_every_expert_and_no_record_have_a_number(num_experts, dtype):
+    shape = RouteShape(num_experts, 2, (0,))
+    assert shape.dtype == dtype
+    assert missing_id(shape.dtype) >= num_experts
+
+
+def test_telemetry_against_a_loop():
+    torch.manual_seed(0)
+    probs = torch.randn(200, 8).softmax(1)
+    own = probs.topk(2, dim=1).indices
+    recorded = own.flip(1).clone()  # another order is no disagreement
+    recorded[::10, 0] = (own.min(1).values[::10] + own.max(1).values[::10] + 1) % 8
+    counted = torch.arange(200) % 3 > 0
+    layer = LayerTelemetry(torch.device("cpu"))
+    flips = layer.observe(probs, own, recorded, counted)
+    expected = [bool(c) and set(a.tolist()) != set(b.tolist()) for a, b, c in zip(own, recorded, counted, strict=True)]
+    assert flips.tolist() == expected
+    assert sum(expected) > 5
+    packed = layer.packed().numpy()
+    assert packed[0] == counted.sum() - sum(expected)
+    assert packed[1] == packed[2:].sum() == counted.sum()
+    margins = np.sort([(p[0] - p[1]) for p in probs.sort(1, descending=True).values[counted][:, 1:3].numpy()])
+    for q, value in margin_quantiles(packed[2:]).items():
+        exact = np.quantile(margins, int(q[-2:]) / 100)
+        assert 10**-0.15 < value / exact < 10**0.15, q
+
+
+def test_metrics_are_ratios_of_counts():
+    counts = np.zeros((2, 2 + MARGIN_BINS))
+    counts[:, :2] = [[90, 100], [100, 100]]
+    sums = {"flipped": 10, "tokens": 100, "due": 220, "missing": 20, "bytes_per_token": 12}
+    found = router_metrics([1, 3], counts, **sums, is_replayed=True)
+    assert found["router/agree_frac"] == pytest.approx(0.95)
+    assert found["router/agree_frac/layer_1"] == pytest.approx(0.9)
+    assert found["router/agree_frac/layer_3"] == 1.0
+    assert found["router/any_flip_frac"] == pytest.approx(0.1)
+    assert found["router/replay_coverage"] + found["router/fallback_frac"] == 1.0
+    assert found["router/fallback_frac"] == pytest.approx(20 / 220)
+
+
+def test_dense_models_are_refused_before_anything_starts(tmp_path):
+    dense = save_random_model(tmp_path, family="qwen3")
+    with pytest.raises(InputError, match=r"routing.replay: r3, but the model \(qwen3\) has no experts"):
+        check_recipe(tiny_recipe(model={"path": str(dense)}, routing={"replay": "r3"}))
+
+
+def test_heat_map_holds_every_layer_and_step():
+    records = [
+        {"step": 0, "router/agree_frac/layer_0": 0.99, "router/agree_frac/layer_10": 0.9},
+        {"step": 1},  # every group filtered out
+        {"step": 2, "router/agree_frac/layer_0": 1.0, "router/agree_frac/layer_10": 0.5},
+    ]
+    layers, steps, values = disagreement(records)
+    assert (layers, steps) == ([0, 10], [0, 2])
+    assert values == pytest.approx(np.array([[0.01, 0.0], [0.1, 0.5]]))
+    image = draw_disagreement(records, "run").axes[0].images[0].get_array()
+    assert np.asarray(image) == pytest.approx(np.array([[0.01, 1e-4], [0.1, 0.5]]))
+    assert draw_disagreement([{"step": 0}], "run") is None

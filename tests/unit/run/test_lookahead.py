@@ -1,0 +1,111 @@
+"""Prompts of batches that run ahead: in order, once each, also over a resume; and how stale a batch is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_rl.data import PromptSampler
+from megatron_rl.errors import InputError
+from megatron_rl.run.lookahead import Lookahead, staleness_metrics
+from megatron_rl.types import Group, Prompt, Rollout
+
+PROMPTS = [Prompt(id=f"toy:{row}", tokens=[1, 20 + row], answer="0") for row in range(12)]
+NUM_STEPS = 8
+
+
+class Engine:
+    """Answers at once, from the weights it had when it was asked; ``open``: steps of batches begun and not finished.
+
+    ``idle``: how often it had nothing to do while somebody waited for a batch to the end.
+    """
+
+    def __init__(self) -> None:
+        self.open: list[int] = []
+        self.most_open = 0
+        self.idle = 0
+
+    def rollout(self, prompts, num_samples, *, policy_version, step):
+        return [
+            Group(prompt, [Rollout(prompt.id, 0, [5], np.zeros(1), "stop", np.full(1, policy_version, np.int32))])
+            for prompt in prompts
+        ]
+
+    def begin(self, prompts, num_samples, *, policy_version, step):
+        self.open.append(step)
+        self.most_open = max(self.most_open, len(self.open))
+        return step, self.rollout(prompts, num_samples, policy_version=policy_version, step=step)
+
+    def finish(self, ticket):
+        self.idle += len(self.open) == 1
+        self.open.remove(ticket[0])
+        return ticket[1]
+
+
+def run(
+    max_staleness: int, *, stop_after: int = NUM_STEPS, refill: tuple[int, ...] = (), state=None, num_steps=NUM_STEPS
+):
+    """(per step: prompt ids and staleness), and the state at the end; one update a step."""
+    sampler, engine = PromptSampler(PROMPTS, seed=1), Engine()
+    ahead = Lookahead(
+        sampler,
+        engine,
+        num_prompts=2,
+        num_samples=1,
+        max_staleness=max_staleness,
+        num_steps=NUM_STEPS,
+        refills=bool(refill),
+    )
+    first = 0
+    if state is not None:
+        first, prompts, begun = state
+        sampler.load_state_dict(prompts)
+        ahead.load_state_dict(begun, PROMPTS)
+    seen = []
+    for step in range(first, stop_after):
+        groups = ahead.sample(2, step=step, policy_version=step)
+        if step in refill:
+            groups += ahead.sample(1, step=step, policy_version=step)
+        ahead.look_ahead(step, policy_version=step)
+        staleness = staleness_metrics(groups, num_updates=step)["rollout/staleness_max"]
+        seen.append(([group.prompt.id for group in groups], staleness))
+    assert engine.most_open <= max_staleness + 1  # the step's own is one of them
+    if max_staleness and not refill and stop_after == NUM_STEPS:
+        assert engine.idle == 1  # at the last step, when nothing is left to begin
+    return seen, (stop_after, sampler.state_dict(), ahead.state_dict())
+
+
+def ids(seen) -> list[str]:
+    return [name for names, _ in seen for name in names]
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 3])
+def test_prompts_do_not_depend_on_how_far_ahead(k):
+    seen, state = run(k)
+    assert ids(seen) == ids(run(0)[0])
+    assert [staleness for _, staleness in seen] == [min(step, k) for step in range(NUM_STEPS)]
+    assert state[2] == []  # nothing is begun beyond the end
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+@pytest.mark.parametrize("refill", [(), (2, 3)])
+def test_a_resumed_run_asks_for_the_same_prompts_once_each(k, refill):
+    whole, _ = run(k, refill=refill)
+    for stop_after in (1, 3, 5):
+        before, state = run(k, refill=refill, stop_after=stop_after)
+        after, _ = run(k, refill=refill, state=state)
+        assert ids(before) + ids(after) == ids(whole)
+        assert after[0][1] == 0  # sampled anew, from the weights that were resumed
+
+
+def test_a_run_resumed_without_running_ahead_first_learns_from_what_was_begun():
+    before, state = run(2, stop_after=3)
+    after, _ = run(0, state=state)
+    assert ids(before) + ids(after) == ids(run(0)[0])
+
+
+def test_a_prompt_that_is_gone_is_named():
+    _, (_, _, begun) = run(1, stop_after=2)
+    ahead = Lookahead(PromptSampler(PROMPTS), Engine(), num_prompts=2, num_samples=1, max_staleness=1, num_steps=8)
+    with pytest.raises(InputError, match=r"begun with prompt 'toy:\d+', which is not in data.train"):
+        ahead.load_state_dict(begun, PROMPTS[:0])
