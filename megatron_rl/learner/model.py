@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -20,6 +21,7 @@ from megatron_rl.learner.layers.cpu_layers import finish_few_pass_model, use_few
 from megatron_rl.learner.layers.exact_attention import ExactCoreAttention
 from megatron_rl.learner.mixed_precision import compute_head_in_fp32
 
+_EXPERT_SHARD_DIM = {"linear_fc1": 0, "linear_fc2": 1}  # what expert tensor parallelism cuts: outputs, then inputs
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 try:
@@ -177,9 +179,34 @@ def build_model(
     model = model.to(device=device, dtype=DTYPES[learner.dtype])
     if precision.fp32_head and model.post_process:
         compute_head_in_fp32(model.output_layer)
-    for name, parameter in model.named_parameters():
-        if ".experts." in name:
-            # Experts keep an optimizer of their own whatever the layout is, so that its checkpoint can be loaded
-            # under another one: Megatron decides by this mark, and sets it only where expert parallelism is on.
-            parameter.allreduce = False
+    mark_expert_parameters(model)
     return model
+
+
+def mark_expert_parameters(model: torch.nn.Module) -> None:
+    """Set on every expert weight the marks by which Megatron chooses its optimizer and counts its gradient.
+
+    ``allreduce``: experts keep an optimizer of their own whatever the layout is, so that its checkpoint can be loaded
+    under another one; Megatron sets this mark only where expert parallelism is on.
+
+    ``tensor_model_parallel``: a parameter without it counts in the gradient norm on the first tensor-parallel rank
+    alone, as a copy. An expert weight is never a copy on another rank of that group, but TransformerEngine 2.20 leaves
+    the weights of its `GroupedLinear` unmarked. Then norm and clipping leave out most experts.
+
+    Raises:
+        RuntimeError: a parameter of the experts whose place in Megatron's layout is unknown, or that is marked as a
+            copy.
+    """
+    for name, parameter in model.named_parameters():
+        if ".experts." not in name:
+            continue
+        parameter.allreduce = False
+        if not hasattr(parameter, "tensor_model_parallel"):
+            layer = name.split(".")[-2]
+            if layer not in _EXPERT_SHARD_DIM:
+                raise RuntimeError(f"{name}: an expert parameter of no known layer ({', '.join(_EXPERT_SHARD_DIM)})")
+            set_tensor_model_parallel_attributes(parameter, True, _EXPERT_SHARD_DIM[layer], 1)
+        if not parameter.tensor_model_parallel:
+            raise RuntimeError(
+                f"{name}: marked as a copy on all tensor-parallel ranks, so the gradient norm would leave it out there"
+            )

@@ -1,0 +1,63 @@
+"""Every expert weight counts in the gradient norm of every rank that holds it."""
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+
+from megatron_rl.learner.model import mark_expert_parameters
+
+
+class SecondRank:
+    """A tensor-parallel group as its second rank sees it, where copies do not count."""
+
+    def rank(self) -> int:
+        return 1
+
+
+class GroupedWeights(torch.nn.Module):
+    """One discrete weight per expert, unmarked, as TransformerEngine's GroupedLinear has them."""
+
+    def __init__(self, num_experts: int):
+        super().__init__()
+        for expert in range(num_experts):
+            self.register_parameter(f"weight{expert}", torch.nn.Parameter(torch.zeros(2, 2)))
+
+
+def layer(**experts: torch.nn.Module) -> torch.nn.Module:
+    mlp = torch.nn.Module()
+    mlp.experts = torch.nn.ModuleDict(experts)
+    mlp.router = torch.nn.Linear(2, 2, bias=False)
+    model = torch.nn.Module()
+    model.mlp = mlp
+    return model
+
+
+def test_unmarked_expert_weights_are_marked():
+    model = layer(linear_fc1=GroupedWeights(2), linear_fc2=GroupedWeights(2))
+    assert not any(param_is_not_tensor_parallel_duplicate(p, SecondRank()) for p in model.parameters())
+    mark_expert_parameters(model)
+    for name, parameter in model.named_parameters():
+        is_expert = "experts" in name
+        assert param_is_not_tensor_parallel_duplicate(parameter, SecondRank()) == is_expert, name
+        assert getattr(parameter, "allreduce", True) != is_expert, name
+    assert [p.partition_dim for p in model.mlp.experts.parameters()] == [0, 0, 1, 1]
+
+
+def test_megatrons_own_marks_stay():
+    model = layer(linear_fc1=GroupedWeights(1))
+    set_tensor_model_parallel_attributes(model.mlp.experts.linear_fc1.weight0, True, 1, 2)
+    mark_expert_parameters(model)
+    assert model.mlp.experts.linear_fc1.weight0.partition_stride == 2
+
+
+def test_an_expert_weight_of_no_known_layer_is_refused():
+    with pytest.raises(RuntimeError, match=r"mlp\.experts\.linear_fc9\.weight0: an expert parameter of no known layer"):
+        mark_expert_parameters(layer(linear_fc9=GroupedWeights(1)))
+
+
+def test_an_expert_weight_marked_as_a_copy_is_refused():
+    model = layer(linear_fc1=GroupedWeights(1))
+    set_tensor_model_parallel_attributes(model.mlp.experts.linear_fc1.weight0, False, -1, 1)
+    with pytest.raises(RuntimeError, match="marked as a copy"):
+        mark_expert_parameters(model)
