@@ -75,7 +75,7 @@ class MegatronFolder:
                 found = tuple(self.tensors[key].size)
                 # Rows are padded to what the layout that wrote it could share evenly.
                 fits = found[0] >= entry.shape[0] and found[1:] == entry.shape[1:]
-                if found != entry.shape and not (entry.kind == "vocab" and fits):
+                if found != entry.shape and not (entry.sharding == "vocab" and fits):
                     problems.append(f"{key} has shape {found}, config.json says {entry.shape}")
         if problems:
             raise InputError(
@@ -96,10 +96,10 @@ class MegatronFolder:
         for entry in stored_tensors(a):
             tensor = self(prefix + entry.key)
             tensor = tensor if dtype is None else tensor.to(dtype)
-            if entry.kind == "qkv":
+            if entry.sharding == "qkv":
                 parts = split_qkv(tensor, a)
             else:
-                parts = [tensor[: entry.shape[0]] if entry.kind == "vocab" else tensor]
+                parts = [tensor[: entry.shape[0]] if entry.sharding == "vocab" else tensor]
             yield from zip(entry.hf_names, parts, strict=True)
 
     def num_bytes(self, a: Architecture, prefix: str, dtype: torch.dtype | None) -> int:
@@ -170,7 +170,7 @@ def to_megatron(source: Path, target: Path, *, dtype: torch.dtype | None = None)
         entry = entries[key]
         parts = [folder(name) if dtype is None else folder(name).to(dtype) for name in entry.hf_names]
         digests.update((name, digest(name, part)) for name, part in zip(entry.hf_names, parts, strict=True))
-        return join_qkv(parts, a.num_kv_heads) if entry.kind == "qkv" else parts[0]
+        return join_qkv(parts, a.num_kv_heads) if entry.sharding == "qkv" else parts[0]
 
     def placeholder(entry: Stored) -> torch.Tensor:
         return torch.empty(entry.shape, dtype=dtype or folder.dtype(entry.hf_names[0]), device="meta")

@@ -1,4 +1,4 @@
-"""Weights between Hugging Face names and Megatron's shards: one table, read in both directions.
+"""Weights between Hugging Face names and the shards of a model in memory, in both directions. The table is `names`.
 
 Export yields whole tensors in Hugging Face names, one at a time, on every rank: what a rollout engine or a checkpoint
 wants. Nothing but the tensor at hand is held.
@@ -19,42 +19,8 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_rl.checkpoint.architecture import Architecture
 from megatron_rl.checkpoint.hf_folder import HFFolder
+from megatron_rl.checkpoint.names import EMBEDDING, EXPERT, HEAD, Sharding, find_weight
 from megatron_rl.errors import InputError
-
-# Megatron parameter (a layer's prefix stripped) → Hugging Face names below `model.layers.{i}.` and how it is sharded.
-# Both spellings of a norm: on its own (local spec) and fused into the following linear (TransformerEngine).
-_LAYER_TABLE: list[tuple[str, tuple[str, ...], str]] = [
-    (r"input_layernorm\.weight", ("input_layernorm.weight",), "replicated"),
-    (r"self_attention\.linear_qkv\.layer_norm_weight", ("input_layernorm.weight",), "replicated"),
-    (
-        r"self_attention\.linear_qkv\.(weight|bias)",
-        ("self_attn.q_proj.{0}", "self_attn.k_proj.{0}", "self_attn.v_proj.{0}"),
-        "qkv",
-    ),
-    (r"self_attention\.q_layernorm\.weight", ("self_attn.q_norm.weight",), "replicated"),
-    (r"self_attention\.k_layernorm\.weight", ("self_attn.k_norm.weight",), "replicated"),
-    (r"self_attention\.linear_proj\.weight", ("self_attn.o_proj.weight",), "row"),
-    (r"pre_mlp_layernorm\.weight", ("post_attention_layernorm.weight",), "replicated"),
-    (r"mlp\.linear_fc1\.layer_norm_weight", ("post_attention_layernorm.weight",), "replicated"),
-    (r"mlp\.router\.weight", ("mlp.gate.weight",), "replicated"),
-    (r"mlp\.linear_fc1\.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "gated"),
-    (r"mlp\.linear_fc2\.weight", ("mlp.down_proj.weight",), "row"),
-    (
-        r"mlp\.experts\.(?:local_experts\.(?P<e>\d+)\.linear_fc1\.weight|linear_fc1\.weight(?P<f>\d+))",
-        ("mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"),
-        "gated",
-    ),
-    (
-        r"mlp\.experts\.(?:local_experts\.(?P<e>\d+)\.linear_fc2\.weight|linear_fc2\.weight(?P<f>\d+))",
-        ("mlp.experts.{e}.down_proj.weight",),
-        "row",
-    ),
-]
-_TOP_TABLE = {
-    "embedding.word_embeddings.weight": ("model.embed_tokens.weight", "vocab"),
-    "decoder.final_layernorm.weight": ("model.norm.weight", "replicated"),
-    "output_layer.weight": ("lm_head.weight", "vocab"),
-}
 
 
 @dataclass(frozen=True)
@@ -63,12 +29,12 @@ class Entry:
 
     parameter: str  # Megatron's name on the owning stage
     hf_names: tuple[str, ...]  # with {e} for the expert's global number
-    kind: str  # replicated | row | gated | qkv | vocab
+    sharding: Sharding
     local_expert: int | None  # number among this rank's experts
     stage: int  # pipeline rank that owns it
 
     def names(self, expert: int | None = None) -> tuple[str, ...]:
-        return tuple(name.replace("{e}", str(expert)) for name in self.hf_names)
+        return tuple(name.replace(EXPERT, str(expert)) for name in self.hf_names)
 
 
 class WeightMap:
@@ -90,27 +56,15 @@ class WeightMap:
         self.all_entries = [entry for stage in stages for entry in stage]
 
     def _entry(self, name: str) -> Entry:
-        stage = self.pp.rank()
-        if name in _TOP_TABLE:
-            hf_name, kind = _TOP_TABLE[name]
-            if name == "output_layer.weight" and self.architecture.tie_embeddings:
-                hf_name = "model.embed_tokens.weight"
-            return Entry(name, (hf_name,), kind, None, stage)
-        number, rest = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name).groups()
-        layer = self.model.decoder.layers[int(number)].layer_number - 1  # layer_number counts over all stages, from 1
-        for pattern, hf_names, kind in _LAYER_TABLE:
-            match = re.fullmatch(pattern, rest)
-            if match:
-                expert = match.groupdict().get("e") or match.groupdict().get("f")
-                names = (n.replace("{0}", match.group(1) or "") if "{0}" in n else n for n in hf_names)
-                return Entry(
-                    name,
-                    tuple(f"model.layers.{layer}.{n}" for n in names),
-                    kind,
-                    int(expert) if expert is not None else None,
-                    stage,
-                )
-        raise NotImplementedError(f"no Hugging Face name for Megatron's parameter {name}")
+        in_layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
+        weight, expert = find_weight(in_layer[2] if in_layer else name)
+        if weight is HEAD and self.architecture.tie_embeddings:
+            weight = EMBEDDING
+        prefix = ""
+        if in_layer:  # layer_number counts over all stages, from 1
+            prefix = f"model.layers.{self.model.decoder.layers[int(in_layer[1])].layer_number - 1}."
+        hf_names = tuple(prefix + hf_name for hf_name in weight.hf)
+        return Entry(name, hf_names, weight.sharding, expert, self.pp.rank())
 
     # -- Hugging Face → Megatron
 
@@ -124,7 +78,7 @@ class WeightMap:
                 expert = self.ep.rank() * self.num_local_experts + entry.local_expert
             group = self.expert_tp if expert is not None else self.tp
             tensors = [read(name) for name in entry.names(expert)]
-            shard = self._split(entry.kind, tensors, group.size(), group.rank())
+            shard = self._split(entry.sharding, tensors, group.size(), group.rank())
             parameter = self.parameters[entry.parameter]
             if shard.shape != parameter.shape:
                 raise InputError(
@@ -133,17 +87,17 @@ class WeightMap:
                 )
             parameter.copy_(shard)
 
-    def _split(self, kind: str, tensors: list[torch.Tensor], size: int, rank: int) -> torch.Tensor:
-        if kind == "vocab":
+    def _split(self, sharding: Sharding, tensors: list[torch.Tensor], size: int, rank: int) -> torch.Tensor:
+        if sharding == "vocab":
             (tensor,) = tensors
             rows = self.architecture.padded_vocab_size(size)
             tensor = torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])
             return tensor.chunk(size, dim=0)[rank]
-        if kind == "row":
+        if sharding == "row":
             return tensors[0].chunk(size, dim=1)[rank]
-        if kind == "gated":
+        if sharding == "gated":
             return torch.cat([tensor.chunk(size, dim=0)[rank] for tensor in tensors])
-        if kind == "qkv":
+        if sharding == "qkv":
             return join_qkv(tensors, self.architecture.num_kv_heads).chunk(size, dim=0)[rank]
         return tensors[0]
 
@@ -172,11 +126,11 @@ class WeightMap:
                 continue
             mine = entry.stage == self.pp.rank()
             if entry.local_expert is None:
-                tensors = self._merge(entry.kind, self._gather(local(entry), self.tp)) if mine else None
+                tensors = self._merge(entry.sharding, self._gather(local(entry), self.tp)) if mine else None
                 yield from zip(entry.names(), self._broadcast(tensors, entry.stage), strict=True)
             else:
                 shards = self._gather(local(entry), self.expert_tp) if mine else None
-                merged = torch.stack(self._merge(entry.kind, shards)) if mine else None
+                merged = torch.stack(self._merge(entry.sharding, shards)) if mine else None
                 per_rank = self._gather(merged, self.ep) if mine else None
                 (stacked,) = self._broadcast([torch.stack(per_rank)] if mine else None, entry.stage)
                 for ep_rank, tensors in enumerate(stacked):
@@ -193,16 +147,16 @@ class WeightMap:
         dist.all_gather(pieces, tensor.contiguous(), group=group)
         return pieces
 
-    def _merge(self, kind: str, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _merge(self, sharding: Sharding, shards: list[torch.Tensor]) -> list[torch.Tensor]:
         a = self.architecture
-        if kind == "vocab":
+        if sharding == "vocab":
             return [torch.cat(shards)[: a.vocab_size]]
-        if kind == "row":
+        if sharding == "row":
             return [torch.cat(shards, dim=1)]
-        if kind == "gated":
+        if sharding == "gated":
             halves = [shard.chunk(2, dim=0) for shard in shards]
             return [torch.cat([half[i] for half in halves]) for i in range(2)]
-        if kind == "qkv":
+        if sharding == "qkv":
             return split_qkv(torch.cat(shards), a)
         return [shards[0]]
 

@@ -25,7 +25,7 @@ from megatron_rl.learner.layers.logprobs import token_logprobs
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.model import use_transformer_engine
 from megatron_rl.process.ranks import any_rank, gather_objects
-from megatron_rl.rollout.requests import deal
+from megatron_rl.rollout.requests import share_of
 
 Pick = Callable[[list[int], torch.Tensor], list[tuple[int, bool]]]
 """(running sequences, their logits [n, V/tp]) → the next token of each, and whether it is the sequence's last."""
@@ -73,7 +73,7 @@ class Decoder:
         """Continue every prompt until ``pick`` ends it, at most by ``max_new_tokens``: this replica's share of them,
         ``max_sequences`` at a time. Returns the numbers of that share; ``pick`` is asked for no others.
         """
-        mine = deal(range(len(prompts)), self._replica, self._num_replicas)
+        mine = share_of(range(len(prompts)), self._replica, self._num_replicas)
         most = -(-len(prompts) // self._num_replicas)  # as many waves on every replica: each pass is collective
         for start in range(0, most, self.max_sequences):
             wave = mine[start : start + self.max_sequences]

@@ -41,7 +41,7 @@ def make_requests(prompts: list[Prompt], num_samples: int, *, seed: int, step: i
     ]
 
 
-def deal(requests: S, engine: int, num_engines: int) -> S:
+def share_of(requests: S, engine: int, num_engines: int) -> S:
     """The contiguous share of engine number ``engine``; shares differ by one request at most."""
     start, end = (len(requests) * index // num_engines for index in (engine, engine + 1))
     return requests[start:end]

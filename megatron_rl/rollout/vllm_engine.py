@@ -1,11 +1,11 @@
 """vLLM inside the learner's process, one engine in every rank.
 
-Placement. Every rank (every ``rollout.tensor_parallel`` ranks) runs an engine of its own, requests are dealt out to the
-engines in equal shares and results are gathered, so that all ranks return the same groups in the order of the prompts.
+Placement. Every rank (every ``rollout.tensor_parallel`` ranks) runs an engine of its own. Requests are shared out over
+the engines in equal parts. Results are gathered, so that all ranks return the same groups in the order of the prompts.
 The alternative, one engine on one rank, would leave the other ranks idle for the longest phase of a step. Engines
 start inside the world that the learner has initialised: vLLM's ``external_launcher`` executor then adds groups of its
 own to that world and opens no second one (tests/e2e/test_vllm_ranks.py holds Megatron's groups to it). A child
-process per rank was the other way: it would need shared memory for weights and a second copy of every library.
+process per rank would need shared memory for weights and a second copy of every library.
 
 Weights go in through `worker_extension`; see there. Random numbers are keyed per response (`requests`), so that a
 response does not depend on which engine samples it, but for the rounding of matrix products over batches of another
@@ -42,7 +42,7 @@ from megatron_rl.rollout.checksums import check_own_refit, parameter_checksums
 from megatron_rl.rollout.engine_arguments import engine_arguments, runs_eagerly
 from megatron_rl.rollout.generator import RolloutError, Sampling
 from megatron_rl.rollout.payload import make_rollout
-from megatron_rl.rollout.requests import Request, deal, make_groups, make_requests
+from megatron_rl.rollout.requests import Request, make_groups, make_requests, share_of
 from megatron_rl.rollout.sampling_params import sampled_tokens, sampling_fields, sampling_params
 from megatron_rl.rollout.weight_check import checked
 from megatron_rl.types import Group, Prompt, Rollout
@@ -114,7 +114,7 @@ class VllmGenerator:
         check_lengths(prompts, sampling, self._max_prompt_length, self._config.max_response_length)
         requests = make_requests(prompts, num_samples, seed=self._config.seed, step=step)
         start = time.perf_counter()
-        mine = deal(requests, self._engine, self._num_engines)
+        mine = share_of(requests, self._engine, self._num_engines)
         rollouts = self._gather(self._generate(mine, sampling))
         self._stats |= throughput(rollouts, time.perf_counter() - start)
         return make_groups(prompts, num_samples, rollouts)

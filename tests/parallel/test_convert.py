@@ -47,6 +47,19 @@ def other(tmp_path_factory) -> Path:
     return folder
 
 
+def test_a_stray_file_does_not_change_what_the_learner_starts_from(tmp_path):
+    """vLLM follows the index. A learner that read every file would begin with another policy than it."""
+    shutil.copytree(MODEL, tmp_path / "model")
+    whole = load_file(tmp_path / "model" / "model.safetensors")
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "part.safetensors")
+    index = {"weight_map": dict.fromkeys(whole, "part.safetensors")}
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    moved = {name: tensor + 1 for name, tensor in whole.items()}
+    save_file(moved, tmp_path / "model" / "stray.safetensors", metadata={"format": "pt"})
+    (started,) = run_ranks("tests.parallel.programs.learner", "starting_weights", 1, path=str(tmp_path / "model"))
+    assert_equal(started, {name: tensor.float() for name, tensor in whole.items()})
+
+
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory) -> Path:
     """A dense model with biases, tied embeddings and a vocabulary that two ranks cannot share evenly."""

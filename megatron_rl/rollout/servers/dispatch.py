@@ -1,4 +1,4 @@
-"""Dealing the requests of one call out to the servers that are ready, so that each is answered exactly once.
+"""Handing the requests of one call to the servers that are ready, so that each is answered exactly once.
 
 A request waits in one queue, is with one server, or is answered: never two of these. The server with the fewest
 requests in flight is asked next. What a server that died, hangs or holds other weights has not answered goes back to

@@ -49,3 +49,9 @@ def _continue(learner: Learner, first: int) -> dict[str, Any]:
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     assert a.keys() == b.keys()
     return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def starting_weights(path: str) -> dict[str, torch.Tensor]:
+    """What a learner starts from, in Hugging Face names."""
+    learner = Learner(tiny_recipe(model={"path": path}))
+    return {name: tensor.clone() for name, tensor in learner.export_weights()}

@@ -1,4 +1,4 @@
-"""Seeds, dealing, payload checks and checkpoint headers of the rollout side; no engine is started."""
+"""Seeds, shares of requests, payload checks and checkpoint headers of the rollout side; no engine is started."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.rollout.calls import check_lengths, check_version
 from megatron_rl.rollout.generator import RolloutError, Sampling
 from megatron_rl.rollout.payload import make_rollout
-from megatron_rl.rollout.requests import Request, deal, make_groups, make_requests, request_seed
+from megatron_rl.rollout.requests import Request, make_groups, make_requests, request_seed, share_of
 from megatron_rl.rollout.weight_check import checked
 from megatron_rl.types import Prompt
 
@@ -48,7 +48,7 @@ def test_seeds_are_stable_and_differ_in_every_component():
 def test_shares_cover_all_requests_once_and_differ_by_one_at_most(num_prompts, num_engines):
     prompts = [Prompt(id=str(row), tokens=[1], answer="") for row in range(num_prompts)]
     requests = make_requests(prompts, 3, seed=1, step=2)
-    shares = [deal(requests, engine, num_engines) for engine in range(num_engines)]
+    shares = [share_of(requests, engine, num_engines) for engine in range(num_engines)]
     assert [request for share in shares for request in share] == requests
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
