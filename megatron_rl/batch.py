@@ -33,7 +33,7 @@ def build_batch(step: int, groups: list[Group], recipe: Recipe) -> Batch:
 
 
 def keep_informative(groups: list[Group]) -> list[Group]:
-    """The groups whose rewards are not all equal: the others carry no advantage [DAPO]."""
+    """The groups whose rewards are not all equal. The other groups carry no advantage [DAPO]."""
     if not groups:
         return []
     rewards, ids = _rewards_and_ids(groups)

@@ -39,7 +39,7 @@ class Rollout:
     inference_logprobs: np.ndarray  # [R] float32, log mu of each sampled token
     finish_reason: FinishReason  # "stop": ended by itself; "length": cut at the limit; "abort": interrupted
     policy_versions: np.ndarray  # [R] int32, optimizer step of the weights each token was sampled from
-    exact_logprobs: np.ndarray | None = None  # [R] float32, engine exact: log po as generation saw it, for the gate
+    exact_logprobs: np.ndarray | None = None  # [R] float32, engine exact: log po as generation computed it
     routed_experts: np.ndarray | None = None  # [P + R - 1, L, K] uint8/uint16; the last sampled token has none
     route_checksums: np.ndarray | None = None  # [P + R - 1 + L] int64, per row, then per layer: `routing.checksum`
     text: str = ""  # decoded response, special tokens removed

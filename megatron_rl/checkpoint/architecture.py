@@ -41,7 +41,7 @@ class Architecture:
 
     @property
     def llama3_factor(self) -> float | None:
-        """By how much low rotary frequencies are slowed down, where the model does so as Llama 3 does; else None."""
+        """The factor by which Llama 3's rope scaling slows low rotary frequencies; None for other models."""
         return float(self.rope_scaling["factor"]) if self.rope_scaling and not self.problems() else None
 
     def padded_vocab_size(self, tensor_parallel: int) -> int:
@@ -63,7 +63,7 @@ class Architecture:
         ]
 
 
-# What Megatron-Core's RotaryEmbedding takes for granted beside the factor.
+# The constants of Llama 3's scaling in Megatron-Core's RotaryEmbedding, which takes the factor alone.
 _LLAMA3_SCALING = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -71,7 +71,7 @@ _LLAMA3_SCALING = {
     "original_max_position_embeddings": 8192,
 }
 
-# Per model_type: (bias on q/k/v, RMSNorm on q and k). What is not here has no converter and is refused.
+# Per model_type: (bias on q/k/v, RMSNorm on q and k). Other types have no converter and are refused.
 _FAMILIES = {
     "qwen3_moe": (False, True),
     "qwen3": (False, True),

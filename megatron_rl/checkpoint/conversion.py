@@ -58,7 +58,7 @@ class MegatronFolder:
         self.path = path
         self.reader = CachedMetadataFileSystemReader(path)
         with no_foreign_code(path):
-            found = self.reader.read_metadata().state_dict_metadata  # kept: no later read of the index
+            found = self.reader.read_metadata().state_dict_metadata  # kept, so that the index is read once
         self.tensors = {key: meta for key, meta in found.items() if isinstance(meta, TensorStorageMetadata)}
 
     def check(self, a: Architecture, prefix: str = "") -> None:
@@ -87,7 +87,7 @@ class MegatronFolder:
         meta = self.tensors[key]
         tensor = torch.empty(meta.size, dtype=meta.properties.dtype)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is no process group: there is to be none
+            warnings.simplefilter("ignore")  # a warning that there is no process group, which is intended
             dcp.load({key: tensor}, storage_reader=self.reader, no_dist=True)
         return tensor
 
@@ -114,7 +114,7 @@ def check_hf(folder: HFFolder, a: Architecture) -> None:
     if missing := [name for name in expected if name not in folder]:
         problems.append(f"lacks {_some(missing)}")
     others = [name for name in folder.names if name not in expected and not name.endswith("rotary_emb.inv_freq")]
-    if a.tie_embeddings and "lm_head.weight" in others:  # some tools write the tied matrix twice
+    if a.tie_embeddings and "lm_head.weight" in others:  # some tools write a tied matrix twice
         if torch.equal(folder("lm_head.weight"), folder("model.embed_tokens.weight")):
             others.remove("lm_head.weight")
         else:
@@ -179,7 +179,7 @@ def to_megatron(source: Path, target: Path, *, dtype: torch.dtype | None = None)
     partial = _prepare(target, sum(tensor.nbytes for tensor in placeholders.values()))
     partial.mkdir(parents=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group: there is to be none
+        warnings.simplefilter("ignore")  # a warning that there is no process group, which is intended
         dcp.save(
             placeholders | {key: [None] for key in extra_states(a)},  # a list: one object for every shard
             storage_writer=dcp.FileSystemWriter(partial, thread_count=1),
@@ -196,7 +196,7 @@ def to_megatron(source: Path, target: Path, *, dtype: torch.dtype | None = None)
 
 
 class _LazySave(DefaultSavePlanner):
-    """Saves what ``read`` returns for a key, at the moment it is written; the state dict holds shapes alone."""
+    """Saves what ``read`` returns for a key, called when the tensor is written; the state dict holds shapes."""
 
     def __init__(self, read: Callable[[str], torch.Tensor]):
         super().__init__(flatten_state_dict=False)

@@ -23,8 +23,11 @@ INDEX_FILE = ".metadata"
 
 @contextlib.contextmanager
 def no_foreign_code(path: Path) -> Iterator[None]:
-    """Within, loading ``path`` runs no code from it: the index is read once by a reader that knows a few classes, and
-    whatever torch unpickles is restricted to tensors and plain values."""
+    """While this context is open, loading ``path`` runs no code from it.
+
+    The index is read once by a reader that knows a few classes. Whatever torch unpickles is restricted to tensors and
+    plain values.
+    """
     with (path / INDEX_FILE).open("rb") as index:
         _IndexReader(index).load()
     name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
@@ -42,8 +45,8 @@ def no_foreign_code(path: Path) -> Iterator[None]:
 class _IndexReader(pickle.Unpickler):
     """Reads the index of a checkpoint, which torch pickles, and no other class.
 
-    Of a module's names only the classes that it defines: others are modules and functions that it imports, and a pickle
-    may call what it names and set its attributes (`dataclass` on a class whose annotations were set compiles them).
+    A pickle may call what it names and set its attributes: `dataclass` on a class whose annotations it has set compiles
+    them. So of a module only the classes that it defines are allowed, not the modules and functions that it imports.
     """
 
     _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
@@ -70,7 +73,7 @@ class _IndexReader(pickle.Unpickler):
 
 
 def _enum_member(owner: Any, name: str) -> Any:
-    """What stands for `getattr`, by which Python before 3.11.4 pickles members of an enumeration."""
+    """Replaces `getattr`: Python before 3.11.4 pickles the members of an enumeration as calls of it."""
     if isinstance(owner, type) and issubclass(owner, enum.Enum) and name in owner.__members__:
         return owner[name]
     raise InputError(f"the checkpoint's index takes {name!r} of {owner!r}, which no run writes; it is not loaded")

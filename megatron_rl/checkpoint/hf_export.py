@@ -31,7 +31,7 @@ def write_hf_checkpoint(
             if world_rank() == 0:
                 _write(folder, stream, source, file_bytes)
         finally:
-            for _ in stream:  # the other ranks are in the middle of it, also where rank 0's disk is full
+            for _ in stream:  # the other ranks are in the middle of the stream, even if rank 0's disk is full
                 pass
 
     together(f"the Hugging Face checkpoint {folder} could not be written", write)
@@ -55,7 +55,7 @@ def _write(folder: Path, weights: Iterator[tuple[str, torch.Tensor]], source: Pa
 
 
 def _state_dtype(file: Path, dtype: torch.dtype) -> None:
-    """Let config.json say what the weights are: readers that go by it would round them, silently."""
+    """Write the dtype of the weights into config.json: readers that follow it would silently round them otherwise."""
     config = json.loads(file.read_text())
     # transformers 5 writes `dtype`, earlier releases `torch_dtype`; both read the latter.
     for key in [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]:

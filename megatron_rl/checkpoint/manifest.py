@@ -54,7 +54,7 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int | 
 
 
 def write_manifest(folder: Path, files: dict[str, dict[str, int | str]]) -> None:
-    """The last file of a checkpoint: with it, it is whole."""
+    """Write the last file of a checkpoint. A checkpoint that has it is whole."""
     text = json.dumps({"format_version": FORMAT_VERSION, "files": dict(sorted(files.items()))}, indent=1)
     write_durably(folder / MANIFEST_FILE, text)
 
@@ -109,7 +109,7 @@ def altered_files(path: Path, part: int = 0, parts: int = 1) -> list[str]:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Give a whole checkpoint its name. One of the same step that is there already goes when this one is in place."""
+    """Give a whole checkpoint its name. An existing checkpoint of that step is removed once this one is in place."""
     old = final.with_name(_OLD + final.name)
     _sync_folder(partial)
     if final.exists():
@@ -120,14 +120,14 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Remove a checkpoint; killed in the middle, it leaves nothing that looks like one."""
+    """Remove a checkpoint. A kill in the middle leaves nothing that looks like a checkpoint."""
     doomed = path.with_name(_DELETING + path.name)
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
 def recover(folder: Path) -> list[str]:
-    """Finish what a killed process left half done. For the one that holds the run's lock. Returns what it saved."""
+    """Finish what a killed process left half done, and return what was done. Only for the holder of the run's lock."""
     saved = []
     for prefix in (_PARTIAL, _OLD):
         for path in sorted(Path(folder).glob(f"{prefix}step_*")):
@@ -143,7 +143,7 @@ def recover(folder: Path) -> list[str]:
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Rename a checkpoint so that it counts no longer; nothing is deleted. Returns the new path."""
+    """Rename a checkpoint so that it no longer counts. Nothing is deleted. Returns the new path."""
     target, number = path.with_name(f"{why}_{path.name}"), 1
     while target.exists():
         number += 1

@@ -36,7 +36,7 @@ WEIGHTS_FILE = "weights.json"  # marks a folder with weights alone, as `conversi
 
 T = TypeVar("T")
 Together = Callable[[Callable[[], Any]], Any]
-"""Runs a part of a save that can fail on one rank alone, and has all ranks hear of it: `distributed.together`."""
+"""Runs a part of a save that can fail on one rank alone, so that all ranks hear of it: `ranks.together`."""
 
 # fully_reshardable: optimizer state by parameter, so that another TP/EP/PP/DP can load it.
 CONTENT_METADATA = {
@@ -63,7 +63,7 @@ def save_checkpoint(
 ) -> Path:
     """Write ``folder/step_…`` (every rank calls it) and return its path. An existing one of that step is replaced.
 
-    Afterwards all but the newest ``keep_last`` go (0 keeps all), save those of the steps ``protected``.
+    Then deletes all older checkpoints but the newest ``keep_last`` (0 keeps all) and those of the steps ``protected``.
     Raises `SaveError` on every rank where one of them could not write its part.
     """
     final = Path(folder) / checkpoint_name(step)
@@ -130,7 +130,7 @@ def damage(path: Path) -> str | None:
 
 
 def _say(problem: BaseException) -> str:
-    """The system's own error where there is one below: torch's writer hides a full disk behind an assertion."""
+    """The system's own error where one is the cause: torch's writer hides a full disk behind an assertion."""
     found: BaseException | None = problem
     while found is not None and not isinstance(found, OSError):
         found = found.__cause__ or found.__context__
@@ -160,8 +160,11 @@ register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, _common)
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
-    """Megatron's format, written by this process. Upstream forks a writer per file and waits for it without end (one
-    that is killed stops the run), and hangs the other ranks where rank 0 cannot write the index."""
+    """Megatron's format, written by this process.
+
+    Upstream forks a writer for each file and waits for it without a limit, so that a killed writer stops the run. Where
+    rank 0 cannot write the index, upstream leaves the other ranks waiting.
+    """
 
     def __init__(self, all_ranks: Together):
         super().__init__("torch_dist", 1)
@@ -172,7 +175,7 @@ class _Strategy(TorchDistSaveShardedStrategy):
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
         self._all_ranks(_common.report)
-        # Results of writers in other processes; there are none here, and making it would start a process for it.
+        # A queue for writers in other processes. There are none here, and upstream would start a process to make it.
         filesystem_async._results_queue = queue.Queue()
         writer, index = self.async_save(sharded_state_dict, checkpoint_dir)
         results = gather_objects(self._all_ranks(lambda: _write(writer)))
@@ -207,7 +210,7 @@ def _make_empty(partial: Path) -> None:
 
 
 def _finish_files(partial: Path, trainer: str) -> dict[str, dict[str, int | str]]:
-    """Hashes of the files that this rank wrote; rank 0's are also all that belongs to no rank."""
+    """Hashes of the files that this rank wrote. Rank 0 also hashes the files that belong to no rank."""
     names = [path.name for path in partial.glob(f"__{world_rank()}_*")]
     if world_rank() == 0:
         manifest.write_durably(partial / TRAINER_FILE, trainer)
@@ -235,13 +238,13 @@ def _sharded_state(model: GPTModel, optimizer: MegatronOptimizer, is_loading: bo
 
 
 def _allocate_moments(optimizer: MegatronOptimizer) -> None:
-    """Give Adam the zeros that it starts from where no update was applied yet: Megatron cannot write what is absent."""
+    """Give Adam its initial zeros where no update has been applied: Megatron cannot write absent state."""
     for chained in optimizer.chained_optimizers:
         if getattr(chained, "is_stub_optimizer", False) or any(chained.optimizer.state.values()):
             continue
         chained.init_state_fn(chained.optimizer, chained.config)
         if isinstance(
             chained.optimizer, (torch.optim.Adam, torch.optim.AdamW)
-        ):  # its own count; fused Adam counts per group
+        ):  # torch counts steps by parameter, fused Adam by group
             for state in chained.optimizer.state.values():
                 state.setdefault("step", torch.tensor(0.0))

@@ -1,7 +1,7 @@
 """Weights between Hugging Face names and the shards of a model in memory, in both directions. The table is `names`.
 
-Export yields whole tensors in Hugging Face names, one at a time, on every rank: what a rollout engine or a checkpoint
-wants. Nothing but the tensor at hand is held.
+Export yields whole tensors in Hugging Face names, one at a time, on every rank, for a rollout engine or a checkpoint.
+It holds one tensor at a time.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class WeightMap:
 
     @torch.no_grad()
     def load(self, path: Path) -> None:
-        """Fill this rank's parameters from ``path/*.safetensors``. `InputError` on what is missing or misfits."""
+        """Fill this rank's parameters from ``path``. Raises `InputError` where a tensor is missing or misfits."""
         read = HFFolder(path)
         for entry in self.entries:
             expert = None

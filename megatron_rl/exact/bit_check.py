@@ -1,8 +1,8 @@
-"""The gate of exact mode: every sampled token's probability is, bit for bit, the one that the update computes [VX].
+"""The check of exact mode: the probability of every sampled token is bit for bit the one that the update computes [VX].
 
-It compares before the optimizer moves, in every step, what generation recorded with what the learner's passes found:
-the pass for old log-probs if there is one, and the forward pass of the step's first update. A difference ends the run,
-after both computations were made once more layer by layer to say where they part.
+In every step, before the optimizer moves, it compares what generation recorded with what the learner's passes found:
+the pass for old log-probs if there is one, and the forward pass of the step's first update. A difference ends the run.
+Both computations are then repeated layer by layer, so that the message names the first layer that differs.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _message(batch: Batch, index: int, token: int, found: np.ndarray, where: str
 
 
 def first_divergence(learner: Learner, batch: Batch, index: int) -> str:
-    """Where generation and training part for one sequence: both are made again, every layer compared. Collective."""
+    """Where generation and training first differ for one sequence. Both are computed again. Collective."""
     trained, generated = _trained_rows(learner, batch, index), _generated_rows(learner, batch, index)
     mine = None
     if trained and generated:
@@ -103,7 +103,7 @@ def _trained_rows(learner: Learner, batch: Batch, index: int) -> Rows:
 def _generated_rows(learner: Learner, batch: Batch, index: int) -> Rows:
     """The step's sequences generated again, with their tokens given.
 
-    They are batched as they were in generation, but for groups that `batch.filter_groups` left out since.
+    They are batched as in generation, without the groups that `batch.filter_groups` has left out.
     """
     decoder, rows = Decoder.of(learner), {}
 

@@ -1,10 +1,10 @@
 """Generation with the learner's own model: the forward passes of `rollout.engine: exact`.
 
 Every pass runs the module that the update runs, on packed rows, under the same batch-invariant computation. With a
-cache a step is one row per running sequence; without one it is every sequence as far as it has come.
+cache a step is one row per running sequence. Without a cache a step computes every token of every running sequence.
 
 Sequences are numbered over all replicas, and `Decoder.run` alone says which replica continues which, in which waves:
-generation and the gate's second computation are batched alike.
+generation and the second computation of `bit_check` are batched alike.
 
 Shapes: n running sequences, V/tp this rank's share of the vocabulary.
 """
@@ -83,7 +83,7 @@ class Decoder:
 
     @torch.no_grad()
     def _run_wave(self, prompts: list[list[int]], max_new_tokens: int, pick: Pick) -> None:
-        """Replicas may have different numbers of prompts: experts are shared, so all take part until the last is done.
+        """Replicas may have different numbers of prompts. They share experts, so all take part until the last is done.
 
         From here on sequences are numbered within the wave.
         """

@@ -1,12 +1,11 @@
 """The exact engine: sampling from the learner's own forward pass, so that mu = po bit for bit [VX].
 
 It has no weights of its own and nothing to refit. The forward passes are the learner's (`exact.decode`), reached
-through the small `Policy` interface; this module draws tokens and wraps responses. Random numbers come per response
-from one stream keyed like every engine's requests (`requests.request_seed`), so that responses depend neither on the
-layout nor on the batch.
+through the small `Policy` interface; this module draws tokens and wraps responses. Each response has a random stream of
+its own, keyed like every engine's requests (`requests.request_seed`), so that responses depend neither on the layout
+nor on the batch.
 
-What it costs: one pass of the training model per token, in Python and without fused kernels. docs/exact.md has the
-ratio to vLLM.
+A token costs one pass of the training model, in Python and without fused kernels. docs/exact.md has the ratio to vLLM.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ scale [McCandlish et al., arXiv 1812.06162, App. A.1]; the monitor combines them
 what each data-parallel rank has before the reduction, or else the first microbatch of each rank.
 
 Experts are left out of both norms: under expert parallelism a rank's expert gradients are sums over the tokens of all
-of its peers, and no part can be told from the others. So is an embedding tied over two pipeline stages, whose gradient
-is in two halves until it is reduced. The noise scale is that of the other weights.
+of its peers, and no part can be told from the others. An embedding tied over two pipeline stages is left out, too,
+because its gradient is in two halves until it is reduced. The noise scale is that of the other weights.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class GradientNoise:
         measured = [(name, p) for name, p in model.named_parameters() if _is_measured(p)]
         self._partial = [p for name, p in measured if _is_partial(name, p, model.config)]
         self._whole = [p for name, p in measured if not _is_partial(name, p, model.config)]
-        # With reduction during the last backward pass no rank ever holds its own gradient alone, but that of its first
-        # microbatches it does.
+        # With reduction during the last backward pass no rank ever holds its own gradient alone, except that of its
+        # first microbatches.
         self._of_first_microbatch = (
             parallel_state.get_data_parallel_world_size() == 1 or model.ddp_config.overlap_grad_reduce
         )
@@ -156,7 +156,7 @@ def update_size(optimizer: MegatronOptimizer) -> dict[str, float]:
 
 
 def _batches(shards: Sequence[tuple[torch.Tensor, ...]]) -> Iterator[list[list[torch.Tensor]]]:
-    """Lists of flat pieces, in parallel for the tensors of each item, of at most `CHUNK` elements together."""
+    """Flat pieces of the tensors of each item, cut alike, in lists of at most `CHUNK` elements together."""
     pieces, size = [], 0
     for shard in shards:
         for piece in zip(*(tensor.view(-1).split(CHUNK) for tensor in shard), strict=True):

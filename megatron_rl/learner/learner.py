@@ -156,9 +156,8 @@ class Learner:
     def _loss(
         self, logits: torch.Tensor, microbatch: Microbatch, *, denominators: Denominators
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[MetricStats, list[tuple[int, np.ndarray]]] | None]:
-        unit = torch.ones(
-            (), dtype=torch.int, device=logits.device
-        )  # Megatron's token count, unused: see wrapping._add_up_grads
+        # Megatron's token count, which `optimizer._add_up_grads` leaves unused.
+        unit = torch.ones((), dtype=torch.int, device=logits.device)
         if not microbatch.indices:
             return logits.sum() * 0.0, unit, None
         logprobs, entropy = self._token_logprobs(logits, microbatch)

@@ -1,9 +1,9 @@
 """Low-rank adapters on the linear layers of a dense model, merged into the weights in every forward pass.
 
-An adapted layer computes with round(W + alpha/rank · B A), the very tensor that the rollout engine is sent: pi and mu
-have the same weights bit for bit, which an adapter that runs beside its layer, and is rounded in other places, has not.
-The price is the gradient of the whole weight in the backward pass of a layer, and the merged copy until then (one
-layer's, with `recompute: full`). Gradient buffers, optimizer states and master weights are those of the adapters alone.
+An adapted layer computes with round(W + alpha/rank · B A), the tensor that the rollout engine is sent, so pi and mu
+have the same weights bit for bit. An adapter that ran beside its layer would round in other places. The price is the
+gradient of the whole weight in the backward pass of a layer, and the merged copy until then (one layer's, with
+`recompute: full`). Gradient buffers, optimizer states and master weights are those of the adapters alone.
 
 One adapter spans what Megatron fuses: query, key and value share A, and so do gate and up.
 """
@@ -69,7 +69,7 @@ class Adapters:
         module.register_forward_hook(restore)
 
     def merged(self, weight: torch.nn.Parameter) -> torch.Tensor:
-        """What stands for ``weight``, in its dtype: the sum is fp32 and rounded once. Itself, where not adapted."""
+        """``weight`` with its adapter added, in its dtype: the sum is fp32 and rounded once. Others as they are."""
         module = self._layers.get(weight)
         if module is None:
             return weight

@@ -43,7 +43,7 @@ class LossScaler(DynamicGradScaler):
         )
 
     def update(self, found_inf: bool) -> None:
-        """Called by each optimizer after it has looked at its gradients: nothing moves yet."""
+        """Called by each optimizer after it has looked at its gradients. The scale moves later, in `settle`."""
 
     def settle(self, overflow: bool) -> None:
         """End of a step: move the scale. ``overflow``: an optimizer found infinity or NaN."""
@@ -96,8 +96,8 @@ class OverflowGuard:
     def _first_non_finite(self) -> str:
         """The tensor with an infinite or NaN gradient that the backward pass reached first, over all ranks.
 
-        Every earlier layer inherits what went wrong in a later one, so the last in the order of the forward pass is
-        where it began.
+        The backward pass carries a fault from a later layer to all earlier ones, so it began in the last of them in the
+        order of the forward pass.
         """
         mine = [
             (order, name)
@@ -139,7 +139,8 @@ def compute_head_in_fp32(output_layer: torch.nn.Module) -> None:
     """Make a Megatron output layer return fp32 logits, from hidden states and weights turned into fp32.
 
     The weights keep the learner's dtype: vLLM's fp32 head reads the engine's weights in the same way, so that both
-    multiply the same numbers. A subclass would not do: `GPTModel` names the layer's class itself.
+    multiply the same numbers. A subclass cannot do it, because `GPTModel` names the
+    layer's class itself.
     """
 
     def to_fp32(module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -28,7 +28,7 @@ def deal(lengths: Seq[int], num_ranks: int, max_tokens: int) -> list[list[list[i
     ``max_tokens`` goes alone; a microbatch can be empty when there are fewer sequences than ranks.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    # At least: enough room, and a bin for each sequence that shares none.
+    # At least enough room, and one bin for each sequence that is too long to share one.
     num_bins = max(-(-sum(lengths) // max_tokens), sum(2 * length > max_tokens for length in lengths))
     num_rounds = max(1, -(-num_bins // num_ranks))
     while (bins := _fill(order, lengths, num_rounds * num_ranks, max_tokens)) is None:

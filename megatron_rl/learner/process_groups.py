@@ -31,15 +31,15 @@ def initialize(parallel: ParallelConfig, device: str, seed: int) -> torch.device
     if where.type == "cuda":
         torch.cuda.set_device(where)
     else:
-        # Fused elementwise functions are torch.compile'd by Megatron: ~20 s of C++ compilation per process on a
-        # CPU, for nothing.
+        # Megatron compiles fused elementwise functions: about 20 s of C++ compilation a process on a CPU, without
+        # gain.
         disable_jit_fuser()
-        # Oversubscribed OpenMP threads cost up to 20×: without a word from the user, each process takes one.
+        # Oversubscribed OpenMP threads cost up to 20×, so each process takes one unless the user says otherwise.
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)
     timeout = timedelta(minutes=parallel.timeout_minutes)
     if not dist.is_initialized():
-        # Alone, the store is handed over instead of named in the environment, which other processes would inherit.
+        # A job of one process gets its store as an object: other processes would inherit the environment variables.
         if "MASTER_PORT" not in os.environ:
             store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
             dist.init_process_group(_backend(where), store=store, rank=0, world_size=1, timeout=timeout)

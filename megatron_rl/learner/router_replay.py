@@ -1,8 +1,8 @@
 """Router replay in Megatron's routers: which experts each router selects in a forward pass, and what it saw.
 
 The routers' `RouterReplay` (patched: exact under recomputation, one microbatch's routes never reach another's backward
-pass) does the replaying. Here one forward pass at a time is given its routes, after they have been held against the
-tokens that Megatron deals to this rank and the layer numbers that the routers themselves report.
+pass) does the replaying. This module gives one forward pass at a time its routes. Before that, the routes are compared
+with the tokens that Megatron gives this rank and with the layer numbers that the routers report.
 
 Shapes: n tokens of this rank, l MoE layers of this pipeline stage, L of the model, E experts, K experts per token.
 """
@@ -126,7 +126,7 @@ class RouterReplayer:
         observe = observe and routes is not None
         for i, router in enumerate(self.routers):
             router.router_replay_action = action
-            # Not set_target_indices: it also queues the indices for a backward action that is never used.
+            # Not set_target_indices, which also queues the indices for a backward action that is never used.
             router.target_topk_idx = None if routes is None else routes.indices[i]
             router.counted = routes.counted[:, i] if observe else None
         try:
@@ -172,7 +172,7 @@ class RouterReplayer:
                     routes[index][begin - start : end - start, layers] = ids[begin:end]
                 start = stop
         for sequence, whole in zip(batch.sequences, routes, strict=True):
-            # As an engine would report them: the last token predicts nothing, its route is not needed.
+            # As an engine reports them: the last token predicts nothing, so its route is left out.
             sequence.routed_experts = whole[:-1]
             sequence.route_checksums = route_checksums(sequence.id, sequence.tokens, whole[:-1])
 
@@ -212,7 +212,7 @@ def _sequence_parallel() -> tuple[int, int]:
 
 
 def refuse_options(config: TransformerConfig) -> None:
-    """Options with which routes on record would be ignored, or a loss would push against them."""
+    """Refuse options under which routes on record would be ignored, or a loss would push against them."""
     try:
         RouterReplay.check_config(config)
     except ValueError as error:

@@ -19,7 +19,7 @@ STYLE = "length-decay"
 class LengthDecayScheduler(OptimizerParamScheduler):
     """Drop-in for `OptimizerParamScheduler`: the same arguments, plus ``length_decay`` for its new style.
 
-    ``num_steps`` is t: `step(1)` after each successful update, nothing after one that was skipped for overflow.
+    ``num_steps`` is t: `step(1)` after each successful update, no call after one that was skipped for overflow.
     With ``lr_decay_style="length-decay"`` every parameter group gets max(max_lr · 2^−floor(t/T), min_lr)
     [arXiv 2602.01826, Algorithm 1] of its own `max_lr` and `min_lr` after Megatron's linear warm-up.
     `decay_now` halves the rate out of turn, in every style: the alarms' action.
@@ -60,12 +60,12 @@ class LengthDecayScheduler(OptimizerParamScheduler):
         """Show the schedule the mean response length (tokens) of a rollout batch, before its first update.
 
         ``step``: t, the optimizer steps applied so far (not rollout steps: a batch may be several updates). Returns
-        the step of the surge, once, else None. Styles other than length-decay take no notice.
+        the step of the surge, once, else None. Other styles ignore it.
         """
         if self.length_decay is None:
             return None
         surge_step = self.length_decay.observe(step, mean_length)
-        self.step(0)  # a period that begins to count now applies to the update that follows
+        self.step(0)  # a period that begins here applies to the next update
         return surge_step
 
     def decay_now(self) -> None:
@@ -95,7 +95,7 @@ class LengthDecayScheduler(OptimizerParamScheduler):
         if self.length_decay is not None and "length_decay" in state_dict:
             self.length_decay.load_state_dict(state_dict["length_decay"])
         self.extra_halvings = state_dict.get("extra_halvings", 0)
-        self.num_steps = 0  # upstream adds the loaded number to what is there
+        self.num_steps = 0  # upstream adds the loaded number to the present one
         super().load_state_dict(dict(state_dict))
         self.step(0)  # upstream sets weight decay before it has read the loaded bounds
 
@@ -119,7 +119,7 @@ def build_scheduler(
         max_lr=lr,
         min_lr=config.floor(lr),
         lr_warmup_steps=config.warmup_steps,
-        # Constant and length-decay read no end, but upstream insists that the warm-up comes before one.
+        # Constant and length-decay have no end, but upstream requires one after the warm-up.
         lr_decay_steps=max(config.decay_steps or total_updates, config.warmup_steps + 1),
         lr_decay_style=config.style,
         start_wd=weight_decay,

@@ -2,8 +2,8 @@
 
 A training step frees blocks of many sizes and threads. glibc raises the size from which a block gets pages of its own
 to the largest that was freed (up to 32 MiB), takes such blocks from the heap from then on, and gives back only what
-lies at the heap's end: its free part was seen to grow from 40 to 400 MiB within 300 steps of two data-parallel ranks,
-with what was in use at a constant 141 MiB. `tools/heap_growth.py` shows both, with and without giving back.
+lies at the heap's end. In 300 steps of two data-parallel ranks the free part of the heap grows from 40 to 400 MiB while
+141 MiB are in use. `tools/dev/heap_growth.py` shows both numbers, with and without giving back.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-KEPT_BYTES = 64 << 20  # less growth than this is not worth the page faults of taking it again
-KEPT_FRAC = 0.25  # nor is less than this part of the process
+KEPT_BYTES = 64 << 20  # taking less than this again would cost more page faults than it is worth
+KEPT_FRAC = 0.25  # the same, as a part of the process
 SETTLING_STEPS = 4  # until the heap has what a step takes and frees: giving that back would cost its page faults again
 # at every step, which were a twentieth of one
 
@@ -50,13 +50,13 @@ _LIBRARY = _find()
 
 
 class FreedMemory:
-    """Gives freed pages back to the system, as often as the process has grown enough over what its steps need."""
+    """Gives freed pages back to the system when the process has grown well beyond what its steps need."""
 
     def __init__(self) -> None:
         self._settling, self._needed = SETTLING_STEPS, 0
 
     def give_back(self) -> bool:
-        """Call after every step. True where something was. Takes microseconds where there is nothing to do."""
+        """Call after every step: whether memory was given back. Takes microseconds where there is nothing to do."""
         if _LIBRARY is None:
             return False
         resident = resident_bytes()
@@ -65,7 +65,7 @@ class FreedMemory:
             self._needed = max(self._needed, resident)
             return False
         allowed = max(KEPT_BYTES, KEPT_FRAC * self._needed)
-        # glibc counts as free also what has gone back, so that its count alone does not decide.
+        # glibc also counts as free what it has given back, so its count alone does not decide.
         if resident - self._needed <= allowed or heap().fordblks <= allowed:
             return False
         self._settling, self._needed = SETTLING_STEPS, 0

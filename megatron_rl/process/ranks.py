@@ -1,6 +1,6 @@
 """Collectives of all ranks of the job: objects, decisions, and errors that every rank hears of.
 
-Each works without a process group, too, where the job is one process. The learner starts and ends the groups
+Each also works without a process group, in a job of one process. The learner starts and ends the groups
 (`learner.process_groups`).
 """
 
@@ -26,7 +26,7 @@ def world_size() -> int:
 
 
 def gather_objects(item: T) -> list[T]:
-    """One picklable object of every rank, in rank order, on every rank. Only ever our own ranks' data."""
+    """One picklable object of every rank, in rank order, on every rank. It unpickles: only data of our own ranks."""
     if world_size() == 1:
         return [item]
     items: list[Any] = [None] * world_size()
@@ -82,8 +82,8 @@ def together(
     """``action()`` of this rank, once it has succeeded on all of them.
 
     Where it raised on one, every rank raises: that rank's `InputError` as one, anything else as a ``fault`` that begins
-    with ``what`` and goes on as ``describe`` says. Without this the other ranks would wait in their next collective for
-    one that has left.
+    with ``what`` and goes on as ``describe`` says. Otherwise the other ranks would wait in their next collective for a
+    rank that has left.
     """
     result, problem, found = None, None, None
     try:

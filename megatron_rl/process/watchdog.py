@@ -11,16 +11,16 @@ from collections.abc import Iterator
 
 from megatron_rl.errors import EXIT_FAULT
 
-_GRACE_S = 5.0  # from the message to the end, which needs no cooperation of Python's threads
+_GRACE_S = 5.0  # from the message to the end of the process, which needs no Python thread
 
 
 @contextlib.contextmanager
 def limited(seconds: float | None, what: str) -> Iterator[None]:
     """End this process with `EXIT_FAULT` if the body takes longer than ``seconds`` (None: no limit).
 
-    First comes one line that names ``what``, then the stacks of all threads. Nothing can be saved: the thread that
-    would is the one that hangs. The launcher ends the other ranks, and a restart continues from the last checkpoint.
-    One such limit at a time per process.
+    First comes one line that names ``what``, then the stacks of all threads. Nothing can be saved, because the
+    thread that would save is the one that hangs. The launcher ends the other ranks, and a restart continues from the
+    last checkpoint. One such limit at a time per process.
     """
     if seconds is None:
         yield

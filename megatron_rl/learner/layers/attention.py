@@ -2,7 +2,8 @@
 
 Megatron's own `DotProductAttention` materialises the [heads, tokens, tokens] scores and refuses packed sequences.
 Here one microbatch is one row of ``N`` tokens that holds ``S`` sequences back to back. Sequences of one length are
-attended to together as they lie; others padded to the longest, unless that costs more than it saves; then one by one.
+attended to together as they lie. Sequences of several lengths are padded to the longest, or go one by one where padding
+costs more than it saves.
 The result is the same function in every case: a causal mask never lets a token see what follows it.
 
 Shapes: N packed tokens, S sequences, M longest sequence, H heads, D head width; GQA groups are expanded by SDPA.
@@ -20,8 +21,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-# Attend to all sequences in one padded call while the padded score matrix has at most this many times the entries of
-# the real ones: one call costs ~50 µs of dispatch per sequence less, an entry a fraction of a nanosecond.
+# All sequences go in one padded call while the padded score matrix has at most this many times the entries of the real
+# ones: one call saves about 50 µs of dispatch a sequence, and an entry costs a fraction of a nanosecond.
 _MAX_PADDED_WORK = 4.0
 
 
@@ -125,7 +126,7 @@ class SDPACoreAttention(MegatronModule):
 
 
 class _Pad(torch.autograd.Function):
-    """[N, …] → [S, M, …]. What a causal mask hides from real tokens has no gradient, so padding passes none back."""
+    """[N, …] → [S, M, …]. A causal mask hides padding from real tokens, so padding has no gradient."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, pad_index: torch.Tensor, unpad_index: torch.Tensor) -> torch.Tensor:

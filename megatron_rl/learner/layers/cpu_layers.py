@@ -2,8 +2,8 @@
 
 Between two matrix products Megatron's own layers walk over the activations once per elementary operation: a rotary
 embedding is two concatenations, two products and a sum, and cosines of every angle in every layer. A CPU waits for
-memory in each of them. Here each of these stretches is one autograd function with its own gradient, and all experts of
-a rank are one function, so that elementwise work is done once for all of them. Parameters, their names and the results
+memory in each of them. Here each such stretch is one autograd function with its own gradient. All experts of a rank are
+one function, so that elementwise work is done once for all of them. Parameters, their names and the results
 (to rounding) are Megatron's; tests/unit/learner/test_cpu_layers.py holds values and gradients to the original layers.
 
 Shapes: N tokens, H hidden size, D head width, E local experts, F expert width, K experts per token, M = N·K rows that
@@ -47,8 +47,8 @@ def use_few_pass_layers(block: TransformerBlockSubmodules) -> None:
 
 
 def finish_few_pass_model(model: GPTModel, compile: bool = False) -> None:
-    """What a specification cannot say: one cosine for all layers, no exchange where a rank has all experts, and whether
-    elementwise work is compiled."""
+    """Set what a specification cannot express: one cosine for all layers, no exchange where a rank has all experts, and
+    whether elementwise work is compiled."""
     if compile:
         for module in model.modules():
             if isinstance(module, FewPassRMSNorm | FewPassSelfAttention | FewPassExperts):
@@ -183,7 +183,7 @@ def _each(
 
 
 class FewPassExperts(SequentialMLP):
-    """All experts of this rank in one function. Gated SiLU without biases, as in every model that we read."""
+    """All experts of this rank in one function. Gated SiLU without biases, as in every supported model."""
 
     stretches = PLAIN
 

@@ -1,9 +1,9 @@
-"""The elementwise work between two matrix products, each stretch one function: plain, or compiled by torch.compile.
+"""The elementwise work between two matrix products: one function for each stretch, plain or compiled.
 
 `cpu_layers` calls these in its autograd functions. Plain, every line is one pass over the activations; compiled
 (``learner.compile``), a stretch is one pass or two, in code that Inductor writes for the processor it runs on. Both
 compute the same formulas; results differ by rounding. Sizes are symbols to the compiler, so that a microbatch of
-another length compiles nothing again.
+another length compiles nothing.
 
 Shapes: N tokens, b = 1, D head width, M rows of experts, F expert width. Activations have the learner's dtype, 1 / rms
 is float32.

@@ -1,8 +1,8 @@
 """Output layer and log-probabilities in one: the logits of a few hundred tokens exist at a time, never all of them.
 
-At Qwen3's vocabulary of 151,936 the logits of 16k tokens are 5 GB in bf16, and their gradient as much again. Here both
-passes go over the tokens in pieces, and the backward pass computes each piece of logits again: one more matrix product
-of the output layer, a third more of its work.
+At Qwen3's vocabulary of 151,936 the logits of 16k tokens are 5 GB in bf16, and so is their gradient. Here both passes
+go over the tokens in pieces. The backward pass computes each piece of logits again: one more matrix product of the
+output layer, a third more of its work.
 
 Shapes: N packed tokens, n of them predict a response token, H hidden width, V/tp this rank's share of the vocabulary.
 """
@@ -26,8 +26,8 @@ from megatron_rl.learner.layers.logprobs import local_labels, row_statistics, sc
 class FusedHead:
     """Makes ``model``'s output layer pass hidden states through, and takes log-probs from them afterwards.
 
-    What hooks do to the layer's input and weight (an fp32 head) happens as before. A subclass would not do: `GPTModel`
-    names the layer's class itself.
+    What hooks do to the layer's input and weight (an fp32 head) happens as before. A subclass cannot do it, because
+    `GPTModel` names the layer's class itself.
     """
 
     def __init__(self, model: GPTModel):
@@ -97,7 +97,7 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, weight, positions, labels, logsumexp = ctx.saved_tensors
         vocab_size, temperature, first = ctx.numbers
         grad_hidden = torch.zeros_like(hidden)
-        # A sum over pieces: in 16 bits every further piece would be rounded away a little.
+        # The sum over pieces is fp32: in 16 bits every further piece would lose a little.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for rows in torch.arange(len(positions), device=hidden.device).split(LOGIT_CHUNK_ROWS):
             states = hidden[positions[rows]]
@@ -110,7 +110,7 @@ class _HeadLogprobs(torch.autograd.Function):
             grad_hidden[positions[rows]] = x @ weight
             if grad_weight is not None:
                 grad_weight += x.t() @ states
-            del x  # or the next piece is made while this one is still there
+            del x  # frees this piece before the next one is made
         grad_weight = grad_weight.to(weight.dtype) if grad_weight is not None else None
         return grad_hidden, grad_weight, None, None, None, None, None
 

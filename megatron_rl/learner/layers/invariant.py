@@ -1,8 +1,8 @@
 """Batch-invariant computation: a token's numbers do not depend on what else is in the batch.
 
 A kernel library chooses its order of summation by the shape of the whole call, and its polynomial for exp by whether
-an element falls into a vector register or into the rest of the loop. So one token gets other bits in another batch,
-which is all the training-inference mismatch of two engines that share their code [VX]. Inside `BatchInvariant` every
+an element falls into a vector register or into the rest of the loop. So one token gets other bits in another batch.
+Two engines that share their code have no other training-inference mismatch [VX]. Inside `BatchInvariant` every
 such call is made in one fixed shape:
 
 * matrix products over rows in tiles of `TILE` rows, one product per tile, the last tile padded;
@@ -12,8 +12,8 @@ such call is made in one fixed shape:
 * sums over a token's experts in the order of the experts.
 
 Backward passes are left as they are: nothing compares gradients bit for bit with another engine. Sums over ranks are
-out of reach here; `config.exact` limits layouts to those that have one order only. That all this suffices on a given
-machine is not taken on trust: the gate (`exact.bit_check`) compares every sampled token in every step.
+out of reach here: `config.rules` limits layouts to those with one order of summation. `exact.bit_check` compares every
+sampled token in every step, so that nothing rests on trust in a given machine.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def padded_in_place(function: Callable[[torch.Tensor], torch.Tensor]) -> Callabl
 def add_rows(target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """``target.scatter_add_`` of whole rows, those of one place one after the other in the order of ``source``.
 
-    One call per row that a place gets: how a library rounds between the rows of one call is its own affair.
+    One call per row that a place gets, because the order in which a library adds the rows of one call is not specified.
     """
     if dim != 0 or index.dim() != 2 or index.stride(1) != 0:
         return target.scatter_add_(dim, index, source)

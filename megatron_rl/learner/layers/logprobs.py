@@ -63,7 +63,7 @@ class _TokenLogprobs(torch.autograd.Function):
             local, inside = local_labels(labels[rows], first, logits.size(1))
             x.scatter_add_(1, local[:, None], (scale * inside)[:, None])
             grad[positions[rows]] = x.to(grad.dtype)
-            del x  # or the next piece is made while this one is still there
+            del x  # frees this piece before the next one is made
         return grad, None, None, None, None, None
 
 
@@ -93,7 +93,7 @@ def row_statistics(
     weights = (x - top[:, None]).exp_()
     local, inside = local_labels(labels, first, x.size(1))
     label_logit = x.gather(1, local[:, None]).squeeze(1).masked_fill(~inside, 0.0)
-    # p log p of a masked column is 0 · (-inf): leave it out
+    # p log p of a masked column is 0 · (-inf), so it is left out
     mean_logit = (weights * x.masked_fill(weights == 0, 0.0)).sum(dim=1)
     sums = torch.stack([weights.sum(dim=1), label_logit, mean_logit])
     if tp > 1:
