@@ -6,11 +6,14 @@ would take `1/2` out of anything that holds ``\frac{1}{2}``.
 math-verify (SymPy behind it) proposes; a numeric check at high precision disposes. The check is needed: math-verify
 compares decimals at six places and chops small differences to zero, so that it takes ``.0000671`` for ``.0000672`` and
 ``2^{-97}`` for ``2^{-98}``.
+
+Decimals are read as the fractions that they are: as floating-point numbers they agree with nothing to 30 digits.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from fractions import Fraction
 from functools import lru_cache
 
@@ -28,12 +31,22 @@ _AGREE = sympy.Float("1e-20", _DIGITS)  # relative difference of equal values at
 _ZERO = sympy.Float("1e-25", _DIGITS)  # what is left of an expression whose exact value is zero
 _SPELLING = NormalizationConfig(basic_latex=True, malformed_operators=True, boxed="none")
 _POINTS = (Fraction(17, 13), Fraction(29, 11), Fraction(5, 7))  # where expressions with variables are compared
+_DECIMAL = re.compile(r"(?<![\d.])((?:\d{1,3}(?:,\d{3})+|\d*))\.(\d+)(?![\d.])")
+
+
+def _exact_decimals(latex: str) -> str:
+    r"""``0.5`` as ``\frac{5}{10}``."""
+
+    def fraction(match: re.Match[str]) -> str:
+        return rf"\frac{{{int(match[1].replace(',', '') + match[2])}}}{{{10 ** len(match[2])}}}"
+
+    return _DECIMAL.sub(fraction, latex)
 
 
 @lru_cache(maxsize=4096)
 def _expression(latex: str) -> sympy.Basic | None:
     """``latex`` as SymPy reads it, or None. The time limit is the worker's, hence none here."""
-    latex = latex.replace(r"\text{degree}", r"^{\circ}")
+    latex = _exact_decimals(latex.replace(r"\text{degree}", r"^{\circ}"))
     latex = normalize_latex(latex, _SPELLING)
     try:
         expression = latex2sympy(latex, is_real=not should_treat_as_complex(latex), normalization_config=None)
@@ -55,13 +68,22 @@ def algebra_equal(candidate: str, gold: str) -> bool:
         return False
     if isinstance(theirs, sympy.Eq) or isinstance(ours, sympy.Eq):
         return isinstance(theirs, sympy.Eq) and isinstance(ours, sympy.Eq) and _same_locus(ours, theirs)
+    if _agree(ours, theirs) and _proved(ours, theirs):  # the quick test first
+        return True
     decimal, other = plain_number(candidate), theirs
     if decimal is None or decimal.places is None:
         decimal, other = plain_number(gold), ours
-    if decimal is not None and decimal.places is not None:
-        value = _constant(other)
-        return value is not None and rounds_to(value, decimal)
-    return _agree(ours, theirs) and bool(verify(theirs, ours, timeout_seconds=None))  # the quick test first
+    if decimal is None or decimal.places is None:
+        return False
+    value = _constant(other)
+    return value is not None and rounds_to(value, decimal)
+
+
+def _proved(ours: sympy.Basic, theirs: sympy.Basic) -> bool:
+    if verify(theirs, ours, timeout_seconds=None):
+        return True
+    expressions = isinstance(ours, sympy.Expr) and isinstance(theirs, sympy.Expr)
+    return expressions and sympy.simplify((ours - theirs).doit()) == 0  # math-verify misses 2·(1/2)·x against x
 
 
 def _constant(expression: sympy.Basic) -> Fraction | None:

@@ -20,6 +20,10 @@ SAME = [
     (r"\frac{1}{-2}", r"-\frac{1}{2}"), (r"\frac{1}{29322216}", r"\dfrac{1}{29,\!322,\!216}"), ("2^{10}", "1024"),
     ("50\\%", "50"), ("0.1", r"10\%"), ("0.333333", r"\frac13"), ("3.14159265", r"\pi"), ("204_{5}", "204_5"),
     (r"6.02\times10^{23}", r"6.02 \times 10^{23}"), ("x = 5", "5"), ("5", "x=5"), ("m+n = 142", "142"),
+    # decimals against what they equal exactly, however few digits they have
+    (r"\sqrt{4}", "2.0"), (r"1+\frac12", "1.5"), ("2^{-1}", "0.5"), ("0.5x", r"\frac{1}{2}x"),
+    ("y=0.5x+3", r"y=\frac12x+3"), ("2^{0.5}", r"\sqrt{2}"), (r"\frac{0.5}{x}", r"\frac{1}{2x}"), ("x=0.5", "x=2^{-1}"),
+    (r"2\cdot0.5x", "x"), (r"2.5^2", r"6\frac14"), ("0.1+0.2", "0.3"),
     # units
     ("15", r"15\mbox{ cm}^2"), ("15 cm^2", r"15\mbox{ cm}^2"), ("30", r"30^\circ"), (r"30\text{ degrees}", r"30^\circ"),
     ("7 hours", r"7\text{ hours}."), ("18.90", r"\$18.90"),
@@ -53,6 +57,8 @@ DIFFERENT = [
     (r"\begin{pmatrix} -1 & 0 & 0 & -1 \end{pmatrix}", r"\begin{pmatrix} -1 & 0 \\ 0 & -1 \end{pmatrix}"),
     # numbers that math-verify alone takes for equal
     (r"\frac{1}{2^{97}}", r"\frac{1}{2^{98}}"), (".0000671", ".0000672"), ("204", "204_5"), ("204_6", "204_5"),
+    ("0.33x", r"\frac13x"), ("y=0.333x", r"y=\frac13x"), ("2^{0.49999999}", r"\sqrt2"), ("1.5.2", "1.5"),
+    ("0.5x", "0.5000001x"), (r"\sqrt{4.0001}", "2.0"),
     # texts that hold the answer somewhere; infinities
     (r"\le\begin{pmatrix}\frac{1}{2}\\", r"\frac{1}{2}"), (r"k\frac{1}{2}", r"\frac{1}{2}"), (r"\log2^\infty", "5"),
     (r"+\log\infty", r"\pi"), (r"\infty", "5"),
