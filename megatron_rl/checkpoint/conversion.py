@@ -23,11 +23,12 @@ from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_read
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.architecture import Architecture, read_architecture
 from megatron_rl.checkpoint.foreign import INDEX_FILE, no_foreign_code
 from megatron_rl.checkpoint.hf_export import copy_companions, write_hf_checkpoint
 from megatron_rl.checkpoint.hf_folder import HFFolder
-from megatron_rl.checkpoint.manifest import partial_path
+from megatron_rl.checkpoint.manifest import MANIFEST_FILE, TRAINER_FILE, partial_path
 from megatron_rl.checkpoint.names import EXTRA_STATE, Stored, extra_states, stored_tensors
 from megatron_rl.checkpoint.save import CONTENT_METADATA, WEIGHTS_FILE
 from megatron_rl.checkpoint.shards import join_qkv, split_qkv
@@ -142,8 +143,9 @@ def to_hf(
         SHA-256 by Hugging Face name of what was read; what was written has been compared with it.
 
     Raises:
-        InputError: wrong or incomplete source, target exists, disk too small.
+        InputError: wrong, incomplete or altered source, target exists, disk too small.
     """
+    check_whole(source)
     a, folder, prefix = read_architecture(model), MegatronFolder(source), MASTER_PREFIX if master else ""
     if master and not any(key.startswith(MASTER_PREFIX) for key in folder.tensors):
         raise InputError(f"{source}: holds no master weights (an fp32 run keeps none); leave --master out")
@@ -190,6 +192,8 @@ def to_megatron(source: Path, target: Path, *, dtype: torch.dtype | None = None)
     save_config(CheckpointingConfig("torch_dist", 1), str(partial))
     copy_companions(source, partial / HF_FOLDER)
     (partial / WEIGHTS_FILE).write_text(json.dumps({"architecture": a.model_type, "digest": total(digests)}) + "\n")
+    names = [path.name for path in partial.iterdir() if path.is_file()]
+    manifest.write_manifest(partial, manifest.hash_files(partial, names))
     verify("written", MegatronFolder(partial).hf_weights(a), digests)
     partial.rename(target)
     return digests
@@ -208,6 +212,21 @@ class _LazySave(DefaultSavePlanner):
 
 
 # -- proof
+
+
+def check_whole(source: Path) -> None:
+    """Raise `InputError` where the files of ``source`` are not those that its manifest lists.
+
+    What a run wrote must have a manifest. Folders of other programs, and of `to_megatron` where it wrote none, pass.
+    """
+    marker = TRAINER_FILE if (source / TRAINER_FILE).is_file() else WEIGHTS_FILE
+    if marker == WEIGHTS_FILE and not (source / MANIFEST_FILE).is_file():
+        return
+    problems = manifest.incomplete(source, marker) or "; ".join(manifest.altered_files(source, marker=marker)[:_SHOWN])
+    if problems:
+        raise InputError(
+            f"{source}: {problems}; this checkpoint is not what was written. Take another one, or copy it again"
+        )
 
 
 def digest(name: str, tensor: torch.Tensor) -> str:

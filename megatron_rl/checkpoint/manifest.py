@@ -67,22 +67,29 @@ def write_durably(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def read_manifest(path: Path) -> dict[str, dict[str, int | str]]:
-    """Name → size and hash. ValueError where the manifest is damaged, OSError where it is not there."""
+def read_manifest(path: Path, marker: str = TRAINER_FILE) -> dict[str, dict[str, int | str]]:
+    """Name → size and hash. ValueError where the manifest is damaged, of a format that this version does not read, or
+    does not list ``marker``; OSError where it is not there."""
     try:
-        files = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))["files"]
+        found = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))
+        version, files = found["format_version"], found["files"]
         valid = all(Path(name).name == name and {"size", "sha256"} <= about.keys() for name, about in files.items())
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{MANIFEST_FILE} cannot be read ({type(error).__name__})") from error
-    if not valid or TRAINER_FILE not in files:
+    if type(version) is not int or version != FORMAT_VERSION:  # true is no 1
+        raise ValueError(f"{MANIFEST_FILE} has format_version {version!r}, this version reads {FORMAT_VERSION}")
+    if not valid or marker not in files:
         raise ValueError(f"{MANIFEST_FILE} is not one")
     return files
 
 
-def incomplete(path: Path) -> str | None:
-    """Why ``path`` is no complete checkpoint, judging by names and sizes alone; None where it is one."""
+def incomplete(path: Path, marker: str = TRAINER_FILE) -> str | None:
+    """Why ``path`` is no complete checkpoint, judging by names and sizes alone; None where it is one.
+
+    ``marker``: the file that its kind must have, `TRAINER_FILE` where a run wrote it.
+    """
     try:
-        files = read_manifest(path)
+        files = read_manifest(path, marker)
     except ValueError as error:
         return str(error)
     except OSError:
@@ -97,9 +104,9 @@ def incomplete(path: Path) -> str | None:
     return None
 
 
-def altered_files(path: Path, part: int = 0, parts: int = 1) -> list[str]:
+def altered_files(path: Path, part: int = 0, parts: int = 1, marker: str = TRAINER_FILE) -> list[str]:
     """Files whose contents are not what was written. ``part`` of ``parts``: look only at this share of them."""
-    files = read_manifest(path)
+    files = read_manifest(path, marker)
     names = sorted(files, key=lambda name: (-int(files[name]["size"]), name))[part::parts]
     try:
         found = hash_files(path, names)

@@ -108,7 +108,13 @@ def load_checkpoint(path: Path, model: GPTModel, optimizer: MegatronOptimizer, v
 
 
 def load_weights(path: Path, model: GPTModel, optimizer: MegatronOptimizer | None = None) -> None:
-    """Fill ``model`` from the weights in ``path``, written under any layout; the optimizer's masters follow."""
+    """Fill ``model`` from the weights in ``path``, written under any layout; the optimizer's masters follow.
+
+    Collective. Raises `InputError` where ``path`` has a manifest of `conversion.to_megatron` and differs from it.
+    """
+    has_manifest = all((Path(path) / name).is_file() for name in (WEIGHTS_FILE, manifest.MANIFEST_FILE))
+    if has_manifest and (problem := damage(Path(path), WEIGHTS_FILE)):
+        raise InputError(f"checkpoint {path}: {problem}; write it again with to-megatron")
     weights = unwrap_model(model).sharded_state_dict(metadata=dict(CONTENT_METADATA))
     with no_foreign_code(Path(path)):
         state = dist_checkpointing.load({"model": weights}, str(path))
@@ -117,14 +123,14 @@ def load_weights(path: Path, model: GPTModel, optimizer: MegatronOptimizer | Non
         optimizer.reload_model_params()
 
 
-def damage(path: Path) -> str | None:
+def damage(path: Path, marker: str = TRAINER_FILE) -> str | None:
     """Why the checkpoint ``path`` cannot be trusted, from sizes, then hashes; None where it is whole.
 
-    Collective: each rank reads its share of the files, and all return the same.
+    ``marker``: see `manifest.incomplete`. Collective: each rank reads its share of the files, and all return the same.
     """
-    problem = broadcast_object(manifest.incomplete(path) if world_rank() == 0 else None)
+    problem = broadcast_object(manifest.incomplete(path, marker) if world_rank() == 0 else None)
     if problem is None:
-        shares = gather_objects(manifest.altered_files(path, world_rank(), world_size()))
+        shares = gather_objects(manifest.altered_files(path, world_rank(), world_size(), marker))
         problem = next((problem for share in shares for problem in share), None)
     return problem
 

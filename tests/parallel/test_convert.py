@@ -203,9 +203,35 @@ def test_another_architecture_is_refused(saved, dense, tmp_path):
         conversion.to_hf(MODEL, tmp_path / "out", MODEL)
 
 
+@pytest.mark.parametrize("kind", ["of a run", "of to-megatron"])
+def test_an_altered_checkpoint_is_refused(kind, saved, other, tmp_path):
+    copy, out = tmp_path / "copy", tmp_path / "out"
+    shutil.copytree(saved["mixed"] if kind == "of a run" else conversion_of(other, tmp_path / "megatron"), copy)
+    shard = max(copy.glob("__*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(InputError, match=rf"copy: {shard.name} has another SHA-256; this checkpoint is not what was"):
+        conversion.to_hf(copy, out, MODEL)
+    shard.unlink()
+    with pytest.raises(InputError, match=f"{shard.name} is missing"):
+        conversion.to_hf(copy, out, MODEL)
+    if kind == "of a run":
+        (copy / "manifest.json").unlink()
+        with pytest.raises(InputError, match=r"no manifest\.json"):
+            conversion.to_hf(copy, out, MODEL)
+    assert not out.exists()
+
+
+def conversion_of(hf: Path, target: Path) -> Path:
+    conversion.to_megatron(hf, target)
+    return target
+
+
 def test_code_in_an_index_does_not_run(tmp_path):
     conversion.to_megatron(MODEL, tmp_path / "foreign")
     (tmp_path / "foreign" / INDEX_FILE).write_bytes(pickle.dumps(Evil(tmp_path / "ran"), protocol=2))
+    (tmp_path / "foreign" / "manifest.json").unlink()  # as another program would write it
     with pytest.raises(InputError, match=r"index names posix\.mkdir"):
         conversion.to_hf(tmp_path / "foreign", tmp_path / "out", MODEL)
     assert [path.name for path in tmp_path.iterdir()] == ["foreign"]

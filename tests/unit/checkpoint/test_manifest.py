@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,16 @@ def test_a_manifest_that_is_none(tmp_path, text):
     (path / "manifest.json").write_text(text)
     assert "manifest.json" in manifest.incomplete(path)
     assert manifest.list_checkpoints(tmp_path) == []
+
+
+def test_a_manifest_of_another_format_is_named(tmp_path):
+    path = write(tmp_path, 3)
+    text = (path / "manifest.json").read_text()
+    for version in (2, 0, "1", True, None):
+        (path / "manifest.json").write_text(
+            text.replace('"format_version": 1', f'"format_version": {json.dumps(version)}')
+        )
+        assert manifest.incomplete(path) == f"manifest.json has format_version {version!r}, this version reads 1"
 
 
 def test_recovery_after_a_kill_anywhere_in_publishing(tmp_path):
