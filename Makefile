@@ -31,11 +31,11 @@ lint: setup ## ruff, shellcheck, both patch series and every recipe
 	$(RUN) -m ruff format --check .
 	$(VENV)/bin/shellcheck --external-sources --source-path=. $$(git ls-files '*.sh' '*.sbatch' .ci/run)
 	$(RUN) tools/patches.py check
-	$(RUN) tools/check_recipes.py
+	$(RUN) -m tools.dev.check_recipes
 
-# Left out: bench_reward wants files of problems, bench_trl another environment; --help says how to start them.
+# Left out: `reward` wants files of problems, `trl` another environment; --help says how to start them.
 bench: setup ## print the benchmarks' tables
-	@for bench in $(filter-out tools/bench_reward.py tools/bench_trl.py,$(wildcard tools/bench_*.py)); do echo "== $$bench"; $(RUN) $$bench; done
+	@for bench in $(filter-out __init__ reward trl,$(basename $(notdir $(wildcard tools/bench/*.py)))); do echo "== $$bench"; $(RUN) -m tools.bench.$$bench; done
 
 clean: ## remove what set-up made (not the runs)
 	rm -rf $(VENV) .cache

@@ -10,7 +10,7 @@ from megatron_rl.config.base import Section
 
 
 class DetectorConfig(Section):
-    """When a rise of the mean response length counts as a surge (`tools/tune_surge_detector.py` prints why so)."""
+    """When a rise of the mean response length counts as a surge (`tools.dev.tune_surge_detector` prints why so)."""
 
     smoothing_steps: PositiveInt = 7
     """The length is smoothed by the median of this many observations: outliers shorter than half of it vanish."""

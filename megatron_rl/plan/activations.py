@@ -1,7 +1,7 @@
 """What a microbatch leaves in memory between its forward and its backward pass, tensor by tensor.
 
 The tables list what autograd keeps for the modules that the learner builds. Those of `learner.layers.cpu_layers`,
-which run where TransformerEngine cannot, are held against measured peaks (`tools/measure_memory.py`).
+which run where TransformerEngine cannot, are held against measured peaks (`tools.dev.measure_memory`).
 TransformerEngine's layers differ where ``fused`` says so; those entries come from reading its source and Megatron's.
 
 Symbols: N tokens of a microbatch, b bytes of an element, and those of `plan.parameters`. Under sequence parallelism a

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 
+from megatron_rl.commands import mismatch as mismatch_report
 from megatron_rl.config.precision_contract import confirm_contract, contract
 from megatron_rl.errors import RunEnded
 from megatron_rl.learner.learner import Learner
@@ -16,8 +17,7 @@ from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.train import train
 from megatron_rl.types import Prompt
 from tests.support.tiny import MODEL, stored_rollouts, tiny_recipe
-from tools import mismatch_report
-from tools.make_tiny_checkpoint import build_tokenizer
+from tools.dev.make_tiny_checkpoint import build_tokenizer
 
 PROBED = ("model.embed_tokens.weight", "model.norm.weight")  # not packed for a kernel
 

@@ -12,8 +12,8 @@ from megatron_rl.config import Recipe, load_recipe
 from tests.parallel.gloo import run_ranks
 from tests.support.tiny import REPOSITORY
 from tests.support.twins import STEPS, shared_keys, twin, twin_key
-from tools import check_recipes
-from tools.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
+from tools.dev import check_recipes
+from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
 
 SCALED = sorted(path for path in (REPOSITORY / "recipes").rglob("*.yaml") if re.search(r"-\d+n\d+g-", path.stem))
 IDS = [str(path.relative_to(REPOSITORY / "recipes").with_suffix("")) for path in SCALED]

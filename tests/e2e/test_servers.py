@@ -31,7 +31,7 @@ from megatron_rl.rollout.servers.rendezvous import Address, folder, read
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.types import Group, Prompt
 from tests.support.tiny import DATA, MODEL, REPOSITORY, tiny_recipe
-from tools.make_tiny_checkpoint import build_tokenizer
+from tools.dev.make_tiny_checkpoint import build_tokenizer
 
 TOKEN = "token-of-the-servers-in-this-test"
 ROLLOUT = {"dtype": "fp32", "max_response_length": 24, "kv_cache_gib": 0.0625}

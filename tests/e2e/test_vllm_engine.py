@@ -26,7 +26,7 @@ from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.types import Group, Prompt
 from tests.e2e import hf_reference
 from tests.support.rounding import bound_from_double
-from tools.make_tiny_checkpoint import build_model, build_tiny_config, build_tokenizer, save_checkpoint
+from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, build_tokenizer, save_checkpoint
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny"
 MODEL = TINY / "model"

@@ -13,7 +13,7 @@ from megatron_rl.errors import InputError
 from tests.parallel.gloo import run_ranks
 from tests.parallel.programs.lora import LORA
 from tests.support.tiny import stored_rollouts, tiny_recipe
-from tools.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
+from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
 
 STEPS = 3
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -1,6 +1,6 @@
 """`plan` against reality: the arithmetic for GPUs predicts what PyTorch's allocator handed out, within 15%.
 
-The whole table (1 to 30 million parameters, every recomputation) is tools/measure_memory.py's.
+The whole table (1 to 30 million parameters, every recomputation) is tools.dev.measure_memory's.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.parallel.gloo import run_ranks
-from tools.measure_memory import TOLERANCE
+from tools.dev.measure_memory import TOLERANCE
 
 TOKENS = 1024
 

@@ -10,7 +10,7 @@ import torch
 from megatron_rl.checkpoint.architecture import architecture_from, read_architecture
 from megatron_rl.checkpoint.known_models import KNOWN_MODELS
 from tests.parallel.gloo import run_ranks
-from tools.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
+from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
 
 LLAMA3 = KNOWN_MODELS["OctoThinker-3B-Hybrid-Base"]["rope_scaling"]
 

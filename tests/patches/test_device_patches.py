@@ -9,19 +9,17 @@ why CUDA cannot tell.
 from __future__ import annotations
 
 import ast
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_rl.patching import target, upstream
+from megatron_rl.patching.series import Series
+
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPOSITORY / "tools"))
 
-from patchlib import target, upstream
-from patchlib.series import Series
-
-SERIES = {name: Series.read(REPOSITORY / "patches" / name) for name in ("megatron-core", "megatron-core-0.19")}
+SERIES = {name: Series.read(REPOSITORY / "patches" / name) for name in ("megatron-core-0.16", "megatron-core-0.19")}
 DEVICE_PATCHES = [
     pytest.param(name, patch, id=f"{name}-{patch.name}")
     for name, series in SERIES.items()
@@ -165,7 +163,7 @@ def test_device_patches_are_upstream_where_cuda_is_available(name, patch, states
 
 
 def test_the_comparison_notices_a_change(states):
-    before, after = states["megatron-core"]["device-of-moe.patch"]
+    before, after = states["megatron-core-0.16"]["device-of-moe.patch"]
     path = "megatron/core/transformer/moe/router.py"
     assert (
         differing_functions(before[path], after[path].replace(b"device=current_device()", b'device="cpu"', 1)) != set()

@@ -13,13 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.patching import target
+from megatron_rl.patching.errors import PatchError
+from megatron_rl.patching.series import Series, tree_hash
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOOL = REPOSITORY / "tools" / "patches.py"
-sys.path.insert(0, str(REPOSITORY / "tools"))
-
-from patchlib import target
-from patchlib.errors import PatchError
-from patchlib.series import Series, tree_hash
 
 ORIGINAL = {
     "top/pkg/a.py": b"".join(b"a%d = %d\n" % (n, n) for n in range(40)),
@@ -120,12 +119,12 @@ def patched(checkout: Path) -> dict[str, bytes]:
 
 
 def test_the_series_of_megatron_core_goes_on_and_off_a_pristine_tree(tmp_path):
-    series = Series.read(REPOSITORY / "patches" / "megatron-core")
+    series = Series.read(REPOSITORY / "patches" / "megatron-core-0.16")
     installed = series.load(target.find(series, None, allow_global=True).root)
     pristine = {path: content for path, content in series.pristine(installed).items() if content is not None}
     root = write(tmp_path / "tree", pristine)
     assert tree_hash(series.load(root)) == series.pins["Tree-Before"]
-    where = ("--tree", root, "megatron-core")
+    where = ("--tree", root, "megatron-core-0.16")
     assert run("status", *where).returncode == 1
     assert run("apply", *where).returncode == 0
     assert tree_hash(series.load(root)) == series.pins["Tree-After"]
@@ -239,7 +238,7 @@ def test_other_environments_and_versions_are_refused(patches, environment, tmp_p
     assert missing.returncode == 2
     assert "small is not installed" in missing.stderr
     # The machine's own environment: the running prefix is the base one, or the package lies outside of it.
-    series = Series.read(REPOSITORY / "patches" / "megatron-core")
+    series = Series.read(REPOSITORY / "patches" / "megatron-core-0.16")
     for prefix in (sys.base_prefix, str(tmp_path)):
         monkeypatch.setattr(sys, "prefix", prefix)
         with pytest.raises(PatchError, match="not inside a virtual environment"):
@@ -309,13 +308,12 @@ def test_an_error_halfway_restores_every_file(patches, tree, failing, monkeypatc
 
 KILLED_AFTER = """
 import os, sys
-sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from patchlib import target
-from patchlib.series import Series
-root, series, calls, replace = Path(sys.argv[2]), Series.read(Path(sys.argv[3])), [], os.replace
+from megatron_rl.patching import target
+from megatron_rl.patching.series import Series
+root, series, calls, replace = Path(sys.argv[1]), Series.read(Path(sys.argv[2])), [], os.replace
 def replace_or_die(source, destination):
-    if len(calls) == int(sys.argv[4]):
+    if len(calls) == int(sys.argv[3]):
         os._exit(9)
     calls.append(destination)
     replace(source, destination)
@@ -328,7 +326,7 @@ target.replace_files(root, old, series.patched(series.pristine(old)))
 @pytest.mark.parametrize("command", ["apply", "revert"])
 @pytest.mark.parametrize("renames", [0, 1, 2])
 def test_the_next_run_finishes_what_a_killed_one_began(patches, tree, checkout, renames, command):
-    arguments = [str(TOOL.parent), str(tree), str(patches / "small"), str(renames)]
+    arguments = [str(tree), str(patches / "small"), str(renames)]
     killed = subprocess.run([sys.executable, "-c", KILLED_AFTER, *arguments])
     assert killed.returncode == 9
     where = ("--patches", patches, "--tree", tree, "small")

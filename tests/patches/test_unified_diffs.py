@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-
-from patchlib import unified
-from patchlib.errors import PatchError
+from megatron_rl.patching import unified
+from megatron_rl.patching.errors import PatchError
 
 # Few different lines, so that repetitions (and with them ambiguity) are common; \r and a missing last newline occur.
 texts = st.lists(

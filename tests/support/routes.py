@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_rl.routing import route_checksums
 from megatron_rl.types import Batch
-from tools.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
+from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
 
 
 def random_routes(

@@ -45,18 +45,18 @@ def record_run(folder: str, model: str) -> str:
 def use_tools(run: str) -> dict[str, Any]:
     """What each call of a tool printed, returned, and wrote as JSON."""
     found = {
-        "again": _call("replay_batch", run, "--step", "1"),
-        "r3": _call("replay_batch", run, "--step", "1", "--set", "routing.replay=r3"),
-        "fp32": _call("replay_batch", run, "--step", "1", "--precision", "fp32"),
-        "attribution": _call("attribute_mismatch", run, "--step", "1"),
+        "again": _call("replay", run, "--step", "1"),
+        "r3": _call("replay", run, "--step", "1", "--set", "routing.replay=r3"),
+        "fp32": _call("replay", run, "--step", "1", "--precision", "fp32"),
+        "attribution": _call("attribute", run, "--step", "1"),
     }
     shutil.rmtree(Path(run) / "checkpoints" / "step_00000002")
-    found["repeated"] = _call("replay_batch", run, "--step", "2")
+    found["repeated"] = _call("replay", run, "--step", "2")
     for file in (Path(run) / "batches").glob("step_00000001.*"):
         file.unlink()
-    found["impossible"] = _call("replay_batch", run, "--step", "2")
-    found["nearest"] = _call("replay_batch", run, "--step", "2", "--weights", "nearest")
-    found["absent"] = _call("replay_batch", run, "--step", "1")
+    found["impossible"] = _call("replay", run, "--step", "2")
+    found["nearest"] = _call("replay", run, "--step", "2", "--weights", "nearest")
+    found["absent"] = _call("replay", run, "--step", "1")
     return found
 
 
@@ -64,6 +64,6 @@ def _call(tool: str, run: str, *arguments: str) -> dict[str, Any]:
     out, errors, told = io.StringIO(), io.StringIO(), Path(run) / "told.json"
     told.unlink(missing_ok=True)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
-        status = importlib.import_module(f"tools.{tool}").main([run, *arguments, "--json", str(told)])
+        status = importlib.import_module(f"megatron_rl.commands.{tool}").main([run, *arguments, "--json", str(told)])
     numbers = json.loads(told.read_text()) if told.exists() else None
     return {"status": status, "out": out.getvalue(), "errors": errors.getvalue(), "json": numbers}

@@ -20,7 +20,7 @@ from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.run.engines import start_generator
 from megatron_rl.types import Group, Prompt, Rollout
 from tests.support.tiny import tiny_recipe
-from tools.make_tiny_checkpoint import build_tokenizer
+from tools.dev.make_tiny_checkpoint import build_tokenizer
 
 TINY = Path(__file__).parents[3] / "recipes" / "tiny"
 

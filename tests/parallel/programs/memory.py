@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tools.measure_memory import make_checkpoint, measure
+from tools.dev.measure_memory import make_checkpoint, measure
 
 
 def measure_cases(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[int, float]]:

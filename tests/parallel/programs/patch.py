@@ -1,4 +1,4 @@
-"""Rank programs for the tests of patches/megatron-core: one tiny Qwen3-like MoE in every layout.
+"""Rank programs for the tests of patches/megatron-core-0.16: one tiny Qwen3-like MoE in every layout.
 
 Weights and gradients are addressed by the names and offsets of Megatron's own sharded state dict, so that every layout
 starts from the same global weights and its gradients can be assembled into global tensors and compared.

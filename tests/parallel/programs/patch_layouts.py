@@ -1,4 +1,4 @@
-"""Layouts of the tests of patches/megatron-core, and what their ranks send back: needs torch alone."""
+"""Layouts of the tests of patches/megatron-core-0.16, and what their ranks send back: needs torch alone."""
 
 from __future__ import annotations
 

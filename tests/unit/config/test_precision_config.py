@@ -55,7 +55,7 @@ def test_truncated_sampling_is_refused_unless_asked_for(change):
 
 
 def test_a_dense_model_has_no_router(tmp_path):
-    from tools.make_tiny_checkpoint import build_tiny_config
+    from tools.dev.make_tiny_checkpoint import build_tiny_config
 
     build_tiny_config("qwen3", "nano").save_pretrained(tmp_path)
     recipe = tiny_recipe(model={"path": str(tmp_path)}, precision={"fp32_router": True})

@@ -14,7 +14,7 @@ from megatron_rl.learner.layers.fused_head import head_logprobs
 from megatron_rl.learner.layers.logprobs import token_logprobs
 from megatron_rl.plan.activations import Activations
 from tests.support.tiny import MODEL
-from tools.measure_memory import peak_bytes
+from tools.dev.measure_memory import peak_bytes
 
 TOKENS, WIDTH, VOCABULARY = 1024, 64, 8192
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.rewards.modsum import ModsumProblem, make_demonstration, make_problem, modsum_reward
-from tools.make_tiny_checkpoint import build_tokenizer, make_splits
+from tools.dev.make_tiny_checkpoint import build_tokenizer, make_splits
 
 TINY = Path(__file__).parents[3] / "recipes" / "tiny"
 

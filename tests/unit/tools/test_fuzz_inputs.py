@@ -1,9 +1,9 @@
-"""A few hundred examples of tools/fuzz.py: random input is accepted or refused in the user's terms, never a crash."""
+"""A few hundred examples of tools.dev.fuzz: random input is accepted or refused in the user's terms, never a crash."""
 
 from __future__ import annotations
 
 from megatron_rl.rewards.pool import WorkerPool
-from tools.fuzz import examples
+from tools.dev.fuzz import examples
 
 
 def test_recipes(tmp_path):

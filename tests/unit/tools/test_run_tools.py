@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import re
@@ -30,10 +30,7 @@ RULES = [
 
 
 def tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module(f"megatron_rl.commands.{name}")
 
 
 def write_run(folder: Path, seed: int, collapses: bool, decays: bool = True, num_steps: int = 300) -> Path:
@@ -63,7 +60,7 @@ def write_run(folder: Path, seed: int, collapses: bool, decays: bool = True, num
 def test_plot_runs_makes_a_picture_and_a_page_that_loads_nothing(tmp_path, capsys):
     runs = [write_run(tmp_path / f"{name}-seed{s}", s, name == "bad") for name in ("bad", "good") for s in (0, 1)]
     out = tmp_path / "out"
-    assert tool("plot_runs").main([*map(str, runs), "--out", str(out), "--title", "a <title>"]) == 0
+    assert tool("plot").main([*map(str, runs), "--out", str(out), "--title", "a <title>"]) == 0
     assert "bad: 2 run(s), 300 steps" in capsys.readouterr().out
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     page = (out / "curves.html").read_text()
@@ -181,7 +178,7 @@ def test_crowded_panels_keep_the_largest(tmp_path):
     assert [line.get_label() for line in two.axes[0].lines] == [f"{r} perf/time/phase{i}" for r in "ab" for i in (8, 7)]
 
 
-@pytest.mark.parametrize("name", ["explain_schedule", "plot_runs", "score_alarms", "tune_surge_detector"])
+@pytest.mark.parametrize("name", ["explain_schedule", "plot_runs", "score_alarms"])
 def test_tools_run_from_anywhere_without_an_installed_package(tmp_path, name):
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [sys.executable, str(TOOLS / f"{name}.py"), "--help"]

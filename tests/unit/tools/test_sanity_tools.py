@@ -7,12 +7,12 @@ import json
 import pytest
 import yaml
 
+from megatron_rl.commands import sanity_verdict
+from megatron_rl.commands.sanity_set import read_progress, write_kept
 from megatron_rl.config.data import DataSourceConfig
 from megatron_rl.data.source import read_problems
 from megatron_rl.errors import InputError
 from tests.support.tiny import tiny_recipe
-from tools import sanity_verdict
-from tools.make_sanity_set import read_progress, write_kept
 
 SETTINGS = {"model": "m", "samples": 40, "temperature": 1.0}
 

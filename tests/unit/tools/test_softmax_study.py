@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.softmax_study import PAPER, study
+from megatron_rl.commands.softmax_study import PAPER, study
 
 
 def test_the_papers_figures():

@@ -1,0 +1,127 @@
+"""Why the learning rate of a run was what it was: length, baseline, trigger and rate, printed and plotted.
+
+    python tools/explain_schedule.py RUN [--as KEY=VALUE,...] [--out FILE.png]
+
+RUN is a run directory. The schedule of its recipe.resolved.yaml is shown the recorded response lengths again; every
+step at which something happened is printed with the numbers it was decided on, and the rates are compared with the
+recorded ones. --as replaces keys of the schedule section (`mode=auto,detector.surge_ratio=2.5`): what another schedule
+would have done with the same lengths. A run of another style is explained as mode shadow.
+The plot goes to RUN/plots/schedule.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from matplotlib.figure import Figure
+from pydantic import ValidationError
+
+from megatron_rl.config.learner import OptimizerConfig
+from megatron_rl.config.schedule import ScheduleConfig
+from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
+from megatron_rl.monitor import RunDirectory, read_metrics
+from megatron_rl.schedule.explain import ReplayedStep, replay
+
+
+def read_schedule(run: RunDirectory, changes: str) -> tuple[ScheduleConfig, float, bool]:
+    """The schedule to explain, the peak rate, and whether it is the run's own."""
+    if not run.recipe.is_file():
+        raise InputError(f"{run.recipe}: no such file; expected a run directory")
+    recipe = yaml.safe_load(run.recipe.read_text()) or {}
+    section: dict[str, Any] = dict(recipe.get("schedule") or {})
+    is_own = not changes and section.get("style") == "length-decay"
+    if not changes and not is_own:
+        section = {"style": "length-decay", "mode": "shadow", "warmup_steps": section.get("warmup_steps", 0)}
+    for change in filter(None, changes.split(",")):
+        key, _, value = change.partition("=")
+        *parents, leaf = key.split(".")
+        target = section
+        for parent in parents:
+            target[parent] = dict(target.get(parent) or {})
+            target = target[parent]
+        target[leaf] = yaml.safe_load(value)
+    try:
+        optimizer = OptimizerConfig.model_validate((recipe.get("learner") or {}).get("optimizer") or {})
+        return ScheduleConfig.model_validate(section), optimizer.lr, is_own
+    except ValidationError as error:
+        raise InputError(f"schedule of {run.recipe} (with --as {changes!r}): {error}") from error
+
+
+def print_story(steps: list[ReplayedStep], config: ScheduleConfig, lr: float, is_own: bool) -> None:
+    print(f"schedule: {' '.join(f'{k}={v}' for k, v in config.model_dump(exclude={'detector'}).items())}")
+    print(f"detector: {' '.join(f'{k}={v}' for k, v in config.detector.model_dump().items())}")
+    print(f"peak {lr:g}, floor {config.floor(lr):g}, {len(steps)} recorded steps")
+    for step in steps:
+        if step.event:
+            print(f"step {step.step} (t = {step.t}, length {step.length or float('nan'):.0f}): {step.event}")
+    if not any(step.event for step in steps):
+        print("nothing happened: no surge, no change of the rate")
+    if not is_own:
+        print("not the run's own schedule: recorded rates are not compared")
+        return
+    compared = [step for step in steps if step.recorded_lr is not None]
+    different = [step for step in compared if step.recorded_lr != step.lr]
+    print(f"recorded rate equals the formula at {len(compared) - len(different)} of {len(compared)} steps")
+    for step in different[:5]:
+        print(f"  step {step.step}: recorded {step.recorded_lr!r}, formula {step.lr!r}")
+
+
+def plot(steps: list[ReplayedStep], config: ScheduleConfig, path: Path) -> None:
+    """Length with baseline and threshold above, the rates below."""
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    top, bottom = figure.subplots(2, sharex=True)
+    xs = [step.t for step in steps]
+
+    def column(name: str) -> list[float]:
+        return [float("nan") if (value := getattr(step, name)) is None else value for step in steps]
+
+    top.plot(xs, column("length"), ".", ms=3, color="0.6", label="mean response length")
+    top.plot(xs, column("smoothed"), "C0", label=f"median of {config.detector.smoothing_steps}")
+    top.plot(xs, column("baseline"), "C2", label=f"baseline (minimum over {config.detector.baseline_window})")
+    threshold = [config.detector.surge_ratio * value for value in column("baseline")]
+    top.plot(xs, threshold, "C3--", label=f"{config.detector.surge_ratio:g} × baseline")
+    bottom.plot(xs, column("recorded_lr"), "0.6", lw=3, label="recorded")
+    bottom.plot(xs, column("lr"), "C0", label="schedule")
+    bottom.plot(xs, column("shadow_lr"), "C1:", label="would be (mode shadow)")
+    for axes, label in ((top, "tokens"), (bottom, "learning rate")):
+        for step in steps:
+            if "surge confirmed" in step.event:
+                axes.axvline(step.t, color="C3", lw=1)
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    bottom.set_yscale("log")
+    bottom.set_xlabel("optimizer step t")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("--as", dest="changes", default="", metavar="KEY=VALUE,...")
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args(argv)
+    run = RunDirectory(options.run)
+    try:
+        config, lr, is_own = read_schedule(run, options.changes)
+        records = read_metrics(run.metrics)
+        if not records:
+            raise InputError(f"{run.metrics}: no step was recorded")
+    except InputError as error:
+        print(f"explain_schedule: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    steps = replay(records, config, lr, total_steps=int(records[-1]["step"]) + 1)
+    print_story(steps, config, lr, is_own)
+    path = options.out or run.plots / "schedule.png"
+    plot(steps, config, path)
+    print(f"wrote {path}")
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""The instability lab: run a study's arms over its seeds, and report them against their matched controls.
+
+    python tools/lab.py check  STUDY…                                every arm is a recipe that `check` accepts
+    python tools/lab.py run    STUDY [--jobs N] [--seeds 0 1] [--arms A B]
+    python tools/lab.py report STUDY [--docs]                        figure and table; --docs: those of docs/lab.md
+
+STUDY is a study file or its folder, e.g. recipes/lab/hacking. Runs lie below runs/lab/STUDY (--out: another folder);
+`run` leaves finished ones alone and continues interrupted ones, so the same command resumes. Exit status: 0 all runs
+finished (ended by an alarm is finished), 1 some failed or were interrupted, 2 bad study or input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+
+from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
+from megatron_rl.lab import load_study
+
+ROOT = Path(__file__).resolve().parents[2]
+EXIT_INCOMPLETE = 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    try:
+        return options.run(options)
+    except InputError as error:
+        print(f"lab: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    check = commands.add_parser("check", help="check studies and their arms; no engine")
+    check.add_argument("studies", nargs="+", type=Path, metavar="STUDY")
+    check.set_defaults(run=_check)
+    run = commands.add_parser("run", help="run what is missing of a study")
+    run.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: one per core)")
+    run.add_argument("--seeds", type=int, nargs="+", help="only these")
+    run.add_argument("--arms", nargs="+", help="only these")
+    run.add_argument(
+        "--reuse",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="RUNS",
+        help="folders of other studies' runs: take over what is the same",
+    )
+    run.set_defaults(run=_run)
+    report = commands.add_parser("report", help="figure and table from what was run")
+    report.add_argument(
+        "--docs", action="store_true", help="write docs/images/lab-STUDY.png and the table in docs/lab.md"
+    )
+    report.set_defaults(run=_report)
+    for command in (run, report):
+        command.add_argument("study", type=Path, metavar="STUDY")
+        command.add_argument("--out", type=Path, help="folder of the study's runs (default: runs/lab/STUDY)")
+    return parser
+
+
+def _check(options: argparse.Namespace) -> int:
+    for path in options.studies:
+        loaded = load_study(path)
+        loaded.check()
+        print(f"{loaded.path}: {len(loaded.study.arms)} arms × {len(loaded.study.seeds)} seeds, checked")
+    return EXIT_DONE
+
+
+def _run(options: argparse.Namespace) -> int:
+    from megatron_rl.lab.runner import FINISHED, StudyRunner
+
+    loaded = load_study(options.study)
+    loaded.check()
+    root = _root(options, loaded.study.name)
+    jobs = loaded.jobs(root, options.seeds, options.arms)
+    runner = StudyRunner(loaded, root, max(1, options.jobs), say=lambda line: print(line, flush=True))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: runner.stop())
+    runner.reuse(jobs, options.reuse)
+    states = runner.run(jobs)
+    for state in sorted(set(states.values())):
+        names = [name for name, found in states.items() if found == state]
+        print(f"{state}: {len(names)}" + ("" if state == "done" else f" ({', '.join(names)})"))
+    return EXIT_DONE if all(state in FINISHED for state in states.values()) else EXIT_INCOMPLETE
+
+
+def _report(options: argparse.Namespace) -> int:
+    from megatron_rl.lab.report import write_docs, write_report
+
+    loaded = load_study(options.study)
+    root = _root(options, loaded.study.name)
+    for path in write_report(loaded, root) + (write_docs(loaded, root, ROOT / "docs") if options.docs else []):
+        print(f"wrote {path}")
+    return EXIT_DONE
+
+
+def _root(options: argparse.Namespace, name: str) -> Path:
+    return (options.out or Path("runs") / "lab" / name).resolve()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

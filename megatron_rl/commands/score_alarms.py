@@ -1,0 +1,88 @@
+"""Replay alarm rules over finished runs: lead time before a collapse, missed collapses, false alarms.
+
+    python tools/score_alarms.py RUN [RUN ...] [--rules FILE] [--metric NAME] [--drop 0.5] [--horizon 200] [--json]
+
+RUN is a run directory (or its metrics.jsonl). The rules are those of --rules (a recipe, or a YAML list of rules), else
+those of each run's own recipe.resolved.yaml. A collapse is the first step from which the metric (median of 5) stays 5
+steps at or below (1 - drop) of its highest value so far. A rule that goes off within --horizon steps before it was
+right; earlier, or in a run that never collapses, it was false.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import yaml
+from pydantic import ValidationError
+
+from megatron_rl.config.monitor import AlarmRule, MonitorConfig
+from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
+from megatron_rl.monitor import read_metrics
+from megatron_rl.monitor.scoring import CollapseRule, RuleScore, score_run
+
+
+def read_rules(path: Path) -> list[AlarmRule]:
+    """The rules in ``path``: a recipe's monitor.alarms, or a bare list."""
+    if not path.is_file():
+        raise InputError(f"{path}: no such file; give the rules with --rules")
+    document = yaml.safe_load(path.read_text()) or {}
+    found = document if isinstance(document, list) else (document.get("monitor") or {}).get("alarms")
+    if not found:
+        raise InputError(f"{path}: no rules; expected a list of rules, or a recipe with monitor.alarms")
+    try:
+        return MonitorConfig(alarms=found).alarms
+    except ValidationError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def print_table(scores: dict[str, list[RuleScore]]) -> None:
+    """One row per run and rule, then one per rule over all runs."""
+    print(f"{'run':<32}{'rule':<24}{'collapse':>9}{'first':>7}{'lead':>6}{'false':>7}")
+    for run, rows in scores.items():
+        for row in rows:
+            first = row.fired[0] if row.fired else None
+            cells = [f"{'-' if v is None else v:>{w}}" for v, w in ((row.collapse, 9), (first, 7), (row.lead, 6))]
+            print(f"{run:<32}{row.rule:<24}{''.join(cells)}{row.false_alarms:>7}")
+    print()
+    print(f"{'rule':<24}{'collapses':>10}{'warned':>8}{'mean lead':>11}{'false alarms':>14}{'runs':>6}")
+    for rule in dict.fromkeys(row.rule for rows in scores.values() for row in rows):
+        rows = [row for all_rows in scores.values() for row in all_rows if row.rule == rule]
+        collapses = sum(row.collapse is not None for row in rows)
+        leads = [row.lead for row in rows if row.lead is not None]
+        mean = f"{sum(leads) / len(leads):.0f}" if leads else "-"
+        false = sum(row.false_alarms for row in rows)
+        print(f"{rule:<24}{collapses:>10}{len(leads):>8}{mean:>11}{false:>14}{len(rows):>6}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("--rules", type=Path, default=None)
+    parser.add_argument("--metric", default=CollapseRule.metric)
+    parser.add_argument("--drop", type=float, default=CollapseRule.drop)
+    parser.add_argument("--horizon", type=int, default=200, help="steps before a collapse in which a warning is right")
+    parser.add_argument("--json", action="store_true", help="print the scores as JSON instead of a table")
+    options = parser.parse_args(argv)
+    rule = CollapseRule(metric=options.metric, drop=options.drop)
+    try:
+        scores = {}
+        for run in options.runs:
+            folder = run.parent if run.is_file() else run
+            rules = read_rules(options.rules or folder / "recipe.resolved.yaml")
+            scores[str(run)] = score_run(read_metrics(run), rules, rule, options.horizon)
+    except InputError as error:
+        print(f"score_alarms: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    if options.json:
+        print(json.dumps({run: [asdict(row) for row in rows] for run, rows in scores.items()}, indent=2))
+    else:
+        print_table(scores)
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

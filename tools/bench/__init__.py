@@ -1,0 +1,11 @@
+"""Benchmarks. From the repository root: ``python -m tools.bench.NAME``, for example ``python -m tools.bench.engines``.
+
+Python runs this file before any of them: what torch, vLLM and Megatron read when they are imported is set here.
+"""
+
+import os
+import warnings
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+warnings.filterwarnings("ignore", category=UserWarning, module="megatron")

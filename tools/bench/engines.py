@@ -1,0 +1,135 @@
+"""What our layers cost on top of the two engines: generation against raw vLLM, update against a bare Megatron loop.
+
+    python -m tools.bench.engines [--prompts 8] [--group 8] [--length 64] [--rounds 15] [--set a.b=c …]
+
+Same engine object, same requests, same weights, in turn, so that nothing differs but our code. Generation: `rollout`
+against `LLM.generate` with the sampling parameters and seeds that `rollout` uses; the responses must be the same.
+Update: `Learner.update` (packing, objective, metrics, gradient noise, clipping, Adam) against Megatron's schedule over
+the same packed rows with the mean log-prob as loss, and its optimizer. Processor time, one thread; the ratio is the
+median over pairs, with its middle half.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.batch import build_batch
+from megatron_rl.config import load_recipe
+from megatron_rl.data import load_prompts, load_tokenizer
+from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.process_groups import shutdown
+from megatron_rl.run.engines import start_generator
+from tools.bench.lib.timing import alternate, medians, spread
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def compare(name: str, ours: Callable[[], Any], engine: Callable[[], Any], rounds: int) -> dict[str, Any]:
+    """Print the engine's share of our time; what each side returned last."""
+    results: dict[str, Any] = {}
+    sides = {"ours": ours, "engine": engine}
+    times = alternate(rounds, {side: partial(_keep, results, side, call) for side, call in sides.items()})
+    seconds = medians(times)
+    print(
+        f"{name:12} ours {seconds['ours']:.3f} s, engine alone {seconds['engine']:.3f} s, "
+        f"share {spread(times['engine'], times['ours'])}"
+    )
+    return results
+
+
+def _keep(results: dict[str, Any], side: str, call: Callable[[], Any]) -> None:
+    results[side] = call()
+
+
+def bench_generation(generator: Any, prompts: list, group: int, rounds: int) -> Any:
+    """The engine's own call gets what `rollout` gives it, captured from a call of it."""
+    llm, captured = generator._llm, {}
+    enqueue = llm.enqueue
+
+    def capture(requests: list, params: list, **options: Any) -> Any:
+        captured.update(requests=requests, params=params)
+        return enqueue(requests, params, **options)
+
+    llm.enqueue = capture
+    generator.rollout(prompts, group, policy_version=0, step=0)
+    del llm.enqueue
+
+    def raw() -> list:
+        from megatron_rl.rollout import process_state
+
+        with process_state.compilation(False):
+            return llm.generate(captured["requests"], captured["params"], use_tqdm=False)
+
+    def ours() -> list:
+        return generator.rollout(prompts, group, policy_version=0, step=0)
+
+    results = compare("generation", ours, raw, rounds)
+    rollouts = [rollout.tokens for group in results["ours"] for rollout in group.rollouts]
+    same = rollouts == [list(output.outputs[0].token_ids) for output in results["engine"]]
+    assert same, "other tokens: nothing to compare"
+    return results["ours"]
+
+
+def bench_update(learner: Learner, groups: list, rounds: int) -> None:
+    batch = build_batch(0, groups, learner.recipe)
+    indices = list(range(len(batch.sequences)))
+    mode = learner._routing_mode(updating=True)
+    num_tokens = sum(s.response_length for s in batch.sequences)
+    microbatches = learner.passes.microbatches(batch, indices, mode)
+
+    def loss(logits: torch.Tensor, microbatch: Any) -> tuple:
+        logprobs = logits.flatten(0, 1)[microbatch.positions].float().log_softmax(-1)
+        chosen = logprobs.gather(1, microbatch.labels[:, None])
+        return -chosen.sum() / num_tokens, torch.ones((), dtype=torch.int), None
+
+    def bare() -> None:
+        learner.model.zero_grad_buffer()
+        learner.optimizer.zero_grad()
+        learner.passes.run(microbatches, loss, mode)
+        learner.optimizer.step()
+
+    if learner.noise is not None:
+        learner.noise.begin([], 0)
+    compare("update", lambda: learner.update(batch), bare, rounds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "tiny" / "grpo.yaml")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--length", type=int, default=64, help="tokens of every response (default 64)")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    recipe = load_recipe(
+        options.recipe,
+        [
+            f"rollout.max_response_length={options.length}",
+            "rollout.stop_token_ids=[]",
+            "learner.optimizer.lr=1e-9",
+            *options.set,
+        ],
+    )
+    tokenizer = load_tokenizer(str(recipe.model.path))
+    prompts = list(load_prompts(recipe.data.train, tokenizer, recipe.data.prompt))[: options.prompts]
+    learner = Learner(recipe)
+    generator = start_generator(recipe, tokenizer, learner)
+    print(f"{options.prompts} × {options.group} responses of {options.length} tokens, {recipe.learner.dtype}, 1 thread")
+    groups = bench_generation(generator, prompts, options.group, options.rounds)
+    for i, rollout in enumerate(r for group in groups for r in group.rollouts):
+        rollout.reward = float(i % 2)
+    bench_update(learner, groups, options.rounds)
+    generator.close()
+    shutdown()
+
+
+if __name__ == "__main__":
+    main()

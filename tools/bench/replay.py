@@ -1,0 +1,119 @@
+"""What router replay costs: bytes per token, time to check and slice routes, and the update with and without it.
+
+    python -m tools.bench.replay [--repeats 5]
+
+One process, processor time (the machine may be shared), best of the repeats. The update is that of the tiny model on
+rollouts made up here; checking and slicing is also timed at the shape of Qwen3-30B-A3B (48 layers, 128 experts, top-8).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from megatron_rl.config import Recipe, load_recipe
+from megatron_rl.config.routing import RoutingConfig
+from megatron_rl.routing import RouteShape, pack_routes, route_checksums
+from megatron_rl.types import Batch, Sequence
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+SHAPES = {
+    "tiny": RouteShape(8, 2, tuple(range(4))),
+    "Qwen3-30B-A3B": RouteShape(128, 8, tuple(range(48))),
+}
+
+
+def rollouts(shape: RouteShape, num_sequences: int, length: int) -> Batch:
+    """Sequences of ``length`` tokens with random routes."""
+    random = np.random.default_rng(0)
+    sequences = []
+    for i in range(num_sequences):
+        prompt, tokens = length // 8, random.integers(3, 98, length)
+        scores = random.random((length - 1, len(shape.layers), shape.num_experts), dtype=np.float32)
+        routes = np.argpartition(scores, shape.topk, axis=-1)[..., : shape.topk].astype(shape.dtype)
+        s = Sequence(
+            id=f"bench:{i}/0",
+            tokens=tokens,
+            prompt_length=prompt,
+            inference_logprobs=np.full(length - prompt, -1.0, dtype=np.float32),
+            loss_mask=np.ones(length - prompt, dtype=bool),
+            advantage=float(i % 2) - 0.5,
+            reward=float(i % 2),
+            policy_versions=np.zeros(length - prompt, dtype=np.int32),
+            routed_experts=routes,
+        )
+        s.route_checksums = route_checksums(s.id, tokens, routes)
+        sequences.append(s)
+    return Batch(0, sequences, [list(range(num_sequences))])
+
+
+def best(function: Callable[[], object], repeats: int) -> float:
+    """Seconds of processor time of the fastest of ``repeats`` calls."""
+    times = []
+    for _ in range(repeats):
+        start = time.process_time()
+        function()
+        times.append(time.process_time() - start)
+    return min(times)
+
+
+def check_and_slice(batch: Batch, shape: RouteShape, num_tokens: int) -> None:
+    packed = pack_routes(batch.sequences, 0, shape, RoutingConfig(replay="r3"))
+    packed.take(slice(0, num_tokens), range(len(shape.layers)))
+
+
+def payload_table(repeats: int) -> None:
+    print(f"{'shape':<16}{'bytes/token':>12}{'checksums µs/token':>20}{'check and slice µs/token':>26}")
+    for name, shape in SHAPES.items():
+        batch = rollouts(shape, 4, 512)
+        tokens = sum(len(s.tokens) for s in batch.sequences)
+        making = best(lambda b=batch: [route_checksums(s.id, s.tokens, s.routed_experts) for s in b.sequences], repeats)
+        slicing = best(lambda b=batch, s=shape, n=tokens: check_and_slice(b, s, n), repeats)
+        print(f"{name:<16}{shape.bytes_per_token:>12}{making / tokens * 1e6:>20.2f}{slicing / tokens * 1e6:>26.2f}")
+
+
+def tiny_recipe(**routing: object) -> Recipe:
+    values = load_recipe(REPOSITORY / "recipes" / "tiny" / "grpo.yaml").model_dump(mode="json")
+    values["runtime"]["device"] = "cpu"
+    values["learner"]["optimizer"]["lr"] = 1e-9  # the same work in every repeat
+    return Recipe.model_validate({**values, "routing": routing})
+
+
+def update_table(repeats: int) -> None:
+    from megatron_rl.learner.learner import Learner
+
+    print(f"\n{'update, tiny model, 32 × 256 tokens':<40}{'s':>8}{'of off':>10}")
+    batch, reference = rollouts(SHAPES["tiny"], 32, 256), None
+    for name, routing in (
+        ("off", {}),
+        ("off, telemetry", {"telemetry": True}),
+        ("r3", {"replay": "r3"}),
+        ("r2 (with its old-logprobs pass)", {"replay": "r2"}),
+    ):
+        learner = Learner(tiny_recipe(**routing))
+        learner.update(batch)
+        seconds = best(lambda learner=learner: learner.update(batch), repeats)
+        reference = reference or seconds
+        print(f"{name:<40}{seconds:>8.3f}{seconds / reference:>10.2f}")
+        if routing.get("replay") == "r2":
+            for s in batch.sequences:
+                s.old_logprobs = None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    payload_table(arguments.repeats)
+    update_table(arguments.repeats)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
