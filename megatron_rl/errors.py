@@ -13,6 +13,10 @@ class InputError(ValueError):
     """
 
 
+class OwnWarning(UserWarning):
+    """What this package warns of while work goes on. The tests turn each into an error where none is expected."""
+
+
 class RunEnded(RuntimeError):
     """An alarm or a limit ended the run on purpose: exit status 3. What was computed is saved."""
 

@@ -16,6 +16,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_
 from megatron_rl.config.base import Section
 from megatron_rl.config.corrections import WEIGHTING_MODES, Correction
 from megatron_rl.config.policy_terms import ANCHORED_ON_ROLLOUT, CARRIES_W, SEQUENCE_RATIO, PolicyTerm, PpoClip
+from megatron_rl.errors import OwnWarning
 
 AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce"]
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
@@ -24,7 +25,7 @@ PPO_LIKE_CLIP = 0.01
 """Bounds of a length-normalized sequence ratio live near 1e-4; from here up they look like PPO's per-token ones."""
 
 
-class ObjectiveWarning(UserWarning):
+class ObjectiveWarning(OwnWarning):
     """A legal objective that is probably not what was meant."""
 
 

@@ -67,6 +67,19 @@ def _is_before(line: bytes, step: int) -> bool:
         return False
 
 
+def append_whole(path: Path, data: bytes) -> None:
+    """Append ``data`` in one system call; a partial write (disk full) is taken back before the OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        before = os.fstat(descriptor).st_size
+        written = os.write(descriptor, data)
+        if written != len(data):
+            os.ftruncate(descriptor, before)
+            raise OSError(f"{path}: only {written} of {len(data)} bytes could be written")
+    finally:
+        os.close(descriptor)
+
+
 class JsonlSink:
     """Appends lines whole: a reader, or a run that dies, never leaves part of one behind a later line.
 
@@ -100,20 +113,8 @@ class JsonlSink:
 
     def _flush(self) -> None:
         while self._waiting:
-            self._append(self._waiting[0])
+            append_whole(self.path, self._waiting[0])
             del self._waiting[0]
-
-    def _append(self, data: bytes) -> None:
-        """One system call; a partial write (disk full) is taken back before the error."""
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            before = os.fstat(descriptor).st_size
-            written = os.write(descriptor, data)
-            if written != len(data):
-                os.ftruncate(descriptor, before)
-                raise OSError(f"{self.path}: only {written} of {len(data)} bytes could be written")
-        finally:
-            os.close(descriptor)
 
     def close(self) -> None:
         """Write what still waits; nothing is kept open. OSError where that is not possible either."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.monitor import MonitorConfig
+from megatron_rl.errors import OwnWarning
 from megatron_rl.monitor.alarms import AlarmEvent, Alarms
 from megatron_rl.monitor.growth import LogGrowth
 from megatron_rl.monitor.hacking import StepCorrelation
@@ -130,7 +131,8 @@ class Monitor:
         except Exception as error:  # noqa: BLE001 - whatever a sink raises, the run is worth more than its record
             if name not in self._broken:
                 self._broken.add(name)
-                warnings.warn(f"monitor: {name} failed ({error}); training goes on without it", stacklevel=2)
+                message = f"monitor: {name} failed ({error}); training goes on without it"
+                warnings.warn(message, OwnWarning, stacklevel=2)
 
     def state_dict(self) -> dict[str, Any]:
         """What the monitor remembers of earlier steps, as plain JSON values; the main rank's is the one to keep."""

@@ -2,42 +2,70 @@
 
 from __future__ import annotations
 
+import io
+import os
+import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron_rl.monitor.jsonl import append_whole
+
 
 class TensorBoardSink:
-    """Writes every metric as a scalar. The writer starts with the first record, when a resumed step is known."""
+    """Appends one event per step with every metric as a scalar, whole or not at all.
+
+    The file begins with the first record, when a resumed step is known. Events that cannot be written (disk full) wait
+    in memory and go first as soon as there is room. TensorBoard's own writer does that from a thread, which one failed
+    write ends with a traceback on the terminal.
+    """
 
     def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # seconds to import; recipes may have it off
-
-        self._writer_class = SummaryWriter
         self.folder = folder
-        self._purge_step: int | None = None
-        self._writer = None
+        self._resumed_step: int | None = None
+        self._file: Path | None = None
+        self._waiting: list[bytes] = []
 
     def resume_at(self, step: int) -> None:
         """Have TensorBoard hide what earlier event files say of ``step`` and later."""
-        self._purge_step = step
+        self._resumed_step = step
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One scalar per metric; flushed, so that a killed run has its last step.
+        """Append the event of a step, after those that wait. OSError where it has to wait as well."""
+        from tensorboard.compat.proto.summary_pb2 import Summary  # recipes may have it off
 
-        After an error (disk full) the next step begins a new file: a writer that has failed once fails for ever.
-        """
-        if self._writer is None:
-            self._writer = self._writer_class(log_dir=str(self.folder), purge_step=self._purge_step)
-        try:
-            for name, value in metrics.items():
-                self._writer.add_scalar(name, float(value), global_step=step)
-            self._writer.flush()
-        except Exception:
-            self._writer, self._purge_step = None, None
-            raise
+        if self._file is None:
+            self._begin()
+        values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
+        self._waiting.append(_record(step=step, summary=Summary(value=values)))
+        self._flush()
 
     def close(self) -> None:
-        """Finish the event file."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        """Write what still waits; nothing is kept open. OSError where that is not possible either."""
+        self._flush()
+
+    def _begin(self) -> None:
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
+        seconds, nanoseconds = divmod(time.time_ns(), 10**9)  # TensorBoard reads the files of a folder by name
+        name = f"events.out.tfevents.{seconds:010d}.{nanoseconds:09d}.{socket.gethostname()}.{os.getpid()}"
+        self._file = self.folder / name
+        self._waiting.append(_record(file_version="brain.Event:2"))
+        if self._resumed_step is not None:
+            self._waiting.append(_record(step=self._resumed_step, session_log=SessionLog(status=SessionLog.START)))
+
+    def _flush(self) -> None:
+        while self._waiting:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            append_whole(self._file, self._waiting[0])
+            del self._waiting[0]
+
+
+def _record(**fields: object) -> bytes:
+    """One event as a record of an event file: its length, its bytes and the checksums of both."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    buffer = io.BytesIO()
+    RecordWriter(buffer).write(Event(wall_time=time.time(), **fields).SerializeToString())
+    return buffer.getvalue()

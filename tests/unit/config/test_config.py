@@ -14,6 +14,7 @@ from megatron_rl.check import check_recipe
 from megatron_rl.checkpoint.architecture import read_architecture
 from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.config.learner import ParallelConfig
+from megatron_rl.config.objective import ObjectiveWarning
 from megatron_rl.config.rules import layout_problems
 from megatron_rl.errors import InputError
 from tests.support.tiny import DATA, MODEL, REPOSITORY, tiny_recipe
@@ -50,11 +51,13 @@ def test_a_recipe_is_its_difference_from_its_base(write):
 
 def test_another_policy_term_brings_its_own_numbers(write):
     write("base.yaml", minimal(objective={"policy_term": {"name": "ppo_clip", "clip_low": 0.1}}))
-    recipe = load_recipe(write("r.yaml", "extends: base.yaml\nobjective: {policy_term: {name: gspo}}\n"))
+    with pytest.warns(ObjectiveWarning, match="gspo equals the paper's sequence objective only under"):
+        recipe = load_recipe(write("r.yaml", "extends: base.yaml\nobjective: {policy_term: {name: gspo}}\n"))
     assert recipe.objective.policy_term.clip_low == 3e-4
     kept = load_recipe(write("k.yaml", "extends: base.yaml\nobjective: {policy_term: {clip_high: 0.5}}\n"))
     assert (kept.objective.policy_term.clip_low, kept.objective.policy_term.clip_high) == (0.1, 0.5)
-    by_set = load_recipe(write("s.yaml", "extends: base.yaml"), ["objective.policy_term={name: gspo}"])
+    settings = ["objective.policy_term={name: gspo}", "objective.aggregation=seq-mean-token-mean"]
+    by_set = load_recipe(write("s.yaml", "extends: base.yaml"), settings)
     assert by_set.objective.policy_term.clip_low == 3e-4
 
 
