@@ -1,4 +1,4 @@
-"""Memory of one learner rank: what lies there always, and what a training step adds at its worst moment.
+"""Memory of one learner rank: what is always there, and what a training step adds at its worst moment.
 
 static = weights + gradient buffer + Adam's moments + fp32 master weights;
 peak   = static + max(head, layer, optimizer), see `LearnerMemory`.
@@ -16,7 +16,7 @@ from megatron_rl.plan.parameters import StageParameters, adapter_parameters, sta
 GRADIENT_BYTES = 4  # Megatron's buffer is fp32 whatever the weights are
 MOMENT_BYTES = 8  # Adam's two, fp32
 MASTER_BYTES = 4  # of 16-bit weights; fp32 weights are their own
-UPDATE_CHUNK = 2**24  # elements that learner.noise looks at at once
+UPDATE_CHUNK = 2**24  # elements that `learner.gradient_noise` reads at a time
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _merged_weights(a: Architecture, learner: LearnerConfig) -> float:
 
 def _update(stage: StageParameters, expert_dp: int, dp: int, fused: bool, weight_decay: float, watched: bool) -> float:
     """Temporaries of an update: torch's Adam makes two tensors of a weight's size, TransformerEngine's none; the
-    measure of the update's size (`monitor.gradient_noise`) two or three of a chunk of the shard."""
+    measurement of the update's size (`monitor.gradient_noise`) makes two or three tensors of a chunk of the shard."""
     adam = 0.0 if fused else 2 * 4 * stage.largest
     chunk = min(UPDATE_CHUNK, max(stage.dense / dp, stage.expert / expert_dp))
     return max(adam, watched * (3 if weight_decay else 2) * 4 * chunk)

@@ -1,4 +1,4 @@
-"""The two phases of a step on one GPU, added up and held against what the GPU has.
+"""The two phases of a step on one GPU, added up and compared with what the GPU has.
 
 colocated (`rollout.engine: vllm`): while learning, the engine sleeps and leaves its graphs; while generating, the
 learner's weights, gradient buffer and optimizer states stay where they are beside the engine.

@@ -1,7 +1,6 @@
 """Generation: what turns prompts into groups of responses.
 
-`Generator` is what the loop knows. The engine itself is imported from `megatron_rl.rollout.vllm_engine`, and only
-there, because importing vLLM takes seconds.
+The loop knows `Generator` alone. vLLM is imported only by the modules that start it, because the import takes seconds.
 """
 
 from megatron_rl.rollout.generator import Generator, RolloutError, Sampling

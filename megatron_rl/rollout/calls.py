@@ -1,4 +1,4 @@
-"""What every engine asks of a call of `Generator.rollout`, and what it says of one."""
+"""Checks that every engine makes of a call of `Generator.rollout`, and the speed that it reports."""
 
 from __future__ import annotations
 

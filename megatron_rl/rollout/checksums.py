@@ -1,4 +1,4 @@
-"""Whether an engine's stored parameters are what they were: the proof that weight updates do not corrupt them."""
+"""Checksums of an engine's stored parameters, which prove that weight updates do not corrupt them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_rl.rollout.generator import RolloutError
 
 
 def parameter_checksums(model: torch.nn.Module) -> dict[str, int]:
-    """Name → CRC-32 of the stored bytes of every parameter and buffer, so that a permutation shows as well."""
+    """Name → CRC-32 of the stored bytes of every parameter and buffer, so that a permutation is noticed, too."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return {
         name: zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())

@@ -1,8 +1,8 @@
-"""vLLM's book-keeping per token and request on a CPU, without work whose outcome is known before.
+"""vLLM's book-keeping for each token and request on a CPU, without work whose outcome is known beforehand.
 
-A decoding step of a small model is as much Python as kernels: vLLM 0.30 goes through every running request several
-times, by code that is ready for drafts, encoders, sliding windows and several caches. On a CPU nothing runs meanwhile.
-Two of these functions are given a short way for the common case, and are called as they are in every other:
+A decoding step of a small model spends as much time in Python as in kernels: vLLM 0.30 goes through every running
+request several times, with code for drafts, encoders, sliding windows and several caches. On a CPU nothing else runs
+meanwhile. Two functions get a short way for the common case; every other case calls vLLM's own:
 
 * *A slot for the next token.* Where a request's last block has room, no block is allocated, freed or put into the
   prefix cache. vLLM finds that out through eight functions.
@@ -36,9 +36,9 @@ def allocate_slots(
 ) -> KVCacheBlocks | None:
     """Blocks that a request needs for ``num_new_tokens`` more tokens; None where there are not enough.
 
-    The short way is for one token that has room in the blocks there are, and is not the last of one, with which it is
-    complete and goes into the prefix cache; without drafts or blocks from elsewhere; in a model with one kind of cache
-    whose blocks are all kept.
+    The short way is for one token that has room in an existing block and does not complete it, because complete blocks
+    go into the prefix cache. There must be no drafts and no blocks from elsewhere, and the model must have one kind of
+    cache whose blocks are all kept.
     """
     if num_new_tokens == 1 and not positional and not any(options.values()):
         managers = self.coordinator.single_type_managers

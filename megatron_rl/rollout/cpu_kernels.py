@@ -1,8 +1,8 @@
 """vLLM's own C++ norms in place of five tensor operations each, through its registry of operator implementations.
 
-vLLM 0.30 builds these kernels for CPUs too, but offers them to GPUs only; without compilation a CPU then runs a norm as
-single operations, a tenth of a decoding step of a small model. Importing this module registers the kernels; nothing
-uses them until `PRIORITY` is given to the engine.
+vLLM 0.30 builds these kernels for CPUs too, but offers them to GPUs only. Without compilation a CPU then runs a norm as
+single operations, which take a tenth of a decoding step of a small model. Importing this module registers the kernels;
+nothing uses them until `PRIORITY` is given to the engine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PRIORITY = {name: [PROVIDER, "native"] for name in ("rms_norm", "fused_add_rms_n
 
 
 def _is_plain_fp32(x: torch.Tensor, weight: torch.Tensor | None, *sizes: object) -> bool:
-    # In bf16 and fp16 the kernel rounds once where the single operations round twice: another policy.
+    # In bf16 and fp16 the kernel rounds once and the single operations twice, which is another policy.
     fits = weight is not None and weight.dtype == x.dtype == torch.float32
     return fits and all(size is None for size in sizes)
 

@@ -1,14 +1,14 @@
-"""vLLM's sampler on a CPU, without what nobody asked for.
+"""vLLM's sampler on a CPU, without results that are not used.
 
 *One uniform random number per token.* vLLM 0.30 samples a seeded request by argmax over v of p_v / q_v, q_v ~ Exp(1)
-drawn for the whole vocabulary from the request's own torch generator: V numbers of some 20 ns each for one token, one
+drawn for the whole vocabulary from the request's own torch generator: for one token V numbers of about 20 ns each, one
 request after the other. Here the token is the first one whose cumulated probability exceeds u, u ~ U[0, 1): the same
 distribution from one number. u comes from a Philox stream that is keyed by the request's seed, as in the exact engine,
 so that both draw the same responses wherever their log-probs agree closely enough, and a response still does not depend
 on its batch.
 
-*The log-prob of the sampled token alone.* vLLM also sorts out the best 0 others, and counts how many are more probable,
-in a function that it compiles.
+*The log-prob of the sampled token alone.* vLLM also selects the 0 most probable others and counts the more probable
+tokens, in a function that it compiles.
 
 Shapes: B requests, V vocabulary entries.
 """
@@ -30,7 +30,7 @@ _streams: WeakKeyDictionary[torch.Generator, UniformStream] = WeakKeyDictionary(
 
 
 def install() -> None:
-    """Put this into vLLM's sampler for CPUs; before an engine starts in this process."""
+    """Put this into vLLM's sampler for CPUs. Call it before an engine starts in this process."""
     vllm_sampler.TopKTopPSampler.forward_cpu = forward_cpu
     Sampler.gather_logprobs = staticmethod(gather_logprobs)
 
@@ -68,9 +68,9 @@ def uniforms(generators: dict[int, torch.Generator], size: int) -> torch.Tensor:
 def select(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Inverse distribution function: ``probs`` [B, V] ≥ 0, ``uniforms`` [B] float64 in [0, 1) → tokens [B] int64.
 
-    Never a token of probability 0: its cumulated probability is that of the token before it. And the target is below
-    the total, however it is rounded: the largest u is 1 - 2⁻⁵³, and total · 2⁻⁵³ is at least half a unit in the total's
-    last place, exactly half only for powers of two, below which units are half as large.
+    A token of probability 0 is never drawn, because its cumulated probability is that of the token before it. The
+    target is below the total however it is rounded: the largest u is 1 - 2⁻⁵³, and total · 2⁻⁵³ is at least half a unit
+    in the total's last place, exactly half only for powers of two, below which units are half as large.
     """
     cumulated = probs.cumsum(dim=-1, dtype=torch.float64)
     targets = uniforms[:, None] * cumulated[:, -1:]

@@ -52,7 +52,7 @@ def engine_arguments(
     if device == "cpu":  # vLLM's CPU sampler cannot resume a seeded request whose prompt was cut into chunks
         arguments["enable_chunked_prefill"] = False
         arguments["block_size"] = CPU_BLOCK_TOKENS
-        # Only whole blocks are shared: with shorter prompts the cache is all book-keeping, a twentieth of a step.
+        # Only whole blocks are shared: with shorter prompts the cache is book-keeping alone, a twentieth of a step.
         arguments["enable_prefix_caching"] &= max_prompt_length >= CPU_BLOCK_TOKENS
         if runs_eagerly(config, device):
             from megatron_rl.rollout.cpu_kernels import PRIORITY

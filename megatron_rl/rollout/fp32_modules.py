@@ -28,8 +28,8 @@ def overrides(precision: PrecisionConfig) -> dict[str, str]:
 
 
 class Router(ReplicatedLinear):
-    """A replicated linear layer that, where the configuration asks for it and the layer is a router, is kept and
-    computed in fp32; any other layer of the kind is left as it is."""
+    """A replicated linear layer that is kept and computed in fp32 if it is a router and the configuration asks for it.
+    Other layers of the kind are unchanged."""
 
     def __init__(self, *args: Any, prefix: str = "", **kwargs: Any):
         model = get_current_vllm_config().model_config

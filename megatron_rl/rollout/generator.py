@@ -16,7 +16,7 @@ from megatron_rl.types import Group, Prompt
 class RolloutError(Fault):
     """Generation failed: the engine stopped, passed its deadline, or returned what cannot be true.
 
-    `Generator.rollout` raises it on every rank or on none: the loop then saves, which takes all of them.
+    `Generator.rollout` raises it on every rank or on none, because the loop then saves, which all ranks take part in.
     """
 
 
@@ -56,8 +56,8 @@ class Generator(Protocol):
 
         ``policy_version``: optimizer step of the weights the engine must hold; a refit that was forgotten is an error.
         ``step``: enters the seeds. ``sampling``: instead of the recipe's, for validation. Log-probs are log mu of the
-        distribution actually sampled from; only under greedy decoding (temperature 0) they are the model's at
-        temperature 1, and not to be trained on.
+        distribution actually sampled from. Under greedy decoding (temperature 0) they are the model's at temperature 1,
+        and must not be trained on.
         """
         ...
 
@@ -72,7 +72,7 @@ class Generator(Protocol):
         ...
 
     def wake(self) -> None:
-        """Take the memory again. Weights are those from before `sleep`."""
+        """Take the memory again. The weights are those that the engine had when it fell asleep."""
         ...
 
     def stats(self) -> dict[str, float]:

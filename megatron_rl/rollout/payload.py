@@ -45,7 +45,7 @@ def make_rollout(
         raise RolloutError(f"{where}: log-prob {inference_logprobs[worst]} of response token {worst} is impossible")
     recorded = None if architecture is None else _routes(where, request, len(tokens), routes, architecture)
     checksums = None
-    if recorded is not None:  # as early as there are routes: whatever happens to them from here on shows
+    if recorded is not None:  # sealed where the routes arrive, so that every later change is noticed
         whole = np.concatenate([np.asarray(request.prompt.tokens, dtype=np.int64), np.asarray(tokens, dtype=np.int64)])
         checksums = route_checksums(f"{request.prompt.id}/{request.sample}", whole, recorded)
     return Rollout(

@@ -18,13 +18,13 @@ DEFAULTS = {
     "VLLM_NO_USAGE_STATS": "1",  # nothing is sent anywhere
     "HF_HUB_OFFLINE": "1",  # checkpoints are folders; a cluster's nodes may have no network
 }
-# Needed whatever the user has set: the engine has to live in this process.
+# Set whatever the user has set, because the engine has to live in this process.
 REQUIRED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 @contextmanager
 def contained(rank: int) -> Iterator[None]:
-    """Start an engine within: environment, random states and thread settings are put back afterwards.
+    """A context to start an engine in. Environment, random states and thread settings are put back afterwards.
 
     vLLM seeds every global generator, replaces ``torch.set_num_threads`` by a function that does nothing, and puts
     libraries into ``LD_PRELOAD``, which reward workers would inherit.
@@ -36,7 +36,7 @@ def contained(rank: int) -> Iterator[None]:
     # Read by vLLM's external launcher; ranks that were spawned rather than launched may lack them.
     os.environ.update(RANK=str(rank), LOCAL_RANK=os.environ.get("LOCAL_RANK", str(rank)))
     set_num_threads = torch.set_num_threads
-    # Says on every start that Triton is absent, which on a CPU it is.
+    # Its warning says at every start that Triton is absent, which is so on every CPU.
     triton_log = logging.getLogger("torch._library.triton")
     triton_log_level = triton_log.level
     triton_log.setLevel(logging.ERROR)
@@ -53,7 +53,7 @@ def contained(rank: int) -> Iterator[None]:
 
 
 def _restore_environment(before: dict[str, str]) -> None:
-    """Undo changes, but for vLLM's own variables, which it reads again while it runs."""
+    """Undo changes of the environment, except of vLLM's own variables, which it reads again while it runs."""
     changed = {name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name)}
     for name in changed:
         if name.startswith("VLLM_"):
@@ -66,7 +66,7 @@ def _restore_environment(before: dict[str, str]) -> None:
 
 @contextmanager
 def global_rng_untouched() -> Iterator[None]:
-    """Seeded requests still draw once from torch's CPU generator on every step; the learner must not notice."""
+    """Keep torch's CPU generator as it is: seeded requests draw from it at every step, and the learner uses it, too."""
     state = torch.get_rng_state()
     try:
         yield
@@ -76,7 +76,7 @@ def global_rng_untouched() -> Iterator[None]:
 
 @contextmanager
 def compilation(allowed: bool) -> Iterator[None]:
-    """Without ``allowed``, functions marked for torch.compile run as they are written.
+    """Unless ``allowed``, functions marked for torch.compile run as they are written.
 
     vLLM compiles one small function of its sampler even in eager mode, which on a CPU costs seconds and needs a C++
     compiler that a bare machine may lack.

@@ -8,7 +8,7 @@ own to that world and opens no second one (tests/e2e/test_vllm_ranks.py holds Me
 process per rank would need shared memory for weights and a second copy of every library.
 
 Weights go in through `worker_extension`; see there. Random numbers are keyed per response (`requests`), so that a
-response does not depend on which engine samples it, but for the rounding of matrix products over batches of another
+response does not depend on which engine samples it, except for the rounding of matrix products over batches of another
 shape.
 
 Left out: stop strings (stop tokens are what a policy can learn to emit) and speculative decoding. Results are gathered
@@ -120,7 +120,7 @@ class VllmGenerator:
         return make_groups(prompts, num_samples, rollouts)
 
     def _generate(self, requests: list[Request], sampling: Sampling) -> list[Rollout] | RolloutError:
-        """This engine's share, in order. An error is returned, not raised: other ranks wait to hear of it."""
+        """This engine's share, in order. An error is returned, not raised, because other ranks wait to hear of it."""
         ids = ", ".join(dict.fromkeys(request.prompt.id for request in requests[:: max(1, len(requests) // 8)]))
         try:
             with (

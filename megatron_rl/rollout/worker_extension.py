@@ -5,11 +5,11 @@ the same process, so that nothing is copied on the way and no file is written. I
 Loading follows vLLM's layerwise reload: as soon as a layer is complete, it is loaded, processed and copied into the
 storage it had, so that CUDA graphs stay valid.
 
-Two things vLLM 0.30 forgets on a CPU, where weights are packed for the kernels after loading. Neither raises:
+On a CPU weights are packed for the kernels after loading. vLLM 0.30 leaves two things out, and raises no error:
 
 * Unquantized MoE experts are packed after the first load only. Packing keeps their shape, so after a reload the kernel
-  reads unpacked experts. They are packed here, exactly once per update: twice is as wrong as not at all. `vllm_engine`
-  checks at start that an update with the same weights leaves every parameter as it was.
+  reads unpacked experts. They are packed here, exactly once in an update: packing twice is as wrong as not packing.
+  `vllm_engine` checks at start that an update with the same weights leaves every parameter as it was.
 * A linear layer computes with a packed copy. An output head tied to the embedding gets no tensor of its own in an
   update, and keeps its old copy. Every layer whose copy is still the old one is packed again here.
 """
@@ -37,7 +37,7 @@ BACKEND = "megatron_rl_stream"
 
 @dataclass
 class StreamInit(WeightTransferInitInfo):
-    """Nothing to agree on: sender and receiver are one process."""
+    """Empty: sender and receiver are one process and have nothing to agree on."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class StreamWeightTransfer(WeightTransferEngine[StreamInit, StreamUpdate]):
 
 
 def pack_cpu_experts(model: torch.nn.Module) -> None:
-    """Pack every MoE layer's expert weights for the CPU kernel. Not idempotent: once after each reload."""
+    """Pack every MoE layer's expert weights for the CPU kernel. Not idempotent: call it once after each reload."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     for module in model.modules():

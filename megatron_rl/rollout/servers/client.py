@@ -21,7 +21,7 @@ HEALTH_S = 10.0
 
 
 class ServerError(RuntimeError):
-    """A call failed. The subclasses say what to do about it. ``is_final``: it is known that asking again is no use."""
+    """A call failed. The subclasses say what to do about it. ``is_final``: asking again is known to be useless."""
 
     def __init__(self, message: str, is_final: bool = False) -> None:
         super().__init__(message)
@@ -29,11 +29,11 @@ class ServerError(RuntimeError):
 
 
 class ServerLost(ServerError):
-    """Not reachable, or its engine has stopped."""
+    """The server cannot be reached, or its engine has stopped."""
 
 
 class StaleServer(ServerError):
-    """It holds other weights than the request is for."""
+    """The server holds other weights than the request is for."""
 
 
 class RequestRefused(ServerError):
@@ -101,7 +101,7 @@ class ServerClient:
         )
 
     async def checksums(self) -> dict[str, int]:
-        """Of every stored parameter. Closes the server until the next push."""
+        """Checksums of every stored parameter. Closes the server until the next push."""
         return (await self._call("POST", "/collective_rpc", {"method": "checksums"}))["results"][0]
 
     async def close(self) -> None:

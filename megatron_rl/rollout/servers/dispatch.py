@@ -1,8 +1,8 @@
 """Handing the requests of one call to the servers that are ready, so that each is answered exactly once.
 
-A request waits in one queue, is with one server, or is answered: never two of these. The server with the fewest
-requests in flight is asked next. What a server that died, hangs or holds other weights has not answered goes back to
-the front of the queue; an answer that comes after its request was given up is dropped with its task.
+A request waits in the queue, is with one server, or is answered; it is never in two of these states. The server with
+the fewest requests in flight is asked next. Requests that a dead, hanging or outdated server has not answered go back
+to the front of the queue. An answer to a request that was given up is dropped with its task.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Dispatch:
         return [self._answers[index] for index in range(len(self._bodies))]
 
     def _ask(self) -> None:
-        """Hand out what waits, as far as servers have room."""
+        """Hand waiting requests to servers that have room."""
         while self._waiting:
             free = [member for member in self._pool.ready if member.in_flight < self._concurrency]
             if not free:

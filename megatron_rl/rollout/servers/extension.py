@@ -27,7 +27,7 @@ BACKEND = "megatron_rl_files"
 
 @dataclass
 class FileUpdate(WeightTransferUpdateInfo):
-    """``files``: safetensors files of one policy, all of it; empty: the checkpoint that the server was started from."""
+    """``files``: files with all tensors of one policy; empty: the checkpoint that the server started from."""
 
     files: list[str] = field(default_factory=list)
 
@@ -51,7 +51,7 @@ def _tensors(files: list) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class ServerExtension(worker_extension.WorkerExtension):
-    """Methods that every worker gains; called by `collective_rpc`. Those of self that are not here are vLLM's."""
+    """Methods that every worker gains; `collective_rpc` calls them. Other attributes of ``self`` are vLLM's."""
 
     def replace_weights(self, files: list[str]) -> None:
         """All of `FileUpdate` in one call: the engine makes no step between the parts of vLLM's weight update."""
@@ -68,7 +68,7 @@ class ServerExtension(worker_extension.WorkerExtension):
         return describe_model(self.get_model())
 
     def run_eagerly(self) -> None:
-        """From here on, functions marked for torch.compile run as they are written: see `process_state.compilation`."""
+        """Let functions marked for torch.compile run as they are written: see `process_state.compilation`."""
         torch.compiler.set_stance("force_eager")
 
 

@@ -1,8 +1,8 @@
 """`Generator` on vLLM servers: the loop's side of `pool` and `dispatch`.
 
 Rank 0 talks to the servers, from an event loop in a thread of its own, and hands results to the other ranks. Work is
-done strictly in the order in which it was asked for: a batch, the weights that follow it, the next batch. So a batch is
-sampled from exactly one policy, and which one does not depend on timing. `begin` returns at once, so that the learner
+done strictly in the order in which it was requested: a batch, the weights that follow it, the next batch. So a batch is
+sampled from exactly one policy, whatever the timing. `begin` returns at once, so that the learner
 can work while servers sample; `rollout` is `begin` and `finish`.
 """
 
@@ -149,7 +149,7 @@ class ServerGenerator:
     async def _sample(
         self, bodies: list[dict[str, Any]], names: list[str], version: int
     ) -> tuple[list[Answer], float, dict[str, float]]:
-        """Answers, the seconds that servers were busy with them (waiting for the turn is not in it), and stats."""
+        """Answers, the seconds that servers worked on them (without the wait for their turn), and stats."""
         async with self._turn:
             assert self._pool.weights.version == version
             start = time.perf_counter()
@@ -177,7 +177,7 @@ class ServerGenerator:
     # ---------------------------------------------------------------- weights
 
     def refit(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
-        """With batches begun and not finished, the servers take the weights after those; else they have them now."""
+        """The servers take the weights after all batches that are begun and not finished, or at once."""
         start = time.perf_counter()
         stream = checked(weights, self._shapes)
         written, failure = None, None
@@ -186,7 +186,7 @@ class ServerGenerator:
                 written = self._folder.write(stream, policy_version)
             except (OSError, SafetensorError) as error:
                 failure = RolloutError(f"weights for the servers could not be written to {self._folder.root}: {error}")
-        for _ in stream:  # collecting a tensor takes every rank, also where rank 0 has no use for it
+        for _ in stream:  # every rank takes part in collecting a tensor, even if rank 0 has no use for it
             pass
         self._main.share(partial(_raise, failure))
         pushed = self._main.submit(self._push(written)) if self._main.is_this else None
@@ -226,7 +226,7 @@ class ServerGenerator:
             self._local = None
 
     def _start(self, recipe_file: Path | None) -> dict[str, str]:
-        """On rank 0: launch servers where the recipe says so, find them, hear what they compute."""
+        """On rank 0: launch servers where the recipe says so, find them, and learn what they compute."""
         servers = self._config.servers
         token = (read_token(servers) or secrets.token_hex(32)) if servers.launch else require_token(servers)
         self._folder = WeightFolder(servers.weights_dir or self._run_dir / "servers" / "weights", self._run_dir)

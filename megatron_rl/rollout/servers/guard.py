@@ -1,12 +1,12 @@
-"""In front of every route of a server: nothing without the token, and no answer from a mix of two policies.
+"""The guard of every route of a server: no request without the token, no answer from a mix of two policies.
 
 vLLM's own `--api-key` leaves the routes that change weights, pause the engine or call into its workers open to anyone
 who reaches the port. Here every route is closed. A token is compared in constant time and never logged.
 
 Responses are sampled only while the server is *open* for one policy version, and only for requests that name this
 version. New weights come by one request, which closes the server, has them loaded (`replacement`), and opens it for
-their version. A response that an update overtook all the same is thrown away and answered with 409, so that no rollout
-mixes two policies.
+their version. If an update overtakes a response, the response is thrown away and answered with 409, so that no
+rollout mixes two policies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 VERSION_HEADER = b"x-policy-version"
 SETTINGS, WEIGHTS, GENERATE = "/megatron_rl/settings", "/megatron_rl/weights", "/megatron_rl/generate"
-# Routes of vLLM that change and sample nothing; any other closes the server, those that sample without a version too.
+# Routes of vLLM that neither change weights nor sample. Any other route closes the server.
 HARMLESS = frozenset({"/health", "/weight_info", "/is_paused", "/metrics", "/version"})
 REFUSED, UNAUTHORIZED, CONFLICT, FAILED = 400, 401, 409, 500
 
@@ -46,7 +46,7 @@ class GuardState:
     openings: int = 0  # counts up at every change, so that a version that came back is told from one that stayed
 
 
-STATE = GuardState()  # vLLM makes the middleware by its class's name and hands it nothing
+STATE = GuardState()  # global, because vLLM makes the middleware by its class's name and passes no argument
 
 
 class Guard:
@@ -80,7 +80,7 @@ class Guard:
     async def _replace(self, receive: Receive, send: Send) -> None:
         """Body: ``version`` and ``files`` (see `extension.FileUpdate`). Answers when the server is open for them."""
         wanted, state = await _body(receive), self._state
-        async with state.replacing:  # a caller that gave up waiting may have left one behind
+        async with state.replacing:  # waits for an update that a caller gave up waiting for
             self._change(None)
             openings = state.openings
             try:
@@ -120,7 +120,7 @@ async def _body(receive: Receive) -> Any:
 
 
 async def _unless_left(receive: Receive, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any] | None:
-    """The result of ``work``, or None where the caller hangs up first: then it is cancelled, and so is the response."""
+    """The result of ``work``; None where the caller hangs up first, which cancels ``work`` and the response."""
     working, leaving = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)

@@ -13,7 +13,7 @@ from megatron_rl.process.ranks import broadcast_object, world_rank
 from megatron_rl.rollout.generator import RolloutError
 
 T = TypeVar("T")
-# Other ranks wait for rank 0 in a collective, which has a time limit of its own: tell them this often that it is alive.
+# Other ranks wait for rank 0 in a collective that has a time limit, so rank 0 says this often that it is alive.
 HEARTBEAT_S = 60.0
 
 
@@ -34,7 +34,7 @@ class MainRank:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def wait(self, future: concurrent.futures.Future | None) -> Any:
-        """Rank 0's result on every rank; its error, too. ``future``: None on the other ranks."""
+        """Rank 0's result, or its error, on every rank. ``future``: None on the other ranks."""
         while True:
             done = future is not None and bool(concurrent.futures.wait([future], HEARTBEAT_S).done)
             if self.share(lambda done=done: done):

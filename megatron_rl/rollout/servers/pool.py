@@ -1,7 +1,7 @@
 """Which servers there are, which weights each holds, and what happens when one fails.
 
-A server is used only between a weight update that reached it completely and the next; one that comes late, or comes
-back, gets the newest weights first. `dispatch` deals requests out to the servers that are ready.
+A server is used only between a weight update that reached it completely and the next one. A server that comes late, or
+comes back, gets the newest weights first. `dispatch` hands requests to the servers that are ready.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Member:
 
     address: Address
     client: Client
-    version: int | None = None  # of the weights it may be asked for; None: not to be used
+    version: int | None = None  # of the weights that it serves; None: it is not used
     in_flight: int = 0
     missed: int = 0
-    lost: str = ""  # why it is no longer asked
+    lost: str = ""  # why it is not used
     updating: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -70,7 +70,7 @@ class ServerPool:
         self._problems, self._say = problems, say
         self.members: dict[str, Member] = {}  # by name, lost ones too
         self.weights = Weights(0)  # what every server must hold before it is used
-        self.refused: dict[str, str] = {}  # servers that are there and do not fit, by name: why
+        self.refused: dict[str, str] = {}  # why a server that was found does not fit, by name
         self._changed = asyncio.Event()  # something about the members is new
         self.keeper: asyncio.Task | None = None
 
@@ -94,13 +94,13 @@ class ServerPool:
     async def close(self) -> None:
         if self.keeper is not None:
             self.keeper.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):  # whoever waited has had its error
+            with contextlib.suppress(asyncio.CancelledError, Exception):  # the waiters have been given the error
                 await self.keeper
         for member in self.members.values():
             await member.client.close()
 
     async def wait_for(self, condition: Callable[[], bool], what: str) -> None:
-        """Until ``condition``, which is looked at whenever a member changed. `RolloutError` after `wait_s`."""
+        """Wait until ``condition``, tested whenever a member changes. Raises `RolloutError` after `wait_s`."""
         assert self.keeper is not None
         try:
             async with asyncio.timeout(self._limits.wait_s):
@@ -116,13 +116,13 @@ class ServerPool:
             ) from None
 
     async def change(self) -> None:
-        """Until something about the members is new."""
+        """Wait until something about the members changes."""
         self._changed.clear()
         await self._changed.wait()
 
     async def _keep(self) -> None:
-        """For ever: let servers in, look after those that are."""
-        joining: dict[str, asyncio.Task] = {}  # in tasks of their own: large weights take minutes to load
+        """Let new servers in and check the health of members, until cancelled."""
+        joining: dict[str, asyncio.Task] = {}  # in tasks of their own, because large weights take minutes to load
         try:
             while True:
                 for name in [name for name, task in joining.items() if task.done()]:
@@ -136,7 +136,7 @@ class ServerPool:
         finally:
             for task in joining.values():
                 task.cancel()
-            self._changed.set()  # whoever waits finds this task done, and why
+            self._changed.set()  # wakes the waiters, who find this task done, and its error
 
     async def _let_in(self, address: Address) -> None:
         """Give a server the newest weights and use it from now on. One that does not answer is tried again later."""
@@ -174,15 +174,15 @@ class ServerPool:
             await self._bring_up_to_date(member)
 
     async def give_up(self, member: Member, why: str) -> None:
-        """Ask a server nothing any more, until it comes back and gets the newest weights."""
+        """Stop using a server until it comes back and gets the newest weights."""
         if not member.lost:
             member.lost, member.version = why, None
             self._say(f"server {member.address.name} is lost: {why}")
-            await member.client.close()  # what it was asked fails now, and is asked elsewhere
+            await member.client.close()  # its open requests fail now and go to other servers
             self._changed.set()
 
     async def suspect(self, member: Member, error: ServerError) -> None:
-        """A request to ``member`` failed: is it the server?"""
+        """A request to ``member`` failed. Find out whether the server did, and stop using it then."""
         if not member.lost and not error.is_final:
             try:
                 await member.client.check_health()
@@ -192,7 +192,7 @@ class ServerPool:
         await self.give_up(member, str(error))
 
     def mark_stale(self, member: Member) -> None:
-        """A server turned out not to hold the newest weights: it gets them at the next look."""
+        """Stop using a server that does not hold the newest weights. It gets them at the next look."""
         member.version = None
 
     # ---------------------------------------------------------------- weights
