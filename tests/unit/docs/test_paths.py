@@ -1,0 +1,94 @@
+"""Every file, module and test that README, docs and the headers of recipes name is there."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+DOCUMENTS = [ROOT / "README.md", ROOT / "slurm" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+HEADERS = sorted((ROOT / "recipes").rglob("*.yaml"))
+FOLDERS = "megatron_rl|docs|recipes|tools|tests|patches|slurm"
+FULL = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./*{{}},-]*[\w/*}}]")
+SHORT = re.compile(r"(?<![\w./-])[a-z_]+(?:/[a-z_]+)*/[\w-]+\.(?:py|yaml|sbatch|sh|json)\b")
+IN_A_RUN = ("plots/", "servers/<", "checkpoints/")  # of a run directory, not of the repository
+
+
+@cache
+def repository() -> tuple[str, ...]:
+    """Paths of all files in the folders that documents speak of."""
+    roots = (ROOT / folder for folder in FOLDERS.split("|"))
+    return tuple(str(path.relative_to(ROOT)) for root in roots for path in root.rglob("*") if path.is_file())
+
+
+def text_of(file: Path) -> str:
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".yaml":
+        return "\n".join(line for line in text.splitlines() if line.startswith("#"))
+    return text
+
+
+def is_placeholder(path: str) -> bool:
+    """Paths with a part to fill in: STUDY, RECIPE, NAME."""
+    return re.search(r"(?:^|[/.])[A-Z]{2,}(?:$|[/.])", path) is not None and "README" not in path
+
+
+def named_paths(text: str) -> set[str]:
+    """Paths from the root of the repository, ``{a,b}`` written out."""
+    found = set()
+    for name in FULL.findall(text):
+        group = re.match(r"(.*)\{([^}]*)\}(.*)$", name)
+        names = [group[1] + part + group[3] for part in group[2].split(",")] if group else [name]
+        found.update(names)
+    return {name for name in found if not is_placeholder(name)}
+
+
+def exists(name: str) -> bool:
+    if "*" in name:
+        return any(ROOT.glob(name.rstrip("/")))
+    return (ROOT / name).exists()
+
+
+def where(file: Path) -> str:
+    return str(file.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=where)
+def test_links_lead_somewhere(file):
+    for target in re.findall(r"\]\(([^)\s]+)\)", text_of(file)):
+        if not target.startswith(("https://", "#")):
+            assert (file.parent / target.partition("#")[0]).exists(), target
+
+
+def test_paths_exist():
+    named = {(name, where(file)) for file in [*DOCUMENTS, *HEADERS] for name in named_paths(text_of(file))}
+    assert len(named) > 80, "nothing was looked at"
+    assert not {(name, file) for name, file in named if not exists(name)}
+
+
+def test_shortened_paths_are_ends_of_paths():
+    named = {(name, where(file)) for file in DOCUMENTS for name in SHORT.findall(text_of(file))}
+    named = {(name, file) for name, file in named if not name.startswith(IN_A_RUN) and not is_placeholder(name)}
+    assert len(named) > 30, "nothing was looked at"
+    ends = {
+        "/".join(parts[-k:]) for parts in (path.split("/") for path in repository()) for k in range(1, len(parts) + 1)
+    }
+    assert not {(name, file) for name, file in named if name not in ends}
+
+
+def test_modules_that_developers_start_exist():
+    pattern = r"(?:-m |`)(tools\.[a-z_]+(?:\.[a-z_]+)*)"
+    named = {(name, where(f)) for f in [*DOCUMENTS, *HEADERS] for name in re.findall(pattern, text_of(f))}
+    assert named, "nothing was looked at"
+    assert not {(name, file) for name, file in named if not (ROOT / (name.replace(".", "/") + ".py")).exists()}
+
+
+def test_tests_that_documents_cite_exist():
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests").rglob("*.py")))
+    defined = set(re.findall(r"^\s*(?:async )?def (test_\w+)", sources, re.MULTILINE))
+    for file in DOCUMENTS:
+        for name, rest in re.findall(r"`(test_[a-z0-9_]+)(…)?`", text_of(file)):
+            assert name in defined or (rest and any(known.startswith(name) for known in defined)), (name, where(file))
