@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.gloo import REPOSITORY, run_ranks
+from tests.parallel.gloo import run_ranks
+from tests.support.tiny import REPOSITORY
 
 
 @pytest.fixture(scope="module")

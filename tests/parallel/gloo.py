@@ -6,9 +6,10 @@
         results = run_ranks("tests.parallel.programs", "all_reduce_rank", world_size=2, scale=3.0)
         assert results == [9.0, 9.0]
 
-The function is named, not passed: every rank is a fresh interpreter that imports the module (from the repository root)
-and calls `module.function(**kwargs)`. Arguments and return values travel by pickle; return CPU tensors, numbers and
-containers of them. Keep rank programs in a module that imports neither pytest nor this file's caller.
+The function is named, not passed: every rank is a process of its own that has imported the module (from the repository
+root) and calls `module.function(**kwargs)`. Ranks are forked from a helper that holds the imports (support.zygote).
+Arguments and return values travel by pickle; return CPU tensors, numbers and containers of them. Keep rank programs in
+a module that imports neither pytest nor this file's caller.
 
 Each rank starts with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set as `torchrun` sets
 them, so code that calls `torch.distributed.init_process_group()` itself works (`init_process_group=False`); by default
@@ -21,19 +22,18 @@ the one that failed first at the top. Program output is otherwise dropped; set G
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.support.zygote import Child, Zygote, surroundings, zygote
+
 OUTPUT_TAIL_CHARS = 6000
 POLL_SECONDS = 0.02
 # Ranks that merely lost their peer get this long to print their own error before they are ended.
@@ -58,9 +58,9 @@ def run_ranks(
 
     Args:
         fn_module: dotted module name, importable from the repository root (for example "tests.parallel.programs").
-        timeout_s: seconds for the whole call, start-up included (about 4 s for megatron.core on a quiet machine).
+        timeout_s: seconds for the whole call; the first of a session waits for the helper (8 s on a quiet machine).
         init_process_group: join the gloo group before the call, leave it after.
-        env: additions to the environment of every rank.
+        env: additions to the environment of every rank, there before it imports anything; costs a helper.
         kwargs: picklable keyword arguments; the names above cannot be used.
 
     Returns:
@@ -76,24 +76,19 @@ def run_ranks(
         job = Path(folder, "job.pkl")
         job.write_bytes(pickle.dumps((fn_module, fn_name, kwargs, init_process_group)))
         logs = [Path(folder, f"rank{rank}.log") for rank in range(world_size)]
-        ranks: list[subprocess.Popen] = []
-        try:
-            for rank, log in enumerate(logs):
-                with log.open("wb") as output:
+        ranks: list[Child] = []
+        deadline = time.monotonic() + timeout_s
+        with Zygote(env) if env else nullcontext(zygote()) as helper:
+            try:
+                for rank, log in enumerate(logs):
+                    environment = _rank_environment(rank, world_size, store.port, env or {})
                     ranks.append(
-                        subprocess.Popen(
-                            [sys.executable, "-m", "tests.parallel.gloo", str(job)],
-                            cwd=REPOSITORY,
-                            env=_rank_environment(rank, world_size, store.port, env or {}),
-                            stdout=output,
-                            stderr=subprocess.STDOUT,
-                            stdin=subprocess.DEVNULL,
-                            start_new_session=True,
-                        )
+                        helper.start(__name__, "rank_main", {"job": job}, log=log, env=environment, imports=[fn_module])
                     )
-            failure = _wait(ranks, time.monotonic() + timeout_s)
-        finally:
-            _end(ranks)
+                failure = _wait(ranks, deadline)
+            finally:
+                for child in ranks:
+                    child.end()
         if failure is not None or os.environ.get("GLOO_RANKS_VERBOSE"):
             report = _report(ranks, logs, failure)
             if failure is not None:
@@ -104,15 +99,11 @@ def run_ranks(
 
 
 def _rank_environment(rank: int, world_size: int, port: int, extra: dict[str, str]) -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     return {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
+        **surroundings(),
         # Every rank is a client of the caller's store, as under torchrun: rank 0 must not bind the port again.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": path,
-        "PYTHONFAULTHANDLER": "1",
         **extra,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -123,7 +114,7 @@ def _rank_environment(rank: int, world_size: int, port: int, extra: dict[str, st
     }
 
 
-def _wait(ranks: list[subprocess.Popen], deadline: float) -> tuple[int, str] | None:
+def _wait(ranks: list[Child], deadline: float) -> tuple[int, str] | None:
     """Wait for all ranks; the first that failed and why, or None."""
     while True:
         codes = [process.poll() for process in ranks]
@@ -142,16 +133,7 @@ def _wait(ranks: list[subprocess.Popen], deadline: float) -> tuple[int, str] | N
         time.sleep(POLL_SECONDS)
 
 
-def _end(ranks: list[subprocess.Popen]) -> None:
-    """End every rank together with the processes it started (checkpoint writers, for example)."""
-    for process in ranks:
-        # The session outlives its leader if the leader left a child behind.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _report(ranks: list[subprocess.Popen], logs: list[Path], failure: tuple[int, str] | None) -> str:
+def _report(ranks: list[Child], logs: list[Path], failure: tuple[int, str] | None) -> str:
     order = sorted(range(len(ranks)), key=lambda rank: (failure is not None and rank != failure[0], rank))
     parts = []
     for rank in order:
@@ -160,7 +142,7 @@ def _report(ranks: list[subprocess.Popen], logs: list[Path], failure: tuple[int,
     return "\n".join(parts)
 
 
-def _rank_main(job: Path) -> None:
+def rank_main(job: Path) -> None:
     """What a rank runs: join, call, store the result beside the job."""
     fn_module, fn_name, kwargs, join = pickle.loads(job.read_bytes())
     import torch
@@ -174,7 +156,3 @@ def _rank_main(job: Path) -> None:
         # A rank that leaves early tears down the connections that its peers still use.
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _rank_main(Path(sys.argv[1]))

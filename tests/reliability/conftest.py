@@ -1,28 +1,50 @@
-"""One helper process for all tests of this folder, and the run without faults that every other must reproduce."""
+"""Runs in processes of their own, and the run without faults that every other must reproduce."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.reliability.zygote import Child, Ended, Zygote
+from tests.support.zygote import Child, surroundings, zygote
+
+# What a machine of a user may hold, and no run may write down.
+SECRETS = {"HF_TOKEN": "do-not-write-this", "VLLM_API_KEY": "do-not-write-this"}
+
+
+@dataclass
+class Ended:
+    """How a run ended. ``status`` is negative where a signal did it."""
+
+    status: int
+    output: str  # stdout and stderr
+
+    @property
+    def last_line(self) -> str:
+        return self.output.strip().splitlines()[-1] if self.output.strip() else ""
 
 
 class Runs:
     """Runs below one folder, by name."""
 
-    def __init__(self, zygote: Zygote, root: Path) -> None:
-        self.zygote, self.root = zygote, root
+    def __init__(self, root: Path) -> None:
+        self.root, self._count = root, 0
 
     def start(self, name: str, *overrides: str, **keywords: Any) -> Child:
-        return self.zygote.start("train", root=str(self.root), name=name, overrides=overrides, **keywords)
+        self._count += 1
+        call = {"root": str(self.root), "name": name, "overrides": overrides, **keywords}
+        log = self.root / f"child-{self._count}.log"
+        return zygote().start("tests.reliability.programs", "train", call, log=log, env={**surroundings(), **SECRETS})
+
+    def end(self, child: Child) -> Ended:
+        """Wait for it."""
+        return Ended(child.wait(), child.output)
 
     def train(self, name: str, *overrides: str, expect: int = 0, **keywords: Any) -> Ended:
-        ended = self.start(name, *overrides, **keywords).wait()
+        ended = self.end(self.start(name, *overrides, **keywords))
         assert ended.status == expect, ended.output[-4000:]
         return ended
 
@@ -40,12 +62,10 @@ class Runs:
 
 
 @pytest.fixture(scope="package")
-def runs(tmp_path_factory) -> Iterator[Runs]:
-    folder = tmp_path_factory.mktemp("reliability")
-    with Zygote(folder) as zygote:
-        runs = Runs(zygote, folder)
-        runs.train("whole")
-        yield runs
+def runs(tmp_path_factory) -> Runs:
+    runs = Runs(tmp_path_factory.mktemp("reliability"))
+    runs.train("whole")
+    return runs
 
 
 @pytest.fixture(scope="package")

@@ -1,4 +1,4 @@
-"""What the children of `zygote` run: whole runs on the real learner, with a fault at a chosen place.
+"""What the children of `tests.support.zygote` run: whole runs on the real learner, with a fault at a chosen place.
 
 Responses are made from seeds instead of sampled, so that a run costs a second; the faults here are those of everything
 but the engine (tests/e2e/test_engine_faults.py has vLLM's).

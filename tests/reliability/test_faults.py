@@ -319,7 +319,7 @@ def test_two_runs_never_share_a_directory(runs, whole, tmp_path):
         RunLock(runs.root / "shared" / "LOCK", patience_s=0.3).acquire()
     assert (runs.root / "shared" / "metrics.jsonl").read_bytes() == before
     go.touch()
-    assert first.wait().status == 0
+    assert first.wait() == 0
     assert runs.rows("shared") == whole
 
 

@@ -19,7 +19,7 @@ def test_code_in_a_checkpoint_does_not_run(runs, tmp_path, file):
     (newest / file).write_bytes(pickle.dumps(Evil(proof), protocol=2))
     # Whoever made it also made a manifest that fits.
     manifest.write_manifest(newest, manifest.hash_files(newest, manifest.read_manifest(newest)))
-    ended = runs.start(name, resume=str(newest)).wait()
+    ended = runs.end(runs.start(name, resume=str(newest)))
     assert not proof.exists()
     assert ended.status == 2, ended.output
     assert ended.last_line.startswith("error: ")
