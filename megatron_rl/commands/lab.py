@@ -2,7 +2,7 @@
 
     python tools/lab.py check  STUDY…                                every arm is a recipe that `check` accepts
     python tools/lab.py run    STUDY [--jobs N] [--seeds 0 1] [--arms A B]
-    python tools/lab.py report STUDY [--docs]                        figure and table; --docs: those of docs/lab.md
+    python tools/lab.py report STUDY [--docs]                        figure and table; --docs: those of docs/lab
 
 STUDY is a study file or its folder, e.g. recipes/lab/hacking. Runs lie below runs/lab/STUDY (--out: another folder);
 `run` leaves finished ones alone and continues interrupted ones, so the same command resumes. Exit status: 0 all runs
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     run.set_defaults(run=_run)
     report = commands.add_parser("report", help="figure and table from what was run")
     report.add_argument(
-        "--docs", action="store_true", help="write docs/images/lab-STUDY.png and the table in docs/lab.md"
+        "--docs", action="store_true", help="write docs/images/lab-STUDY.png and the tables of docs/lab/STUDY.md"
     )
     report.set_defaults(run=_report)
     for command in (run, report):

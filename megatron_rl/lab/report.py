@@ -30,16 +30,23 @@ def write_report(loaded: LoadedStudy, root: Path) -> list[Path]:
 
 
 def write_docs(loaded: LoadedStudy, root: Path, docs: Path) -> list[Path]:
-    """The figure to docs/images, the tables between the study's two marks in docs/lab.md, outcomes to docs/lab."""
+    """The figure to docs/images, the tables between the two marks of docs/lab/STUDY.md, outcomes beside that page.
+
+    Raises `InputError` where the page or its marks are absent.
+    """
     results = read_results(loaded, root)
     name = loaded.study.name
-    page, image, values = docs / "lab.md", docs / "images" / f"lab-{name}.png", docs / "lab" / f"{name}.json"
+    page, image, values = (
+        docs / "lab" / f"{name}.md",
+        docs / "images" / f"lab-{name}.png",
+        docs / "lab" / f"{name}.json",
+    )
     start, end = f"<!-- lab: {name} -->\n", f"<!-- /lab: {name} -->"
-    text = page.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
     if start not in text or end not in text:
         raise InputError(f"{page}: the lines {start.strip()} and {end}, between which the tables go, are not there")
     pattern = re.compile(re.escape(start) + ".*?" + re.escape(end), re.DOTALL)
-    body = f"![curves of the study](images/{image.name})\n\n" + render(results)
+    body = f"![curves of the study](../images/{image.name})\n\n" + render(results)
     page.write_text(pattern.sub(lambda _: start + body + end, text), encoding="utf-8")
     for folder in (image.parent, values.parent):
         folder.mkdir(exist_ok=True)

@@ -142,7 +142,10 @@ def test_report_holds_the_numbers_and_a_figure(runs):
 
 def test_docs_tables_go_between_the_marks(runs, tmp_path):
     study, root = runs
-    page = tmp_path / "lab.md"
+    page = tmp_path / "lab" / "length_decay.md"
+    with pytest.raises(InputError, match="lab: length_decay"):
+        write_docs(study, root, tmp_path)
+    page.parent.mkdir()
     page.write_text("before\n")
     with pytest.raises(InputError, match="lab: length_decay"):
         write_docs(study, root, tmp_path)
