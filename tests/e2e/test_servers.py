@@ -3,6 +3,7 @@ they die. They are started once; the tests run in order, and the last ones kill 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -26,7 +27,9 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.rollout import RolloutError, Sampling
 from megatron_rl.rollout.checksums import parameter_checksums
 from megatron_rl.rollout.servers import weight_files
+from megatron_rl.rollout.servers.client import ServerClient
 from megatron_rl.rollout.servers.generator import ServerGenerator
+from megatron_rl.rollout.servers.guard import GENERATE
 from megatron_rl.rollout.servers.rendezvous import Address, folder, read
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.types import Group, Prompt
@@ -177,6 +180,22 @@ class TestTwoServers:
             except OSError:
                 continue
 
+    def test_hostile_requests_are_refused_and_the_engine_lives(self, generator):
+        """vLLM without a tokenizer takes an id of -1, and its engine ends."""
+        address = generator._pool.ready[0].address
+        headers = {"X-Policy-Version": str(asyncio.run(settings_of(address))["version"])}
+        for ids in ([-1], [10**6], [3] * 4_000, []):
+            body = json.dumps({"token_ids": ids, "sampling_params": {"max_tokens": 1}}).encode()
+            assert status(address, GENERATE, TOKEN, body=body, **headers) == 400, ids
+        assert status(address, GENERATE, TOKEN, body=b"[" * 10_000_000, **headers) == 413
+        assert status(address, GENERATE, TOKEN, **{"X-Policy-Version": "None"}) == 409
+        assert status(address, "/v1/completions", TOKEN) == 404
+        upgrade = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+        assert status(address, "/", None, "GET", **upgrade, **{"Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA=="}) < 500
+        assert status(address, "/health", TOKEN, "GET") == 200
+        body = json.dumps({"token_ids": [3, 4], "sampling_params": {"max_tokens": 1}}).encode()
+        assert status(address, GENERATE, TOKEN, body=body, **headers) == 200
+
     def test_a_server_killed_in_the_middle_costs_no_response(self, generator, run_dir):
         expected = generator.rollout(prompts(16), 4, policy_version=4, step=5)
         name, victim = next(iter(generator._pool.members.items()))
@@ -213,9 +232,20 @@ async def until(condition) -> None:
         await asyncio.sleep(0.01)
 
 
-def status(address: Address, path: str, token: str | None, method: str = "POST") -> int:
-    request = urllib.request.Request(address.url + path, method=method, data=b"{}" if method == "POST" else None)
-    request.add_header("Content-Type", "application/json")
+async def settings_of(address: Address) -> dict:
+    client = ServerClient(address, TOKEN, 60.0)
+    try:
+        return await client.settings()
+    finally:
+        await client.close()
+
+
+def status(
+    address: Address, path: str, token: str | None, method: str = "POST", body: bytes = b"{}", **headers: str
+) -> int:
+    request = urllib.request.Request(address.url + path, method=method, data=body if method == "POST" else None)
+    for name, value in {"Content-Type": "application/json", **headers}.items():
+        request.add_header(name, value)
     if token is not None:
         request.add_header("Authorization", f"Bearer {token}")
     try:

@@ -7,6 +7,9 @@ Responses are sampled only while the server is *open* for one policy version, an
 version. New weights come by one request, which closes the server, has them loaded (`replacement`), and opens it for
 their version. If an update overtakes a response, the response is thrown away and answered with 409, so that no
 rollout mixes two policies.
+
+Of vLLM's routes those pass that the trainer uses. The others sample without a policy version, or hand the engine token
+ids that nobody checked: one id of -1 ends it.
 """
 
 from __future__ import annotations
@@ -22,9 +25,13 @@ from typing import Any
 
 VERSION_HEADER = b"x-policy-version"
 SETTINGS, WEIGHTS, GENERATE = "/megatron_rl/settings", "/megatron_rl/weights", "/megatron_rl/generate"
-# Routes of vLLM that neither change weights nor sample. Any other route closes the server.
-HARMLESS = frozenset({"/health", "/weight_info", "/is_paused", "/metrics", "/version"})
-REFUSED, UNAUTHORIZED, CONFLICT, FAILED = 400, 401, 409, 500
+HARMLESS = frozenset({"/health", "/weight_info", "/is_paused", "/metrics", "/version"})  # of vLLM; they change nothing
+CHANGING = frozenset({"/collective_rpc"})  # of vLLM; closes the server, because it may change weights
+REFUSED, UNAUTHORIZED, NOT_OFFERED, CONFLICT, TOO_LARGE, FAILED = 400, 401, 404, 409, 413, 500
+NOT_ACCEPTED = 1008  # close code of a WebSocket
+
+BODY_BYTES = 2**20  # of sampling parameters and names of weight files, with room to spare
+BODY_BYTES_PER_TOKEN = 16  # an id of up to seven digits, comma and space, twice over
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +49,7 @@ class GuardState:
     replace: Callable[[list[str], int], Awaitable[None]] | None = None  # loads files as a policy version
     sample: Callable[[dict[str, Any]], Coroutine[Any, Any, dict[str, Any]]] | None = None  # see `answering`
     replacing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    max_body_bytes: int = BODY_BYTES
     version: int | None = None  # open for this policy version; None: closed
     openings: int = 0  # counts up at every change, so that a version that came back is told from one that stayed
 
@@ -58,20 +66,25 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
-        if scope["type"] != "http":  # no websockets here
-            return None
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close", "code": NOT_ACCEPTED})
         headers = dict(scope["headers"])
         if not self._state.token or not _matches(headers.get(b"authorization", b""), self._state.token):
             return await _answer(send, UNAUTHORIZED, {"error": "a valid token is required"})
-        path = scope["path"]
-        if path == SETTINGS:
-            return await _answer(send, 200, {**self._state.settings, "version": self._state.version})
-        if path == WEIGHTS:
-            return await self._replace(receive, send)
-        if path == GENERATE:
-            return await self._generate(headers.get(VERSION_HEADER, b"").decode(), receive, send)
-        if path not in HARMLESS:
+        path, receive = scope["path"], _limited(receive, self._state.max_body_bytes)
+        try:
+            if path == SETTINGS:
+                return await _answer(send, 200, {**self._state.settings, "version": self._state.version})
+            if path == WEIGHTS:
+                return await self._replace(receive, send)
+            if path == GENERATE:
+                return await self._generate(headers.get(VERSION_HEADER, b""), receive, send)
+        except _TooLarge as error:
+            return await _answer(send, TOO_LARGE, {"error": str(error)})
+        if path in CHANGING:
             self._change(None)
+        elif path not in HARMLESS:
+            return await _answer(send, NOT_OFFERED, {"error": f"{path} is not offered; responses come from {GENERATE}"})
         return await self._app(scope, receive, send)
 
     def _change(self, version: int | None) -> None:
@@ -79,26 +92,32 @@ class Guard:
 
     async def _replace(self, receive: Receive, send: Send) -> None:
         """Body: ``version`` and ``files`` (see `extension.FileUpdate`). Answers when the server is open for them."""
-        wanted, state = await _body(receive), self._state
+        state = self._state
+        try:
+            files, version = _update(await _body(receive))
+        except (ValueError, TypeError, KeyError) as error:
+            return await _answer(send, REFUSED, {"error": f"{type(error).__name__}: {error}"})
         async with state.replacing:  # waits for an update that a caller gave up waiting for
             self._change(None)
             openings = state.openings
             try:
-                await state.replace(wanted["files"], wanted["version"])
+                await state.replace(files, version)
             except Exception as error:  # noqa: BLE001 - whatever it is, the trainer is waiting to hear of it
-                _log.exception("weight update to version %s failed", wanted["version"])
+                _log.exception("weight update to version %s failed", version)
                 return await _answer(send, FAILED, {"error": f"{type(error).__name__}: {error}"})
             if state.openings != openings:
                 return await _answer(send, CONFLICT, {"error": "another call changed this server meanwhile"})
-            self._change(wanted["version"])
-        return await _answer(send, 200, {"version": wanted["version"]})
+            self._change(version)
+        return await _answer(send, 200, {"version": version})
 
-    async def _generate(self, wanted: str, receive: Receive, send: Send) -> None:
+    async def _generate(self, wanted: bytes, receive: Receive, send: Send) -> None:
         state, openings = self._state, self._state.openings
-        if wanted != str(state.version):
+        if not wanted.isdigit() or state.version is None or wanted != str(state.version).encode():
             return await _answer(send, CONFLICT, _stale(wanted, state.version))
         try:
             answer = await _unless_left(receive, state.sample(await _body(receive)))
+        except _TooLarge:
+            raise
         except (ValueError, TypeError, KeyError) as error:  # vLLM's own refusals are ValueErrors
             return await _answer(send, REFUSED, {"error": f"{type(error).__name__}: {error}"})
         except Exception as error:  # noqa: BLE001 - whatever it is, the trainer is waiting to hear of it
@@ -110,13 +129,46 @@ class Guard:
         return await _answer(send, 200, answer)
 
 
+class _TooLarge(Exception):
+    pass
+
+
+def _limited(receive: Receive, limit: int) -> Receive:
+    """``receive`` that raises `_TooLarge` once a request's body has more than ``limit`` bytes."""
+    size = 0
+
+    async def counted() -> dict[str, Any]:
+        nonlocal size
+        message = await receive()
+        size += len(message.get("body", b""))
+        if size > limit:
+            raise _TooLarge(f"the body has more than {limit} bytes")
+        return message
+
+    return counted
+
+
 async def _body(receive: Receive) -> Any:
-    body = b""
+    pieces = []
     while True:
         message = await receive()
-        body += message.get("body", b"")
+        pieces.append(message.get("body", b""))
         if not message.get("more_body"):
-            return json.loads(body)
+            break
+    try:
+        return json.loads(b"".join(pieces))
+    except RecursionError as error:
+        raise ValueError("the body is nested too deep") from error
+
+
+def _update(body: Any) -> tuple[list[str], int]:
+    """Files and version of a weight update. `TypeError`, `KeyError` or `ValueError` where ``body`` is none."""
+    files, version = body["files"], body["version"]
+    if type(version) is not int or version < 0:
+        raise ValueError(f"version {version!r}: expected a number of updates")
+    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+        raise ValueError("files: expected a list of paths")
+    return files, version
 
 
 async def _unless_left(receive: Receive, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any] | None:
@@ -135,8 +187,9 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def _stale(wanted: str, version: int | None) -> dict[str, Any]:
-    return {"error": f"policy version {wanted or 'none'} was asked for, this server holds {version}"}
+def _stale(wanted: bytes, version: int | None) -> dict[str, Any]:
+    name = wanted[:40].decode("ascii", "replace") or "none"
+    return {"error": f"policy version {name} was asked for, this server holds {version}"}
 
 
 def _matches(authorization: bytes, token: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 
@@ -12,6 +13,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.rollout.servers.rendezvous import require_token
 
 LOOPBACK = "127.0.0.1"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")  # a file's name, of no other folder and not hidden
 
 
 def serve(
@@ -27,6 +29,8 @@ def serve(
         raise InputError(
             f"rollout.engine: {recipe.rollout.engine}; `serve` starts servers for rollout.engine: vllm_server"
         )
+    if name is not None and not _NAME.fullmatch(name):
+        raise InputError(f"--name {name}: use letters, digits, '.', '_' and '-'; it names a file in the run directory")
     check_recipe(recipe)
     token = require_token(recipe.rollout.servers)
     if host in ("", "0.0.0.0", "::"):

@@ -93,6 +93,7 @@ async def _serve(spec: ServerSpec, listener: socket.socket, say: Callable[[str],
         await _prepare_weights(engine, spec)
         guard.STATE.settings = await _settings(engine, spec, address)
         guard.STATE.replace, guard.STATE.sample = partial(replace_weights, engine), partial(sample, engine)
+        guard.STATE.max_body_bytes += guard.BODY_BYTES_PER_TOKEN * engine.model_config.max_model_len
         guard.STATE.token = spec.token
         published = publish(spec.run_dir, address)
         say(f"server {spec.name} at {url}, process {os.getpid()}")

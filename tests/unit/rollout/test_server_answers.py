@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,6 +25,7 @@ class Engine:
 
     def __init__(self, **changes) -> None:
         self.asked: list[tuple] = []
+        self.model_config = SimpleNamespace(get_vocab_size=lambda: 99, max_model_len=12)
         logprobs = SimpleNamespace(token_ids=[5, 6, 7, 8, 2], logprobs=LOGPROBS.tolist())
         fields = {"token_ids": [5, 6, 7, 8, 2], "logprobs": logprobs, "finish_reason": "stop", "routed_experts": ROUTES}
         self._completion = SimpleNamespace(**{**fields, **changes})
@@ -78,3 +80,41 @@ def test_what_is_no_answer():
         through(Engine(finish_reason="error"))
     with pytest.raises(RolloutError, match="other tokens than were sampled"):
         through(Engine(token_ids=[5, 6, 7, 8, 9]))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"token_ids": [3, -1]}, "token_ids: -1 is outside the vocabulary (0 … 98)"),
+        ({"token_ids": [99]}, "token_ids: 99 is outside the vocabulary (0 … 98)"),
+        ({"token_ids": []}, "token_ids: the prompt is empty"),
+        ({"token_ids": [1] * 12}, "at most 11 token ids, found 12 of them"),
+        ({"token_ids": [1.5]}, "expected whole numbers"),
+        ({"token_ids": [True]}, "expected whole numbers"),
+        ({"token_ids": ["1"]}, "expected whole numbers"),
+        ({"token_ids": [10**30]}, "expected whole numbers"),
+        ({"token_ids": [[1], [2]]}, "of 2 dimensions"),
+        ({"token_ids": [[1], [2, 3]]}, "inhomogeneous"),
+        ({"token_ids": "abc"}, "found str"),
+        ({"sampling_params": {"stop_token_ids": [-1]}}, "stop_token_ids: -1 is outside the vocabulary"),
+    ],
+)
+def test_what_would_end_the_engine_does_not_reach_it(change, said):
+    engine = Engine()
+    with pytest.raises(ValueError, match=re.escape(said)):
+        asyncio.run(sample(engine, body() | change))
+    assert engine.asked == []
+
+
+def test_a_prompt_of_ten_megabytes_is_refused_unread():
+    """By its length alone: no pass over its tokens, in Python or in the engine."""
+
+    class Long(list):
+        def __len__(self):
+            return 4_000_000
+
+        def __iter__(self):
+            raise AssertionError("read")
+
+    with pytest.raises(ValueError, match="found 4000000 of them"):
+        asyncio.run(sample(Engine(), body() | {"token_ids": Long()}))

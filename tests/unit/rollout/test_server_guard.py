@@ -106,7 +106,7 @@ def test_only_the_version_that_is_open_is_sampled():
         assert (await call(guard, SETTINGS))[1]["version"] == 4
         await call(guard, "/health")
         seen.append(await call(guard, GENERATE, version=4))
-        await call(guard, "/reload_weights")
+        await call(guard, "/collective_rpc")
         return [*seen, await call(guard, GENERATE, version=4)]
 
     closed, open_, older, unnamed, healthy, updating = asyncio.run(scene())
@@ -132,14 +132,93 @@ def test_an_answer_that_an_update_overtook_is_thrown_away():
     assert asyncio.run(scene())[0] == 409
 
 
-@pytest.mark.parametrize("path", ["/inference/v1/generate", "/v1/completions", "/wake_up", "/collective_rpc"])
-def test_a_route_of_vllm_that_knows_no_version_closes_the_server(path):
+def test_a_route_that_may_change_weights_closes_the_server():
     async def scene():
         guard = guarded(App())
         await call(guard, WEIGHTS, body=weights(1))
-        return await call(guard, path), (await call(guard, GENERATE, version=1))[0]
+        return await call(guard, "/collective_rpc"), (await call(guard, GENERATE, version=1))[0]
 
     assert asyncio.run(scene()) == ((200, "from vLLM"), 409)
+
+
+@pytest.mark.parametrize(
+    "path", ["/inference/v1/generate", "/v1/completions", "/wake_up", "/reload_weights", "/health/", "//health", "/"]
+)
+def test_what_the_trainer_does_not_use_is_not_offered(path):
+    async def scene():
+        app = App()
+        guard = guarded(app)
+        await call(guard, WEIGHTS, body=weights(1))
+        return (await call(guard, path))[0], (await call(guard, GENERATE, version=1))[0], app.paths
+
+    assert asyncio.run(scene()) == (404, 200, [])
+
+
+@pytest.mark.parametrize("version", ["None", "none", "-1", " 1", "1.0", "+1", "1_0", "\u0661", "\xff", "", "9" * 5000])
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_version_is_a_number_that_the_server_holds(version, is_open):
+    async def scene():
+        app = App()
+        guard = guarded(app)
+        if is_open:
+            await call(guard, WEIGHTS, body=weights(1))
+        return await call(guard, GENERATE, version=version)
+
+    status, content = asyncio.run(scene())
+    assert status == 409
+    assert len(content["error"]) < 150
+
+
+def test_a_websocket_is_closed_unheard():
+    async def scene():
+        app, sent = App(), []
+
+        async def send(message):
+            sent.append(message)
+
+        await guarded(app)({"type": "websocket", "path": "/v1/realtime", "headers": []}, None, send)
+        return app.paths, sent
+
+    assert asyncio.run(scene()) == ([], [{"type": "websocket.close", "code": 1008}])
+
+
+@pytest.mark.parametrize("path", [GENERATE, WEIGHTS])
+def test_a_body_that_no_request_needs_is_not_read_to_its_end(path):
+    async def scene():
+        guard, received = guarded(App()), []
+        guard._state.version = 1
+
+        async def receive():
+            received.append(1)
+            return {"type": "http.request", "body": b"[" * 65_536, "more_body": True}
+
+        async def send(message):
+            sent.append(message)
+
+        sent = []
+        headers = [(b"authorization", f"Bearer {TOKEN}".encode()), (b"x-policy-version", b"1")]
+        await guard({"type": "http", "path": path, "headers": headers}, receive, send)
+        return len(received), sent[0]["status"]
+
+    assert asyncio.run(scene()) == (2**20 // 65_536 + 1, 413)
+
+
+@pytest.mark.parametrize(
+    "body", [[], 7, {}, {"files": []}, {"files": "x", "version": 1}, {"files": [], "version": True}, weights(-1)]
+)
+def test_an_update_that_is_none_changes_nothing(body):
+    async def scene():
+        guard = guarded(App())
+        await call(guard, WEIGHTS, body=weights(1))
+        return (await call(guard, WEIGHTS, body=body))[0], (await call(guard, GENERATE, version=1))[0]
+
+    assert asyncio.run(scene()) == (400, 200)
+
+
+@pytest.mark.parametrize("name", ["../../x", "a/b", "", ".hidden", "..", "x\0", "x\n"])
+def test_a_server_s_file_stays_in_the_run_directory(name):
+    with pytest.raises(InputError, match="it names a file in the run directory"):
+        serve(tiny_recipe(rollout={"engine": "vllm_server"}), name=name)
 
 
 def test_a_response_whose_caller_hung_up_is_aborted():
