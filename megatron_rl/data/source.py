@@ -69,7 +69,7 @@ def read_problems(config: DataSourceConfig) -> Iterator[Problem]:
             id=f"{name}:{key}",
             question=_question(row, columns.prompt, where),
             answer=_scalar(row, columns.answer, where),
-            data_source=str(row.get("data_source") or name),
+            data_source=_encodable(str(row.get("data_source") or name), "data_source", where),
             extra=extra if isinstance(extra, dict) else {},
             where=where,
         )
@@ -119,15 +119,27 @@ def _scalar(row: dict[str, Any], key: str, where: str) -> str:
     text = answer_text(value)
     if text is None:
         raise InputError(f"{where}: column {key!r} must hold text or a number, found {_short(value)}")
+    return _encodable(text, key, where)
+
+
+def _encodable(text: str, key: str, where: str) -> str:
+    r"""``text``, unless it holds half of a character: JSON can write ``\ud800``, no tokenizer or file takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{where}: column {key!r} holds {text[error.start]!r} at position {error.start}, half of a UTF-16 pair "
+            "that is no character; write the character itself, or remove it"
+        ) from error
     return text
 
 
 def _question(row: dict[str, Any], key: str, where: str) -> str | list[Message]:
     value = _lookup(row, key)
     if isinstance(value, str) and value.strip():
-        return value
+        return _encodable(value, key, where)
     if isinstance(value, list) and value and all(_is_message(item) for item in value):
-        return [{"role": item["role"], "content": item["content"]} for item in value]
+        return [{part: _encodable(item[part], key, where) for part in ("role", "content")} for item in value]
     raise InputError(
         f"{where}: column {key!r} must hold text or a list of {{role, content}} messages, found {_short(value)}"
     )
@@ -161,6 +173,8 @@ def _names(row: dict[str, Any], prefix: str = "") -> list[str]:
 
 def _rows(config: DataSourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     path = Path(config.path)
+    if "\0" in config.path:
+        raise InputError(f"{config.path!r}: a path cannot hold a NUL character")
     if path.suffix not in _EXTENSIONS:
         allowed = " or ".join(_EXTENSIONS)
         raise InputError(f"{config.path}: unknown kind of dataset {path.suffix!r}; allowed is {allowed}")
@@ -179,7 +193,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 continue
             try:
                 row = json.loads(line.decode("utf-8-sig"))
-            except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or an integer of over 4300 digits
                 raise InputError(f"{where}: not a JSON object: {error}") from error
             if not isinstance(row, dict):
                 raise InputError(f"{where}: expected a JSON object {{...}}, found {_short(row)}")
@@ -194,8 +208,16 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         file = pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise InputError(f"{path}: not a parquet file: {error}") from error
-    number = 0
-    for batch in file.iter_batches(batch_size=_BATCH_ROWS):
-        for row in batch.to_pylist():
+    batches, number = file.iter_batches(batch_size=_BATCH_ROWS), 0
+    while True:
+        try:
+            rows = next(batches).to_pylist()
+        except StopIteration:
+            return
+        except (pyarrow.ArrowException, OSError, ValueError) as error:  # a page that was damaged, or text that is none
+            raise InputError(
+                f"{path}: cannot be read after row {number}: {' '.join(str(error).split())}; write or copy it again"
+            ) from error
+        for row in rows:
             yield f"{path}, row {number}", row
             number += 1

@@ -223,3 +223,44 @@ def test_the_section_takes_a_bare_path_and_refuses_what_cannot_be():
         with pytest.raises(ValidationError, match=message):
             DataConfig.model_validate(section)
     assert PromptConfig().overlong == "error"
+
+
+@pytest.mark.parametrize("digits", [4301, 100_000])
+@pytest.mark.parametrize("key", ["answer", "id", "extra"])
+def test_an_integer_that_python_does_not_read(tmp_path, digits, key):
+    row = f'{{"problem": "x", "answer": 1, "{key}": {"9" * digits}}}\n'
+    path = write(tmp_path / "x.jsonl", [row])
+    with pytest.raises(InputError, match=r"x\.jsonl, line 1: not a JSON object: Exceeds the limit"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "row"),
+    [
+        ("problem", {"problem": "a\ud800b", "answer": "1"}),
+        ("prompt", {"prompt": [{"role": "user", "content": "\udfff"}], "answer": "1"}),
+        ("answer", {"problem": "a", "answer": "\ud800"}),
+        ("id", {"problem": "a", "answer": "1", "id": "\ud83d"}),
+        ("data_source", {"problem": "a", "answer": "1", "data_source": "\ud83d"}),
+    ],
+)
+def test_half_a_character_is_refused_where_it_stands(tmp_path, key, row):
+    first = {"id": "whole", "prompt" if "prompt" in row else "problem": "\U0001f600", "answer": "1"}
+    path = write(tmp_path / "x.jsonl", [first, {"id": "half", **row}])
+    with pytest.raises(InputError, match=rf"line 2: column '{key}' holds .* half of a UTF-16 pair"):
+        read(path)
+
+
+def test_a_parquet_file_with_damaged_pages(tmp_path):
+    path, names = tmp_path / "x.parquet", [f"problem {number}" for number in range(3000)]
+    pq.write_table(pa.table({"problem": names, "answer": names}), path, row_group_size=1000, compression="snappy")
+    content = path.read_bytes()
+    start = pq.ParquetFile(path).metadata.row_group(1).column(0).dictionary_page_offset
+    path.write_bytes(content[:start] + b"\xff" * 2000 + content[start + 2000 :])
+    with pytest.raises(InputError, match=r"x\.parquet: cannot be read after row \d+: .*; write or copy it again"):
+        read(path)
+
+
+def test_a_path_with_a_nul():
+    with pytest.raises(InputError, match="cannot hold a NUL"):
+        read("a\0b.jsonl")
