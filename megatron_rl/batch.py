@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from megatron_rl.config import Recipe
+from megatron_rl.config.sections import FilterMetric
 from megatron_rl.objective import compute_advantages
 from megatron_rl.objective.filters import group_filter_metrics, informative_groups
 from megatron_rl.types import Batch, Group, Rollout, Sequence
@@ -32,22 +33,22 @@ def build_batch(step: int, groups: list[Group], recipe: Recipe) -> Batch:
     return Batch(step=step, sequences=sequences, minibatches=[part.tolist() for part in parts if len(part)])
 
 
-def keep_informative(groups: list[Group]) -> list[Group]:
-    """The groups whose rewards are not all equal. The other groups carry no advantage [DAPO]."""
+def keep_informative(groups: list[Group], metric: FilterMetric = "reward") -> list[Group]:
+    """The groups whose rewards are not all equal [DAPO]. ``metric``: `batch.filter_metric`, the reward that is meant."""
     if not groups:
         return []
-    rewards, ids = _rewards_and_ids(groups)
+    rewards, ids = _rewards_and_ids(groups, metric)
     kept = set(ids[informative_groups(rewards, ids)].tolist())
     return [group for i, group in enumerate(groups) if i in kept]
 
 
-def group_metrics(groups: list[Group]) -> dict[str, float]:
+def group_metrics(groups: list[Group], metric: FilterMetric = "reward") -> dict[str, float]:
     """`groups/*` of all groups sampled for a step, before any is left out."""
-    return {"groups/sampled": float(len(groups)), **group_filter_metrics(*_rewards_and_ids(groups))}
+    return {"groups/sampled": float(len(groups)), **group_filter_metrics(*_rewards_and_ids(groups, metric))}
 
 
-def _rewards_and_ids(groups: list[Group]) -> tuple[torch.Tensor, torch.Tensor]:
-    rewards = torch.tensor([r for group in groups for r in group.rewards])
+def _rewards_and_ids(groups: list[Group], metric: FilterMetric) -> tuple[torch.Tensor, torch.Tensor]:
+    rewards = torch.tensor([getattr(rollout, metric) for group in groups for rollout in group.rollouts])
     return rewards, torch.tensor([i for i, group in enumerate(groups) for _ in group.rollouts])
 
 

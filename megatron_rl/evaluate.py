@@ -10,7 +10,7 @@ from megatron_rl.check import check_recipe
 from megatron_rl.checkpoint.manifest import TRAINER_FILE
 from megatron_rl.checkpoint.save import WEIGHTS_FILE, load_weights
 from megatron_rl.config import Recipe
-from megatron_rl.data import load_prompts, load_tokenizer
+from megatron_rl.data import load_tokenizer, load_validation
 from megatron_rl.errors import InputError
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import shutdown
@@ -44,7 +44,7 @@ def evaluate(recipe: Recipe, checkpoint: Path, output: Path | None = None) -> di
         recipe = recipe.model_copy(update={"rollout": rollout})
     check_recipe(recipe)
     tokenizer = load_tokenizer(str(recipe.model.path))
-    prompts = list(load_prompts(recipe.data.validation, tokenizer, recipe.data.prompt))[: recipe.validation.limit]
+    prompts = list(load_validation(recipe.data, recipe.validation, tokenizer))[: recipe.validation.limit]
     with contextlib.ExitStack() as stack:
         sources = {prompt.data_source for prompt in prompts}
         rewarder = stack.enter_context(Rewarder(recipe.reward, recipe.rollout.max_response_length, sources))
@@ -63,7 +63,7 @@ def evaluate(recipe: Recipe, checkpoint: Path, output: Path | None = None) -> di
             recipe.validation.num_samples,
             policy_version=learner.num_updates,
             step=0,
-            sampling=Sampling(recipe.rollout.max_response_length, temperature=recipe.validation.temperature),
+            sampling=Sampling.of_validation(recipe.rollout, recipe.validation),
         )
         score_shared(rewarder, groups)
         figures = summarise(groups)

@@ -51,21 +51,22 @@ def train(recipe: Recipe, resume: str = "auto") -> None:
 def sample(run: Run, step: int) -> tuple[list[Group], dict[str, float]]:
     """Scored groups of one step. With `batch.filter_groups`, groups without signal are left out and replaced."""
     recipe, kept, sampled, counts = run.recipe, [], [], {}
-    for _ in range(recipe.batch.max_generations):
+    batch = recipe.batch
+    for _ in range(batch.max_generations):
         with run.monitor.phase("generate") as span:
-            missing = recipe.batch.prompts - len(kept)
-            groups = run.ahead.sample(missing, step=step, policy_version=run.learner.num_updates)
+            wanted_prompts = batch.generation_prompts or batch.prompts - len(kept)
+            groups = run.ahead.sample(wanted_prompts, step=step, policy_version=run.learner.num_updates)
             span.tokens = sum(len(rollout.tokens) for group in groups for rollout in group.rollouts)
         with run.monitor.phase("reward"):
             new_counts = score_shared(run.rewarder, groups)
         counts = {name: counts.get(name, 0.0) + value for name, value in new_counts.items()}
         sampled += groups
-        kept += keep_informative(groups) if recipe.batch.filter_groups else groups
-        if len(kept) == recipe.batch.prompts:
+        kept += keep_informative(groups, batch.filter_metric) if batch.filter_groups else groups
+        if len(kept) >= batch.prompts:
             break
     if recipe.rollout.max_staleness:
         counts |= staleness_metrics(sampled, run.learner.num_updates)
-    return kept, counts | group_metrics(sampled)
+    return kept[: batch.prompts], counts | group_metrics(sampled, batch.filter_metric)
 
 
 def update(run: Run, batch: Batch, groups: list[Group]) -> dict[str, float]:
@@ -94,7 +95,7 @@ def validate(run: Run, step: int) -> dict[str, float]:
             config.num_samples,
             policy_version=run.learner.num_updates,
             step=0,
-            sampling=Sampling(run.recipe.rollout.max_response_length, temperature=config.temperature),
+            sampling=Sampling.of_validation(run.recipe.rollout, config),
         )
     with run.monitor.phase("reward"):
         score_shared(run.rewarder, groups)

@@ -76,7 +76,9 @@ class DataConfig(Section):
     """Held-out problems, kept apart by `data_source` in the `val/` metrics. Empty: no validation."""
     prompt: PromptConfig = PromptConfig()
     """How problems become prompts, the same for training and validation."""
+    train_fraction: float = Field(1.0, gt=0, le=1)
+    """Train on this share of the problems, drawn once from `seed`; a smaller share is part of every larger one."""
     shuffle: bool = True
     """A new order every epoch, drawn from (seed, epoch). false: file order every epoch."""
     seed: NonNegativeInt = 0
-    """Seed of that order."""
+    """Seed of that order, and of what `train_fraction` draws."""

@@ -13,7 +13,7 @@ from megatron_rl.config.learner import ParallelConfig
 from megatron_rl.config.rollout import CPU_EXPERT_MULTIPLE, CPU_HEAD_DIMS, RolloutConfig
 from megatron_rl.config.routing import RoutingConfig
 from megatron_rl.config.schedule import ScheduleConfig
-from megatron_rl.config.sections import RecipeSections
+from megatron_rl.config.sections import BatchConfig, RecipeSections
 
 MAX_EXACT_TENSOR_PARALLEL = 2
 """a + b = b + a, but a sum over three ranks depends on where it starts, and gloo and NCCL start it by position."""
@@ -29,7 +29,7 @@ def section_problems(recipe: RecipeSections) -> list[str]:
             total_steps=recipe.num_updates,
         )
     )
-    found += exact_problems(recipe)
+    found += exact_problems(recipe) + batch_problems(recipe.batch)
     if recipe.num_sequences % recipe.batch.minibatches:
         found.append(
             f"batch.minibatches: {recipe.batch.minibatches} does not divide the {recipe.num_sequences} sequences of a "
@@ -54,6 +54,21 @@ def section_problems(recipe: RecipeSections) -> list[str]:
         found.append(
             "learner.compile: true with runtime.device cuda, where TransformerEngine's layers bring their own kernels; "
             "use compile: false"
+        )
+    return found
+
+
+def batch_problems(batch: BatchConfig) -> list[str]:
+    """Keys of the `batch` section that have no effect, or can never fill a step; empty where all fit."""
+    found = []
+    if not batch.filter_groups:
+        for key, default in (("max_generations", 1), ("generation_prompts", None), ("filter_metric", "reward")):
+            if (value := getattr(batch, key)) != default:
+                found.append(f"batch.{key}: {value} is about what filter_groups leaves out; set filter_groups: true")
+    elif batch.generation_prompts and batch.generation_prompts * batch.max_generations < batch.prompts:
+        found.append(
+            f"batch.generation_prompts: {batch.generation_prompts} in at most {batch.max_generations} rounds "
+            f"(batch.max_generations) never make the {batch.prompts} of batch.prompts; raise one of the two"
         )
     return found
 
@@ -235,6 +250,10 @@ def exact_problems(recipe: RecipeSections) -> list[str]:
         found.append(
             f"rollout.top_p {rollout.top_p:g}, top_k {rollout.top_k}: rollout.engine exact samples from the "
             "policy itself; use top_p 1 and top_k 0"
+        )
+    if recipe.validation.top_p < 1:
+        found.append(
+            f"validation.top_p: {recipe.validation.top_p:g}, but rollout.engine exact samples from all tokens; use 1"
         )
     if rollout.tensor_parallel > 1:
         found.append(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from megatron_rl.config.base import Section
 from megatron_rl.config.data import DataConfig
@@ -21,6 +21,8 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.routing import RoutingConfig
 from megatron_rl.config.schedule import ScheduleConfig
 
+FilterMetric = Literal["reward", "raw_reward"]
+
 
 class BatchConfig(Section):
     """How many sequences a step has and how many updates are made of them."""
@@ -32,16 +34,20 @@ class BatchConfig(Section):
     needs no pass for old log-probs."""
     filter_groups: bool = False
     """Leave out prompts whose samples all earned the same reward: they carry no advantage [DAPO]."""
+    filter_metric: FilterMetric = "reward"
+    """What filter_groups compares. reward: the one that is learned from, length punishment included. raw_reward: before
+    shaping, whether the answer is right (verl's `acc`); an all-wrong group is left out though one response was
+    punished for its length."""
     max_generations: PositiveInt = 1
     """With filter_groups: sample further prompts until `prompts` groups are left, at most this many rounds in all."""
+    generation_prompts: PositiveInt | None = None
+    """With filter_groups: prompts sampled in each round (verl's `gen_batch_size`); of the groups left the first
+    `prompts` are learned from. null: in the first round `prompts`, then as many as are missing."""
 
-    @model_validator(mode="after")
-    def _refill_needs_filter(self) -> BatchConfig:
-        if self.max_generations > 1 and not self.filter_groups:
-            raise ValueError(
-                f"max_generations: {self.max_generations} refills what filter_groups left out; set filter_groups: true"
-            )
-        return self
+    @property
+    def prompts_of_a_round(self) -> int:
+        """Prompts of the first round of sampling of a step."""
+        return self.generation_prompts or self.prompts
 
 
 class KeepBestConfig(Section):
@@ -71,6 +77,11 @@ class ValidationConfig(Section):
     """Responses per held-out prompt (n of avg@n and pass@n)."""
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature of validation; 0 is greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Validation samples from the smallest set of tokens whose probabilities reach this sum. 1: from all."""
+    repeated_rows: Literal["merge", "keep"] = "merge"
+    """Rows of data.validation that make the same prompt with the same answer. merge: one problem, sampled num_samples
+    times (AIME-2024's public file holds each problem 32 times). keep: each is sampled num_samples times."""
     limit: PositiveInt | None = None
     """Use only the first this many held-out prompts. null: all."""
 

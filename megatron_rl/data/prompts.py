@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from megatron_rl.config.data import DataSourceConfig, PromptConfig
+import numpy as np
+
+from megatron_rl.config.data import DataConfig, DataSourceConfig, PromptConfig
+from megatron_rl.config.sections import ValidationConfig
 from megatron_rl.data.source import Problem, read_problems
 from megatron_rl.errors import InputError
 from megatron_rl.types import Prompt
@@ -21,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _BATCH = 512  # prompts tokenized at a time
+_FRACTION = 1  # names the draw of `train_fraction` among those of one seed
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,35 @@ def load_prompts(
     if not prompts:
         raise InputError(f"{names}: all {num_dropped} prompts are longer than {config.max_length} tokens; none is left")
     return PromptSet(tuple(prompts), num_dropped)
+
+
+def load_train(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
+    """The prompts of `data.train`, or the share of them that `data.train_fraction` names, in file order."""
+    prompts = load_prompts(data.train, tokenizer, data.prompt)
+    if data.train_fraction == 1:
+        return prompts
+    order = np.random.Generator(np.random.PCG64([data.seed, 0, _FRACTION])).permutation(len(prompts))
+    kept = np.sort(order[: max(1, round(data.train_fraction * len(prompts)))])
+    logger.info("data.train_fraction: %d of %d prompts", len(kept), len(prompts))
+    return replace(prompts, prompts=tuple(prompts[int(i)] for i in kept))
+
+
+def load_validation(data: DataConfig, validation: ValidationConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
+    """The prompts of `data.validation`; of rows that repeat one (`validation.repeated_rows: merge`) the first."""
+    prompts = load_prompts(data.validation, tokenizer, data.prompt)
+    if validation.repeated_rows == "keep":
+        return prompts
+    first: dict[tuple[object, ...], Prompt] = {}
+    for prompt in prompts:
+        first.setdefault((tuple(prompt.tokens), prompt.answer, prompt.data_source), prompt)
+    if len(first) < len(prompts):
+        logger.warning(
+            "data.validation: %d rows hold %d problems; each is sampled validation.num_samples times "
+            "(validation.repeated_rows: keep samples every row)",
+            len(prompts),
+            len(first),
+        )
+    return replace(prompts, prompts=tuple(first.values()))
 
 
 def check_vocabulary(prompts: Sequence[Prompt], vocab_size: int) -> None:

@@ -66,16 +66,16 @@ class ExactGenerator:
         sampling: Sampling | None = None,
     ) -> list[Group]:
         check_version("the learner holds", self._policy_version, policy_version)
-        sampling, start = sampling or Sampling.from_config(self._config), time.perf_counter()
+        start, noise_std = time.perf_counter(), self._exact.noise_std if sampling is None else 0.0
+        sampling = sampling or Sampling.from_config(self._config)
         requests = make_requests(prompts, num_samples, seed=self._config.seed, step=step)
-        rollouts = self._policy.share(self._generate(requests, sampling))
+        rollouts = self._policy.share(self._generate(requests, sampling, noise_std))
         self._stats |= throughput(rollouts, time.perf_counter() - start)
         return make_groups(prompts, num_samples, rollouts)
 
-    def _generate(self, requests: list[Request], sampling: Sampling) -> list[Rollout]:
+    def _generate(self, requests: list[Request], sampling: Sampling, noise_std: float) -> list[Rollout]:
         """This replica's share of the responses."""
         draws = [_Draw(request.seed) for request in requests]
-        noise_std = self._exact.noise_std if sampling.temperature > 0 else 0.0
 
         def pick(running: list[int], logits: torch.Tensor) -> list[tuple[int, bool]]:
             scaled = self._policy.whole_vocabulary(logits).double().numpy(force=True) / (sampling.temperature or 1.0)

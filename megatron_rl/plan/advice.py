@@ -7,6 +7,7 @@ import math
 from megatron_rl.plan.hardware import GIB
 from megatron_rl.plan.memory import MemoryPlan, largest_utilization, memory_plan
 from megatron_rl.plan.search import Layout
+from megatron_rl.plan.timing import StepTime
 from megatron_rl.plan.workload import Workload
 
 
@@ -27,6 +28,17 @@ def problems(work: Workload, plan: MemoryPlan, layouts: list[Layout]) -> list[st
         fitting = next((layout for layout in layouts if layout.memory.fits), None)
         found.append(_instead(work, fitting))
     return found
+
+
+def deadline_problem(work: Workload, time: StepTime) -> list[str]:
+    """A round of sampling that takes longer than `rollout.deadline_s` ends the run; empty where none does."""
+    deadline, round_s = work.recipe.rollout.deadline_s, time.generate / max(1.0, work.sampling_rounds)
+    if deadline is None or round_s <= deadline:
+        return []
+    return [
+        f"generating: {round_s:.0f} s a round, longer than rollout.deadline_s ({deadline:g}): the run would end. Raise "
+        f"rollout.deadline_s above that, shorten responses or use more GPUs"
+    ]
 
 
 def _remedy(work: Workload, plan: MemoryPlan, phase: str) -> str:

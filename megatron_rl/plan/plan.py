@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.plan.advice import problems
+from megatron_rl.plan.advice import deadline_problem, problems
 from megatron_rl.plan.memory import MemoryPlan, memory_plan
 from megatron_rl.plan.search import Layout, suggest
 from megatron_rl.plan.timing import StepTime, step_time
@@ -22,4 +22,5 @@ class Plan:
 
 def make_plan(work: Workload) -> Plan:
     memory, layouts = memory_plan(work), suggest(work)
-    return Plan(work, memory, step_time(work, memory.engine), layouts, problems(work, memory, layouts))
+    time = step_time(work, memory.engine)
+    return Plan(work, memory, time, layouts, problems(work, memory, layouts) + deadline_problem(work, time))

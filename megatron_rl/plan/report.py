@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.plan import hardware as hw
+from megatron_rl.plan.advice import deadline_problem
 from megatron_rl.plan.generation import route_bytes
 from megatron_rl.plan.hardware import GIB
 from megatron_rl.plan.memory import PLACEMENT, MemoryPlan, Phase, memory_plan
@@ -108,9 +109,7 @@ def _time(plan: Plan) -> list[str]:
 
 
 def _deadline(plan: Plan) -> str:
-    deadline = plan.work.recipe.rollout.deadline_s
-    late = deadline is not None and plan.time.generate > deadline * plan.work.sampling_rounds
-    return f"  ← longer than rollout.deadline_s ({deadline:g} s): the run would end" if late else ""
+    return "  ← longer than rollout.deadline_s" if deadline_problem(plan.work, plan.time) else ""
 
 
 def _rounds(work: Workload) -> str:

@@ -129,7 +129,7 @@ def _generation(work: Workload, engine: EngineMemory) -> float:
     recipe, a, tp = work.recipe, work.architecture, work.recipe.rollout.tensor_parallel
     colocated = recipe.rollout.engine == "vllm"
     engines = max(1, work.ranks // tp) if colocated else recipe.rollout.servers.num_expected
-    num = recipe.num_sequences * work.sampling_rounds / engines
+    num = work.sampled_sequences / engines
     concurrency = max(1.0, min(num, recipe.rollout.max_num_seqs, engine.tokens / work.mean_sequence))
     steps = num * work.mean_response / concurrency
     tail = max(0.0, recipe.rollout.max_response_length - steps)
@@ -155,8 +155,7 @@ def _decoding_step(work: Workload, engine: EngineMemory, sequences: float) -> fl
 
 def _exact_generation(work: Workload) -> float:
     """The learner's forward pass over the whole prefix for every token: quadratic in length, no cache on CUDA."""
-    num = work.recipe.num_sequences * work.sampling_rounds
-    passes = num * work.mean_response * (work.mean_prompt + work.mean_response / 2)
+    passes = work.sampled_sequences * work.mean_response * (work.mean_prompt + work.mean_response / 2)
     rate = work.gpu.flops(work.recipe.learner.dtype) * hw.LEARNER_MFU[work.architecture.is_moe] * work.ranks
     return flops_forward(work.architecture, passes, work.mean_sequence / 2) / rate
 

@@ -62,7 +62,17 @@ class Workload:
 
     @property
     def sampling_rounds(self) -> float:
-        return min(REFILL_ROUNDS, self.recipe.batch.max_generations)
+        """Rounds of sampling of a step; a fraction: the last one samples what is missing."""
+        batch = self.recipe.batch
+        if batch.generation_prompts is None:
+            return min(REFILL_ROUNDS, batch.max_generations)
+        needed = math.ceil(REFILL_ROUNDS * batch.prompts / batch.generation_prompts)
+        return float(min(needed, batch.max_generations))
+
+    @property
+    def sampled_sequences(self) -> float:
+        """Sequences sampled for a step, those of groups that are left out included."""
+        return self.sampling_rounds * self.recipe.batch.prompts_of_a_round * self.recipe.rollout.num_samples
 
     @property
     def microbatch_tokens(self) -> int:

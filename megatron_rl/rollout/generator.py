@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.config.sections import ValidationConfig
 from megatron_rl.errors import Fault
 from megatron_rl.types import Group, Prompt
 
@@ -35,6 +36,10 @@ class Sampling:
     @classmethod
     def from_config(cls, config: RolloutConfig) -> Sampling:
         return cls(config.max_response_length, config.temperature, config.top_p, config.top_k)
+
+    @classmethod
+    def of_validation(cls, rollout: RolloutConfig, validation: ValidationConfig) -> Sampling:
+        return cls(rollout.max_response_length, validation.temperature, validation.top_p)
 
 
 class Generator(Protocol):

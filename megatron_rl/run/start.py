@@ -21,7 +21,7 @@ from megatron_rl.checkpoint.save import SaveError
 from megatron_rl.config import Recipe
 from megatron_rl.config.precision_contract import confirm_contract, contract
 from megatron_rl.config.sections import CheckpointConfig
-from megatron_rl.data import PromptSampler, PromptSet, check_vocabulary, load_prompts, load_tokenizer
+from megatron_rl.data import PromptSampler, PromptSet, check_vocabulary, load_tokenizer, load_train, load_validation
 from megatron_rl.errors import Fault, InputError
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import initialize, shutdown
@@ -138,13 +138,14 @@ def start(recipe: Recipe, resume: str = "auto") -> Iterator[Run]:
     directory = RunDirectory(recipe.run_dir)
     check_resume(directory, resume)
     tokenizer = load_tokenizer(str(recipe.model.path))
-    train = load_prompts(recipe.data.train, tokenizer, recipe.data.prompt)
-    if recipe.batch.prompts > len(train):
+    train = load_train(recipe.data, tokenizer)
+    if (prompts := recipe.batch.prompts_of_a_round) > len(train):
+        key = "generation_prompts" if recipe.batch.generation_prompts else "prompts"
         raise InputError(
-            f"batch.prompts: {recipe.batch.prompts} prompts a step, but data.train has {len(train)}; a step would "
-            "sample a prompt twice. Lower batch.prompts or add data"
+            f"batch.{key}: {prompts} prompts a step, but data.train has {len(train)}; a step would "
+            f"sample a prompt twice. Lower batch.{key} or add data"
         )
-    validation = load_prompts(recipe.data.validation, tokenizer, recipe.data.prompt) if recipe.data.validation else ()
+    validation = load_validation(recipe.data, recipe.validation, tokenizer) if recipe.data.validation else ()
     check_vocabulary([*train, *validation], checked.architecture.vocab_size)
     sampler = PromptSampler(train, seed=recipe.data.seed, shuffle=recipe.data.shuffle)
     sources = {*train.data_sources, *(prompt.data_source for prompt in validation)}
@@ -178,7 +179,7 @@ def start(recipe: Recipe, resume: str = "auto") -> Iterator[Run]:
         ahead = Lookahead(
             sampler,
             generator,
-            num_prompts=recipe.batch.prompts,
+            num_prompts=recipe.batch.prompts_of_a_round,
             num_samples=recipe.rollout.num_samples,
             max_staleness=recipe.rollout.max_staleness,
             num_steps=recipe.num_steps,

@@ -177,7 +177,8 @@ def repeat_update(learner: Learner, recorded: RecordedBatch) -> dict[str, float]
     batch = recorded.batch
     for sequence in batch.sequences:
         sequence.old_logprobs = sequence.current_logprobs = None
-    learner.scheduler.observe_length(batch.step, sum(s.response_length for s in batch.sequences) / len(batch.sequences))
+    lengths = [sequence.response_length for sequence in batch.sequences]
+    learner.scheduler.observe_length(learner.num_updates, sum(lengths) / len(lengths))
     metrics = learner.update(batch)
     learner.step = batch.step + 1
     return metrics

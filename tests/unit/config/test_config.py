@@ -130,6 +130,12 @@ def test_resolved_recipes_load_again(tmp_path):
         ("learner.compile=true\nrollout.engine=exact", ["learner.compile: true with rollout.engine exact", "false"]),
         ("learner.compile=true\nruntime.device=cuda", ["learner.compile: true with runtime.device cuda", "false"]),
         ("name=a/b", ["name: found 'a/b'"]),
+        ("batch.max_generations=2", ["batch.max_generations: 2", "set filter_groups: true"]),
+        ("batch.generation_prompts=20", ["batch.generation_prompts: 20", "set filter_groups: true"]),
+        ("batch.filter_metric=raw_reward", ["batch.filter_metric: raw_reward", "set filter_groups: true"]),
+        ("batch.filter_groups=true\nbatch.generation_prompts=15", ["15 in at most 1 rounds", "16 of batch.prompts"]),
+        ("validation.top_p=0.7\nrollout.engine=exact", ["validation.top_p: 0.7", "use 1"]),
+        ("data.train_fraction=0", ["data.train_fraction: found 0"]),
     ],
 )
 def test_errors_name_key_value_and_remedy(override, expected):

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.data import DataSourceConfig, PromptConfig
-from megatron_rl.data import fingerprint, load_prompts, load_tokenizer
+from megatron_rl.config.data import DataConfig, DataSourceConfig, PromptConfig
+from megatron_rl.config.sections import ValidationConfig
+from megatron_rl.data import fingerprint, load_prompts, load_tokenizer, load_train, load_validation
 from megatron_rl.errors import InputError
 
 TINY = Path(__file__).resolve().parents[3] / "recipes" / "tiny" / "model"
@@ -154,3 +155,35 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(InputError, match="cannot be loaded"):
         load_tokenizer(str(tmp_path))
+
+
+def validation_of(sources, **section) -> tuple[DataConfig, ValidationConfig]:
+    return DataConfig(train=sources, validation=sources), ValidationConfig(**section)
+
+
+def test_rows_that_repeat_a_problem_are_one_problem(tokenizer, tmp_path, caplog):
+    """As AIME-2024's public file: every problem on several rows. Another answer or source makes another problem."""
+    rows = [("^1=", 1), ("^2=", 2), ("^1=", 1), ("^1=", 3), ("^2=", 2)]
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps({"problem": q, "answer": a}) + "\n" for q, a in rows))
+    data, validation = validation_of([DataSourceConfig(path=str(path))])
+    found = load_validation(data, validation, tokenizer)
+    assert [prompt.id for prompt in found] == ["x:0", "x:1", "x:3"]
+    assert "5 rows hold 3 problems" in caplog.text
+    data, keeping = validation_of([DataSourceConfig(path=str(path))], repeated_rows="keep")
+    assert len(load_validation(data, keeping, tokenizer)) == 5
+
+
+def test_a_fraction_of_the_training_problems_is_drawn_once_and_nested(tokenizer, source):
+    sources = [source(*(f"^{i}=" for i in range(40)))]
+    everything = load_train(DataConfig(train=sources), tokenizer)
+
+    def ids(fraction, seed=0):
+        return [p.id for p in load_train(DataConfig(train=sources, train_fraction=fraction, seed=seed), tokenizer)]
+
+    assert len(everything) == 40
+    quarter, half = ids(0.25), ids(0.5)
+    assert (len(quarter), len(half), len(ids(0.025)), len(ids(0.001))) == (10, 20, 1, 1)
+    assert set(quarter) < set(half) < {prompt.id for prompt in everything}
+    assert quarter == sorted(quarter, key=lambda name: int(name[2:])), "in file order"
+    assert ids(0.25) == quarter != ids(0.25, seed=1)

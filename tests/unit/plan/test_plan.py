@@ -306,3 +306,20 @@ def test_plan_needs_neither_torch_nor_an_engine():
 
 def test_command_line_names_the_gpus():
     assert tuple(GPUS) == GPU_NAMES
+
+
+# ---------------------------------------------------------------- sampling
+
+
+def test_a_round_longer_than_its_deadline_does_not_pass():
+    (problem,) = make_plan(work(MOE, "h100-80", "rollout.deadline_s=1")).problems
+    assert re.fullmatch(r"generating: \d+ s a round, longer than rollout.deadline_s \(1\).*", problem)
+    assert make_plan(work(MOE, "h100-80", "rollout.deadline_s=null")).problems == []
+    assert main(["plan", str(MOE), "--gpu", "h100-80", "--set", "rollout.deadline_s=1"]) != 0
+
+
+def test_rounds_of_their_own_size_are_counted():
+    """64 prompts a step, 1.5 rounds of them expected: two rounds of 48 prompts, or one of 192."""
+    assert work().sampled_sequences == 1.5 * 64 * 16
+    assert work(MOE, "h100-80", "batch.generation_prompts=48").sampled_sequences == 2 * 48 * 16
+    assert work(MOE, "h100-80", "batch.generation_prompts=192").sampled_sequences == 192 * 16
