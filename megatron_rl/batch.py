@@ -34,7 +34,7 @@ def build_batch(step: int, groups: list[Group], recipe: Recipe) -> Batch:
 
 
 def keep_informative(groups: list[Group], metric: FilterMetric = "reward") -> list[Group]:
-    """The groups whose rewards are not all equal [DAPO]. ``metric``: `batch.filter_metric`, the reward that is meant."""
+    """The groups whose rewards are not all equal [DAPO]. ``metric``: `batch.filter_metric`, the reward meant."""
     if not groups:
         return []
     rewards, ids = _rewards_and_ids(groups, metric)

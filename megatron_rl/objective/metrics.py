@@ -91,14 +91,19 @@ def _collect_sequence_mismatch(collector: Collector, tokens: Tokens, log_rho: Te
 
 
 def _collect_spurious(collector: Collector, tokens: Tokens, term: Term) -> None:
-    """X = r A [OH Eq 10], and X (phi - 1), phi = 0 where the term clips and 1 elsewhere [OH Eq 14]."""
+    """X = r A [OH Eq 10], and X (phi - 1) [OH Eq 14].
+
+    phi = 0 on every token whose ratio is outside the clip range, whether its gradient is cut or not [OH Eq 12]; for
+    terms without such a range, where the term clips.
+    """
     x = safe_exp(tokens.log_ratio.detach()) * tokens.advantages
     inverse = (tokens.inference - tokens.old).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1_()
     collector.add("x", x)
     collector.add("1/rho", inverse)
     collector.add_product("x/rho", x, inverse)
-    if term.clipped is not None:
-        collector.add("x clipped", x * term.clipped)
+    outside = term.clipped if term.outside is None else term.outside
+    if outside is not None:
+        collector.add("x outside", x * outside)
 
 
 def _collect_corrections(collector: Collector, tokens: Tokens, corrected: Corrected) -> None:
@@ -154,8 +159,8 @@ def _spurious_metrics(sums: dict[str, float]) -> dict[str, float]:
     num_tokens = max(sums["tokens"], 1.0)
     covariance = sums["x/rho"] / num_tokens - sums["x"] / num_tokens * sums["1/rho"] / num_tokens
     metrics = {"hacking/cov_x_inv_rho": covariance}
-    if "x clipped" in sums:
-        metrics["hacking/clip_bias"] = 0.0 - sums["x clipped"] / num_tokens
+    if "x outside" in sums:
+        metrics["hacking/clip_bias"] = 0.0 - sums["x outside"] / num_tokens
     return metrics
 
 

@@ -23,6 +23,7 @@ class Term(NamedTuple):
     loss: Tensor  # tokens, with gradient
     clipped: Tensor | None = None  # bool tokens: those whose gradient the term cuts or bounds
     clipped_lower: Tensor | None = None  # bool tokens: those bounded by the dual clip
+    outside: Tensor | None = None  # bool tokens: those whose ratio leaves [1-ε_low, 1+ε_high], bound or not [OH Eq 12]
 
 
 def ppo_clip(tokens: Tokens, config: PpoClip) -> Term:
@@ -42,14 +43,15 @@ def gspo(tokens: Tokens, config: Gspo) -> Term:
 
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, config: PpoClip | Gspo, dual_clip: float | None) -> Term:
-    free = -ratio * advantages
-    bounded = -ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    free, bounded = -ratio * advantages, -ratio.clamp(low, high) * advantages
     loss, clipped = torch.maximum(free, bounded), bounded.detach() > free.detach()
+    outside = (ratio.detach() < low) | (ratio.detach() > high)
     if dual_clip is None:
-        return Term(loss, clipped)
+        return Term(loss, clipped, outside=outside)
     ceiling = -dual_clip * advantages
     lower = (advantages < 0) & (loss.detach() > ceiling)
-    return Term(torch.where(lower, ceiling, loss), clipped, lower)
+    return Term(torch.where(lower, ceiling, loss), clipped, lower, outside)
 
 
 def gmpo(tokens: Tokens, config: Gmpo) -> Term:

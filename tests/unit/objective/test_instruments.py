@@ -154,7 +154,7 @@ def test_j_is_a_sum_and_is_there_without_distortion(distortion, want):
 
 
 def test_spurious_signal_estimates():
-    """Cov(X, 1/rho), X = r A, over trained tokens (population), and the mean of X (φ - 1) with φ = 0 where clipped."""
+    """Cov(X, 1/rho), X = r A, over trained tokens (population), and the mean of X (φ - 1) with φ = 0 outside the range."""
     batch = random_batch(2)
     inputs, mask = padded(batch)
     metrics = compute_objective(inputs, ObjectiveConfig()).metrics
@@ -162,9 +162,11 @@ def test_spurious_signal_estimates():
     a = torch.tensor([a for s in batch for a in s.a], dtype=torch.float64)
     r, inverse = (pi - po).exp(), (mu - po).exp()
     covariance = ((r * a - (r * a).mean()) * (inverse - inverse.mean())).mean()
-    clipped = ((a > 0) & (r > 1.28)) | ((a < 0) & (r < 0.8))
-    assert clipped.any()
+    outside = (r > 1.28) | (r < 0.8)
+    cut = ((a > 0) & (r > 1.28)) | ((a < 0) & (r < 0.8))
+    assert cut.any()
+    assert (outside & ~cut).any(), "Eq 12 counts tokens whose gradient is left alone as well"
     assert metrics["hacking/cov_x_inv_rho"] == pytest.approx(covariance.item(), rel=1e-9)
-    assert metrics["hacking/clip_bias"] == pytest.approx((r * a * -clipped.double()).mean().item(), rel=1e-9)
+    assert metrics["hacking/clip_bias"] == pytest.approx((r * a * -outside.double()).mean().item(), rel=1e-9)
     without = type(inputs)(**{**vars(inputs), "inference_logprobs": None})
     assert "hacking/cov_x_inv_rho" not in compute_objective(without, ObjectiveConfig()).metrics
