@@ -154,7 +154,7 @@ def test_j_is_a_sum_and_is_there_without_distortion(distortion, want):
 
 
 def test_spurious_signal_estimates():
-    """Cov(X, 1/rho), X = r A, over trained tokens (population), and the mean of X (φ - 1) with φ = 0 outside the range."""
+    """Cov(X, 1/rho), X = r A, over trained tokens (population); mean of X (φ - 1), φ = 0 outside the range."""
     batch = random_batch(2)
     inputs, mask = padded(batch)
     metrics = compute_objective(inputs, ObjectiveConfig()).metrics

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import math
 
-from megatron_rl.commands.softmax_study import PAPER, study
+import pytest
+import torch
+
+from megatron_rl.commands.softmax_study import PAPER, histogram_kl, study
 
 
 def test_the_papers_figures():
@@ -14,6 +17,15 @@ def test_the_papers_figures():
     assert found["max"] == pytest.approx(PAPER["max"], abs=3e-3)
     assert found["min"] == pytest.approx(PAPER["min"], abs=3e-3)
     assert 0 < found["kl"] < 1e-4
+
+
+def test_the_two_divergences_are_two_things():
+    """That of the histograms is 0 for equal samples; where one moved, the bins that it left and filled count."""
+    exact = torch.tensor([0.1, 0.1, 0.9, 0.9], dtype=torch.float64)
+    assert histogram_kl(exact, exact) == 0
+    moved = torch.tensor([0.1, 0.1, 0.9, 0.5], dtype=torch.float64)
+    want = 0.5 * math.log(0.5 / 0.25) + 1e-10 * math.log(1e-10 / 0.25)
+    assert histogram_kl(exact, moved) == pytest.approx(want, abs=1e-8)
 
 
 def test_a_seed_is_one_draw():
