@@ -3,15 +3,15 @@
     python tools/softmax_study.py --seeds 3 --json study.json --figure study.png
 
 Logits are drawn from N(0, 1.5²) over a vocabulary of 2048, one token is sampled from each of 50,000 bf16 softmaxes, and
-the token's fp32 probability is divided by its bf16 one, where logits and probabilities are bf16 (the sum inside is fp32,
-as in every kernel in use). The paper reports mean 1.0000, std 0.0048, max 1.019, min 0.981.
+the token's fp32 probability is divided by its bf16 one, where logits and probabilities are bf16 (the sum inside is
+fp32, as in every kernel in use). The paper reports mean 1.0000, std 0.0048, max 1.019, min 0.981.
 
 The paper prints a "KL divergence" of 0.014 to 0.047 and does not define it. Two definitions are printed:
 ``kl`` is the mean over rows of Σ_v p log(p / p_bf16) in nats, the divergence of the two next-token distributions; the
 bf16 probabilities of a row need not add up to one, so it can be slightly negative.
 ``histogram_kl`` compares the two histograms of the paper's Fig 13, of the sampled tokens' probabilities in 500 bins:
-Σ_b P_b log(P_b / Q_b), P of fp32 and Q of bf16, an empty bin counted as 1e-10. It comes from rare bins that one of the two
-leaves empty, depends on the number of bins and on that floor, and has the order and the spread that the paper prints.
+Σ_b P_b log(P_b / Q_b), P of fp32 and Q of bf16, an empty bin counted as 1e-10. It comes from rare bins that one of
+the two leaves empty, depends on their number and on that floor, and has the order and spread that the paper prints.
 
 Other readings of "bf16 softmax" do not give the paper's numbers: rounding only the output has a std of 0.0016, and bf16
 arithmetic in every step, exponentials included, one of 0.0075.
