@@ -75,8 +75,11 @@ def _routes(
         raise RolloutError(
             f"{where}: routes of shape {expected} (prompt + response - 1, layers, top-k) due, got {found}"
         )
-    moe_routes = routes[:, np.asarray(architecture.moe_layers)].astype(np.int64)
     shape = RouteShape.of(architecture)
+    moe_routes = routes if len(shape.layers) == architecture.num_layers else routes[:, list(shape.layers)]
+    if moe_routes.size and moe_routes.min() >= 0 and moe_routes.max() < shape.num_experts:
+        return np.ascontiguousarray(moe_routes, dtype=shape.dtype)
+    moe_routes = moe_routes.astype(np.int64)
     missing = (moe_routes == -1).all(axis=-1, keepdims=True)  # no record: the learner's router decides, and counts it
     wrong = ((moe_routes < 0) | (moe_routes >= shape.num_experts)) & ~missing
     if wrong.any():

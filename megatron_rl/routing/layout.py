@@ -64,16 +64,20 @@ class RouteSlice:
 
     def to_device(self, device: torch.device) -> None:
         """Make what the routers read: ids with -1 for "no record" stay on the host, where they are inspected."""
-        missing = (self.experts == missing_id(self.experts.dtype)).all(axis=-1)
-        ids = np.where(missing[..., None], -1, self.experts.astype(np.int64))
-        self.indices = [torch.from_numpy(np.ascontiguousarray(ids[:, i])) for i in range(ids.shape[1])]
+        missing = self._missing()
+        ids = np.swapaxes(self.experts, 0, 1).astype(np.int64, order="C")  # [l, n, K]
+        ids[missing.T] = -1
+        self.indices = list(torch.from_numpy(ids))
         self.counted = torch.from_numpy(~missing & self.is_real[:, None]).to(device)
 
     @property
     def num_missing(self) -> int:
         """(token, layer) rows that should have a route and have none."""
-        missing = (self.experts == missing_id(self.experts.dtype)).all(axis=-1) & self.is_real[:, None]
-        return self.num_due - int((~missing & self.is_real[:, None]).sum())
+        return self.num_due - int((~self._missing() & self.is_real[:, None]).sum())
+
+    def _missing(self) -> np.ndarray:
+        """[n, l] bool: no record. Rows are whole: where one id is missing, all are."""
+        return self.experts[..., 0] == missing_id(self.experts.dtype)
 
 
 @dataclass
@@ -91,8 +95,8 @@ class PackedRoutes:
         due = np.concatenate([np.arange(n) < n - 1 if i != PADDING_ID else np.zeros(n, bool) for i, n in self._parts()])
         real = np.concatenate([np.full(n, i != PADDING_ID) for i, n in self._parts()])
         return RouteSlice(
-            experts=np.ascontiguousarray(self.experts[rows][:, list(layers)]),
-            seals=self.seals[rows][:, list(layers)],
+            experts=_columns(self.experts[rows], layers),
+            seals=_columns(self.seals[rows], layers),
             is_real=real[rows],
             num_due=int(due[rows].sum()) * len(layers),
             parts=self._parts(),
@@ -101,6 +105,11 @@ class PackedRoutes:
 
     def _parts(self) -> list[tuple[str, int]]:
         return list(zip(self.ids, self.lengths, strict=True))
+
+
+def _columns(x: np.ndarray, layers: Seq[int]) -> np.ndarray:
+    """``x`` [n, L, …] at ``layers``, contiguous. A whole row of layers is not copied."""
+    return x if list(layers) == list(range(x.shape[1])) else np.ascontiguousarray(x[:, list(layers)])
 
 
 def pack_routes(sequences: list[Sequence], num_padding: int, shape: RouteShape, config: RoutingConfig) -> PackedRoutes:

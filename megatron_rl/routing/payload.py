@@ -7,6 +7,7 @@ Shapes: S tokens of a sequence (P + R), L MoE layers, K experts per token. A row
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Literal
 
 import numpy as np
@@ -48,9 +49,14 @@ def missing_id(dtype: np.dtype) -> int:
 
 def malformed_rows(routes: np.ndarray, num_experts: int) -> np.ndarray:
     """[…, L, K] → bool […, L]: out of range, or one expert twice; rows without a record are not malformed."""
-    ids = np.sort(routes.astype(np.int64), axis=-1)
-    wrong = (ids[..., 1:] == ids[..., :-1]).any(axis=-1) | (ids[..., 0] < 0) | (ids[..., -1] >= num_experts)
-    return wrong & ~(routes == missing_id(routes.dtype)).all(axis=-1)
+    columns = np.ascontiguousarray(np.moveaxis(routes, -1, 0))  # [K, …, L]: every comparison reads memory in order
+    wrong = np.zeros(columns.shape[1:], dtype=bool)
+    for first, second in combinations(columns, 2):
+        wrong |= first == second
+    if columns.size and (columns.max() >= num_experts or columns.min() < 0):
+        wrong |= ((columns >= num_experts) | (columns < 0)).any(axis=0)
+        wrong &= ~(columns == missing_id(routes.dtype)).all(axis=0)
+    return wrong
 
 
 def checked_routes(

@@ -174,6 +174,19 @@ def test_what_counts_as_malformed(row, is_wrong):
     assert malformed_rows(np.array([[row]], dtype=np.uint8), 8)[0, 0] == is_wrong
 
 
+def test_malformed_rows_are_those_of_the_definition():
+    """Against the definition written out, on random rows of every kind: doubled, out of range, without a record."""
+    random = np.random.default_rng(0)
+    routes = random.integers(0, 10, (50, 6, 3)).astype(np.uint8)
+    routes[random.random((50, 6)) < 0.2] = missing_id(routes.dtype)
+    expected = [
+        [set(row) != {255} and (len(set(row)) < len(row) or max(row) >= 8) for row in token]
+        for token in routes.tolist()
+    ]
+    assert (malformed_rows(routes, 8) == expected).all()
+    assert 20 < np.sum(expected) < 280
+
+
 def test_negative_ids_are_malformed():
     assert malformed_rows(np.array([[[-1, 3]]], dtype=np.int64), 8)[0, 0]
 
