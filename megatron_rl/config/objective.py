@@ -15,7 +15,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_
 
 from megatron_rl.config.base import Section
 from megatron_rl.config.corrections import WEIGHTING_MODES, Correction
-from megatron_rl.config.policy_terms import ANCHORED_ON_ROLLOUT, CARRIES_W, SEQUENCE_RATIO, PolicyTerm, PpoClip
+from megatron_rl.config.policy_terms import PolicyTerm, PpoClip
 from megatron_rl.errors import OwnWarning
 
 AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce"]
@@ -100,12 +100,13 @@ class ObjectiveConfig(Section):
                 "longest response that rollouts may have (never the padded width of a batch)"
             )
         for item in self.correction:
-            if item.mode in WEIGHTING_MODES and name in CARRIES_W:
+            if item.mode in WEIGHTING_MODES and self.policy_term.carries_w:
                 raise ValueError(
                     f"correction mode {item.mode} on policy term {name}, which already carries w = pi/mu: the mismatch "
                     f"would be corrected twice; leave it out (masks alone, reject, veto and opsm, are allowed)"
                 )
-            if item.mode in WEIGHTING_MODES and self.anchor == "bypass" and name not in ANCHORED_ON_ROLLOUT:
+            bypasses = self.anchor == "bypass" and not self.policy_term.is_anchored_on_rollout
+            if item.mode in WEIGHTING_MODES and bypasses:
                 raise ValueError(
                     f"correction mode {item.mode} with anchor bypass: the ratio of {name} is pi/mu already and the "
                     "mismatch would be corrected twice; leave it out (masks alone, reject, veto and opsm, are allowed) "
@@ -124,7 +125,7 @@ class ObjectiveConfig(Section):
     @property
     def anchored_on_rollout(self) -> bool:
         """Whether corrections see w = pi/mu in the place of rho, and no pass at rollout weights is needed for r."""
-        return self.anchor == "bypass" or self.policy_term.name in ANCHORED_ON_ROLLOUT
+        return self.anchor == "bypass" or self.policy_term.is_anchored_on_rollout
 
     @property
     def active_corrections(self) -> list[Correction]:
@@ -165,7 +166,7 @@ def objective_warnings(config: ObjectiveConfig) -> list[str]:
             f"ppo_clip clips at 1 - {term.clip_low:g} and 1 + {term.clip_high:g}, which look like GSPO's bounds for a "
             "sequence ratio; per-token ratios usually need about 0.2"
         )
-    if term.name in SEQUENCE_RATIO and config.aggregation != "seq-mean-token-mean":
+    if term.has_sequence_ratio and config.aggregation != "seq-mean-token-mean":
         found.append(
             f"{term.name} equals the paper's sequence objective only under aggregation seq-mean-token-mean, "
             f"found {config.aggregation}"

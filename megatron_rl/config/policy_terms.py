@@ -6,21 +6,25 @@ now; r = pi/po, w = pi/mu; A = advantage.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat
 
 from megatron_rl.config.base import Section
 
-ANCHORED_ON_ROLLOUT = ("reinforce", "dppo")
-"""Policy terms defined by pi and mu alone: no forward pass at rollout weights, and corrections see w for rho."""
-CARRIES_W = ("minirl", "dppo")
-"""Policy terms that already hold w = pi/mu: a second importance weight would square the correction."""
-SEQUENCE_RATIO = ("gspo", "gmpo")
-"""Policy terms whose ratio belongs to a sequence: they are the papers' only when sequences count alike."""
+
+class TermSection(Section):
+    """What the rest of the objective has to know of a term, beside its parameters."""
+
+    is_anchored_on_rollout: ClassVar[bool] = False
+    """Defined by pi and mu alone: no forward pass at rollout weights, and corrections see w in the place of rho."""
+    carries_w: ClassVar[bool] = False
+    """Holds w = pi/mu already: a second importance weight would square the correction."""
+    has_sequence_ratio: ClassVar[bool] = False
+    """Its ratio belongs to a sequence: it is the paper's only when sequences count alike."""
 
 
-class PpoClip(Section):
+class PpoClip(TermSection):
     name: Literal["ppo_clip"] = "ppo_clip"
     clip_low: float = Field(0.2, gt=0, lt=1)
     """epsilon_low: the ratio r is clipped below at 1 - clip_low."""
@@ -30,34 +34,38 @@ class PpoClip(Section):
     """For A < 0 the loss is bounded by -dual_clip · A. null: no bound."""
 
 
-class Gspo(Section):
+class Gspo(TermSection):
     name: Literal["gspo"] = "gspo"
+    has_sequence_ratio: ClassVar[bool] = True
     clip_low: float = Field(3e-4, gt=0, lt=1)
     """epsilon_low of the sequence ratio s; far smaller than PPO's because s is a geometric mean over tokens."""
     clip_high: PositiveFloat = 4e-4
     """epsilon_high of the sequence ratio s."""
 
 
-class Gmpo(Section):
+class Gmpo(TermSection):
     name: Literal["gmpo"] = "gmpo"
+    has_sequence_ratio: ClassVar[bool] = True
     log_clip_low: PositiveFloat = 0.4
     """A token's log-ratio is clipped below at -log_clip_low where A < 0."""
     log_clip_high: PositiveFloat = 0.4
     """A token's log-ratio is clipped above at log_clip_high where A > 0."""
 
 
-class Cispo(Section):
+class Cispo(TermSection):
     name: Literal["cispo"] = "cispo"
     clip_high: PositiveFloat = 5.0
     """epsilon_high: the detached ratio is clipped to [0, 1 + clip_high]. The paper tunes it and prints no value."""
 
 
-class Reinforce(Section):
+class Reinforce(TermSection):
     name: Literal["reinforce"] = "reinforce"
+    is_anchored_on_rollout: ClassVar[bool] = True
 
 
-class MiniRl(Section):
+class MiniRl(TermSection):
     name: Literal["minirl"] = "minirl"
+    carries_w: ClassVar[bool] = True
     cap: PositiveFloat = 5.0
     """w is truncated here."""
     clip_low: float = Field(0.2, gt=0, lt=1)
@@ -66,8 +74,10 @@ class MiniRl(Section):
     """Tokens with A > 0 and r > 1 + clip_high are masked."""
 
 
-class Dppo(Section):
+class Dppo(TermSection):
     name: Literal["dppo"] = "dppo"
+    is_anchored_on_rollout: ClassVar[bool] = True
+    carries_w: ClassVar[bool] = True
     divergence: Literal["tv", "kl"] = "tv"
     """Distance between the two-point distributions (sampled token, any other) of mu and pi: |mu - pi|, or KL."""
     delta: PositiveFloat | None = None
@@ -80,7 +90,7 @@ class Dppo(Section):
         return self.delta if self.delta is not None else {"tv": 0.15, "kl": 0.05}[self.divergence]
 
 
-class Sapo(Section):
+class Sapo(TermSection):
     name: Literal["sapo"] = "sapo"
     tau_positive: PositiveFloat = 1.0
     """Temperature of the sigmoid gate where A >= 0."""

@@ -41,7 +41,6 @@ from megatron_rl.objective import (
     ObjectiveInputs,
     compute_objective,
     finalize_metrics,
-    needs_old_logprobs,
 )
 from megatron_rl.process.ranks import gather_objects
 from megatron_rl.types import Batch
@@ -95,7 +94,7 @@ class Learner:
         records_routes = self.recipe.routing.replay == "r2"
         skipped = {"perf/time/old_logprobs": 0.0}  # stands unless the pass is made and timed
         gaps: list[float] = []
-        if records_routes or needs_old_logprobs(self.recipe.objective, len(batch.minibatches)):
+        if records_routes or self.recipe.objective.needs_old_logprobs(len(batch.minibatches)):
             skipped = {}
             with self.phase("old_logprobs"):
                 found = self.compute_logprobs(batch, "record" if records_routes else None)

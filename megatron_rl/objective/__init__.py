@@ -9,7 +9,7 @@ from megatron_rl.objective.aggregation import AGGREGATIONS, compute_denominators
 from megatron_rl.objective.compute import ObjectiveResult, compute_objective
 from megatron_rl.objective.corrections import CORRECTIONS
 from megatron_rl.objective.filters import group_filter_metrics, informative_groups
-from megatron_rl.objective.inputs import Denominators, NoiseKey, ObjectiveInputs, needs_old_logprobs
+from megatron_rl.objective.inputs import Denominators, NoiseKey, ObjectiveInputs
 from megatron_rl.objective.metrics import finalize_metrics
 from megatron_rl.objective.policy_terms import POLICY_TERMS
 from megatron_rl.objective.stats import MetricStats
@@ -30,5 +30,4 @@ __all__ = [
     "finalize_metrics",
     "group_filter_metrics",
     "informative_groups",
-    "needs_old_logprobs",
 ]

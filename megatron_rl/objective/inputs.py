@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.objective import ObjectiveConfig
-from megatron_rl.config.policy_terms import CARRIES_W
 from megatron_rl.errors import InputError
 from megatron_rl.objective.guards import MIN_LOGPROB
 from megatron_rl.objective.layout import Layout, Packed, Padded
@@ -159,15 +158,10 @@ def check_available(inputs: ObjectiveInputs, config: ObjectiveConfig) -> None:
     term = config.policy_term.name
     if inputs.inference_logprobs is None:
         users = [f"correction mode {item.mode}" for item in config.active_corrections if item.mode != "opsm"]
-        users += [f"policy term {term}"] if term in CARRIES_W else []
+        users += [f"policy term {term}"] if config.policy_term.carries_w else []
         users += ["anchor bypass"] if config.anchor == "bypass" else []
         if users:
             raise InputError(
                 f"inference_logprobs is None, but {' and '.join(users)} need the rollout engine's log-probs; "
                 "pass them, or use correction: [], anchor: recompute and a policy term without w"
             )
-
-
-def needs_old_logprobs(config: ObjectiveConfig, num_updates_per_batch: int) -> bool:
-    """`ObjectiveConfig.needs_old_logprobs`, for callers that hold the objective's package only."""
-    return config.needs_old_logprobs(num_updates_per_batch)

@@ -50,7 +50,7 @@ class Lookahead:
     def __init__(
         self,
         prompts: PromptSampler,
-        generator: Generator,
+        generator: Generator | OverlappingGenerator,
         *,
         num_prompts: int,
         num_samples: int,

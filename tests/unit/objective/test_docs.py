@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_rl.config import objective as schema
+from megatron_rl.config import policy_terms as terms
 from megatron_rl.objective import policy_terms
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "add-an-objective.md"
@@ -20,7 +21,7 @@ def test_the_example_term_computes_what_it_says():
     blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
     (function,) = (block for block in blocks if block.startswith("def "))
     (section,) = (block for block in blocks if block.startswith("class "))
-    namespace = {**vars(policy_terms), **vars(schema)}
+    namespace = {**vars(policy_terms), **vars(schema), **vars(terms)}
     exec(section, namespace)
     exec(function, namespace)
     config = namespace["Quadratic"](beta=3.0)
@@ -32,8 +33,8 @@ def test_the_example_term_computes_what_it_says():
 
 def test_names_in_the_document_exist():
     text = DOCUMENT.read_text(encoding="utf-8")
-    for name in ("POLICY_TERMS", "CARRIES_W", "ANCHORED_ON_ROLLOUT", "PolicyTerm"):
+    for name in ("POLICY_TERMS", "PolicyTerm", "TermSection", "carries_w", "is_anchored_on_rollout"):
         assert name in text
-        assert hasattr(policy_terms, name) or hasattr(schema, name)
+        assert any(hasattr(owner, name) for owner in (policy_terms, schema, terms, terms.TermSection))
     for path in re.findall(r"`((?:megatron_rl|tests|tools)/[\w/]+\.py)`", text):
         assert (DOCUMENT.parents[1] / path).is_file(), path

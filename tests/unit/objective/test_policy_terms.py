@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.config import ObjectiveConfig
 from megatron_rl.errors import InputError
-from megatron_rl.objective import POLICY_TERMS, ObjectiveInputs, compute_objective, needs_old_logprobs
+from megatron_rl.objective import POLICY_TERMS, ObjectiveInputs, compute_objective
 from tests.unit.objective.batches import loss_and_gradient, padded, random_batch
 from tests.unit.objective.reference import DEFAULTS
 
@@ -329,12 +329,12 @@ def test_terms_anchored_on_the_rollout_engine_do_not_read_po(name):
     first, second = (loss_and_gradient(compute_objective(x, config), x, mask) for x in (inputs, other))
     assert first[0] == second[0]
     assert torch.equal(first[1], second[1])
-    assert not needs_old_logprobs(config, num_updates_per_batch=4)
+    assert not config.needs_old_logprobs(num_updates_per_batch=4)
 
 
 def test_needs_old_logprobs():
     def needs(num_updates: int, **config) -> bool:
-        return needs_old_logprobs(ObjectiveConfig.model_validate(config), num_updates)
+        return ObjectiveConfig.model_validate(config).needs_old_logprobs(num_updates)
 
     for name in set(POLICY_TERMS) - {"reinforce", "dppo"}:
         assert not needs(1, policy_term=name)
