@@ -1,10 +1,68 @@
-"""Bounds on rounding, derived from the computation that a test compares and not from what one machine met."""
+"""Bounds on rounding, derived from the computation that a test compares and not from what one machine met.
+
+Each says what it assumes. A result that is not within its bound is wrong, or is computed by other steps than the test
+states; a bound is never raised to what a machine shows.
+
+- The same code in the same order: ``==``, no bound.
+- A closed form of a known number of steps: `rounded`, `assert_rounded` (worst case, any order).
+- The same function by other code, in another order, on another layout: `bound_from_double`, `assert_as_double`.
+- A mean of random draws: `standard_errors`.
+- A figure of a paper or a standard table: `printed`.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+import pytest
+import torch
+
+CLOSED_FORM = 64
+"""Roundings in the longest of the closed forms worked by hand in the tests: sums of a dozen terms, a few functions."""
+
+STANDARD_ERRORS = 5
+"""A normal mean is further off than this once in 1.7 million draws of a seed."""
+
+
+def unit_roundoff(dtype: torch.dtype = torch.float64) -> float:
+    """Largest relative error of one rounding to ``dtype``: half the distance from 1 to the next number."""
+    return torch.finfo(dtype).eps / 2
+
+
+def gamma(roundings: float, dtype: torch.dtype = torch.float64) -> float:
+    """Largest relative error of a product of ``roundings`` factors 1 + δ: γ_n = n u / (1 - n u).
+
+    Higham, Accuracy and Stability of Numerical Algorithms, Lemma 3.1: the worst case, for any order of a sum of n
+    terms. Functions such as exp and log, which libraries give to within 4 units of the last place, count as eight.
+    """
+    total = roundings * unit_roundoff(dtype)
+    assert total < 1, f"{roundings} roundings leave no digit of {dtype}"
+    return total / (1 - total)
+
+
+def rounded(expected: Any, roundings: float = CLOSED_FORM, scale: float = 1.0, dtype: torch.dtype = torch.float64):
+    """What ``expected`` may be after ``roundings`` roundings in ``dtype``; for ``found == rounded(expected)``.
+
+    ``expected`` is a number, or a list, dict or array of numbers. ``scale`` is the size of the terms of its sums: where
+    they cancel, the error stays that of the terms and not that of the small result.
+    """
+    error = gamma(roundings, dtype)
+    return pytest.approx(expected, rel=error, abs=error * scale)
+
+
+def assert_rounded(
+    found: torch.Tensor,
+    expected: torch.Tensor,
+    roundings: float = CLOSED_FORM,
+    scale: float = 1.0,
+    dtype: torch.dtype = torch.float64,
+) -> None:
+    """`rounded` for tensors: every element within γ_n of ``dtype``, relative, or of ``scale``."""
+    error = gamma(roundings, dtype)
+    torch.testing.assert_close(found.double(), expected.double(), rtol=error, atol=error * scale)
 
 
 def bound_from_double(single: np.ndarray, double: np.ndarray, longest_sum: int) -> float:
@@ -14,7 +72,42 @@ def bound_from_double(single: np.ndarray, double: np.ndarray, longest_sum: int) 
     difference is the error of that implementation, with the conditioning of the function (temperature, depth, softmax)
     in it. Implementations differ in the order of their sums: the error of a sum of n terms grows like sqrt(n) if it is
     added one by one, and stays near one rounding if it is added pairwise (Higham, Accuracy and Stability of Numerical
-    Algorithms, ch. 4). So another order enlarges the error by sqrt(n) at most, with n = ``longest_sum``.
+    Algorithms, ch. 4; Higham and Mary 2019, Thm 2.4: sqrt(n) u holds with a probability near 1). So another order
+    enlarges the error by sqrt(n) at most, with n = ``longest_sum``. Two evaluations, neither of them the one in
+    float64, differ by twice the bound at most.
     """
     error = float(np.abs(np.asarray(single, np.float64) - np.asarray(double, np.float64)).max())
     return math.sqrt(longest_sum) * error
+
+
+def assert_as_double(
+    found: Sequence[torch.Tensor],
+    function: Callable[..., Sequence[torch.Tensor]],
+    inputs: Sequence[torch.Tensor],
+    longest_sum: int,
+    roundings: float = 1,
+) -> None:
+    """``found`` is ``function(*inputs)`` as correct code in the inputs' types gives it.
+
+    ``function`` is the plain composition of torch's operations; it is run in the inputs' types and in float64, and
+    `bound_from_double` of the two bounds each result, together with ``roundings`` roundings of its largest value to the
+    type of ``found``: one, of the result as it is stored, or more where ``found`` stores what the composition does not.
+    """
+    singles = function(*inputs)
+    doubles = function(*(x.detach().double().requires_grad_(x.requires_grad) for x in inputs))
+    for number, (got, single, double) in enumerate(zip(found, singles, doubles, strict=True)):
+        got, single, double = (x.detach().double().numpy() for x in (got, single, double))
+        stored = gamma(roundings, found[number].dtype) * float(np.abs(double).max())
+        bound = bound_from_double(single, double, longest_sum) + stored
+        error = float(np.abs(got - double).max())
+        assert error <= bound, f"result {number}: {error:.2e} from float64's, bound {bound:.2e}"
+
+
+def standard_errors(std: float, draws: int) -> float:
+    """How far the mean of ``draws`` independent values of standard deviation ``std`` may lie from its expectation."""
+    return STANDARD_ERRORS * std / math.sqrt(draws)
+
+
+def printed(expected: float, decimals: int):
+    """``expected`` as a paper or a table prints it, with that many decimals: half a unit of the last one."""
+    return pytest.approx(expected, rel=0, abs=0.5 * 10.0**-decimals)

@@ -16,6 +16,7 @@ from megatron_rl.lab.results import read_results
 from megatron_rl.lab.statistics import interval_half_width, outcome_of, paired_effect
 from megatron_rl.lab.study import Outcome
 from megatron_rl.monitor.jsonl import encode_line
+from tests.support.rounding import printed, rounded, standard_errors
 
 LAB = Path(__file__).parents[3] / "recipes" / "lab"
 
@@ -30,14 +31,14 @@ def test_outcomes_of_a_curve():
     assert outcome("last", [1.0, 3.0, None]) == 3.0
     assert outcome("max", [1.0, 7.0, 2.0]) == 7.0
     assert outcome("mean", [1.0, None, 4.0, math.nan]) == 2.5
-    assert outcome("slope", [5.0, 3.0, 1.0]) == pytest.approx(-2)
-    assert outcome("log_slope", [0.01 * math.exp(0.3 * t) for t in range(6)]) == pytest.approx(0.3)
+    assert outcome("slope", [5.0, 3.0, 1.0]) == rounded(-2)
+    assert outcome("log_slope", [0.01 * math.exp(0.3 * t) for t in range(6)]) == rounded(0.3)
     # zeros (a step without mismatch) are left out, steps stay where they are
-    assert outcome("log_slope", [1.0, 0.0, math.e**2, math.e**3]) == pytest.approx(1.0)
+    assert outcome("log_slope", [1.0, 0.0, math.e**2, math.e**3]) == rounded(1.0)
     assert outcome("log_slope", [0.0, 0.0, 0.0]) is None
     # symmetric around its middle: no correlation with the step; 0, 0, 1 is the textbook sqrt(3)/2
-    assert outcome("step_pcc", [1.0, 0.0, 1.0]) == pytest.approx(0, abs=1e-12)
-    assert outcome("step_pcc", [0.0, 0.0, 1.0]) == pytest.approx(math.sqrt(3) / 2)
+    assert outcome("step_pcc", [1.0, 0.0, 1.0]) == rounded(0)
+    assert outcome("step_pcc", [0.0, 0.0, 1.0]) == rounded(math.sqrt(3) / 2)
     assert outcome("step_pcc", [2.0, 2.0, 2.0]) is None
     assert outcome("last", [None, None]) is None
 
@@ -56,13 +57,13 @@ def test_paired_effect_is_students_t_of_the_differences():
     # differences 1, 2, 3: mean 2, deviation 1; t of 2 degrees of freedom has 97.5% at 4.3027 (closed form)
     effect = paired_effect({0: 11.0, 1: 22.0, 2: 33.0}, {0: 10.0, 1: 20.0, 2: 30.0})
     t2 = 0.95 / math.sqrt(2 * 0.975 * 0.025) / math.sqrt(1)  # quantile p: (2p - 1) / sqrt(2 p (1 - p))
-    assert t2 == pytest.approx(4.302653)
-    assert (effect.num_seeds, effect.mean, effect.d) == (3, pytest.approx(2), pytest.approx(2))
-    assert (effect.lower, effect.upper) == (pytest.approx(2 - t2 / math.sqrt(3)), pytest.approx(2 + t2 / math.sqrt(3)))
+    assert t2 == printed(4.302653, 6)
+    assert (effect.num_seeds, effect.mean, effect.d) == (3, rounded(2), rounded(2))
+    assert (effect.lower, effect.upper) == (rounded(2 - t2 / math.sqrt(3)), rounded(2 + t2 / math.sqrt(3)))
     # two seeds: t of 1 degree is tan(0.475 π)
     two = paired_effect({0: 1.0, 1: 3.0}, {0: 0.0, 1: 0.0})
-    assert two.upper - two.mean == pytest.approx(math.tan(0.475 * math.pi) * math.sqrt(2) / math.sqrt(2))
-    assert interval_half_width(3) == pytest.approx(2.484, abs=1e-3)
+    assert two.upper - two.mean == rounded(math.tan(0.475 * math.pi) * math.sqrt(2) / math.sqrt(2))
+    assert interval_half_width(3) == rounded(t2 / math.sqrt(3))
 
 
 def test_effects_pair_by_seed_and_ratios_are_of_logarithms():
@@ -72,9 +73,9 @@ def test_effects_pair_by_seed_and_ratios_are_of_logarithms():
     assert (one.lower, one.upper, one.excludes_none) == (-math.inf, math.inf, False)
     assert math.isnan(one.d)
     ratio = paired_effect({0: 2.0, 1: 8.0}, {0: 1.0, 1: 1.0}, ratio=True)
-    assert ratio.mean == pytest.approx(4)
-    assert ratio.lower * ratio.upper == pytest.approx(16)  # symmetric in the logarithm
-    assert ratio.d == pytest.approx(math.log(4) / (math.log(4) / math.sqrt(2)))
+    assert ratio.mean == rounded(4)
+    assert ratio.lower * ratio.upper == rounded(16)  # symmetric in the logarithm
+    assert ratio.d == rounded(math.log(4) / (math.log(4) / math.sqrt(2)))
     assert paired_effect({0: 0.0}, {0: 1.0}, ratio=True) is None
 
 
@@ -85,7 +86,7 @@ def test_the_interval_covers_the_true_difference_95_times_in_100():
         differences = rng.normal(0.7, 2.0, size=3)
         effect = paired_effect(dict(enumerate(differences)), dict.fromkeys(range(3), 0.0))
         hits += effect.lower < 0.7 < effect.upper
-    assert hits / 2000 == pytest.approx(0.95, abs=0.02)
+    assert abs(hits / 2000 - 0.95) < standard_errors(math.sqrt(0.95 * 0.05), 2000)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def test_report_holds_the_numbers_and_a_figure(runs):
     assert "Not finished and not counted: small-seed2." in report
     stored = json.loads(values.read_text())
     assert stored["auto"]["val reward, end"] == {"0": 0.6, "1": 0.611, "2": 0.642}
-    assert stored["small"]["growth of rho_std"]["0"] == pytest.approx(math.log(1.02), rel=1e-4)
+    assert stored["small"]["growth of rho_std"]["0"] == printed(math.log(1.02), 7)
 
 
 def test_docs_tables_go_between_the_marks(runs, tmp_path):

@@ -6,7 +6,14 @@ import numpy as np
 import torch
 
 from megatron_rl.objective import ObjectiveInputs
+from tests.support.rounding import CLOSED_FORM
 from tests.unit.objective.reference import Seq
+
+BATCH = 4 * CLOSED_FORM
+"""Roundings of a loss or metric of a random batch: sums over at most 9 sequences of 9 tokens, of closed forms."""
+
+EXTREMES = 100 * BATCH
+"""The same with log-ratios of up to 100: exp makes an absolute error of its argument a relative one of its value."""
 
 
 def random_batch(seed: int, num_sequences: int = 6, extremes: bool = False) -> list[Seq]:

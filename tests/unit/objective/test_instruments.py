@@ -10,11 +10,11 @@ import torch
 from megatron_rl.config import ObjectiveConfig
 from megatron_rl.objective import ObjectiveInputs, compute_objective
 from megatron_rl.objective.counter_rng import sequence_keys, standard_normal
-from tests.unit.objective.batches import loss_and_gradient, packed, padded, random_batch
+from tests.support.rounding import STANDARD_ERRORS, rounded
+from tests.unit.objective.batches import BATCH, loss_and_gradient, packed, padded, random_batch
 from tests.unit.objective.reference import normal
 
 # Two-sided 5-sigma: a false alarm once in two million seeds; seeds are fixed anyway.
-SIGMAS = 5.0
 
 
 def draws(num_sequences: int, num_places: int, seed: int = 0, step: int = 0) -> torch.Tensor:
@@ -29,19 +29,21 @@ def test_the_generator_is_the_published_hash():
         keys = sequence_keys(seed, step, ids)
         for i, place in ((0, 0), (1, 1), (2, 4096), (3, 70_000)):
             got = standard_normal(keys[i], torch.tensor(place)).item()
-            assert got == pytest.approx(normal(seed, step, ids[i].item(), place), abs=1e-12)
+            assert got == rounded(normal(seed, step, ids[i].item(), place))
 
 
 def test_draws_are_standard_normal():
     sample = draws(500, 1000).flatten()
     n = sample.numel()
-    assert abs(sample.mean()) < SIGMAS / math.sqrt(n)
-    assert abs(sample.var() - 1) < SIGMAS * math.sqrt(2 / n)
-    assert abs(sample.pow(3).mean()) < SIGMAS * math.sqrt(15 / n)
-    assert abs(sample.pow(4).mean() - 3) < SIGMAS * math.sqrt(96 / n)
+    assert abs(sample.mean()) < STANDARD_ERRORS / math.sqrt(n)
+    assert abs(sample.var() - 1) < STANDARD_ERRORS * math.sqrt(2 / n)
+    assert abs(sample.pow(3).mean()) < STANDARD_ERRORS * math.sqrt(15 / n)
+    assert abs(sample.pow(4).mean() - 3) < STANDARD_ERRORS * math.sqrt(96 / n)
     for bound in (0.5, 1.0, 2.0, 3.0):
         inside = math.erf(bound / math.sqrt(2))
-        assert abs((sample.abs() < bound).double().mean() - inside) < SIGMAS * math.sqrt(inside * (1 - inside) / n)
+        assert abs((sample.abs() < bound).double().mean() - inside) < STANDARD_ERRORS * math.sqrt(
+            inside * (1 - inside) / n
+        )
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def test_draws_are_standard_normal():
 )
 def test_draws_of_different_keys_are_uncorrelated(other):
     first, second = draws(500, 1000).flatten(), other().flatten()
-    assert abs((first * second).mean()) < SIGMAS / math.sqrt(first.numel())
+    assert abs((first * second).mean()) < STANDARD_ERRORS / math.sqrt(first.numel())
 
 
 def noise_factor(form, batch, sigma=0.2, key=(3, 1)) -> torch.Tensor:
@@ -75,13 +77,13 @@ def test_noise_follows_the_token_and_not_its_place_in_the_batch():
     batch = random_batch(1)
     factors = noise_factor(padded, batch)
     want = [1 + 0.2 * normal(3, 1, seq.id, t) for seq in batch for t in range(len(seq))]
-    assert factors.tolist() == pytest.approx(want)
-    assert noise_factor(packed, batch).tolist() == pytest.approx(want)
-    assert noise_factor(lambda b: padded(b, seed=9, extra=11), batch).tolist() == pytest.approx(want)
+    assert factors.tolist() == rounded(want)
+    assert noise_factor(packed, batch).tolist() == rounded(want)
+    assert noise_factor(lambda b: padded(b, seed=9, extra=11), batch).tolist() == rounded(want)
     by_sequence = factors.split([len(s) for s in batch])
     for seq, part in zip(reversed(batch), noise_factor(padded, batch[::-1]).split([len(s) for s in batch[::-1]])):
-        assert part.tolist() == pytest.approx(by_sequence[batch.index(seq)].tolist())
-    assert noise_factor(padded, batch, key=(3, 2)).tolist() != pytest.approx(want, abs=1e-3)
+        assert part.tolist() == rounded(by_sequence[batch.index(seq)].tolist())
+    assert noise_factor(padded, batch, key=(3, 2)).tolist() != rounded(want)
 
 
 def one_parameter_gradients(config: dict, num_draws: int) -> torch.Tensor:
@@ -112,11 +114,11 @@ def test_variance_injection_leaves_the_expected_gradient_and_distortion_does_not
     noisy = one_parameter_gradients({"variance": {"sigma": 0.2}}, 400)
     error = noisy.std() / math.sqrt(len(noisy))
     assert error > 0
-    assert abs(noisy.mean() - clean) < SIGMAS * error
+    assert abs(noisy.mean() - clean) < STANDARD_ERRORS * error
     (distorted,) = one_parameter_gradients({"distortion": {"delta": 3.0, "low_prob": 0.1}}, 1)
-    assert abs(distorted - clean) > 2 * SIGMAS * error
+    assert abs(distorted - clean) > 2 * STANDARD_ERRORS * error
     both = one_parameter_gradients({"distortion": {"delta": 3.0}, "variance": {"sigma": 0.2}}, 400)
-    assert abs(both.mean() - distorted) < SIGMAS * both.std() / math.sqrt(len(both))
+    assert abs(both.mean() - distorted) < STANDARD_ERRORS * both.std() / math.sqrt(len(both))
 
 
 @pytest.mark.parametrize(("p", "factor"), [(0.0999, 3.0), (0.1001, 1.0)])
@@ -126,7 +128,7 @@ def test_distortion_edge(p, factor):
         current, current, None, torch.tensor([-2.0], dtype=torch.float64), torch.ones(1, 1, dtype=torch.bool)
     )
     config = ObjectiveConfig.model_validate({"distortion": {"delta": 3.0}})
-    assert compute_objective(inputs, config).loss.item() == pytest.approx(2.0 * factor)
+    assert compute_objective(inputs, config).loss.item() == rounded(2.0 * factor)
 
 
 def test_distortion_looks_at_po_and_multiplies_after_clipping():
@@ -134,7 +136,7 @@ def test_distortion_looks_at_po_and_multiplies_after_clipping():
     current, old = torch.tensor([[math.log(0.2)]]).double(), torch.tensor([[math.log(0.05)]]).double()
     inputs = ObjectiveInputs(current, old, None, torch.ones(1).double(), torch.ones(1, 1, dtype=torch.bool))
     config = ObjectiveConfig.model_validate({"distortion": {"delta": 2.0}})
-    assert compute_objective(inputs, config).loss.item() == pytest.approx(-2 * 1.28)
+    assert compute_objective(inputs, config).loss.item() == rounded(-2 * 1.28)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def test_j_is_a_sum_and_is_there_without_distortion(distortion, want):
     config = ObjectiveConfig.model_validate({"distortion": distortion})
     if distortion and distortion.get("low_prob"):
         want = 2 * (1.5 + 1.5 - 0.5)
-    assert compute_objective(inputs, config).metrics["hacking/J"] == pytest.approx(want)
+    assert compute_objective(inputs, config).metrics["hacking/J"] == rounded(want)
 
 
 def test_spurious_signal_estimates():
@@ -166,7 +168,7 @@ def test_spurious_signal_estimates():
     cut = ((a > 0) & (r > 1.28)) | ((a < 0) & (r < 0.8))
     assert cut.any()
     assert (outside & ~cut).any(), "Eq 12 counts tokens whose gradient is left alone as well"
-    assert metrics["hacking/cov_x_inv_rho"] == pytest.approx(covariance.item(), rel=1e-9)
-    assert metrics["hacking/clip_bias"] == pytest.approx((r * a * -outside.double()).mean().item(), rel=1e-9)
+    assert metrics["hacking/cov_x_inv_rho"] == rounded(covariance.item(), BATCH)
+    assert metrics["hacking/clip_bias"] == rounded((r * a * -outside.double()).mean().item(), BATCH)
     without = type(inputs)(**{**vars(inputs), "inference_logprobs": None})
     assert "hacking/cov_x_inv_rho" not in compute_objective(without, ObjectiveConfig()).metrics

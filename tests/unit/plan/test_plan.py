@@ -32,6 +32,7 @@ from megatron_rl.plan.parameters import (
 from megatron_rl.plan.report import render
 from megatron_rl.plan.timing import num_expert_matrices, num_tensors, step_time
 from megatron_rl.plan.workload import Workload
+from tests.support.rounding import printed, rounded
 from tests.support.tiny import MODEL, REPOSITORY
 
 MOE = REPOSITORY / "recipes" / "length_decay" / "rloo-qwen3-30b-a3b-4n8g-tp4ep8-auto.yaml"
@@ -51,17 +52,17 @@ def work(path: Path = MOE, gpu: str = "h100-80", *overrides: str, **sizes) -> Wo
 def test_published_sizes():
     """Totals as the checkpoints' own cards state them."""
     published = {
-        "Qwen3-30B-A3B": 30.5,
-        "Qwen3-4B-Base": 4.0,
-        "Qwen3-8B-Base": 8.2,
-        "Qwen3-14B-Base": 14.8,
-        "DeepSeek-R1-Distill-Qwen-1.5B": 1.78,
-        "Qwen2.5-Math-1.5B": 1.54,
-        "OctoThinker-3B-Hybrid-Base": 3.21,
+        "Qwen3-30B-A3B": "30.5",
+        "Qwen3-4B-Base": "4.0",
+        "Qwen3-8B-Base": "8.2",
+        "Qwen3-14B-Base": "14.8",
+        "DeepSeek-R1-Distill-Qwen-1.5B": "1.78",
+        "Qwen2.5-Math-1.5B": "1.54",
+        "OctoThinker-3B-Hybrid-Base": "3.21",
     }
     for name, billions in published.items():
         total = total_parameters(architecture_from(KNOWN_MODELS[name])) / 1e9
-        assert total == pytest.approx(billions, abs=0.05 if billions > 3 else 0.01), name
+        assert total == printed(float(billions), len(billions.partition(".")[2])), name
 
 
 def test_count_is_that_of_a_checkpoint():
@@ -119,7 +120,7 @@ def test_recomputation_and_microbatches_move_memory_as_they_should():
         return memory_plan(work(DENSE).with_learner(**changes)).learner.dynamic
 
     assert dynamic(recompute="none") > 3 * dynamic(recompute="full")
-    assert dynamic(max_tokens_per_microbatch=32768) == pytest.approx(2 * dynamic(), rel=0.25)
+    assert 1.5 * dynamic() < dynamic(max_tokens_per_microbatch=32768) <= 2 * dynamic()  # twice, but for what is fixed
     assert dynamic(recompute="selective") == dynamic(recompute="none")  # a dense model has no experts to recompute
     moe = work().with_learner(recompute="selective")
     assert memory_plan(moe).learner.dynamic < 0.6 * memory_plan(work().with_learner(recompute="none")).learner.dynamic
@@ -145,7 +146,7 @@ def test_cache_holds_what_is_left():
     assert engine.token_bytes == per_token
     budget = 0.4 * 79.1 * 2**30
     assert engine.tokens == int((budget - engine.weights - engine.activations - engine.graphs) // per_token)
-    assert engine.weights == pytest.approx(2 * 30.53e9 / 4, rel=1e-3)
+    assert engine.weights * 4 / 2 / 1e9 == printed(30.53, 2)
     fixed = memory_plan(work(MOE, "h100-80", "rollout.kv_cache_gib=2")).engine
     assert fixed.cache == 2 * 2**30
 
@@ -172,7 +173,7 @@ def test_time_follows_the_hardware():
         step_time(replace(w, gpu=replace(w.gpu, flops_16bit=2 * w.gpu.flops_16bit)), engine),
     )
     compute = slow.update - slow.communication
-    assert fast.update - fast.communication == pytest.approx(compute / 2)
+    assert fast.update - fast.communication == rounded(compute / 2)
     wide = step_time(replace(w, gpu=replace(w.gpu, bandwidth=2 * w.gpu.bandwidth)), engine)
     assert slow.generate / 2 < wide.generate < slow.generate
     assert slow.old_logprobs == 0  # one update a step
@@ -185,8 +186,8 @@ def test_servers_that_sample_ahead_hide_the_shorter_of_generating_and_learning()
     plans = [make_plan(work(MOE, "h100-80", *servers, f"rollout.max_staleness={k}")) for k in (0, 1)]
     apart, ahead = (plan.time for plan in plans)
     learning = apart.old_logprobs + apart.update + apart.optimizer
-    assert apart.total == pytest.approx(apart.generate + learning + apart.refit)
-    assert ahead.total == pytest.approx(max(apart.generate, learning) + apart.refit)
+    assert apart.total == rounded(apart.generate + learning + apart.refit)
+    assert ahead.total == rounded(max(apart.generate, learning) + apart.refit)
     line = f"{-min(apart.generate, learning):8.1f} s  generating and learning at the same time (rollout.max_staleness)"
     assert [line in render(plan) for plan in plans] == [False, True]
 
@@ -194,11 +195,11 @@ def test_servers_that_sample_ahead_hide_the_shorter_of_generating_and_learning()
 def test_expert_matrices_cost_little_to_hand_over():
     """18,432 of them and 435 other tensors: a second, where one by one it would be ten."""
     w = work()
-    alone = replace(w, gpu=replace(w.gpu, nvlink=1e15, network=1e15))
+    alone = replace(w, gpu=replace(w.gpu, nvlink=math.inf, network=math.inf))
     seconds = step_time(alone, memory_plan(w).engine).refit
     assert num_expert_matrices(w.architecture) == 18_432
     bus = 2 * memory_plan(w).engine.weights / PCIE
-    assert seconds - bus == pytest.approx(435 * 500e-6 + 18_432 * 40e-6, abs=1e-3)
+    assert seconds == rounded(bus + 435 * 500e-6 + 18_432 * 40e-6)
 
 
 def test_forward_and_backward_by_hand():
@@ -207,7 +208,7 @@ def test_forward_and_backward_by_hand():
     tokens, length = 1024 * (256 + 4096), 256 + 4096
     flops = tokens * (2 * active_parameters(w.architecture) + 2 * 36 * 4096 * length)
     time = step_time(w, memory_plan(w).engine)
-    assert time.update - time.communication == pytest.approx(4 * flops / (8 * 989e12 * 0.38))
+    assert time.update - time.communication == rounded(4 * flops / (8 * 989e12 * 0.38))
 
 
 # ---------------------------------------------------------------- layouts and refusals
