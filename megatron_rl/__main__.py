@@ -1,40 +1,50 @@
-"""Command line: ``python -m megatron_rl COMMAND RECIPE …``. Exit status: see `megatron_rl.errors`."""
+"""Command line: ``megatron-rl COMMAND …`` or ``python -m megatron_rl COMMAND …``. Exit status: `megatron_rl.errors`."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import importlib
 import os
+import select
 import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
+from megatron_rl import __version__
+from megatron_rl.commands import COMMANDS
 from megatron_rl.errors import (
     EXIT_BAD_INPUT,
-    EXIT_DONE,
     EXIT_ENDED_BY_LIMIT,
     EXIT_FAULT,
     EXIT_INTERRUPTED,
+    EXIT_PIPE_CLOSED,
     Fault,
     InputError,
     RunEnded,
 )
 
-GPU_NAMES = ("a100-40", "a100-80", "h100-80", "h200-141")
+DESCRIPTION = """Reinforcement learning of Mixture-of-Experts language models: Megatron-Core learns, vLLM generates.
+
+Exit status: 0 done, 2 bad recipe or input, 3 the run was ended by an alarm or a limit, anything else is a fault."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status. ``arguments``: default those of the process."""
     # PyTorch's C++ side prints a NUMA notice per rank when an engine starts; it must be told before the first import.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Megatron says at every import that TransformerEngine and Apex are absent; where that matters, `check` says it.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     for module in (r"torch\.distributed", r"megatron\."):  # Megatron's calls, not ours
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(arguments)
+    options.arguments = arguments
     try:
-        return options.run(options)
+        status = options.execute(options)
+        sys.stdout.flush()
+        return status
     except InputError as error:
         # Every rank found the same problem: one message is enough.
         if int(os.environ.get("RANK", 0)) == 0:
@@ -44,129 +54,67 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"run ended: {reason}", file=sys.stderr)
         return EXIT_ENDED_BY_LIMIT
     except KeyboardInterrupt:
-        hint = "; the same command continues from the last checkpoint" if options.run is _train else ""
+        hint = "; the same command continues from the last checkpoint" if options.command == "train" else ""
         print(f"interrupted{hint}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Fault as error:
         traceback.print_exc()
         print(f"run failed: {error}", file=sys.stderr)  # the last line says it all
         return EXIT_FAULT
+    except BrokenPipeError:
+        if not _reader_has_left():
+            raise
+        return EXIT_PIPE_CLOSED
+
+
+def script() -> int:
+    """The installed ``megatron-rl``. It finds modules (a reward) in the working directory, as ``python -m`` does."""
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.getcwd())
+    return main()
+
+
+class _Command(argparse.ArgumentParser):
+    """The parser of one command. It learns its arguments from the command's module when that command is asked for."""
+
+    def __init__(self, *arguments: Any, module: str | None = None, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._module = module
+
+    def parse_known_args(self, *arguments: Any, **options: Any) -> tuple[argparse.Namespace, list[str]]:
+        if self._module is not None:
+            module = importlib.import_module(self._module)
+            self._module = None
+            self.description = module.__doc__
+            self.formatter_class = argparse.RawDescriptionHelpFormatter
+            self.set_defaults(execute=module.run)
+            module.add_arguments(self)
+        return super().parse_known_args(*arguments, **options)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m megatron_rl", description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    train = _command(commands, "train", _train, "run a recipe; under torchrun or srun for several ranks")
-    train.add_argument(
-        "--resume",
-        default="auto",
-        metavar="auto|never|DIR",
-        help="auto (default): continue from the newest complete checkpoint of the run directory, if any; "
-        "never: start anew, refused where the run directory holds a run; DIR: continue from that checkpoint",
+    parser = argparse.ArgumentParser(
+        prog="megatron-rl", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    check = _command(commands, "check", _check, "check a recipe without starting an engine")
-    check.add_argument("--ranks", type=int, help="number of ranks the job will have (default: WORLD_SIZE, if set)")
-    check.add_argument(
-        "--offline",
-        action="store_true",
-        help="where the model is not at hand, go by its name (checkpoint/known_models.py); leave out data files",
-    )
-    plan = _command(commands, "plan", _plan, "memory, step time and layouts on a GPU, by arithmetic")
-    plan.add_argument("--gpu", required=True, choices=GPU_NAMES, help="what it is to run on")
-    plan.add_argument("--nodes", type=int, help="nodes (default: as the recipe's name says, …-4n8g-…)")
-    plan.add_argument("--gpus-per-node", type=int, help="GPUs of a node (default: as the recipe's name says, else 8)")
-    plan.add_argument("--mean-response", type=float, metavar="TOKENS", help="default: half of the longest allowed")
-    plan.add_argument("--mean-prompt", type=float, metavar="TOKENS", help="default: an eighth of the longest allowed")
-    evaluate = _command(commands, "eval", _eval, "score a checkpoint on the recipe's data.validation")
-    evaluate.add_argument(
-        "--checkpoint", required=True, type=Path, metavar="DIR", help="Hugging Face folder, or a run's step_… folder"
-    )
-    evaluate.add_argument("--output", type=Path, metavar="FILE", help="also write the figures there, as JSON")
-    serve = _command(commands, "serve", _serve, "start a rollout server of a run (rollout.engine: vllm_server)")
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    serve.add_argument("--port", type=int, default=0, help="default: any free one")
-    serve.add_argument("--name", help="of its file in the run directory (default: host name and process id)")
-    serve.add_argument("--ends-with-parent", action="store_true", help="end when the process that started it does")
-    schema = commands.add_parser("schema", help="print the recipe's JSON Schema, for editors")
-    schema.set_defaults(run=_schema)
+    parser.add_argument("--version", action="version", version=f"megatron-rl {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Command)
+    for name, text in COMMANDS.items():
+        commands.add_parser(name, help=text, module=f"megatron_rl.commands.{name.replace('-', '_')}")
     return parser
 
 
-def _command(commands, name: str, run, text: str) -> argparse.ArgumentParser:
-    command = commands.add_parser(name, help=text, description=text)
-    command.add_argument("recipe", help="YAML file")
-    command.add_argument(
-        "--set", action="append", default=[], metavar="KEY.PATH=VALUE", dest="overrides", help="override one key"
-    )
-    command.set_defaults(run=run)
-    return command
-
-
-def _train(options: argparse.Namespace) -> int:
-    from megatron_rl.check import check_recipe
-    from megatron_rl.config import load_recipe
-
-    recipe = load_recipe(options.recipe, options.overrides)
-    check_recipe(recipe, int(os.environ.get("WORLD_SIZE", 1)))
-    from megatron_rl.train import train
-
-    train(recipe, resume=options.resume)
-    return EXIT_DONE
-
-
-def _check(options: argparse.Namespace) -> int:
-    from megatron_rl.check import check_recipe
-    from megatron_rl.config import load_recipe
-
-    ranks = options.ranks or (int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
-    checked = check_recipe(load_recipe(options.recipe, options.overrides), ranks, offline=options.offline)
-    for what, value in checked.report:
-        print(f"{what:>10}  {value}")
-    print(f"{'memory':>10}  python -m megatron_rl plan {options.recipe} --gpu {{{','.join(GPU_NAMES)}}}")
-    return EXIT_DONE
-
-
-def _plan(options: argparse.Namespace) -> int:
-    from megatron_rl.checkpoint.known_models import shape_of
-    from megatron_rl.config import load_recipe
-    from megatron_rl.plan import GPUS, make_plan, make_workload, render
-
-    recipe = load_recipe(options.recipe, options.overrides)
-    architecture, _ = shape_of(recipe.model.path)
-    sizes = (options.nodes, options.gpus_per_node, options.mean_response, options.mean_prompt)
-    plan = make_plan(make_workload(recipe, architecture, GPUS[options.gpu], *sizes))
-    print(render(plan))
-    if plan.problems:
-        raise InputError("this does not fit:\n" + "\n".join(f"  {problem}" for problem in plan.problems))
-    return EXIT_DONE
-
-
-def _eval(options: argparse.Namespace) -> int:
-    from megatron_rl.config import load_recipe
-
-    recipe = load_recipe(options.recipe, options.overrides)
-    from megatron_rl.evaluate import evaluate
-
-    evaluate(recipe, options.checkpoint.resolve(), options.output)
-    return EXIT_DONE
-
-
-def _serve(options: argparse.Namespace) -> int:
-    from megatron_rl.config import load_recipe
-
-    recipe = load_recipe(options.recipe, options.overrides)
-    from megatron_rl.rollout.servers.serve import serve
-
-    serve(recipe, options.host, options.port, options.name, options.ends_with_parent)
-    return EXIT_DONE
-
-
-def _schema(options: argparse.Namespace) -> int:
-    from megatron_rl.config import Recipe
-
-    print(json.dumps(Recipe.model_json_schema(), indent=2))
-    return EXIT_DONE
+def _reader_has_left() -> bool:
+    """Whether standard output is a pipe without a reader (`… | head`). What is left to be written is then dropped."""
+    try:
+        output = sys.stdout.fileno()
+    except (OSError, ValueError):  # no file: a test's
+        return False
+    pipe = select.poll()
+    pipe.register(output, 0)  # errors are reported unasked
+    if not pipe.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)  # Python flushes once more when it ends
+    return True
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 EXIT_DONE, EXIT_FAULT, EXIT_BAD_INPUT, EXIT_ENDED_BY_LIMIT = 0, 1, 2, 3
 EXIT_INTERRUPTED = 130  # a second Ctrl-C, or one outside the loop; what shells say of SIGINT
+EXIT_PIPE_CLOSED = 141  # whoever read the output has left (`… | head`); what shells say of SIGPIPE
 
 
 class InputError(ValueError):

@@ -25,7 +25,7 @@ from megatron_rl.run.engines import start_generator
 def evaluate(recipe: Recipe, checkpoint: Path, output: Path | None = None) -> dict[str, float]:
     """`val/*` figures of ``checkpoint`` with the recipe's validation settings; printed, and written to ``output``.
 
-    ``checkpoint``: a folder in Hugging Face layout, or one that a run or tools/convert_checkpoint.py wrote (the recipe
+    ``checkpoint``: a folder in Hugging Face layout, or one that a run or `megatron-rl convert` wrote (the recipe
     names the model it started from). Every rank calls it. Raises `InputError` before an engine starts where something
     does not fit.
     """

@@ -14,5 +14,5 @@ def start(command: str) -> NoReturn:
     """Become ``megatron_rl COMMAND`` with the arguments of this process and the package of this checkout."""
     print(f"note: tools/{Path(sys.argv[0]).name} is an old name of `megatron-rl {command}`", file=sys.stderr)
     search = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    arguments = [sys.executable, "-m", "megatron_rl.commands." + command.replace("-", "_"), *sys.argv[1:]]
+    arguments = [sys.executable, "-m", "megatron_rl", command, *sys.argv[1:]]
     os.execve(sys.executable, arguments, {**os.environ, "PYTHONPATH": os.pathsep.join(search)})

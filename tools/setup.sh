@@ -25,7 +25,7 @@ if ! "$VENV/bin/python" -c 'import pip' 2>/dev/null; then
 fi
 
 stamp=$VENV/.installed
-wanted=$(cat requirements-cpu.txt tools/stubs/*/pyproject.toml | sha256sum | cut -d' ' -f1)
+wanted=$(cat requirements-cpu.txt pyproject.toml setup.py tools/stubs/*/pyproject.toml | sha256sum | cut -d' ' -f1)
 if [ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]; then
   say "installing requirements-cpu.txt (vLLM, PyTorch, Megatron-Core; about 2 minutes, 2.5 GB)"
   rm -f "$stamp"
@@ -48,5 +48,5 @@ if [ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]; then
   echo "$wanted" >"$stamp"
 fi
 
-"$VENV/bin/python" tools/patches.py apply
+"$VENV/bin/python" -m megatron_rl patch apply
 say "ready"

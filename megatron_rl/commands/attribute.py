@@ -1,30 +1,26 @@
 """Split the training-inference mismatch of a stored batch into its causes: one table, one bar chart.
 
-    python tools/attribute_mismatch.py runs/my-run --step 40
+    megatron-rl attribute runs/my-run --step 40
 
 Needed: the batch with the engine's routes (routing.replay: r3, or routing.telemetry: true) and the weights of its step
-(see tools/replay_batch.py). The chart goes to RUN/plots/. One process; a layout of several ranks is gathered into one.
-Exit status: 0 done, 2 bad input.
+(see `megatron-rl replay --help`). The chart goes to RUN/plots/. One process; a layout of several ranks is gathered
+into one.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.errors import EXIT_BAD_INPUT, InputError
+from megatron_rl.errors import EXIT_DONE
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = parse_args(arguments)
-    try:
-        return run(arguments)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="run directory")
+    parser.add_argument("--step", type=int, required=True, help="step of the stored batch")
+    parser.add_argument("--weights", default="exact", metavar="exact|nearest|DIR", help="as in `megatron-rl replay`")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -52,17 +48,4 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.json.write_text(
             json.dumps({"parts": dict(found.parts()), "std": {s.cause: s.std for s in found.stages}}, indent=1)
         )
-    return 0
-
-
-def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="run directory")
-    parser.add_argument("--step", type=int, required=True, help="step of the stored batch")
-    parser.add_argument("--weights", default="exact", metavar="exact|nearest|DIR", help="see tools/replay_batch.py")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return EXIT_DONE

@@ -1,13 +1,13 @@
 """Convert checkpoints between Hugging Face and Megatron, tensor by tensor, and prove the result.
 
-    python tools/convert_checkpoint.py to-hf RUN/checkpoints/step_00000050 OUT --model START
-    python tools/convert_checkpoint.py to-megatron HF OUT
+    megatron-rl convert to-hf RUN/checkpoints/step_00000050 OUT --model START
+    megatron-rl convert to-megatron HF OUT
 
 `to-hf` reads what a run wrote (or `to-megatron`). START is the Hugging Face folder that the run started from (the
 recipe's model.path): its config.json and tokenizer go into OUT. `--master` takes the fp32 master weights, which a bf16
 or fp16 run keeps beside the rounded ones, as `precision.export_from: master` does for the rollout engine.
 
-`to-megatron` writes weights alone (no optimizer): `python -m megatron_rl eval --checkpoint OUT` reads it under every
+`to-megatron` writes weights alone (no optimizer): `megatron-rl eval RECIPE --checkpoint OUT` reads it under every
 layout. A new run needs no conversion: its model.path is a Hugging Face folder.
 
 Layouts: a run's checkpoint stores every tensor whole under its own name, whatever TP, EP, PP and ETP wrote it, and
@@ -20,23 +20,35 @@ equal weights in either format. `--logits` also compares the logits of transform
 memory, fp32): a check of the table of names itself, which a round trip cannot see.
 
 Architectures: qwen3_moe, qwen3, qwen2, llama. A run with learner.lora writes adapters: use its checkpoints/hf instead.
-Exit status: 0 done, 2 unusable input, 1 the logits differ.
+Exit status: 0 done, 1 the logits differ, 2 unusable input.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import warnings
-from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
-from megatron_rl.learner.compare_logits import logit_difference
+from megatron_rl.errors import EXIT_DONE, InputError
 
 # fp32 sums in another order: measured 2e-6 relative on the tiny model. A wrong table is off by the logits themselves.
 LOGIT_TOLERANCE = 1e-4
+EXIT_DIFFERENT = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    directions = parser.add_subparsers(dest="direction", required=True, metavar="to-hf|to-megatron")
+    for name, text in (("to-hf", "Megatron → Hugging Face"), ("to-megatron", "Hugging Face → Megatron, weights alone")):
+        command = directions.add_parser(name, help=text, description=text)
+        command.add_argument("source", type=Path, help="folder to read")
+        command.add_argument("target", type=Path, help="folder to write; must not exist")
+        command.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="round to this (default: as stored)")
+        command.add_argument("--logits", action="store_true", help="also compare logits (both models in memory)")
+        if name == "to-hf":
+            command.add_argument(
+                "--model", type=Path, help="folder with config.json and tokenizer (default: SOURCE/hf, if there)"
+            )
+            command.add_argument("--master", action="store_true", help="the optimizer's fp32 weights")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -49,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
         )
     dtype = DTYPES[options.dtype] if options.dtype else None
     source, target = options.source.resolve(), options.target.resolve()
-    if options.command == "to-hf":
+    if options.direction == "to-hf":
         model = options.model or source / conversion.HF_FOLDER
         digests = conversion.to_hf(source, target, model.resolve(), dtype=dtype, master=options.master)
         hf, megatron = target, source
@@ -59,38 +71,11 @@ def run(options: argparse.Namespace) -> int:
     print(f"{len(digests)} tensors written to {target}, read back and equal")
     print(f"weights {conversion.total(digests)}")
     if options.logits:
+        from megatron_rl.learner.compare_logits import logit_difference
+
         difference, largest = logit_difference(hf, megatron)
         print(f"logits  differ by at most {difference:.2e} (largest: {largest:.2f})")
         if not difference <= LOGIT_TOLERANCE * max(1.0, largest):
-            print("convert_checkpoint: transformers and Megatron compute different logits", file=sys.stderr)
-            return 1
+            print("error: transformers and Megatron compute different logits", file=sys.stderr)
+            return EXIT_DIFFERENT
     return EXIT_DONE
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="to-hf|to-megatron")
-    for name, text in (("to-hf", "Megatron → Hugging Face"), ("to-megatron", "Hugging Face → Megatron, weights alone")):
-        command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("source", type=Path, help="folder to read")
-        command.add_argument("target", type=Path, help="folder to write; must not exist")
-        command.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="round to this (default: as stored)")
-        command.add_argument("--logits", action="store_true", help="also compare logits (both models in memory)")
-        if name == "to-hf":
-            command.add_argument(
-                "--model", type=Path, help="folder with config.json and tokenizer (default: SOURCE/hf, if there)"
-            )
-            command.add_argument("--master", action="store_true", help="the optimizer's fp32 weights")
-    options = parser.parse_args(arguments)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    try:
-        return run(options)
-    except InputError as error:
-        print(f"convert_checkpoint: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Why the learning rate of a run was what it was: length, baseline, trigger and rate, printed and plotted.
 
-    python tools/explain_schedule.py RUN [--as KEY=VALUE,...] [--out FILE.png]
+    megatron-rl explain-schedule RUN [--as KEY=VALUE,...] [--out FILE.png]
 
 RUN is a run directory. The schedule of its recipe.resolved.yaml is shown the recorded response lengths again; every
 step at which something happened is printed with the numbers it was decided on, and the rates are compared with the
@@ -12,7 +12,6 @@ The plot goes to RUN/plots/schedule.png.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from pydantic import ValidationError
 
 from megatron_rl.config.learner import OptimizerConfig
 from megatron_rl.config.schedule import ScheduleConfig
-from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
+from megatron_rl.errors import EXIT_DONE, InputError
 from megatron_rl.monitor import RunDirectory, read_metrics
 from megatron_rl.schedule.explain import ReplayedStep, replay
 
@@ -100,28 +99,21 @@ def plot(steps: list[ReplayedStep], config: ScheduleConfig, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("--as", dest="changes", default="", metavar="KEY=VALUE,...")
     parser.add_argument("--out", type=Path, default=None)
-    options = parser.parse_args(argv)
+
+
+def run(options: argparse.Namespace) -> int:
     run = RunDirectory(options.run)
-    try:
-        config, lr, is_own = read_schedule(run, options.changes)
-        records = read_metrics(run.metrics)
-        if not records:
-            raise InputError(f"{run.metrics}: no step was recorded")
-    except InputError as error:
-        print(f"explain_schedule: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+    config, lr, is_own = read_schedule(run, options.changes)
+    records = read_metrics(run.metrics)
+    if not records:
+        raise InputError(f"{run.metrics}: no step was recorded")
     steps = replay(records, config, lr, total_steps=int(records[-1]["step"]) + 1)
     print_story(steps, config, lr, is_own)
     path = options.out or run.plots / "schedule.png"
     plot(steps, config, path)
     print(f"wrote {path}")
     return EXIT_DONE
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,8 @@
 """The instability lab: run a study's arms over its seeds, and report them against their matched controls.
 
-    python tools/lab.py check  STUDY…                                every arm is a recipe that `check` accepts
-    python tools/lab.py run    STUDY [--jobs N] [--seeds 0 1] [--arms A B]
-    python tools/lab.py report STUDY [--docs]                        figure and table; --docs: those of docs/lab
+    megatron-rl lab check  STUDY…                                every arm is a recipe that `check` accepts
+    megatron-rl lab run    STUDY [--jobs N] [--seeds 0 1] [--arms A B]
+    megatron-rl lab report STUDY [--docs]                        figure and table; --docs: those of docs/lab
 
 STUDY is a study file or its folder, e.g. recipes/lab/hacking. Runs lie below runs/lab/STUDY (--out: another folder);
 `run` leaves finished ones alone and continues interrupted ones, so the same command resumes. Exit status: 0 all runs
@@ -14,36 +14,25 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 from pathlib import Path
 
-from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
+from megatron_rl.errors import EXIT_DONE, InputError
 from megatron_rl.lab import load_study
+from megatron_rl.shipped import checkout
 
-ROOT = Path(__file__).resolve().parents[2]
 EXIT_INCOMPLETE = 1
 
 
-def main(argv: list[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
-    try:
-        return options.run(options)
-    except InputError as error:
-        print(f"lab: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(required=True, metavar="check|run|report")
     check = commands.add_parser("check", help="check studies and their arms; no engine")
     check.add_argument("studies", nargs="+", type=Path, metavar="STUDY")
-    check.set_defaults(run=_check)
-    run = commands.add_parser("run", help="run what is missing of a study")
-    run.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: one per core)")
-    run.add_argument("--seeds", type=int, nargs="+", help="only these")
-    run.add_argument("--arms", nargs="+", help="only these")
-    run.add_argument(
+    check.set_defaults(action=_check)
+    start = commands.add_parser("run", help="run what is missing of a study")
+    start.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: one per core)")
+    start.add_argument("--seeds", type=int, nargs="+", help="only these")
+    start.add_argument("--arms", nargs="+", help="only these")
+    start.add_argument(
         "--reuse",
         type=Path,
         nargs="+",
@@ -51,16 +40,19 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RUNS",
         help="folders of other studies' runs: take over what is the same",
     )
-    run.set_defaults(run=_run)
+    start.set_defaults(action=_run)
     report = commands.add_parser("report", help="figure and table from what was run")
     report.add_argument(
         "--docs", action="store_true", help="write docs/images/lab-STUDY.png and the tables of docs/lab/STUDY.md"
     )
-    report.set_defaults(run=_report)
-    for command in (run, report):
+    report.set_defaults(action=_report)
+    for command in (start, report):
         command.add_argument("study", type=Path, metavar="STUDY")
         command.add_argument("--out", type=Path, help="folder of the study's runs (default: runs/lab/STUDY)")
-    return parser
+
+
+def run(options: argparse.Namespace) -> int:
+    return options.action(options)
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -94,7 +86,10 @@ def _report(options: argparse.Namespace) -> int:
 
     loaded = load_study(options.study)
     root = _root(options, loaded.study.name)
-    for path in write_report(loaded, root) + (write_docs(loaded, root, ROOT / "docs") if options.docs else []):
+    written = write_report(loaded, root)
+    if options.docs:
+        written += write_docs(loaded, root, _docs())
+    for path in written:
         print(f"wrote {path}")
     return EXIT_DONE
 
@@ -103,5 +98,8 @@ def _root(options: argparse.Namespace, name: str) -> Path:
     return (options.out or Path("runs") / "lab" / name).resolve()
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _docs() -> Path:
+    repository = checkout()
+    if repository is None:
+        raise InputError("--docs: writes docs/lab of a checkout; this is the installed package")
+    return repository / "docs"

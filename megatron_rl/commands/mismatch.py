@@ -1,6 +1,6 @@
 """Training-inference mismatch of a checkpoint, per pair of learner and rollout dtype [FP16 §3.5]: JSON, PNG and HTML.
 
-    python tools/mismatch_report.py RECIPE [--pairs all | bf16/bf16,fp16/fp16] [--prompts 64] [--samples 4] \\
+    megatron-rl mismatch RECIPE [--pairs all | bf16/bf16,fp16/fp16] [--prompts 64] [--samples 4] \
         [--checkpoint RUN/checkpoints/step_00000100] [--set KEY.PATH=VALUE …] --out DIR
 
 For every pair (learner/rollout) the learner's weights go to vLLM as after an update, vLLM generates, the learner scores
@@ -13,207 +13,39 @@ where the model has experts. Several ranks: under torchrun, laid out as the reci
 from __future__ import annotations
 
 import argparse
-import base64
-import html
-import io
 import itertools
-import json
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-from matplotlib.figure import Figure
+from megatron_rl.commands.arguments import add_recipe
+from megatron_rl.errors import EXIT_DONE, InputError
 
-from megatron_rl.batch import build_batch
-from megatron_rl.checkpoint.architecture import read_architecture
-from megatron_rl.config import Recipe, load_recipe
-from megatron_rl.config.rules import precision_problems
-from megatron_rl.data import load_prompts, load_tokenizer
-from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
-from megatron_rl.learner.learner import Learner
-from megatron_rl.learner.process_groups import shutdown
-from megatron_rl.monitor.mismatch import mismatch_metrics
-from megatron_rl.process.ranks import world_rank
-from megatron_rl.rollout.vllm_engine import VllmGenerator
-from megatron_rl.types import Prompt
+if TYPE_CHECKING:
+    from megatron_rl.commands.mismatch_pairs import PairResult
 
 DTYPES = ("bf16", "fp16", "fp32")
-_IQR_OF_NORMAL = 1.349  # interquartile range of the standard normal distribution
-_MOST_POINTS = 5_000  # in a scatter; the figures are over all tokens
 
 
-@dataclass
-class PairResult:
-    """What one pair of dtypes gave. N response tokens of B sequences."""
-
-    learner: str
-    rollout: str
-    mu: np.ndarray  # [N] float64, log mu
-    po: np.ndarray  # [N] float64, log po
-    lengths: np.ndarray  # [B]
-    routes_differ: np.ndarray | None  # [tokens, L] bool: engine and learner chose other experts
-
-    @property
-    def name(self) -> str:
-        return f"{self.learner}/{self.rollout}"
-
-    @property
-    def sequence_log_ratio(self) -> np.ndarray:
-        """[B] Σ_t (log po − log mu) of each sequence."""
-        return np.add.reduceat(self.po - self.mu, np.cumsum(self.lengths) - self.lengths)
-
-    def figures(self) -> dict[str, float]:
-        """The numbers of the table; names as in metrics.jsonl where the metric is the same."""
-        ratio, difference = self.sequence_log_ratio, self.po - self.mu
-        as_tensors = (torch.from_numpy(x).float() for x in (self.po, self.mu))
-        mask, offsets = torch.ones(len(self.mu), dtype=torch.bool), torch.tensor([0, *np.cumsum(self.lengths)])
-        metrics = mismatch_metrics(*as_tensors, mask, offsets)
-        found = {
-            "sequence_log_ratio_std": float(ratio.std()),
-            # Robust: a few tokens that took another expert can be most of the variance.
-            "sequence_log_ratio_iqr_std": float(np.subtract(*np.quantile(ratio, [0.75, 0.25])) / _IQR_OF_NORMAL),
-            "sequence_log_ratio_max_abs": float(np.abs(ratio).max()),
-            "token_log_ratio_std": float(difference.std()),
-            "rollout_corr/kl": metrics["rollout_corr/kl"],
-            "rollout_corr/k3_kl": metrics["rollout_corr/k3_kl"],
-            "mismatch/rho_std": metrics["mismatch/rho_std"],
-            "mismatch/rho_max": metrics["mismatch/rho_max"],
-            "pearson": float(np.corrcoef(np.exp(self.mu), np.exp(self.po))[0, 1]),
-        }
-        if self.routes_differ is not None:
-            found["routes_differ_frac"] = float(self.routes_differ.mean())
-            found["tokens_with_other_route_frac"] = float(self.routes_differ.any(axis=1).mean())
-        return found | {"mean_length": float(self.lengths.mean()), "num_sequences": len(self.lengths)}
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recipe(parser)
+    parser.add_argument("--pairs", default="all", help="all, or learner/rollout dtypes: bf16/bf16,fp16/fp16")
+    parser.add_argument("--prompts", type=int, default=64, help="number of prompts (default 64)")
+    parser.add_argument("--samples", type=int, default=4, help="responses per prompt (default 4)")
+    parser.add_argument("--checkpoint", type=Path, help="a learner checkpoint (step_…); default: model.path")
+    parser.add_argument("--out", type=Path, required=True, help="folder for mismatch.{json,png,html}")
 
 
-def measure(
-    recipe: Recipe, prompts: list[Prompt], pairs: Sequence[tuple[str, str]], checkpoint: Path | None
-) -> Iterator[PairResult]:
-    """Every pair, grouped by rollout dtype: an engine takes longer to start than a learner."""
-    version = 0
-    for rollout_dtype, members in itertools.groupby(sorted(pairs, key=lambda pair: pair[1]), key=lambda pair: pair[1]):
-        variants = [with_dtypes(recipe, learner_dtype, rollout_dtype) for learner_dtype, _ in members]
-        learner = Learner(variants[0])  # joins the job; the engine starts inside it
-        with closing(start_engine(variants[0], learner)) as generator:
-            for variant in variants:
-                if variant is not variants[0]:
-                    learner = Learner(variant)
-                if checkpoint is not None:
-                    learner.load(checkpoint)
-                version += 1
-                generator.refit(learner.export_weights(), version)
-                yield measure_pair(variant, learner, generator, prompts, version)
+def run(options: argparse.Namespace) -> int:
+    # Imported here: the engines' libraries take seconds, which --help does without.
+    from megatron_rl.checkpoint.architecture import read_architecture
+    from megatron_rl.commands.mismatch_pairs import measure, write
+    from megatron_rl.config import Recipe, load_recipe
+    from megatron_rl.config.rules import precision_problems
+    from megatron_rl.data import load_prompts, load_tokenizer
+    from megatron_rl.learner.process_groups import shutdown
+    from megatron_rl.process.ranks import world_rank
 
-
-def with_dtypes(recipe: Recipe, learner: str, rollout: str) -> Recipe:
-    values = recipe.model_dump()
-    values["learner"]["dtype"], values["rollout"]["dtype"] = learner, rollout
-    values["routing"] = {"telemetry": bool(recipe.routing.telemetry)}
-    return Recipe.model_validate(values)
-
-
-def start_engine(recipe: Recipe, learner: Learner) -> VllmGenerator:
-    return VllmGenerator(
-        recipe.rollout,
-        recipe.model.path,
-        max_prompt_length=recipe.data.prompt.max_length,
-        record_routes=recipe.routing.telemetry,
-        device=learner.device.type,
-        precision=recipe.precision,
-    )
-
-
-def measure_pair(
-    recipe: Recipe, learner: Learner, generator: VllmGenerator, prompts: list[Prompt], version: int
-) -> PairResult:
-    """Generate with the weights that the engine holds, score with the learner."""
-    groups = generator.rollout(prompts, recipe.rollout.num_samples, policy_version=version, step=0)
-    batch = build_batch(0, groups, recipe)
-    engine_routes = [s.routed_experts for s in batch.sequences]
-    watched = recipe.routing.telemetry
-    scored = learner.compute_logprobs(batch, routing="record" if watched else "native")
-    differ = None
-    if watched:  # "record" has put the learner's own routes in their place
-        both = ((np.sort(a, -1), np.sort(s.routed_experts, -1)) for a, s in zip(engine_routes, batch.sequences))
-        differ = np.concatenate([(a != b).any(axis=-1) for a, b in both])
-    return PairResult(
-        recipe.learner.dtype,
-        recipe.rollout.dtype,
-        mu=np.concatenate([s.inference_logprobs for s in batch.sequences]).astype(np.float64),
-        po=np.concatenate(scored).astype(np.float64),
-        lengths=np.array([s.response_length for s in batch.sequences]),
-        routes_differ=differ,
-    )
-
-
-# -- output
-
-
-def draw(results: list[PairResult]) -> Figure:
-    """One row per pair: probabilities of the two engines against each other, and log-ratio against length."""
-    figure = Figure(figsize=(10, 3.4 * len(results)), layout="constrained")
-    axes = figure.subplots(len(results), 2, squeeze=False)
-    widest = max(float(np.abs(r.sequence_log_ratio).max()) for r in results) * 1.1 or 1e-6
-    for (left, right), result in zip(axes, results, strict=True):
-        every = slice(None, None, -(-len(result.mu) // _MOST_POINTS))
-        left.plot(np.exp(result.mu[every]), np.exp(result.po[every]), ".", markersize=2)
-        left.plot([0, 1], [0, 1], color="tab:red", linewidth=0.8)
-        left.set(xlabel="mu, rollout engine", ylabel="po, learner", title=f"learner {result.name} rollout: tokens")
-        right.plot(result.lengths, result.sequence_log_ratio, ".", markersize=3)
-        right.axhline(0, color="tab:red", linewidth=0.8)
-        right.set(xlabel="response length", ylabel="Σ log po − log mu", ylim=(-widest, widest))
-        right.set_title(f"sequences: std {result.sequence_log_ratio.std():.2e}")
-    return figure
-
-
-def page(title: str, rows: list[dict[str, Any]], picture: bytes) -> str:
-    """A self-contained HTML page: the table, then the figure."""
-    cells = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
-    for row in rows:
-        values = (f"{v:.3e}" if isinstance(v, float) else html.escape(str(v)) for v in row.values())
-        cells += "</tr>\n<tr>" + "".join(f"<td>{value}</td>" for value in values)
-    image = base64.b64encode(picture).decode()
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title><style>'
-        "body{font:14px/1.45 system-ui,sans-serif;margin:2em;background:#fff;color:#222}table{border-collapse:collapse}"
-        "th,td{padding:3px 10px;text-align:right;border-bottom:1px solid #ddd}img{max-width:1000px;width:100%}</style>"
-        f"</head>\n<body><h1>{html.escape(title)}</h1>\n<table><tr>{cells}</tr></table>\n"
-        f'<img alt="scatter plots" src="data:image/png;base64,{image}"></body></html>\n'
-    )
-
-
-def write(folder: Path, title: str, results: list[PairResult]) -> None:
-    """mismatch.json, mismatch.png and mismatch.html."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = [{"learner": r.learner, "rollout": r.rollout, **r.figures()} for r in results]
-    for row, result in zip(rows, results, strict=True):
-        sequences = {"length": result.lengths.tolist(), "log_ratio": result.sequence_log_ratio.tolist()}
-        row["sequences"] = sequences
-    (folder / "mismatch.json").write_text(json.dumps({"title": title, "pairs": rows}, indent=1) + "\n")
-    buffer = io.BytesIO()
-    draw(results).savefig(buffer, dpi=90, format="png")
-    (folder / "mismatch.png").write_bytes(buffer.getvalue())
-    shown = [{k: v for k, v in row.items() if k != "sequences"} for row in rows]
-    (folder / "mismatch.html").write_text(page(title, shown, buffer.getvalue()))
-
-
-def parse_pairs(text: str) -> list[tuple[str, str]]:
-    """``all`` or ``learner/rollout,…``. Raises `InputError` on another dtype."""
-    if text == "all":
-        return list(itertools.product(DTYPES, DTYPES))
-    pairs = [tuple(pair.strip().split("/")) for pair in text.split(",")]
-    for pair in pairs:
-        if len(pair) != 2 or not set(pair) <= set(DTYPES):
-            raise InputError(f"--pairs: {'/'.join(pair)!r}; expected all, or learner/rollout with {', '.join(DTYPES)}")
-    return pairs
-
-
-def run(options: argparse.Namespace) -> None:
+    pairs = parse_pairs(options.pairs)
     overrides = [*options.overrides, f"rollout.num_samples={options.samples}"]
     recipe = load_recipe(options.recipe, overrides)
     architecture = read_architecture(recipe.model.path)
@@ -224,41 +56,33 @@ def run(options: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(str(recipe.model.path))
     prompts = load_prompts(recipe.data.validation or recipe.data.train, tokenizer, recipe.data.prompt)
     prompts = list(prompts)[: options.prompts]
-    results = list(measure(recipe, prompts, parse_pairs(options.pairs), options.checkpoint))
+    results = list(measure(recipe, prompts, pairs, options.checkpoint))
     if world_rank() == 0:
         write(options.out, f"Mismatch of {options.checkpoint or recipe.model.path.name}", results)
-        print(
-            "learner/rollout  log-ratio std  (from IQR)   rho std   rho max    k3 KL  1-Pearson  other routes  length"
-        )
-        for result in results:
-            f = result.figures()
-            print(
-                f"{result.name:>15}  {f['sequence_log_ratio_std']:13.2e}  {f['sequence_log_ratio_iqr_std']:10.2e}  "
-                f"{f['mismatch/rho_std']:8.2e}  "
-                f"{f['mismatch/rho_max']:8.4f}  {f['rollout_corr/k3_kl']:7.1e}  {1 - f['pearson']:9.1e}  "
-                f"{f.get('routes_differ_frac', float('nan')):12.2%}  {f['mean_length']:6.1f}"
-            )
+        print_table(results)
         print(f"wrote {options.out}/mismatch.json, mismatch.png, mismatch.html")
     shutdown()
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", help="YAML file")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE", dest="overrides")
-    parser.add_argument("--pairs", default="all", help="all, or learner/rollout dtypes: bf16/bf16,fp16/fp16")
-    parser.add_argument("--prompts", type=int, default=64, help="number of prompts (default 64)")
-    parser.add_argument("--samples", type=int, default=4, help="responses per prompt (default 4)")
-    parser.add_argument("--checkpoint", type=Path, help="a learner checkpoint (step_…); default: model.path")
-    parser.add_argument("--out", type=Path, required=True, help="folder for mismatch.{json,png,html}")
-    options = parser.parse_args(arguments)
-    try:
-        run(options)
-    except InputError as error:
-        print(f"mismatch_report: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
     return EXIT_DONE
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def parse_pairs(text: str) -> list[tuple[str, str]]:
+    """`all` or `learner/rollout,…`. Raises `InputError` on another dtype."""
+    if text == "all":
+        return list(itertools.product(DTYPES, DTYPES))
+    pairs = [tuple(pair.strip().split("/")) for pair in text.split(",")]
+    for pair in pairs:
+        if len(pair) != 2 or not set(pair) <= set(DTYPES):
+            raise InputError(f"--pairs: {'/'.join(pair)!r}; expected all, or learner/rollout with {', '.join(DTYPES)}")
+    return pairs
+
+
+def print_table(results: list[PairResult]) -> None:
+    print("learner/rollout  log-ratio std  (from IQR)   rho std   rho max    k3 KL  1-Pearson  other routes  length")
+    for result in results:
+        f = result.figures()
+        print(
+            f"{result.name:>15}  {f['sequence_log_ratio_std']:13.2e}  {f['sequence_log_ratio_iqr_std']:10.2e}  "
+            f"{f['mismatch/rho_std']:8.2e}  "
+            f"{f['mismatch/rho_max']:8.4f}  {f['rollout_corr/k3_kl']:7.1e}  {1 - f['pearson']:9.1e}  "
+            f"{f.get('routes_differ_frac', float('nan')):12.2%}  {f['mean_length']:6.1f}"
+        )

@@ -1,6 +1,6 @@
 """Make training data of a public dataset: unique problems, checked answers, nothing of the evaluation sets.
 
-    python tools/prepare_data.py dapo-math-17k.parquet --against aime-2024.parquet --out dapo.jsonl [--tokenizer MODEL]
+    megatron-rl prepare-data dapo-math-17k.parquet --against aime-2024.parquet --out dapo.jsonl [--tokenizer MODEL]
 
 Reads what the data loader reads (.jsonl or .parquet; `problem`/`answer` or verl's columns). DAPO-Math-17k's public file
 holds every problem about a hundred times, inside an instruction; AIME-2024's holds each one 32 times. In this order:
@@ -25,7 +25,6 @@ import argparse
 import hashlib
 import json
 import statistics
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,7 +34,7 @@ from megatron_rl.config.data import DataSourceConfig
 from megatron_rl.data import load_tokenizer
 from megatron_rl.data.prepare import OverlapIndex, Unique, collect, output_row
 from megatron_rl.data.source import Problem, read_problems
-from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
+from megatron_rl.errors import EXIT_DONE, InputError
 from megatron_rl.rewards.gold import KINDS, answer_key, classify
 
 SHOWN = 20  # examples of each kind in the report
@@ -174,8 +173,7 @@ def as_text(report: dict[str, Any]) -> str:
     return "\n".join([*lines, f"written     {output['rows']} rows, sha256 {output['sha256']}: {output['file']}"])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", type=Path, help="dataset files, .jsonl or .parquet")
     parser.add_argument("--out", type=Path, required=True, help="file to write, .jsonl or .parquet")
     parser.add_argument("--against", type=Path, nargs="*", default=[], help="evaluation sets to keep out")
@@ -186,21 +184,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-length", type=int, help="most tokens of a problem (needs --tokenizer)")
     parser.add_argument("--limit", type=int, help="only the first this many rows of each file")
     parser.add_argument("--report", type=Path, help="default: OUT.report.json")
-    options = parser.parse_args(arguments)
-    try:
-        if options.out.suffix not in (".jsonl", ".parquet"):
-            raise InputError(f"--out {options.out}: unknown kind of file; allowed is .jsonl or .parquet")
-        if options.max_length is not None and options.tokenizer is None:
-            raise InputError("--max-length: counts tokens; name a --tokenizer")
-        report = prepare(options)
-    except InputError as error:
-        print(f"prepare_data: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.out.suffix not in (".jsonl", ".parquet"):
+        raise InputError(f"--out {options.out}: unknown kind of file; allowed is .jsonl or .parquet")
+    if options.max_length is not None and options.tokenizer is None:
+        raise InputError("--max-length: counts tokens; name a --tokenizer")
+    report = prepare(options)
     file = options.report or options.out.with_name(options.out.name + ".report.json")
     file.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     print(as_text(report))
     return EXIT_DONE
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,10 +1,10 @@
 """The "perfectible" problems of a dataset for the sanity test of [FP16 §4]: neither hopeless nor already solved.
 
-    python tools/make_sanity_set.py RECIPE --out kept.jsonl [--samples 40] [--low 0.2] [--high 0.8] [--limit N]
+    megatron-rl sanity-set RECIPE --out kept.jsonl [--samples 40] [--low 0.2] [--high 0.8] [--limit N]
 
 Samples every problem of the recipe's data.train with its model, prompt format, reward and `rollout` section, and writes
 those whose accuracy lies in [low, high], with `accuracy` beside problem and answer. A run on the kept set that does not
-reach 95% is at fault itself: `tools/sanity_verdict.py` says so.
+reach 95% is at fault itself: `megatron-rl sanity-verdict` says so.
 
 What has been sampled goes to OUT.progress.jsonl at once, one line a problem; the same command continues after an
 interruption. Under torchrun every rank runs an engine and problems are shared out.
@@ -15,16 +15,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.commands.arguments import add_recipe
 from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.data import load_prompts, load_tokenizer
 from megatron_rl.data.source import Problem, read_problems
-from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
+from megatron_rl.errors import EXIT_DONE, InputError
 from megatron_rl.monitor.validation import CORRECT
 from megatron_rl.types import Group, Prompt
 
@@ -144,7 +144,17 @@ def job(recipe: Recipe) -> Iterator[None]:
         shutdown()
 
 
-def run(options: argparse.Namespace) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recipe(parser)
+    parser.add_argument("--out", type=Path, required=True, help="file of the kept problems (JSON lines)")
+    parser.add_argument("--samples", type=int, default=40, help="responses per problem (default 40)")
+    parser.add_argument("--low", type=float, default=0.2, help="least accuracy kept (default 0.2)")
+    parser.add_argument("--high", type=float, default=0.8, help="greatest accuracy kept (default 0.8)")
+    parser.add_argument("--limit", type=int, help="only the first this many problems")
+    parser.add_argument("--problems-per-call", type=int, default=64, help="problems between two saves (default 64)")
+
+
+def run(options: argparse.Namespace) -> int:
     from megatron_rl.process.ranks import broadcast_object, world_rank
 
     if not 0 <= options.low <= options.high <= 1 or options.samples < 1:
@@ -167,26 +177,4 @@ def run(options: argparse.Namespace) -> None:
             kept, sampled = write_kept(options.out, problems, correct, options.samples, options.low, options.high)
             print(f"sampled {len(left)} problems, {sampled - len(left)} before")
             print(f"kept {kept} of {sampled} problems (accuracy {options.low:g} to {options.high:g}): {options.out}")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", help="YAML file")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE", dest="overrides")
-    parser.add_argument("--out", type=Path, required=True, help="file of the kept problems (JSON lines)")
-    parser.add_argument("--samples", type=int, default=40, help="responses per problem (default 40)")
-    parser.add_argument("--low", type=float, default=0.2, help="least accuracy kept (default 0.2)")
-    parser.add_argument("--high", type=float, default=0.8, help="greatest accuracy kept (default 0.8)")
-    parser.add_argument("--limit", type=int, help="only the first this many problems")
-    parser.add_argument("--problems-per-call", type=int, default=64, help="problems between two saves (default 64)")
-    options = parser.parse_args(arguments)
-    try:
-        run(options)
-    except InputError as error:
-        print(f"make_sanity_set: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
     return EXIT_DONE
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Did a run pass the sanity test of [FP16 §4]? Training accuracy on a perfectible set must exceed 95%.
 
-    python tools/sanity_verdict.py RUN [RUN …] [--threshold 0.95]
+    megatron-rl sanity-verdict RUN [RUN …] [--threshold 0.95]
 
 Training accuracy is critic/score/mean (rewards before shaping), averaged over the steps that see every problem once;
 the best such stretch counts. Prints one line per run; exit status 0: all passed, 1: one failed, 2: not readable.
@@ -9,15 +9,13 @@ the best such stretch counts. Prints one line per run; exit status 0: all passed
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 
 from megatron_rl.config import Recipe
 from megatron_rl.data.source import read_problems
-from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
+from megatron_rl.errors import EXIT_DONE, InputError
 from megatron_rl.monitor.jsonl import read_metrics
 
 EXIT_FAILED = 1
@@ -56,20 +54,13 @@ def verdict(run: Path, threshold: float) -> tuple[bool, str]:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     parser.add_argument("--threshold", type=float, default=0.95, help="accuracy to exceed (default 0.95)")
-    options = parser.parse_args(arguments)
-    try:
-        results = [verdict(run, options.threshold) for run in options.runs]
-    except InputError as error:
-        print(f"sanity_verdict: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+
+
+def run(options: argparse.Namespace) -> int:
+    results = [verdict(run, options.threshold) for run in options.runs]
     for _, line in results:
         print(line)
     return EXIT_DONE if all(passed for passed, _ in results) else EXIT_FAILED
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Replay alarm rules over finished runs: lead time before a collapse, missed collapses, false alarms.
 
-    python tools/score_alarms.py RUN [RUN ...] [--rules FILE] [--metric NAME] [--drop 0.5] [--horizon 200] [--json]
+    megatron-rl score-alarms RUN [RUN ...] [--rules FILE] [--metric NAME] [--drop 0.5] [--horizon 200] [--json]
 
 RUN is a run directory (or its metrics.jsonl). The rules are those of --rules (a recipe, or a YAML list of rules), else
 those of each run's own recipe.resolved.yaml. A collapse is the first step from which the metric (median of 5) stays 5
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,7 +19,7 @@ import yaml
 from pydantic import ValidationError
 
 from megatron_rl.config.monitor import AlarmRule, MonitorConfig
-from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
+from megatron_rl.errors import EXIT_DONE, InputError
 from megatron_rl.monitor import read_metrics
 from megatron_rl.monitor.scoring import CollapseRule, RuleScore, score_run
 
@@ -58,31 +57,24 @@ def print_table(scores: dict[str, list[RuleScore]]) -> None:
         print(f"{rule:<24}{collapses:>10}{len(leads):>8}{mean:>11}{false:>14}{len(rows):>6}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     parser.add_argument("--rules", type=Path, default=None)
     parser.add_argument("--metric", default=CollapseRule.metric)
     parser.add_argument("--drop", type=float, default=CollapseRule.drop)
     parser.add_argument("--horizon", type=int, default=200, help="steps before a collapse in which a warning is right")
     parser.add_argument("--json", action="store_true", help="print the scores as JSON instead of a table")
-    options = parser.parse_args(argv)
+
+
+def run(options: argparse.Namespace) -> int:
     rule = CollapseRule(metric=options.metric, drop=options.drop)
-    try:
-        scores = {}
-        for run in options.runs:
-            folder = run.parent if run.is_file() else run
-            rules = read_rules(options.rules or folder / "recipe.resolved.yaml")
-            scores[str(run)] = score_run(read_metrics(run), rules, rule, options.horizon)
-    except InputError as error:
-        print(f"score_alarms: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+    scores = {}
+    for run in options.runs:
+        folder = run.parent if run.is_file() else run
+        rules = read_rules(options.rules or folder / "recipe.resolved.yaml")
+        scores[str(run)] = score_run(read_metrics(run), rules, rule, options.horizon)
     if options.json:
         print(json.dumps({run: [asdict(row) for row in rows] for run, rows in scores.items()}, indent=2))
     else:
         print_table(scores)
     return EXIT_DONE
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,15 +1,15 @@
 """The BF16 softmax study of "objective-level hacking", App. C.1: what one softmax in bf16 does to token probabilities.
 
-    python tools/softmax_study.py --seeds 3 --json study.json --figure study.png
+    megatron-rl softmax-study --seeds 3 --json study.json --figure study.png
 
 Logits are drawn from N(0, 1.5²) over a vocabulary of 2048, one token is sampled from each of 50,000 bf16 softmaxes, and
 the token's fp32 probability is divided by its bf16 one, where logits and probabilities are bf16 (the sum inside is
 fp32, as in every kernel in use). The paper reports mean 1.0000, std 0.0048, max 1.019, min 0.981.
 
 The paper prints a "KL divergence" of 0.014 to 0.047 and does not define it. Two definitions are printed:
-``kl`` is the mean over rows of Σ_v p log(p / p_bf16) in nats, the divergence of the two next-token distributions; the
+kl is the mean over rows of Σ_v p log(p / p_bf16) in nats, the divergence of the two next-token distributions; the
 bf16 probabilities of a row need not add up to one, so it can be slightly negative.
-``histogram_kl`` compares the two histograms of the paper's Fig 13, of the sampled tokens' probabilities in 500 bins:
+histogram_kl compares the two histograms of the paper's Fig 13, of the sampled tokens' probabilities in 500 bins:
 Σ_b P_b log(P_b / Q_b), P of fp32 and Q of bf16, an empty bin counted as 1e-10. It comes from rare bins that one of
 the two leaves empty, depends on their number and on that floor, and has the order and spread that the paper prints.
 
@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from megatron_rl.errors import EXIT_DONE
 
 NUM_TOKENS, VOCABULARY, LOGIT_STD = 50_000, 2048, 1.5
 HISTOGRAM_BINS, EMPTY_BIN = 500, 1e-10
@@ -105,14 +106,15 @@ def draw(path: Path, seed: int, num_tokens: int = NUM_TOKENS) -> None:
     plt.close(figure)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=1, help="draws, seeded 0, 1, … (default 1)")
     parser.add_argument(
         "--json", nargs="?", const="-", help="write the figures per seed as JSON: to this file, or print"
     )
     parser.add_argument("--figure", type=Path, help="draw the histogram of seed 0 to this file")
-    options = parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> int:
     found = [study(seed) for seed in range(options.seeds)]
     as_json = json.dumps({"paper": PAPER, "seeds": found}, indent=1)
     if options.json == "-":
@@ -123,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Path(options.json).write_text(as_json + "\n")
     if options.figure:
         draw(options.figure, 0)
-    return 0
+    return EXIT_DONE
 
 
 def _print_table(found: list[dict[str, float]]) -> None:
@@ -131,7 +133,3 @@ def _print_table(found: list[dict[str, float]]) -> None:
     print("paper  {mean:.4f}  {std:.4f}  {max:.4f}  {min:.4f}            {histogram_kl:12.6f}".format(**PAPER))
     for row in found:
         print("{seed:>5}  {mean:.4f}  {std:.4f}  {max:.4f}  {min:.4f}  {kl:8.2e}  {histogram_kl:12.6f}".format(**row))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

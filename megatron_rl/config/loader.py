@@ -15,6 +15,7 @@ from megatron_rl.config.objective import with_max_response_length
 from megatron_rl.config.recipe import Recipe
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
+from megatron_rl.shipped import existing_or_shipped
 
 _PATH_KEYS = (("model", "path"),)  # looked up from the folder of the recipe that names them
 
@@ -56,12 +57,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Args:
         path: YAML file. `extends:` names one file or a list of files (relative to it), merged in order before it.
+            A name that begins with ``recipes/`` and is not there means the recipe that ships with the package.
         overrides: ``a.b=value`` strings, values in YAML, applied last.
 
     Raises:
         InputError: naming file, key path, value found, values allowed and the nearest valid key.
     """
-    path = Path(path)
+    path = existing_or_shipped(path)
     values = _read(path, ())
     for override in overrides:
         _apply(values, override)
@@ -93,7 +95,7 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
         raise InputError(f"recipe {path}: extends: expected the name of a file or a list of names, found {bases!r}")
     merged: dict[str, Any] = {}
     for base in bases:
-        merged = _merge(merged, _read(path.parent / base, (*chain, path)))
+        merged = _merge(merged, _read(existing_or_shipped(base, path.parent), (*chain, path)))
     return _merge(merged, values)
 
 

@@ -71,7 +71,7 @@ class MonitorConfig(Section):
     repetition_ngram: PositiveInt = 8
     """Length in tokens of the n-grams whose repeats are counted in response/repetition_frac."""
     alarms: list[AlarmRule] = []
-    """Rules that act; see `tools/score_alarms.py` for what they would have done in past runs."""
+    """Rules that act; see `megatron-rl score-alarms` for what they would have done in past runs."""
 
     @model_validator(mode="after")
     def _unique_names(self) -> MonitorConfig:

@@ -11,7 +11,7 @@ from megatron_rl.config.base import Section
 
 class RecorderConfig(Section):
     record_batches: Literal["off", "on_alarm", "last_n", "all"] = "on_alarm"
-    """Batches written to batches/ with tokens, log-probs, routes, rewards and versions, for tools/replay_batch.py.
+    """Batches written to batches/ with tokens, log-probs, routes, rewards and versions, for `megatron-rl replay`.
     off: none. on_alarm: those of steps in which an alarm with record_batch goes off. last_n: those of the newest
     `keep` steps, and of such alarms. all: every step's."""
     keep: PositiveInt = 4

@@ -72,7 +72,7 @@ def read_results(loaded: LoadedStudy, root: Path) -> Results:
             reused.append(job.name)
         records[job.arm][job.seed] = read_metrics(directory.metrics)
     if first is None:
-        raise InputError(f"{root}: no finished run of study {loaded.study.name}; start it with `tools/lab.py run`")
+        raise InputError(f"{root}: no finished run of study {loaded.study.name}; start it with `megatron-rl lab run`")
     outcomes = {
         arm: {
             name: {

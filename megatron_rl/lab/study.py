@@ -21,6 +21,7 @@ from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.config.base import Section
 from megatron_rl.config.loader import explain, read_yaml
 from megatron_rl.errors import InputError
+from megatron_rl.shipped import existing_or_shipped
 
 Statistic = Literal["last", "mean", "max", "slope", "log_slope", "step_pcc", "collapse_step"]
 Direction = Literal["higher", "lower", "same"]
@@ -243,7 +244,7 @@ def load_study(path: str | Path) -> LoadedStudy:
         InputError: naming file, key path, value found and values allowed. The arms' recipes are checked by
             `LoadedStudy.check`.
     """
-    path = Path(path)
+    path = existing_or_shipped(path)
     path = path / "study.yaml" if path.is_dir() else path
     values = read_yaml(path, "study")
     try:

@@ -1,1 +1,4 @@
-"""What tools/patches.py is made of. Standard library only: it runs before and right after `pip install`."""
+"""Patches to upstream projects, applied all or nothing: series, targets, states. `megatron-rl patch` drives it.
+
+Standard library only: it runs right after `pip install`, before anything else can be imported.
+"""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_rl.errors import InputError
 
-class PatchError(Exception):
+
+class PatchError(InputError):
     """A tree, a patch or a pin that is not as it must be; the message says what to do."""

@@ -85,7 +85,7 @@ def find(series: Series, tree: str | None, allow_global: bool) -> Target:
     if not virtual and not allow_global:
         raise PatchError(
             f"{root} is not inside a virtual environment: run this with a virtual environment's interpreter "
-            "(.venv/bin/python tools/patches.py ...), or pass --allow-global if this machine is yours to change"
+            "(.venv/bin/python -m megatron_rl patch ...), or pass --allow-global if this machine is yours to change"
         )
     if not (root / top).is_dir():
         raise PatchError(

@@ -6,8 +6,6 @@ import contextlib
 import math
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +24,7 @@ from megatron_rl.errors import Fault, InputError
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import initialize, shutdown
 from megatron_rl.monitor import AlarmEvent, Monitor, RunDirectory, write_environment
+from megatron_rl.patching.states import installed_status
 from megatron_rl.process.ranks import (
     any_rank,
     broadcast_object,
@@ -38,6 +37,7 @@ from megatron_rl.run.engines import start_generator
 from megatron_rl.run.lock import RunLock
 from megatron_rl.run.lookahead import Lookahead
 from megatron_rl.run.resume import check_resume, find_checkpoint
+from megatron_rl.shipped import shipped
 from megatron_rl.types import Group
 
 STOP_FILE = "STOP"  # `touch RUN/STOP`: save after the step at hand and leave; the way to stop a job under a scheduler
@@ -215,9 +215,5 @@ def _resume(run: Run, checkpoint: Path, train: PromptSet) -> None:
 
 
 def applied_patches() -> dict[str, Any]:
-    """What `tools/patches.py status` says of the environment's upstreams; empty where the tools are not at hand."""
-    tool = Path(__file__).resolve().parents[1] / "tools" / "patches.py"
-    if not tool.is_file():
-        return {}
-    status = subprocess.run([sys.executable, str(tool), "status"], capture_output=True, text=True, check=False)
-    return {"status": status.stdout.strip().splitlines()}
+    """What `megatron-rl patch status` says of this environment, line by line."""
+    return {"status": installed_status(shipped("patches"))}

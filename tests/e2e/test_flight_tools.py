@@ -29,7 +29,7 @@ def on_two_ranks(run, tmp_path_factory) -> dict:
     """The tool as a user starts it, on another layout. Before `tools`, which deletes files."""
     told = tmp_path_factory.mktemp("told") / "told.json"
     environment = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
-    command = [sys.executable, "tools/replay_batch.py", str(run), "--step", "1", "--layout", "tp=2,ep=2"]
+    command = [sys.executable, "-m", "megatron_rl", "replay", str(run), "--step", "1", "--layout", "tp=2,ep=2"]
     done = subprocess.run(
         [*command, "--precision", "fp32", "--json", str(told)],
         cwd=REPOSITORY,

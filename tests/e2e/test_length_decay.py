@@ -39,6 +39,6 @@ def test_a_surge_of_real_responses_sets_the_clock(tmp_path):
         assert row["noise/update_rms"] == pytest.approx(row["actor/lr"], rel=0.8)
         assert 0 < row["noise/batch_small"] < row["noise/batch_big"] == 32
         assert min(row["noise/sq_small"], row["noise/sq_big"]) > 0
-    told = run(sys.executable, "tools/explain_schedule.py", str(tmp_path / "run"))
+    told = run(sys.executable, "-m", "megatron_rl", "explain-schedule", str(tmp_path / "run"))
     assert f"surge confirmed at step {surge}: T_decay = {period}" in told
     assert "recorded rate equals the formula at 6 of 6 steps" in told

@@ -8,7 +8,8 @@ import json
 import pytest
 import torch
 
-from megatron_rl.commands import mismatch as mismatch_report
+from megatron_rl.__main__ import main
+from megatron_rl.commands.mismatch_pairs import measure_pair
 from megatron_rl.config.precision_contract import confirm_contract, contract
 from megatron_rl.errors import RunEnded
 from megatron_rl.learner.learner import Learner
@@ -81,7 +82,7 @@ def test_log_probs_agree_through_fp32_parts(fp16):
     recipe, learner, generator = fp16
     tokens = build_tokenizer().encode("^12345=")
     prompts = [Prompt(id="p", tokens=tokens, answer="0")]
-    result = mismatch_report.measure_pair(recipe, learner, generator, prompts, learner.num_updates)
+    result = measure_pair(recipe, learner, generator, prompts, learner.num_updates)
     assert abs(result.mu - result.po).max() < 0.05
     assert abs(result.mu - result.po).mean() < 2e-3
 
@@ -90,7 +91,7 @@ def test_fp16_is_at_least_five_times_closer_than_bf16(tmp_path):
     """Same prompts, seeds and response lengths; the policy's own responses."""
     recipe = str(MODEL.parent / "grpo.yaml")
     pairs = "bf16/bf16,fp16/fp16,fp32/fp32"
-    status = mismatch_report.main([recipe, "--pairs", pairs, "--prompts", "128", "--out", str(tmp_path)])
+    status = main(["mismatch", recipe, "--pairs", pairs, "--prompts", "128", "--out", str(tmp_path)])
     assert status == 0
     found = {row["learner"]: row for row in json.loads((tmp_path / "mismatch.json").read_text())["pairs"]}
     lengths = [row["mean_length"] for row in found.values()]

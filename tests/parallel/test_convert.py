@@ -122,7 +122,7 @@ def test_weights_survive_both_conversions_and_a_change_of_layout(layout, saved, 
 
 
 def test_dense_model_through_the_command_line_with_logits(saved, dense, tmp_path):
-    command = [sys.executable, "tools/convert_checkpoint.py", "to-hf", saved["dense"], str(tmp_path / "out")]
+    command = [sys.executable, "-m", "megatron_rl", "convert", "to-hf", saved["dense"], str(tmp_path / "out")]
     done = subprocess.run(
         [*command, "--model", str(dense), "--logits"], cwd=REPOSITORY, capture_output=True, text=True, timeout=300
     )

@@ -1,4 +1,4 @@
-"""tools/patches.py on the real series and on small ones: all or nothing, there and back, on every kind of tree."""
+"""`megatron-rl patch` on the real series and on small ones: all or nothing, there and back, on every kind of tree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_rl.patching.errors import PatchError
 from megatron_rl.patching.series import Series, tree_hash
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TOOL = REPOSITORY / "tools" / "patches.py"
+COMMAND = ("-m", "megatron_rl", "patch")
 
 ORIGINAL = {
     "top/pkg/a.py": b"".join(b"a%d = %d\n" % (n, n) for n in range(40)),
@@ -29,8 +29,8 @@ TRAILERS = "Origin: ours\nForwarded: no\nDrop-When: never\nTest: tests/test_a.py
 
 
 def run(*arguments: object, python: str = sys.executable, **options) -> subprocess.CompletedProcess:
-    command = [python, str(TOOL), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+    command = [python, *COMMAND, *map(str, arguments)]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, **options)
 
 
 def read(root: Path, skip: tuple[str, ...] = (".git", "__pycache__")) -> dict[str, bytes]:
@@ -338,7 +338,7 @@ def test_the_next_run_finishes_what_a_killed_one_began(patches, tree, checkout, 
 
 
 def test_two_at_once_do_not_disturb_each_other(patches, tree, checkout):
-    command = [sys.executable, str(TOOL), "apply", "--patches", str(patches), "--tree", str(tree), "small"]
+    command = [sys.executable, *COMMAND, "apply", "--patches", str(patches), "--tree", str(tree), "small"]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     said = sorted(process.communicate(timeout=120)[0].split(": ")[1].split(",")[0] for process in both)
     assert said == ["already applied", "already applied", "applied"]
@@ -418,7 +418,7 @@ def test_check_wants_the_tests_and_the_archive_that_are_named(patches, tmp_path)
 
 def test_unknown_names_are_refused(patches, tree):
     done = run("status", "--patches", patches, "smal")
-    assert (done.returncode, done.stderr) == (2, "patches: no such upstream: smal; there are: small\n")
+    assert (done.returncode, done.stderr) == (2, "error: no such upstream: smal; there are: small\n")
     done = run("apply", "--patches", patches, "--tree", tree / "top", "small")
     assert done.returncode == 2
     assert "there is no top/ in it" in done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import json
 import shutil
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_rl.__main__ import main
 from megatron_rl.train import train
 from tests.support.tiny import tiny_recipe
 
@@ -60,10 +60,10 @@ def use_tools(run: str) -> dict[str, Any]:
     return found
 
 
-def _call(tool: str, run: str, *arguments: str) -> dict[str, Any]:
+def _call(command: str, run: str, *arguments: str) -> dict[str, Any]:
     out, errors, told = io.StringIO(), io.StringIO(), Path(run) / "told.json"
     told.unlink(missing_ok=True)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
-        status = importlib.import_module(f"megatron_rl.commands.{tool}").main([run, *arguments, "--json", str(told)])
+        status = main([command, run, *arguments, "--json", str(told)])
     numbers = json.loads(told.read_text()) if told.exists() else None
     return {"status": status, "out": out.getvalue(), "errors": errors.getvalue(), "json": numbers}

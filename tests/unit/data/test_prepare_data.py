@@ -1,4 +1,4 @@
-"""tools/prepare_data.py on files in the public layout of DAPO-Math-17k and AIME-2024."""
+"""`megatron-rl prepare-data` on files in the public layout of DAPO-Math-17k and AIME-2024."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def aime(tmp_path) -> Path:
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "tools/prepare_data.py", *map(str, arguments)]
+    command = [sys.executable, "-m", "megatron_rl", "prepare-data", *map(str, arguments)]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
 
 

@@ -163,5 +163,5 @@ def test_docs_tables_go_between_the_marks(runs, tmp_path):
 
 
 def test_nothing_finished_is_said(tmp_path):
-    with pytest.raises(InputError, match=r"no finished run of study hacking; start it with `tools/lab.py run`"):
+    with pytest.raises(InputError, match=r"no finished run of study hacking; start it with `megatron-rl lab run`"):
         read_results(load_study(LAB / "hacking"), tmp_path)

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.__main__ import GPU_NAMES, main
+from megatron_rl.__main__ import main
 from megatron_rl.checkpoint.architecture import architecture_from, read_architecture
 from megatron_rl.checkpoint.known_models import KNOWN_MODELS, shape_of
+from megatron_rl.commands.arguments import GPU_NAMES
 from megatron_rl.config import load_recipe
 from megatron_rl.config.learner import LoraConfig, ParallelConfig
 from megatron_rl.config.rules import layout_problems

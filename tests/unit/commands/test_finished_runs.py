@@ -1,36 +1,27 @@
-"""The tools that read finished runs: curves, the schedule's story, the alarms' score."""
+"""The commands that read finished runs: curves, the schedule's story, the alarms' score."""
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
+from megatron_rl.__main__ import main
 from megatron_rl.config.monitor import AlarmRule
 from megatron_rl.monitor.jsonl import JsonlSink
 from megatron_rl.monitor.plots import PANELS, Curves, group_runs
 from megatron_rl.monitor.scoring import CollapseRule, collapse_step, score_run
 from megatron_rl.schedule import length_decay_lr, synthetic
 
-TOOLS = Path(__file__).parents[3] / "tools"
 RECIPE = "learner: {optimizer: {lr: 1.0e-6}}\nschedule: {style: length-decay, mode: auto}\n"
 GROWTH_RULE = {"name": "growth", "metric": "mismatch/rho_std", "statistic": "log_slope_lower", "window": 40}
 RULES = [
     {**GROWTH_RULE, "above": 0.01, "for_steps": 3},
     {"name": "short", "metric": "critic/rewards/mean", "below": 0.2},
 ]
-
-
-def tool(name: str) -> ModuleType:
-    return importlib.import_module(f"megatron_rl.commands.{name}")
 
 
 def write_run(folder: Path, seed: int, collapses: bool, decays: bool = True, num_steps: int = 300) -> Path:
@@ -60,7 +51,7 @@ def write_run(folder: Path, seed: int, collapses: bool, decays: bool = True, num
 def test_plot_runs_makes_a_picture_and_a_page_that_loads_nothing(tmp_path, capsys):
     runs = [write_run(tmp_path / f"{name}-seed{s}", s, name == "bad") for name in ("bad", "good") for s in (0, 1)]
     out = tmp_path / "out"
-    assert tool("plot").main([*map(str, runs), "--out", str(out), "--title", "a <title>"]) == 0
+    assert main(["plot", *map(str, runs), "--out", str(out), "--title", "a <title>"]) == 0
     assert "bad: 2 run(s), 300 steps" in capsys.readouterr().out
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     page = (out / "curves.html").read_text()
@@ -103,7 +94,7 @@ def test_every_panel_can_be_drawn(tmp_path):
 
 def test_explain_schedule_tells_why_and_checks_the_record(tmp_path, capsys):
     run = write_run(tmp_path / "run", 0, collapses=False)
-    assert tool("explain_schedule").main([str(run)]) == 0
+    assert main(["explain-schedule", str(run)]) == 0
     told = capsys.readouterr().out
     surge = int(re.search(r"surge confirmed at step (\d+): T_decay = (\d+)", told)[1])
     period = int(re.search(r"T_decay = (\d+)", told)[1])
@@ -117,11 +108,11 @@ def test_explain_schedule_tells_why_and_checks_the_record(tmp_path, capsys):
 
 def test_explain_schedule_of_another_schedule(tmp_path, capsys):
     run = write_run(tmp_path / "run", 0, collapses=False, decays=False)
-    assert tool("explain_schedule").main([str(run), "--as", "mode=shadow,detector.surge_ratio=20"]) == 0
+    assert main(["explain-schedule", str(run), "--as", "mode=shadow,detector.surge_ratio=20"]) == 0
     assert "nothing happened: no surge" in capsys.readouterr().out
-    assert tool("explain_schedule").main([str(run), "--as", "mode=shadow,detector.surge_ration=20"]) == 2
+    assert main(["explain-schedule", str(run), "--as", "mode=shadow,detector.surge_ration=20"]) == 2
     assert "surge_ration" in capsys.readouterr().err
-    assert tool("explain_schedule").main([str(tmp_path)]) == 2
+    assert main(["explain-schedule", str(tmp_path)]) == 2
 
 
 @pytest.mark.parametrize("collapses", [True, False])
@@ -156,15 +147,14 @@ def test_score_alarms_over_runs(tmp_path, capsys):
     runs = [str(write_run(tmp_path / f"{c}", s, c == "bad")) for s, c in enumerate(("bad", "good"))]
     rules = tmp_path / "rules.yaml"
     rules.write_text(json.dumps(RULES))
-    score = tool("score_alarms").main
-    assert score([*runs, "--rules", str(rules), "--json"]) == 0
+    assert main(["score-alarms", *runs, "--rules", str(rules), "--json"]) == 0
     bad, good = json.loads(capsys.readouterr().out).values()
     assert 230 <= bad[0]["collapse"] <= 250
     assert 60 <= bad[0]["lead"] <= 110
     assert (good[0]["fired"], good[0]["collapse"]) == ([], None)
-    assert score([*runs, "--rules", str(rules)]) == 0
+    assert main(["score-alarms", *runs, "--rules", str(rules)]) == 0
     assert re.search(r"growth +1 +1 +\d+ +0 +2\n", capsys.readouterr().out)
-    assert score(runs) == 2
+    assert main(["score-alarms", *runs]) == 2
     assert "no rules" in capsys.readouterr().err
 
 
@@ -176,12 +166,3 @@ def test_crowded_panels_keep_the_largest(tmp_path):
     assert [line.get_ydata()[0] for line in one.axes[0].lines] == [8, 7, 6, 5, 4]
     two = draw_figure([Curves("a", [records]), Curves("b", [records])], "a")
     assert [line.get_label() for line in two.axes[0].lines] == [f"{r} perf/time/phase{i}" for r in "ab" for i in (8, 7)]
-
-
-@pytest.mark.parametrize("name", ["explain_schedule", "plot_runs", "score_alarms"])
-def test_tools_run_from_anywhere_without_an_installed_package(tmp_path, name):
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command = [sys.executable, str(TOOLS / f"{name}.py"), "--help"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "usage:" in done.stdout

@@ -7,7 +7,7 @@ import json
 import pytest
 import yaml
 
-from megatron_rl.commands import sanity_verdict
+from megatron_rl.__main__ import main
 from megatron_rl.commands.sanity_set import read_progress, write_kept
 from megatron_rl.config.data import DataSourceConfig
 from megatron_rl.data.source import read_problems
@@ -69,15 +69,15 @@ def run(tmp_path):
 
 
 def test_a_run_passes_on_a_whole_epoch_above_the_threshold(run, capsys):
-    assert sanity_verdict.main([str(run([0.5, 0.9, 0.96, 0.96, 0.95, 0.96, 0.2]))]) == 0
+    assert main(["sanity-verdict", str(run([0.5, 0.9, 0.96, 0.96, 0.95, 0.96, 0.2]))]) == 0
     assert "PASS  run: training accuracy 0.958 at step 5 of 7 (above 0.95; 32 problems)" in capsys.readouterr().out
 
 
 def test_one_lucky_step_is_no_pass(run, capsys):
-    assert sanity_verdict.main([str(run([0.5, 1.0, 0.9, 0.9, 0.9]))]) == 1
+    assert main(["sanity-verdict", str(run([0.5, 1.0, 0.9, 0.9, 0.9]))]) == 1
     assert capsys.readouterr().out.startswith("FAIL  run: training accuracy 0.925")
 
 
 def test_too_short_a_run_has_no_verdict(run, capsys):
-    assert sanity_verdict.main([str(run([1.0, 1.0]))]) == 2
+    assert main(["sanity-verdict", str(run([1.0, 1.0]))]) == 2
     assert "2 steps recorded, one pass over the problems takes 4" in capsys.readouterr().err

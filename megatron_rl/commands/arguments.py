@@ -1,0 +1,19 @@
+"""Arguments that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+
+GPU_NAMES = ("a100-40", "a100-80", "h100-80", "h200-141")
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """The recipe, and overrides of its keys: ``options.recipe`` and ``options.overrides``."""
+    parser.add_argument("recipe", help="YAML file; one that ships with the package is found as recipes/… from anywhere")
+    add_overrides(parser)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY.PATH=VALUE", dest="overrides", help="override one key"
+    )

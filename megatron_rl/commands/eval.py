@@ -1,0 +1,30 @@
+"""Score a checkpoint on the recipe's data.validation: avg@n and pass@n with confidence intervals.
+
+megatron-rl eval RECIPE --checkpoint DIR [--output FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_rl.commands.arguments import add_recipe
+from megatron_rl.errors import EXIT_DONE
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recipe(parser)
+    parser.add_argument(
+        "--checkpoint", required=True, type=Path, metavar="DIR", help="Hugging Face folder, or a run's step_… folder"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the figures there, as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    from megatron_rl.config import load_recipe
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    from megatron_rl.evaluate import evaluate  # the engines: not for a recipe that is refused
+
+    evaluate(recipe, options.checkpoint.resolve(), options.output)
+    return EXIT_DONE

@@ -1,0 +1,21 @@
+"""What pyproject.toml cannot say: a wheel holds copies of `patches/` and `recipes/` (see `megatron_rl.shipped`)."""
+
+import shutil
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+
+class BuildWithShippedFiles(build_py):
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:  # the package stays in its checkout, beside the originals
+            return
+        for name in ("patches", "recipes"):
+            target = Path(self.build_lib, "megatron_rl", "shipped", name)
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(name, target, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+
+
+setup(cmdclass={"build_py": BuildWithShippedFiles})

@@ -1,0 +1,102 @@
+"""A wheel, installed into an empty folder and used from another one: it brings what its commands need."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+SHIPPED = ("patches", "recipes")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """The folder with the installed wheel and nothing else: its requirements are in this environment."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"  # setuptools writes beside what it builds
+    hidden = shutil.ignore_patterns("__pycache__", ".*", "*.egg-info")
+    for name in ("megatron_rl", *SHIPPED):
+        shutil.copytree(REPOSITORY / name, source / name, ignore=hidden)
+    for name in ("pyproject.toml", "setup.py", "README.md"):
+        shutil.copy(REPOSITORY / name, source)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    offline = ["--no-deps", "--no-index"]
+    build = [*pip, "wheel", *offline, "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
+    subprocess.run(build, check=True, cwd=folder, timeout=300)
+    (wheel,) = folder.glob("megatron_rl-*.whl")
+    install = [*pip, "install", *offline, "--target", str(folder / "site"), str(wheel)]
+    subprocess.run(install, check=True, cwd=folder, timeout=300)
+    shutil.rmtree(source)
+    return folder / "site"
+
+
+@pytest.fixture
+def call(installed, tmp_path):
+    """`megatron-rl …` of the installed wheel in an empty folder."""
+
+    def call(*arguments: str, **options) -> subprocess.CompletedProcess:
+        environment = os.environ | {"PYTHONPATH": str(installed)}
+        command = [sys.executable, str(installed / "bin" / "megatron-rl"), *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+
+    return call
+
+
+def test_the_wheel_holds_every_file_that_ships(installed):
+    tracked = subprocess.run(["git", "ls-files", *SHIPPED], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    files = tracked.stdout.splitlines()
+    assert "recipes/base/default.yaml" in files
+    assert "patches/megatron-core-0.16/series" in files
+    for name in files:
+        assert (installed / "megatron_rl" / "shipped" / name).read_bytes() == (REPOSITORY / name).read_bytes()
+
+
+def test_a_shipped_recipe_is_checked_from_elsewhere(call, installed):
+    done = call("check", "recipes/tiny/demo.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "qwen3_moe" in done.stdout
+    done = call("plan", "recipes/router_replay/grpo-qwen3-30b-a3b-4n8g-tp4ep8-r3.yaml", "--gpu", "h100-80")
+    assert done.returncode == 0, done.stderr
+    done = call("check", "recipes/tiny/dmo.yaml")
+    assert done.returncode == 2
+    assert f"did you mean {installed / 'megatron_rl' / 'shipped' / 'recipes' / 'tiny' / 'demo.yaml'}?" in done.stderr
+
+
+def test_own_recipes_extend_shipped_ones_and_come_first(call, tmp_path):
+    own = tmp_path / "studies" / "own.yaml"
+    own.parent.mkdir()
+    own.write_text("extends: recipes/tiny/grpo.yaml\nname: own\n")
+    assert call("check", "studies/own.yaml").returncode == 0
+    (own.parent / "recipes" / "tiny").mkdir(parents=True)
+    (own.parent / "recipes" / "tiny" / "grpo.yaml").write_text("nonsense: 1\n")
+    done = call("check", "studies/own.yaml")
+    assert done.returncode == 2
+    assert "nonsense" in done.stderr
+
+
+def test_modules_of_the_working_directory_are_found(call, tmp_path):
+    (tmp_path / "my_rewards.py").write_text("def score(response, answer):\n    return 1.0\n")
+    done = call("check", "recipes/tiny/grpo.yaml", "--set", "reward={name: my_rewards:score}")
+    assert done.returncode == 0, done.stderr
+
+
+def test_studies_schema_and_patches(call):
+    assert call("lab", "check", "recipes/lab/hacking").returncode == 0
+    assert "properties" in json.loads(call("schema").stdout)
+    status = call("patch", "status", "--json", "--allow-global")
+    (report,) = json.loads(status.stdout)
+    assert (report["upstream"], status.returncode) == ("megatron-core-0.16", 0 if report["state"] == "applied" else 1)
+    done = call("patch", "check")
+    assert done.returncode == 2
+    assert "run it in a checkout" in done.stderr
+
+
+def test_the_wheel_has_neither_tests_nor_tools(installed):
+    assert {path.name for path in installed.iterdir() if path.suffix != ".dist-info"} == {"bin", "megatron_rl"}
+    assert not list(installed.rglob("test_*"))
