@@ -30,7 +30,7 @@ lint: setup ## ruff, shellcheck, both patch series and every recipe
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(VENV)/bin/shellcheck --external-sources --source-path=. $$(git ls-files '*.sh' '*.sbatch' .ci/run)
-	$(RUN) tools/patches.py check
+	$(RUN) -m megatron_rl patch check
 	$(RUN) -m tools.dev.check_recipes
 
 # Left out: `reward` wants files of problems, `trl` another environment; --help says how to start them.

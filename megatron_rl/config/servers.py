@@ -14,7 +14,7 @@ TOKEN_VARIABLE = "MRL_SERVER_TOKEN"
 class ServersConfig(Section):
     launch: NonNegativeInt = 0
     """Servers that `train` itself starts on its own machine and ends with the run, to try it out. 0: none; they are
-    started with `python -m megatron_rl serve RECIPE`."""
+    started with `megatron-rl serve RECIPE`."""
     addresses: list[str] = []
     """Where servers are, as `http://host:port`. []: they say so themselves, in files in the run directory's
     servers/ folder."""

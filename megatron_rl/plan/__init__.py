@@ -1,4 +1,4 @@
-"""`python -m megatron_rl plan`: memory, time and layouts of a recipe on a GPU, by arithmetic alone.
+"""`megatron-rl plan`: memory, time and layouts of a recipe on a GPU, by arithmetic alone.
 
 Nothing here imports an engine or torch. What is assumed is in `hardware`, with its reasons in docs/planning.md.
 """

@@ -2,7 +2,7 @@
 
 A recipe whose model is not on this machine is checked against the shape known by its name (checkpoint/known_models.py).
 A recipe whose name says how many GPUs it is for (…-4n8g-…) has a line `# Plan: GPU …` in its header: what
-`python -m megatron_rl plan` says of it, which must be true and must fit; --write brings these lines up to date. A file
+`megatron-rl plan` says of it, which must be true and must fit; --write brings these lines up to date. A file
 without `num_steps`, `model` and `data` after its `extends:` are merged is a base for others and only parsed.
 """
 

@@ -17,7 +17,7 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP
 
 
 class LocalServers:
-    """``count`` processes of `python -m megatron_rl serve`, with their logs beside their addresses.
+    """``count`` processes of `megatron-rl serve`, with their logs beside their addresses.
 
     ``recipe``: the resolved recipe, a YAML file. The token reaches them in their environment.
     """
