@@ -16,12 +16,15 @@ from megatron_rl.stored.batches import keep_newest, record_batch
 from megatron_rl.types import Batch, Group
 
 
-def train(recipe: Recipe, resume: str = "auto") -> None:
+def train(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> None:
     """Run ``recipe`` to its end, from the checkpoint that ``resume`` chooses. Every rank of the job calls it.
 
-    Raises `InputError` before an engine starts, `RunEnded` where an alarm stops the run (after saving).
+    ``allow_changes``: also where the run that is resumed had another recipe (`config.identity`). Raises `InputError`
+    before an engine starts, `RunEnded` where an alarm stops the run (after saving).
     """
-    with start(recipe, resume) as run:
+    with start(recipe, resume, allow_changes) as run:
+        if run is None:
+            return
         learner, monitor, freed = run.learner, run.monitor, FreedMemory()
         for step in range(learner.step, recipe.num_steps):
             with run.saved_on_fault():

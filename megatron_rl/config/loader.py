@@ -67,11 +67,23 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     values = _read(path, ())
     for override in overrides:
         _apply(values, override)
+    if not any(override.partition("=")[0].strip() == "name" for override in overrides):
+        _refuse_inherited_name(path, values)
     _fill_in(values)
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
         raise InputError(f"recipe {path}:\n" + explain(error, Recipe)) from error
+
+
+def _refuse_inherited_name(path: Path, values: dict[str, Any]) -> None:
+    """Two recipes of one name share a run directory, and the second would go on with the run of the first."""
+    own = read_yaml(path.resolve(), "recipe")
+    if "name" in values and "name" not in own:
+        raise InputError(
+            f"recipe {path}: name: {values['name']!r} is inherited ({path.name} extends {own['extends']}), and so this "
+            "recipe would share the run directory of the other; give it a name of its own"
+        )
 
 
 def is_base(path: str | Path) -> bool:

@@ -98,10 +98,21 @@ def environment_variables(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def write_environment(path: Path, patches: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text())
+    except ValueError:  # a kill while it was written: what it said is lost, the run is not
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def write_environment(
+    path: Path, patches: Mapping[str, Any] | None = None, identity: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Write what is known of this process's surroundings to ``path`` and return it.
 
-    ``patches``: per upstream, what is applied to it. A resumed run adds to the file: `resumed` lists later starts.
+    ``patches``: per upstream, what is applied to it. ``identity``: what the files hold that the recipe names. A resumed
+    run adds to the file: `resumed` lists later starts.
     """
     found = {
         "python": sys.version.split()[0],
@@ -111,10 +122,12 @@ def write_environment(path: Path, patches: Mapping[str, Any] | None = None) -> d
         "git": git_state(Path(__file__).parent),
         "hardware": hardware(),
         "variables": environment_variables(os.environ),
-    }
+    } | ({} if identity is None else {"identity": dict(identity)})
     record = found
     if path.is_file():
-        record = json.loads(path.read_text())
+        record = _read_record(path)
         record.setdefault("resumed", []).append(found)
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    partial = path.with_name(f".partial-{path.name}")
+    partial.write_text(json.dumps(record, indent=2) + "\n")
+    partial.replace(path)
     return found

@@ -14,7 +14,17 @@ class RunDirectory:
 
     @property
     def recipe(self) -> Path:
+        """The recipe in force."""
         return self.root / "recipe.resolved.yaml"
+
+    def kept_recipe(self, number: int) -> Path:
+        """The ``number``-th recipe (from 1) that was in force; its first line says from which step on."""
+        return self.root / f"recipe.resolved.{number}.yaml"
+
+    def kept_recipes(self) -> list[Path]:
+        """Every recipe that was ever in force, the first one first."""
+        numbers = [path.name.split(".")[2] for path in self.root.glob("recipe.resolved.*.yaml")]
+        return [self.kept_recipe(number) for number in sorted(int(n) for n in numbers if n.isdigit())]
 
     @property
     def environment(self) -> Path:

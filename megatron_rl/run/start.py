@@ -8,10 +8,9 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from megatron_rl.check import check_recipe
 from megatron_rl.checkpoint.manifest import checkpoint_name, checkpoint_step, list_checkpoints
@@ -34,6 +33,16 @@ from megatron_rl.process.ranks import (
 from megatron_rl.rewards import Rewarder
 from megatron_rl.rollout import Generator
 from megatron_rl.run.engines import start_generator
+from megatron_rl.run.identity import (
+    Comparison,
+    begin_step,
+    compare,
+    compare_origin,
+    contents,
+    is_complete,
+    keep_recipe,
+    refuse,
+)
 from megatron_rl.run.lock import RunLock
 from megatron_rl.run.lookahead import Lookahead
 from megatron_rl.run.resume import check_resume, find_checkpoint
@@ -129,10 +138,11 @@ class Run:
 
 
 @contextlib.contextmanager
-def start(recipe: Recipe, resume: str = "auto") -> Iterator[Run]:
+def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> Iterator[Run | None]:
     """Check, load, start both engines, resume; on leaving, end them in reverse order whatever happened.
 
-    Raises `InputError` before an engine starts where recipe, data or checkpoint cannot be used.
+    Gives None where the run is complete. ``allow_changes``: the run may go on with another recipe. Raises `InputError`
+    before an engine starts where recipe, data or checkpoint cannot be used.
     """
     checked = check_recipe(recipe)
     directory = RunDirectory(recipe.run_dir)
@@ -156,20 +166,28 @@ def start(recipe: Recipe, resume: str = "auto") -> Iterator[Run]:
         lock = RunLock(directory.lock)
         stack.callback(lock.release)
         note = on_main_rank(lock.acquire)
-        checkpoint, notes = find_checkpoint(directory, resume)
-        learner = Learner(recipe)
         is_main = world_rank() == 0
+        now = contents(recipe, train, validation) if is_main else {}
+        settled = partial(_settle, directory, recipe, now, resume, allow_changes)
+        changes, complete = on_main_rank(settled)
+        if complete:
+            if is_main:
+                print(f"{directory.root}: complete, {recipe.num_steps} steps; nothing is left to do")
+            yield None
+            return
+        checkpoint, notes = find_checkpoint(directory, resume)
+        begins_at = on_main_rank(lambda: begin_step(directory, checkpoint, recipe.num_steps))
+        learner = Learner(recipe)
         summary = {"run": str(directory.root), **dict(checked.report), "num_steps": recipe.num_steps}
         monitor = stack.enter_context(Monitor(directory, recipe.monitor, summary, is_main, share=broadcast_object))
-        for line in filter(None, [note, *notes]):
+        for line in filter(None, [note, *notes, *changes]):
             monitor.log(line)
         learner.phase = monitor.phase
         learner.keep_current_logprobs = recipe.may_record_batches
         if is_main:
-            if directory.done.exists() and int(directory.done.read_text() or 0) < recipe.num_steps:
-                directory.done.unlink()  # a complete run that goes on, to more steps
-            directory.recipe.write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
-            write_environment(directory.environment, applied_patches())
+            directory.done.unlink(missing_ok=True)  # a complete run that goes on
+            keep_recipe(directory, recipe, begins_at)
+            write_environment(directory.environment, applied_patches(), now)
         generator = start_generator(recipe, tokenizer, learner, say=monitor.log)
         stack.callback(generator.close)
         stated = contract(recipe, checked.architecture)
@@ -193,6 +211,22 @@ def start(recipe: Recipe, resume: str = "auto") -> Iterator[Run]:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             stack.callback(signal.signal, number, signal.signal(number, run.request_stop))
         yield run
+
+
+def _settle(
+    directory: RunDirectory, recipe: Recipe, now: dict[str, Any], resume: str, allow_changes: bool
+) -> tuple[list[str], bool]:
+    """What to say of changes since the run's last start, and whether nothing is left to do. For the main rank.
+
+    Raises `InputError` for changes that make another run of it, unless they are allowed.
+    """
+    found = compare(directory, recipe, now)
+    if resume not in ("auto", "never"):
+        origin = compare_origin(directory, Path(resume), recipe, now)
+        found = Comparison([*found.allowed, *origin.allowed], [*found.refused, *origin.refused])
+    if not allow_changes:
+        refuse(directory, found)
+    return found.lines, resume == "auto" and is_complete(directory, recipe.num_steps)
 
 
 def best_steps(scores: dict[int, float], config: CheckpointConfig) -> list[int]:

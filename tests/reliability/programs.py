@@ -79,6 +79,7 @@ def train(
     resume: str = "auto",
     faults: tuple[dict, ...] = (),
     responses: str = "",
+    flags: tuple[str, ...] = (),
 ) -> int:
     """`python -m megatron_rl train`, with responses from seeds and ``faults`` armed; its exit status."""
     os.environ["RESPONSES"] = responses
@@ -88,7 +89,7 @@ def train(
     for fault in faults:
         arm(**fault)
     settings = [f"name={name}", f"run_root={root}", *overrides]
-    arguments = ["train", str(RECIPE), "--resume", resume]
+    arguments = ["train", str(RECIPE), "--resume", resume, *flags]
     return main(arguments + [part for setting in settings for part in ("--set", setting)])
 
 

@@ -227,6 +227,7 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(runs, whole, damag
 
 def test_with_no_checkpoint_left_whole_nothing_starts_anew(runs):
     shutil.copytree(runs.root / "whole", runs.root / "hopeless")
+    (runs.root / "hopeless" / "DONE").unlink()
     for checkpoint in (runs.root / "hopeless" / "checkpoints").iterdir():
         damage_bit(checkpoint)
     before = runs.rows("hopeless"), runs.checkpoints("hopeless")
@@ -248,12 +249,14 @@ def test_going_back_leaves_no_way_into_the_other_history(runs, whole):
 
 
 def test_a_complete_run_goes_on_to_more_steps(runs, whole):
-    """DONE says what was asked for: it goes when more is asked, stays when the same command is given again."""
+    """DONE says what was asked for: it goes when more is asked; the same command again ends at once."""
     done = runs.root / "longer" / "DONE"
     runs.train("longer", "num_steps=4", "checkpoint.every=0")
     assert done.read_text() == "4\n"
-    runs.train("longer", "num_steps=4", faults=[kill("phase:validate")], expect=-signal.SIGKILL)
-    assert done.read_text() == "4\n"
+    before = runs.files("longer")
+    again = runs.train("longer", "num_steps=4", "checkpoint.every=0")
+    assert "complete, 4 steps; nothing is left to do" in again.last_line
+    assert runs.files("longer") == before
     runs.train("longer", faults=[kill("phase:generate", 2)], expect=-signal.SIGKILL)
     assert not done.exists()
     runs.train("longer")

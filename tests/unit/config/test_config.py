@@ -52,11 +52,11 @@ def test_a_recipe_is_its_difference_from_its_base(write):
 def test_another_policy_term_brings_its_own_numbers(write):
     write("base.yaml", minimal(objective={"policy_term": {"name": "ppo_clip", "clip_low": 0.1}}))
     with pytest.warns(ObjectiveWarning, match="gspo equals the paper's sequence objective only under"):
-        recipe = load_recipe(write("r.yaml", "extends: base.yaml\nobjective: {policy_term: {name: gspo}}\n"))
+        recipe = load_recipe(write("r.yaml", "extends: base.yaml\nname: r\nobjective: {policy_term: {name: gspo}}\n"))
     assert recipe.objective.policy_term.clip_low == 3e-4
-    kept = load_recipe(write("k.yaml", "extends: base.yaml\nobjective: {policy_term: {clip_high: 0.5}}\n"))
+    kept = load_recipe(write("k.yaml", "extends: base.yaml\nname: k\nobjective: {policy_term: {clip_high: 0.5}}\n"))
     assert (kept.objective.policy_term.clip_low, kept.objective.policy_term.clip_high) == (0.1, 0.5)
-    settings = ["objective.policy_term={name: gspo}", "objective.aggregation=seq-mean-token-mean"]
+    settings = ["name=s", "objective.policy_term={name: gspo}", "objective.aggregation=seq-mean-token-mean"]
     by_set = load_recipe(write("s.yaml", "extends: base.yaml"), settings)
     assert by_set.objective.policy_term.clip_low == 3e-4
 
@@ -64,9 +64,18 @@ def test_another_policy_term_brings_its_own_numbers(write):
 def test_several_bases_merge_in_order(write):
     write("a.yaml", minimal(seed=1, num_steps=5))
     write("b.yaml", "seed: 2")
-    assert load_recipe(write("r.yaml", "extends: [a.yaml, b.yaml]")).seed == 2
+    assert load_recipe(write("r.yaml", "name: r\nextends: [a.yaml, b.yaml]")).seed == 2
     write("c.yaml", "extends: d.yaml")
     assert "extends itself" in error_of(write("d.yaml", "extends: c.yaml"))
+
+
+def test_a_recipe_does_not_inherit_its_name(write):
+    """Two recipes of one name share a run directory."""
+    write("a.yaml", minimal())
+    child = write("child.yaml", "extends: a.yaml\nseed: 2")
+    message = error_of(child)
+    assert f"recipe {child}: name: 'x' is inherited (child.yaml extends a.yaml)" in message
+    assert load_recipe(child, ["name=y"]).name == "y"
 
 
 def test_overrides_win_and_are_yaml(write):

@@ -1,0 +1,246 @@
+"""A run directory holds one run: what its recipe, model, data and reward code were, and whether they still are.
+
+The recipe in force is `recipe.resolved.yaml`. Each one that was ever in force is `recipe.resolved.<n>.yaml`; its first
+line says from which step on. What the files hold that a recipe names is in `environment.json`, under `identity`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from pydantic import ValidationError
+
+from megatron_rl.checkpoint.manifest import TRAINER_FILE, checkpoint_step, list_checkpoints
+from megatron_rl.config import Recipe
+from megatron_rl.config.identity import Change, differences, recipe_changes
+from megatron_rl.errors import InputError
+from megatron_rl.monitor import RunDirectory
+from megatron_rl.types import Prompt
+
+_MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+_FROM_STEP = re.compile(r"# in force from step (\d+) on")
+_INCIDENTAL = ("_name_or_path", "transformers_version")  # keys of a config.json that change nothing
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is new in the recipe and the files of a run. ``refused``: what makes another run of it."""
+
+    allowed: list[Change] = field(default_factory=list)
+    refused: list[Change] = field(default_factory=list)
+
+    @property
+    def lines(self) -> list[str]:
+        """One line for each change, for log.txt."""
+        return [f"changed: {change}" for change in (*self.refused, *self.allowed)]
+
+
+def contents(recipe: Recipe, train: Iterable[Prompt], validation: Iterable[Prompt]) -> dict[str, Any]:
+    """What the files hold that the recipe names: model without its weights, prompts, reward functions.
+
+    Weights are left out, because a resumed run has its own.
+    """
+    names = sorted({recipe.reward.name, *recipe.reward.by_source.values()})
+    files = {name: Path(name.rpartition(":")[0]) for name in names if name.rpartition(":")[0].endswith(".py")}
+    return {
+        "model": {name: _model_file(recipe.model.path / name) for name in _MODEL_FILES},
+        "data": {"train": prompts_digest(train), "validation": prompts_digest(validation)},
+        "reward": {name: _digest(path.read_bytes()) for name, path in files.items() if path.is_file()},
+    }
+
+
+def _model_file(path: Path) -> Any:
+    """A configuration as it is, so that a change of it can be named; the digest of anything else."""
+    if not path.is_file():
+        return None
+    data = path.read_bytes()
+    if path.name == "tokenizer.json":
+        return _digest(data)
+    try:
+        return {key: value for key, value in json.loads(data).items() if key not in _INCIDENTAL}
+    except (ValueError, AttributeError):
+        return _digest(data)
+
+
+def prompts_digest(prompts: Iterable[Prompt]) -> str:
+    """Equal only for the same ids, tokens, answers, sources and extra columns, in the same order."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        about = [prompt.id, prompt.answer, prompt.data_source, len(prompt.tokens), prompt.extra]
+        digest.update(json.dumps(about, default=str, sort_keys=True).encode())
+        digest.update(np.asarray(prompt.tokens, dtype=np.int64).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def compare(directory: RunDirectory, recipe: Recipe, now: Mapping[str, Any]) -> Comparison:
+    """What differs from what the run in ``directory`` was last given. ``now``: its `contents`.
+
+    A directory without a step or a checkpoint holds no run yet: nothing differs.
+    """
+    if not has_begun(directory) or not directory.recipe.is_file():
+        return Comparison()
+    allowed, refused = recipe_changes(read_recipe(directory.recipe), recipe.model_dump(mode="json"))
+    before = read_contents(directory)
+    if before is not None:
+        refused += differences(before, now)
+    return Comparison(allowed, refused)
+
+
+def compare_origin(directory: RunDirectory, checkpoint: Path, recipe: Recipe, now: Mapping[str, Any]) -> Comparison:
+    """What differs from the run that ``checkpoint`` is of, where that is another than the one in ``directory``.
+
+    A new run may begin from a checkpoint under another recipe, but not under another model. Raises `InputError` where
+    ``directory`` holds steps of its own that this checkpoint would not continue.
+    """
+    origin = RunDirectory(checkpoint.resolve().parents[1])
+    if origin.root == directory.root.resolve():
+        return Comparison()
+    goes_on_elsewhere = has_begun(directory) and started_at(directory) != read_step(checkpoint)
+    if goes_on_elsewhere or list_checkpoints(directory.checkpoints):
+        raise InputError(
+            f"--resume {checkpoint}: of another run, and {directory.root} holds steps of its own; continue these with "
+            "--resume auto, or give the new run a name of its own (--set name=…)"
+        )
+    found = compare(origin, recipe, now)
+    refused = [change for change in found.refused if change.key.startswith("model.")]
+    said = [change for change in found.refused if change not in refused]
+    return Comparison([*said, *found.allowed], refused)
+
+
+def started_at(directory: RunDirectory) -> int:
+    """The step that the run began at: above 0 where it began from a checkpoint of another run."""
+    try:
+        lines = [path.open(encoding="utf-8").readline() for path in directory.kept_recipes()[:1]]
+        return int(_FROM_STEP.match(lines[0])[1]) if lines else 0
+    except (OSError, ValueError, TypeError):
+        return 0
+
+
+def has_begun(directory: RunDirectory) -> bool:
+    """Whether there is anything of a run: a recorded step, or a checkpoint."""
+    recorded = directory.metrics.is_file() and directory.metrics.stat().st_size > 0
+    return recorded or bool(list_checkpoints(directory.checkpoints))
+
+
+def refuse(directory: RunDirectory, found: Comparison) -> None:
+    """Raise `InputError` with the changes that make another run of it."""
+    if found.refused:
+        raise InputError(
+            f"run directory {directory.root} holds a run with another recipe ({directory.recipe.name}):\n"
+            + "\n".join(f"  {change}" for change in found.refused)
+            + "\ngive the new run a name of its own (--set name=…), or let this one go on with the changes "
+            "(--allow-changes; they are logged, and both recipes are kept)"
+        )
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """A resolved recipe with the defaults of keys that it is too old to have.
+
+    One that this version's schema does not take is returned as it is. Raises `InputError` for what is no recipe.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"{path}: cannot be read: {error}; restore it from one of {path.stem}.<n>.yaml") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: holds no recipe; restore it from one of {path.stem}.<n>.yaml")
+    try:
+        return Recipe.model_validate(values).model_dump(mode="json")
+    except ValidationError:
+        return values
+
+
+def read_contents(directory: RunDirectory) -> dict[str, Any] | None:
+    """The `contents` that the run was last started with; None where nobody wrote them."""
+    try:
+        record = json.loads(directory.environment.read_text(encoding="utf-8"))
+        starts = [record, *record.get("resumed", [])]
+        return next((start["identity"] for start in reversed(starts) if "identity" in start), None)
+    except (OSError, ValueError, AttributeError, TypeError):
+        return None
+
+
+def keep_recipe(directory: RunDirectory, recipe: Recipe, step: int) -> None:
+    """Make ``recipe`` the one in force from ``step`` on. One that was in force already is not kept twice."""
+    text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
+    kept = directory.kept_recipes()
+    if not has_begun(directory):  # of attempts that made no step
+        for path in kept:
+            path.unlink()
+        kept = []
+    elif not kept and directory.recipe.is_file():
+        kept = [_keep(directory, 1, 0, directory.recipe.read_text(encoding="utf-8"))]
+    if not kept or kept[-1].read_text(encoding="utf-8").partition("\n")[2] != text:
+        _keep(directory, len(kept) + 1, step, text)
+    _write(directory.recipe, text)
+
+
+def _keep(directory: RunDirectory, number: int, step: int, text: str) -> Path:
+    path = directory.kept_recipe(number)
+    _write(path, f"# in force from step {step} on, {time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}")
+    return path
+
+
+def _write(path: Path, text: str) -> None:
+    """All of it or nothing: a resume has to read it."""
+    partial = path.with_name(f".partial-{path.name}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def read_step(checkpoint: Path) -> int:
+    """The step that a run's checkpoint was written after. Raises `InputError` where it names none."""
+    try:
+        return int(json.loads((checkpoint / TRAINER_FILE).read_text(encoding="utf-8"))["learner"]["step"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{checkpoint}: {TRAINER_FILE} names no step ({error!r}); is it a run's checkpoint?"
+        ) from error
+
+
+def begin_step(directory: RunDirectory, checkpoint: Path | None, num_steps: int) -> int:
+    """The step that the run goes on from.
+
+    Raises `InputError` where the checkpoint is past the end of the run, or where the run in ``directory`` began from
+    another one's checkpoint and none is there to go on from.
+    """
+    if checkpoint is None:
+        if (first := started_at(directory)) > 0:
+            raise InputError(
+                f"run directory {directory.root}: holds no checkpoint, and its first step is {first}: it began from a "
+                "checkpoint of another run; name that one again with --resume DIR, or delete the folder"
+            )
+        return 0
+    if (step := read_step(checkpoint)) > num_steps:
+        raise InputError(
+            f"num_steps: {num_steps}, but {checkpoint} was written after step {step}; raise num_steps, or go back to "
+            "an older checkpoint with --resume DIR"
+        )
+    return step
+
+
+def read_done(directory: RunDirectory) -> int | None:
+    """The number of steps that DONE says; None where there is no such file, or something else is in it."""
+    try:
+        return int(directory.done.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def is_complete(directory: RunDirectory, num_steps: int) -> bool:
+    """Whether the run has come to its end, ``num_steps``, and its last checkpoint is there."""
+    checkpoints = list_checkpoints(directory.checkpoints)
+    return read_done(directory) == num_steps and bool(checkpoints) and checkpoint_step(checkpoints[-1]) == num_steps
