@@ -1,0 +1,65 @@
+"""Every command line that README, docs and the headers of recipes print is one that the program takes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_rl.commands import COMMANDS
+
+ROOT = Path(__file__).parents[3]
+DOCUMENTS = [ROOT / "README.md", ROOT / "slurm" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+HEADERS = sorted((ROOT / "recipes").rglob("*.yaml"))
+STARTED = re.compile(
+    r"(?:megatron-rl|python -m megatron_rl|torchrun [^`\n]*-m megatron_rl)[ \n]+([a-z][a-z-]+)([^`\n|#]*)"
+)
+
+
+def command_lines() -> Iterator[tuple[str, str, str]]:
+    """File, subcommand, and what follows on its line, lines that end in a backslash joined."""
+    for file in [*DOCUMENTS, *HEADERS]:
+        text = file.read_text(encoding="utf-8")
+        if file.suffix == ".yaml":
+            text = "\n".join(line for line in text.splitlines() if line.startswith("#"))
+        for found in STARTED.finditer(text.replace("\\\n", " ")):
+            yield str(file.relative_to(ROOT)), found[1], found[2]
+
+
+def parser_of(command: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"megatron_rl.commands.{command.replace('-', '_')}").add_arguments(parser)
+    return parser
+
+
+def options(parser: argparse.ArgumentParser) -> set[str]:
+    """Options of a command and of its own subcommands."""
+    found = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found = found.union(*(options(child) for child in action.choices.values()))
+    return found
+
+
+def test_commands_exist():
+    named = {(name, file) for file, name, _ in command_lines()}
+    assert {"train", "check", "plan", "lab", "replay", "patch"} <= {name for name, _ in named}
+    assert not {(name, file) for name, file in named if name not in COMMANDS}
+
+
+def test_options_exist():
+    known = {name: options(parser_of(name)) for name in COMMANDS}
+    named = {
+        (name, option, file)
+        for file, name, rest in command_lines()
+        for option in re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", rest)
+    }
+    assert len(named) > 10, "nothing was looked at"
+    assert not {(name, option, file) for name, option, file in named if option not in known[name]}
+
+
+def test_no_document_names_a_program_by_an_old_name():
+    for file in [*DOCUMENTS, *HEADERS]:
+        assert not re.findall(r"(?<![\w/])tools/[a-z_]+\.py\b", file.read_text(encoding="utf-8")), file
