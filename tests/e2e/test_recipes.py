@@ -76,10 +76,10 @@ def test_header_says_what_it_is_for(path):
 
 def test_a_stale_header_is_found_and_written_anew(tmp_path, monkeypatch):
     """On a copy: a number that is not the planner's fails, and --write puts the planner's there."""
-    original = SCALED[IDS.index("fp16/grpo-octothinker-3b-1n8g-dp8-bf16")]
+    original = SCALED[IDS.index("fp16/grpo-octothinker-3b-1n8g-dp8-fp16")]
     text = original.read_text()
     bases = REPOSITORY / "recipes"
-    moved = text.replace("../base/", f"{bases}/base/").replace(" base.yaml", f" {bases}/fp16/base.yaml")
+    moved = text.replace("../base/", f"{bases}/base/").replace(" scripts.yaml", f" {bases}/fp16/scripts.yaml")
     copy = tmp_path / original.name
     copy.write_text(re.sub(r"learning [\d.]+", "learning 1.0", moved))
     with pytest.raises(check_recipes.InputError, match="run with --write"):

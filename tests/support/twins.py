@@ -60,7 +60,12 @@ def twin(recipe: Recipe, run_root: Path, dense_model: Path) -> Recipe:
             "model": {"path": str(dense_model if recipe.learner.lora else MODEL)},
             "data": {"train": str(DATA / "train.jsonl"), "prompt": {"max_length": 16}},
             "reward": {"name": "modsum", "overlong": values["reward"]["overlong"] and {"buffer": 8, "penalty": 1.0}},
-            "batch": {**values["batch"], "prompts": PROMPTS, "minibatches": MINIBATCHES if several else 1},
+            "batch": {
+                **values["batch"],
+                "prompts": PROMPTS,
+                "minibatches": MINIBATCHES if several else 1,
+                "generation_prompts": values["batch"]["generation_prompts"] and 2 * PROMPTS,
+            },
             "rollout": {
                 **{key: values["rollout"][key] for key in ROLLOUT_KEPT},
                 "num_samples": SAMPLES,

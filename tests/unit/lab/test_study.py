@@ -67,8 +67,30 @@ def test_hacking_has_the_papers_arms():
     assert {o.policy_term.clip_high for o in ppo} == {0.2, 0.24, 0.28}
     assert {o.distortion.delta for o in objectives if o.distortion} == {3.0, 2.0, 1.2, 0.0}
     assert [o.variance.sigma for o in objectives if o.variance] == [0.2]
-    (gspo,) = [o for o in objectives if o.policy_term.name == "gspo"]
-    assert (gspo.policy_term.clip_low, gspo.aggregation) == (3e-4, "seq-mean-token-mean")
+    assert [(o.correction[0].mode, o.correction[0].level) for o in ppo if o.correction] == [("tis", "token")]
+    assert {(o.policy_term.clip_low, o.policy_term.clip_high) for o in objectives if o not in ppo} == {(3e-4, 4e-4)}
+    assert all(o.aggregation == "seq-mean-token-mean" for o in objectives)
+    assert all(o not in ppo for o in objectives if o.distortion or o.variance), "injections are on GSPO"
+
+
+def test_hacking_predicts_what_the_paper_found():
+    arms = load_study(LAB / "hacking").study.arms
+    growth = {name: arm.expect["growth of rho_std"] for name, arm in arms.items() if arm.expect}
+    assert growth == {
+        **dict.fromkeys(("clip-0.24", "clip-0.28", "tis", "gspo"), "lower"),
+        **dict.fromkeys(("delta-3", "delta-2", "delta-1.2", "delta-0"), "higher"),
+        "sigma-0.2": "same",
+    }
+    assert {name for name, arm in arms.items() if arm.control == "gspo"} == set(growth) - {
+        "clip-0.24",
+        "clip-0.28",
+        "tis",
+        "gspo",
+    }
+
+
+def test_hacking_updates_four_times_a_batch():
+    loaded = load_study(LAB / "hacking")
     assert loaded.recipe(loaded.jobs(Path("runs"))[0]).batch.minibatches == 4
 
 
