@@ -14,6 +14,7 @@ HEADERS = sorted((ROOT / "recipes").rglob("*.yaml"))
 FOLDERS = "megatron_rl|docs|recipes|tools|tests|patches|slurm"
 FULL = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./*{{}},-]*[\w/*}}]")
 SHORT = re.compile(r"(?<![\w./-])[a-z_]+(?:/[a-z_]+)*/[\w-]+\.(?:py|yaml|sbatch|sh|json)\b")
+HISTORY = ("no longer", "by hand, ", "today's code", "used to be", "in an earlier version", "was changed to")
 IN_A_RUN = ("plots/", "servers/<", "checkpoints/")  # of a run directory, not of the repository
 
 
@@ -56,11 +57,20 @@ def where(file: Path) -> str:
     return str(file.relative_to(ROOT))
 
 
+def anchors(file: Path) -> set[str]:
+    """What a heading is called in a link: lower case, punctuation left out, blanks as hyphens."""
+    headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("file", DOCUMENTS, ids=where)
 def test_links_lead_somewhere(file):
     for target in re.findall(r"\]\(([^)\s]+)\)", text_of(file)):
-        if not target.startswith(("https://", "#")):
-            assert (file.parent / target.partition("#")[0]).exists(), target
+        if not target.startswith("https://"):
+            path, _, anchor = target.partition("#")
+            page = file.parent / path if path else file
+            assert page.exists(), target
+            assert not anchor or anchor in anchors(page), target
 
 
 def test_paths_exist():
@@ -92,3 +102,10 @@ def test_tests_that_documents_cite_exist():
     for file in DOCUMENTS:
         for name, rest in re.findall(r"`(test_[a-z0-9_]+)(…)?`", text_of(file)):
             assert name in defined or (rest and any(known.startswith(name) for known in defined)), (name, where(file))
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=where)
+def test_documents_say_what_is(file):
+    """History is for commit messages, and runs for the JSON beside a document."""
+    text = text_of(file).lower()
+    assert [phrase for phrase in HISTORY if phrase in text] == []
