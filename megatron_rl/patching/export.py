@@ -7,8 +7,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from .errors import PatchError
-from .series import Files, Series, tree_hash
+from megatron_rl.patching.errors import PatchError
+from megatron_rl.patching.series import Files, Series, tree_hash
 
 _DIFF = ("diff", "--no-color", "--no-ext-diff", "--no-renames")
 _ZERO = "From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001\n"

@@ -9,8 +9,8 @@ import hashlib
 import re
 from pathlib import Path
 
-from . import unified
-from .errors import PatchError
+from megatron_rl.patching import unified
+from megatron_rl.patching.errors import PatchError
 
 Files = dict[str, bytes | None]
 """Contents by path; None: the file does not exist."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from . import target
-from .errors import PatchError
-from .series import Files, Series, tree_hash
+from megatron_rl.patching import target
+from megatron_rl.patching.errors import PatchError
+from megatron_rl.patching.series import Files, Series, tree_hash
 
 APPLIED, PRISTINE, PARTIAL = "applied", "not applied", "partly applied"
 

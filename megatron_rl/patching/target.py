@@ -12,8 +12,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from .errors import PatchError
-from .series import Files, Series
+from megatron_rl.patching.errors import PatchError
+from megatron_rl.patching.series import Files, Series
 
 TEMPORARY_PREFIX = ".patches-"
 

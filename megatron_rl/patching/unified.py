@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from .errors import PatchError
+from megatron_rl.patching.errors import PatchError
 
 _HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 _NO_NEWLINE = b"\\ No newline at end of file"

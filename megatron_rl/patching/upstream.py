@@ -11,9 +11,9 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from . import target
-from .errors import PatchError
-from .series import Files, Series, tree_hash
+from megatron_rl.patching import target
+from megatron_rl.patching.errors import PatchError
+from megatron_rl.patching.series import Files, Series, tree_hash
 
 
 def fetch(series: Series, cache: Path, archive: str | None) -> Path:

@@ -77,7 +77,8 @@ def test_a_run_leaves_its_whole_record(root):
     assert resolved["learner"]["dtype"] == "fp32"
     environment = json.loads((run / "environment.json").read_text())
     assert "megatron-core" in environment["versions"]
-    assert any("applied" in line for line in environment["patches"]["status"])
+    assert environment["patches"]["status"][0].startswith("megatron-core-0.16 0.16.1 in ")
+    assert environment["patches"]["status"][0].endswith(": applied")
     assert "WORLD_SIZE" not in environment["variables"], "a run alone must not set what processes it starts inherit"
     assert (run / "DONE").read_text().strip() == str(STEPS)
     events = EventAccumulator(str(run / "tensorboard")).Reload()

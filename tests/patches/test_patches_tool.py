@@ -16,6 +16,7 @@ import pytest
 from megatron_rl.patching import target
 from megatron_rl.patching.errors import PatchError
 from megatron_rl.patching.series import Series, tree_hash
+from megatron_rl.patching.states import installed_status
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMMAND = ("-m", "megatron_rl", "patch")
@@ -414,6 +415,27 @@ def test_check_wants_the_tests_and_the_archive_that_are_named(patches, tmp_path)
     done = check(patches, tmp_path)
     assert done.returncode == 2
     assert "UPSTREAM pins" in done.stderr
+
+
+def test_the_old_name_of_a_series_still_names_it(tmp_path):
+    series = Series.read(REPOSITORY / "patches" / "megatron-core-0.16")
+    installed = series.load(target.find(series, None, allow_global=True).root)
+    root = tmp_path / "tree"
+    write(root, {path: content for path, content in series.pristine(installed).items() if content is not None})
+    done = run("apply", "--tree", root, "megatron-core")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("megatron-core-0.16: applied, ")
+    assert done.stderr == "note: megatron-core is the old name of the series megatron-core-0.16\n"
+
+
+def test_a_run_notes_what_is_applied(patches):
+    (told, *of_patches) = installed_status(REPOSITORY / "patches")
+    assert told.startswith("megatron-core-0.16 0.16.1 in ")
+    series = Series.read(REPOSITORY / "patches" / "megatron-core-0.16")
+    assert of_patches == [f"  + {patch.name}: {patch.subject}" for patch in series.patches]
+    # What cannot be read ends no run: `small` is not installed here.
+    (problem,) = installed_status(patches)
+    assert problem.startswith("unknown: small is not installed")
 
 
 def test_unknown_names_are_refused(patches, tree):

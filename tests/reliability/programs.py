@@ -85,7 +85,6 @@ def train(
     os.environ["RESPONSES"] = responses
     made: list[SeededResponses] = []
     run_module.start_generator = lambda recipe, *_, **__: made.append(SeededResponses(recipe)) or made[0]
-    run_module.applied_patches = dict
     for fault in faults:
         arm(**fault)
     settings = [f"name={name}", f"run_root={root}", *overrides]

@@ -49,7 +49,6 @@ def run_twins(recipes: list[dict[str, Any]]) -> dict[str, Any]:
     engines, rows = Engines(), {}
     run.start_generator = engines
     run.shutdown = parallel_state.destroy_model_parallel  # the engine lives on in this world
-    run.applied_patches = dict  # a process a run, for a record that nobody reads here
     run.Run.save = lambda self: None  # the last checkpoint: a fifth of a twin's time, and other tests' business
     twins = sorted(map(Recipe.model_validate, recipes), key=engine_key)
     for twin in twins:
