@@ -100,9 +100,9 @@ def plot(steps: list[ReplayedStep], config: ScheduleConfig, path: Path) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN")
-    parser.add_argument("--as", dest="changes", default="", metavar="KEY=VALUE,...")
-    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("--as", dest="changes", default="", metavar="KEY=VALUE,...", help="keys of another schedule")
+    parser.add_argument("--out", type=Path, metavar="FILE.png", help="default: RUN/plots/schedule.png")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ EXIT_INCOMPLETE = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="check|run|report")
     check = commands.add_parser("check", help="check studies and their arms; no engine")
-    check.add_argument("studies", nargs="+", type=Path, metavar="STUDY")
+    check.add_argument("studies", nargs="+", type=Path, metavar="STUDY", help="study file or its folder")
     check.set_defaults(action=_check)
     start = commands.add_parser("run", help="run what is missing of a study")
     start.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: one per core)")
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     report.set_defaults(action=_report)
     for command in (start, report):
-        command.add_argument("study", type=Path, metavar="STUDY")
+        command.add_argument("study", type=Path, metavar="STUDY", help="study file or its folder")
         command.add_argument("--out", type=Path, help="folder of the study's runs (default: runs/lab/STUDY)")
 
 

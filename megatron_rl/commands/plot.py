@@ -18,7 +18,7 @@ from megatron_rl.monitor.plots import draw_figure, drawable_panels, group_runs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, its metrics.jsonl, or label=RUN")
     parser.add_argument("--out", type=Path, default=Path("plots"), help="folder for curves.png and curves.html")
     parser.add_argument("--title", default=None, help="heading; default: the labels")
 

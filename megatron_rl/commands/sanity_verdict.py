@@ -55,7 +55,7 @@ def verdict(run: Path, threshold: float) -> tuple[bool, str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--threshold", type=float, default=0.95, help="accuracy to exceed (default 0.95)")
 
 

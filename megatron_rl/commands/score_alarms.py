@@ -58,10 +58,12 @@ def print_table(scores: dict[str, list[RuleScore]]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
-    parser.add_argument("--rules", type=Path, default=None)
-    parser.add_argument("--metric", default=CollapseRule.metric)
-    parser.add_argument("--drop", type=float, default=CollapseRule.drop)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory, or its metrics.jsonl")
+    parser.add_argument("--rules", type=Path, metavar="FILE", help="a recipe, or a YAML list; default: each run's own")
+    parser.add_argument("--metric", default=CollapseRule.metric, help="what collapses (default: %(default)s)")
+    parser.add_argument(
+        "--drop", type=float, default=CollapseRule.drop, help="of its highest value (default: %(default)s)"
+    )
     parser.add_argument("--horizon", type=int, default=200, help="steps before a collapse in which a warning is right")
     parser.add_argument("--json", action="store_true", help="print the scores as JSON instead of a table")
 

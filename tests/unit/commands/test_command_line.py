@@ -42,23 +42,45 @@ def python(*arguments: str, cwd: Path = REPOSITORY, path: str | None = str(REPOS
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
 
 
+ALL_COMMANDS = """
+import argparse, contextlib, importlib, io, json
+from megatron_rl.__main__ import main
+from megatron_rl.commands import COMMANDS
+
+def without_help(parser):
+    for action in parser._actions:
+        if action.help is None and not isinstance(action, argparse._SubParsersAction):
+            yield f"{parser.prog} {action.dest}"
+        for below in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():
+            yield from without_help(below)
+
+helps, silent = {}, []
+for name in COMMANDS:
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        main([name, "--help"])
+    helps[name] = out.getvalue()
+    parser = argparse.ArgumentParser(prog=name)
+    importlib.import_module("megatron_rl.commands." + name.replace("-", "_")).add_arguments(parser)
+    silent += without_help(parser)
+print(json.dumps([helps, silent]))
+"""
+
+
 @pytest.fixture(scope="module")
-def helps() -> dict[str, str]:
-    """What each command says to --help."""
-    program = (
-        "import contextlib, io, json\n"
-        "from megatron_rl.__main__ import main\n"
-        "from megatron_rl.commands import COMMANDS\n"
-        "told = {}\n"
-        "for name in COMMANDS:\n"
-        "    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):\n"
-        "        main([name, '--help'])\n"
-        "    told[name] = out.getvalue()\n"
-        "print(json.dumps(told))"
-    )
-    done = python("-c", program)
+def told() -> tuple[dict[str, str], list[str]]:
+    """What each command says to --help, and the arguments that have no line of their own there."""
+    done = python("-c", ALL_COMMANDS)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return tuple(json.loads(done.stdout))
+
+
+@pytest.fixture
+def helps(told) -> dict[str, str]:
+    return told[0]
+
+
+def test_every_argument_has_a_help(told):
+    assert told[1] == []
 
 
 @pytest.mark.parametrize("name", COMMANDS)
