@@ -70,6 +70,10 @@ class ObjectiveConfig(Section):
     prob_bands: tuple[float, ...] = (0.01, 0.1, 0.5, 0.9)
     """Edges in (0, 1) of the bands of po for mismatch/rho_mean/<band> and mismatch/rho_count/<band>."""
 
+    mismatch_detail: bool = False
+    """Also record what the papers' figures of the mismatch need: its spread and quantiles in each band of po, signed
+    extremes of po - mu, histograms of po and mu, and the mismatch by position and by response length."""
+
     @field_validator("policy_term", mode="before")
     @classmethod
     def _bare_name(cls, value: Any) -> Any:

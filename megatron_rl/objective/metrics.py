@@ -20,6 +20,7 @@ from megatron_rl.objective.corrections import Corrected
 from megatron_rl.objective.guards import MAX_LOG_RATIO, safe_exp
 from megatron_rl.objective.inputs import Tokens
 from megatron_rl.objective.instruments import REFERENCE_DISTORTION, is_low
+from megatron_rl.objective.mismatch_detail import collect_detail, finalize_detail
 from megatron_rl.objective.policy_terms import Term
 from megatron_rl.objective.stats import Collector, MetricStats
 
@@ -40,6 +41,8 @@ def collect(tokens: Tokens, config: ObjectiveConfig, term: Term, corrected: Corr
     collector.add("J", tokens.advantages * is_low(tokens, distortion), scale=distortion.delta - 1)
     if tokens.inference is not None:
         collect_mismatch(collector, tokens, config.prob_bands)
+        if config.mismatch_detail:
+            collect_detail(collector, tokens, band_labels(config.prob_bands), config.prob_bands)
         _collect_spurious(collector, tokens, term)
     _collect_corrections(collector, tokens, corrected)
     return collector.stats()
@@ -130,6 +133,8 @@ def finalize_metrics(stats: MetricStats) -> dict[str, float]:
     metrics = {**_actor_metrics(sums), **_correction_metrics(sums, maxs, mins)}
     if "rho" in sums:
         metrics.update(_mismatch_metrics(sums, maxs))
+    if "po - mu" in maxs:
+        metrics.update(finalize_detail(sums, maxs, mins))
     if "x/rho" in sums:
         metrics.update(_spurious_metrics(sums))
     return metrics

@@ -73,6 +73,10 @@ class Collector:
         self.add(name, values)
         self.add_product(f"{name}²", values, values)
 
+    def add_vector(self, name: str, values: Tensor) -> None:
+        """Each of ``values`` [n] as a sum of its own, `name[0]` … `name[n-1]`."""
+        self._sums |= {f"{name}[{i}]": value for i, value in enumerate(values.double().unbind())}
+
     def _float64(self, values: Tensor, slot: int = 0) -> Tensor:
         """The values in float64, in memory that the next conversion reuses: fresh pages cost more than the copy."""
         values = values.detach()

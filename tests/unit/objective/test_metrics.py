@@ -169,6 +169,7 @@ def test_nothing_reads_a_value_before_the_metrics_do(term, form):
             "aggregation": "seq-mean-token-mean",
             "distortion": {"delta": 2.0},
             "variance": {"sigma": 0.2},
+            "mismatch_detail": True,
         }
     )
     real, _ = form(random_batch(6))
@@ -186,7 +187,7 @@ def test_nothing_reads_a_value_before_the_metrics_do(term, form):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("term", POLICY_TERMS)
 def test_a_gpu_is_never_waited_for_and_agrees_with_the_cpu(term):
-    config = ObjectiveConfig.model_validate({"policy_term": term, "variance": {"sigma": 0.2}})
+    config = ObjectiveConfig.model_validate({"policy_term": term, "variance": {"sigma": 0.2}, "mismatch_detail": True})
     real, mask = packed(random_batch(7))
     want = compute_objective(real, config, noise_key=(1, 2))
     inputs = ObjectiveInputs(**{k: v.detach().cuda() for k, v in vars(real).items() if v is not None})

@@ -1,0 +1,144 @@
+"""Mismatch by probability, position and length, as the papers' figures draw it (`objective.mismatch_detail`).
+
+Symbols as in `metrics`: d = log mu - log po, rho = po/mu. Everything is a sum per microbatch, without atomics and
+without waiting for the device, so that it adds up over any split like every other metric. Shapes: "tokens" is [B, T]
+padded or [N] packed; ``B`` sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from megatron_rl.objective.guards import MAX_LOG_RATIO
+from megatron_rl.objective.inputs import Tokens
+from megatron_rl.objective.stats import Collector
+
+PLACE_EDGES = (4, 16, 64, 256, 1024, 4096, 16384, 65536)
+"""Bounds of the bins of positions and of lengths, in tokens."""
+PROBABILITY_BINS = 20
+SMALLEST_LOG_RHO, NUM_LOG_RHO_EDGES = 1e-6, 40
+"""|log rho| is counted in bins from this to MAX_LOG_RATIO, each 1.54 times as wide as the one before: quantiles of rho
+are interpolated in one of them."""
+QUANTILES = (0.05, 0.5, 0.95)
+
+
+def place_labels() -> list[str]:
+    """["0-4", "4-16", …, "65536-"]: the bins [low, high) of positions and lengths."""
+    return [f"{low}-{high}" for low, high in pairwise([0, *PLACE_EDGES])] + [f"{PLACE_EDGES[-1]}-"]
+
+
+def probability_labels() -> list[str]:
+    return [f"{i / PROBABILITY_BINS:g}-{(i + 1) / PROBABILITY_BINS:g}" for i in range(PROBABILITY_BINS)]
+
+
+def log_rho_edges() -> list[float]:
+    """Ascending, symmetric about 0."""
+    positive = [SMALLEST_LOG_RHO * math.exp(i * _log_step()) for i in range(NUM_LOG_RHO_EDGES)]
+    return [-edge for edge in reversed(positive)] + positive
+
+
+def collect_detail(collector: Collector, tokens: Tokens, bands: Sequence[str], band_edges: Sequence[float]) -> None:
+    """``bands``: labels of the bands of po that ``band_edges`` divide (0, 1) into."""
+    log_rho = (tokens.old - tokens.inference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    difference = tokens.old.exp() - tokens.inference.exp()
+    collector.range_of("po - mu", difference, tokens.mask, smallest=True)
+    collector.add("|rho - 1|", log_rho.expm1().abs())
+    band = _bins(tokens.old, [math.log(edge) for edge in band_edges])
+    for i, label in enumerate(bands):
+        inside = log_rho.expm1() * ((band == i) & tokens.mask)
+        collector.add_product(f"rho² in {label}", inside, inside)
+    size = 2 * NUM_LOG_RHO_EDGES + 1
+    fine = band * size + _log_rho_bins(log_rho)
+    _add_counts(collector, "rho bin", fine, tokens.mask, size * len(bands))
+    for name, logprobs in (("mu", tokens.inference), ("po", tokens.old)):
+        bin_of = (logprobs.exp() * PROBABILITY_BINS).long().clamp(max=PROBABILITY_BINS - 1)
+        _add_counts(collector, f"{name} bin", bin_of, tokens.mask, PROBABILITY_BINS)
+    place = _bins(tokens.layout.rank(tokens.mask).to(tokens.weight.dtype), PLACE_EDGES)
+    by_length = _bins(tokens.lengths, PLACE_EDGES)
+    trained, product = tokens.lengths > 0, tokens.layout.sum(tokens.old - tokens.inference).abs()
+    for i, label in enumerate(place_labels()):
+        here = (place == i) & tokens.mask
+        collector.add(f"tokens at {label}", here)
+        collector.add(f"|d| at {label}", log_rho.abs() * here)
+        of_length = (by_length == i) & trained
+        collector.add(f"sequences of {label}", of_length)
+        collector.add(f"|sum d| of {label}", product * of_length)
+        collector.add(f"T² of {label}", tokens.lengths.double().square() * of_length)
+
+
+def _bins(values: Tensor, edges: Sequence[float]) -> Tensor:
+    """Index of the bin [low, high) that each value falls into, 0 … len(edges); for few edges."""
+    index = torch.zeros_like(values, dtype=torch.int64)
+    for edge in edges:
+        index += values >= edge
+    return index
+
+
+def _log_rho_bins(log_rho: Tensor) -> Tensor:
+    """The same for `log_rho_edges`, which are made on the device: a copy from the host would be waited for."""
+    steps = torch.arange(NUM_LOG_RHO_EDGES, dtype=torch.float64, device=log_rho.device)
+    positive = SMALLEST_LOG_RHO * (steps * _log_step()).exp()
+    edges = torch.cat([-positive.flip(0), positive]).to(log_rho.dtype)
+    return torch.bucketize(log_rho, edges, right=True)
+
+
+def _log_step() -> float:
+    return math.log(MAX_LOG_RATIO / SMALLEST_LOG_RHO) / (NUM_LOG_RHO_EDGES - 1)
+
+
+def _add_counts(collector: Collector, name: str, index: Tensor, mask: Tensor, size: int) -> None:
+    """How often each of 0 … size - 1 occurs in ``index`` under the mask."""
+    ordered = index.masked_fill(~mask, -1).flatten().sort().values
+    bounds = torch.searchsorted(ordered, torch.arange(size + 1, device=index.device))
+    collector.add_vector(name, bounds.diff())
+
+
+def finalize_detail(sums: dict[str, float], maxs: dict[str, float], mins: dict[str, float]) -> dict[str, float]:
+    """`mismatch/*` of the sums of a whole mini-batch; a bin without tokens (sequences) has a count of 0 and no mean."""
+    num_tokens = max(sums["tokens"], 1.0)
+    total_variation = sums["|rho - 1|"] / num_tokens / 2
+    metrics = {
+        "mismatch/prob_diff_max": _finite(maxs["po - mu"]),
+        "mismatch/prob_diff_min": _finite(mins["po - mu"]),
+        "mismatch/total_variation": total_variation,
+    }
+    size = 2 * NUM_LOG_RHO_EDGES + 1
+    for i, label in enumerate(name.removeprefix("rho² in ") for name in sums if name.startswith("rho² in ")):
+        count, total, square = sums[f"tokens in {label}"], sums[f"rho in {label}"], sums[f"rho² in {label}"]
+        if count > 1:
+            metrics[f"mismatch/rho_std/{label}"] = math.sqrt(max(square - total**2 / count, 0.0) / (count - 1))
+        if count > 0:
+            counts = [sums[f"rho bin[{i * size + j}]"] for j in range(size)]
+            for share in QUANTILES:
+                metrics[f"mismatch/rho_q{100 * share:02.0f}/{label}"] = math.exp(_quantile(counts, share))
+    for name in ("mu", "po"):
+        for i, label in enumerate(probability_labels()):
+            metrics[f"mismatch/{name}_share/{label}"] = sums[f"{name} bin[{i}]"] / num_tokens
+    for label in place_labels():
+        if (count := sums[f"tokens at {label}"]) > 0:
+            metrics[f"mismatch/abs_log_rho/position/{label}"] = sums[f"|d| at {label}"] / count
+        if (count := sums[f"sequences of {label}"]) > 0:
+            metrics[f"mismatch/log_ppl_abs_diff_sum/length/{label}"] = sums[f"|sum d| of {label}"] / count
+            metrics[f"mismatch/gradient_bound/length/{label}"] = 2 * total_variation * sums[f"T² of {label}"] / count
+    return metrics
+
+
+def _quantile(counts: Sequence[float], share: float) -> float:
+    """The log rho below which ``share`` of the counted tokens lie, linear inside a bin."""
+    edges = [-MAX_LOG_RATIO, *log_rho_edges(), MAX_LOG_RATIO]
+    wanted, before = share * sum(counts), 0.0
+    for count, low, high in zip(counts, edges, edges[1:], strict=True):
+        if count and before + count >= wanted:
+            return low + (high - low) * (wanted - before) / count
+        before += count
+    return edges[-1]
+
+
+def _finite(value: float) -> float:
+    """0 for the extreme of an empty set."""
+    return value if math.isfinite(value) else 0.0
