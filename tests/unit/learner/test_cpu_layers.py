@@ -1,6 +1,7 @@
 """Values and gradients of the learner's own layers against the plain compositions that they replace."""
 
 import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +10,8 @@ import torch.nn.functional as F
 
 from megatron_rl.learner.layers import cpu_layers
 from megatron_rl.learner.layers.elementwise import PLAIN, Stretches, compiled
+from tests.support.rounding import assert_as_double
 
-CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 EPS = 1e-6
 
 
@@ -35,15 +36,15 @@ def _seed():
     torch.manual_seed(0)
 
 
-def assert_same(ours, reference, inputs: list[torch.Tensor]) -> None:
+def assert_same(ours, reference, inputs: list[torch.Tensor], longest_sum: int) -> None:
     """Both functions of ``inputs`` have the same outputs, and the same gradients of a random sum of them."""
-    found, expected = ours(*inputs), reference(*inputs)
-    seeds = [torch.randn_like(out) for out in expected]
-    for out, right in zip(found, expected, strict=True):
-        torch.testing.assert_close(out, right, **CLOSE)
-    grads = [torch.autograd.grad(outputs, inputs, seeds) for outputs in (found, expected)]
-    for grad, right in zip(*grads, strict=True):
-        torch.testing.assert_close(grad, right, **CLOSE)
+    seeds = [torch.randn_like(out) for out in reference(*inputs)]
+
+    def with_gradients(function, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        outputs = function(*inputs)
+        return [*outputs, *torch.autograd.grad(outputs, inputs, [s.to(o.dtype) for s, o in zip(seeds, outputs)])]
+
+    assert_as_double(with_gradients(ours, *inputs), partial(with_gradients, reference), inputs, longest_sum)
 
 
 def test_rms_norm(stretches):
@@ -51,6 +52,7 @@ def test_rms_norm(stretches):
         lambda x, w: (cpu_layers._RMSNorm.apply(x, w, EPS, stretches),),
         lambda x, w: (F.rms_norm(x, (16,), w, EPS),),
         [random(7, 2, 16), random(16)],
+        longest_sum=16,
     )
 
 
@@ -76,7 +78,7 @@ def test_split_norm_rotate(normed: bool, stretches):
         return plain_rotation(query, angles), plain_rotation(key, angles), value
 
     weights = [random(width), random(width)] if normed else []
-    assert_same(ours, reference, [random(5, 1, groups, heads + 2, width), *weights])
+    assert_same(ours, reference, [random(5, 1, groups, heads + 2, width), *weights], 5 * groups * heads)  # rows
 
 
 def test_experts_after_local_dispatch(stretches):
@@ -103,7 +105,8 @@ def test_experts_after_local_dispatch(stretches):
 
     weights = [random(2 * width, hidden) for _ in range(num_experts)]
     weights += [random(hidden, width) for _ in range(num_experts)]
-    assert_same(ours, reference, [random(num_tokens, 1, hidden), random(num_tokens, num_experts), *weights])
+    inputs = [random(num_tokens, 1, hidden), random(num_tokens, num_experts), *weights]
+    assert_same(ours, reference, inputs, longest_sum=num_tokens * top_k)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -129,12 +132,14 @@ def test_gated_silu_in_bf16(kind):
     """Near float64's values, whoever rounds where; the compiled one is what Inductor makes of it."""
     functions = {"plain": PLAIN, "compiled": compiled()}[kind]
     hidden, probs, grad = torch.randn(40, 16), torch.rand(40), torch.randn(40, 8)
-    exact = [x.to(torch.bfloat16).double().requires_grad_() for x in (hidden, probs)]
-    gate, up = exact[0].chunk(2, dim=-1)
-    expected = F.silu(gate) * up * exact[1][:, None]
-    grads = torch.autograd.grad(expected, exact, grad.to(torch.bfloat16).double())
     rounded = [x.to(torch.bfloat16) for x in (grad, hidden, probs)]
+
+    def with_gradients(hidden: torch.Tensor, probs: torch.Tensor) -> list[torch.Tensor]:
+        gate, up = hidden.chunk(2, dim=-1)
+        out = F.silu(gate) * up * probs[:, None]
+        return [out, out, *torch.autograd.grad(out, [hidden, probs], rounded[0].to(out.dtype))]
+
     found = functions.gated_silu_backward(rounded[0].clone(), rounded[1], rounded[2].float())
     forward = functions.gated_silu(rounded[1], rounded[2].float())
-    for value, right in zip([forward, *found], [expected, expected, *grads], strict=True):
-        torch.testing.assert_close(value.double(), right, rtol=0.02, atol=0.02)
+    inputs = [x.requires_grad_() for x in rounded[1:]]
+    assert_as_double([forward, *found], with_gradients, inputs, longest_sum=grad.size(1))
