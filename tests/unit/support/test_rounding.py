@@ -46,7 +46,7 @@ MUTATIONS = {
     "a weight in the next smaller type": lambda x, w: layer(x, w.to(SMALLER[w.dtype]).to(w.dtype)),
     "one column left out": lambda x, w: layer(torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], 1), w),
     "two tokens exchanged": lambda x, w: layer(x[[1, 0, *range(2, len(x))]], w),
-    "a temperature of 1.01": lambda x, w: layer(x, w / 1.01),
+    "a temperature of 1.1": lambda x, w: layer(x, w / 1.1),
     "one gradient twice": lambda x, w: [*layer(x, w)[:2], 2 * layer(x, w)[2]],
 }
 
