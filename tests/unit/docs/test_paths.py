@@ -73,6 +73,11 @@ def test_links_lead_somewhere(file):
             assert not anchor or anchor in anchors(page), target
 
 
+def test_the_readme_leads_to_every_document():
+    linked = set(re.findall(r"\]\(docs/([\w-]+\.md)", text_of(ROOT / "README.md")))
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} == linked
+
+
 def test_paths_exist():
     named = {(name, where(file)) for file in [*DOCUMENTS, *HEADERS] for name in named_paths(text_of(file))}
     assert len(named) > 80, "nothing was looked at"
