@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from pathlib import Path
 
 from megatron_rl.check import check_recipe
@@ -17,6 +18,7 @@ from megatron_rl.learner.process_groups import shutdown
 from megatron_rl.monitor.validation import summarise
 from megatron_rl.process.ranks import world_rank
 from megatron_rl.rewards import Rewarder
+from megatron_rl.rewards.failures import refuse_too_many
 from megatron_rl.rewards.shared import score_shared
 from megatron_rl.rollout import Sampling
 from megatron_rl.run.engines import start_generator
@@ -65,7 +67,12 @@ def evaluate(recipe: Recipe, checkpoint: Path, output: Path | None = None) -> di
             step=0,
             sampling=Sampling.of_validation(recipe.rollout, recipe.validation),
         )
-        score_shared(rewarder, groups)
+        scores = score_shared(rewarder, groups)
+        if world_rank() == 0:
+            for failure in scores.failures:
+                print(f"{failure.count} × {failure.text}", file=sys.stderr)
+        limit = recipe.reward.max_error_frac.first
+        refuse_too_many(scores.num_failed, scores.num_scored, limit, scores.failures)
         figures = summarise(groups)
         if world_rank() == 0:
             for name, value in figures.items():

@@ -8,7 +8,6 @@ from megatron_rl.errors import RunEnded
 from megatron_rl.monitor import AlarmEvent, wanted
 from megatron_rl.monitor.validation import summarise
 from megatron_rl.process.host_memory import FreedMemory
-from megatron_rl.rewards.shared import score_shared
 from megatron_rl.rollout import Sampling
 from megatron_rl.run.lookahead import staleness_metrics
 from megatron_rl.run.start import Run, start
@@ -60,8 +59,7 @@ def sample(run: Run, step: int) -> tuple[list[Group], dict[str, float]]:
             wanted_prompts = batch.generation_prompts or batch.prompts - len(kept)
             groups = run.ahead.sample(wanted_prompts, step=step, policy_version=run.learner.num_updates)
             span.tokens = sum(len(rollout.tokens) for group in groups for rollout in group.rollouts)
-        with run.monitor.phase("reward"):
-            new_counts = score_shared(run.rewarder, groups)
+        new_counts = run.score(groups, step)
         counts = {name: counts.get(name, 0.0) + value for name, value in new_counts.items()}
         sampled += groups
         kept += keep_informative(groups, batch.filter_metric) if batch.filter_groups else groups
@@ -100,8 +98,7 @@ def validate(run: Run, step: int) -> dict[str, float]:
             step=0,
             sampling=Sampling.of_validation(run.recipe.rollout, config),
         )
-    with run.monitor.phase("reward"):
-        score_shared(run.rewarder, groups)
+    run.score(groups, step)
     rewards = [rollout.raw_reward for group in groups for rollout in group.rollouts]
     metrics = {"val/reward/mean": sum(rewards) / len(rewards), **summarise(groups)}
     run.monitor.log(f"validation before step {step}: reward {metrics['val/reward/mean']:.3f}")

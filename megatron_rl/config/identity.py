@@ -38,6 +38,7 @@ MAY_CHANGE = (
     "reward.num_workers",
     # Limits that end a run.
     "rollout.deadline_s",
+    "reward.max_error_frac.*",
     "learner.max_consecutive_overflows",
     # What is measured, written and kept. `_decays_the_rate` has the exception.
     "routing.telemetry",

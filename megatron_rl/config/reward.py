@@ -30,6 +30,15 @@ class OverlongConfig(Section):
     """Punishment at the maximum length."""
 
 
+class MaxErrorFracConfig(Section):
+    """Share of a batch's responses whose scoring may fail. Above it the run is saved and ends with status 1."""
+
+    first: float = Field(0.5, ge=0, le=1)
+    """Of the first batch: a function that does not work at all fails everywhere."""
+    later: float = Field(0.1, ge=0, le=1)
+    """Of every later batch. 1: never end for it."""
+
+
 class RewardConfig(Section):
     name: str = "math"
     """`math`: equal to the gold answer as mathematics. `exact`: the same string. `modsum`: the digit-sum task.
@@ -45,6 +54,9 @@ class RewardConfig(Section):
     memory_limit_mib: PositiveInt = Field(1024, ge=256)
     """Memory that one worker may add to what it holds at start; a response that needs more scores 0, also
     counted in `reward/timeouts`."""
+    max_error_frac: MaxErrorFracConfig = MaxErrorFracConfig()
+    """How many responses may fail to be scored: their reward function raised or returned no number, or went over its
+    limits. Each scores 0; log.txt has an example of each kind."""
     overlong: OverlongConfig | None = None
     """Soft punishment of responses close to the length limit. null: none."""
     mask_truncated: bool = False

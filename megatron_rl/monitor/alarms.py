@@ -82,11 +82,18 @@ class _RuleState:
         return f"{what} = {self.statistic:.4g} {sign} {bound:g} for {self.held} steps"
 
 
-class Alarms:
-    """All rules of a recipe."""
+# Of every run, whatever its recipe says; a rule of the same name there takes its place.
+BUILT_IN = (AlarmRule(name="reward-errors", metric="reward/errors", above=0.0, then=["warn"]),)
 
-    def __init__(self, rules: Sequence[AlarmRule]) -> None:
-        self._rules = [_RuleState(rule) for rule in rules]
+
+class Alarms:
+    """All rules of a recipe. ``built_in``: further ones, whose metric is there only in steps in which they go off."""
+
+    def __init__(self, rules: Sequence[AlarmRule], built_in: Sequence[AlarmRule] = ()) -> None:
+        own = {rule.name for rule in rules}
+        added = [rule for rule in built_in if rule.name not in own]
+        self._rules = [_RuleState(rule) for rule in (*rules, *added)]
+        self._silent = {rule.name for rule in added}
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> list[AlarmEvent]:
         """Show every rule its metric of ``step``; the rules that go off. A metric that is absent changes nothing."""
@@ -99,9 +106,12 @@ class Alarms:
         return events
 
     def metrics(self, events: Sequence[AlarmEvent]) -> dict[str, float]:
-        """`alarm/<name>` of every rule: 1 where it is among ``events``, else 0."""
-        names = {event.name for event in events}
-        return {f"alarm/{state.rule.name}": float(state.rule.name in names) for state in self._rules}
+        """`alarm/<name>` of every rule: 1 where it is among ``events``, else 0 (built-in ones: absent)."""
+        gone_off = {event.name for event in events}
+        names = [state.rule.name for state in self._rules]
+        return {
+            f"alarm/{name}": float(name in gone_off) for name in names if name in gone_off or name not in self._silent
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values, by rule name."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_rl.config.monitor import MonitorConfig
 from megatron_rl.errors import OwnWarning
-from megatron_rl.monitor.alarms import AlarmEvent, Alarms
+from megatron_rl.monitor.alarms import BUILT_IN, AlarmEvent, Alarms
 from megatron_rl.monitor.growth import LogGrowth
 from megatron_rl.monitor.hacking import StepCorrelation
 from megatron_rl.monitor.jsonl import JsonlSink
@@ -43,7 +43,7 @@ class Monitor:
         self.run_dir = run_dir if isinstance(run_dir, RunDirectory) else RunDirectory(Path(run_dir))
         self.config, self.is_main_rank, self._share = config, is_main_rank, share
         self.timer = PhaseTimer()
-        self.alarms = Alarms(config.alarms)
+        self.alarms = Alarms(config.alarms, BUILT_IN)
         self._noise = NoiseMonitor(config.noise_ema)
         self._growth = LogGrowth(config.growth_window)
         self._hacking = StepCorrelation()

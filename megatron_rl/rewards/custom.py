@@ -2,7 +2,7 @@
 
 A function is called as ``f(response, answer)``, or by keyword as ``f(data_source, solution_str, ground_truth,
 extra_info)`` where it names these arguments (verl's convention). It returns a number, a bool or a mapping with `score`.
-Functions are loaded in worker processes only; the trainer checks that they exist without running their file.
+Functions are loaded in worker processes only; the trainer's own process never runs their file.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import numbers
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -70,12 +71,57 @@ def load_function(name: str) -> Callable[..., Any]:
     return found
 
 
+def check_signature(name: str, function: Callable[..., Any]) -> None:
+    """Raise InputError where ``function`` takes neither ``(response, answer)`` nor verl's arguments."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # written in C: it says nothing of its parameters
+        return
+    try:
+        if _is_verl_style(signature):
+            signature.bind(**dict.fromkeys(_verl_arguments(signature)))
+        else:
+            signature.bind(None, None)
+    except TypeError as error:
+        raise InputError(
+            f"reward {name}: takes {signature}, which fits neither f(response, answer) nor "
+            f"f({', '.join(_VERL_ARGUMENTS)}): {error}"
+        ) from error
+
+
+def _is_verl_style(signature: inspect.Signature) -> bool:
+    return {"solution_str", "ground_truth"} <= signature.parameters.keys()
+
+
+def _verl_arguments(signature: inspect.Signature) -> list[str]:
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
+    return [key for key in _VERL_ARGUMENTS if takes_any or key in signature.parameters]
+
+
 def call_reward(function: Callable[..., Any], task: Mapping[str, Any]) -> float:
     """Call ``function`` in the convention that its parameters show, and read its result as a number."""
-    parameters = inspect.signature(function).parameters
-    if "solution_str" in parameters and "ground_truth" in parameters:
-        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-        result = function(**{key: task[key] for key in _VERL_ARGUMENTS if takes_any or key in parameters})
-    else:
-        result = function(task["solution_str"], task["ground_truth"])
-    return float(result["score"] if isinstance(result, Mapping) else result)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        signature = inspect.Signature()
+    if _is_verl_style(signature):
+        return _number(function(**{key: task[key] for key in _verl_arguments(signature)}))
+    return _number(function(task["solution_str"], task["ground_truth"]))
+
+
+def _number(result: Any) -> float:
+    """``result`` of a reward function. TypeError for what is no number, no bool and no mapping with `score`."""
+    value = result
+    if isinstance(result, Mapping):
+        if "score" not in result:
+            raise TypeError(f"the reward function returned a mapping without `score`; its keys are {list(result)}")
+        value = result["score"]
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if not isinstance(value, str | bytes) and callable(getattr(value, "item", None)):  # NumPy's and PyTorch's scalars
+        return float(value.item())
+    shown = repr(result)
+    raise TypeError(
+        f"the reward function returned {shown if len(shown) <= 80 else shown[:80] + ' …'} ({type(result).__name__}); "
+        "expected a number, a bool or a mapping with `score`"
+    )

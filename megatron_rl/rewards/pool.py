@@ -142,7 +142,7 @@ class WorkerPool:
         if message is None:  # the process is gone, which its child's limits do not explain
             return self._lose(worker, outcomes, selector, "crash")
         if "fatal" in message:
-            raise InputError(f"a reward function could not be loaded:\n{message['fatal']}")
+            raise InputError(message["fatal"])
         if "ready" in message:
             worker.ready = True
             return 0

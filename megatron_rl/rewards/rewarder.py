@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.errors import InputError
 from megatron_rl.rewards.custom import check_function
+from megatron_rl.rewards.failures import Failure, merge
 from megatron_rl.rewards.math_task import math_verdict
 from megatron_rl.rewards.modsum import modsum_reward
 from megatron_rl.rewards.pool import Outcome, WorkerPool
@@ -17,11 +19,20 @@ if TYPE_CHECKING:  # workers import this package and need none of these
     from megatron_rl.config.reward import RewardConfig
     from megatron_rl.types import Group, Prompt, Rollout
 
-logger = logging.getLogger(__name__)
-
 Task = dict[str, Any]
 
 _IN_PLACE = {"modsum": modsum_reward, "exact": lambda response, answer: float(response.strip() == answer.strip())}
+
+_RIGHT = {"math": r"\boxed{{}}", "modsum": "#{}"}  # how a response spells its answer
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A right answer and the reward that it got."""
+
+    prompt: Prompt
+    response: str
+    reward: float
 
 
 def check_reward(config: RewardConfig, max_response_length: int, sources: Iterable[str] = ()) -> None:
@@ -71,13 +82,14 @@ class Rewarder:
                 algebra="math" in names,
                 functions=functions,
             )
-        self._warned = False
+        self.failures: list[Failure] = []  # of the latest `score`, one of each kind
 
     def score(self, groups: Sequence[Group]) -> dict[str, float]:
         """Score every rollout in place and return the metrics of it.
 
         A response whose scoring failed earns 0: counted as ``reward/timeouts`` (over its time or memory limit),
-        ``reward/worker_failures`` (its worker died) or ``reward/errors`` (a reward function raised).
+        ``reward/worker_failures`` (its worker died) or ``reward/errors`` (a reward function raised, or returned what is
+        no number). `failures` then has an example of each kind.
         """
         rollouts = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
         verdicts = [self._verdict(prompt, rollout) for prompt, rollout in rollouts]
@@ -85,7 +97,37 @@ class Rewarder:
         for (_, rollout), outcome in zip(rollouts, outcomes):
             rollout.raw_reward = outcome.value
             self._shape(rollout)
+        self.failures = _failures(rollouts, outcomes)
         return _metrics([rollout for _, rollout in rollouts], outcomes)
+
+    def try_on(self, prompts: Iterable[Prompt]) -> Trial:
+        """Score a right answer to one prompt of each reward: proof that the reward can be called.
+
+        The response is the gold answer, written as the reward wants it. Raises `InputError` where a function cannot be
+        loaded, raises, or returns what is no number.
+        """
+        first: Trial | None = None
+        tried: set[str] = set()
+        for prompt in prompts:
+            name = self._config.by_source.get(prompt.data_source, self._config.name)
+            if name in tried:
+                continue
+            tried.add(name)
+            trial = self._try(prompt, name)
+            first = first or trial
+        assert first is not None, "a dataset has a prompt"
+        return first
+
+    def _try(self, prompt: Prompt, name: str) -> Trial:
+        response = _RIGHT.get(name, "{}").replace("{}", prompt.answer)
+        rollout = SimpleNamespace(text=response)
+        outcome = self._settle([self._verdict(prompt, rollout)])[0]
+        if outcome.failure:
+            failure = Failure(outcome.failure, 1, prompt.id, response, outcome.detail)
+            raise InputError(
+                f"reward {name}: {failure.text}\na reward function has to give a number for every response"
+            )
+        return Trial(prompt, response, outcome.value)
 
     def _verdict(self, prompt: Prompt, rollout: Rollout) -> float | Task:
         """The reward, or the task for a worker that finds it."""
@@ -123,16 +165,8 @@ class Rewarder:
         if self._pool is None:
             raise RuntimeError("this Rewarder is closed")
         computed = self._pool.run(tasks)
-        self._warn(computed)
         of_task = iter(places)
         return [computed[next(of_task)] if isinstance(verdict, dict) else Outcome(verdict) for verdict in verdicts]
-
-    def _warn(self, outcomes: Sequence[Outcome]) -> None:
-        """Show the first exception of a reward function in full; later ones are only counted."""
-        failed = next((outcome for outcome in outcomes if outcome.failure == "error"), None)
-        if failed and not self._warned:
-            logger.warning("a reward function raised; such responses score 0 (reward/errors):\n%s", failed.detail)
-            self._warned = True
 
     def _shape(self, rollout: Rollout) -> None:
         rollout.reward = rollout.raw_reward
@@ -154,6 +188,13 @@ class Rewarder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _failures(rollouts: Sequence[tuple[Prompt, Rollout]], outcomes: Sequence[Outcome]) -> list[Failure]:
+    failed = [(prompt, rollout, outcome) for (prompt, rollout), outcome in zip(rollouts, outcomes) if outcome.failure]
+    return merge(
+        Failure(outcome.failure, 1, prompt.id, rollout.text, outcome.detail) for prompt, rollout, outcome in failed
+    )
 
 
 def _metrics(rollouts: Sequence[Rollout], outcomes: Sequence[Outcome]) -> dict[str, float]:

@@ -23,7 +23,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from megatron_rl.rewards.custom import call_reward, load_function
+from megatron_rl.errors import InputError
+from megatron_rl.rewards.custom import call_reward, check_signature, load_function
 
 Handler = Callable[[dict[str, Any]], float]
 
@@ -73,6 +74,7 @@ def _handlers(setup: dict[str, Any]) -> dict[str, Handler]:
         handlers["algebra"] = lambda task: float(algebra_equal(task["candidate"], task["gold"]))
     for name in setup["functions"]:
         function = load_function(name)
+        check_signature(name, function)
         handlers[name] = lambda task, function=function: call_reward(function, task)
     return handlers
 
@@ -97,7 +99,7 @@ def _serve(requests: int, replies: int, busy: mmap.mmap, handlers: dict[str, Han
             reply |= {"value": value} if math.isfinite(value) else {"error": f"the reward was {value}"}
         except MemoryError:
             reply["failure"] = "limit"
-        except Exception as error:  # noqa: BLE001  a reward function may raise anything
+        except (Exception, SystemExit) as error:  # noqa: BLE001  a reward function may raise anything
             reply["error"] = "".join(traceback.format_exception(error, limit=-4))[-2000:]
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -113,8 +115,12 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides when to stop
     try:
         handlers = _handlers(setup)
-    except Exception as error:  # noqa: BLE001  the user's module may raise anything; the pool reports it
-        write_frame(replies, {"fatal": "".join(traceback.format_exception(error, limit=-4))[-4000:]})
+    except InputError as error:
+        write_frame(replies, {"fatal": str(error)})
+        return
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the user's module may raise anything; the pool reports it
+        trace = "".join(traceback.format_exception(error, limit=-4))[-4000:]
+        write_frame(replies, {"fatal": f"a reward function could not be loaded:\n{trace}"})
         return
     busy = mmap.mmap(-1, 8)  # id of the task at hand, shared: a killed child cannot say what it was doing
     write_frame(replies, {"ready": os.getpid()})

@@ -31,6 +31,8 @@ from megatron_rl.process.ranks import (
     world_rank,
 )
 from megatron_rl.rewards import Rewarder
+from megatron_rl.rewards.failures import refuse_too_many
+from megatron_rl.rewards.shared import score_shared
 from megatron_rl.rollout import Generator
 from megatron_rl.run.engines import start_generator
 from megatron_rl.run.identity import (
@@ -68,6 +70,7 @@ class Run:
     signals: list[int] = field(default_factory=list)  # received and not yet acted on
     scores: dict[int, float] = field(default_factory=dict)  # step → value of checkpoint.keep_best's metric
     owes_save: bool = False  # the last save failed
+    failures_said: set[tuple[str, str, str]] = field(default_factory=set)  # kinds of reward failures in the log
 
     def record(self, step: int, metrics: dict[str, float], groups: list[Group] | None = None) -> list[AlarmEvent]:
         """`Monitor.record`, and what `checkpoint.keep_best` needs of the line."""
@@ -76,6 +79,21 @@ class Run:
         if best is not None and math.isfinite(value := self.monitor.latest.get(best.metric, math.nan)):
             self.scores[step] = value
         return events
+
+    def score(self, groups: list[Group], step: int) -> dict[str, float]:
+        """Reward every rollout, on all ranks; `reward/*`. The log gets an example of each kind of failure, once.
+
+        Raises `RewardFault` where more failed than `reward.max_error_frac` allows.
+        """
+        limits = self.recipe.reward.max_error_frac
+        with self.monitor.phase("reward"):
+            scores = score_shared(self.rewarder, groups)
+        for failure in scores.failures:
+            if failure.key not in self.failures_said:
+                self.failures_said.add(failure.key)
+                self.monitor.log(f"step {step}: {failure.text}", style="bold red")
+        refuse_too_many(scores.num_failed, scores.num_scored, limits.later if step else limits.first, scores.failures)
+        return scores.metrics
 
     def save(self, taken: dict[str, Any] | None = None) -> Path:
         """A checkpoint from which the run continues exactly; then those that `keep_last` and `keep_best` spare not go.

@@ -85,3 +85,35 @@ def test_a_branch_says_what_differs_and_is_a_run_of_its_own(runs, whole):
     assert [row["step"] for row in runs.rows("branch")] == [6, 7, 8]
     again = runs.train("branch", *settings, resume=checkpoint, expect=2)
     assert "holds steps of its own; continue these with --resume auto" in again.last_line
+
+
+SPOILS = """
+import os
+
+def score(response, answer):
+    with open({calls!r}, "a") as file:
+        file.write("x")
+    if os.path.getsize({calls!r}) > 60:
+        raise ValueError("out of order")
+    return float(response == answer)
+"""
+
+
+def test_a_reward_that_breaks_in_the_middle_saves_and_ends_the_run(runs, tmp_path):
+    file, calls = tmp_path / "mine.py", tmp_path / "calls"
+    file.write_text(SPOILS.format(calls=str(calls)))
+    ended = runs.train("spoilt", f"reward.name={file}:score", "checkpoint.every=0", expect=1)
+    assert ended.last_line.startswith("run failed: ")
+    assert "responses could not be scored, more than reward.max_error_frac allows (0.1)" in ended.last_line
+    assert ended.last_line.endswith("raised: ValueError: out of order")
+    log = runs.log("spoilt")
+    assert log.count("ValueError: out of order") == 1, "an example of each kind, once"
+    assert f'File "{file}", line 8, in score' in log
+    rows = runs.rows("spoilt")
+    assert runs.checkpoints("spoilt") == [f"step_{len(rows):08d}"]
+    assert all(row["reward/errors"] == 0 for row in rows)
+    file.write_text(SPOILS.format(calls=str(calls)).replace("60", "10**9"))
+    refused = runs.train("spoilt", f"reward.name={file}:score", "checkpoint.every=0", expect=2)
+    assert f"reward.{file}:score: " in refused.output, "another reward function"
+    runs.train("spoilt", f"reward.name={file}:score", "checkpoint.every=0", flags=("--allow-changes",))
+    assert [row["step"] for row in runs.rows("spoilt")] == list(range(8))

@@ -67,14 +67,13 @@ def test_a_source_without_an_entry_is_named():
         score(config, [group("3", "#3", source="other")])
 
 
-def test_custom_functions_and_their_failures(tmp_path, caplog):
+def test_custom_functions_and_their_failures(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(CUSTOM)
     groups = [group("x", "abc", "bug", "loop", "abcd", "bug")]
     metrics = score({"name": f"{path}:judge", "timeout_s": 0.3}, groups)
     assert groups[0].rewards == rounded([0.3, 0.0, 0.0, 0.4, 0.0])
     assert (metrics["reward/errors"], metrics["reward/timeouts"]) == (2, 1)
-    assert caplog.text.count("ZeroDivisionError: here") == 1  # the first in full, the rest counted
 
     groups = [group("42", "42", "41", source="gsm", bonus=0.5)]
     score({"name": f"{path}:verl_style"}, groups)

@@ -31,9 +31,8 @@ def test_an_all_wrong_group_with_a_punished_response_is_informative_by_reward_al
 
 
 @pytest.fixture
-def sampled(monkeypatch):
+def sampled():
     """Sizes of the rounds, and the ids of the groups kept, of one step; every third group has a signal."""
-    monkeypatch.setattr(train, "score_shared", lambda rewarder, groups: {"scored": float(len(groups))})
 
     def run(**batch):
         recipe, rounds, count = tiny_recipe(batch=batch), [], iter(range(1000))
@@ -48,7 +47,7 @@ def sampled(monkeypatch):
             recipe=recipe,
             monitor=monitor,
             ahead=SimpleNamespace(sample=sample),
-            rewarder=None,
+            score=lambda groups, step: {"scored": float(len(groups))},
             learner=SimpleNamespace(num_updates=0),
         )
         kept, metrics = train.sample(run, 0)
