@@ -23,8 +23,8 @@ setup: ## create .venv with both engines and patch Megatron-Core in it (minutes;
 demo: setup ## train the tiny Qwen3-MoE with GRPO from under 0.5 to over 0.9 held-out reward (about 3 minutes)
 	$(RUN) -m megatron_rl train recipes/tiny/demo.yaml --resume never --set name=demo-$$(date +%Y%m%d-%H%M%S)
 
-test: setup ## run the whole test suite
-	$(RUN) -m pytest
+test: setup ## run the whole test suite, a worker a core, and name the ten slowest
+	$(RUN) -m pytest --numprocesses auto --dist loadscope --durations 10
 
 lint: setup ## ruff, shellcheck, both patch series and every recipe
 	$(RUN) -m ruff check .
