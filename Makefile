@@ -24,6 +24,7 @@ demo: setup ## train the tiny Qwen3-MoE with GRPO from under 0.5 to over 0.9 hel
 	$(RUN) -m megatron_rl train recipes/tiny/demo.yaml --resume never --set name=demo-$$(date +%Y%m%d-%H%M%S)
 
 test: setup ## run the whole test suite, a worker a core, and name the ten slowest
+	@VENV=$(VENV) tools/setup_tests.sh
 	$(RUN) -m pytest --numprocesses auto --dist loadscope --durations 10
 
 lint: setup ## ruff, shellcheck, both patch series and every recipe

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE, get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -24,17 +26,23 @@ from megatron_rl.learner.mixed_precision import compute_head_in_fp32
 _EXPERT_SHARD_DIM = {"linear_fc1": 0, "linear_fc2": 1}  # what expert tensor parallelism cuts: outputs, then inputs
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-try:
-    import transformer_engine  # noqa: F401
-
-    HAVE_TRANSFORMER_ENGINE = True
-except ImportError:
-    HAVE_TRANSFORMER_ENGINE = False
+TRANSFORMER_ENGINE_DEVICES = {"cuda"}  # types of device that its kernels run on
 
 
 def use_transformer_engine(device: torch.device) -> bool:
-    """TransformerEngine's layers where they can run, Megatron's own with SDPA elsewhere."""
-    return HAVE_TRANSFORMER_ENGINE and device.type == "cuda"
+    """TransformerEngine's layers where they can run, Megatron's own with SDPA elsewhere.
+
+    Raises:
+        InputError: TransformerEngine is installed, but Megatron-Core could not import it.
+    """
+    if device.type not in TRANSFORMER_ENGINE_DEVICES:
+        return False
+    if not HAVE_TE and importlib.util.find_spec("transformer_engine") is not None:
+        raise InputError(
+            "TransformerEngine is installed, but Megatron-Core cannot import it; `python -c 'import "
+            "transformer_engine.pytorch'` shows why. Mend the installation, or uninstall transformer-engine"
+        )
+    return HAVE_TE
 
 
 def transformer_config(

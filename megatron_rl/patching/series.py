@@ -17,6 +17,7 @@ Files = dict[str, bytes | None]
 
 TRAILERS = ("Origin", "Forwarded", "Drop-When", "Test")
 _REQUIRED_PINS = ("Project", "Version", "Source", "Package", "Root", "Tree-Before", "Tree-After")
+_PINS = (*_REQUIRED_PINS, "Download")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +96,11 @@ class Series:
     def name(self) -> str:
         """The upstream's name."""
         return self.folder.name
+
+    @property
+    def requirement(self) -> str:
+        """What pip downloads the archive by: `Download` where no environment holds the package patched."""
+        return self.pins.get("Download", self.pins["Package"])
 
     @property
     def needs_tree(self) -> bool:
@@ -187,8 +193,8 @@ def _read_pins(path: Path) -> tuple[dict[str, str], dict[str, str]]:
             if not re.fullmatch(r"[0-9a-f]{64}", digest):
                 raise PatchError(f"{path}, line {number}: expected `Archive: FILE sha256:DIGEST`")
             archives[file] = digest
-        elif key in pins or key not in _REQUIRED_PINS:
-            raise PatchError(f"{path}, line {number}: {key}: repeated or unknown; known: {', '.join(_REQUIRED_PINS)}")
+        elif key in pins or key not in _PINS:
+            raise PatchError(f"{path}, line {number}: {key}: repeated or unknown; known: {', '.join(_PINS)}")
         else:
             pins[key] = value
     missing = [key for key in _REQUIRED_PINS if key not in pins]

@@ -27,10 +27,10 @@ def fetch(series: Series, cache: Path, archive: str | None) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     command += _python_of(series)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
-        done = subprocess.run([*command, "-d", folder, series.pins["Package"]], capture_output=True, text=True)
+        done = subprocess.run([*command, "-d", folder, series.requirement], capture_output=True, text=True)
         files = list(Path(folder).iterdir())
         if done.returncode != 0 or len(files) != 1:
-            raise PatchError(f"pip download {series.pins['Package']} failed:\n{done.stderr.strip()[-2000:]}")
+            raise PatchError(f"pip download {series.requirement} failed:\n{done.stderr.strip()[-2000:]}")
         _verified(series, files[0])
         return files[0].rename(cache / files[0].name)
 
@@ -74,7 +74,7 @@ def check(series: Series, repository: Path, cache: Path, archive: str | None, tr
     missing = sorted({p.trailers["Test"] for p in series.patches if not (repository / p.trailers["Test"]).is_file()})
     if missing:
         raise PatchError(f"{series.name}: tests named in trailers do not exist: {', '.join(missing)}")
-    if tree is None and series.needs_tree:
+    if tree is None and series.needs_tree and not series.archives:
         return (
             f"skipped, read only ({len(series.patches)} patches, {len(series.paths)} files): prove it on "
             f"{series.pins['Source']} with `check --tree DIR {series.name}`"

@@ -52,6 +52,7 @@ def run_ranks(
     timeout_s: float = 240.0,
     init_process_group: bool = True,
     env: dict[str, str] | None = None,
+    helper: Zygote | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Call `fn_module.fn_name(**kwargs)` on `world_size` ranks.
@@ -61,6 +62,8 @@ def run_ranks(
         timeout_s: seconds for the whole call; the first of a session waits for the helper (8 s on a quiet machine).
         init_process_group: join the gloo group before the call, leave it after.
         env: additions to the environment of every rank, there before it imports anything; costs a helper.
+        helper: forks the ranks, for programs that need other imports than the session's; ``env`` is then the ranks'
+            alone.
         kwargs: picklable keyword arguments; the names above cannot be used.
 
     Returns:
@@ -78,7 +81,7 @@ def run_ranks(
         logs = [Path(folder, f"rank{rank}.log") for rank in range(world_size)]
         ranks: list[Child] = []
         deadline = time.monotonic() + timeout_s
-        with Zygote(env) if env else nullcontext(zygote()) as helper:
+        with Zygote(env) if env and helper is None else nullcontext(helper or zygote()) as helper:
             try:
                 for rank, log in enumerate(logs):
                     environment = _rank_environment(rank, world_size, store.port, env or {})
