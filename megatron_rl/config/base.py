@@ -1,15 +1,106 @@
-"""What every section of a recipe shares."""
+"""What every section of a recipe shares, and the marks that its fields carry."""
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, Strict
+from pydantic_core import core_schema
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 
 
 class Section(BaseModel):
-    """A section of a recipe: unknown keys are errors, and defaults are checked like given values."""
+    """A section of a recipe: unknown keys are errors, and defaults are checked like given values.
 
-    model_config = ConfigDict(extra="forbid", validate_default=True, use_attribute_docstrings=True)
+    Nothing is converted: "1" and true are no numbers, 1 is no switch, and numbers are finite.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", validate_default=True, use_attribute_docstrings=True, strict=True, allow_inf_nan=False
+    )
+
+
+AnyPath = Annotated[Path, Strict(False)]
+"""A path, written as text."""
+
+
+@dataclass(frozen=True)
+class LookedUp:
+    """Mark of a field that names something to read: a relative path counts from the folder of the recipe that names it,
+    where it is there, else from the working directory. With ``is_function``, of ``path/to/file.py:function``."""
+
+    is_function: bool = False
+
+
+class _Rewritten:
+    """Mark of a field that may be written in another way, too; `expand` gives the full one."""
+
+    @property
+    def other(self) -> dict[str, Any]:
+        """JSON Schema of the other way."""
+        raise NotImplementedError
+
+    def expand(self, value: Any) -> Any:
+        raise NotImplementedError
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_before_validator_function(self.expand, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: core_schema.CoreSchema, handler: Any) -> dict[str, Any]:
+        return {"anyOf": [handler(schema["schema"]), self.other]}
+
+
+@dataclass(frozen=True)
+class Short(_Rewritten):
+    """Text stands for a mapping with this text under ``key``."""
+
+    key: str
+
+    @property
+    def other(self) -> dict[str, Any]:
+        return {"type": "string"}
+
+    def expand(self, value: Any) -> Any:
+        return {self.key: value} if isinstance(value, str) else value
+
+
+@dataclass(frozen=True)
+class ShortList(_Rewritten):
+    """One item stands for a list of it, text for a mapping with this text under ``key``, null for an empty list."""
+
+    key: str
+
+    def expand(self, value: Any) -> Any:
+        if value is None:
+            return []
+        items = value if isinstance(value, list) else [value]
+        return value if is_patch(value) else [{self.key: item} if isinstance(item, str) else item for item in items]
+
+    def __get_pydantic_json_schema__(self, schema: core_schema.CoreSchema, handler: Any) -> dict[str, Any]:
+        full = handler(schema["schema"])
+        item = {"anyOf": [full["items"], {"type": "string"}]}
+        return {"anyOf": [{**full, "items": item}, item, {"type": "null"}]}
+
+
+@dataclass(frozen=True)
+class NullIsZero(_Rewritten):
+    """null stands for 0, which means off, never or all."""
+
+    @property
+    def other(self) -> dict[str, Any]:
+        return {"type": "null"}
+
+    def expand(self, value: Any) -> Any:
+        return 0 if value is None else value
+
+
+OffCount = Annotated[NonNegativeInt, NullIsZero()]
+"""A count whose 0, which may be written null, means off, never or all."""
+
+
+def is_patch(value: Any) -> bool:
+    """Whether ``value`` changes items of a list by their numbers, as ``--set data.train.0.path=…`` does."""
+    return isinstance(value, dict) and bool(value) and all(isinstance(key, str) and key.isdigit() for key in value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
+from pydantic import Discriminator, NonNegativeFloat, PositiveFloat, field_validator, model_validator
 
 from megatron_rl.config.base import Section
 
@@ -86,7 +86,8 @@ class Reject(_Masking):
     @field_validator("statistic", mode="before")
     @classmethod
     def _other_spellings(cls, statistic: Any) -> Any:
-        return {"geometric_mean": "geometric", "seq_max_k3": "max_k3"}.get(statistic, statistic)
+        others = {"geometric_mean": "geometric", "seq_max_k3": "max_k3"}
+        return others.get(statistic, statistic) if isinstance(statistic, str) else statistic
 
     @property
     def on_ratio_scale(self) -> bool:
@@ -117,6 +118,6 @@ class Opsm(_Masking):
 
 Correction = Annotated[
     NoCorrection | Is | Tis | Mis | IcePop | Reject | Veto | Opsm,
-    Field(discriminator="mode"),
+    Discriminator("mode"),
 ]
 WEIGHTING_MODES = ("is", "tis", "mis", "icepop")

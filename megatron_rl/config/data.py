@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from megatron_rl.config.base import Section
+from megatron_rl.config.base import LookedUp, Section, ShortList
 
 
 class DataSourceConfig(Section):
     """One file of problems: `.jsonl` (one object a line) or `.parquet`; {problem, answer} or verl's columns."""
 
-    path: str = Field(min_length=1)
+    path: Annotated[str, LookedUp()] = Field(min_length=1)
     """The file. A relative path is looked up from the recipe's folder first, then from the
     working directory."""
     name: str | None = None
@@ -35,7 +35,7 @@ class PromptConfig(Section):
     """Text around each problem: `{problem}` stands for it. With chat messages it wraps the last user message."""
     system: str | None = None
     """System message put before the chat, unless the row brings its own. Needs a chat template."""
-    chat_template: str = "auto"
+    chat_template: Annotated[str, LookedUp()] = "auto"
     """`auto`: the tokenizer's own where it has one; `none`: plain text; anything else: path of a Jinja file."""
     chat_template_args: dict[str, Any] = {}
     """Extra variables for the chat template, for example {enable_thinking: false}."""
@@ -60,13 +60,7 @@ class PromptConfig(Section):
         return self
 
 
-def _as_list(value: Any) -> Any:
-    """One source may be written without the list around it, or as its path alone."""
-    values = value if isinstance(value, list) else [value]
-    return [{"path": item} if isinstance(item, str) else item for item in values]
-
-
-Sources = Annotated[list[DataSourceConfig], BeforeValidator(_as_list)]
+Sources = Annotated[list[DataSourceConfig], ShortList("path")]
 
 
 class DataConfig(Section):

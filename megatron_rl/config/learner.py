@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveInt
 
-from megatron_rl.config.base import Dtype, Section
+from megatron_rl.config.base import Dtype, NullIsZero, Section
 from megatron_rl.config.precision import LossScaleConfig
 
 
@@ -44,8 +44,8 @@ class OptimizerConfig(Section):
     """Added to the root of the second moment."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay (AdamW)."""
-    clip_grad: float = Field(1.0, ge=0)
-    """Largest global gradient norm; larger gradients are scaled down to it. 0 turns clipping off."""
+    clip_grad: Annotated[NonNegativeFloat, NullIsZero()] = 1.0
+    """Largest global gradient norm; larger gradients are scaled down to it. 0 or null turns clipping off."""
 
 
 class LoraConfig(Section):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from megatron_rl.config.base import Section
+from megatron_rl.config.base import AnyPath, LookedUp, Section
 
 
 class ModelConfig(Section):
-    path: Path
+    path: Annotated[AnyPath, LookedUp()]
     """Folder of the starting checkpoint in Hugging Face layout (config.json, *.safetensors, tokenizer files).
     A relative path is looked up from the recipe's folder first, then from the working directory."""
 

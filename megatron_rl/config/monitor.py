@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from megatron_rl.config.base import Section
+from megatron_rl.config.base import OffCount, Section
 
 Action = Literal["warn", "decay_lr", "save", "record_batch", "stop"]
 Statistic = Literal["value", "ratio", "slope", "log_slope", "log_slope_lower", "not_finite"]
@@ -56,7 +56,7 @@ class MonitorConfig(Section):
     terminal: Literal["auto", "live", "plain", "off"] = "auto"
     """live: coloured lines above a status line with progress, phase and ETA. plain: one line per step. auto: live
     where standard output is a terminal, else plain. log.txt has the plain lines in every case."""
-    show_sample_every: int = Field(0, ge=0)
+    show_sample_every: OffCount = 0
     """Steps between printed sample responses (the first of the step, shortened); 0: none."""
     plots: bool = True
     """Draw plots/curves.png at the end of the run."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, Strict, field_validator, model_validator
 
-from megatron_rl.config.base import Section
+from megatron_rl.config.base import Section, Short, ShortList
 from megatron_rl.config.corrections import WEIGHTING_MODES, Correction
 from megatron_rl.config.policy_terms import PolicyTerm, PpoClip
 from megatron_rl.errors import OwnWarning
@@ -51,13 +51,13 @@ class ObjectiveConfig(Section):
     advantage: AdvantageName = "grpo"
     """How rewards become advantages: grpo (standardized in the group), dr_grpo (centred), rloo (leave one out),
     reinforce_pp (centred, then whitened over the batch), reinforce (the reward itself)."""
-    policy_term: PolicyTerm = PpoClip()
+    policy_term: Annotated[PolicyTerm, Short("name")] = PpoClip()
     """The surrogate of one token or sequence; a bare name stands for its defaults."""
     anchor: Literal["recompute", "bypass"] = "recompute"
     """What r is measured from. recompute: po, the learner's own probability at rollout weights. bypass: mu, the
     engine's, so that r becomes w = pi/mu and no pass for old log-probs is made; with several updates per batch rho is
     then not known either, and corrections and mismatch metrics see w in its place."""
-    correction: list[Correction] = []
+    correction: Annotated[list[Correction], ShortList("mode")] = []
     """Weights and masks against the training-inference mismatch; they multiply the policy term, and each other."""
     aggregation: Aggregation = "token-mean"
     """How token terms become one number over the global mini-batch."""
@@ -67,26 +67,11 @@ class ObjectiveConfig(Section):
     """Instrument: biased token weights. null: off."""
     variance: Variance | None = None
     """Instrument: unbiased noise on token weights. null: off."""
-    prob_bands: tuple[float, ...] = (0.01, 0.1, 0.5, 0.9)
+    prob_bands: Annotated[tuple[float, ...], Strict(False)] = (0.01, 0.1, 0.5, 0.9)
     """Edges in (0, 1) of the bands of po for mismatch/rho_mean/<band> and mismatch/rho_count/<band>."""
-
     mismatch_detail: bool = False
     """Also record what the papers' figures of the mismatch need: its spread and quantiles in each band of po, signed
     extremes of po - mu, histograms of po and mu, and the mismatch by position and by response length."""
-
-    @field_validator("policy_term", mode="before")
-    @classmethod
-    def _bare_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
-
-    @field_validator("correction", mode="before")
-    @classmethod
-    def _none_is_empty(cls, value: Any) -> Any:
-        if value is None:
-            return []
-        return (
-            [{"mode": item} if isinstance(item, str) else item for item in value] if isinstance(value, list) else value
-        )
 
     @field_validator("prob_bands")
     @classmethod

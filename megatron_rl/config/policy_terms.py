@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Discriminator, Field, PositiveFloat
 
 from megatron_rl.config.base import Section
 
@@ -100,5 +100,5 @@ class Sapo(TermSection):
 
 PolicyTerm = Annotated[
     PpoClip | Gspo | Gmpo | Cispo | Reinforce | MiniRl | Dppo | Sapo,
-    Field(discriminator="name"),
+    Discriminator("name"),
 ]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from megatron_rl.config.base import Section
+from megatron_rl.config.base import LookedUp, Section
 
 BUILTIN_REWARDS = ("math", "modsum", "exact")
 _CUSTOM = re.compile(r"(?:.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
@@ -40,11 +41,11 @@ class MaxErrorFracConfig(Section):
 
 
 class RewardConfig(Section):
-    name: str = "math"
+    name: Annotated[str, LookedUp(is_function=True)] = "math"
     """`math`: equal to the gold answer as mathematics. `exact`: the same string. `modsum`: the digit-sum task.
     `by_source`: chosen per prompt. `file.py:function` or `module:function`: your own, run in worker processes, called
     as f(response, answer), or as f(data_source, solution_str, ground_truth, extra_info) if it names these arguments."""
-    by_source: dict[str, str] = {}
+    by_source: Annotated[dict[str, str], LookedUp(is_function=True)] = {}
     """With `name: by_source`: reward of each `data_source`, spelled like `name`. Every source needs an entry."""
     num_workers: PositiveInt = 2
     """Worker processes for `math` and custom rewards. The other rewards are computed in place."""

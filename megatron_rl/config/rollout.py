@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megatron_rl.config.base import Dtype, Section
+from megatron_rl.config.base import Dtype, OffCount, Section
 from megatron_rl.config.servers import ServersConfig
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -28,8 +28,8 @@ class RolloutConfig(Section):
     """Sampling temperature. Log-probs are those of the distribution after temperature, top-p and top-k."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the smallest set of tokens whose probabilities reach this sum. 1: from all."""
-    top_k: NonNegativeInt = 0
-    """Sample from this many most probable tokens. 0: from all."""
+    top_k: OffCount = 0
+    """Sample from this many most probable tokens. 0 or null: from all."""
     stop_token_ids: list[NonNegativeInt] | None = None
     """Tokens that end a response and stay in it. null: `eos_token_id` of the checkpoint's generation_config.json.
     []: only `max_response_length` ends one."""
@@ -55,7 +55,7 @@ class RolloutConfig(Section):
     parameter to stay the same bit for bit. Costs one more read of the checkpoint; finds engine builds that
     corrupt weights on updates."""
 
-    max_staleness: NonNegativeInt = 0
+    max_staleness: OffCount = 0
     """How many steps generation may run ahead of the learner. 0: synchronous, every batch is sampled from the weights
     that it updates. k ≥ 1 (engine `vllm_server` only): while the learner works on a step, the batches of the next k are
     sampled, from weights that are up to k steps old when their batch is learned from."""

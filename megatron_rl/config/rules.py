@@ -48,8 +48,12 @@ def section_problems(recipe: RecipeSections) -> list[str]:
         found.append(f"checkpoint.keep_best: {best.metric} is never measured with validation.every 0; set it")
     if recipe.learner.lora is not None and recipe.precision.export_from == "master":
         found.append("precision.export_from: master needs master weights, which learner.lora has not; use learner")
-    if recipe.objective.advantage == "rloo" and recipe.rollout.num_samples < 2:
-        found.append("objective.advantage: rloo needs rollout.num_samples of at least 2")
+    advantage = recipe.objective.advantage
+    if advantage != "reinforce" and recipe.rollout.num_samples < 2:
+        found.append(
+            f"objective.advantage: {advantage} needs rollout.num_samples of at least 2, found "
+            f"{recipe.rollout.num_samples}: a response is compared with the others of its prompt; use reinforce for one"
+        )
     if recipe.learner.compile and recipe.runtime.device == "cuda":
         found.append(
             "learner.compile: true with runtime.device cuda, where TransformerEngine's layers bring their own kernels; "

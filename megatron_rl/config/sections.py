@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from megatron_rl.config.base import Section
+from megatron_rl.config.base import AnyPath, OffCount, Section, Short
 from megatron_rl.config.data import DataConfig
 from megatron_rl.config.exact import ExactConfig
 from megatron_rl.config.learner import LearnerConfig
@@ -60,10 +60,10 @@ class KeepBestConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every: NonNegativeInt = 0
-    """Steps between checkpoints; 0: only at the end of the run."""
-    keep_last: NonNegativeInt = 2
-    """Checkpoints kept; older ones are deleted after a newer one is complete. 0 keeps all."""
+    every: OffCount = 0
+    """Steps between checkpoints; 0 or null: only at the end of the run."""
+    keep_last: OffCount = 2
+    """Checkpoints kept; older ones are deleted after a newer one is complete. 0 or null keeps all."""
     keep_best: KeepBestConfig | None = None
     """Also keep the checkpoints with the best values of a metric. null: age alone decides."""
     export_hf: bool = False
@@ -71,8 +71,8 @@ class CheckpointConfig(Section):
 
 
 class ValidationConfig(Section):
-    every: NonNegativeInt = 0
-    """Steps between validations on data.validation, the first before training; 0: never."""
+    every: OffCount = 0
+    """Steps between validations on data.validation, the first before training; 0 or null: never."""
     num_samples: PositiveInt = 1
     """Responses per held-out prompt (n of avg@n and pass@n)."""
     temperature: float = Field(1.0, ge=0)
@@ -87,13 +87,13 @@ class ValidationConfig(Section):
 
 
 class RecipeSections(Section):
-    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")
+    name: str = Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")
     """Name of the run, and of its folder below `run_root`."""
     seed: NonNegativeInt = 0
     """Seed of sampling and of every other random choice that has none of its own."""
     num_steps: PositiveInt
     """Rollout steps of the run."""
-    run_root: Path = Path("runs")
+    run_root: AnyPath = Path("runs")
     """Folder that run directories go to; a relative path counts from the working directory."""
     runtime: RuntimeConfig = RuntimeConfig()
     """Where it runs."""
@@ -101,8 +101,8 @@ class RecipeSections(Section):
     """What is trained."""
     data: DataConfig
     """On which problems."""
-    reward: RewardConfig = RewardConfig()
-    """What earns a reward."""
+    reward: Annotated[RewardConfig, Short("name")] = RewardConfig()
+    """What earns a reward; the name alone stands for {name: ...}."""
     batch: BatchConfig = BatchConfig()
     """Arithmetic of a step."""
     rollout: RolloutConfig = RolloutConfig()

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Annotated
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megatron_rl.config.base import Section
+from megatron_rl.config.base import AnyPath, LookedUp, OffCount, Section
 
 TOKEN_VARIABLE = "MRL_SERVER_TOKEN"
 
 
 class ServersConfig(Section):
-    launch: NonNegativeInt = 0
+    launch: OffCount = 0
     """Servers that `train` itself starts on its own machine and ends with the run, to try it out. 0: none; they are
     started with `megatron-rl serve RECIPE`."""
     addresses: list[str] = []
@@ -33,10 +33,10 @@ class ServersConfig(Section):
     health_every_s: PositiveFloat = 5.0
     """Seconds between looks at every server's health and for new servers; three looks without an answer and a server
     counts as lost."""
-    token_file: Path | None = None
+    token_file: Annotated[AnyPath | None, LookedUp()] = None
     """File (mode 600) with the token that servers ask for. null: the environment variable MRL_SERVER_TOKEN; with
     `launch`, a random one if that is not set."""
-    weights_dir: Path | None = None
+    weights_dir: AnyPath | None = None
     """Folder that weights travel through; the learner's first node and all servers have to see it. The run makes a
     subfolder of its own in it and removes nothing else. On one machine /dev/shm is fastest. null: servers/weights in
     the run directory."""

@@ -18,8 +18,9 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_
 
 from megatron_rl.check import check_recipe
 from megatron_rl.config import Recipe, load_recipe
-from megatron_rl.config.base import Section
-from megatron_rl.config.loader import explain, read_yaml
+from megatron_rl.config.base import AnyPath, Section
+from megatron_rl.config.explain import explain
+from megatron_rl.config.loader import read_yaml
 from megatron_rl.errors import InputError
 from megatron_rl.shipped import existing_or_shipped
 
@@ -81,7 +82,7 @@ class Study(Section):
     """What is claimed to cause what."""
     setting: str
     """Why this base: how it was chosen, and that it was before arms were compared."""
-    base: Path
+    base: AnyPath
     """Recipe that all arms share, relative to the study file."""
     seeds: list[NonNegativeInt] = Field([0, 1, 2], min_length=1)
     """Repetitions; arms are compared seed by seed."""
