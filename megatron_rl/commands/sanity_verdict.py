@@ -11,9 +11,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import yaml
-
 from megatron_rl.config import Recipe
+from megatron_rl.config.yaml12 import parse
 from megatron_rl.data.source import read_problems
 from megatron_rl.errors import EXIT_DONE, InputError
 from megatron_rl.monitor.jsonl import read_metrics
@@ -37,7 +36,7 @@ def verdict(run: Path, threshold: float) -> tuple[bool, str]:
     for name in ("recipe.resolved.yaml", "metrics.jsonl"):
         if not (run / name).is_file():
             raise InputError(f"{run}: no {name}; expected a run directory")
-    recipe = Recipe.model_validate(yaml.safe_load((run / "recipe.resolved.yaml").read_text()))
+    recipe = Recipe.model_validate(parse((run / "recipe.resolved.yaml").read_text())[0])
     if recipe.batch.filter_groups:
         raise InputError(f"{run}: batch.filter_groups leaves solved problems out of the score; run with false")
     num_problems = sum(1 for source in recipe.data.train for _ in read_problems(source))

@@ -76,7 +76,7 @@ class ShortList(_Rewritten):
     def expand(self, value: Any) -> Any:
         if value is None:
             return []
-        items = value if isinstance(value, list) else [value]
+        items = list(value) if isinstance(value, list | tuple) else [value]
         return value if is_patch(value) else [{self.key: item} if isinstance(item, str) else item for item in items]
 
     def __get_pydantic_json_schema__(self, schema: core_schema.CoreSchema, handler: Any) -> dict[str, Any]:

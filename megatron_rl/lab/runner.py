@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import yaml
-
 from megatron_rl.config import Recipe
+from megatron_rl.config.yaml12 import parse
 from megatron_rl.errors import EXIT_DONE, EXIT_ENDED_BY_LIMIT, InputError
 from megatron_rl.lab.study import IDENTITY_KEYS, Job, LoadedStudy, differing_keys
 from megatron_rl.monitor.run_directory import RunDirectory
@@ -96,7 +95,7 @@ class StudyRunner:
         for job in jobs:
             file = RunDirectory(self.root / job.name).recipe
             if file.is_file():
-                keys = differing_keys(Recipe.model_validate(yaml.safe_load(file.read_text())), self.study.recipe(job))
+                keys = differing_keys(Recipe.model_validate(parse(file.read_text())[0]), self.study.recipe(job))
                 if keys:
                     problems.append(f"{file.parent}: was run with another {', '.join(keys)}")
         if problems:
@@ -112,7 +111,7 @@ class StudyRunner:
         A run on a CPU is deterministic: it would come out the same. Where it came from is kept in `REUSED`.
         """
         recipes = {
-            file.parent: Recipe.model_validate(yaml.safe_load(file.read_text()))
+            file.parent: Recipe.model_validate(parse(file.read_text())[0])
             for folder in folders
             for file in sorted(folder.glob("*/recipe.resolved.yaml"))
             if RunDirectory(file.parent).done.is_file()

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from megatron_rl.checkpoint.manifest import TRAINER_FILE, checkpoint_step, list_checkpoints
 from megatron_rl.config import Recipe
 from megatron_rl.config.identity import Change, differences, recipe_changes
+from megatron_rl.config.yaml12 import parse
 from megatron_rl.errors import InputError
 from megatron_rl.monitor import RunDirectory
 from megatron_rl.types import Prompt
@@ -152,7 +153,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     One that this version's schema does not take is returned as it is. Raises `InputError` for what is no recipe.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values, _ = parse(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"{path}: cannot be read: {error}; restore it from one of {path.stem}.<n>.yaml") from error
     if not isinstance(values, dict):
