@@ -10,7 +10,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_rl import __version__
 from megatron_rl.commands import COMMANDS
@@ -39,9 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for module in (r"torch\.distributed", r"megatron\."):  # Megatron's calls, not ours
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(arguments)
-    options.arguments = arguments
     try:
+        options = _parser().parse_args(arguments)
+        options.arguments = arguments
         status = options.execute(options)
         sys.stdout.flush()
         return status
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"run ended: {reason}", file=sys.stderr)
         return EXIT_ENDED_BY_LIMIT
     except KeyboardInterrupt:
-        hint = "; the same command continues from the last checkpoint" if options.command == "train" else ""
+        hint = "; the same command continues from the last checkpoint" if arguments[:1] == ["train"] else ""
         print(f"interrupted{hint}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Fault as error:
@@ -75,7 +75,7 @@ def script() -> int:
 
 
 class _Command(argparse.ArgumentParser):
-    """The parser of one command. It learns its arguments from the command's module when that command is asked for."""
+    """A parser that learns the arguments of its command, if it is one's, from ``module`` when they are asked for."""
 
     def __init__(self, *arguments: Any, module: str | None = None, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -91,13 +91,15 @@ class _Command(argparse.ArgumentParser):
             module.add_arguments(self)
         return super().parse_known_args(*arguments, **options)
 
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        sys.stdout.flush()  # a pipe without a reader is found here, not when Python ends
+        super().exit(status, message)
+
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megatron-rl", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = _Command(prog="megatron-rl", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"megatron-rl {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Command)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
         commands.add_parser(name, help=text, module=f"megatron_rl.commands.{name.replace('-', '_')}")
     return parser

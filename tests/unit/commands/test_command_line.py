@@ -125,11 +125,13 @@ def test_version_and_unknown_commands(capsys):
     assert "'train', 'check'" in capsys.readouterr().err
 
 
-def test_a_reader_that_leaves_early_is_no_fault():
+@pytest.mark.parametrize("arguments", [["schema"], ["--help"], ["check", "--help"]])
+def test_a_reader_that_leaves_early_is_no_fault(arguments):
     """As in `megatron-rl schema | head`; the status is that of other programs which SIGPIPE ends."""
-    command = [sys.executable, "-m", "megatron_rl", "schema"]
-    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "{\n"
+    command = [sys.executable, "-m", "megatron_rl", *arguments]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=pipe, stderr=pipe, text=True)
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait(timeout=60) == 128 + 13
