@@ -26,6 +26,26 @@ from megatron_rl.monitor import RunDirectory, read_metrics
 from megatron_rl.schedule.explain import ReplayedStep, replay
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("--as", dest="changes", default="", metavar="KEY=VALUE,...", help="keys of another schedule")
+    parser.add_argument("--out", type=Path, metavar="FILE.png", help="default: RUN/plots/schedule.png")
+
+
+def run(options: argparse.Namespace) -> int:
+    directory = RunDirectory(options.run)
+    config, lr, is_own = read_schedule(directory, options.changes)
+    records = read_metrics(directory.metrics)
+    if not records:
+        raise InputError(f"{directory.metrics}: no step was recorded")
+    steps = replay(records, config, lr, total_steps=int(records[-1]["step"]) + 1)
+    print_story(steps, config, lr, is_own)
+    path = options.out or directory.plots / "schedule.png"
+    plot(steps, config, path)
+    print(f"wrote {path}")
+    return EXIT_DONE
+
+
 def read_schedule(run: RunDirectory, changes: str) -> tuple[ScheduleConfig, float, bool]:
     """The schedule to explain, the peak rate, and whether it is the run's own."""
     if not run.recipe.is_file():
@@ -97,23 +117,3 @@ def plot(steps: list[ReplayedStep], config: ScheduleConfig, path: Path) -> None:
     bottom.set_xlabel("optimizer step t")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
-    parser.add_argument("--as", dest="changes", default="", metavar="KEY=VALUE,...", help="keys of another schedule")
-    parser.add_argument("--out", type=Path, metavar="FILE.png", help="default: RUN/plots/schedule.png")
-
-
-def run(options: argparse.Namespace) -> int:
-    run = RunDirectory(options.run)
-    config, lr, is_own = read_schedule(run, options.changes)
-    records = read_metrics(run.metrics)
-    if not records:
-        raise InputError(f"{run.metrics}: no step was recorded")
-    steps = replay(records, config, lr, total_steps=int(records[-1]["step"]) + 1)
-    print_story(steps, config, lr, is_own)
-    path = options.out or run.plots / "schedule.png"
-    plot(steps, config, path)
-    print(f"wrote {path}")
-    return EXIT_DONE

@@ -40,6 +40,31 @@ from megatron_rl.rewards.gold import KINDS, answer_key, classify
 SHOWN = 20  # examples of each kind in the report
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="+", type=Path, help="dataset files, .jsonl or .parquet")
+    parser.add_argument("--out", type=Path, required=True, help="file to write, .jsonl or .parquet")
+    parser.add_argument("--against", type=Path, nargs="*", default=[], help="evaluation sets to keep out")
+    parser.add_argument("--overlap", choices=("drop", "report"), default="drop", help="default drop")
+    parser.add_argument("--conflicts", choices=("drop", "majority"), default="drop", help="default drop")
+    parser.add_argument("--keep-instructions", action="store_true", help="leave the text around problems")
+    parser.add_argument("--tokenizer", type=Path, help="folder of a model: count tokens")
+    parser.add_argument("--max-length", type=int, help="most tokens of a problem (needs --tokenizer)")
+    parser.add_argument("--limit", type=int, help="only the first this many rows of each file")
+    parser.add_argument("--report", type=Path, help="default: OUT.report.json")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.out.suffix not in (".jsonl", ".parquet"):
+        raise InputError(f"--out {options.out}: unknown kind of file; allowed is .jsonl or .parquet")
+    if options.max_length is not None and options.tokenizer is None:
+        raise InputError("--max-length: counts tokens; name a --tokenizer")
+    report = prepare(options)
+    file = options.report or options.out.with_name(options.out.name + ".report.json")
+    file.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(as_text(report))
+    return EXIT_DONE
+
+
 def problems_of(paths: Sequence[Path], limit: int | None = None) -> Iterator[Problem]:
     for path in paths:
         yield from read_problems(DataSourceConfig(path=str(path), limit=limit))
@@ -171,28 +196,3 @@ def as_text(report: dict[str, Any]) -> str:
         lines.append(f"tokens      {shown}")
     output = report["output"]
     return "\n".join([*lines, f"written     {output['rows']} rows, sha256 {output['sha256']}: {output['file']}"])
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="+", type=Path, help="dataset files, .jsonl or .parquet")
-    parser.add_argument("--out", type=Path, required=True, help="file to write, .jsonl or .parquet")
-    parser.add_argument("--against", type=Path, nargs="*", default=[], help="evaluation sets to keep out")
-    parser.add_argument("--overlap", choices=("drop", "report"), default="drop", help="default drop")
-    parser.add_argument("--conflicts", choices=("drop", "majority"), default="drop", help="default drop")
-    parser.add_argument("--keep-instructions", action="store_true", help="leave the text around problems")
-    parser.add_argument("--tokenizer", type=Path, help="folder of a model: count tokens")
-    parser.add_argument("--max-length", type=int, help="most tokens of a problem (needs --tokenizer)")
-    parser.add_argument("--limit", type=int, help="only the first this many rows of each file")
-    parser.add_argument("--report", type=Path, help="default: OUT.report.json")
-
-
-def run(options: argparse.Namespace) -> int:
-    if options.out.suffix not in (".jsonl", ".parquet"):
-        raise InputError(f"--out {options.out}: unknown kind of file; allowed is .jsonl or .parquet")
-    if options.max_length is not None and options.tokenizer is None:
-        raise InputError("--max-length: counts tokens; name a --tokenizer")
-    report = prepare(options)
-    file = options.report or options.out.with_name(options.out.name + ".report.json")
-    file.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(as_text(report))
-    return EXIT_DONE

@@ -29,6 +29,42 @@ from megatron_rl.monitor.validation import CORRECT
 from megatron_rl.types import Group, Prompt
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recipe(parser)
+    parser.add_argument("--out", type=Path, required=True, help="file of the kept problems (JSON lines)")
+    parser.add_argument("--samples", type=int, default=40, help="responses per problem (default 40)")
+    parser.add_argument("--low", type=float, default=0.2, help="least accuracy kept (default 0.2)")
+    parser.add_argument("--high", type=float, default=0.8, help="greatest accuracy kept (default 0.8)")
+    parser.add_argument("--limit", type=int, help="only the first this many problems")
+    parser.add_argument("--problems-per-call", type=int, default=64, help="problems between two saves (default 64)")
+
+
+def run(options: argparse.Namespace) -> int:
+    from megatron_rl.process.ranks import broadcast_object, world_rank
+
+    if not 0 <= options.low <= options.high <= 1 or options.samples < 1:
+        raise InputError(
+            f"--low {options.low} --high {options.high} --samples {options.samples}: need 0 ≤ low ≤ high ≤ 1"
+        )
+    recipe = load_recipe(options.recipe, options.overrides)
+    problems = [problem for source in recipe.data.train for problem in read_problems(source)][: options.limit]
+    wanted = {problem.id for problem in problems}
+    prompts = load_prompts(recipe.data.train, load_tokenizer(str(recipe.model.path)), recipe.data.prompt)
+    progress, expected = options.out.with_name(options.out.name + ".progress.jsonl"), settings(recipe, options.samples)
+    with job(recipe):
+        # One rank owns the file; the others hear of it.
+        done = broadcast_object(read_progress(progress, expected) if world_rank() == 0 else {})
+        left = [prompt for prompt in prompts if prompt.id in wanted and prompt.id not in done]
+        if left:
+            sample(recipe, left, options.samples, options.problems_per_call, progress)
+        if world_rank() == 0:
+            correct = {name: number for name, number in read_progress(progress, expected).items() if name in wanted}
+            kept, sampled = write_kept(options.out, problems, correct, options.samples, options.low, options.high)
+            print(f"sampled {len(left)} problems, {sampled - len(left)} before")
+            print(f"kept {kept} of {sampled} problems (accuracy {options.low:g} to {options.high:g}): {options.out}")
+    return EXIT_DONE
+
+
 def settings(recipe: Recipe, num_samples: int) -> dict[str, Any]:
     """What sampled accuracies depend on; progress made with other settings is not continued."""
     rollout = recipe.rollout
@@ -142,39 +178,3 @@ def job(recipe: Recipe) -> Iterator[None]:
         yield
     finally:
         shutdown()
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_recipe(parser)
-    parser.add_argument("--out", type=Path, required=True, help="file of the kept problems (JSON lines)")
-    parser.add_argument("--samples", type=int, default=40, help="responses per problem (default 40)")
-    parser.add_argument("--low", type=float, default=0.2, help="least accuracy kept (default 0.2)")
-    parser.add_argument("--high", type=float, default=0.8, help="greatest accuracy kept (default 0.8)")
-    parser.add_argument("--limit", type=int, help="only the first this many problems")
-    parser.add_argument("--problems-per-call", type=int, default=64, help="problems between two saves (default 64)")
-
-
-def run(options: argparse.Namespace) -> int:
-    from megatron_rl.process.ranks import broadcast_object, world_rank
-
-    if not 0 <= options.low <= options.high <= 1 or options.samples < 1:
-        raise InputError(
-            f"--low {options.low} --high {options.high} --samples {options.samples}: need 0 ≤ low ≤ high ≤ 1"
-        )
-    recipe = load_recipe(options.recipe, options.overrides)
-    problems = [problem for source in recipe.data.train for problem in read_problems(source)][: options.limit]
-    wanted = {problem.id for problem in problems}
-    prompts = load_prompts(recipe.data.train, load_tokenizer(str(recipe.model.path)), recipe.data.prompt)
-    progress, expected = options.out.with_name(options.out.name + ".progress.jsonl"), settings(recipe, options.samples)
-    with job(recipe):
-        # One rank owns the file; the others hear of it.
-        done = broadcast_object(read_progress(progress, expected) if world_rank() == 0 else {})
-        left = [prompt for prompt in prompts if prompt.id in wanted and prompt.id not in done]
-        if left:
-            sample(recipe, left, options.samples, options.problems_per_call, progress)
-        if world_rank() == 0:
-            correct = {name: number for name, number in read_progress(progress, expected).items() if name in wanted}
-            kept, sampled = write_kept(options.out, problems, correct, options.samples, options.low, options.high)
-            print(f"sampled {len(left)} problems, {sampled - len(left)} before")
-            print(f"kept {kept} of {sampled} problems (accuracy {options.low:g} to {options.high:g}): {options.out}")
-    return EXIT_DONE

@@ -20,6 +20,18 @@ from megatron_rl.monitor.jsonl import read_metrics
 EXIT_FAILED = 1
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("--threshold", type=float, default=0.95, help="accuracy to exceed (default 0.95)")
+
+
+def run(options: argparse.Namespace) -> int:
+    results = [verdict(path, options.threshold) for path in options.runs]
+    for _, line in results:
+        print(line)
+    return EXIT_DONE if all(passed for passed, _ in results) else EXIT_FAILED
+
+
 def best_epoch(scores: list[float], steps_per_epoch: int) -> tuple[float, int]:
     """(highest mean of ``steps_per_epoch`` scores in a row, its last step). Raises `InputError` if there are fewer."""
     if len(scores) < steps_per_epoch:
@@ -51,15 +63,3 @@ def verdict(run: Path, threshold: float) -> tuple[bool, str]:
         f"{'PASS' if passed else 'FAIL'}  {run.name}: training accuracy {accuracy:.3f} at step {step} of {len(scores)} "
         f"({'above' if passed else 'not above'} {threshold:g}; {num_problems} problems)"
     )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
-    parser.add_argument("--threshold", type=float, default=0.95, help="accuracy to exceed (default 0.95)")
-
-
-def run(options: argparse.Namespace) -> int:
-    results = [verdict(run, options.threshold) for run in options.runs]
-    for _, line in results:
-        print(line)
-    return EXIT_DONE if all(passed for passed, _ in results) else EXIT_FAILED

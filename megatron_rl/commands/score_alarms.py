@@ -24,6 +24,31 @@ from megatron_rl.monitor import read_metrics
 from megatron_rl.monitor.scoring import CollapseRule, RuleScore, score_run
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory, or its metrics.jsonl")
+    parser.add_argument("--rules", type=Path, metavar="FILE", help="a recipe, or a YAML list; default: each run's own")
+    parser.add_argument("--metric", default=CollapseRule.metric, help="what collapses (default: %(default)s)")
+    parser.add_argument(
+        "--drop", type=float, default=CollapseRule.drop, help="of its highest value (default: %(default)s)"
+    )
+    parser.add_argument("--horizon", type=int, default=200, help="steps before a collapse in which a warning is right")
+    parser.add_argument("--json", action="store_true", help="print the scores as JSON instead of a table")
+
+
+def run(options: argparse.Namespace) -> int:
+    rule = CollapseRule(metric=options.metric, drop=options.drop)
+    scores = {}
+    for path in options.runs:
+        folder = path.parent if path.is_file() else path
+        rules = read_rules(options.rules or folder / "recipe.resolved.yaml")
+        scores[str(path)] = score_run(read_metrics(path), rules, rule, options.horizon)
+    if options.json:
+        print(json.dumps({name: [asdict(row) for row in rows] for name, rows in scores.items()}, indent=2))
+    else:
+        print_table(scores)
+    return EXIT_DONE
+
+
 def read_rules(path: Path) -> list[AlarmRule]:
     """The rules in ``path``: a recipe's monitor.alarms, or a bare list."""
     if not path.is_file():
@@ -55,28 +80,3 @@ def print_table(scores: dict[str, list[RuleScore]]) -> None:
         mean = f"{sum(leads) / len(leads):.0f}" if leads else "-"
         false = sum(row.false_alarms for row in rows)
         print(f"{rule:<24}{collapses:>10}{len(leads):>8}{mean:>11}{false:>14}{len(rows):>6}")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory, or its metrics.jsonl")
-    parser.add_argument("--rules", type=Path, metavar="FILE", help="a recipe, or a YAML list; default: each run's own")
-    parser.add_argument("--metric", default=CollapseRule.metric, help="what collapses (default: %(default)s)")
-    parser.add_argument(
-        "--drop", type=float, default=CollapseRule.drop, help="of its highest value (default: %(default)s)"
-    )
-    parser.add_argument("--horizon", type=int, default=200, help="steps before a collapse in which a warning is right")
-    parser.add_argument("--json", action="store_true", help="print the scores as JSON instead of a table")
-
-
-def run(options: argparse.Namespace) -> int:
-    rule = CollapseRule(metric=options.metric, drop=options.drop)
-    scores = {}
-    for run in options.runs:
-        folder = run.parent if run.is_file() else run
-        rules = read_rules(options.rules or folder / "recipe.resolved.yaml")
-        scores[str(run)] = score_run(read_metrics(run), rules, rule, options.horizon)
-    if options.json:
-        print(json.dumps({run: [asdict(row) for row in rows] for run, rows in scores.items()}, indent=2))
-    else:
-        print_table(scores)
-    return EXIT_DONE

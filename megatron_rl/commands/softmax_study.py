@@ -35,6 +35,28 @@ PAPER = {"mean": 1.0, "std": 0.0048, "max": 1.0189, "min": 0.9815, "histogram_kl
 _ROWS_AT_A_TIME = 2_000  # 16 MB of fp32 logits: fits a processor's cache better than 400 MB
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seeds", type=int, default=1, help="draws, seeded 0, 1, … (default 1)")
+    parser.add_argument(
+        "--json", nargs="?", const="-", help="write the figures per seed as JSON: to this file, or print"
+    )
+    parser.add_argument("--figure", type=Path, help="draw the histogram of seed 0 to this file")
+
+
+def run(options: argparse.Namespace) -> int:
+    found = [study(seed) for seed in range(options.seeds)]
+    as_json = json.dumps({"paper": PAPER, "seeds": found}, indent=1)
+    if options.json == "-":
+        print(as_json)
+    else:
+        _print_table(found)
+    if options.json and options.json != "-":
+        Path(options.json).write_text(as_json + "\n")
+    if options.figure:
+        draw(options.figure, 0)
+    return EXIT_DONE
+
+
 @dataclass(frozen=True)
 class Draw:
     """Probabilities of the sampled tokens, [num_tokens] float64, and the mean KL of their distributions."""
@@ -104,28 +126,6 @@ def draw(path: Path, seed: int, num_tokens: int = NUM_TOKENS) -> None:
     axes.set_title(f"BF16 softmax, {num_tokens:,} tokens: std {values.std():.4f}")
     figure.savefig(path, dpi=120)
     plt.close(figure)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", type=int, default=1, help="draws, seeded 0, 1, … (default 1)")
-    parser.add_argument(
-        "--json", nargs="?", const="-", help="write the figures per seed as JSON: to this file, or print"
-    )
-    parser.add_argument("--figure", type=Path, help="draw the histogram of seed 0 to this file")
-
-
-def run(options: argparse.Namespace) -> int:
-    found = [study(seed) for seed in range(options.seeds)]
-    as_json = json.dumps({"paper": PAPER, "seeds": found}, indent=1)
-    if options.json == "-":
-        print(as_json)
-    else:
-        _print_table(found)
-    if options.json and options.json != "-":
-        Path(options.json).write_text(as_json + "\n")
-    if options.figure:
-        draw(options.figure, 0)
-    return EXIT_DONE
 
 
 def _print_table(found: list[dict[str, float]]) -> None:
