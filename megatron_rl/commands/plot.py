@@ -1,10 +1,14 @@
 """Overlay the curves of several runs: one PNG and one self-contained HTML page.
 
     megatron-rl plot RUN [RUN ...] [--out DIR] [--title TEXT]
+    megatron-rl plot --paper length-decay RUN [RUN ...] [--figure fig05]
 
 RUN is a run directory (or its metrics.jsonl), or label=RUN. Runs with the same label are seeds of one experiment: their
 mean is drawn as a line and their range as a band. Without a label it is the folder's name less a trailing `-seed<n>`
 or `-s<n>`. Nothing but metrics.jsonl is read.
+
+--paper draws the figures of a paper instead, one PNG each, with the runs as its curves, and says which metric a run
+lacks for which figure. Give the runs of the figure's arms, and the figure's name where the others say nothing.
 """
 
 from __future__ import annotations
@@ -14,17 +18,22 @@ from pathlib import Path
 
 from megatron_rl.errors import EXIT_DONE, InputError
 from megatron_rl.monitor.page import build_page
-from megatron_rl.monitor.plots import draw_figure, drawable_panels, group_runs
+from megatron_rl.monitor.paper_figures import PAPERS, draw_paper
+from megatron_rl.monitor.plots import Curves, draw_figure, drawable_panels, group_runs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, its metrics.jsonl, or label=RUN")
     parser.add_argument("--out", type=Path, default=Path("plots"), help="folder for curves.png and curves.html")
     parser.add_argument("--title", default=None, help="heading; default: the labels")
+    parser.add_argument("--paper", choices=PAPERS, help="draw the figures of this paper")
+    parser.add_argument("--figure", action="append", default=[], help="with --paper: only this one; may be repeated")
 
 
 def run(options: argparse.Namespace) -> int:
     groups = group_runs(options.runs)
+    if options.paper:
+        return draw_figures(options, groups)
     if not drawable_panels(groups):
         raise InputError(f"{', '.join(options.runs)}: no step with a metric that has a panel was recorded")
     title = options.title or " · ".join(group.label for group in groups)
@@ -34,4 +43,19 @@ def run(options: argparse.Namespace) -> int:
     for group in groups:
         print(f"{group.label}: {len(group.runs)} run(s), {max(len(run) for run in group.runs)} steps")
     print(f"wrote {options.out / 'curves.png'} and {options.out / 'curves.html'}")
+    return EXIT_DONE
+
+
+def draw_figures(options: argparse.Namespace, groups: list[Curves]) -> int:
+    """The figures of `--paper`; raises `InputError` where none of them can be drawn."""
+    known = [figure.name for figure in PAPERS[options.paper]]
+    if unknown := [name for name in options.figure if name not in known]:
+        raise InputError(f"--figure {unknown[0]}: {options.paper} has {', '.join(known)}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    written, missing = draw_paper(options.paper, groups, options.out, options.figure)
+    for sentence in missing:
+        print(sentence)
+    if not written:
+        raise InputError(f"--paper {options.paper}: no run has a metric of any of these figures")
+    print("wrote " + ", ".join(map(str, written)))
     return EXIT_DONE

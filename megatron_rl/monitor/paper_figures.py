@@ -1,0 +1,264 @@
+"""The figures of the papers, from metrics.jsonl of runs: one for each paper figure, on its axes, seeds as a band."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from megatron_rl.monitor.plots import Curves, Panel, draw_panel, matching
+
+DETAIL = "objective.mismatch_detail: true records it"
+NOT_RECORDED = "no recipe key records it"
+
+
+@dataclass(frozen=True)
+class PaperPanel(Panel):
+    """A panel and how it is drawn. ``kind``: curves over steps; the last step's values over the bins that the metrics'
+    names end in; rho's quantiles over them; or points over steps with their correlation.
+    ``hint``: what records the metrics, where it is not every run."""
+
+    kind: str = "curves"
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class PaperFigure:
+    name: str
+    title: str
+    panels: tuple[PaperPanel, ...]
+
+
+REWARD = PaperPanel("training reward", ("critic/rewards/mean",))
+ACCURACY = PaperPanel("validation accuracy", (r"val/.+/avg@\d+",), hint="validation.every")
+LOG_PPL = PaperPanel("log ppl_abs_diff (LD Eq 8)", ("rollout_corr/log_ppl_abs_diff_sum",), is_log=True)
+GRAD_NORM = PaperPanel("gradient norm", ("actor/grad_norm",), is_log=True)
+SMOOTH_NORM = PaperPanel("smoothed gradient norm", ("noise/grad_norm_ema",), is_log=True)
+LENGTH = PaperPanel("response length", ("response_length/mean",))
+ENTROPY = PaperPanel("token entropy", ("actor/entropy",))
+RATE = PaperPanel("learning rate", ("actor/lr",), is_log=True)
+RHO_STD = PaperPanel("mismatch: std of rho", ("mismatch/rho_std",), is_log=True)
+CLIP_RATIO = PaperPanel("token clip ratio", ("actor/pg_clipfrac",))
+EXTREMES = PaperPanel("pi - mu: largest, smallest", ("mismatch/prob_diff_max", "mismatch/prob_diff_min"), hint=DETAIL)
+BASE_KL = PaperPanel("KL to the base model", ("mismatch/base_kl",), hint=NOT_RECORDED)
+HACKING = (REWARD, ACCURACY, RHO_STD, ENTROPY)
+EXTENDED = (ACCURACY, RHO_STD, ENTROPY, CLIP_RATIO, BASE_KL, GRAD_NORM)
+
+PAPERS: dict[str, tuple[PaperFigure, ...]] = {
+    "length-decay": (
+        PaperFigure("fig01", "validation and mismatch at a constant rate", (ACCURACY, LOG_PPL)),
+        PaperFigure("fig02", "with and without importance sampling", (REWARD, ACCURACY)),
+        PaperFigure("fig03", "smoothed gradient norm", (SMOOTH_NORM,)),
+        PaperFigure("fig04", "1e-6 against 1e-7", (ACCURACY, LOG_PPL)),
+        PaperFigure("fig05", "part of the training data", (REWARD, ACCURACY)),
+        PaperFigure("fig06", "surge of the response length", (LENGTH,)),
+        PaperFigure("fig07-08", "length-decay schedule", (REWARD, ACCURACY, GRAD_NORM, LOG_PPL, ENTROPY, RATE)),
+        PaperFigure("fig09-10", "decay periods", (ACCURACY, LOG_PPL, RATE)),
+        PaperFigure("fig11-13", "schedule with MIS, TIS and fp16", (ACCURACY, LOG_PPL)),
+    ),
+    "fp16": (
+        PaperFigure("fig01", "training reward", (REWARD,)),
+        PaperFigure(
+            "fig02",
+            "mismatch of tokens and of sequences (last step)",
+            (
+                PaperPanel(
+                    "share of tokens by probability",
+                    (r"mismatch/(mu|po)_share/.+",),
+                    kind="bins",
+                    is_log=True,
+                    hint=DETAIL,
+                ),
+                PaperPanel(
+                    "|log pi(y)/mu(y)| by response length",
+                    (r"mismatch/log_ppl_abs_diff_sum/length/.+",),
+                    kind="bins",
+                    is_log=True,
+                    hint=DETAIL,
+                ),
+            ),
+        ),
+        PaperFigure("fig03", "stability of algorithms", (REWARD, ACCURACY, EXTREMES, RHO_STD)),
+        PaperFigure("fig04", "algorithms in fp16", (REWARD, ACCURACY)),
+        PaperFigure("fig05", "pairs of dtypes", (REWARD, ACCURACY, RHO_STD)),
+        PaperFigure("fig06", "validation", (ACCURACY,)),
+    ),
+    "hacking": (
+        PaperFigure("fig02", "initial discrepancy: GRPO and TIS", HACKING),
+        PaperFigure("fig04", "strength of token clipping", HACKING),
+        PaperFigure("fig05", "injected weight distortion", HACKING),
+        PaperFigure("fig06", "surrogate of the spurious signal", (PaperPanel("J", ("hacking/J",), kind="points"),)),
+        PaperFigure(
+            "fig07",
+            "rho by probability",
+            (
+                PaperPanel(
+                    "quantiles of rho, last step", (r"mismatch/rho_q(05|50|95)/.+",), kind="quantiles", hint=DETAIL
+                ),
+                PaperPanel("mean of rho in bands of po", (r"mismatch/rho_mean/.+",)),
+            ),
+        ),
+        PaperFigure(
+            "fig09",
+            "correlation and largest ratio",
+            (
+                PaperPanel("correlation of po and mu", ("mismatch/pcc",)),
+                PaperPanel("largest rho", ("mismatch/rho_max",), is_log=True),
+            ),
+        ),
+        PaperFigure("fig10", "no weight on unlikely tokens", HACKING),
+        PaperFigure("fig12", "variance of weights", HACKING),
+        PaperFigure("fig14", "early stage", (RHO_STD, ENTROPY, GRAD_NORM)),
+        PaperFigure("fig15-17", "extended dynamics", EXTENDED),
+    ),
+    "router-replay": (
+        PaperFigure(
+            "dynamics",
+            "training with and without replay",
+            (
+                REWARD,
+                ACCURACY,
+                PaperPanel("KL of the engines (k3)", ("rollout_corr/k3_kl",), is_log=True),
+                RHO_STD,
+                PaperPanel("route agreement", ("router/agree_frac",), hint="routing.telemetry or routing.replay"),
+                GRAD_NORM,
+                ENTROPY,
+            ),
+        ),
+    ),
+}
+
+
+def draw_paper(paper: str, groups: Sequence[Curves], folder: Path, only: Sequence[str] = ()) -> tuple[list, list[str]]:
+    """Draw the figures of ``paper`` (those named by ``only``, else all) to ``folder``.
+
+    Returns the files, and one sentence for each run and panel whose metric was not recorded.
+    """
+    written, missing = [], []
+    for figure in PAPERS[paper]:
+        if only and figure.name not in only:
+            continue
+        lacking = [
+            f"{figure.name}, {panel.title}: {group.label} has no {' or '.join(panel.metrics)}"
+            + (f" ({panel.hint})" if panel.hint else "")
+            for panel in figure.panels
+            for group in groups
+            if not matching(panel.metrics, group.metrics)
+        ]
+        missing += lacking
+        if len(lacking) == len(figure.panels) * len(groups):
+            continue
+        path = folder / f"{paper}-{figure.name}.png"
+        _draw(figure, paper, groups).savefig(path, dpi=110)
+        written.append(path)
+    return written, missing
+
+
+def _draw(figure: PaperFigure, paper: str, groups: Sequence[Curves]) -> Figure:
+    columns = min(3, len(figure.panels))
+    rows = -(-len(figure.panels) // columns)
+    drawn = Figure(figsize=(4.8 * columns, 3.2 * rows + 0.4), layout="constrained")
+    drawn.suptitle(f"{paper}, {figure.name}: {figure.title}", fontsize=11)
+    for index, panel in enumerate(figure.panels):
+        axes = drawn.add_subplot(rows, columns, index + 1)
+        having = [group for group in groups if matching(panel.metrics, group.metrics)]
+        if having:
+            _KINDS[panel.kind](axes, panel, having)
+        else:
+            axes.text(0.5, 0.5, "not recorded", ha="center", va="center", transform=axes.transAxes, color="gray")
+            axes.set_xticks([])
+            axes.set_yticks([])
+        axes.set_title(panel.title, fontsize=10)
+    return drawn
+
+
+def _curves(axes: Axes, panel: PaperPanel, groups: Sequence[Curves]) -> None:
+    draw_panel(axes, panel, groups)
+
+
+def _last(group: Curves, metric: str) -> float:
+    """Mean over seeds of the last value of ``metric``."""
+    ends = [[record[metric] for record in run if metric in record][-1:] for run in group.runs]
+    return float(np.mean([end[0] for end in ends if end]))
+
+
+def _families(panel: PaperPanel, group: Curves) -> dict[str, dict[str, float]]:
+    """Name without its bin → bin → the last value, bins in ascending order."""
+    found: dict[str, dict[str, float]] = {}
+    for metric in matching(panel.metrics, group.metrics):
+        family, _, bin_of = metric.rpartition("/")
+        found.setdefault(family, {})[bin_of] = _last(group, metric)
+    return {family: dict(sorted(bins.items(), key=lambda item: _low(item[0]))) for family, bins in found.items()}
+
+
+def _low(label: str) -> float:
+    """Lower end of a bin: "0.05-0.1" → 0.05."""
+    return float(re.match(r"[\d.]+(?:e-?\d+)?", label)[0])
+
+
+def _bins(axes: Axes, panel: PaperPanel, groups: Sequence[Curves]) -> None:
+    """A line over bins for each family of metrics, a colour for each group."""
+    order = sorted({b for g in groups for bins in _families(panel, g).values() for b in bins}, key=_low)
+    for number, group in enumerate(groups):
+        families = _families(panel, group)
+        for family, style in zip(sorted(families), ("-", "--", ":")):
+            bins = families[family]
+            places = [order.index(label) for label in bins]
+            name = f"{group.label} {family.rsplit('/', 1)[-1]}" if len(families) > 1 else group.label
+            axes.plot(places, list(bins.values()), style, marker=".", color=f"C{number % 10}", lw=1.2, label=name)
+    every = max(1, len(order) // 8)
+    axes.set_xticks(range(0, len(order), every), order[::every], rotation=45, fontsize=7)
+    axes.tick_params(axis="y", labelsize=8)
+    if panel.is_log:
+        axes.set_yscale("log")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=6)
+
+
+def _quantiles(axes: Axes, panel: PaperPanel, groups: Sequence[Curves]) -> None:
+    """In each band of po the median of rho, and a bar from its 5% to its 95% quantile."""
+    order = sorted({b for g in groups for bins in _families(panel, g).values() for b in bins}, key=_low)
+    for number, group in enumerate(groups):
+        families = _families(panel, group)
+        low, middle, high = (families[f"mismatch/rho_q{q}"] for q in ("05", "50", "95"))
+        places = np.array([order.index(label) for label in middle]) + 0.8 * (number + 0.5) / len(groups) - 0.4
+        values = np.array(list(middle.values()))
+        bars = [values - np.array(list(low.values())), np.array(list(high.values())) - values]
+        axes.errorbar(
+            places, values, np.maximum(bars, 0), fmt="o", ms=3, capsize=3, color=f"C{number % 10}", label=group.label
+        )
+    axes.axhline(1, color="tab:red", ls="--", lw=0.8)
+    axes.set_xticks(range(len(order)), order, fontsize=7)
+    axes.set_xlabel("po", fontsize=8)
+    axes.tick_params(axis="y", labelsize=8)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=6)
+
+
+def _points(axes: Axes, panel: PaperPanel, groups: Sequence[Curves]) -> None:
+    """A dot a step, and the Pearson correlation of the metric with the step in the legend."""
+    for number, group in enumerate(groups):
+        steps, values = group.series(panel.metrics[0])
+        x = np.tile(steps, len(values))
+        y = values.ravel()
+        x, y = x[np.isfinite(y)], y[np.isfinite(y)]
+        varies = len(y) > 2 and x.std() > 0 and y.std() > 0
+        name = f"{group.label}: PCC {np.corrcoef(x, y)[0, 1]:.2f}" if varies else group.label
+        axes.plot(x, y, ".", ms=4, color=f"C{number % 10}", label=name)
+    axes.set_xlabel("step", fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=6)
+
+
+_KINDS: dict[str, Callable[[Axes, PaperPanel, Sequence[Curves]], None]] = {
+    "curves": _curves,
+    "bins": _bins,
+    "quantiles": _quantiles,
+    "points": _points,
+}
