@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.checkpoint.architecture import Architecture, read_architecture
-from megatron_rl.checkpoint.known_models import shape_of
+from megatron_rl.checkpoint.known_models import KNOWN_MODELS, how_to_get, shape_of
 from megatron_rl.config import Recipe
 from megatron_rl.config.precision_contract import contract
-from megatron_rl.config.rules import model_problems
+from megatron_rl.config.rules import model_problems, smallest_world
 from megatron_rl.data import check_source
 from megatron_rl.errors import InputError
 from megatron_rl.process.compiler import compiler_problem
@@ -35,7 +34,7 @@ def check_recipe(recipe: Recipe, world_size: int | None = None, *, offline: bool
     Raises:
         InputError: with every problem found, one a line.
     """
-    architecture, assumed = shape_of(recipe.model.path) if offline else (read_architecture(recipe.model.path), False)
+    architecture, assumed = shape_of(recipe.model.path) if offline else (_architecture(recipe.model.path), False)
     absent = [f"model {recipe.model.path} (its shape is known)"] if assumed else []
     device = "cpu" if recipe.runtime.device == "cpu" else None
     problems = model_problems(recipe, architecture, world_size, device) + _compiler_problems(recipe)
@@ -60,6 +59,18 @@ def check_recipe(recipe: Recipe, world_size: int | None = None, *, offline: bool
     return CheckedRecipe(architecture, world_size, report)
 
 
+def _architecture(path: Path) -> Architecture:
+    """`read_architecture`; where there is no such folder, the error says how to get one and how to check without."""
+    if path.exists():
+        return read_architecture(path)
+    command = how_to_get(path)
+    download = f"download it with `{command}`" if command else "download a checkpoint in Hugging Face layout there"
+    raise InputError(
+        f"model.path: {path}: no such folder; {download}. `megatron-rl check RECIPE --offline` checks the rest of the "
+        f"recipe without it, for models whose shape is known: {', '.join(KNOWN_MODELS)}"
+    )
+
+
 def _compiler_problems(recipe: Recipe) -> list[str]:
     """What asks for compilation on a machine that has no compiler."""
     found = []
@@ -73,14 +84,14 @@ def _compiler_problems(recipe: Recipe) -> list[str]:
 def _report(recipe: Recipe, a: Architecture, world_size: int | None) -> list[tuple[str, str]]:
     parallel, rollout = recipe.learner.parallel, recipe.rollout
     experts = f", {a.num_experts} experts top-{a.experts_per_token}" if a.is_moe else ", dense"
-    model_ranks = parallel.tensor * parallel.pipeline
-    ranks = world_size if world_size is not None else int(os.environ.get("WORLD_SIZE", model_ranks))
+    smallest = smallest_world(parallel, rollout)
+    data = (world_size or smallest) // (parallel.tensor * parallel.pipeline)
     return [
         ("model", f"{a.model_type}: {a.num_layers} layers, width {a.hidden_size}{experts}"),
         (
             "layout",
-            f"{ranks} ranks: tensor {parallel.tensor}, pipeline {parallel.pipeline}, expert {parallel.expert}, "
-            f"data {ranks // model_ranks}",
+            (f"{world_size} ranks" if world_size else f"{smallest} ranks or a multiple, which --ranks checks")
+            + f": tensor {parallel.tensor}, pipeline {parallel.pipeline}, expert {parallel.expert}, data {data}",
         ),
         (
             "step",
@@ -96,4 +107,36 @@ def _report(recipe: Recipe, a: Architecture, world_size: int | None) -> list[tup
             f"{'+'.join(c.mode for c in recipe.objective.correction) or 'no correction'}, "
             f"{recipe.objective.aggregation}",
         ),
+        ("records", "; ".join(_records(recipe))),
     ]
+
+
+def _records(recipe: Recipe) -> list[str]:
+    """What the run will write of itself, and what it will not be able to bring back."""
+    checkpoint, recorder, validation = recipe.checkpoint, recipe.recorder, recipe.validation
+    kept = f", the newest {checkpoint.keep_last} kept" if checkpoint.keep_last else ""
+    best = f", and the best {checkpoint.keep_best.n} by {checkpoint.keep_best.metric}" if checkpoint.keep_best else ""
+    found = [
+        (
+            f"checkpoints every {checkpoint.every} steps and at the end"
+            if checkpoint.every
+            else "a checkpoint at the end"
+        )
+        + kept
+        + best,
+        f"validation every {validation.every} steps" if validation.every else "no validation",
+    ]
+    alarms = [rule.name for rule in recipe.monitor.alarms if "record_batch" in rule.then]
+    by_alarm = f"batches of alarms ({', '.join(alarms)})" if alarms else ""
+    if recorder.record_batches == "all":
+        found.append("every batch")
+    elif recorder.record_batches == "last_n":
+        found.append(f"the newest {recorder.keep} batches" + (f" and {by_alarm}" if by_alarm else ""))
+        if not checkpoint.every or recorder.keep < checkpoint.every:
+            found.append(
+                "the exact weights of a recorded step are lost: that takes a checkpoint and every batch since, but "
+                f"recorder.keep is {recorder.keep} and checkpoint.every {checkpoint.every}"
+            )
+    else:
+        found.append(by_alarm if by_alarm else "no batches")
+    return found

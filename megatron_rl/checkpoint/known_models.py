@@ -97,6 +97,17 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+HUB_ORGANIZATIONS = {"Qwen": "Qwen", "DeepSeek": "deepseek-ai", "OctoThinker": "OctoThinker"}  # by a name's beginning
+
+
+def how_to_get(path: Path) -> str:
+    """The command that downloads the checkpoint that ``path`` is named after; "" where the name is not known."""
+    organization = next((o for start, o in HUB_ORGANIZATIONS.items() if path.name.startswith(start)), None)
+    if path.name not in KNOWN_MODELS or organization is None:
+        return ""
+    return f"hf download {organization}/{path.name} --local-dir {path}"
+
+
 def shape_of(path: Path) -> tuple[Architecture, bool]:
     """The architecture of the checkpoint at ``path``, and whether it came from this table by the folder's name.
 

@@ -1,4 +1,4 @@
-"""Check a recipe without starting an engine: schema, layout, batch arithmetic, precision, data. Needs no GPU.
+"""Do all that `train` does before its engines start, and show it: layout, data, a prompt, its reward. Needs no GPU.
 
 megatron-rl check RECIPE [--ranks N] [--offline]
 """
@@ -18,17 +18,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--offline",
         action="store_true",
-        help="where the model is not at hand, go by its name (checkpoint/known_models.py); leave out data files",
+        help="where the model is not at hand, go by its name (checkpoint/known_models.py); leave out what needs files "
+        "that are absent",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    from megatron_rl.check import check_recipe
     from megatron_rl.config import load_recipe
+    from megatron_rl.run.prepare import report
 
     ranks = options.ranks or (int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
-    checked = check_recipe(load_recipe(options.recipe, options.overrides), ranks, offline=options.offline)
-    for what, value in checked.report:
+    for what, value in report(load_recipe(options.recipe, options.overrides), ranks, options.offline):
         print(f"{what:>10}  {value}")
     print(f"{'memory':>10}  megatron-rl plan {options.recipe} --gpu {{{','.join(GPU_NAMES)}}}")
     return EXIT_DONE

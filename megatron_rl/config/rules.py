@@ -6,6 +6,7 @@ allowed; an empty list where nothing is wrong. `check`, `plan`, the engines and 
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from megatron_rl.checkpoint.architecture import Architecture
@@ -93,6 +94,13 @@ def model_problems(
     if recipe.learner.lora is not None:
         found += lora_problems(architecture, recipe.learner.parallel)
     return found
+
+
+def smallest_world(parallel: ParallelConfig, rollout: RolloutConfig) -> int:
+    """The number of ranks that every number of ranks of this layout is a multiple of."""
+    engine = rollout.tensor_parallel if rollout.engine != "vllm_server" else 1
+    experts = parallel.expert * parallel.expert_tensor * parallel.pipeline
+    return math.lcm(parallel.tensor * parallel.pipeline, experts, engine)
 
 
 def layout_problems(parallel: ParallelConfig, architecture: Architecture, world_size: int | None) -> list[str]:

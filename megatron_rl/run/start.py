@@ -12,14 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.check import check_recipe
 from megatron_rl.checkpoint.manifest import checkpoint_name, checkpoint_step, list_checkpoints
 from megatron_rl.checkpoint.save import SaveError
 from megatron_rl.config import Recipe
 from megatron_rl.config.precision_contract import confirm_contract, contract
 from megatron_rl.config.sections import CheckpointConfig
-from megatron_rl.data import PromptSampler, PromptSet, check_vocabulary, load_tokenizer, load_train, load_validation
-from megatron_rl.errors import Fault, InputError
+from megatron_rl.data import PromptSampler, PromptSet
+from megatron_rl.errors import Fault
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import initialize, shutdown
 from megatron_rl.monitor import AlarmEvent, Monitor, RunDirectory, write_environment
@@ -47,6 +46,7 @@ from megatron_rl.run.identity import (
 )
 from megatron_rl.run.lock import RunLock
 from megatron_rl.run.lookahead import Lookahead
+from megatron_rl.run.prepare import prepare
 from megatron_rl.run.resume import check_resume, find_checkpoint
 from megatron_rl.shipped import shipped
 from megatron_rl.types import Group
@@ -162,23 +162,12 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
     Gives None where the run is complete. ``allow_changes``: the run may go on with another recipe. Raises `InputError`
     before an engine starts where recipe, data or checkpoint cannot be used.
     """
-    checked = check_recipe(recipe)
     directory = RunDirectory(recipe.run_dir)
     check_resume(directory, resume)
-    tokenizer = load_tokenizer(str(recipe.model.path))
-    train = load_train(recipe.data, tokenizer)
-    if (prompts := recipe.batch.prompts_of_a_round) > len(train):
-        key = "generation_prompts" if recipe.batch.generation_prompts else "prompts"
-        raise InputError(
-            f"batch.{key}: {prompts} prompts a step, but data.train has {len(train)}; a step would "
-            f"sample a prompt twice. Lower batch.{key} or add data"
-        )
-    validation = load_validation(recipe.data, recipe.validation, tokenizer) if recipe.data.validation else ()
-    check_vocabulary([*train, *validation], checked.architecture.vocab_size)
-    sampler = PromptSampler(train, seed=recipe.data.seed, shuffle=recipe.data.shuffle)
-    sources = {*train.data_sources, *(prompt.data_source for prompt in validation)}
     with contextlib.ExitStack() as stack:
-        rewarder = stack.enter_context(Rewarder(recipe.reward, recipe.rollout.max_response_length, sources))
+        prepared = stack.enter_context(prepare(recipe, int(os.environ.get("WORLD_SIZE", 1))))
+        train, validation = prepared.train, prepared.validation
+        sampler = PromptSampler(train, seed=recipe.data.seed, shuffle=recipe.data.shuffle)
         initialize(recipe.learner.parallel, recipe.runtime.device, recipe.seed)
         stack.callback(shutdown)
         lock = RunLock(directory.lock)
@@ -196,7 +185,7 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
         checkpoint, notes = find_checkpoint(directory, resume)
         begins_at = on_main_rank(lambda: begin_step(directory, checkpoint, recipe.num_steps))
         learner = Learner(recipe)
-        summary = {"run": str(directory.root), **dict(checked.report), "num_steps": recipe.num_steps}
+        summary = {"run": str(directory.root), **dict(prepared.report), "num_steps": recipe.num_steps}
         monitor = stack.enter_context(Monitor(directory, recipe.monitor, summary, is_main, share=broadcast_object))
         for line in filter(None, [note, *notes, *changes]):
             monitor.log(line)
@@ -206,11 +195,11 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
             directory.done.unlink(missing_ok=True)  # a complete run that goes on
             keep_recipe(directory, recipe, begins_at)
             write_environment(directory.environment, applied_patches(), now)
-        generator = start_generator(recipe, tokenizer, learner, say=monitor.log)
+        generator = start_generator(recipe, prepared.tokenizer, learner, say=monitor.log)
         stack.callback(generator.close)
-        stated = contract(recipe, checked.architecture)
+        stated = contract(recipe, prepared.checked.architecture)
         for row in confirm_contract(stated, learner.describe_precision(), generator.describe_precision()):
-            if (row.aspect, str(row)) not in checked.report:  # printed at the start
+            if (row.aspect, str(row)) not in prepared.report:  # printed at the start
                 monitor.log(f"{row.aspect}: {row}")
         ahead = Lookahead(
             sampler,
@@ -221,7 +210,7 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
             num_steps=recipe.num_steps,
             refills=recipe.batch.filter_groups,
         )
-        run = Run(recipe, directory, learner, generator, rewarder, sampler, ahead, validation, monitor)
+        run = Run(recipe, directory, learner, generator, prepared.rewarder, sampler, ahead, validation, monitor)
         if checkpoint is not None:
             _resume(run, checkpoint, train)
         elif is_main and directory.metrics.exists():

@@ -31,7 +31,10 @@ def refused(tmp_path, monkeypatch, capsys):
         assert not (tmp_path / "runs").exists()
         message = capsys.readouterr().err
         assert message.startswith("error: ")
-        assert "Traceback" not in message
+        assert message.endswith("\n")
+        if resume == "auto":  # `check` takes the same path, and says the same
+            assert main(["check", str(recipe), "--ranks", "1", *arguments]) == 2
+            assert capsys.readouterr().err == message
         return message
 
     return refused
@@ -85,6 +88,36 @@ def test_prompt_longer_than_the_limit(refused):
     message = refused("data.prompt.max_length=3")
     assert "max_length" in message
     assert "train-0000" in message
+
+
+BROKEN = """
+def raises(response, answer):
+    return int(response.split("=")[1])
+
+def none(response, answer): ...
+def three(response, answer, more): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("raises", 'line 3, in raises\n    return int(response.split("=")[1])'),
+        ("none", "returned None (NoneType); expected a number, a bool or a mapping with `score`"),
+        ("three", "takes (response, answer, more), which fits neither f(response, answer) nor"),
+        ("four", "defines no function 'four'"),
+    ],
+)
+def test_reward_function_that_cannot_work(refused, tmp_path, function, expected):
+    file = tmp_path / "mine.py"
+    file.write_text(BROKEN)
+    assert expected in refused(f"reward.name={file}:{function}")
+
+
+def test_model_that_is_not_there(refused):
+    message = refused("model.path=models/Qwen3-30B-A3B-Base")
+    assert "hf download Qwen/Qwen3-30B-A3B-Base --local-dir models/Qwen3-30B-A3B-Base" in message
+    assert "--offline" in message
 
 
 def test_checkpoint_of_another_architecture(refused, tmp_path):

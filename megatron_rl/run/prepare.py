@@ -1,0 +1,118 @@
+"""Everything that a run needs before its engines: `train` and `check` both start here, so that they agree.
+
+Recipe, model, layout, tokenizer, prompts and reward are loaded as the run will use them, and the reward is called once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.check import CheckedRecipe, check_recipe
+from megatron_rl.checkpoint.manifest import list_checkpoints
+from megatron_rl.config import Recipe
+from megatron_rl.data import PromptSet, check_vocabulary, load_tokenizer, load_train, load_validation
+from megatron_rl.errors import InputError
+from megatron_rl.monitor.run_directory import RunDirectory
+from megatron_rl.rewards import Rewarder
+from megatron_rl.rewards.rewarder import Trial
+from megatron_rl.run.identity import begin_step, compare, contents, has_begun, is_complete, refuse
+
+SHOWN_CHARACTERS, SHOWN_SOURCES = 300, 8  # of a prompt; of the data sources
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A recipe that can be run, as far as can be known without engines. ``report``: what, value; for a person."""
+
+    checked: CheckedRecipe
+    tokenizer: Any
+    train: PromptSet
+    validation: PromptSet
+    rewarder: Rewarder
+    report: list[tuple[str, str]]
+
+
+@contextlib.contextmanager
+def prepare(recipe: Recipe, world_size: int | None) -> Iterator[Prepared]:
+    """Check and load; the rewarder's workers end on leaving. ``world_size``: ranks of the job, None where not known.
+
+    Raises `InputError` for whatever keeps the recipe from being run.
+    """
+    checked = check_recipe(recipe, world_size)
+    tokenizer = load_tokenizer(str(recipe.model.path))
+    train = load_train(recipe.data, tokenizer)
+    if (prompts := recipe.batch.prompts_of_a_round) > len(train):
+        key = "generation_prompts" if recipe.batch.generation_prompts else "prompts"
+        raise InputError(
+            f"batch.{key}: {prompts} prompts a step, but data.train has {len(train)}; a step would "
+            f"sample a prompt twice. Lower batch.{key} or add data"
+        )
+    has_validation = bool(recipe.data.validation)
+    validation = load_validation(recipe.data, recipe.validation, tokenizer) if has_validation else PromptSet(())
+    everything = [*train, *validation]
+    check_vocabulary(everything, checked.architecture.vocab_size)
+    names = {prompt.data_source for prompt in everything}
+    with Rewarder(recipe.reward, recipe.rollout.max_response_length, names) as rewarder:
+        trial = rewarder.try_on(everything)
+        report = [*checked.report, *_report(recipe, train, validation, trial)]
+        yield Prepared(checked, tokenizer, train, validation, rewarder, report)
+
+
+def report(recipe: Recipe, world_size: int | None, offline: bool = False) -> list[tuple[str, str]]:
+    """What `check` prints. ``offline``: model and data may be absent; what depends on them is then left out."""
+    files = [recipe.model.path, *(Path(source.path) for source in (*recipe.data.train, *recipe.data.validation))]
+    if offline and not all(path.exists() for path in files):
+        return check_recipe(recipe, world_size, offline=True).report
+    with prepare(recipe, world_size) as prepared:
+        return [*prepared.report, *_run_there(recipe, prepared)]
+
+
+def _run_there(recipe: Recipe, prepared: Prepared) -> list[tuple[str, str]]:
+    """What `train` would go on from. Raises `InputError` where it would refuse to."""
+    directory = RunDirectory(recipe.run_dir)
+    if not has_begun(directory):
+        return []
+    found = compare(directory, recipe, contents(recipe, prepared.train, prepared.validation))
+    refuse(directory, found)
+    if is_complete(directory, recipe.num_steps):
+        return [("there", f"{directory.root} is complete: nothing is left to do")]
+    checkpoints = list_checkpoints(directory.checkpoints)
+    step = begin_step(directory, checkpoints[-1] if checkpoints else None, recipe.num_steps)
+    return [("there", f"{directory.root} goes on from step {step}"), *(("", line) for line in found.lines)]
+
+
+def _report(recipe: Recipe, train: PromptSet, validation: PromptSet, trial: Trial) -> list[tuple[str, str]]:
+    longest = max(len(prompt.tokens) for prompt in (*train, *validation))
+    value = f"{trial.reward:g} for the response {_short(trial.response)}"
+    return [
+        (
+            "data",
+            f"{_count(train)} to train on ({_names(train)}), {_count(validation)} to validate on"
+            + (f", the first {recipe.validation.limit} of them used" if recipe.validation.limit else "")
+            + f"; the longest has {longest} of at most {recipe.data.prompt.max_length} tokens",
+        ),
+        ("prompt", f"{trial.prompt.id}: {_short(trial.prompt.text)}, {len(trial.prompt.tokens)} tokens"),
+        ("answer", _short(trial.prompt.answer)),
+        ("reward", value if trial.reward > 0 else f"{value}: a right answer is not rewarded"),
+    ]
+
+
+def _names(prompts: PromptSet) -> str:
+    names = prompts.data_sources
+    return ", ".join(names[:SHOWN_SOURCES]) + (
+        f" and {len(names) - SHOWN_SOURCES} more" if len(names) > SHOWN_SOURCES else ""
+    )
+
+
+def _count(prompts: PromptSet) -> str:
+    dropped = f" ({prompts.num_dropped} too long, left out)" if prompts.num_dropped else ""
+    return f"{len(prompts)} prompts{dropped}"
+
+
+def _short(text: str) -> str:
+    """On one line, control characters as escapes."""
+    return repr(text) if len(text) <= SHOWN_CHARACTERS else repr(text[:SHOWN_CHARACTERS]) + " …"

@@ -1,0 +1,69 @@
+"""What `check` shows: the layout, the data, one prompt with its answer and reward, and what will be recorded."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_rl.check import check_recipe
+from megatron_rl.config import load_recipe
+from megatron_rl.errors import InputError
+from megatron_rl.monitor import RunDirectory
+from megatron_rl.run.identity import keep_recipe
+from megatron_rl.run.prepare import report
+from tests.support.tiny import REPOSITORY, tiny_recipe
+
+LARGE = REPOSITORY / "recipes" / "exact" / "grpo-qwen3-30b-a3b-4n8g-tp2ep8-exact.yaml"
+
+
+def test_data_prompt_answer_and_reward_are_shown(tmp_path):
+    rows = [{"id": i, "problem": f"^{'12' * (i + 1)}=\x1b[31m", "answer": "3"} for i in range(9)]
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompt = {"max_length": 24, "overlong": "drop", "template": "{problem}"}
+    shown = dict(report(tiny_recipe(data={"train": str(file), "prompt": prompt}, run_root=str(tmp_path)), 1))
+    assert shown["data"].startswith("8 prompts (1 too long, left out) to train on (mine), 0 prompts to validate on; ")
+    assert shown["prompt"].startswith("mine:0: '^12=\\x1b[31m', ")
+    assert (shown["answer"], shown["reward"]) == ("'3'", "1 for the response '#3'")
+
+
+def test_a_right_answer_that_is_not_rewarded_is_said(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def never(response, answer):\n    return 0\n")
+    recipe = tiny_recipe(reward={"name": f"{file}:never"}, run_root=str(tmp_path))
+    assert dict(report(recipe, 1))["reward"].endswith(": a right answer is not rewarded")
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"checkpoint": {"every": 6}, "recorder": {"record_batches": "last_n", "keep": 2}}, True),
+        ({"checkpoint": {"every": 0}, "recorder": {"record_batches": "last_n", "keep": 2}}, True),
+        ({"checkpoint": {"every": 6}, "recorder": {"record_batches": "last_n", "keep": 6}}, False),
+        ({"checkpoint": {"every": 6}, "recorder": {"record_batches": "all"}}, False),
+    ],
+)
+def test_weights_that_no_record_brings_back_are_said(sections, said):
+    records = dict(check_recipe(tiny_recipe(**sections), 1).report)["records"]
+    assert ("the exact weights of a recorded step are lost" in records) == said
+
+
+def test_a_layout_is_shown_for_ranks_that_can_hold_it():
+    recipe = load_recipe(LARGE)
+    shown = dict(report(recipe, None, offline=True))
+    assert shown["layout"].startswith("8 ranks or a multiple")
+    assert "tensor 2, pipeline 1, expert 8, data 4" in shown["layout"]
+    assert dict(report(recipe, 32, offline=True))["layout"].startswith("32 ranks: tensor 2")
+    with pytest.raises(InputError, match=r"expert · expert_tensor · pipeline = 8 does not divide .* ranks \(4\)"):
+        report(recipe, 4, offline=True)
+
+
+def test_what_train_would_go_on_from_is_shown_or_refused(tmp_path):
+    recipe = tiny_recipe(run_root=str(tmp_path))
+    directory = RunDirectory(recipe.run_dir).create()
+    directory.metrics.write_text('{"step": 0}\n')
+    keep_recipe(directory, recipe, 0)
+    assert dict(report(recipe, 1))["there"].endswith(" goes on from step 0")
+    with pytest.raises(InputError, match="\n  seed: 0 → 5\n"):
+        report(tiny_recipe(run_root=str(tmp_path), seed=5), 1)
