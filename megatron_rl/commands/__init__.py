@@ -17,6 +17,8 @@ COMMANDS = {
     "plot": "overlay the curves of several runs",
     "replay": "run the update of a stored batch again, as it was or changed",
     "attribute": "split the mismatch of a stored batch into its causes",
+    "experts": "load, flips and share of the mismatch of each expert in a stored batch",
+    "gradient-bias": "how far the mismatch turns the gradient of a stored batch",
     "mismatch": "training-inference mismatch of a checkpoint per pair of dtypes",
     "explain-schedule": "why the learning rate of a run was what it was",
     "score-alarms": "what alarm rules would have done in finished runs",

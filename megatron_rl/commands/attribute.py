@@ -3,49 +3,69 @@
     megatron-rl attribute runs/my-run --step 40
 
 Needed: the batch with the engine's routes (routing.replay: r3, or routing.telemetry: true) and the weights of its step
-(see `megatron-rl replay --help`). The chart goes to RUN/plots/. One process; a layout of several ranks is gathered
-into one.
+(see `megatron-rl replay --help`). A cause's part is its Shapley value, the mean over all orders in which causes can be
+taken away. The chart goes to RUN/plots/. With a --layout of several ranks the command starts itself through torchrun.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
+from typing import TYPE_CHECKING
 
+from megatron_rl.commands.stored_batch import add_stored_batch, is_main_rank, needs_ranks, start_ranks
 from megatron_rl.errors import EXIT_DONE
+
+if TYPE_CHECKING:
+    from megatron_rl.monitor import RunDirectory
+    from megatron_rl.stored.attribution import Attribution
+    from megatron_rl.stored.batches import RecordedBatch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="run directory")
-    parser.add_argument("--step", type=int, required=True, help="step of the stored batch")
-    parser.add_argument("--weights", default="exact", metavar="exact|nearest|DIR", help="as in `megatron-rl replay`")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    add_stored_batch(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    from megatron_rl.stored import attribution
-    from megatron_rl.stored import rerun as flight
+def run(options: argparse.Namespace) -> int:
+    from megatron_rl.stored import rerun
+    from megatron_rl.stored.attribution import attribute
     from megatron_rl.stored.batches import batch_path, load_batch
 
-    directory, recipe = flight.open_run(arguments.run, flight.layout_overrides("tp=1"))
-    recorded = load_batch(batch_path(directory.batches, arguments.step))
-    found = attribution.attribute(directory, recipe, recorded, arguments.weights)
-    total = found.stages[0].std ** 2
-    print(f"step {arguments.step}, {found.num_tokens} response tokens, weights: {found.weights}")
+    directory, recipe = rerun.open_run(options.run, rerun.layout_overrides(options.layout))
+    recorded = load_batch(batch_path(directory.batches, options.step))
+    if needs_ranks(ranks := rerun.num_ranks(recipe)):
+        return start_ranks(options.arguments, ranks)
+    found = attribute(directory, recipe, recorded, options.weights)
+    if is_main_rank():
+        report(options, directory, recorded, found)
+    return EXIT_DONE
+
+
+def report(options: argparse.Namespace, directory: RunDirectory, recorded: RecordedBatch, found: Attribution) -> None:
+    from megatron_rl.stored.attribution import draw
+    from megatron_rl.stored.rerun import format_table
+
+    total = found.total
+    print(f"step {options.step}, {found.num_tokens} response tokens, weights: {found.weights}")
     if old := sum(int((s.policy_versions < recorded.policy_version).sum()) for s in recorded.batch.sequences):
         print(f"note: {old} tokens were sampled with older weights than the step's; that part is in the remainder")
-    rows = [("everything", found.stages[0].what, f"{found.stages[0].std:.4g}", f"{total:.3e}", "100.0%")]
-    for (cause, part), stage in zip(found.parts(), [*found.stages[1:], None], strict=True):
-        what = stage.what if stage else "rounding of the rollout engine"
-        left = f"{stage.std:.4g}" if stage else ""
-        rows.append((cause, what, left, f"{part:.3e}", f"{part / total:.1%}" if total else ""))
-    print(flight.format_table(["cause", "taken away by", "std left", "variance", "share"], rows))
-    chart = directory.plots / f"mismatch_step_{arguments.step:08d}.png"
-    attribution.draw(found, f"{arguments.run.name}, step {arguments.step}", chart)
-    print(f"chart: {chart}")
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps({"parts": dict(found.parts()), "std": {s.cause: s.std for s in found.stages}}, indent=1)
+    if total <= 0 or any(abs(part.variance) > 2 * total for part in found.parts):
+        print(
+            "note: a part is larger than twice the whole: the weights are not those of the step, or causes cancel each "
+            "other. The shares mean nothing here"
         )
-    return EXIT_DONE
+    rows = [("everything", "", f"{total:.3e}", "100.0%")]
+    for part in found.parts:
+        share = f"{part.variance / total:.1%}" if total > 0 else ""
+        rows.append((part.cause, part.what, f"{part.variance:.3e}", share))
+    print(format_table(["cause", "taken away by", "variance", "share"], rows))
+    chart = directory.plots / f"mismatch_step_{options.step:08d}.png"
+    draw(found, f"{options.run.name}, step {options.step}", chart)
+    print(f"chart: {chart}")
+    if options.json:
+        told = {
+            "total": total,
+            "parts": {part.cause: part.variance for part in found.parts},
+            "measured": {", ".join(sorted(taken)) or "none": value for taken, value in found.measured.items()},
+        }
+        options.json.write_text(json.dumps(told, indent=1))

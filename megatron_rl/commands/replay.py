@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 
 from megatron_rl.commands.arguments import add_overrides
+from megatron_rl.commands.stored_batch import is_main_rank, needs_ranks, start_ranks
 from megatron_rl.config import Recipe
 from megatron_rl.errors import EXIT_DONE
 
@@ -71,23 +69,16 @@ def run(options: argparse.Namespace) -> int:
     ranks = flight.num_ranks(changed)
     changed = flight.watching_routes(changed, recorded.batch)
     flight.check_replayable(changed, recorded.batch)
-    if "WORLD_SIZE" not in os.environ and ranks > 1:
+    if needs_ranks(ranks):
         return start_ranks(options.arguments, ranks)
     stored = [s.current_logprobs for s in recorded.batch.sequences]
     with flight.learner_at(directory, original, changed, options.step, options.weights) as (learner, source):
         learner.keep_current_logprobs = True
         learner.num_updates = recorded.policy_version  # names the draws of variance injection
         metrics = flight.repeat_update(learner, recorded)
-    if int(os.environ.get("RANK", 0)) == 0:
+    if is_main_rank():
         report(options, changed, recorded, stored, metrics, source)
     return EXIT_DONE
-
-
-def start_ranks(arguments: list[str], ranks: int) -> int:
-    """The command line ``arguments`` on ``ranks`` processes; its exit status."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    return subprocess.run([*torchrun, "-m", "megatron_rl", *arguments], env=environment, check=False).returncode
 
 
 def report(options: argparse.Namespace, recipe: Recipe, recorded, stored: list, metrics: dict, source: str) -> None:

@@ -85,7 +85,9 @@ class GradientNoise:
                 self._measure_local(sum(self._sizes))
             finalize(model, num_tokens, **kwargs)
             self._loss_scale = float(self._optimizer.get_loss_scale())
-            shards = [p.main_grad.view(-1)[start:end] for p, start, end in _shards(self._optimizer) if _is_measured(p)]
+            shards = [
+                p.main_grad.view(-1)[start:end] for p, start, end in counted_shards(self._optimizer) if _is_measured(p)
+            ]
             self._global = _sum_of_squares(shards, self._device)
 
         return measured
@@ -203,7 +205,7 @@ def _sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device) -> to
     return torch.stack(torch._foreach_norm(list(tensors))).double().square().sum()
 
 
-def _shards(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
+def counted_shards(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
     """(model parameter, start, end) of what this rank updates and counts: the valid part of its reduced gradient."""
     for sharded in optimizer.chained_optimizers:
         for parameter in getattr(sharded, "model_param_group_index_map", ()):

@@ -114,16 +114,7 @@ class Learner:
     def _update_minibatch(self, batch: Batch, number: int) -> tuple[MetricStats, dict[str, float]]:
         indices = batch.minibatches[number]
         check_is_due = self.bit_check is not None and number == 0  # later ones have other weights
-        with self.phase("pack"):
-            mode = self._routing_mode(updating=True)
-            microbatches = self.passes.microbatches(batch, indices, mode)
-            denominators = minibatch_denominators([batch.sequences[i] for i in indices], self.recipe.objective)
-        if self.noise is not None:
-            self.noise.begin([len(m.indices) for m in microbatches], len(indices))
-        self.model.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        with self.phase("forward_backward"):
-            results = self.passes.run(microbatches, partial(self._loss, denominators=denominators), mode)
+        microbatches, results = self.accumulate(batch, indices, indices)
         bit_metric = {}
         if self.keep_current_logprobs or check_is_due:
             kept = self.passes.share([item for _, found in filter(None, results) for item in found])
@@ -151,6 +142,23 @@ class Learner:
             "actor/update_skipped": float(not updated),
             "perf/padding_frac": 1.0 - real / padded,
         }
+
+    def accumulate(self, batch: Batch, indices: list[int], minibatch: list[int]) -> tuple[list[Microbatch], list[Any]]:
+        """Gradients of the sequences ``indices``, summed and reduced into this rank's share of Megatron's buffer.
+
+        ``minibatch``: the sequences whose counts divide the losses. Returns this rank's microbatches and what `_loss`
+        returned last for each. Collective.
+        """
+        with self.phase("pack"):
+            mode = self._routing_mode(updating=True)
+            microbatches = self.passes.microbatches(batch, indices, mode)
+            denominators = minibatch_denominators([batch.sequences[i] for i in minibatch], self.recipe.objective)
+        if self.noise is not None:
+            self.noise.begin([len(m.indices) for m in microbatches], len(indices))
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        with self.phase("forward_backward"):
+            return microbatches, self.passes.run(microbatches, partial(self._loss, denominators=denominators), mode)
 
     def _loss(
         self, logits: torch.Tensor, microbatch: Microbatch, *, denominators: Denominators

@@ -1,15 +1,20 @@
-"""Where the mismatch of a stored batch comes from: causes taken away one after another, and what each was worth.
+"""Where the mismatch of a stored batch comes from: what each cause adds to it, whatever the order of asking.
 
-The measure is the variance of w = pi/mu over response tokens, whose root is the std of rho that runs report. Variances
-of independent causes add up, so the drop at each stage is that cause's part. The order is fixed: staleness, routing, LM
-head, body. What is left when the learner computes in fp32 with the engine's routes is the engine's own rounding.
-A part can be negative: a cause that cancelled another.
+The measure is the variance of w = pi/mu over response tokens, whose root is the std of rho that runs report. Three
+causes can be taken away by themselves: routing (replay the engine's routes), the LM head (fp32 logits) and the body
+(fp32 throughout, the head with it). Taken away one after another, a cause's part depends on the order. The part here is
+the Shapley value [Shapley 1953]: the mean of its part over all orders. Parts and remainder add up to the variance.
+
+Staleness lies between the weights of the update and those of the rollout. Only the run measured it, with its own
+routing and precision, so it is added and takes no part in the orders. What is left with every cause taken away is the
+rounding of the rollout engine. A part is negative where a cause cancels others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -22,35 +27,53 @@ from megatron_rl.objective.guards import MAX_LOG_RATIO
 from megatron_rl.stored.batches import RecordedBatch
 from megatron_rl.stored.rerun import changed_recipe, exported, learner_at
 
+CAUSES = ("routing", "LM head", "body")
+
 
 @dataclass(frozen=True)
-class Stage:
-    """One line of the attribution: ``std`` is measured with this cause and those before it taken away."""
+class Part:
+    """What one cause adds to the variance of pi/mu."""
 
     cause: str
     what: str  # how the cause was taken away
-    std: float  # of w or rho, what is left
+    variance: float
 
 
 @dataclass(frozen=True)
 class Attribution:
-    """``stages[0]`` is the mismatch with every cause in it."""
+    """``total``: variance of pi/mu with every cause in it, native routing included. It is the sum of ``parts``.
 
-    stages: tuple[Stage, ...]
+    ``measured``: the variance with these causes taken away, staleness aside; every subset of `CAUSES`.
+    """
+
+    total: float
+    parts: tuple[Part, ...]  # staleness, `CAUSES`, remainder
+    measured: Mapping[frozenset[str], float]
     num_tokens: int
     weights: str
 
-    def parts(self) -> list[tuple[str, float]]:
-        """(cause, variance): what each stage took away, then the remainder. They add up to the first variance."""
-        variances = [stage.std**2 for stage in self.stages]
-        drops = [(s.cause, a - b) for s, a, b in zip(self.stages[1:], variances[:-1], variances[1:], strict=True)]
-        return [*drops, ("remainder", variances[-1])]
+
+def shapley(values: Mapping[frozenset[str], float], causes: Iterable[str]) -> dict[str, float]:
+    """Cause → mean, over all orders, of what taking it away takes off ``values``.
+
+    ``values``: set of causes taken away → what is left; every subset of ``causes``. The parts add up to
+    ``values[none] - values[all]``.
+    """
+    causes = tuple(causes)
+    orders = list(permutations(causes))
+    parts = dict.fromkeys(causes, 0.0)
+    for order in orders:
+        for number, cause in enumerate(order):
+            before = frozenset(order[:number])
+            parts[cause] += values[before] - values[before | {cause}]
+    return {cause: part / len(orders) for cause, part in parts.items()}
 
 
 def attribute(directory: RunDirectory, recipe: Recipe, recorded: RecordedBatch, weights: str) -> Attribution:
-    """Score the batch with the learner of its step under each stage. Collective; see `flight.learner_at`.
+    """Score the batch with the learner of its step with every set of causes taken away. Collective.
 
-    Raises InputError where the batch lacks routes or current log-probs.
+    ``weights``: see `rerun.learner_at`. Costs six passes over the batch without gradient, two where the learner
+    computes in fp32. Raises InputError where the batch lacks routes or current log-probs.
     """
     batch = recorded.batch
     for name, key in (
@@ -61,67 +84,87 @@ def attribute(directory: RunDirectory, recipe: Recipe, recorded: RecordedBatch, 
             raise InputError(f"step {batch.step}: the batch has no {name}; {key} records them")
     if recipe.routing.replay == "r2":
         raise InputError("routing.replay: r2 stores the learner's own routes; attribution needs the engine's")
-    if recipe.learner.dtype == "fp32":
-        body, head = "already fp32", "already fp32"
-    else:
-        body, head = f"{recipe.learner.dtype} → fp32", "already fp32" if recipe.precision.fp32_head else "fp32 logits"
-    routed = changed_recipe(recipe, {"routing": {"replay": "r3", "telemetry": False}})
+    variance = _measure(recorded)
     stored = np.concatenate([s.current_logprobs for s in batch.sequences])
-    rho_std = _measure(recorded)
+    # An fp32 head under `learner_at`'s weights may differ from the rollout side: it is a measurement, no policy.
+    routed = changed_recipe(recipe, {"routing": {"replay": "r3", "telemetry": False}})
+    measured: dict[frozenset[str], float] = {}
+
+    def score(learner: Learner, taken: frozenset[str]) -> None:
+        for mode, routing in (("native", frozenset()), ("replay", frozenset({"routing"}))):
+            measured[taken | routing] = variance(np.concatenate(learner.compute_logprobs(batch, mode)))
+
+    head_is_fp32 = recipe.precision.fp32_head or recipe.learner.dtype == "fp32"
     with learner_at(directory, recipe, routed, batch.step, weights) as (learner, source):
-        own = "replay" if recipe.routing.replay == "r3" else "native"
-        native, replayed = (rho_std(_score(learner, recorded, mode)) for mode in ("native", "replay"))
-        current, fresh = rho_std(stored), native if own == "native" else replayed
+        score(learner, frozenset())
         with exported(learner) as folder:
-
-            def with_precision(**changes: dict) -> float:
-                changed = changed_recipe(routed, {"model": {"path": str(folder)}, **changes})
-                return rho_std(_score(Learner(changed), recorded, "replay"))
-
-            fp32_head = with_precision(precision={"fp32_head": True, "allow_asymmetric": True})
-            fp32_body = with_precision(learner={"dtype": "fp32"})
-    # Staleness is what lies between the weights of the update and those of the rollout; the run measured the first
-    # with its own routing, so that the first line is put together: its variance with native routing.
-    stale = current**2 - fresh**2
-    everything = max(native**2 + stale, 0.0) ** 0.5
-    stages = (
-        Stage("everything", "native routing" + ("" if own == "native" else " (the run itself replayed)"), everything),
-        Stage("staleness", "weights before the first update of the batch", native),
-        Stage("routing", "the engine's routes replayed", replayed),
-        Stage("LM head", head, fp32_head),
-        Stage("body", body, fp32_body),
+            for taken, changes, is_due in (
+                ({"LM head"}, {"precision": {"fp32_head": True, "allow_asymmetric": True}}, not head_is_fp32),
+                ({"LM head", "body"}, {"learner": {"dtype": "fp32"}}, recipe.learner.dtype != "fp32"),
+            ):
+                if is_due:
+                    changed = changed_recipe(routed, {"model": {"path": str(folder)}, **changes})
+                    score(Learner(changed), frozenset(taken))
+    measured = _every_set(measured)
+    own = frozenset({"routing"}) if recipe.routing.replay == "r3" else frozenset()
+    staleness = variance(stored) - measured[own]
+    found = shapley(measured, CAUSES)
+    what = {
+        "routing": "the engine's routes replayed" + (" (as in the run)" if own else ""),
+        "LM head": "already fp32" if head_is_fp32 else "fp32 logits",
+        "body": "already fp32" if recipe.learner.dtype == "fp32" else f"{recipe.learner.dtype} → fp32",
+    }
+    parts = (
+        Part("staleness", "weights before the first update of the batch", staleness),
+        *(Part(cause, what[cause], found[cause]) for cause in CAUSES),
+        Part("remainder", "rounding of the rollout engine", measured[frozenset(CAUSES)]),
     )
-    return Attribution(stages, len(stored), source)
+    return Attribution(sum(part.variance for part in parts), parts, measured, len(stored), source)
 
 
-def _score(learner: Learner, recorded: RecordedBatch, routing: str) -> np.ndarray:
-    return np.concatenate(learner.compute_logprobs(recorded.batch, routing))
+def _every_set(measured: Mapping[frozenset[str], float]) -> dict[frozenset[str], float]:
+    """Fill the sets that need no measurement: a body in fp32 has its head in fp32; what is fp32 already is taken away.
+
+    ``measured`` holds both routings of the run's precision, and of those of an fp32 head and an fp32 body that differ
+    from it.
+    """
+    found = {}
+    for routing in (frozenset(), frozenset({"routing"})):
+        run = measured[routing]
+        head = measured.get(routing | {"LM head"}, run)
+        body = measured.get(routing | {"LM head", "body"}, head)
+        found |= {
+            routing: run,
+            routing | {"LM head"}: head,
+            routing | {"body"}: body,
+            routing | {"LM head", "body"}: body,
+        }
+    return found
 
 
 def _measure(recorded: RecordedBatch) -> Callable[[np.ndarray], float]:
-    """log pi [R] → std of pi/mu over the trained tokens, as `mismatch/rho_std` has it."""
+    """log pi [R] → variance of pi/mu over the trained tokens, whose root is `mismatch/rho_std`."""
     mu = np.concatenate([s.inference_logprobs for s in recorded.batch.sequences]).astype(np.float64)
     mask = np.concatenate([s.loss_mask for s in recorded.batch.sequences])
 
-    def rho_std(logprobs: np.ndarray) -> float:
+    def variance(logprobs: np.ndarray) -> float:
         log_ratio = np.clip(logprobs - mu, -MAX_LOG_RATIO, MAX_LOG_RATIO)[mask]
-        return float(np.expm1(log_ratio).std(ddof=1))
+        return float(np.expm1(log_ratio).var(ddof=1))
 
-    return rho_std
+    return variance
 
 
 def draw(attribution: Attribution, title: str, path: Path) -> None:
     """A bar per cause: its part of the variance."""
     from matplotlib.figure import Figure
 
-    parts = attribution.parts()
-    total = attribution.stages[0].std ** 2
+    total = attribution.total
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     axes = figure.subplots()
-    bars = axes.bar([name for name, _ in parts], [value for _, value in parts], color="C0")
-    axes.bar_label(bars, [f"{value / total:.0%}" if total else "" for _, value in parts], fontsize=9)
+    bars = axes.bar([part.cause for part in attribution.parts], [p.variance for p in attribution.parts], color="C0")
+    axes.bar_label(bars, [f"{p.variance / total:.0%}" if total > 0 else "" for p in attribution.parts], fontsize=9)
     axes.axhline(0, color="black", lw=0.6)
     axes.set_ylabel("variance of pi/mu")
-    axes.set_title(f"{title}: std {attribution.stages[0].std:.3g} over {attribution.num_tokens} tokens", fontsize=10)
+    axes.set_title(f"{title}: std {max(total, 0.0) ** 0.5:.3g} over {attribution.num_tokens} tokens", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

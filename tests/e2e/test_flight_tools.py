@@ -87,11 +87,31 @@ def test_what_is_missing_is_named(tools):
 
 def test_causes_add_up_and_routing_is_the_largest(tools, run):
     told = tools["attribution"]["json"]
-    parts, total = told["parts"], told["std"]["everything"] ** 2
+    parts, total = told["parts"], told["total"]
     assert sum(parts.values()) == pytest.approx(total)
     assert parts["routing"] == max(parts.values())
     assert parts["routing"] > 0.5 * total
     assert parts["remainder"] > 0.0
     assert parts["staleness"] != 0.0, "two updates: the second one's policy is not the one that sampled"
+    assert len(told["measured"]) == 8
     assert (run / "plots" / "mismatch_step_00000001.png").stat().st_size > 5000
     assert "routing" in tools["attribution"]["out"]
+
+
+def test_experts_share_the_mismatch(tools):
+    told = tools["experts"]["json"]
+    rows = told["experts"]
+    assert len(rows) == 4 * 8
+    assert sum(row["rho_share"] for row in rows) + told["share_without_flip"] == pytest.approx(1.0)
+    assert sum(row["gained"] for row in rows) == sum(row["lost"] for row in rows) > 0
+    loads = [sum(row[side] for row in rows) for side in ("engine_load", "learner_load")]
+    assert loads[0] == loads[1] > 0
+    assert told["share_without_flip"] < 0.5, "routing is the largest cause, so flips hold most of it"
+    assert "rho share" in tools["experts"]["out"]
+
+
+def test_the_mismatch_turns_the_gradient(tools):
+    told = tools["gradient bias"]["json"]
+    assert 0.0 < told["cosine"] < 1.0
+    assert told["bias norm"] > 0.0
+    assert "mode" in tools["gradient bias"]["out"]
