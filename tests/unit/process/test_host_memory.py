@@ -6,12 +6,14 @@ Every test is a process of its own: what others left free in the heap would be t
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable
 
 import pytest
 
 from megatron_rl.process import host_memory
-from megatron_rl.process.host_memory import KEPT_BYTES, SETTLING_STEPS, FreedMemory
+from megatron_rl.process.host_memory import SETTLING_STEPS, FreedMemory
 
+KEPT_BYTES = 16 << 20  # a quarter of what runs keep: page faults are what these tests take their time for
 BLOCK = 64 << 10  # below the size from which a block has pages of its own
 pytestmark = pytest.mark.skipif(host_memory._LIBRARY is None, reason="no glibc")
 
@@ -84,6 +86,11 @@ def the_largest_of_the_first_steps_is_what_they_need():
     assert kept
 
 
+def run_small(program: Callable[[], None]) -> None:
+    host_memory.KEPT_BYTES = KEPT_BYTES
+    program()
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -95,7 +102,7 @@ def the_largest_of_the_first_steps_is_what_they_need():
     ],
 )
 def test_in_a_process_of_its_own(program):
-    process = multiprocessing.get_context("spawn").Process(target=program)
+    process = multiprocessing.get_context("spawn").Process(target=run_small, args=(program,))
     process.start()
     process.join()
     assert process.exitcode == 0, "see its traceback above"
