@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.gloo import run_ranks
-from tests.support.zygote import Child, run_command, surroundings, zygote
+from tests.support.zygote import Child, Zygote, run_command, surroundings, zygote
 
 PROGRAMS = "tests.parallel.programs.zygote"
 
@@ -83,8 +83,14 @@ def test_a_command_is_run_as_a_user_runs_it(tmp_path):
     assert "no such file" in done.stderr
     helped = run_command("megatron_rl", ["--help"], tmp_path)
     assert helped.returncode == 0
-    assert helped.stdout.startswith("usage: python -m megatron_rl ")
+    assert helped.stdout.startswith("usage: megatron-rl ")
     assert helped.stderr == ""
+
+
+def test_an_import_that_starts_a_thread_ends_the_helper_with_the_reason(tmp_path):
+    """A fork would copy what the thread holds, and not the thread."""
+    with Zygote({"OWN": "a helper of its own"}) as helper, pytest.raises(RuntimeError, match="started 1 threads"):
+        helper.start("tests.parallel.programs.thread", "sleep", {}, log=tmp_path / "log")
 
 
 def test_settings_of_ranks_are_there_before_their_imports():

@@ -25,6 +25,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -94,12 +95,15 @@ class Zygote:
 
     def __init__(self, settings: dict[str, str] | None = None) -> None:
         self.ended: dict[int, int] = {}
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the helper; imports are noisy
         self._pipe, theirs = Pipe()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.zygote", str(theirs.fileno()), *(() if settings else WARM)],
             cwd=REPOSITORY,
             env={**surroundings(), **QUIET, **(settings or {})},
             stdin=subprocess.DEVNULL,
+            stdout=self._said,
+            stderr=subprocess.STDOUT,
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
@@ -141,6 +145,7 @@ class Zygote:
     def close(self) -> None:
         self._pipe.close()  # the helper ends its children, then itself
         self._process.wait()
+        self._said.close()
 
     def listen(self, seconds: float) -> None:
         """Hear how children ended; waits up to ``seconds`` for the first news."""
@@ -155,7 +160,10 @@ class Zygote:
         try:
             kind, pid, status = self._pipe.recv()
         except EOFError:
-            raise RuntimeError(f"the helper process is gone (status {self._process.wait(10)})") from None
+            status = self._process.wait(10)
+            self._said.seek(0)
+            said = self._said.read().decode(errors="replace")[-4000:]
+            raise RuntimeError(f"the helper process is gone (status {status}):\n{said}") from None
         if kind == "ended":
             self.ended[pid] = status
             return None
