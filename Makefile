@@ -8,6 +8,8 @@ VENV ?= .venv
 RUN := $(VENV)/bin/python
 # Where to find PyTorch's CPU build if no configured package source has it: see README.md, "Set-up".
 TORCH_INDEX ?=
+# 0: all tests in one process, one after the other.
+WORKERS ?= auto
 
 # Oversubscribed OpenMP threads cost up to 20×: one thread a process.
 export OMP_NUM_THREADS ?= 1
@@ -23,9 +25,9 @@ setup: ## create .venv with both engines and patch Megatron-Core in it (minutes;
 demo: setup ## train the tiny Qwen3-MoE with GRPO from under 0.5 to over 0.9 held-out reward (about 3 minutes)
 	$(RUN) -m megatron_rl train recipes/tiny/demo.yaml --resume never --set name=demo-$$(date +%Y%m%d-%H%M%S)
 
-test: setup ## run the whole test suite, a worker a core, and name the ten slowest
+test: setup ## run the whole test suite on WORKERS processes (one a core), and name the ten slowest
 	@VENV=$(VENV) tools/setup_tests.sh
-	$(RUN) -m pytest --numprocesses auto --dist loadscope --durations 10
+	$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadscope --durations 10
 
 lint: setup ## ruff, shellcheck, both patch series and every recipe
 	$(RUN) -m ruff check .

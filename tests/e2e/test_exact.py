@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.parallel.gloo import run_ranks
-from tests.support.tiny import REPOSITORY
+from tests.support.zygote import run_command
 
 STEPS = 6
 
@@ -21,14 +18,7 @@ def train(folder: Path, name: str, *settings: str, status: int = 0) -> tuple[lis
     values = [f"run_root={folder}", f"name={name}", f"num_steps={STEPS}", "validation.every=3", "validation.limit=16"]
     values += ["batch.prompts=4", "monitor.plots=false", "learner.optimizer.lr=1e-3", *settings]
     arguments = [argument for value in values for argument in ("--set", value)]
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_rl", "train", "recipes/tiny/exact.yaml", *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_command("megatron_rl", ["train", "recipes/tiny/exact.yaml", *arguments], folder)
     assert done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]
     file = folder / name / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
-from tests.support.tiny import REPOSITORY
+from tests.support.zygote import run_command
 
 # The first rise of the mean length counts, whatever its size: five steps are enough for a surge and a halving.
 DETECTOR = "{smoothing_steps: 1, surge_ratio: 1.0001, confirm_steps: 1, min_step: 1, baseline_window: 5}"
 
 
-def run(*command: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=400)
+def run(folder: Path, *arguments: str) -> str:
+    done = run_command("megatron_rl", arguments, folder)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -26,7 +23,7 @@ def test_a_surge_of_real_responses_sets_the_clock(tmp_path):
     settings = [f"run_root={tmp_path}", "name=run", "num_steps=6", "batch.prompts=4", "validation.every=0"]
     settings += ["learner.max_tokens_per_microbatch=400", f"schedule.detector={DETECTOR}", "monitor.plots=false"]
     arguments = [argument for setting in settings for argument in ("--set", setting)]
-    run(sys.executable, "-m", "megatron_rl", "train", "recipes/tiny/length_decay.yaml", *arguments)
+    run(tmp_path, "train", "recipes/tiny/length_decay.yaml", *arguments)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     lengths = [row["response_length/mean"] for row in rows]
     surge = next(t for t in range(1, 6) if lengths[t] >= 1.0001 * min(lengths[: t + 1]))
@@ -39,6 +36,6 @@ def test_a_surge_of_real_responses_sets_the_clock(tmp_path):
         assert row["noise/update_rms"] == pytest.approx(row["actor/lr"], rel=0.8)
         assert 0 < row["noise/batch_small"] < row["noise/batch_big"] == 32
         assert min(row["noise/sq_small"], row["noise/sq_big"]) > 0
-    told = run(sys.executable, "-m", "megatron_rl", "explain-schedule", str(tmp_path / "run"))
+    told = run(tmp_path, "explain-schedule", str(tmp_path / "run"))
     assert f"surge confirmed at step {surge}: T_decay = {period}" in told
     assert "recorded rate equals the formula at 6 of 6 steps" in told

@@ -9,8 +9,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -34,7 +32,8 @@ from megatron_rl.rollout.servers.guard import GENERATE
 from megatron_rl.rollout.servers.rendezvous import Address, folder, read
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.types import Group, Prompt
-from tests.support.tiny import DATA, MODEL, REPOSITORY, tiny_recipe
+from tests.support.tiny import DATA, MODEL, tiny_recipe
+from tests.support.zygote import run_command
 from tools.dev.make_tiny_checkpoint import build_tokenizer
 
 TOKEN = "token-of-the-servers-in-this-test"
@@ -265,13 +264,9 @@ def test_a_run_that_samples_ahead_resumes_without_losing_or_repeating_a_prompt(t
     settings = [f"name={run.name}", f"run_root={tmp_path}", "num_steps=3", "batch.prompts=4", "rollout.num_samples=4"]
     settings += ["rollout.max_staleness=1", "rollout.servers.launch=1", "validation.every=0", "monitor.plots=false"]
     settings += ["recorder.record_batches=all", "checkpoint.every=0", "rollout.servers.health_every_s=0.5"]
-    command = [sys.executable, "-m", "megatron_rl", "train", "recipes/tiny/servers.yaml"]
-    command += [argument for setting in settings for argument in ("--set", setting)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    arguments = [argument for setting in settings for argument in ("--set", setting)]
     for attempt in range(2):
-        done = subprocess.run(
-            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=500, check=False
-        )
+        done = run_command("megatron_rl", ["train", "recipes/tiny/servers.yaml", *arguments], tmp_path, seconds=500)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         if attempt == 0:
             assert "stopped on request after step 0" in done.stdout

@@ -1,12 +1,12 @@
 """The command that people type, on both engines: a run, its record, resuming it, stopping it, several ranks.
 
-Starts are the cost (about 10 s each), so runs are made once and looked at by several tests.
+Starts are the cost (about 10 s each), so runs are made once and looked at by several tests, and all but the first and
+those of several ranks start in a process that has done its imports.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,19 +16,30 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.support.tiny import REPOSITORY
+from tests.support.zygote import run_command, surroundings
 
 GRPO = "recipes/tiny/grpo.yaml"
 STEPS = 4
 
 
-def train(root: Path, name: str, *overrides: str, ranks: int = 1, recipe: str = GRPO, resume: str = "auto"):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+def train(
+    root: Path,
+    name: str,
+    *overrides: str,
+    ranks: int = 1,
+    recipe: str = GRPO,
+    resume: str = "auto",
+    own_interpreter: bool = False,
+):
     settings = [f"name={name}", f"run_root={root}", f"num_steps={STEPS}", "batch.prompts=4", "validation.limit=16"]
     settings += ["validation.every=0", "checkpoint={every: 0, keep_last: 0}", "monitor.plots=false", *overrides]
-    command = [sys.executable, *launcher, "-m", "megatron_rl", "train", recipe, "--resume", resume]
-    command += [argument for setting in settings for argument in ("--set", setting)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=400)
+    arguments = ["train", recipe, "--resume", resume]
+    arguments += [argument for setting in settings for argument in ("--set", setting)]
+    if ranks == 1 and not own_interpreter:
+        return run_command("megatron_rl", arguments, root)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *launcher, "-m", "megatron_rl", *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, env=surroundings(), capture_output=True, text=True, timeout=400)
 
 
 def succeeded(done: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
@@ -55,6 +66,7 @@ def root(tmp_path_factory) -> Path:
             "monitor.plots=true",
             "checkpoint={every: 2, keep_last: 0, export_hf: true}",
             "monitor.show_sample_every=2",
+            own_interpreter=True,
         )
     )
     return root
@@ -167,11 +179,9 @@ def test_eval_scores_checkpoints_of_both_kinds(root, tmp_path):
     """A run's own checkpoint and its Hugging Face export hold the same weights, so they score the same."""
 
     def evaluate(checkpoint: Path) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "megatron_rl", "eval", GRPO, "--checkpoint", str(checkpoint)]
-        command += ["--output", str(tmp_path / "figures.json"), "--set", "validation.num_samples=2"]
-        command += ["--set", "validation.limit=16"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-        return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=400)
+        arguments = ["eval", GRPO, "--checkpoint", str(checkpoint), "--output", str(tmp_path / "figures.json")]
+        arguments += ["--set", "validation.num_samples=2", "--set", "validation.limit=16"]
+        return run_command("megatron_rl", arguments, tmp_path)
 
     figures = []
     for name in ("step_00000004", "hf"):
