@@ -1,11 +1,12 @@
 """Overlay the curves of several runs: one PNG and one self-contained HTML page.
 
-    megatron-rl plot RUN [RUN ...] [--out DIR] [--title TEXT]
+    megatron-rl plot RUN [RUN ...] [--out DIR] [--title TEXT] [--x step|time|tokens] [--smooth STEPS]
     megatron-rl plot --paper length-decay RUN [RUN ...] [--figure fig05]
 
 RUN is a run directory (or its metrics.jsonl), or label=RUN. Runs with the same label are seeds of one experiment: their
 mean is drawn as a line and their range as a band. Without a label it is the folder's name less a trailing `-seed<n>`
-or `-s<n>`. Nothing but metrics.jsonl is read.
+or `-s<n>`. Curves of more than 40 steps are smoothed; `--smooth 1` draws every value. Panels that are 0 throughout
+are left out, and equal curves drawn once. Nothing but metrics.jsonl is read.
 
 --paper draws the figures of a paper instead, one PNG each, with the runs as its curves, and says which metric a run
 lacks for which figure. Give the runs of the figure's arms, and the figure's name where the others say nothing.
@@ -17,15 +18,18 @@ import argparse
 from pathlib import Path
 
 from megatron_rl.errors import EXIT_DONE, InputError
+from megatron_rl.monitor.curves import X_LABELS, Curves, group_runs
 from megatron_rl.monitor.page import build_page
 from megatron_rl.monitor.paper_figures import PAPERS, draw_paper
-from megatron_rl.monitor.plots import Curves, draw_figure, drawable_panels, group_runs
+from megatron_rl.monitor.plots import View, draw_figure, drawable_panels
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, its metrics.jsonl, or label=RUN")
     parser.add_argument("--out", type=Path, default=Path("plots"), help="folder for curves.png and curves.html")
-    parser.add_argument("--title", default=None, help="heading; default: the labels")
+    parser.add_argument("--title", default=None, help="heading; default: the label, or their number")
+    parser.add_argument("--x", choices=tuple(X_LABELS), default="step", help="horizontal axis (default: %(default)s)")
+    parser.add_argument("--smooth", type=int, metavar="STEPS", help="span of the exponential mean; default: by length")
     parser.add_argument("--paper", choices=PAPERS, help="draw the figures of this paper")
     parser.add_argument("--figure", action="append", default=[], help="with --paper: only this one; may be repeated")
 
@@ -36,10 +40,11 @@ def run(options: argparse.Namespace) -> int:
         return draw_figures(options, groups)
     if not drawable_panels(groups):
         raise InputError(f"{', '.join(options.runs)}: no step with a metric that has a panel was recorded")
-    title = options.title or " · ".join(group.label for group in groups)
+    view = View(options.x, options.smooth)
+    title = options.title or (groups[0].label if len(groups) == 1 else f"{len(groups)} experiments")
     options.out.mkdir(parents=True, exist_ok=True)
-    draw_figure(groups, title).savefig(options.out / "curves.png", dpi=110)
-    (options.out / "curves.html").write_text(build_page(groups, title), encoding="utf-8")
+    draw_figure(groups, title, view=view).savefig(options.out / "curves.png", dpi=110)
+    (options.out / "curves.html").write_text(build_page(groups, title, view), encoding="utf-8")
     for group in groups:
         print(f"{group.label}: {len(group.runs)} run(s), {max(len(run) for run in group.runs)} steps")
     print(f"wrote {options.out / 'curves.png'} and {options.out / 'curves.html'}")

@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from megatron_rl.lab.results import Results
-from megatron_rl.monitor.plots import PANELS, Curves, Panel, draw_panel
+from megatron_rl.monitor.curves import Curves
+from megatron_rl.monitor.plots import PANELS, Panel, draw_panel, group_handles, legend_below
 
 DEFAULT_METRICS = (
     "critic/rewards/mean",
@@ -45,8 +46,7 @@ def draw_study(results: Results) -> Figure:
             draw_panel(axes, _panel(metric), groups)
             if column == 0:
                 axes.set_ylabel(entry.title, fontsize=9)
-            elif axes.get_legend() is not None:
-                axes.get_legend().remove()
+                legend_below(axes, group_handles(groups), columns=2)
     return figure
 
 

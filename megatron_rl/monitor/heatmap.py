@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 _PREFIX = "router/agree_frac/layer_"
 # Below one row in ten thousand, disagreement is drawn as none: a step of the tiny model has some thousand rows a layer.
@@ -34,7 +35,8 @@ def draw_disagreement(records: Sequence[dict[str, float]], title: str) -> Figure
     image = axes.imshow(
         np.maximum(values, _FLOOR), aspect="auto", origin="lower", interpolation="nearest", norm=LogNorm(_FLOOR, 1.0)
     )
-    ticks = np.unique(np.linspace(0, len(steps) - 1, min(8, len(steps))).astype(int))
+    wanted = MaxNLocator(8, integer=True).tick_values(steps[0], steps[-1])  # round numbers, where they were recorded
+    ticks = [steps.index(int(step)) for step in wanted if int(step) in steps] or [0]
     axes.set_xticks(ticks, [str(steps[i]) for i in ticks], fontsize=8)
     rows = range(0, len(layers), max(1, len(layers) // 24))
     axes.set_yticks(list(rows), [str(layers[i]) for i in rows], fontsize=8)

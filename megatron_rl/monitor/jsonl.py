@@ -31,8 +31,16 @@ def encode_line(step: int, metrics: Mapping[str, float]) -> str:
     return json.dumps(record, allow_nan=False) + "\n"
 
 
-def _decode_line(line: str) -> dict[str, float]:
-    return {key: float(value) if value in _NON_FINITE else value for key, value in json.loads(line).items()}
+def _decode_line(line: bytes) -> dict[str, float]:
+    """The record of a line. ValueError where it is none: no JSON object of numbers, or one without a step."""
+    record = json.loads(line.decode("utf-8"))
+    if not isinstance(record, dict):
+        raise ValueError(f"a {type(record).__name__}, not an object")
+    found = {name: float(v) if isinstance(v, str) and v in _NON_FINITE else v for name, v in record.items()}
+    wrong = [name for name, value in found.items() if isinstance(value, bool) or not isinstance(value, int | float)]
+    if wrong or not isinstance(found.get("step"), int):
+        raise ValueError(f"{wrong[0]!r} is no number" if wrong else "no step")
+    return found
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -45,16 +53,17 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     file = path / "metrics.jsonl" if path.is_dir() else path
     if not file.is_file():
         raise InputError(f"{file}: no such file; expected a run directory or its metrics.jsonl")
-    lines = file.read_text(encoding="utf-8").splitlines()
+    lines = file.read_bytes().splitlines()
     records = []
     for number, line in enumerate(lines, start=1):
         try:
             records.append(_decode_line(line))
-        except json.JSONDecodeError as error:
-            if number == len(lines):
+        except (ValueError, RecursionError) as error:
+            if number == len(lines) and isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
                 break
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else error
             raise InputError(
-                f"{file}, line {number}: not valid JSON ({error.msg}); delete or repair the line"
+                f"{file}, line {number}: not valid JSON of a step ({reason}); delete or repair the line"
             ) from error
     return records
 

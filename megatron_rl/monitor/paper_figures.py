@@ -11,7 +11,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from megatron_rl.monitor.plots import Curves, Panel, draw_panel, matching
+from megatron_rl.monitor.curves import Curves, matching
+from megatron_rl.monitor.plots import Panel, draw_panel, group_handles, legend_below
 
 DETAIL = "objective.mismatch_detail: true records it"
 NOT_RECORDED = "no recipe key records it"
@@ -179,6 +180,9 @@ def _draw(figure: PaperFigure, paper: str, groups: Sequence[Curves]) -> Figure:
 
 def _curves(axes: Axes, panel: PaperPanel, groups: Sequence[Curves]) -> None:
     draw_panel(axes, panel, groups)
+    if len(groups) > 1:
+        styles = axes.get_legend().legend_handles if axes.get_legend() is not None else []
+        legend_below(axes, [*group_handles(groups), *styles], columns=2)
 
 
 def _last(group: Curves, metric: str) -> float:

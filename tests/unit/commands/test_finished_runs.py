@@ -11,8 +11,9 @@ import pytest
 
 from megatron_rl.__main__ import main
 from megatron_rl.config.monitor import AlarmRule
+from megatron_rl.monitor.curves import Curves, group_runs, smoothed, smoothing_span
 from megatron_rl.monitor.jsonl import JsonlSink
-from megatron_rl.monitor.plots import PANELS, Curves, group_runs
+from megatron_rl.monitor.plots import PANELS, View, draw_figure
 from megatron_rl.monitor.scoring import CollapseRule, collapse_step, score_run
 from megatron_rl.schedule import length_decay_lr, synthetic
 
@@ -79,17 +80,17 @@ def test_seeds_are_grouped_and_averaged(tmp_path):
 
 
 def test_every_panel_can_be_drawn(tmp_path):
-    from megatron_rl.monitor.plots import draw_figure
-
     names = {"val/reward/mean", "val/aime/avg@8", "val/aime/pass@8", "perf/time/generate", "perf/time/step"}
     names |= {name for panel in PANELS for name in panel.metrics if re.fullmatch(r"[\w/]+", name)}
-    records = [{"step": step} | dict.fromkeys(names, 10.0 ** (step - 2)) for step in range(5)]
+    factors = {name: 1 + number for number, name in enumerate(sorted(names))}  # equal curves are drawn once
+    records = [{"step": s} | {name: f * 10.0 ** (s - 2) for name, f in factors.items()} for s in range(5)]
     figure = draw_figure([Curves("all", [records])], "all")
     assert [axes.get_title() for axes in figure.axes] == [panel.title for panel in PANELS]
     for axes, panel in zip(figure.axes, PANELS, strict=True):
         assert axes.get_yscale() == ("log" if panel.is_log else "linear")
         assert len(axes.lines) == {"validation": 3}.get(panel.title, len(panel.metrics))
-        assert list(axes.lines[0].get_ydata()) == [10.0 ** (step - 2) for step in range(5)]
+        ydata = axes.lines[0].get_ydata()
+        np.testing.assert_allclose(ydata / ydata[0], 10.0 ** np.arange(5), rtol=1e-15)
 
 
 def test_explain_schedule_tells_why_and_checks_the_record(tmp_path, capsys):
@@ -159,10 +160,102 @@ def test_score_alarms_over_runs(tmp_path, capsys):
 
 
 def test_crowded_panels_keep_the_largest(tmp_path):
-    from megatron_rl.monitor.plots import draw_figure
-
     records = [{"step": 0} | {f"perf/time/phase{i}": float(i) for i in range(9)}]
     one = draw_figure([Curves("a", [records])], "a")
     assert [line.get_ydata()[0] for line in one.axes[0].lines] == [8, 7, 6, 5, 4]
     two = draw_figure([Curves("a", [records]), Curves("b", [records])], "a")
-    assert [line.get_label() for line in two.axes[0].lines] == [f"{r} perf/time/phase{i}" for r in "ab" for i in (8, 7)]
+    assert [line.get_ydata()[0] for line in two.axes[0].lines] == [8, 8, 7, 7]
+    legend = two.axes[0].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["perf/time/phase8", "perf/time/phase7"]
+    assert [text.get_text() for text in two.legends[0].get_texts()] == ["a", "b"]
+
+
+def overlay(arms: int = 4, seeds: int = 3, steps: int = 120) -> list[Curves]:
+    """Arms of noisy seeds, with a metric that is 0 throughout and three that are one."""
+    draw = np.random.default_rng(0)
+    names = ("critic/rewards/mean", "actor/entropy", "actor/grad_norm", "perf/time/generate", "perf/time/update")
+    groups = []
+    for arm in range(arms):
+        runs = []
+        for _ in range(seeds):
+            values = {name: 1 + arm + np.arange(steps) / steps + draw.normal(0, 0.3, steps) for name in names}
+            values |= dict.fromkeys(("val/reward/mean", "val/a/avg@1", "val/a/pass@1"), values["critic/rewards/mean"])
+            values |= {"actor/pg_clipfrac": np.zeros(steps), "actor/lr": np.full(steps, 1e-4)}
+            values |= {"perf/time/step": np.full(steps, 36.0), "perf/rollout_tokens": np.full(steps, 5e5)}
+            runs.append([{"step": s} | {name: float(v[s]) for name, v in values.items()} for s in range(steps)])
+        groups.append(Curves(f"arm {arm}", runs))
+    return groups
+
+
+def test_an_overlay_can_be_read():
+    """No legend over a curve, no curve twice, nothing that is 0, ticks that fit."""
+    figure = draw_figure(overlay(), "four arms, three seeds")
+    figure.draw_without_rendering()
+    by_title = {axes.get_title(): axes for axes in figure.axes}
+    assert "clip fraction" not in by_title
+    assert figure._supxlabel.get_text() == "0 throughout, not drawn: clip fraction"
+    assert len(by_title["validation"].lines) == 4
+    (equal,) = by_title["validation"].get_legend().get_texts()
+    assert equal.get_text() == "val/reward/mean = avg@1 = pass@1"
+    legends = [legend for axes in figure.axes if (legend := axes.get_legend()) is not None] + figure.legends
+    assert len(legends) == 3
+    for legend in legends:
+        box = legend.get_window_extent()
+        assert not any(box.overlaps(axes.get_window_extent()) for axes in figure.axes)
+        assert figure.bbox.x0 <= box.x0
+        assert box.x1 <= figure.bbox.x1
+    rates = by_title["learning rate"]
+    assert all(len(label.get_text()) <= 9 for label in rates.get_yticklabels())
+    ends = [axes.get_tightbbox() for axes in figure.axes]
+    assert not any(one.overlaps(other) for i, one in enumerate(ends) for other in ends[:i])
+
+
+@pytest.mark.parametrize(("x", "last"), [("step", 119), ("time", 1.2), ("tokens", 60)])
+def test_curves_over_steps_hours_and_tokens(x, last):
+    figure = draw_figure(overlay(), "", view=View(x, 1))
+    ends = {line.get_xdata()[-1] for axes in figure.axes for line in axes.lines}
+    np.testing.assert_allclose(list(ends), last, rtol=1e-12)
+    (group,) = overlay(1, 1)
+    raw = [record["actor/entropy"] for record in group.runs[0]]
+    one = {axes.get_title(): axes for axes in draw_figure([group], "", view=View(x)).axes}["entropy"]
+    smooth, faint = (line.get_ydata() for line in one.lines)
+    assert list(faint) == raw
+    assert np.abs(np.diff(smooth)).sum() < 0.5 * np.abs(np.diff(raw)).sum()
+
+
+def test_smoothing_is_a_mean_of_what_was_seen():
+    np.testing.assert_allclose(smoothed(np.array([[1.0, 1.0, np.nan, 1.0]]), 5), [[1, 1, np.nan, 1]])
+    # Weights 1/2 of the last, for span 3: (1/4 · 4 + 1/2 · 2 + 8) / (1/4 + 1/2 + 1)
+    np.testing.assert_allclose(smoothed(np.array([4.0, 2.0, 8.0]), 3)[-1], 10 / 1.75)
+    assert (smoothing_span(40, None), smoothing_span(400, None), smoothing_span(400, 1)) == (1, 20, 1)
+
+
+@pytest.mark.parametrize("label", ["$x_{$", "$", r"\frac{", "_hidden", "a$b$c", "<b>&", "x" * 300])
+def test_any_label_can_be_drawn(label, tmp_path, capsys):
+    run = write_run(tmp_path / "run", 0, collapses=False)
+    out = tmp_path / "out"
+    assert main(["plot", f"{label}={run}", f"other={run}", "--out", str(out), "--title", label]) == 0
+    assert (out / "curves.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"[1, 2]", "a list, not an object"),
+        (b"7", "a int, not an object"),
+        (b'{"x": 1.0}', "no step"),
+        (b'{"step": "one"}', "'step' is no number"),
+        (b'{"step": 1, "x": [1]}', "'x' is no number"),
+        (b'{"step": 1, "x": null}', "'x' is no number"),
+        (b'\xff\xfe{"step": 1}', "can't decode byte"),
+        (b"[" * 100_000, "recursion"),
+        (b'{"step": 1, "x": ' + b"9" * 5000 + b"}", "Exceeds the limit"),
+    ],
+)
+def test_a_record_that_is_none_is_named_with_its_line(line, said, tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n' + line + b'\n{"step": 2}\n')
+    assert main(["plot", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "metrics.jsonl, line 2: not valid JSON of a step (" in error
+    assert said in error

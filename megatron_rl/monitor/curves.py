@@ -1,0 +1,130 @@
+"""Runs as curves: seeds of one experiment put together, over steps, hours or tokens, smoothed."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from megatron_rl.monitor.jsonl import read_metrics
+
+XAxis = Literal["step", "time", "tokens"]
+X_LABELS = {"step": "step", "time": "hours", "tokens": "million response tokens"}
+_STEP_SECONDS, _STEP_TOKENS = "perf/time/step", "perf/rollout_tokens"
+UNSMOOTHED_STEPS = 40  # up to so many steps, every one of them can be seen
+SMOOTHED_SHARE = 40  # beyond: the smoothing's span is this part of the curve
+
+
+@dataclass
+class Curves:
+    """One line group of an overlay: a name and the records of each of its seeds."""
+
+    label: str
+    runs: list[list[dict[str, float]]] = field(default_factory=list)
+
+    @property
+    def metrics(self) -> set[str]:
+        """Every metric that any record has."""
+        return {name for run in self.runs for record in run for name in record}
+
+    def series(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps ``[S]`` and values ``[seeds, S]`` of ``metric``; NaN where a seed lacks a step."""
+        by_run = [{r["step"]: float(r[metric]) for r in run if metric in r} for run in self.runs]
+        steps = np.array(sorted({step for run in by_run for step in run}), dtype=np.int64)
+        return steps, np.array([[run.get(int(step), np.nan) for step in steps] for run in by_run])
+
+    def along(self, steps: np.ndarray, x: XAxis) -> np.ndarray:
+        """Where ``steps`` [S] lie on the axis: the mean over seeds of the hours or tokens spent by the end of each."""
+        if x == "step":
+            return steps.astype(float)
+        spent = []
+        for run in self.runs:
+            at, total = [], 0.0
+            for record in run:
+                if x == "time":
+                    total += record.get(_STEP_SECONDS, 0.0) / 3600
+                else:
+                    total += record.get(_STEP_TOKENS, 0.0) / 1e6
+                at.append((record["step"], total))
+            if at:
+                spent.append(np.interp(steps, *zip(*at, strict=True)))
+        return np.mean(spent, axis=0)
+
+
+# "grpo-seed3", "grpo_s3", "grpo/seed_3": the rest of the name is the experiment, the number one repetition of it.
+_SEED = re.compile(r"(?:^|[-_./])(?:seed|s)[-_=]?\d+$")
+
+
+def group_runs(arguments: Sequence[str]) -> list[Curves]:
+    """Read runs and put seeds of one experiment together.
+
+    An argument is a run directory (or its metrics.jsonl), optionally as ``label=PATH``. Equal labels are one group;
+    without a label, the folder's name less a trailing ``-seed<n>`` or ``-s<n>`` is the label. Raises `InputError`
+    for what cannot be read.
+    """
+    groups: dict[str, Curves] = {}
+    for argument in arguments:
+        label, _, path = argument.rpartition("=") if not os.path.exists(argument) else ("", "", argument)
+        folder = Path(path).resolve()
+        folder = folder.parent if folder.is_file() else folder
+        name = label or _SEED.sub("", folder.name) or _SEED.sub("", f"{folder.parent.name}/{folder.name}")
+        groups.setdefault(name, Curves(name)).runs.append(read_metrics(Path(path)))
+    return list(groups.values())
+
+
+def matching(patterns: Sequence[str], available: set[str]) -> list[str]:
+    """The names in ``available`` that a pattern matches whole, in the order of the patterns, then by name."""
+    found = [name for pattern in patterns for name in sorted(available) if re.fullmatch(pattern, name)]
+    return list(dict.fromkeys(found))
+
+
+def distinct(groups: Sequence[Curves], metrics: Sequence[str]) -> dict[str, list[str]]:
+    """Of ``metrics`` those to draw, each with the ones that are equal to it throughout; without those that are 0."""
+    kept: dict[str, list[str]] = {}
+    known: dict[tuple, str] = {}
+    for metric in metrics:
+        values = [group.series(metric) for group in groups]
+        if not any(np.nan_to_num(found, nan=1.0).any() for _, found in values):
+            continue
+        key = tuple((steps.tobytes(), found.tobytes()) for steps, found in values)
+        kept.setdefault(known.setdefault(key, metric), []).append(metric)
+    return {first: names[1:] for first, names in kept.items()}
+
+
+def smoothing_span(num_steps: int, asked: int | None) -> int:
+    """Steps that a smoothed value looks back over; 1: none. ``asked`` None: by the length of the curve."""
+    if asked is not None:
+        return max(1, asked)
+    return 1 if num_steps <= UNSMOOTHED_STEPS else max(2, num_steps // SMOOTHED_SHARE * 2)
+
+
+def smoothed(values: np.ndarray, span: int) -> np.ndarray:
+    """Exponential mean along the last axis with weight 2/(span + 1) of the newest, not biased at its start."""
+    if span <= 1:
+        return values
+    keep = 1 - 2 / (span + 1)
+    out, total, weight = np.full(values.shape, np.nan), np.zeros(values.shape[:-1]), np.zeros(values.shape[:-1])
+    for step in range(values.shape[-1]):
+        seen = np.isfinite(values[..., step])
+        total = np.where(seen, keep * total + np.where(seen, values[..., step], 0.0), total)
+        weight = np.where(seen, keep * weight + 1, weight)
+        out[..., step] = np.where(seen, total / np.maximum(weight, 1e-300), np.nan)
+    return out
+
+
+def last_values(groups: Sequence[Curves], metrics: Sequence[str]) -> Mapping[str, list[str]]:
+    """Per group, the mean over seeds of each metric's last value, as text; "" where there is none."""
+    table = {}
+    for group in groups:
+        cells = []
+        for metric in metrics:
+            ends = [[r[metric] for r in run if metric in r][-1:] for run in group.runs]
+            found = [float(end[0]) for end in ends if end]
+            cells.append(f"{np.mean(found):.4g}" if found else "")
+        table[group.label] = cells
+    return table
