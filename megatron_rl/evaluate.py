@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.check import check_recipe
@@ -15,6 +16,7 @@ from megatron_rl.data import load_tokenizer, load_validation
 from megatron_rl.errors import InputError
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import shutdown
+from megatron_rl.monitor.samples import SampleFile, describe
 from megatron_rl.monitor.validation import summarise
 from megatron_rl.process.ranks import world_rank
 from megatron_rl.rewards import Rewarder
@@ -22,10 +24,13 @@ from megatron_rl.rewards.failures import refuse_too_many
 from megatron_rl.rewards.shared import score_shared
 from megatron_rl.rollout import Sampling
 from megatron_rl.run.engines import start_generator
+from megatron_rl.types import Group
 
 
 def evaluate(recipe: Recipe, checkpoint: Path, output: Path | None = None) -> dict[str, float]:
     """`val/*` figures of ``checkpoint`` with the recipe's validation settings; printed, and written to ``output``.
+
+    The responses go to a file beside it (….samples.jsonl), within `max_chars` and `max_mib` of `monitor.samples`.
 
     ``checkpoint``: a folder in Hugging Face layout, or one that a run or `megatron-rl convert` wrote (the recipe
     names the model it started from). Every rank calls it. Raises `InputError` before an engine starts where something
@@ -80,4 +85,13 @@ def evaluate(recipe: Recipe, checkpoint: Path, output: Path | None = None) -> di
             if output is not None:
                 about = {"checkpoint": str(checkpoint), "recipe": recipe.name, **figures}
                 output.write_text(json.dumps(about, indent=2) + "\n")
+                _write_samples(output.with_suffix(".samples.jsonl"), groups, learner.step, recipe)
     return figures
+
+
+def _write_samples(path: Path, groups: Sequence[Group], step: int, recipe: Recipe) -> None:
+    config = recipe.monitor.samples
+    path.unlink(missing_ok=True)
+    file = SampleFile(path, config.max_mib)
+    for group in groups:
+        file.write([{"step": step, **describe(group.prompt, r, config.max_chars)} for r in group.rollouts])

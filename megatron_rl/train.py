@@ -35,7 +35,7 @@ def train(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
             version = learner.num_updates
             metrics |= sampling_metrics | update(run, batch, groups) | run.generator.stats()
             learner.step = step + 1
-            events = run.record(step, metrics, groups)
+            events = run.record(step, metrics, groups, batch)
             record(run, batch, version, metrics, alarmed=wanted(events, "record_batch"))
             saved = act_on(events, run)
             due = run.owes_save or _due(step + 1, recipe.checkpoint.every)

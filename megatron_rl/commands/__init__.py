@@ -14,6 +14,7 @@ COMMANDS = {
     "eval": "score a checkpoint on the recipe's data.validation",
     "serve": "start a rollout server of a run (rollout.engine: vllm_server)",
     "schema": "print the recipe's JSON Schema, for editors",
+    "samples": "print sampled responses of a run",
     "plot": "overlay the curves of several runs",
     "replay": "run the update of a stored batch again, as it was or changed",
     "attribute": "split the mismatch of a stored batch into its causes",

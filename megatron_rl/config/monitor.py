@@ -50,6 +50,19 @@ class AlarmRule(Section):
         return self
 
 
+class SamplesConfig(Section):
+    """Responses that are written as text: samples.jsonl, TensorBoard's text page, `megatron-rl samples RUN`."""
+
+    every: OffCount = 10
+    """Steps between them; null or 0: none."""
+    number: PositiveInt = 4
+    """Responses of such a step: the best and the worst rewarded, the longest, then the first ones."""
+    max_chars: PositiveInt = 4000
+    """Most characters of a prompt and of a response; of longer text the middle is left out."""
+    max_mib: float = Field(64.0, gt=0)
+    """Most that samples.jsonl holds; the older half goes to make room."""
+
+
 class MonitorConfig(Section):
     tensorboard: bool = True
     """Write TensorBoard event files."""
@@ -58,6 +71,8 @@ class MonitorConfig(Section):
     where standard output is a terminal, else plain. log.txt has the plain lines in every case."""
     show_sample_every: OffCount = 0
     """Steps between printed sample responses (the first of the step, shortened); 0: none."""
+    samples: SamplesConfig = SamplesConfig()
+    """Which sampled texts are written, and how much of them."""
     plots: bool = True
     """Draw plots/curves.png at the end of the run."""
     noise_ema: float = Field(0.9, ge=0, lt=1)

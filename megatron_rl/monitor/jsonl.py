@@ -89,6 +89,23 @@ def append_whole(path: Path, data: bytes) -> None:
         os.close(descriptor)
 
 
+def drop_from(path: Path, step: int) -> None:
+    """Drop the lines that record ``step`` or later, and a torn last one. Nothing to do where there is no file."""
+    if not path.exists():
+        return
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if _is_before(line, step)]
+    if kept == lines[: len(kept)]:  # the usual case: cut, which a full disk allows
+        os.truncate(path, sum(map(len, kept)))
+        return
+    partial = path.with_name(f".partial-{path.name}")
+    with partial.open("wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
 class JsonlSink:
     """Appends lines whole: a reader, or a run that dies, never leaves part of one behind a later line.
 
@@ -101,19 +118,7 @@ class JsonlSink:
 
     def resume_at(self, step: int) -> None:
         """Drop what was recorded for ``step`` and later, and a torn last line: ``step`` is the next to be recorded."""
-        if not self.path.exists():
-            return
-        lines = self.path.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if _is_before(line, step)]
-        if kept == lines[: len(kept)]:  # the usual case: cut, which a full disk allows
-            os.truncate(self.path, sum(map(len, kept)))
-            return
-        partial = self.path.with_name(f".partial-{self.path.name}")
-        with partial.open("wb") as file:
-            file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, self.path)
+        drop_from(self.path, step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the line of a step, after those that wait. OSError where it has to wait as well."""

@@ -17,10 +17,11 @@ from megatron_rl.monitor.jsonl import JsonlSink
 from megatron_rl.monitor.noise_scale import NoiseMonitor
 from megatron_rl.monitor.rollouts import rollout_metrics
 from megatron_rl.monitor.run_directory import RunDirectory
+from megatron_rl.monitor.samples import SampleFile, collect, render
 from megatron_rl.monitor.tensorboard import TensorBoardSink
 from megatron_rl.monitor.terminal import TerminalSink
 from megatron_rl.monitor.timing import PhaseTimer, Span
-from megatron_rl.types import Group
+from megatron_rl.types import Batch, Group
 
 SAMPLE_CHARACTERS = 400  # of a printed sample response, at most
 
@@ -54,6 +55,7 @@ class Monitor:
             self.run_dir.create()
             self._terminal = TerminalSink(self.run_dir.log, config.terminal, recipe_summary.get("num_steps"))
             self._sinks = {"metrics.jsonl": JsonlSink(self.run_dir.metrics), "terminal": self._terminal}
+            self._samples = SampleFile(self.run_dir.samples, config.samples.max_mib)
             if config.tensorboard:
                 self._sinks["tensorboard"] = TensorBoardSink(self.run_dir.tensorboard)
             self.timer.on_enter = lambda name: self._guard("terminal", self._terminal.enter_phase, name)
@@ -72,14 +74,21 @@ class Monitor:
         """Forget what the sinks hold of ``step``, the next to be recorded, and later. Call before the first record."""
         for name, sink in self._sinks.items():
             self._guard(name, sink.resume_at, step)
+        if self.is_main_rank:
+            self._guard("samples.jsonl", self._samples.resume_at, step)
 
     def record(
-        self, step: int, metrics: Mapping[str, float], groups: Sequence[Group] | None = None
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        groups: Sequence[Group] | None = None,
+        batch: Batch | None = None,
     ) -> list[AlarmEvent]:
         """End step ``step``: write its metrics with those that follow from ``groups``, clocks and earlier steps.
 
         A metric in ``metrics`` wins over the monitor's own of the same name. Returns the alarms that went off, the
-        same on every rank. No sink's failure reaches the caller: each warns once.
+        same on every rank. ``batch``: of these groups, for the ratios of the samples. No sink's failure reaches the
+        caller: each warns once.
         """
         events: list[AlarmEvent] = []
         if self.is_main_rank:
@@ -98,6 +107,7 @@ class Monitor:
             for event in events:
                 self.log(event.message, style="bold red")
             self._show_sample(step, groups)
+            self._keep_samples(step, groups or (), batch)
         return self._share(events)
 
     def _mismatch_growth(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -123,6 +133,16 @@ class Monitor:
         prompt, rollout = groups[0].prompt, groups[0].rollouts[0]
         text = rollout.text if len(rollout.text) <= SAMPLE_CHARACTERS else rollout.text[:SAMPLE_CHARACTERS] + " …"
         self.log(f"sample {prompt.id} reward {rollout.reward:g}: {prompt.text!r} -> {text!r}", style="dim")
+
+    def _keep_samples(self, step: int, groups: Sequence[Group], batch: Batch | None) -> None:
+        config = self.config.samples
+        if not config.every or step % config.every or not groups:
+            return
+        samples = collect(step, groups, config, batch)
+        self._guard("samples.jsonl", self._samples.write, samples)
+        if (board := self._sinks.get("tensorboard")) is not None:
+            texts = {f"samples/{number}": render(sample) for number, sample in enumerate(samples, start=1)}
+            self._guard("tensorboard", board.write_texts, step, texts)
 
     def _guard(self, name: str, action: Callable[..., None], *arguments: Any) -> None:
         """Training outlives a full disk: a sink that fails says so once and is tried again at the next step."""

@@ -35,6 +35,11 @@ class RunDirectory:
         return self.root / "metrics.jsonl"
 
     @property
+    def samples(self) -> Path:
+        """A few responses as they were sampled; see `samples`."""
+        return self.root / "samples.jsonl"
+
+    @property
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
 

@@ -40,6 +40,14 @@ class TensorBoardSink:
         self._waiting.append(_record(step=step, summary=Summary(value=values)))
         self._flush()
 
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Append one event with the texts by their tags. They are shown as they are: blocks of code, not Markdown."""
+        if self._file is None:
+            self._begin()
+        values = [_text(tag, text) for tag, text in texts.items()]
+        self._waiting.append(_record(step=step, summary=_summary(values)))
+        self._flush()
+
     def close(self) -> None:
         """Write what still waits; nothing is kept open. OSError where that is not possible either."""
         self._flush()
@@ -59,6 +67,28 @@ class TensorBoardSink:
             self.folder.mkdir(parents=True, exist_ok=True)
             append_whole(self._file, self._waiting[0])
             del self._waiting[0]
+
+
+def _summary(values: list) -> object:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    return Summary(value=values)
+
+
+def _text(tag: str, text: str) -> object:
+    """A value of TensorBoard's text plugin. Indented by four, every line is code to Markdown."""
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+
+    code = "\n".join(f"    {line}" for line in text.split("\n"))
+    data = code.encode("utf-8", "backslashreplace")
+    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+    return Summary.Value(
+        tag=f"{tag}/text_summary",
+        metadata=SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text")),
+        tensor=TensorProto(dtype="DT_STRING", string_val=[data], tensor_shape=shape),
+    )
 
 
 def _record(**fields: object) -> bytes:

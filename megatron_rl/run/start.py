@@ -49,7 +49,7 @@ from megatron_rl.run.lookahead import Lookahead
 from megatron_rl.run.prepare import prepare
 from megatron_rl.run.resume import check_resume, find_checkpoint
 from megatron_rl.shipped import shipped
-from megatron_rl.types import Group
+from megatron_rl.types import Batch, Group
 
 STOP_FILE = "STOP"  # `touch RUN/STOP`: save after the step at hand and leave; the way to stop a job under a scheduler
 
@@ -72,9 +72,11 @@ class Run:
     owes_save: bool = False  # the last save failed
     failures_said: set[tuple[str, str, str]] = field(default_factory=set)  # kinds of reward failures in the log
 
-    def record(self, step: int, metrics: dict[str, float], groups: list[Group] | None = None) -> list[AlarmEvent]:
+    def record(
+        self, step: int, metrics: dict[str, float], groups: list[Group] | None = None, batch: Batch | None = None
+    ) -> list[AlarmEvent]:
         """`Monitor.record`, and what `checkpoint.keep_best` needs of the line."""
-        events = self.monitor.record(step, metrics, groups)
+        events = self.monitor.record(step, metrics, groups, batch)
         best = self.recipe.checkpoint.keep_best
         if best is not None and math.isfinite(value := self.monitor.latest.get(best.metric, math.nan)):
             self.scores[step] = value
