@@ -1,0 +1,52 @@
+"""docs/coming-from.md names keys that recipes have; docs/reading-a-run.md and it name metrics that runs write."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+
+from megatron_rl.config import Recipe
+from tests.support.tiny import REPOSITORY
+
+DOCS = REPOSITORY / "docs"
+KEYS = [
+    row.split("|")[2] for row in (DOCS / "coming-from.md").read_text().split("## Metrics")[0].splitlines() if "|" in row
+]
+SOURCES = "\n".join(path.read_text() for path in (REPOSITORY / "megatron_rl").rglob("*.py"))
+
+
+def sections(annotation: Any) -> list[type[BaseModel]]:
+    """Every section that a field's type allows."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for argument in get_args(annotation) for section in sections(argument)]
+
+
+def has(model: type[BaseModel], path: list[str]) -> bool:
+    field = model.model_fields.get(path[0])
+    if field is None:
+        return False
+    return len(path) == 1 or any(has(section, path[1:]) for section in sections(field.annotation))
+
+
+def test_our_keys_are_in_the_schema():
+    named = [key for cell in KEYS for key in re.findall(r"`([\w.]+)`", cell)]
+    assert len(named) > 30
+    assert [key for key in named if not has(Recipe, key.split("."))] == []
+    assert not has(Recipe, ["rollout", "temperatur"])
+
+
+@pytest.mark.parametrize("page", ["coming-from.md", "reading-a-run.md"])
+def test_metrics_are_written_somewhere(page):
+    text = (DOCS / page).read_text()
+    areas = "actor|critic|response_length|response|rollout_corr|training|mismatch|router"
+    areas += "|exact|groups|reward|noise|precision|perf"
+    named = set(re.findall(rf"`((?:{areas})/[\w/]+\w)(?:/…)?`", text))
+    assert len(named) > 10
+    missing = [name for name in named if f'"{name}' not in SOURCES and f'"{name.split("/")[-1]}' not in SOURCES]
+    # Means, maxima and rates are made from a name and an ending.
+    missing = [name for name in missing if f'"{name.rsplit("_", 1)[0]}' not in SOURCES and name.split("/")[0] != "perf"]
+    assert missing == []
