@@ -21,6 +21,7 @@ from megatron_rl.monitor.samples import SampleFile, collect, render
 from megatron_rl.monitor.tensorboard import TensorBoardSink
 from megatron_rl.monitor.terminal import TerminalSink
 from megatron_rl.monitor.timing import PhaseTimer, Span
+from megatron_rl.monitor.verl_names import verl_names
 from megatron_rl.types import Batch, Group
 
 SAMPLE_CHARACTERS = 400  # of a printed sample response, at most
@@ -83,12 +84,13 @@ class Monitor:
         metrics: Mapping[str, float],
         groups: Sequence[Group] | None = None,
         batch: Batch | None = None,
+        epoch: int | None = None,
     ) -> list[AlarmEvent]:
         """End step ``step``: write its metrics with those that follow from ``groups``, clocks and earlier steps.
 
         A metric in ``metrics`` wins over the monitor's own of the same name. Returns the alarms that went off, the
-        same on every rank. ``batch``: of these groups, for the ratios of the samples. No sink's failure reaches the
-        caller: each warns once.
+        same on every rank. ``batch``: of these groups, for the ratios of the samples. ``epoch``: of the prompts, for
+        TensorBoard, which also gets verl's names (`verl_names`). No sink's failure reaches the caller: each warns once.
         """
         events: list[AlarmEvent] = []
         if self.is_main_rank:
@@ -103,12 +105,17 @@ class Monitor:
             everything |= self.alarms.metrics(events)
             self.latest = everything
             for name, sink in self._sinks.items():
-                self._guard(name, sink.write, step, everything)
+                also = self._also_in_tensorboard(step, batch, epoch) if name == "tensorboard" else {}
+                self._guard(name, sink.write, step, everything | also)
             for event in events:
                 self.log(event.message, style="bold red")
             self._show_sample(step, groups)
             self._keep_samples(step, groups or (), batch)
         return self._share(events)
+
+    def _also_in_tensorboard(self, step: int, batch: Batch | None, epoch: int | None) -> dict[str, float]:
+        found = verl_names(step, self.latest, batch)
+        return found if epoch is None else found | {"training/epoch": float(epoch)}
 
     def _mismatch_growth(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         slope = (

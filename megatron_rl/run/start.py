@@ -76,7 +76,10 @@ class Run:
         self, step: int, metrics: dict[str, float], groups: list[Group] | None = None, batch: Batch | None = None
     ) -> list[AlarmEvent]:
         """`Monitor.record`, and what `checkpoint.keep_best` needs of the line."""
-        events = self.monitor.record(step, metrics, groups, batch)
+        epoch = (
+            None if self.recipe.rollout.max_staleness else self.prompts.epoch
+        )  # ahead of time, it is a later batch's
+        events = self.monitor.record(step, metrics, groups, batch, epoch)
         best = self.recipe.checkpoint.keep_best
         if best is not None and math.isfinite(value := self.monitor.latest.get(best.metric, math.nan)):
             self.scores[step] = value
