@@ -41,10 +41,10 @@ def verl_names(step: int, metrics: Mapping[str, float], batch: Batch | None) -> 
     found["training/global_step"] = float(step + 1)
     found["perf/total_num_tokens"] = float(batch.num_tokens)
     lengths = np.array([sequence.prompt_length for sequence in batch.sequences])
-    found |= _summary("prompt_length", lengths, np.ones_like(lengths))
+    found |= _summary("prompt_length/", lengths, np.ones_like(lengths))
     advantages = np.array([sequence.advantage for sequence in batch.sequences])
     trained = np.array([int(sequence.loss_mask.sum()) for sequence in batch.sequences])
-    return found | _summary("critic/advantages", advantages, trained)
+    return found | _summary("critic/advantages/", advantages, trained)
 
 
 def _summary(name: str, values: np.ndarray, weights: np.ndarray) -> dict[str, float]:
@@ -54,7 +54,7 @@ def _summary(name: str, values: np.ndarray, weights: np.ndarray) -> dict[str, fl
         return {}
     seen = values[weights > 0]
     return {
-        f"{name}/mean": float(np.average(values, weights=weights)),
-        f"{name}/max": float(seen.max()),
-        f"{name}/min": float(seen.min()),
+        f"{name}mean": float(np.average(values, weights=weights)),
+        f"{name}max": float(seen.max()),
+        f"{name}min": float(seen.min()),
     }
