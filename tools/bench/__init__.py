@@ -9,3 +9,5 @@ import warnings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+for module in (r"torch\.distributed", r"megatron\."):  # Megatron's calls, not ours
+    warnings.filterwarnings("ignore", category=FutureWarning, module=module)
