@@ -19,5 +19,5 @@ log=.cache/setup-tests.log
 rm -rf "$folder"
 "$VENV/bin/python" -m pip install --disable-pip-version-check --no-deps --require-hashes --no-compile \
   --target "$folder" -r "$requirements" >"$log" 2>&1 || { tail -n 5 "$log" >&2; say "pip failed (all of its output: $log)"; exit 1; }
-"$VENV/bin/python" tools/patches.py apply --tree "$folder" transformer-engine
+"$VENV/bin/python" -m megatron_rl patch apply --tree "$folder" transformer-engine
 echo "$wanted" >"$folder/.ready"
