@@ -22,32 +22,36 @@ def train(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
     before an engine starts, `RunEnded` where an alarm stops the run (after saving).
     """
     with start(recipe, resume, allow_changes) as run:
-        if run is None:
+        if run is not None:
+            _steps(run)
+
+
+def _steps(run: Run) -> None:
+    """All steps that are left, until the end or a request to stop."""
+    recipe, learner, monitor, freed = run.recipe, run.learner, run.monitor, FreedMemory()
+    for step in range(learner.step, recipe.num_steps):
+        with run.saved_on_fault():
+            metrics = validate(run, step) if _due(step, recipe.validation.every) else {}
+            groups, sampling_metrics = sample(run, step)
+            run.ahead.look_ahead(step, learner.num_updates)
+        with monitor.phase("pack"):
+            batch = build_batch(step, groups, recipe)
+        version = learner.num_updates
+        metrics |= sampling_metrics | update(run, batch, groups) | run.generator.stats()
+        learner.step = step + 1
+        events = run.record(step, metrics, groups, batch)
+        record(run, batch, version, metrics, alarmed=wanted(events, "record_batch"))
+        saved = act_on(events, run)
+        due = run.owes_save or _due(step + 1, recipe.checkpoint.every)
+        if due and not saved and step + 1 < recipe.num_steps:
+            run.try_save()
+        freed.give_back()
+        if step + 1 < recipe.num_steps and run.stop.anywhere():
+            run.save()
+            run.stop.met()
+            monitor.log(f"stopped on request after step {step}; the same command continues")
             return
-        learner, monitor, freed = run.learner, run.monitor, FreedMemory()
-        for step in range(learner.step, recipe.num_steps):
-            with run.saved_on_fault():
-                metrics = validate(run, step) if _due(step, recipe.validation.every) else {}
-                groups, sampling_metrics = sample(run, step)
-                run.ahead.look_ahead(step, learner.num_updates)
-            with monitor.phase("pack"):
-                batch = build_batch(step, groups, recipe)
-            version = learner.num_updates
-            metrics |= sampling_metrics | update(run, batch, groups) | run.generator.stats()
-            learner.step = step + 1
-            events = run.record(step, metrics, groups, batch)
-            record(run, batch, version, metrics, alarmed=wanted(events, "record_batch"))
-            saved = act_on(events, run)
-            due = run.owes_save or _due(step + 1, recipe.checkpoint.every)
-            if due and not saved and step + 1 < recipe.num_steps:
-                run.try_save()
-            freed.give_back()
-            if step + 1 < recipe.num_steps and run.stop_requested():
-                run.save()
-                run.stopped()
-                monitor.log(f"stopped on request after step {step}; the same command continues")
-                return
-        finish(run)
+    finish(run)
 
 
 def sample(run: Run, step: int) -> tuple[list[Group], dict[str, float]]:

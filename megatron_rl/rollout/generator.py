@@ -42,6 +42,10 @@ class Sampling:
         return cls(rollout.max_response_length, validation.temperature, validation.top_p)
 
 
+class RolloutInterrupted(RolloutError):
+    """A stop was asked for while nothing could be sampled: what was waited for is given up."""
+
+
 class Generator(Protocol):
     """An engine that samples responses and takes new weights.
 

@@ -16,8 +16,17 @@ from megatron_rl.monitor import RunDirectory
 from megatron_rl.rollout import Generator
 
 
-def start_generator(recipe: Recipe, tokenizer: Any, learner: Learner, say: Callable[[str], None] = print) -> Generator:
-    """The engine that the recipe names, beside the learner of the same job. ``say``: what servers there are."""
+def start_generator(
+    recipe: Recipe,
+    tokenizer: Any,
+    learner: Learner,
+    say: Callable[[str], None] = print,
+    stop: Callable[[], bool] = lambda: False,
+) -> Generator:
+    """The engine that the recipe names, beside the learner of the same job.
+
+    ``say``: what servers there are. ``stop``: whether this rank was asked to stop.
+    """
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     if recipe.rollout.engine == "exact":
         learner.bit_check = partial(bit_check.check, learner)
@@ -42,6 +51,7 @@ def start_generator(recipe: Recipe, tokenizer: Any, learner: Learner, say: Calla
             decode=decode,
             precision=recipe.precision,
             say=say,
+            stop=stop,
         )
     from megatron_rl.rollout.vllm_engine import VllmGenerator
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +23,6 @@ from megatron_rl.learner.process_groups import initialize, shutdown
 from megatron_rl.monitor import AlarmEvent, Monitor, RunDirectory, write_environment
 from megatron_rl.patching.states import installed_status
 from megatron_rl.process.ranks import (
-    any_rank,
     broadcast_object,
     on_main_rank,
     world_rank,
@@ -33,6 +31,7 @@ from megatron_rl.rewards import Rewarder
 from megatron_rl.rewards.failures import refuse_too_many
 from megatron_rl.rewards.shared import score_shared
 from megatron_rl.rollout import Generator
+from megatron_rl.rollout.generator import RolloutInterrupted
 from megatron_rl.run.engines import start_generator
 from megatron_rl.run.identity import (
     Comparison,
@@ -48,10 +47,9 @@ from megatron_rl.run.lock import RunLock
 from megatron_rl.run.lookahead import Lookahead
 from megatron_rl.run.prepare import prepare
 from megatron_rl.run.resume import check_resume, find_checkpoint
+from megatron_rl.run.stop import StopRequest
 from megatron_rl.shipped import shipped
 from megatron_rl.types import Batch, Group
-
-STOP_FILE = "STOP"  # `touch RUN/STOP`: save after the step at hand and leave; the way to stop a job under a scheduler
 
 
 @dataclass
@@ -67,7 +65,7 @@ class Run:
     ahead: Lookahead
     validation: PromptSet
     monitor: Monitor
-    signals: list[int] = field(default_factory=list)  # received and not yet acted on
+    stop: StopRequest
     scores: dict[int, float] = field(default_factory=dict)  # step → value of checkpoint.keep_best's metric
     owes_save: bool = False  # the last save failed
     failures_said: set[tuple[str, str, str]] = field(default_factory=set)  # kinds of reward failures in the log
@@ -141,31 +139,14 @@ class Run:
                 self.try_save(before)
             raise
 
-    def request_stop(self, number: int, _frame: object = None) -> None:
-        """Signal handler: the step at hand is finished and saved. A second SIGINT (Ctrl-C) ends the run at once."""
-        if number == signal.SIGINT:
-            if number in self.signals:
-                raise KeyboardInterrupt
-            # Not print: its buffer may be the one that was interrupted.
-            os.write(2, b"\nstopping after this step; once more Ctrl-C ends the run at once\n")
-        self.signals.append(number)
-
-    def stop_requested(self) -> bool:
-        """True on all ranks as soon as one has a signal or sees the STOP file. Collective: once a step."""
-        return any_rank(bool(self.signals) or (self.directory.root / STOP_FILE).exists())
-
-    def stopped(self) -> None:
-        """The request is met: take the STOP file away, or the command that continues would stop as well."""
-        if world_rank() == 0:
-            (self.directory.root / STOP_FILE).unlink(missing_ok=True)
-
 
 @contextlib.contextmanager
 def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> Iterator[Run | None]:
     """Check, load, start both engines, resume; on leaving, end them in reverse order whatever happened.
 
-    Gives None where the run is complete. ``allow_changes``: the run may go on with another recipe. Raises `InputError`
-    before an engine starts where recipe, data or checkpoint cannot be used.
+    Gives None where nothing is to be done: the run is complete, or a stop was asked for while it waited for servers.
+    ``allow_changes``: the run may go on with another recipe. Raises `InputError` before an engine starts where recipe,
+    data or checkpoint cannot be used.
     """
     directory = RunDirectory(recipe.run_dir)
     check_resume(directory, resume)
@@ -200,7 +181,16 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
             directory.done.unlink(missing_ok=True)  # a complete run that goes on
             keep_recipe(directory, recipe, begins_at)
             write_environment(directory.environment, applied_patches(), now)
-        generator = start_generator(recipe, prepared.tokenizer, learner, say=monitor.log)
+        stop = StopRequest(directory.root)
+        waits_at_start = recipe.rollout.engine == "vllm_server"  # the other engines' starts cannot be interrupted
+        if waits_at_start:
+            stack.enter_context(stop.listening())
+        try:
+            generator = start_generator(recipe, prepared.tokenizer, learner, say=monitor.log, stop=stop.here)
+        except RolloutInterrupted as reason:
+            _interrupted(stop, monitor, reason)
+            yield None
+            return
         stack.callback(generator.close)
         stated = contract(recipe, prepared.checked.architecture)
         for row in confirm_contract(stated, learner.describe_precision(), generator.describe_precision()):
@@ -215,14 +205,22 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
             num_steps=recipe.num_steps,
             refills=recipe.batch.filter_groups,
         )
-        run = Run(recipe, directory, learner, generator, prepared.rewarder, sampler, ahead, validation, monitor)
+        run = Run(recipe, directory, learner, generator, prepared.rewarder, sampler, ahead, validation, monitor, stop)
         if checkpoint is not None:
             _resume(run, checkpoint, train)
         elif is_main and directory.metrics.exists():
             monitor.resume_at(0)  # an attempt that ended before its first checkpoint
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            stack.callback(signal.signal, number, signal.signal(number, run.request_stop))
-        yield run
+        if not waits_at_start:
+            stack.enter_context(stop.listening())
+        try:
+            yield run
+        except RolloutInterrupted as reason:  # `Run.saved_on_fault` has saved
+            _interrupted(stop, monitor, reason)
+
+
+def _interrupted(stop: StopRequest, monitor: Monitor, reason: RolloutInterrupted) -> None:
+    stop.met()
+    monitor.log(f"stopped on request: {reason}; the same command continues")
 
 
 def _settle(

@@ -24,6 +24,7 @@ import megatron_rl.run.start as run_module
 from megatron_rl.__main__ import main
 from megatron_rl.monitor import Monitor
 from megatron_rl.rollout import RolloutError
+from megatron_rl.rollout.generator import RolloutInterrupted
 from megatron_rl.rollout.requests import make_groups, make_requests
 from megatron_rl.types import Group, Rollout
 
@@ -169,6 +170,10 @@ def _engine_error(**_: Any) -> None:
     raise RolloutError("vLLM failed on prompts a …: the engine is gone")
 
 
+def _interrupted(**_: Any) -> None:
+    raise RolloutInterrupted("a stop was asked for while waiting for a server")
+
+
 def _worker_error(**_: Any) -> None:
     raise RuntimeError("a reward worker did not start")
 
@@ -193,6 +198,7 @@ FAULTS = {
     "small files": _small_files,
     "large files": _large_files,
     "engine error": _engine_error,
+    "interrupted": _interrupted,
     "worker error": _worker_error,
     "wait": _wait_for,
     "clock jumps": _clock_jumps,

@@ -264,6 +264,22 @@ def test_a_complete_run_goes_on_to_more_steps(runs, whole):
     assert runs.rows("longer")[5:] == whole[5:]
 
 
+def test_a_stop_while_nothing_can_be_sampled_gives_the_step_up(runs, whole):
+    """What a generator raises that waits for servers when a stop is asked for: saved before the step, status 0."""
+    (runs.root / "given-up").mkdir()
+    (runs.root / "given-up" / "STOP").touch()
+    ended = runs.train("given-up", faults=[{"at": "phase:generate", "call": 1, "do": "interrupted"}])
+    assert ended.last_line.startswith("stopped on request: a stop was asked for while waiting for a server; the same")
+    assert not (runs.root / "given-up" / "STOP").exists()
+    assert not (runs.root / "given-up" / "metrics.jsonl").exists()
+    fault = {"at": "megatron_rl.run.lookahead:Lookahead.sample", "call": 4, "do": "interrupted"}
+    runs.train("given-up", faults=[fault])
+    steps = len(runs.rows("given-up"))
+    assert runs.checkpoints("given-up")[-1] == f"step_{steps:08d}"
+    runs.train("given-up")
+    assert runs.rows("given-up") == whole
+
+
 def test_the_best_checkpoint_stays(runs, whole):
     """val/reward/mean is of the weights before its step: those of the checkpoint with the same number."""
     scores = {row["step"]: row["val/reward/mean"] for row in whole if "val/reward/mean" in row}

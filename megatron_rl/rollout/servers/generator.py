@@ -35,7 +35,7 @@ from megatron_rl.rollout.servers.dispatch import Dispatch
 from megatron_rl.rollout.servers.local import LocalServers
 from megatron_rl.rollout.servers.main_rank import MainRank
 from megatron_rl.rollout.servers.pool import PoolLimits, ServerPool
-from megatron_rl.rollout.servers.rendezvous import discover, read_token, require_token
+from megatron_rl.rollout.servers.rendezvous import Address, discover, read_token, require_token
 from megatron_rl.rollout.servers.settings import agreed_settings, differences
 from megatron_rl.rollout.servers.weight_files import WeightFolder
 from megatron_rl.rollout.weight_check import checked
@@ -59,6 +59,7 @@ class ServerGenerator:
     """Starts (or finds) the servers of a run; see `Generator` for the methods, and `VllmGenerator` for the arguments.
 
     ``run_dir``: where servers publish their addresses. ``recipe_file``: the resolved recipe, for servers to launch.
+    ``stop``: whether this rank was asked to stop, which ends waiting for servers (`RolloutInterrupted`).
     Raises `InputError` where a server does not fit the recipe, `RolloutError` where too few are there in time.
     """
 
@@ -74,8 +75,9 @@ class ServerGenerator:
         decode: Callable[[list[int]], str] | None = None,
         precision: PrecisionConfig | None = None,
         say: Callable[[str], None] = print,
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._config, self._decode, self._run_dir, self._say = config, decode, run_dir, say
+        self._config, self._decode, self._run_dir, self._say, self._stop = config, decode, run_dir, say, stop
         self._architecture = read_architecture(model_path)
         self._max_prompt_length, self._record_routes = max_prompt_length, record_routes
         self._sampling = Sampling.from_config(config)
@@ -93,6 +95,7 @@ class ServerGenerator:
         self._pool: ServerPool | None = None
         self._folder: WeightFolder | None = None
         self._local: LocalServers | None = None
+        self._relaunches = False  # at the start, a server that ends is an error
         self._main = MainRank()
         start = time.perf_counter()
         try:
@@ -249,17 +252,27 @@ class ServerGenerator:
         self._described: dict[str, dict[str, str]] = {}
 
         def problems(settings: dict[str, Any]) -> list[str]:
+            if self._local is not None:
+                self._local.came_up(settings["name"])
             self._described[settings["name"]] = settings["precision"]
             return differences(self._agreed, settings["agreed"])
 
         self._pool = ServerPool(
             PoolLimits(servers.wait_s, servers.health_every_s),
-            discover=lambda: discover(servers, self._run_dir),
+            discover=self._discover,
             connect=lambda address: ServerClient(address, token, servers.request_deadline_s),
             problems=problems,
             say=self._say,
+            stop=self._stop,
         )
         await self._pool.start(servers.num_expected)
+        self._relaunches = self._local is not None
+
+    def _discover(self) -> list[Address]:
+        """The servers there are; those of our own that have ended are started again first."""
+        if self._relaunches:
+            self._local.relaunch(self._say)
+        return discover(self._config.servers, self._run_dir)
 
 
 def _raise(failure: Exception | None) -> None:

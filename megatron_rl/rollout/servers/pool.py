@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron_rl.errors import InputError
-from megatron_rl.rollout.generator import RolloutError
+from megatron_rl.rollout.generator import RolloutError, RolloutInterrupted
 from megatron_rl.rollout.servers.client import Answer, RequestRefused, ServerError, Weights
 from megatron_rl.rollout.servers.rendezvous import Address
 
+STOP_POLL_S = 0.5  # between looks whether a stop was asked for, while nothing changes
 MISSED_LOOKS = 3  # looks at a server's health without an answer before it counts as lost
 
 
@@ -55,7 +56,7 @@ class ServerPool:
     """All servers of a run. Lives in one event loop; `start` first.
 
     ``discover``: the addresses there are now. ``connect``: a client for one. ``problems``: why a server's settings do
-    not fit the recipe. ``say``: one line for the log.
+    not fit the recipe. ``say``: one line for the log. ``stop``: whether waiting is to be given up.
     """
 
     def __init__(
@@ -65,9 +66,10 @@ class ServerPool:
         connect: Callable[[Address], Client],
         problems: Callable[[dict[str, Any]], list[str]],
         say: Callable[[str], None],
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self._limits, self._discover, self._connect = limits, discover, connect
-        self._problems, self._say = problems, say
+        self._problems, self._say, self._stop = problems, say, stop
         self.members: dict[str, Member] = {}  # by name, lost ones too
         self.weights = Weights(0)  # what every server must hold before it is used
         self.refused: dict[str, str] = {}  # why a server that was found does not fit, by name
@@ -107,7 +109,10 @@ class ServerPool:
                 while not condition():
                     if self.keeper.done():
                         self.keeper.result()  # raises what ended it
-                    await self.change()
+                    if self._stop():
+                        raise RolloutInterrupted(f"a stop was asked for while waiting for {what}")
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self.change(), STOP_POLL_S)
         except TimeoutError:
             lost = [f"{m.address.name} is lost ({m.lost})" for m in self.members.values() if m.lost]
             there = "; ".join([f"{len(self.ready)} can be used", *lost])

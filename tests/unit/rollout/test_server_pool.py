@@ -9,6 +9,7 @@ import pytest
 
 from megatron_rl.errors import InputError
 from megatron_rl.rollout import RolloutError
+from megatron_rl.rollout.generator import RolloutInterrupted
 from megatron_rl.rollout.servers.client import Answer, RequestRefused, ServerLost, StaleServer, Weights
 from megatron_rl.rollout.servers.dispatch import Dispatch
 from megatron_rl.rollout.servers.pool import PoolLimits, ServerPool
@@ -90,17 +91,26 @@ class FakeClient:
         self.closed.set()
 
 
-def play(world: World, scene, limits: PoolLimits = LIMITS, names: tuple[str, ...] = ("a", "b"), problems=None):
+def play(
+    world: World,
+    scene,
+    limits: PoolLimits = LIMITS,
+    names: tuple[str, ...] = ("a", "b"),
+    problems=None,
+    stop=lambda: False,
+    discover=None,
+):
     """Run ``scene(pool)`` with servers ``names`` alive; returns its result and what the pool said."""
     said: list[str] = []
 
     async def run():
         pool = ServerPool(
             limits,
-            discover=lambda: [Address(name, f"http://{name}") for name in names],
+            discover=discover or (lambda: [Address(name, f"http://{name}") for name in names]),
             connect=lambda address: FakeClient(address.name, world),
             problems=problems or (lambda settings: []),
             say=said.append,
+            stop=stop,
         )
         try:
             return await scene(pool)
@@ -247,3 +257,59 @@ def test_too_few_servers_end_the_start():
 
     with pytest.raises(RolloutError, match=r"waited 0.2 s .* for 2 servers: 1 can be used"):
         play(World(alive={"b"}), scene, PoolLimits(0.2, 0.01))
+
+
+PATIENT = PoolLimits(wait_s=600.0, health_every_s=0.01)  # a test that waits for it fails
+
+
+def test_waiting_for_servers_ends_when_a_stop_is_asked_for():
+    """At the start, and in the middle when the last server has died."""
+    world, asked = World(), []
+
+    async def start(pool):
+        asyncio.get_running_loop().call_later(0.05, asked.append, True)
+        with pytest.raises(RolloutInterrupted, match="a stop was asked for while waiting for 3 servers"):
+            await pool.start(3)
+
+    play(world, start, PATIENT, stop=lambda: bool(asked))
+    asked.clear()
+    world = World(dies_after={"a": 3, "b": 3})
+
+    async def sample(pool):
+        await pool.start(2)
+        asyncio.get_running_loop().call_later(0.05, asked.append, True)
+        with pytest.raises(RolloutInterrupted, match=r"while waiting for a server to sample from \(4[0-9] of 50"):
+            await ask(pool, 50).run()
+
+    play(world, sample, PATIENT, stop=lambda: bool(asked))
+
+
+def test_a_stop_does_not_keep_servers_that_answer_from_finishing_the_batch():
+    world, asked = World(), []
+
+    async def scene(pool):
+        await pool.start(2)
+        asked.append(True)
+        return await ask(pool, 50).run()
+
+    assert tokens(play(world, scene, PATIENT, stop=lambda: bool(asked))[0]) == list(range(50))
+
+
+def test_what_ends_the_search_for_servers_ends_the_waiting():
+    """Launched servers that cannot be started again are such a reason."""
+    world, gone = World(dies_after={"a": 3, "b": 3}), []
+
+    def discover():
+        if not gone and not world.alive:
+            gone.append(True)
+        if gone:
+            raise RolloutError("no server can be started")
+        return [Address(name, f"http://{name}") for name in "ab"]
+
+    async def scene(pool):
+        await pool.start(2)
+        with pytest.raises(RolloutError, match="no server can be started"):
+            await ask(pool, 50).run()
+        return True
+
+    assert play(world, scene, PATIENT, discover=discover)[0]

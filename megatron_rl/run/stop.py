@@ -1,0 +1,53 @@
+"""How a run is asked to save and leave: signals, and a file for jobs that a scheduler keeps signals from."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_rl.process.ranks import any_rank, world_rank
+
+STOP_FILE = "STOP"  # `touch RUN/STOP`: save after the step at hand and leave
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class StopRequest:
+    """Whether somebody asked the run in ``folder`` to stop."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / STOP_FILE
+        self._signals: list[int] = []  # received since `listening` began
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take signals as requests, from the main thread. A second SIGINT (Ctrl-C) ends the run at once."""
+        before = [(number, signal.signal(number, self._take)) for number in SIGNALS]
+        try:
+            yield
+        finally:
+            for number, handler in before:
+                signal.signal(number, handler)
+
+    def _take(self, number: int, _frame: object = None) -> None:
+        if number == signal.SIGINT:
+            if number in self._signals:
+                raise KeyboardInterrupt
+            # Not print: its buffer may be the one that was interrupted.
+            os.write(2, b"\nstopping after this step; once more Ctrl-C ends the run at once\n")
+        self._signals.append(number)
+
+    def here(self) -> bool:
+        """Whether this rank knows of a request."""
+        return bool(self._signals) or self._file.exists()
+
+    def anywhere(self) -> bool:
+        """Whether any rank does, the same on all of them. Collective: once a step."""
+        return any_rank(self.here())
+
+    def met(self) -> None:
+        """The request is met: take the STOP file away, or the command that continues would stop as well."""
+        if world_rank() == 0:
+            self._file.unlink(missing_ok=True)
