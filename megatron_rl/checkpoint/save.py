@@ -29,6 +29,7 @@ from megatron.core.utils import unwrap_model
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.foreign import no_foreign_code
 from megatron_rl.checkpoint.manifest import TRAINER_FILE, checkpoint_name
+from megatron_rl.checkpoint.names import EXTRA_STATE
 from megatron_rl.errors import Fault, InputError
 from megatron_rl.process.ranks import broadcast_object, gather_objects, together, world_rank, world_size
 
@@ -100,9 +101,11 @@ def load_checkpoint(path: Path, model: GPTModel, optimizer: MegatronOptimizer, v
     path = Path(path)
     if verify and (problem := damage(path)):
         raise InputError(f"checkpoint {path}: {problem}; expected a complete folder step_…, as a run writes it")
+    wanted = _sharded_state(model, optimizer, is_loading=True)
+    wanted["model"] = _without_extra_state(wanted["model"])
     with no_foreign_code(path):
-        state = dist_checkpointing.load(_sharded_state(model, optimizer, is_loading=True), str(path))
-    unwrap_model(model).load_state_dict(state["model"])
+        state = dist_checkpointing.load(wanted, str(path))
+    _fill(model, state["model"])
     optimizer.load_state_dict(state["optimizer"])
     return json.loads((path / TRAINER_FILE).read_text())
 
@@ -117,8 +120,8 @@ def load_weights(path: Path, model: GPTModel, optimizer: MegatronOptimizer | Non
         raise InputError(f"checkpoint {path}: {problem}; write it again with to-megatron")
     weights = unwrap_model(model).sharded_state_dict(metadata=dict(CONTENT_METADATA))
     with no_foreign_code(Path(path)):
-        state = dist_checkpointing.load({"model": weights}, str(path))
-    unwrap_model(model).load_state_dict(state["model"])
+        state = dist_checkpointing.load({"model": _without_extra_state(weights)}, str(path))
+    _fill(model, state["model"])
     if optimizer is not None:
         optimizer.reload_model_params()
 
@@ -241,6 +244,20 @@ def _sharded_state(model: GPTModel, optimizer: MegatronOptimizer, is_loading: bo
         "model": weights,
         "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=dict(CONTENT_METADATA)),
     }
+
+
+def _without_extra_state(weights: dict[str, Any]) -> dict[str, Any]:
+    """The tensors alone. The states of FP8, which nothing here uses, are empty, and each kind of layer has others:
+    TransformerEngine's norms want one that Megatron's own norms do not write."""
+    return {name: tensor for name, tensor in weights.items() if EXTRA_STATE not in name}
+
+
+def _fill(model: GPTModel, tensors: dict[str, Any]) -> None:
+    """Load ``tensors``, all of the model's and no others; `RuntimeError` names those that differ."""
+    found = unwrap_model(model).load_state_dict(tensors, strict=False)
+    missing = [name for name in found.missing_keys if EXTRA_STATE not in name]
+    if missing or found.unexpected_keys:
+        raise RuntimeError(f"the checkpoint lacks {missing} and has {list(found.unexpected_keys)} beside the model's")
 
 
 def _allocate_moments(optimizer: MegatronOptimizer) -> None:

@@ -173,7 +173,7 @@ def job(recipe: Recipe) -> Iterator[None]:
     from megatron_rl.learner.process_groups import initialize, shutdown
 
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        initialize(recipe.learner.parallel, recipe.runtime.device, recipe.seed)
+        initialize(recipe.learner.parallel, recipe.runtime.device, recipe.seed, recipe.rollout.hang_limit_s)
     try:
         yield
     finally:

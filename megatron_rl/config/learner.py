@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from megatron_rl.config.base import Dtype, NullIsZero, Section
 from megatron_rl.config.precision import LossScaleConfig
@@ -21,9 +21,10 @@ class ParallelConfig(Section):
     """Expert-parallel size: experts are dealt over this many of the ranks of one pipeline stage."""
     expert_tensor: PositiveInt = 1
     """Tensor-parallel size inside one expert."""
-    timeout_minutes: float = Field(30.0, gt=0)
+    timeout_minutes: PositiveFloat | None = None
     """A rank that waits longer than this for another has lost it and ends the job, which would else hang until its time
-    limit. Must be longer than anything one rank does alone: generating its share, writing a checkpoint."""
+    limit. Must be longer than anything one rank does alone: generating its share, writing a checkpoint. null: 30, or
+    what `rollout.deadline_s` lets an engine take where that is longer."""
 
 
 LOGIT_CHUNK_ROWS = 256

@@ -62,6 +62,11 @@ class RolloutConfig(Section):
     servers: ServersConfig = ServersConfig()
     """The servers of engine `vllm_server`."""
 
+    @property
+    def hang_limit_s(self) -> float | None:
+        """Beyond this a step of the engine does not return: `deadline_s` is looked at between steps."""
+        return None if self.deadline_s is None else 1.25 * self.deadline_s + 2.0
+
     @model_validator(mode="after")
     def _staleness_needs_servers(self) -> RolloutConfig:
         if self.max_staleness and self.engine != "vllm_server":

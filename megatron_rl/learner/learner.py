@@ -60,7 +60,7 @@ class Learner:
         self.recipe = recipe
         self.phase: PhaseFn = lambda name: nullcontext()  # `train` sets the monitor's, which times them
         self.config = recipe.learner
-        self.device = initialize(self.config.parallel, recipe.runtime.device, recipe.seed)
+        self.device = initialize(self.config.parallel, recipe.runtime.device, recipe.seed, recipe.rollout.hang_limit_s)
         self.architecture: Architecture = read_architecture(recipe.model.path)
         self.exact = recipe.rollout.engine == "exact"
         self.bit_check: BitCheck | None = None  # set beside the engine `exact`, as `exact.bit_check` says

@@ -10,7 +10,6 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE, get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -22,6 +21,7 @@ from megatron_rl.learner.layers.attention import PackedRotaryEmbedding, SDPACore
 from megatron_rl.learner.layers.cpu_layers import finish_few_pass_model, use_few_pass_layers
 from megatron_rl.learner.layers.exact_attention import ExactCoreAttention
 from megatron_rl.learner.mixed_precision import compute_head_in_fp32
+from megatron_rl.learner.packed_attention import refuse_unfused_attention
 
 _EXPERT_SHARD_DIM = {"linear_fc1": 0, "linear_fc2": 1}  # what expert tensor parallelism cuts: outputs, then inputs
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -50,9 +50,8 @@ def transformer_config(
     learner: LearnerConfig,
     device: torch.device,
     precision: PrecisionConfig,
-    exact: bool = False,
 ) -> TransformerConfig:
-    """Megatron's configuration for this architecture, layout and precision. ``exact``: batch-invariant kernels."""
+    """Megatron's configuration for this architecture, layout and precision."""
     a, parallel, dtype = architecture, learner.parallel, DTYPES[learner.dtype]
     te = use_transformer_engine(device)
     config = {
@@ -87,7 +86,9 @@ def transformer_config(
         "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths, even in a dense model
         # Losses arrive divided by their global denominators; Megatron must only add them up.
         "calculate_per_token_loss": True,
-        # Fusions need Apex or TransformerEngine kernels; on one side only they would add mismatch.
+        # Fusions need Apex or TransformerEngine kernels; on one side only they would add mismatch. The rotary one is
+        # made in fp32 and rounded once; without it packed rows cost two waits for the device in each layer and pass.
+        "apply_rope_fusion": te,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
@@ -100,8 +101,6 @@ def transformer_config(
         "embedding_init_method": _keep,
         **_recompute(learner.recompute, a.is_moe),
     }
-    if exact and te:  # on a CPU `learner.layers.invariant` does it
-        config |= {"batch_invariant_mode": True, "attention_backend": AttnBackend.flash}
     if a.is_moe:
         config |= {
             "num_moe_experts": a.num_experts,
@@ -162,8 +161,16 @@ def build_model(
         raise InputError(
             "learner.compile: true, but TransformerEngine's layers bring their own kernels; use compile: false"
         )
+    if exact and device.type != "cpu":
+        raise InputError(
+            f"rollout.engine: exact on {device.type}, where nothing makes every kernel of the learner independent of "
+            "the batch: Megatron's batch-invariant mode leaves out grouped expert products. Use rollout.engine: vllm, "
+            "or runtime.device: cpu"
+        )
     precision = precision or PrecisionConfig()
-    config = transformer_config(architecture, learner, device, precision, exact)
+    config = transformer_config(architecture, learner, device, precision)
+    if use_transformer_engine(device) and device.type == "cuda":
+        refuse_unfused_attention(config)
     model = GPTModel(
         config=config,
         transformer_layer_spec=layer_spec(config, device, exact),

@@ -11,24 +11,33 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.jit import disable_jit_fuser
 
 from megatron_rl.config.learner import ParallelConfig
+from megatron_rl.process.devices import default_device
+
+DEFAULT_TIMEOUT_MINUTES = 30.0
 
 
 def resolve_device(device: str) -> torch.device:
     """``auto | cuda | cpu`` → the device of this process (``LOCAL_RANK`` picks the GPU)."""
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = default_device()
     if device == "cuda":
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     return torch.device("cpu")
 
 
-def initialize(parallel: ParallelConfig, device: str, seed: int) -> torch.device:
+def initialize(parallel: ParallelConfig, device: str, seed: int, longest_wait_s: float | None = None) -> torch.device:
     """Join the job (torchrun's or srun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; alone without them).
 
     Idempotent within a process for the same layout. Model-parallel generators are seeded with ``seed``.
+    ``longest_wait_s``: how long a rank may rightly wait for another, whose engine is still generating; without
+    ``parallel.timeout_minutes`` collectives give up no earlier.
     """
     where = resolve_device(device)
     if where.type == "cuda":
+        if parallel.tensor > 1:
+            # Megatron overlaps tensor-parallel communication with products by the order of their launches, which one
+            # connection keeps. CUDA reads it when it starts.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(where)
     else:
         # Megatron compiles fused elementwise functions: about 20 s of C++ compilation a process on a CPU, without
@@ -37,7 +46,8 @@ def initialize(parallel: ParallelConfig, device: str, seed: int) -> torch.device
         # Oversubscribed OpenMP threads cost up to 20×, so each process takes one unless the user says otherwise.
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)
-    timeout = timedelta(minutes=parallel.timeout_minutes)
+    minutes = parallel.timeout_minutes or max(DEFAULT_TIMEOUT_MINUTES, (longest_wait_s or 0.0) / 60)
+    timeout = timedelta(minutes=minutes)
     if not dist.is_initialized():
         # A job of one process gets its store as an object: other processes would inherit the environment variables.
         if "MASTER_PORT" not in os.environ:
@@ -51,7 +61,7 @@ def initialize(parallel: ParallelConfig, device: str, seed: int) -> torch.device
             pipeline_model_parallel_size=parallel.pipeline,
             expert_model_parallel_size=parallel.expert,
             expert_tensor_parallel_size=parallel.expert_tensor,
-            distributed_timeout_minutes=parallel.timeout_minutes,
+            distributed_timeout_minutes=minutes,
         )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return where

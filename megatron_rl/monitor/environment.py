@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from megatron_rl.process.devices import default_device
+
 _PACKAGES = [
     "torch",
     "vllm",
@@ -73,7 +75,7 @@ def hardware() -> dict[str, Any]:
         "memory": _from_proc("/proc/meminfo", "MemTotal"),
         "gpus": [],
     }
-    if torch.cuda.is_available():
+    if default_device() == "cuda":
         for index in range(torch.cuda.device_count()):
             gpu = torch.cuda.get_device_properties(index)
             found["gpus"].append({"name": gpu.name, "memory_gib": round(gpu.total_memory / 2**30, 1)})

@@ -85,6 +85,7 @@ class VllmGenerator:
         self._num_engines, self._engine = world_size // config.tensor_parallel, self._rank // config.tensor_parallel
         self._shapes = HFFolder(model_path).shapes()
         self._policy_version, self._broken, self._stats = 0, "", {}
+        self._wants_weights = False  # since they were given up in `sleep`
         self._owns_world = not dist.is_initialized()
         start = time.perf_counter()
         self._llm: Any = self._start(model_path)
@@ -110,6 +111,8 @@ class VllmGenerator:
         sampling = sampling or self._sampling
         if self._broken:
             raise RolloutError(f"the engine cannot go on: {self._broken}")
+        if self._wants_weights:
+            raise RolloutError("the engine gave up its weights while it slept: `wake`, then `refit`")
         check_version("the engine holds", self._policy_version, policy_version)
         check_lengths(prompts, sampling, self._max_prompt_length, self._config.max_response_length)
         requests = make_requests(prompts, num_samples, seed=self._config.seed, step=step)
@@ -126,7 +129,7 @@ class VllmGenerator:
             with (
                 process_state.global_rng_untouched(),
                 process_state.compilation(not runs_eagerly(self._config, self._device)),
-                limited(self._hang_limit_s, "the rollout engine (rollout.deadline_s)"),
+                limited(self._config.hang_limit_s, "the rollout engine (rollout.deadline_s)"),
             ):
                 outputs = self._run_engine(requests, sampling)
             return [self._to_rollout(request, output) for request, output in zip(requests, outputs, strict=True)]
@@ -136,12 +139,6 @@ class VllmGenerator:
             failure = RolloutError(f"vLLM failed on prompts {ids} …: {type(error).__name__}: {_one_line(error)}")
             failure.__cause__ = error
             return failure
-
-    @property
-    def _hang_limit_s(self) -> float | None:
-        """The deadline is looked at between steps of the engine; beyond this, a step itself does not return."""
-        deadline = self._config.deadline_s
-        return None if deadline is None else 1.25 * deadline + 2.0
 
     def _run_engine(self, requests: list[Request], sampling: Sampling) -> list[Any]:
         params = [sampling_params(sampling_fields(sampling, r.seed, self._stop_token_ids)) for r in requests]
@@ -204,6 +201,11 @@ class VllmGenerator:
         self._llm.start_weight_update()
         self._llm.update_weights({"update_info": {"weights": checked(weights, self._shapes)}})
         self._llm.finish_weight_update(str(policy_version))
+        if self._wants_weights:
+            # After the weights: what the learner holds to send them and the cache need not fit side by side.
+            torch.cuda.empty_cache()
+            self._llm.wake_up(["kv_cache"])
+            self._wants_weights = False
         if not self._llm.reset_prefix_cache():
             raise RolloutError(
                 "the prefix cache could not be emptied after a weight update: requests are still running"
@@ -212,8 +214,11 @@ class VllmGenerator:
         self._stats["perf/refit_engine_s"] = time.perf_counter() - start
 
     def _verify_refit(self, model_path: Path) -> None:
-        """An update with the weights that the engine already holds must leave every stored parameter bit for bit."""
+        """An update with the weights that the engine already holds, after it has slept, must leave every stored
+        parameter bit for bit."""
         before = self._llm.apply_model(parameter_checksums)[0]
+        self.sleep()
+        self.wake()
         self.refit(HFFolder(model_path).items(), 0)
         after = self._llm.apply_model(parameter_checksums)[0]
         check_own_refit(before, after)
@@ -227,13 +232,17 @@ class VllmGenerator:
         return describe_engine(self._llm)
 
     def sleep(self) -> None:
+        """Give back weights and cache; a CPU has nothing to give back. Neither is copied to host memory: whoever puts
+        an engine to sleep sends it the next weights."""
         if self._device == "cuda":
-            self._llm.sleep(level=1)  # level 1 keeps the weights in host memory; a CPU has nothing to give back
+            self._llm.sleep(level=2)
+            self._wants_weights = True
 
     def wake(self) -> None:
+        """Room for the weights, that `refit` fills before it takes that for the cache."""
         if self._device == "cuda":
             torch.cuda.empty_cache()  # blocks that the learner's pass left cached are room that the engine needs
-            self._llm.wake_up()
+            self._llm.wake_up(["weights"])
 
     def stats(self) -> dict[str, float]:
         return dict(self._stats)

@@ -154,7 +154,7 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
         prepared = stack.enter_context(prepare(recipe, int(os.environ.get("WORLD_SIZE", 1))))
         train, validation = prepared.train, prepared.validation
         sampler = PromptSampler(train, seed=recipe.data.seed, shuffle=recipe.data.shuffle)
-        initialize(recipe.learner.parallel, recipe.runtime.device, recipe.seed)
+        initialize(recipe.learner.parallel, recipe.runtime.device, recipe.seed, recipe.rollout.hang_limit_s)
         stack.callback(shutdown)
         lock = RunLock(directory.lock)
         stack.callback(lock.release)

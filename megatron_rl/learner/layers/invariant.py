@@ -44,7 +44,7 @@ class BatchInvariant(TorchFunctionMode):
 
 
 def batch_invariant(device: torch.device) -> AbstractContextManager:
-    """`BatchInvariant` on a CPU; on CUDA Megatron's own kernels are (`TransformerConfig.batch_invariant_mode`)."""
+    """`BatchInvariant` on a CPU, the only device that `learner.model` builds an exact model on."""
     return BatchInvariant() if device.type == "cpu" else nullcontext()
 
 

@@ -10,6 +10,7 @@ import socket
 from megatron_rl.check import check_recipe
 from megatron_rl.config import Recipe
 from megatron_rl.errors import InputError
+from megatron_rl.process.devices import default_device
 from megatron_rl.rollout.servers.rendezvous import require_token
 
 LOOPBACK = "127.0.0.1"
@@ -48,7 +49,7 @@ def serve(
         model_path=recipe.model.path,
         max_prompt_length=recipe.data.prompt.max_length,
         record_routes=recipe.routing.needs_engine_routes,
-        device=_device(recipe.runtime.device),
+        device=default_device() if recipe.runtime.device == "auto" else recipe.runtime.device,
         run_dir=recipe.run_dir,
         name=name or f"{socket.gethostname()}-{os.getpid()}",
         host=host,
@@ -56,11 +57,3 @@ def serve(
         token=token,
     )
     run_server(spec, say=lambda text: print(text, flush=True))
-
-
-def _device(device: str) -> str:
-    if device != "auto":
-        return device
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"

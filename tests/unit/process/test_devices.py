@@ -1,0 +1,59 @@
+"""CUDA is not started before a process forks."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+import megatron_rl
+from megatron_rl.process.devices import default_device
+
+PACKAGE = Path(megatron_rl.__file__).parent
+
+
+def test_a_gpu_is_looked_for_without_the_cuda_runtime(monkeypatch):
+    """As on a node with two GPUs: the driver answers, and the runtime must not be asked."""
+
+    def runtime() -> int:
+        raise AssertionError("the CUDA runtime was asked: forks of this process could not use CUDA")
+
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "_cached_device_count", None)
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", runtime, raising=False)
+    assert default_device() == "cuda"
+
+
+def test_without_cuda_it_is_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: False)
+    assert default_device() == "cpu"
+
+
+def asks_cuda(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch.cuda.")
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_module_touches_cuda_while_it_is_imported(path):
+    """vLLM and reward workers fork. What a function does is its caller's affair; an import is anybody's."""
+    pending, at_import = [ast.parse(path.read_text())], []
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            pending += [*node.args.defaults, *(d for d in node.args.kw_defaults if d)]
+            pending += getattr(node, "decorator_list", [])
+            continue
+        at_import += [node.lineno] if asks_cuda(node) else []
+        pending += ast.iter_child_nodes(node)
+    assert not at_import, f"lines {at_import}"
+
+
+def test_only_one_place_asks_whether_there_is_a_gpu():
+    found = [
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if any(asks_cuda(n) and n.func.attr == "is_available" for n in ast.walk(ast.parse(path.read_text())))
+    ]
+    assert found == ["process/devices.py"]

@@ -1,0 +1,144 @@
+"""Routes through vLLM's scheduler as CUDA has it: asynchronous scheduling, preemption, shared prefixes, both runners.
+
+A CPU has neither asynchronous scheduling nor the second model runner. Here vLLM's own scheduler is driven with both by
+a runner without a model: a token, and the experts it is routed to, are functions of all tokens up to it. A lost,
+repeated or misplaced row therefore shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict, deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.tiny import MODEL
+
+LAYERS, TOP_K, BLOCK = 4, 2, 4
+
+
+def draw(tokens: list[int]) -> bytes:
+    return hashlib.sha256(np.asarray(tokens, dtype=np.int64).tobytes()).digest()
+
+
+def next_token(tokens: list[int]) -> int:
+    return 3 + draw(tokens)[0] % 90
+
+
+def row(tokens: list[int]) -> np.ndarray:
+    """[LAYERS, TOP_K] routes of the last of ``tokens``."""
+    return np.frombuffer(draw(tokens), dtype=np.uint8)[1 : 1 + LAYERS * TOP_K].reshape(LAYERS, TOP_K) % 8
+
+
+class Runner:
+    """Computes a step of the scheduler; keeps what vLLM's model runners keep of a request."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.blocks: dict[str, list[int]] = {}
+        self.resumed = 0
+
+    def execute(self, scheduled: Any) -> Any:
+        from vllm.v1.outputs import ModelRunnerOutput, RoutedExpertsLists
+
+        computed = {}
+        for new in scheduled.scheduled_new_reqs:
+            self.resumed += new.req_id in self.tokens
+            self.tokens[new.req_id] = list(new.prefill_token_ids or new.prompt_token_ids)
+            self.blocks[new.req_id], computed[new.req_id] = list(new.block_ids[0]), new.num_computed_tokens
+        cached = scheduled.scheduled_cached_reqs
+        for i, name in enumerate(cached.req_ids):
+            new_blocks = list(cached.new_block_ids[i][0]) if cached.new_block_ids[i] else []
+            if name in cached.resumed_req_ids:
+                self.resumed += 1
+                self.blocks[name], self.tokens[name] = new_blocks, list(cached.all_token_ids[name])
+            else:
+                self.blocks[name] += new_blocks
+            computed[name] = cached.num_computed_tokens[i]
+        rows, slots, sampled = [], [], []
+        for name, start in computed.items():
+            tokens, end = self.tokens[name], start + scheduled.num_scheduled_tokens[name]
+            assert end <= len(tokens), f"{name}: scheduled up to token {end} of {len(tokens)}"
+            rows += [row(tokens[: i + 1]) for i in range(start, end)]
+            slots += [self.blocks[name][i // BLOCK] * BLOCK + i % BLOCK for i in range(start, end)]
+            sampled.append([next_token(tokens)] if end == len(tokens) else [])
+            tokens += sampled[-1]
+        return ModelRunnerOutput(
+            req_ids=list(computed),
+            req_id_to_index={name: i for i, name in enumerate(computed)},
+            sampled_token_ids=sampled,
+            routed_experts=RoutedExpertsLists(np.stack(rows), np.asarray(slots)) if rows else None,
+        )
+
+
+def run(is_async: bool, v2: bool, num_blocks: int, chunk: int, monkeypatch) -> dict[str, Any]:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.request import Request
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    config = EngineArgs(
+        model=str(MODEL), skip_tokenizer_init=True, enable_return_routed_experts=True, max_model_len=64
+    ).create_engine_config()
+    config.scheduler_config.async_scheduling = is_async
+    config.scheduler_config.max_num_batched_tokens = config.scheduler_config.max_num_scheduled_tokens = chunk
+    config.scheduler_config.enable_chunked_prefill = True
+    config.cache_config.enable_prefix_caching = True
+    config.cache_config.num_gpu_blocks, config.cache_config.block_size = num_blocks, BLOCK
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    cache = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+    scheduler = (AsyncScheduler if is_async else Scheduler)(
+        config, cache, StructuredOutputManager(config), block_size=BLOCK, log_stats=False
+    )
+    monkeypatch.setattr(scheduler, "use_v2_model_runner", v2)
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    prompts = {f"{i}": [7, 8, 9, 10, 11, 12, 13, 14] + [20 + i] * (1 + i % 5) for i in range(8)}
+    for i, (name, prompt) in enumerate(prompts.items()):
+        sampling = SamplingParams(max_tokens=12 + 3 * i, ignore_eos=True)
+        scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=hasher))
+    runner, waiting, preempted = Runner(), deque(), 0
+    tokens, routes = defaultdict(list), defaultdict(list)
+    for _ in range(2000):
+        if not (scheduler.has_unfinished_requests() or waiting):
+            break
+        scheduled = scheduler.schedule()
+        preempted += len(scheduled.preempted_req_ids or ())
+        if scheduled.total_num_scheduled_tokens:
+            waiting.append((scheduled, runner.execute(scheduled)))
+        # Asynchronous: the next step is scheduled before this one's tokens are known.
+        if waiting and (len(waiting) > is_async or not scheduled.total_num_scheduled_tokens):
+            for outputs in scheduler.update_from_output(*waiting.popleft()).values():
+                for output in outputs.outputs:
+                    tokens[output.request_id] += output.new_token_ids
+                    if output.routed_experts is not None:
+                        routes[output.request_id].append(output.routed_experts)
+    assert not scheduler.has_unfinished_requests(), "not done within 2000 steps"
+    joined = {name: np.concatenate(pieces) for name, pieces in routes.items()}
+    return {"prompts": prompts, "tokens": tokens, "routes": joined, "preempted": preempted, "resumed": runner.resumed}
+
+
+@pytest.mark.parametrize("chunk", [64, 10])
+@pytest.mark.parametrize("num_blocks", [200, 24])
+@pytest.mark.parametrize("v2", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_every_token_has_its_own_routes(is_async, v2, num_blocks, chunk, monkeypatch):
+    found = run(is_async, v2, num_blocks, chunk, monkeypatch)
+    assert (found["preempted"] > 0) == (num_blocks == 24)
+    assert found["resumed"] >= found["preempted"] > 0 or num_blocks == 200
+    for i, (name, prompt) in enumerate(found["prompts"].items()):
+        whole = list(prompt)
+        for _ in range(12 + 3 * i):
+            whole.append(next_token(whole))
+        assert found["tokens"][name] == whole[len(prompt) :]
+        wanted = np.stack([row(whole[: j + 1]) for j in range(len(whole) - 1)])
+        assert found["routes"][name].shape == wanted.shape
+        np.testing.assert_array_equal(found["routes"][name], wanted)
