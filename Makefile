@@ -14,7 +14,7 @@ WORKERS ?= auto
 # Oversubscribed OpenMP threads cost up to 20×: one thread a process.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test test-isa lint bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -28,6 +28,9 @@ demo: setup ## train the tiny Qwen3-MoE with GRPO from under 0.5 to over 0.9 hel
 test: setup ## run the whole test suite on WORKERS processes (one a core), and name the ten slowest
 	@VENV=$(VENV) tools/setup_tests.sh
 	$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadscope --durations 10
+
+test-isa: setup ## the computing tests under other instruction sets, two threads, deterministic kernels (3 minutes)
+	tests/isa/run.sh $(RUN)
 
 lint: setup ## ruff, shellcheck, both patch series and every recipe
 	$(RUN) -m ruff check .

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.parallel.gloo import run_ranks
+from tests.support.rounding import rounded
+from tests.unit.objective.batches import BATCH
 
 CONFIG = {
     "policy_term": {"name": "ppo_clip", "dual_clip": 1.2},
@@ -23,9 +23,9 @@ def test_two_data_parallel_ranks_agree_with_one():
     shares = run_ranks("tests.parallel.programs.objective", "share", 2, config=CONFIG, seed=4)
     assert loss != 0
     for got_loss, _, got_metrics in shares:
-        assert got_loss == pytest.approx(loss, rel=1e-9)
-        assert got_metrics == pytest.approx(metrics, rel=1e-6, abs=1e-12)
+        assert got_loss == rounded(loss, BATCH)
+        assert got_metrics == rounded(metrics, BATCH)
     got_gradients = {**shares[0][1], **shares[1][1]}
     assert got_gradients.keys() == gradients.keys()
     for place, gradient in gradients.items():
-        assert got_gradients[place] == pytest.approx(gradient, rel=1e-9, abs=1e-15)
+        assert got_gradients[place] == rounded(gradient, BATCH)

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from tests.parallel.gloo import run_ranks
+from tests.support.plain_training import Limits, float32_limits
+from tests.support.rounding import rounded
 
 LAYOUTS = {
     "one": (1, {}),
@@ -78,24 +80,31 @@ def worst(result: dict, reference: dict) -> float:
     return max(float((a - b).norm() / b.norm()) for a, b in pairs if b.norm() > 0)
 
 
+@pytest.fixture(scope="module")
+def limits() -> Limits:
+    """How far rounding may take two layouts apart: that of the model's own routes, as replayed ones cost the same."""
+    return float32_limits(1)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_replaying_native_routes_is_native_routing(runs, layout):
     for off, native in zip(runs[f"{layout}: off"], runs[f"{layout}: native"], strict=True):
-        assert worst(native, off) < 1e-6
-        np.testing.assert_allclose(native["logprobs"], off["logprobs"], atol=1e-6)
+        assert worst(native, off) == 0.0
+        assert (native["logprobs"] == off["logprobs"]).all()
         assert native["metrics"]["router/agree_frac"] == 1.0
         assert native["metrics"]["router/replay_coverage"] == 1.0
         assert native["metrics"]["router/fallback_frac"] == 0.0
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_replaying_any_routes_gives_the_gradients_of_one_rank(runs, layout):
+def test_replaying_any_routes_gives_the_gradients_of_one_rank(runs, layout, limits):
     one = runs["one: random"][0]
     for result in runs[f"{layout}: random"]:
-        assert worst(result, one) < 2e-5
-        np.testing.assert_allclose(result["logprobs"], one["logprobs"], atol=2e-5)
-        for name in ("agree_frac", "any_flip_frac", "replay_coverage", "margin_q10", "agree_frac/layer_3"):
-            assert result["metrics"][f"router/{name}"] == pytest.approx(one["metrics"][f"router/{name}"], abs=1e-3)
+        assert worst(result, one) <= limits.tensor_gradients
+        assert np.abs(result["logprobs"] - one["logprobs"]).max() <= limits.logprobs
+        for name in ("agree_frac", "any_flip_frac", "replay_coverage", "agree_frac/layer_3"):
+            # Shares of counts: only a router whose two experts are equal to all digits may choose another.
+            assert result["metrics"][f"router/{name}"] == rounded(one["metrics"][f"router/{name}"])
     # The comparison would prove nothing if replay did not matter.
     assert worst(one, runs["one: off"][0]) > 0.1
     assert one["metrics"]["router/agree_frac"] < 0.2
@@ -108,7 +117,7 @@ def test_r2_records_what_one_rank_routes_and_changes_nothing(runs, layout):
     for rank, result in enumerate(runs[f"{layout}: r2"]):
         for got, want in zip(result["routes"], native, strict=True):
             assert (np.sort(got, -1) == np.sort(want, -1)).all()
-        assert worst(result, runs[f"{layout}: off"][rank]) < 1e-6
+        assert worst(result, runs[f"{layout}: off"][rank]) == 0.0
         assert result["metrics"]["router/agree_frac"] == 1.0
 
 
@@ -128,14 +137,14 @@ def test_routers_get_the_gradient_of_the_replayed_experts(runs):
 
 
 @pytest.mark.parametrize("layout", ["one", "pp2", "tp2"])
-def test_dense_layers_among_the_others_have_no_routes(runs, layout):
+def test_dense_layers_among_the_others_have_no_routes(runs, layout, limits):
     one = runs["one: dense"][0]
     assert {name for name in one["native"]["metrics"] if "/layer_" in name} == {
         f"router/agree_frac/layer_{i}" for i in (0, 2, 3)
     }
     for result in runs[f"{layout}: dense"]:
-        assert worst(result["native"], result["off"]) < 1e-6
-        assert worst(result["random"], one["random"]) < 2e-5
+        assert worst(result["native"], result["off"]) == 0.0
+        assert worst(result["random"], one["random"]) <= limits.tensor_gradients
 
 
 @pytest.mark.parametrize(
@@ -175,12 +184,12 @@ def test_wrong_slices_are_refused(runs, mutation):
 
 def test_missing_rows_fall_back_to_the_router_and_are_counted(runs):
     result = runs["fallback"][0]
-    assert result["missing"]["metrics"]["router/fallback_frac"] == pytest.approx(result["fraction"])
-    assert result["missing"]["metrics"]["router/replay_coverage"] == pytest.approx(1 - result["fraction"])
+    assert result["missing"]["metrics"]["router/fallback_frac"] == rounded(result["fraction"])
+    assert result["missing"]["metrics"]["router/replay_coverage"] == rounded(1 - result["fraction"])
     # All rows on record are the router's own: falling back on the others changes nothing.
-    assert worst(result["missing"], result["off"]) < 1e-6
-    assert worst(result["malformed"], result["off"]) < 1e-6
-    assert result["malformed"]["metrics"]["router/fallback_frac"] == pytest.approx(result["fraction"])
+    assert worst(result["missing"], result["off"]) == 0.0
+    assert worst(result["malformed"], result["off"]) == 0.0
+    assert result["malformed"]["metrics"]["router/fallback_frac"] == rounded(result["fraction"])
 
 
 def test_options_that_bypass_replay_are_refused(runs):

@@ -80,6 +80,22 @@ def bound_from_double(single: np.ndarray, double: np.ndarray, longest_sum: int) 
     return math.sqrt(longest_sum) * error
 
 
+def norm_from_double(single: np.ndarray, double: np.ndarray, longest_sum: int) -> float:
+    """`bound_from_double` of a whole array: the norm of the difference of another evaluation, for sums in any order."""
+    return math.sqrt(longest_sum) * float(
+        np.linalg.norm(np.asarray(single, np.float64) - np.asarray(double, np.float64))
+    )
+
+
+def adam_first_update(gradient_error: float, lr: float, eps: float) -> float:
+    """By how much Adam's first update may move, in norm, where its gradient moves by ``gradient_error``.
+
+    The update is lr g / (|g| + eps), element by element, whose slope lr eps / (|g| + eps)² is lr / eps at most: Adam
+    makes any gradient, if it is all rounding and far below eps = 1e-8, an update of size lr.
+    """
+    return lr / eps * gradient_error
+
+
 def assert_as_double(
     found: Sequence[torch.Tensor],
     function: Callable[..., Sequence[torch.Tensor]],

@@ -12,10 +12,12 @@ from megatron_rl.learner.learner import Learner
 from tests.support.tiny import stored_rollouts, tiny_recipe
 
 LORA = {"rank": 4, "alpha": 8.0}
+# With Adam's usual eps a gradient that is all rounding moves a weight by up to lr: see test_learner_layouts.py.
+OPTIMIZER = {"lr": 1e-2, "eps": 1e-3}
 
 
 def start(model: str, **learner: Any) -> Learner:
-    section = {"lora": LORA, "optimizer": {"lr": 1e-2}, **learner}
+    section = {"lora": LORA, "optimizer": OPTIMIZER, **learner}
     return Learner(tiny_recipe(model={"path": model}, learner=section))
 
 

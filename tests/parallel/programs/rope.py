@@ -15,8 +15,9 @@ from megatron_rl.learner.process_groups import initialize
 
 
 @torch.no_grad()
-def logits_of_both(path: str, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[length, V] of our learner's model and of transformers', fp32, for the same random tokens."""
+def logits_of_both(path: str, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[length, V] of our learner's model and of transformers' in fp32, and of the latter in float64, for the same
+    random tokens."""
     from transformers import AutoModelForCausalLM
 
     architecture, config = read_architecture(Path(path)), LearnerConfig(dtype="fp32")
@@ -26,5 +27,8 @@ def logits_of_both(path: str, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     model.rotary_pos_emb.position_ids = torch.arange(length)
     packed = PackedSequences.from_lengths([length], torch.device("cpu"))
     ours = model(tokens, None, None, packed_seq_params=packed).flatten(0, 1)
-    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(tokens).logits[0]
-    return ours, theirs
+    single, double = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=dtype)(tokens).logits[0]
+        for dtype in (torch.float32, torch.float64)
+    )
+    return ours, single, double

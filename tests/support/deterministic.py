@@ -1,0 +1,6 @@
+"""A plugin of pytest (``-p tests.support.deterministic``): torch refuses kernels whose result may differ from run to
+run, and takes another where there is one."""
+
+import torch
+
+torch.use_deterministic_algorithms(True)
