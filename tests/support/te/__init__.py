@@ -11,6 +11,7 @@ Python takes the branches that it takes there.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -40,8 +41,11 @@ def install() -> None:
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.current_stream = lambda device=None: torch.cpu.current_stream()
     torch.cuda.synchronize = lambda device=None: None
-    import transformer_engine.pytorch  # noqa: F401
-    import transformer_engine_torch  # noqa: F401  before TransformerEngine looks for the compiled one
+    for module in (
+        "transformer_engine_torch",
+        "transformer_engine.pytorch",
+    ):  # in this order: the second wants the first
+        importlib.import_module(module)
 
     from megatron_rl.learner import model
 
