@@ -139,4 +139,7 @@ def _records(recipe: Recipe) -> list[str]:
             )
     else:
         found.append(by_alarm if by_alarm else "no batches")
+    samples = recipe.monitor.samples
+    if samples.every:
+        found.append(f"{samples.number} sampled texts every {samples.every} steps")
     return found

@@ -17,7 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", required=True, type=Path, metavar="DIR", help="Hugging Face folder, or a run's step_… folder"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the figures there, as JSON")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="also write the figures there, as JSON, and the responses to ….samples.jsonl",
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -212,10 +212,17 @@ class TestTwoServers:
         generator.refit(iter(perturbed(3).items()), 5)
         assert len(generator.rollout(prompts(2), 2, policy_version=5, step=6)) == 2
 
+    def test_a_server_that_was_killed_is_started_again_and_gets_the_newest_weights(self, generator):
+        generator._main.submit(until(lambda: len(generator._pool.ready) == 2)).result(300)
+        assert generator.rollout(prompts(8), 4, policy_version=5, step=6)
+        assert generator.stats()["rollout/servers"] == 2
+        held = [generator._main.submit(m.client.checksums()).result(60) for m in generator._pool.ready]
+        assert held[0] == held[1]
+
     def test_with_all_servers_dead_the_run_ends_with_one_clear_error(self, generator):
-        (last,) = generator._pool.ready
         generator._pool._limits.wait_s = 1.0
-        stop(last.address, signal.SIGKILL)
+        for member in list(generator._pool.members.values()):
+            stop(member.address, signal.SIGKILL)
         with pytest.raises(
             RolloutError, match=r"waited 1 s .*4 of 4 responses are not there yet.* is lost .* is lost "
         ):

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_rl.monitor.samples import read_samples
 from tests.support.tiny import REPOSITORY
 from tests.support.zygote import run_command, surroundings
 
@@ -96,6 +97,14 @@ def test_a_run_leaves_its_whole_record(root):
     events = EventAccumulator(str(run / "tensorboard")).Reload()
     assert [e.step for e in events.Scalars("critic/rewards/mean")] == [0, 1, 2, 3]
     assert (run / "plots" / "curves.png").stat().st_size > 10_000
+    kept = (run / "recipe.resolved.1.yaml").read_text()
+    assert kept.startswith("# in force from step 0 on")
+    samples = list(read_samples(run / "samples.jsonl"))
+    assert [sample["step"] for sample in samples] == [0] * 4  # every 10 steps, 4 of them
+    assert samples[0]["reward"] >= samples[1]["reward"]
+    assert all(sample["prompt"].startswith("^") and sample["length"] > 0 for sample in samples)
+    assert all(1 - 1e-4 < sample["rho"]["min"] <= sample["rho"]["max"] < 1 + 1e-4 for sample in samples)
+    assert [event.step for event in events.Tensors("samples/1/text_summary")] == [0]
     assert "validation before step 0" in (run / "log.txt").read_text()
 
 
@@ -188,6 +197,11 @@ def test_eval_scores_checkpoints_of_both_kinds(root, tmp_path):
         succeeded(evaluate(root / "whole" / "checkpoints" / name))
         figures.append(json.loads((tmp_path / "figures.json").read_text()))
     assert {**figures[0], "checkpoint": ""} == {**figures[1], "checkpoint": ""}
+    samples = list(read_samples(tmp_path / "figures.samples.jsonl"))
+    assert len(samples) == 16 * 2
+    assert {sample["finish"] for sample in samples} <= {"stop", "length"}
+    correct = sum(sample["raw_reward"] for sample in samples) / len(samples)
+    assert correct == pytest.approx(figures[1]["val/validation/avg@2"])
     assert 0.0 < figures[0]["val/validation/avg@2"] <= figures[0]["val/validation/pass@2"] <= 1.0
     refused = evaluate(tmp_path)
     assert refused.returncode == 2
