@@ -52,7 +52,7 @@ class PrecisionConfig(Section):
     export_from: Literal["learner", "master"] = "learner"
     """Which weights the rollout engine gets when `rollout.dtype` differs from a 16-bit `learner.dtype`. learner: those
     that pi is computed with. master: the optimizer's fp32 copy, rounded once to `rollout.dtype`; mu then has weights
-    that pi has not. With equal dtypes both are the same numbers."""
+    that pi does not have. With equal dtypes both are the same numbers."""
 
     @property
     def rollout_head(self) -> bool:

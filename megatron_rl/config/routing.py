@@ -13,7 +13,7 @@ class RoutingConfig(Section):
     log-probs (which then runs even with one update per batch). r3: replay the rollout engine's routes in every forward
     pass of the learner, so that both engines use the same experts for the same token [R3]."""
     telemetry: bool = False
-    """With replay off: have the engine record its routes all the same, and report how far the learner's agree with
+    """With replay off: have the engine record its routes nevertheless, and report how far the learner's agree with
     them (router/agree_frac and others). With replay on, agreement is measured in any case."""
     malformed: Literal["error", "fallback"] = "error"
     """A row of expert ids that cannot be (out of range, or one expert twice). error: end the run, naming sequence,

@@ -156,7 +156,7 @@ class LoadedStudy:
     def jobs(self, root: Path, seeds: Sequence[int] | None = None, arms: Sequence[str] | None = None) -> list[Job]:
         """Runs below ``root``, all arms of the first seed first: what is interrupted has whole comparisons.
 
-        Raises `InputError` where ``seeds`` or ``arms`` names what the study has not.
+        Raises `InputError` where ``seeds`` or ``arms`` names something that the study does not have.
         """
         problems = list(_unknown("--arms", arms or [], self.study.arms))
         problems += list(_unknown("--seeds", [str(s) for s in seeds or []], dict.fromkeys(map(str, self.study.seeds))))

@@ -1,4 +1,4 @@
-"""Rules on metrics that ask the loop to act. What the actions do is the loop's business; here is only when."""
+"""Rules on metrics that ask the loop to act. This module decides when; the loop does what a rule asks for."""
 
 from __future__ import annotations
 

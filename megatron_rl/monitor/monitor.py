@@ -152,7 +152,7 @@ class Monitor:
             self._guard("tensorboard", board.write_texts, step, texts)
 
     def _guard(self, name: str, action: Callable[..., None], *arguments: Any) -> None:
-        """Training outlives a full disk: a sink that fails says so once and is tried again at the next step."""
+        """A full disk does not end training: a sink that fails is reported once and tried again at the next step."""
         try:
             action(*arguments)
         except Exception as error:  # noqa: BLE001 - whatever a sink raises, the run is worth more than its record

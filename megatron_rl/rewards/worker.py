@@ -32,7 +32,7 @@ _MAX_IDLE_DEATHS = 3  # children that died without work in a row: something is w
 
 
 def write_frame(fd: int, message: dict[str, Any]) -> None:
-    payload = json.dumps(message, default=str).encode()  # `extra_info` may hold dates and the like
+    payload = json.dumps(message, default=str).encode()  # `extra_info` may hold dates and other objects
     data = memoryview(struct.pack("<I", len(payload)) + payload)
     while data:
         data = data[os.write(fd, data) :]

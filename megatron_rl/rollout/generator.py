@@ -43,7 +43,7 @@ class Sampling:
 
 
 class RolloutInterrupted(RolloutError):
-    """A stop was asked for while nothing could be sampled: what was waited for is given up."""
+    """A stop was requested while nothing could be sampled, so the wait was given up."""
 
 
 class Generator(Protocol):

@@ -1,10 +1,10 @@
 """Which prompts are sampled for which step, and how far generation runs ahead of the learner.
 
-With `rollout.max_staleness` k = 0 a batch is asked for when its step begins. With k ≥ 1 the batches of the next k steps
-are asked for while the step's own is still being sampled, so that the engine is never without work; where a step may
-need more prompts than one batch (`batch.filter_groups`), after it has them, so that these need not queue. Prompts are
-taken from the sampler in the order of the steps, once each; a checkpoint holds which of them were taken for steps that
-are still to come, so that a resumed run asks for exactly these again.
+With `rollout.max_staleness` k = 0 a batch is requested when its step begins. With k ≥ 1 the batches of the next k steps
+are requested while the step's own is still being sampled, so that the engine is never without work. Where a step may
+need more prompts than one batch (`batch.filter_groups`), they are requested after the step is complete, so that its
+further prompts do not queue behind them. Prompts are taken from the sampler in the order of the steps, once each. A
+checkpoint holds which of them were taken for later steps, so that a resumed run requests exactly these again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class OverlappingGenerator(Generator, Protocol):
 
 @dataclass
 class Begun:
-    """Prompts that were taken for a step to come. ``ticket``: None until the engine is asked for them."""
+    """Prompts that were taken for a later step. ``ticket``: None until they are requested from the engine."""
 
     step: int
     prompts: list[Prompt]
@@ -94,7 +94,7 @@ class Lookahead:
         return [{"step": begun.step, "prompts": [prompt.id for prompt in begun.prompts]} for begun in self._begun]
 
     def load_state_dict(self, state: list[dict[str, Any]], prompts: Any) -> None:
-        """Take up what a checkpoint left open. ``prompts``: all of them, to find those by their ids."""
+        """Restore what a checkpoint had taken for later steps. ``prompts``: all, to find them by their ids."""
         by_id = {prompt.id: prompt for prompt in prompts} if state else {}
         try:
             self._begun = [Begun(item["step"], [by_id[name] for name in item["prompts"]]) for item in state]

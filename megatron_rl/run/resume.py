@@ -68,7 +68,8 @@ def _set_aside(damaged: list[tuple[Path, str]], instead: Path) -> list[str]:
 
 
 def _abandon_newer(directory: RunDirectory, path: Path) -> list[str]:
-    """After going back to ``path``, what was newer belongs to another history: ``auto`` must not return to it."""
+    """Set newer checkpoints aside. After a return to ``path`` they belong to another history, which ``auto`` must not
+    take up."""
     if path.resolve().parent != directory.checkpoints.resolve():
         return []
     newer = [found for found in manifest.all_checkpoints(directory.checkpoints) if found.name > path.name]

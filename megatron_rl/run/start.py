@@ -99,7 +99,8 @@ class Run:
         return scores.metrics
 
     def save(self, taken: dict[str, Any] | None = None) -> Path:
-        """A checkpoint from which the run continues exactly; then those that `keep_last` and `keep_best` spare not go.
+        """Write a checkpoint that continues the run exactly. Then delete those kept by neither `keep_last` nor
+        `keep_best`.
 
         Raises `SaveError` on every rank where one could not write; the older checkpoints are as they were.
         """
@@ -119,7 +120,7 @@ class Run:
         return {"prompts": self.prompts.state_dict(), "ahead": self.ahead.state_dict()}
 
     def try_save(self, taken: dict[str, Any] | None = None) -> None:
-        """`save`; a failure (disk full) is said, the run goes on, and the next step tries again."""
+        """`save`. A failure (disk full) is logged; the run goes on, and the next step tries again."""
         try:
             self.save(taken)
         except SaveError as error:

@@ -1,7 +1,7 @@
-"""Stored batches run again: the weights of their step, the recipe with changes, and what came out then and now.
+"""Stored batches run again: the weights of their step, the recipe with changes, and the results of both runs.
 
-Weights of step S are those of a checkpoint of step S, or of an earlier one and the stored batches in between, whose
-updates are repeated; or others, where the user says so.
+The weights of step S come from a checkpoint of step S, or from an earlier one and the stored batches in between, whose
+updates are repeated. The user can name other weights.
 """
 
 from __future__ import annotations

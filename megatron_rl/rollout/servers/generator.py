@@ -46,7 +46,7 @@ LAUNCH_CHECK_S = 1.0  # between looks whether a launched server has ended
 
 @dataclass
 class Ticket:
-    """A batch that was asked for. ``answers``: what `_sample` returns, on rank 0."""
+    """A requested batch. ``answers``: what `_sample` returns, on rank 0."""
 
     prompts: list[Prompt]
     num_samples: int

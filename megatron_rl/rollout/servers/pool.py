@@ -80,7 +80,7 @@ class ServerPool:
 
     @property
     def ready(self) -> list[Member]:
-        """Servers that may be asked for the newest policy."""
+        """Servers that hold the newest policy and may be used."""
         return [m for m in self.members.values() if not m.lost and m.version == self.weights.version]
 
     async def start(self, count: int) -> None:
