@@ -51,16 +51,38 @@ def run(options: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+SCATTER = {"hacking": "fig03", "fp16": "fig02-tokens"}
+"""The figure of each paper that needs tokens: of runs with stored batches (recorder.record_batches)."""
+
+
 def draw_figures(options: argparse.Namespace, groups: list[Curves]) -> int:
     """The figures of `--paper`; raises `InputError` where none of them can be drawn."""
-    known = [figure.name for figure in PAPERS[options.paper]]
+    scatter = SCATTER.get(options.paper)
+    known = [figure.name for figure in PAPERS[options.paper]] + [scatter] * bool(scatter)
     if unknown := [name for name in options.figure if name not in known]:
         raise InputError(f"--figure {unknown[0]}: {options.paper} has {', '.join(known)}")
     options.out.mkdir(parents=True, exist_ok=True)
     written, missing = draw_paper(options.paper, groups, options.out, options.figure)
+    if scatter and (not options.figure or scatter in options.figure):
+        from megatron_rl.stored.scatter import draw_scatter
+
+        figure = draw_scatter([named_folder(text) for text in options.runs], f"{options.paper}, {scatter}")
+        if figure is None:
+            missing.append(f"{scatter}: no run has stored batches (recorder.record_batches)")
+        else:
+            written.append(options.out / f"{options.paper}-{scatter}.png")
+            figure.savefig(written[-1], dpi=110)
     for sentence in missing:
         print(sentence)
     if not written:
-        raise InputError(f"--paper {options.paper}: no run has a metric of any of these figures")
+        raise InputError(f"--paper {options.paper}: no run has what any of these figures needs")
     print("wrote " + ", ".join(map(str, written)))
     return EXIT_DONE
+
+
+def named_folder(argument: str) -> tuple[str, Path]:
+    """Label and folder of a RUN argument."""
+    label, _, path = argument.rpartition("=") if not Path(argument).exists() else ("", "", argument)
+    folder = Path(path).resolve()
+    folder = folder.parent if folder.is_file() else folder
+    return label or folder.name, folder

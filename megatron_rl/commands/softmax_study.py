@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json == "-":
         print(as_json)
     else:
-        _print_table(found)
+        print("\n".join(table(found)))
     if options.json and options.json != "-":
         Path(options.json).write_text(as_json + "\n")
     if options.figure:
@@ -128,8 +128,9 @@ def draw(path: Path, seed: int, num_tokens: int = NUM_TOKENS) -> None:
     plt.close(figure)
 
 
-def _print_table(found: list[dict[str, float]]) -> None:
-    print(" seed    mean     std     max     min        kl  histogram_kl")
-    print("paper  {mean:.4f}  {std:.4f}  {max:.4f}  {min:.4f}            {histogram_kl:12.6f}".format(**PAPER))
-    for row in found:
-        print("{seed:>5}  {mean:.4f}  {std:.4f}  {max:.4f}  {min:.4f}  {kl:8.2e}  {histogram_kl:12.6f}".format(**row))
+def table(found: list[dict[str, float]]) -> list[str]:
+    """Lines: the paper's averages, then a row for each draw."""
+    row = "{seed:>5}  {mean:.4f}  {std:.4f}  {max:.4f}  {min:.4f}  {kl:8.2e}  {histogram_kl:12.3f}"
+    paper = "paper  {mean:.4f}  {std:.4f}  {max:.4f}  {min:.4f}            {histogram_kl:12.3f}"
+    head = " seed    mean     std     max     min        kl  histogram_kl"
+    return [head, paper.format(**PAPER), *(row.format(**figures) for figures in found)]

@@ -26,6 +26,7 @@ class PaperPanel(Panel):
 
     kind: str = "curves"
     hint: str = ""
+    x: str = "step"
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,31 @@ RATE = PaperPanel("learning rate", ("actor/lr",), is_log=True)
 RHO_STD = PaperPanel("mismatch: std of rho", ("mismatch/rho_std",), is_log=True)
 CLIP_RATIO = PaperPanel("token clip ratio", ("actor/pg_clipfrac",))
 EXTREMES = PaperPanel("pi - mu: largest, smallest", ("mismatch/prob_diff_max", "mismatch/prob_diff_min"), hint=DETAIL)
-BASE_KL = PaperPanel("KL to the base model", ("mismatch/base_kl",), hint=NOT_RECORDED)
+BASE_KL = PaperPanel("KL to the base model", (), hint=NOT_RECORDED)
+BY_LENGTH = PaperPanel(
+    "|log pi(y)/mu(y)| by response length",
+    (r"mismatch/log_ppl_abs_diff_sum/length/.+",),
+    kind="bins",
+    is_log=True,
+    hint=DETAIL,
+    x="response tokens",
+)
+BOUND = PaperPanel(
+    "2 TV T², the bound over B, by length",
+    (r"mismatch/gradient_bound/length/.+",),
+    kind="bins",
+    is_log=True,
+    hint=DETAIL,
+    x="response tokens",
+)
+BY_POSITION = PaperPanel(
+    "|log rho| of tokens by position",
+    (r"mismatch/abs_log_rho/position/.+",),
+    kind="bins",
+    is_log=True,
+    hint=DETAIL,
+    x="position in the response",
+)
 HACKING = (REWARD, ACCURACY, RHO_STD, ENTROPY)
 EXTENDED = (ACCURACY, RHO_STD, ENTROPY, CLIP_RATIO, BASE_KL, GRAD_NORM)
 
@@ -61,6 +86,7 @@ PAPERS: dict[str, tuple[PaperFigure, ...]] = {
         PaperFigure("fig07-08", "length-decay schedule", (REWARD, ACCURACY, GRAD_NORM, LOG_PPL, ENTROPY, RATE)),
         PaperFigure("fig09-10", "decay periods", (ACCURACY, LOG_PPL, RATE)),
         PaperFigure("fig11-13", "schedule with MIS, TIS and fp16", (ACCURACY, LOG_PPL)),
+        PaperFigure("theorem31", "mismatch of long responses (last step)", (BY_POSITION, BY_LENGTH, BOUND)),
     ),
     "fp16": (
         PaperFigure("fig01", "training reward", (REWARD,)),
@@ -74,14 +100,9 @@ PAPERS: dict[str, tuple[PaperFigure, ...]] = {
                     kind="bins",
                     is_log=True,
                     hint=DETAIL,
+                    x="probability",
                 ),
-                PaperPanel(
-                    "|log pi(y)/mu(y)| by response length",
-                    (r"mismatch/log_ppl_abs_diff_sum/length/.+",),
-                    kind="bins",
-                    is_log=True,
-                    hint=DETAIL,
-                ),
+                BY_LENGTH,
             ),
         ),
         PaperFigure("fig03", "stability of algorithms", (REWARD, ACCURACY, EXTREMES, RHO_STD)),
@@ -145,7 +166,7 @@ def draw_paper(paper: str, groups: Sequence[Curves], folder: Path, only: Sequenc
         if only and figure.name not in only:
             continue
         lacking = [
-            f"{figure.name}, {panel.title}: {group.label} has no {' or '.join(panel.metrics)}"
+            f"{figure.name}, {panel.title}: {group.label} has no {' or '.join(panel.metrics) or 'metric'}"
             + (f" ({panel.hint})" if panel.hint else "")
             for panel in figure.panels
             for group in groups
@@ -214,9 +235,11 @@ def _bins(axes: Axes, panel: PaperPanel, groups: Sequence[Curves]) -> None:
             bins = families[family]
             places = [order.index(label) for label in bins]
             name = f"{group.label} {family.rsplit('/', 1)[-1]}" if len(families) > 1 else group.label
-            axes.plot(places, list(bins.values()), style, marker=".", color=f"C{number % 10}", lw=1.2, label=name)
+            values = [value or np.nan for value in bins.values()] if panel.is_log else list(bins.values())
+            axes.plot(places, values, style, marker=".", color=f"C{number % 10}", lw=1.2, label=name)
     every = max(1, len(order) // 8)
     axes.set_xticks(range(0, len(order), every), order[::every], rotation=45, fontsize=7)
+    axes.set_xlabel(panel.x, fontsize=8)
     axes.tick_params(axis="y", labelsize=8)
     if panel.is_log:
         axes.set_yscale("log")

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 
 import numpy as np
+import yaml
 from pydantic import ValidationError
 
 from megatron_rl.config.schedule import DetectorConfig
@@ -79,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
         configs = [DetectorConfig()]
         for setting in options.settings:
             pairs = [pair.partition("=") for pair in setting.split(",")]
-            configs.append(DetectorConfig.model_validate({key: value for key, _, value in pairs}))
+            configs.append(DetectorConfig.model_validate({key: yaml.safe_load(value) for key, _, value in pairs}))
     except ValidationError as error:
         print(f"tune_surge_detector: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT

@@ -14,7 +14,10 @@ from megatron_rl.monitor import paper_figures
 from megatron_rl.monitor.curves import Curves, group_runs
 from megatron_rl.monitor.paper_figures import PAPERS, draw_paper
 from megatron_rl.objective import compute_objective
+from megatron_rl.stored.batches import record_batch
+from megatron_rl.stored.scatter import draw_scatter, probabilities
 from tests.support.rounding import rounded
+from tests.support.tiny import stored_rollouts
 from tests.unit.objective.batches import padded, random_batch
 
 DETAIL = ObjectiveConfig.model_validate({"mismatch_detail": True})
@@ -46,10 +49,10 @@ def test_every_figure_of_a_paper_is_drawn(runs, paper, tmp_path, capsys, monkeyp
     arguments = ["plot", "--paper", paper, str(runs / "gspo-seed0"), str(runs / "gspo-seed1"), str(runs / "plain")]
     assert main([*arguments, "--out", str(tmp_path)]) == 0
     drawn = {path.name for path in tmp_path.glob("*.png")}
-    assert drawn == {f"{paper}-{figure.name}.png" for figure in PAPERS[paper]}
+    assert drawn == {f"{paper}-{figure.name}.png" for figure in PAPERS[paper]}, "and no tokens, without stored batches"
     told = capsys.readouterr().out
-    assert "gspo has no" not in told.replace("gspo has no mismatch/base_kl (no recipe key records it)", "")
-    assert ("plain has no mismatch/prob_diff_max" in told) == (paper == "fp16")
+    assert "gspo has no" not in told.replace("gspo has no metric (no recipe key records it)", "")
+    assert ("plain has no mismatch/" in told) == (paper != "router-replay")
 
 
 def test_a_figure_without_any_metric_is_not_drawn(runs, tmp_path, capsys):
@@ -81,3 +84,21 @@ def test_seeds_are_a_mean_and_a_band_and_bins_are_in_order(runs, monkeypatch):
 
 def test_no_figure_can_be_drawn_of_an_empty_run(tmp_path):
     assert draw_paper("hacking", [Curves("empty", [[{"step": 0}]])], tmp_path)[0] == []
+
+
+def test_tokens_of_stored_batches_are_scattered(tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 0, "mismatch/pcc": 1.0}) + "\n")
+    for step in (2, 5):
+        batch = stored_rollouts(step)
+        for sequence in batch.sequences:
+            sequence.current_logprobs = sequence.inference_logprobs - 0.1
+        record_batch(run / "batches", batch, 0, {}, keep=True)
+    po, mu = probabilities(batch)
+    assert len(po) == sum(int(s.loss_mask.sum()) for s in batch.sequences)
+    np.testing.assert_allclose(po, mu * np.exp(-0.1), rtol=1e-6)  # fp32 log-probs
+    figure = draw_scatter([("mine", run)], "t")
+    assert [axes.get_title() for axes in figure.axes] == ["mine, step 2: PCC 1.0000", "mine, step 5: PCC 1.0000"]
+    assert main(["plot", "--paper", "hacking", str(run), "--figure", "fig03", "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "hacking-fig03.png").read_bytes().startswith(b"\x89PNG")

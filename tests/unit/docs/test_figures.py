@@ -1,0 +1,65 @@
+"""Figures in docs/ that are cheap to make are made again: the text must say what the command prints."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from megatron_rl.commands.softmax_study import study, table
+from megatron_rl.config.schedule import DetectorConfig
+from tests.support.tiny import REPOSITORY
+from tools.dev.tune_surge_detector import CASES, surge_step
+
+DOCS = REPOSITORY / "docs"
+
+
+def test_softmax_table_of_precision_md():
+    """One seed of three; the others cost four seconds each."""
+    text = (DOCS / "precision.md").read_text()
+    head, paper, first = table([study(0)])
+    block = [line for line in text.splitlines() if line.startswith("    ")]
+    shown = [line.split() for line in block]
+    for line in (head, paper, first):
+        assert line.split() in shown, line
+
+
+def surge_rows() -> dict[str, list[list[float]]]:
+    """First cell → numbers of the other two, of the table in schedule-and-alarms.md."""
+    text = (DOCS / "schedule-and-alarms.md").read_text()
+    table = text[text.index("| curve | 2.0 (default) | 3.0 |") :].split("\n\n")[0]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    return {row[0]: [[float(x) for x in re.findall(r"\d\.\d+", cell)] for cell in row[1:]] for row in cells}
+
+
+@pytest.mark.parametrize(
+    ("row", "cases"),
+    [
+        ("flat; growth", ("flat", "growth 20%/100 steps", "spikes x8", "decline 30%/100 steps")),
+        ("threefold surge at step 250", ("surge x3 at 250",)),
+        ("the paper's surge near step 110", ("paper 110, to 3000", "paper 110, to 3500", "paper 110, to 4000")),
+        ("the paper's surge near step 90", ("paper 90, to 3000", "paper 90, to 3500", "paper 90, to 4000")),
+    ],
+)
+def test_surge_table_of_schedule_and_alarms_md(row, cases):
+    (told,) = [numbers for name, numbers in surge_rows().items() if name.startswith(row)]
+    known = {name: (curve, outcome) for name, curve, outcome in CASES}
+    for ratio, figures in zip((2.0, 3.0), told, strict=True):
+        found = [right_outcomes(DetectorConfig(surge_ratio=ratio), *known[case], noise=0.10) for case in cases]
+        assert [round(share, 2) for share in (found if len(figures) == len(found) else {min(found)})] == figures
+
+
+def test_noise_at_which_the_detector_is_not_quiet():
+    text = (DOCS / "schedule-and-alarms.md").read_text()
+    flat, growth = re.search(r"At 25% noise the default is not quiet \(flat ([\d.]+), growth ([\d.]+)\)", text).groups()
+    known = {name: (curve, outcome) for name, curve, outcome in CASES}
+    for case, told in (("flat", flat), ("growth 20%/100 steps", growth)):
+        assert round(right_outcomes(DetectorConfig(), *known[case], noise=0.25), 2) == float(told)
+
+
+def right_outcomes(config: DetectorConfig, curve, outcome, noise: float, seeds: int = 20) -> float:
+    """Share of ``seeds`` noisy curves on which the detector does what it should."""
+    return float(
+        np.mean([outcome(surge_step(config, curve(np.random.default_rng(seed), noise))) for seed in range(seeds)])
+    )
