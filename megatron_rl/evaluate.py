@@ -42,8 +42,8 @@ def evaluate(recipe: Recipe, checkpoint: Path, output: Path | None = None) -> di
     if not is_ours and not is_weights:
         if not (checkpoint / "config.json").is_file():
             raise InputError(
-                f"--checkpoint {checkpoint}: neither a Hugging Face folder (config.json) nor a run's checkpoint "
-                f"({TRAINER_FILE}); is the path right?"
+                f"--checkpoint {checkpoint}: neither a Hugging Face folder (config.json), nor a run's checkpoint "
+                f"({TRAINER_FILE}), nor a run directory; is the path right?"
             )
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": checkpoint})})
     if recipe.rollout.engine == "vllm_server":  # a run's servers are its own; an engine in the ranks samples the same

@@ -38,4 +38,6 @@ report=$(PYTHONPATH=$home${PYTHONPATH:+:$PYTHONPATH} "$python" -m megatron_rl ch
 name=$(sed -nE 's/^ *run  [0-9]+ steps, .* updates, into (.*)$/\1/p' <<<"$report")
 name=${name##*/}
 [[ $script != *eval.sbatch ]] || name=$name-eval
-exec sbatch --job-name="$name" --dependency=singleton "${options[@]}" "$script" "$recipe" "$@"
+submitted=$(sbatch --job-name="$name" --dependency=singleton "${options[@]}" "$script" "$recipe" "$@")
+echo "$submitted"
+scontrol show job "${submitted##* }" 2>/dev/null | sed -n 's/^ *StdOut=/log: /p' >&2 || true

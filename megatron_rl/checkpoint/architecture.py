@@ -42,7 +42,7 @@ class Architecture:
     @property
     def llama3_factor(self) -> float | None:
         """The factor by which Llama 3's rope scaling slows low rotary frequencies; None for other models."""
-        return float(self.rope_scaling["factor"]) if self.rope_scaling and not self.problems() else None
+        return float(self.rope_scaling["factor"]) if self.rope_scaling and not self._rope_problems() else None
 
     def padded_vocab_size(self, tensor_parallel: int) -> int:
         """The vocabulary rounded up to what ``tensor_parallel`` ranks share evenly.
@@ -53,6 +53,20 @@ class Architecture:
 
     def problems(self) -> list[str]:
         """Why the learner cannot build this model; empty where it can."""
+        return self._rope_problems() + self._expert_problems()
+
+    def _expert_problems(self) -> list[str]:
+        if not self.is_moe or 1 < self.experts_per_token <= self.num_experts:
+            return []
+        reason = "; Megatron-Core's router weights experts against each other, one has none" * (
+            self.experts_per_token == 1
+        )
+        return [
+            f"model.path: num_experts_per_tok is {self.experts_per_token} of {self.num_experts} experts; from 2 to "
+            f"{self.num_experts} are supported{reason}"
+        ]
+
+    def _rope_problems(self) -> list[str]:
         scaling = dict(self.rope_scaling or {})
         scaling["rope_type"] = scaling.pop("rope_type", None) or scaling.pop("type", None)
         if self.rope_scaling is None or (scaling.pop("factor", 0) > 0 and scaling == _LLAMA3_SCALING):
@@ -86,9 +100,11 @@ def read_architecture(path: Path) -> Architecture:
     if not file.is_file():
         raise InputError(f"model.path: {file} does not exist; expected a checkpoint folder in Hugging Face layout")
     try:
-        config = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise InputError(f"model.path: {file} is not valid JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise InputError(f"model.path: {file} holds a {type(config).__name__}; expected an object of keys")
     model_type = config.get("model_type")
     if model_type not in _FAMILIES:
         raise InputError(
@@ -98,6 +114,8 @@ def read_architecture(path: Path) -> Architecture:
         return architecture_from(config)
     except KeyError as error:
         raise InputError(f"model.path: {file} lacks the key {error.args[0]!r}") from error
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise InputError(f"model.path: {file} describes no model ({error}); is it the model's own?") from error
 
 
 def architecture_from(config: dict[str, Any]) -> Architecture:
@@ -109,6 +127,9 @@ def architecture_from(config: dict[str, Any]) -> Architecture:
     rope_theta = float(rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
     scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
     step, dense = config.get("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
+    for key in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
+        if type(config[key]) is not int or config[key] < 1:
+            raise ValueError(f"{key} is {config[key]!r}")
     return Architecture(
         model_type=config["model_type"],
         num_layers=num_layers,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -45,6 +46,7 @@ def _write(folder: Path, weights: Iterator[tuple[str, torch.Tensor]], source: Pa
     for number, tensors in enumerate(_in_files(weights, file_bytes), start=1):
         name = f"model-{number:05d}.safetensors"
         save_file(tensors, folder / name, metadata={"format": "pt"})
+        (folder / name).chmod(_usual_mode())  # safetensors makes files that their owner alone can read
         weight_map |= dict.fromkeys(tensors, name)
         total_size += sum(tensor.nbytes for tensor in tensors.values())
         dtypes |= {tensor.dtype for tensor in tensors.values()}
@@ -52,6 +54,13 @@ def _write(folder: Path, weights: Iterator[tuple[str, torch.Tensor]], source: Pa
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     if len(dtypes) == 1:
         _state_dtype(folder / "config.json", dtypes.pop())
+
+
+def _usual_mode() -> int:
+    """The mode that new files get here."""
+    umask = os.umask(0)
+    os.umask(umask)
+    return 0o666 & ~umask
 
 
 def _state_dtype(file: Path, dtype: torch.dtype) -> None:

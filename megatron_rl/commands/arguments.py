@@ -5,6 +5,12 @@ from __future__ import annotations
 import argparse
 
 GPU_NAMES = ("a100-40", "a100-80", "h100-80", "h200-141")
+GPU_SHORT = {"a100": "a100-80", "h100": "h100-80", "h200": "h200-141"}  # the larger, where there are two
+
+
+def gpu_name(text: str) -> str:
+    """The full name of a GPU, which may be written without its memory."""
+    return GPU_SHORT.get(text.lower(), text.lower())
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:

@@ -8,14 +8,20 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megatron_rl.checkpoint.manifest import list_checkpoints
 from megatron_rl.commands.arguments import add_recipe
-from megatron_rl.errors import EXIT_DONE
+from megatron_rl.errors import EXIT_DONE, InputError
+from megatron_rl.monitor.run_directory import RunDirectory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
     parser.add_argument(
-        "--checkpoint", required=True, type=Path, metavar="DIR", help="Hugging Face folder, or a run's step_… folder"
+        "--checkpoint",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="Hugging Face folder, a run's step_… folder, or a run directory, for its newest",
     )
     parser.add_argument(
         "--output",
@@ -25,11 +31,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def newest(path: Path) -> Path:
+    """The newest complete checkpoint of a run directory; any other folder is its own."""
+    folder = RunDirectory(path).checkpoints
+    if not folder.is_dir():
+        return path
+    if not (found := list_checkpoints(folder)):
+        raise InputError(f"--checkpoint {path}: a run directory without a complete checkpoint in {folder.name}/")
+    return found[-1]
+
+
 def run(options: argparse.Namespace) -> int:
     from megatron_rl.config import load_recipe
 
     recipe = load_recipe(options.recipe, options.overrides)
     from megatron_rl.evaluate import evaluate  # the engines: not for a recipe that is refused
 
-    evaluate(recipe, options.checkpoint.resolve(), options.output)
+    evaluate(recipe, newest(options.checkpoint.resolve()), options.output)
     return EXIT_DONE

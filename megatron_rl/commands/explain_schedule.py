@@ -19,8 +19,11 @@ import yaml
 from matplotlib.figure import Figure
 from pydantic import ValidationError
 
+from megatron_rl.config.explain import explain
 from megatron_rl.config.learner import OptimizerConfig
+from megatron_rl.config.loader import read_yaml
 from megatron_rl.config.schedule import ScheduleConfig
+from megatron_rl.config.yaml12 import parse
 from megatron_rl.errors import EXIT_DONE, InputError
 from megatron_rl.monitor import RunDirectory, read_metrics
 from megatron_rl.schedule.explain import ReplayedStep, replay
@@ -50,7 +53,7 @@ def read_schedule(run: RunDirectory, changes: str) -> tuple[ScheduleConfig, floa
     """The schedule to explain, the peak rate, and whether it is the run's own."""
     if not run.recipe.is_file():
         raise InputError(f"{run.recipe}: no such file; expected a run directory")
-    recipe = yaml.safe_load(run.recipe.read_text()) or {}
+    recipe = read_yaml(run.recipe, "recipe")
     section: dict[str, Any] = dict(recipe.get("schedule") or {})
     is_own = not changes and section.get("style") == "length-decay"
     if not changes and not is_own:
@@ -62,12 +65,23 @@ def read_schedule(run: RunDirectory, changes: str) -> tuple[ScheduleConfig, floa
         for parent in parents:
             target[parent] = dict(target.get(parent) or {})
             target = target[parent]
-        target[leaf] = yaml.safe_load(value)
+        try:
+            target[leaf], _ = parse(value)
+        except yaml.YAMLError as error:
+            raise InputError(f"--as {change}: the value is not valid YAML: {error}") from error
     try:
         optimizer = OptimizerConfig.model_validate((recipe.get("learner") or {}).get("optimizer") or {})
         return ScheduleConfig.model_validate(section), optimizer.lr, is_own
     except ValidationError as error:
-        raise InputError(f"schedule of {run.recipe} (with --as {changes!r}): {error}") from error
+        style = section.get("style", "constant")
+        hint = (
+            ""
+            if style == "length-decay"
+            else f"\n  the run's style is {style}; --as style=length-decay,… asks for another"
+        )
+        raise InputError(
+            f"schedule of {run.recipe} (with --as {changes!r}):\n{explain(error, ScheduleConfig)}{hint}"
+        ) from error
 
 
 def print_story(steps: list[ReplayedStep], config: ScheduleConfig, lr: float, is_own: bool) -> None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_rl.commands.arguments import GPU_NAMES, add_recipe
+from megatron_rl.commands.arguments import GPU_NAMES, add_recipe, gpu_name
 from megatron_rl.errors import EXIT_DONE, InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
-    parser.add_argument("--gpu", required=True, choices=GPU_NAMES, help="what it is to run on")
+    parser.add_argument("--gpu", required=True, type=gpu_name, choices=GPU_NAMES, help="what it is to run on")
     parser.add_argument("--nodes", type=int, help="nodes (default: as the recipe's name says, …-4n8g-…)")
     parser.add_argument("--gpus-per-node", type=int, help="GPUs of a node (default: as the recipe's name says, else 8)")
     parser.add_argument("--mean-response", type=float, metavar="TOKENS", help="default: half of the longest allowed")

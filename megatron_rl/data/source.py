@@ -85,6 +85,11 @@ def find_columns(config: DataSourceConfig, row: dict[str, Any]) -> Columns:
         found = next((name for name in candidates if _lookup(row, name) is not None), None)
         if found is not None:
             return found
+        if empty := next((name for name in candidates if _holds(row, name)), None):
+            raise InputError(
+                f"{config.path}: column {empty!r}, taken for the {key}, is null in the first row; fill it in, or name "
+                f"another column with {key}_key in this source"
+            )
         available = sorted(_names(row))
         near = difflib.get_close_matches(wanted or known[0], available, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -162,6 +167,13 @@ def _lookup(row: dict[str, Any], key: str) -> Any:
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return value
+
+
+def _holds(row: dict[str, Any], key: str) -> bool:
+    """Whether ``row`` has a column ``key``, be it null."""
+    above, _, last = key.rpartition(".")
+    parent = _lookup(row, above) if above else row
+    return key in row or (isinstance(parent, dict) and last in parent)
 
 
 def _names(row: dict[str, Any], prefix: str = "") -> list[str]:

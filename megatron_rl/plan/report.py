@@ -121,9 +121,13 @@ def _layouts(plan: Plan) -> list[str]:
     shown = list(range(min(NUM_LAYOUTS, len(plan.layouts))))
     if own is not None and own not in shown:
         shown.append(own)
-    return [f"layouts of {plan.work.ranks} ranks, fastest that fits first ({len(plan.layouts)} legal)"] + [
-        f"  {i + 1:3d}. {_layout(plan.layouts[i])}" for i in shown
-    ]
+    order = "fastest that fits first" if plan.layouts[0].memory.fits else "none fits, the one that lacks least first"
+    lines = [f"layouts of {plan.work.ranks} ranks, {order} ({len(plan.layouts)} legal)"]
+    lines += [f"  {i + 1:3d}. {_layout(plan.layouts[i])}" for i in shown]
+    best = plan.layouts[0]
+    if own != 0 and best.memory.fits:
+        lines.append(f"  the first, by this arithmetic, whose efficiencies were not measured: {best.overrides}")
+    return lines
 
 
 def _layout(layout: Layout) -> str:

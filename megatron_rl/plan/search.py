@@ -10,6 +10,7 @@ from megatron_rl.plan.memory import MemoryPlan, largest_utilization, memory_plan
 from megatron_rl.plan.timing import StepTime, step_time
 from megatron_rl.plan.workload import Workload
 
+_SIZE_KEYS = ("tensor", "pipeline", "expert", "expert_tensor")
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -21,6 +22,15 @@ class Layout:
     utilization: float | None  # of a colocated engine: the recipe's, or what this layout leaves if that is less
     is_recipes: bool
 
+    @property
+    def overrides(self) -> str:
+        """What makes a recipe have this layout."""
+        sizes = ", ".join(f"{key}: {getattr(self.parallel, key)}" for key in _SIZE_KEYS)
+        settings = [f"--set learner.parallel='{{{sizes}}}'"]
+        if self.utilization is not None:
+            settings.append(f"--set rollout.gpu_memory_utilization={int(self.utilization * 100) / 100:g}")
+        return " ".join(settings)
+
     def __str__(self) -> str:
         p = self.parallel
         expert = f" EP{p.expert} ETP{p.expert_tensor}" if p.expert * p.expert_tensor > 1 else ""
@@ -28,9 +38,13 @@ class Layout:
 
 
 def suggest(work: Workload) -> list[Layout]:
-    """Every legal layout on the workload's ranks, ranked: what fits before what does not, then by step time."""
-    found = [_judge(work, parallel) for parallel in _legal(work)]
-    return sorted(found, key=lambda layout: (not layout.memory.fits, layout.time.total, str(layout)))
+    """Every legal layout on the workload's ranks: what fits by step time, then what does not by what it lacks."""
+
+    def rank(layout: Layout) -> tuple[float, float, str]:
+        missing = max(0.0, *(phase.missing for phase in layout.memory.phases))
+        return missing, layout.time.total, str(layout)
+
+    return sorted((_judge(work, parallel) for parallel in _legal(work)), key=rank)
 
 
 def _legal(work: Workload) -> list[ParallelConfig]:

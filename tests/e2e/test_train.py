@@ -185,7 +185,8 @@ def test_a_second_run_in_the_same_directory_is_refused(root):
 
 
 def test_eval_scores_checkpoints_of_both_kinds(root, tmp_path):
-    """A run's own checkpoint and its Hugging Face export hold the same weights, so they score the same."""
+    """A run's own checkpoint (its newest, where the run is named) and its Hugging Face export hold the same weights, so
+    they score the same."""
 
     def evaluate(checkpoint: Path) -> subprocess.CompletedProcess:
         arguments = ["eval", GRPO, "--checkpoint", str(checkpoint), "--output", str(tmp_path / "figures.json")]
@@ -193,9 +194,10 @@ def test_eval_scores_checkpoints_of_both_kinds(root, tmp_path):
         return run_command("megatron_rl", arguments, tmp_path)
 
     figures = []
-    for name in ("step_00000004", "hf"):
-        succeeded(evaluate(root / "whole" / "checkpoints" / name))
+    for path in (root / "whole", root / "whole" / "checkpoints" / "hf"):
+        succeeded(evaluate(path))
         figures.append(json.loads((tmp_path / "figures.json").read_text()))
+    assert {**figures[0], "checkpoint": str(root / "whole" / "checkpoints" / "step_00000004")} == figures[0]
     assert {**figures[0], "checkpoint": ""} == {**figures[1], "checkpoint": ""}
     samples = list(read_samples(tmp_path / "figures.samples.jsonl"))
     assert len(samples) == 16 * 2

@@ -118,6 +118,9 @@ def test_weights_survive_both_conversions_and_a_change_of_layout(layout, saved, 
     # One hash for equal weights, whichever format they lie in.
     again = conversion.to_megatron(tmp_path / "hf", tmp_path / "megatron")
     assert conversion.total(again) == conversion.total(digests)
+    new = tmp_path / "new"
+    new.touch()
+    assert {file.stat().st_mode for file in (tmp_path / "hf").glob("*.safetensors")} == {new.stat().st_mode}
     assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == (MODEL / "tokenizer.json").read_bytes()
 
 

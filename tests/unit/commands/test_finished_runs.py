@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from megatron_rl.__main__ import main
 from megatron_rl.config.monitor import AlarmRule
@@ -262,3 +263,23 @@ def test_a_record_that_is_none_is_named_with_its_line(line, said, tmp_path, caps
     error = capsys.readouterr().err
     assert "metrics.jsonl, line 2: not valid JSON of a step (" in error
     assert said in error
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ("mode=auto", "mode: 'auto' has no effect with style 'constant'"),
+        ("mode=auto", "the run's style is constant; --as style=length-decay,… asks for another"),
+        ("style=lenght-decay", "did you mean 'length-decay'?"),
+        ("style=length-decay,mode=[", "--as mode=[: the value is not valid YAML"),
+        ("min_lr=1_0", "min_lr: found '1_0'"),
+    ],
+)
+def test_explain_schedule_says_what_is_wrong_with_other_keys(changes, said, tmp_path, capsys):
+    run = write_run(tmp_path / "run", 0, collapses=False)
+    recipe = yaml.safe_load((run / "recipe.resolved.yaml").read_text())
+    (run / "recipe.resolved.yaml").write_text(yaml.safe_dump({**recipe, "schedule": {"style": "constant"}}))
+    assert main(["explain-schedule", str(run), "--as", changes]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "pydantic" not in error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -194,6 +195,28 @@ def test_another_architecture_is_refused(tmp_path):
     assert "lacks the key" in error_of(GRPO, f"model.path={tmp_path}")
     (tmp_path / "config.json").write_text("{")
     assert "not valid JSON" in error_of(GRPO, f"model.path={tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"num_experts_per_tok": 1},
+            "num_experts_per_tok is 1 of 8 experts; from 2 to 8 are supported; Megatron-Core's",
+        ),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9 of 8 experts; from 2 to 8 are supported"),
+        ({"hidden_size": "wide"}, "describes no model (hidden_size is 'wide')"),
+        ({"num_attention_heads": 0}, "describes no model (num_attention_heads is 0)"),
+        ({"num_hidden_layers": None}, "describes no model (num_hidden_layers is None)"),
+        ({"rope_parameters": "none"}, "describes no model ("),
+    ],
+)
+def test_a_config_json_that_no_learner_can_build(change, said, tmp_path):
+    config = json.loads((MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    assert said in error_of(GRPO, f"model.path={tmp_path}")
+    (tmp_path / "config.json").write_text("[1]")
+    assert "holds a list; expected an object of keys" in error_of(GRPO, f"model.path={tmp_path}")
 
 
 def test_missing_recipe_names_a_near_one():

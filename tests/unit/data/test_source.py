@@ -264,3 +264,13 @@ def test_a_parquet_file_with_damaged_pages(tmp_path):
 def test_a_path_with_a_nul():
     with pytest.raises(InputError, match="cannot hold a NUL"):
         read("a\0b.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [({"answer": None}, "answer"), ({"reward_model": {"ground_truth": None}}, "reward_model.ground_truth")],
+)
+def test_a_column_that_is_null_is_not_called_absent(tmp_path, row, column):
+    path = write(tmp_path / "x.jsonl", [{"problem": "a", **row}])
+    with pytest.raises(InputError, match=f"column '{column}', taken for the answer, is null in the first row"):
+        check_source(DataSourceConfig(path=path))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
+import shlex
 import subprocess
 import sys
 import warnings
@@ -286,7 +288,7 @@ def test_check_offline_goes_by_the_name(capsys):
     assert main(["check", str(DENSE), "--offline", "--ranks", "8"]) == 0
     printed = capsys.readouterr().out
     assert "not here  model models/Qwen3-8B-Base" in printed
-    assert "megatron_rl plan" in printed
+    assert "megatron-rl plan" in printed
     assert main(["check", str(DENSE), "--offline", "--ranks", "6"]) == 2
 
 
@@ -325,3 +327,28 @@ def test_rounds_of_their_own_size_are_counted():
     assert work().sampled_sequences == 1.5 * 64 * 16
     assert work(MOE, "h100-80", "batch.generation_prompts=48").sampled_sequences == 2 * 48 * 16
     assert work(MOE, "h100-80", "batch.generation_prompts=192").sampled_sequences == 192 * 16
+
+
+def test_where_nothing_fits_what_lacks_least_comes_first():
+    plan = make_plan(work(MOE, "a100-40", nodes=1, gpus_per_node=8))
+    missing = [max(phase.missing for phase in layout.memory.phases) for layout in plan.layouts]
+    assert min(missing) > 0
+    assert missing == sorted(missing)
+    assert "none fits, the one that lacks least first" in render(plan)
+    assert "--set learner.parallel" not in render(plan)
+
+
+def test_a_faster_layout_says_how_to_get_it(capsys):
+    plan = make_plan(work(MOE))
+    best = plan.layouts[0]
+    assert not best.is_recipes
+    line = next(line for line in render(plan).splitlines() if "--set learner.parallel" in line)
+    assert "efficiencies were not measured" in line
+    words = shlex.split(line)
+    overrides = [after for word, after in itertools.pairwise(words) if word == "--set"]
+    taken = make_plan(work(MOE, "h100-80", *overrides))
+    own = next(layout for layout in taken.layouts if layout.is_recipes)
+    assert str(own) == str(best)
+    assert own.memory.fits
+    assert main(["plan", str(MOE), "--gpu", "H100"]) == 0
+    assert "h100-80" in capsys.readouterr().out
