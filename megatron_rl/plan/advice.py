@@ -94,7 +94,4 @@ def _instead(work: Workload, fitting: Layout | None) -> str:
         return (
             f"no layout of {work.ranks} {work.gpu.name} fits with the other keys as they are; use more or larger GPUs"
         )
-    keys = " ".join(f"--set learner.parallel.{key}={size}" for key, size in fitting.parallel.model_dump().items())
-    if fitting.utilization is not None and fitting.utilization < work.recipe.rollout.gpu_memory_utilization:
-        keys += f" --set rollout.gpu_memory_utilization={fitting.utilization:.2f}"
-    return f"a layout of {work.ranks} {work.gpu.name} that fits: {keys}"
+    return f"a layout of {work.ranks} {work.gpu.name} that fits: {fitting.overrides}"

@@ -25,8 +25,7 @@ class Layout:
     @property
     def overrides(self) -> str:
         """What makes a recipe have this layout."""
-        sizes = ", ".join(f"{key}: {getattr(self.parallel, key)}" for key in _SIZE_KEYS)
-        settings = [f"--set learner.parallel='{{{sizes}}}'"]
+        settings = [f"--set learner.parallel.{key}={getattr(self.parallel, key)}" for key in _SIZE_KEYS]
         if self.utilization is not None:
             settings.append(f"--set rollout.gpu_memory_utilization={int(self.utilization * 100) / 100:g}")
         return " ".join(settings)
