@@ -45,7 +45,7 @@ from megatron_rl.run.identity import (
 )
 from megatron_rl.run.lock import RunLock
 from megatron_rl.run.lookahead import Lookahead
-from megatron_rl.run.prepare import prepare
+from megatron_rl.run.prepare import Prepared, prepare
 from megatron_rl.run.resume import check_resume, find_checkpoint
 from megatron_rl.run.stop import StopRequest
 from megatron_rl.shipped import shipped
@@ -153,50 +153,36 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
     check_resume(directory, resume)
     with contextlib.ExitStack() as stack:
         prepared = stack.enter_context(prepare(recipe, int(os.environ.get("WORLD_SIZE", 1))))
-        train, validation = prepared.train, prepared.validation
-        sampler = PromptSampler(train, seed=recipe.data.seed, shuffle=recipe.data.shuffle)
+        sampler = PromptSampler(prepared.train, seed=recipe.data.seed, shuffle=recipe.data.shuffle)
         initialize(recipe.learner.parallel, recipe.runtime.device, recipe.seed, recipe.rollout.hang_limit_s)
         stack.callback(shutdown)
-        lock = RunLock(directory.lock)
-        stack.callback(lock.release)
-        note = on_main_rank(lock.acquire)
-        is_main = world_rank() == 0
-        now = contents(recipe, train, validation) if is_main else {}
-        settled = partial(_settle, directory, recipe, now, resume, allow_changes)
-        changes, complete = on_main_rank(settled)
-        if complete:
-            if is_main:
-                print(f"{directory.root}: complete, {recipe.num_steps} steps; nothing is left to do")
+        beginning = _begin(stack, recipe, prepared, directory, resume, allow_changes)
+        if beginning is None:
             yield None
             return
-        checkpoint, notes = find_checkpoint(directory, resume)
-        begins_at = on_main_rank(lambda: begin_step(directory, checkpoint, recipe.num_steps))
-        learner = Learner(recipe)
+        learner, checkpoint, is_main = Learner(recipe), beginning.checkpoint, world_rank() == 0
         summary = {"run": str(directory.root), **dict(prepared.report), "num_steps": recipe.num_steps}
         monitor = stack.enter_context(Monitor(directory, recipe.monitor, summary, is_main, share=broadcast_object))
-        for line in filter(None, [note, *notes, *changes]):
+        for line in beginning.lines:
             monitor.log(line)
         learner.phase = monitor.phase
         learner.keep_current_logprobs = recipe.may_record_batches
         if is_main:
             directory.done.unlink(missing_ok=True)  # a complete run that goes on
-            keep_recipe(directory, recipe, begins_at)
-            write_environment(directory.environment, applied_patches(), now)
+            keep_recipe(directory, recipe, beginning.step)
+            write_environment(directory.environment, applied_patches(), beginning.contents)
         stop = StopRequest(directory.root)
         waits_at_start = recipe.rollout.engine == "vllm_server"  # the other engines' starts cannot be interrupted
         if waits_at_start:
             stack.enter_context(stop.listening())
         try:
-            generator = start_generator(recipe, prepared.tokenizer, learner, say=monitor.log, stop=stop.here)
+            generator = start_generator(recipe, prepared.tokenizer, learner, say=monitor.log, stop=stop.is_urgent)
         except RolloutInterrupted as reason:
             _interrupted(stop, monitor, reason)
             yield None
             return
         stack.callback(generator.close)
-        stated = contract(recipe, prepared.checked.architecture)
-        for row in confirm_contract(stated, learner.describe_precision(), generator.describe_precision()):
-            if (row.aspect, str(row)) not in prepared.report:  # printed at the start
-                monitor.log(f"{row.aspect}: {row}")
+        _confirm_precision(recipe, prepared, learner, generator, monitor)
         ahead = Lookahead(
             sampler,
             generator,
@@ -206,9 +192,11 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
             num_steps=recipe.num_steps,
             refills=recipe.batch.filter_groups,
         )
-        run = Run(recipe, directory, learner, generator, prepared.rewarder, sampler, ahead, validation, monitor, stop)
+        run = Run(
+            recipe, directory, learner, generator, prepared.rewarder, sampler, ahead, prepared.validation, monitor, stop
+        )
         if checkpoint is not None:
-            _resume(run, checkpoint, train)
+            _resume(run, checkpoint, prepared.train)
         elif is_main and directory.metrics.exists():
             monitor.resume_at(0)  # an attempt that ended before its first checkpoint
         if not waits_at_start:
@@ -217,6 +205,49 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
             yield run
         except RolloutInterrupted as reason:  # `Run.saved_on_fault` has saved
             _interrupted(stop, monitor, reason)
+
+
+@dataclass(frozen=True)
+class _Beginning:
+    """Where a run goes on from. ``lines``: what to say of the way there."""
+
+    checkpoint: Path | None
+    step: int
+    contents: dict[str, Any]  # see `identity.contents`; on the main rank
+    lines: list[str]
+
+
+def _begin(
+    stack: contextlib.ExitStack,
+    recipe: Recipe,
+    prepared: Prepared,
+    directory: RunDirectory,
+    resume: str,
+    allow_changes: bool,
+) -> _Beginning | None:
+    """Take the run's lock, compare its recipe and find its checkpoint; None where the run is complete. Collective."""
+    lock = RunLock(directory.lock)
+    stack.callback(lock.release)
+    note = on_main_rank(lock.acquire)
+    now = contents(recipe, prepared.train, prepared.validation) if world_rank() == 0 else {}
+    changes, complete = on_main_rank(partial(_settle, directory, recipe, now, resume, allow_changes))
+    if complete:
+        if world_rank() == 0:
+            print(f"{directory.root}: complete, {recipe.num_steps} steps; nothing is left to do")
+        return None
+    checkpoint, notes = find_checkpoint(directory, resume)
+    step = on_main_rank(lambda: begin_step(directory, checkpoint, recipe.num_steps))
+    return _Beginning(checkpoint, step, now, [line for line in (note, *notes, *changes) if line])
+
+
+def _confirm_precision(
+    recipe: Recipe, prepared: Prepared, learner: Learner, generator: Generator, monitor: Monitor
+) -> None:
+    """Hold what the engines say of their precision against the recipe; log what was not known at the start."""
+    stated = contract(recipe, prepared.checked.architecture)
+    for row in confirm_contract(stated, learner.describe_precision(), generator.describe_precision()):
+        if (row.aspect, str(row)) not in prepared.report:
+            monitor.log(f"{row.aspect}: {row}")
 
 
 def _interrupted(stop: StopRequest, monitor: Monitor, reason: RolloutInterrupted) -> None:

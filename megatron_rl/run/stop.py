@@ -19,6 +19,7 @@ class StopRequest:
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / STOP_FILE
+        self._was_there = self._file.exists()
         self._signals: list[int] = []  # received since `listening` began
 
     @contextlib.contextmanager
@@ -42,6 +43,11 @@ class StopRequest:
     def here(self) -> bool:
         """Whether this rank knows of a request."""
         return bool(self._signals) or self._file.exists()
+
+    def is_urgent(self) -> bool:
+        """Whether this rank was asked since it started: to wait for others is then given up. A file that was there
+        before lets the run make one step."""
+        return bool(self._signals) or (self._file.exists() and not self._was_there)
 
     def anywhere(self) -> bool:
         """Whether any rank does, the same on all of them. Collective: once a step."""
