@@ -23,7 +23,7 @@ def installed(tmp_path_factory) -> Path:
     hidden = shutil.ignore_patterns("__pycache__", ".*", "*.egg-info")
     for name in ("megatron_rl", *SHIPPED):
         shutil.copytree(REPOSITORY / name, source / name, ignore=hidden)
-    for name in ("pyproject.toml", "setup.py", "README.md"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(REPOSITORY / name, source)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     offline = ["--no-deps", "--no-index"]
@@ -94,3 +94,4 @@ def test_schema_and_patches(call):
 def test_the_wheel_has_neither_tests_nor_tools(installed):
     assert {path.name for path in installed.iterdir() if path.suffix != ".dist-info"} == {"bin", "megatron_rl"}
     assert not list(installed.rglob("test_*"))
+    assert (installed / "megatron_rl" / "py.typed").is_file()
