@@ -2,20 +2,64 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from megatron_rl.rollout.generator import Sampling
-from megatron_rl.types import Group
+from megatron_rl.types import Group, Prompt, Rollout
+from tests.support.rounding import bound_from_double
+from tests.support.tiny import DATA, MODEL
+from tools.dev.make_tiny_checkpoint import build_tokenizer
 
 
+@functools.lru_cache(maxsize=8)
 def load(path: Path, dtype: torch.dtype = torch.float32):
     from transformers import AutoModelForCausalLM
 
     # Experts one by one: transformers' grouped product has no float64.
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="eager").eval()
+
+
+def rounding_bound(groups: list[Group], sampling: Sampling, path: Path = MODEL) -> float:
+    """How far a float32 engine's log-probs of ``groups`` may lie from those of the same model in float64.
+
+    Two engines, or one engine with another batch, lie twice as far apart at most. Weights that were moved by a tenth
+    of their spread condition the log-probs as those of ``path`` do.
+    """
+    (single, _), (double, _) = (score(load(path, dtype), groups, sampling) for dtype in (torch.float32, torch.float64))
+    longest = max(len(group.prompt.tokens) + len(rollout.tokens) for group in groups for rollout in group.rollouts)
+    longest_sum = max(load(path).config.hidden_size, longest)  # of a product, or of attention
+    return bound_from_double(np.concatenate(single), np.concatenate(double), longest_sum)
+
+
+@functools.cache
+def responses(number: int = 64, length: int = 24) -> list[Group]:
+    """Responses of the tiny model to the first validation prompts, drawn from its own distribution in float64."""
+    model, draw, groups = load(MODEL, torch.float64), torch.Generator().manual_seed(0), []
+    tokenizer = build_tokenizer()
+    rows = [json.loads(line) for line in (DATA / "validation.jsonl").read_text().splitlines()[:number]]
+    for row in rows:
+        prompt = tokenizer.encode(row["problem"])
+        tokens = list(prompt)
+        while len(tokens) < len(prompt) + length and tokens[-1] != tokenizer.eos_token_id:
+            with torch.no_grad():
+                probabilities = model(input_ids=torch.tensor([tokens])).logits[0, -1].softmax(-1)
+            tokens.append(int(torch.multinomial(probabilities, 1, generator=draw)))
+        rollout = Rollout(
+            prompt_id=row["id"],
+            sample=0,
+            tokens=tokens[len(prompt) :],
+            inference_logprobs=np.zeros(len(tokens) - len(prompt), np.float32),
+            finish_reason="stop",
+            policy_versions=np.zeros(len(tokens) - len(prompt), np.int32),
+            text="",
+        )
+        groups.append(Group(Prompt(id=row["id"], tokens=prompt, answer=""), [rollout]))
+    return groups
 
 
 @torch.no_grad()

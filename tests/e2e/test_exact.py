@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_rl.rollout import Sampling
+from tests.e2e.hf_reference import rounding_bound
 from tests.parallel.gloo import run_ranks
 from tests.support.zygote import run_command
 
@@ -65,7 +67,9 @@ def test_what_cannot_be_exact_is_refused(tmp_path):
 def test_vllm_draws_the_responses_that_the_exact_engine_draws():
     """Both take a token by the same random number: an arm with vLLM differs from one without by rounding only."""
     (found,) = run_ranks("tests.e2e.programs.rollout", "exact_and_vllm", 1, timeout_s=300)
-    assert len(found["exact"]) == 128
-    for exact, vllm in zip(found["exact"], found["vllm"], strict=True):
+    bound = 2 * rounding_bound(found["exact"], Sampling(24))
+    drawn = {engine: [rollout for group in groups for rollout in group.rollouts] for engine, groups in found.items()}
+    assert len(drawn["exact"]) == 128
+    for exact, vllm in zip(drawn["exact"], drawn["vllm"], strict=True):
         assert (exact.prompt_id, exact.sample, exact.tokens) == (vllm.prompt_id, vllm.sample, vllm.tokens)
-        assert np.abs(exact.inference_logprobs - vllm.inference_logprobs).max() <= 1e-5
+        assert np.abs(exact.inference_logprobs - vllm.inference_logprobs).max() <= bound

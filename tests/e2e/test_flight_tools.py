@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.gloo import run_ranks
+from tests.support.rounding import rounded
 from tests.support.tiny import REPOSITORY
 
 
@@ -88,7 +89,7 @@ def test_what_is_missing_is_named(tools):
 def test_causes_add_up_and_routing_is_the_largest(tools, run):
     told = tools["attribution"]["json"]
     parts, total = told["parts"], told["total"]
-    assert sum(parts.values()) == pytest.approx(total)
+    assert sum(parts.values()) == rounded(total)
     assert parts["routing"] == max(parts.values())
     assert parts["routing"] > 0.5 * total
     assert parts["remainder"] > 0.0
@@ -102,7 +103,7 @@ def test_experts_share_the_mismatch(tools):
     told = tools["experts"]["json"]
     rows = told["experts"]
     assert len(rows) == 4 * 8
-    assert sum(row["rho_share"] for row in rows) + told["share_without_flip"] == pytest.approx(1.0)
+    assert sum(row["rho_share"] for row in rows) + told["share_without_flip"] == rounded(1.0, roundings=10_000)
     assert sum(row["gained"] for row in rows) == sum(row["lost"] for row in rows) > 0
     loads = [sum(row[side] for row in rows) for side in ("engine_load", "learner_load")]
     assert loads[0] == loads[1] > 0

@@ -7,20 +7,26 @@ those of several ranks start in a process that has done its imports.
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_rl.monitor.samples import read_samples
-from tests.support.tiny import REPOSITORY
+from megatron_rl.rollout.generator import Sampling
+from tests.e2e import hf_reference
+from tests.support.tiny import MODEL, REPOSITORY
 from tests.support.zygote import run_command, surroundings
 
 GRPO = "recipes/tiny/grpo.yaml"
 STEPS = 4
+SAMPLING = Sampling(24)
 
 
 def train(
@@ -108,11 +114,25 @@ def test_a_run_leaves_its_whole_record(root):
     assert "validation before step 0" in (run / "log.txt").read_text()
 
 
-def test_both_engines_agree_in_fp32_after_every_update(root):
+@pytest.fixture(scope="module")
+def log_rho() -> float:
+    """How far rounding may take log rho from 0: two engines, neither of them in float64."""
+    return 2 * hf_reference.rounding_bound(hf_reference.responses(), SAMPLING)
+
+
+def test_both_engines_agree_in_fp32_after_every_update(root, log_rho):
     """mu from vLLM after a weight update, po from Megatron: the run's own proof that weights arrive."""
     for row in metrics(root, "whole")[:STEPS]:
-        assert row["mismatch/rho_std"] < 1e-5
-        assert row["mismatch/rho_max"] < 1 + 1e-4
+        assert row["mismatch/rho_std"] <= math.expm1(log_rho)
+        assert row["mismatch/rho_max"] <= math.exp(log_rho)
+    # With the weights of the start the last step's mismatch would not pass.
+    trained, started = (
+        np.concatenate(
+            hf_reference.score(hf_reference.load(path, torch.float64), hf_reference.responses(), SAMPLING)[0]
+        )
+        for path in (root / "whole" / "checkpoints" / "hf", MODEL)
+    )
+    assert np.exp(trained - started).std() > math.expm1(log_rho)
 
 
 def test_resumed_run_continues_bit_for_bit(root):
@@ -136,7 +156,6 @@ def test_resume_from_an_older_checkpoint_rewrites_what_came_after(root):
 
 
 def test_exported_checkpoint_loads_and_holds_the_trained_weights(root):
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = root / "whole" / "checkpoints" / "hf"
@@ -152,13 +171,15 @@ def test_exported_checkpoint_loads_and_holds_the_trained_weights(root):
 @pytest.mark.parametrize(
     "layout", [("learner.parallel.tensor=2", "learner.parallel.expert=2"), ("learner.parallel.pipeline=2",)], ids=str
 )
-def test_two_ranks_train_like_one(root, layout):
+def test_two_ranks_train_like_one(root, layout, log_rho):
     """Rollouts are drawn per response, so two ranks sample what one samples, and learn the same from it."""
     name = layout[0].split(".")[-1].replace("=", "")
     succeeded(train(root, name, *layout, ranks=2))
     for got, want in zip(metrics(root, name), metrics(root, "whole")[:STEPS], strict=True):
-        assert got["mismatch/rho_std"] < 1e-5
-        for key in ("critic/rewards/mean", "response_length/mean", "actor/pg_loss", "actor/grad_norm"):
+        assert got["mismatch/rho_std"] <= math.expm1(log_rho)
+        for key in ("critic/rewards/mean", "response_length/mean"):
+            assert got[key] == want[key], key
+        for key in ("actor/pg_loss", "actor/grad_norm"):
             assert got[key] == pytest.approx(want[key], rel=1e-3, abs=1e-3), key
 
 

@@ -18,7 +18,7 @@ from megatron_rl.learner.learner import Learner
 from megatron_rl.rollout import RolloutError
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.run.engines import start_generator
-from megatron_rl.types import Group, Prompt, Rollout
+from megatron_rl.types import Group, Prompt
 from tests.support.tiny import tiny_recipe
 from tools.dev.make_tiny_checkpoint import build_tokenizer
 
@@ -100,7 +100,7 @@ def one_engine_fails() -> str:
     return "no error"
 
 
-def exact_and_vllm() -> dict[str, list[Rollout]]:
+def exact_and_vllm() -> dict[str, list[Group]]:
     """The same requests to the exact engine, on the learner, and to vLLM beside it; both hold the same weights."""
     rollout = {"max_response_length": 24, "kv_cache_gib": 0.0625}
     recipe = tiny_recipe(rollout={"engine": "exact", **rollout}, data={"prompt": {"max_length": 12}})
@@ -108,8 +108,7 @@ def exact_and_vllm() -> dict[str, list[Rollout]]:
     exact = start_generator(recipe, build_tokenizer(), learner)
     found = {}
     for name, generator in (("exact", exact), ("vllm", start(1))):
-        groups = generator.rollout(prompts(32), 4, policy_version=0, step=3)
-        found[name] = [rollout for group in groups for rollout in group.rollouts]
+        found[name] = generator.rollout(prompts(32), 4, policy_version=0, step=3)
         generator.close()
     distributed.shutdown()
     return found
