@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-import subprocess
-import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -21,7 +19,8 @@ from megatron_rl.checkpoint.names import EXTRA_STATE, extra_states, stored_tenso
 from megatron_rl.errors import InputError
 from tests.parallel.gloo import run_ranks
 from tests.support.evil import Evil
-from tests.support.tiny import MODEL, REPOSITORY
+from tests.support.tiny import MODEL
+from tests.support.zygote import run_command
 
 MIXED = {"tensor": 2, "expert": 2, "pipeline": 2}
 EXPERTS_SPLIT = {"tensor": 2, "expert_tensor": 2, "pipeline": 2}
@@ -125,10 +124,8 @@ def test_weights_survive_both_conversions_and_a_change_of_layout(layout, saved, 
 
 
 def test_dense_model_through_the_command_line_with_logits(saved, dense, tmp_path):
-    command = [sys.executable, "-m", "megatron_rl", "convert", "to-hf", saved["dense"], str(tmp_path / "out")]
-    done = subprocess.run(
-        [*command, "--model", str(dense), "--logits"], cwd=REPOSITORY, capture_output=True, text=True, timeout=300
-    )
+    arguments = ["convert", "to-hf", saved["dense"], str(tmp_path / "out"), "--model", str(dense), "--logits"]
+    done = run_command("megatron_rl", arguments, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "read back and equal" in done.stdout
     assert "logits  differ by at most" in done.stdout

@@ -35,6 +35,7 @@ class Site:
         """``--set`` arguments for a run of seconds; overrides come last."""
         values = [f"name={name}", f"run_root={self.runs}", "runtime.device=cpu", "batch.prompts=2"]
         values += ["rollout.num_samples=4", "validation.every=0", "checkpoint.every=0", "monitor.plots=false"]
+        values += ["rollout.verify_refit=false"]  # a second at every start; test_vllm_engine.py is about it
         return [argument for value in (*values, *overrides) for argument in ("--set", value)]
 
     def submit(self, script: str, *arguments: str, options: tuple[str, ...] = ("--nodes=2",), **env: str) -> Job:
