@@ -37,8 +37,16 @@ from typing import Any
 
 from tests.support.tiny import REPOSITORY
 
-WARM = ("megatron_rl.__main__", "megatron_rl.train", "megatron_rl.evaluate", "megatron_rl.run.engines")
-WARM += ("megatron_rl.learner.learner", "megatron_rl.rollout.vllm_engine", "vllm.v1.worker.cpu_worker")
+WARM = (
+    "megatron_rl.__main__",
+    "megatron_rl.train",
+    "megatron_rl.evaluate",
+    "megatron_rl.run.engines",
+    "megatron_rl.rollout.vllm_engine",
+    "vllm.entrypoints.llm",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.v1.worker.cpu_worker",
+)
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # what `megatron_rl.__main__` sets before it imports torch
 EXCEPTION = 1  # the status of a child that an exception ended
 
