@@ -44,7 +44,9 @@ class RewardConfig(Section):
     name: Annotated[str, LookedUp(is_function=True)] = "math"
     """`math`: equal to the gold answer as mathematics. `exact`: the same string. `modsum`: the digit-sum task.
     `by_source`: chosen per prompt. `file.py:function` or `module:function`: your own, run in worker processes, called
-    as f(response, answer), or as f(data_source, solution_str, ground_truth, extra_info) if it names these arguments."""
+    as f(response, answer), or as f(data_source, solution_str, ground_truth, extra_info) if it names these arguments.
+    A file, like all that a recipe names to be read, is looked up from the recipe's folder first, then from the working
+    directory."""
     by_source: Annotated[dict[str, str], LookedUp(is_function=True)] = {}
     """With `name: by_source`: reward of each `data_source`, spelled like `name`. Every source needs an entry."""
     num_workers: PositiveInt = 2

@@ -38,8 +38,8 @@ class ServersConfig(Section):
     `launch`, a random one if that is not set."""
     weights_dir: AnyPath | None = None
     """Folder that weights travel through; the learner's first node and all servers have to see it. The run makes a
-    subfolder of its own in it and removes nothing else. On one machine /dev/shm is fastest. null: servers/weights in
-    the run directory."""
+    subfolder of its own in it and removes nothing else. On one machine /dev/shm is fastest. A relative path counts
+    from the working directory. null: servers/weights in the run directory."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ServersConfig:

@@ -1,0 +1,25 @@
+"""`eval --checkpoint RUN`: which checkpoint of a run is meant."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.checkpoint import manifest
+from megatron_rl.commands.eval import newest
+from megatron_rl.errors import InputError
+
+
+def test_the_newest_whole_checkpoint_of_a_run(tmp_path):
+    assert newest(tmp_path) == tmp_path, "a folder without checkpoints/ is no run"
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    with pytest.raises(InputError, match="a run directory without a complete checkpoint in checkpoints/"):
+        newest(tmp_path)
+    for step in (2, 10, 30):
+        path = folder / manifest.checkpoint_name(step)
+        path.mkdir()
+        (path / "trainer.json").write_text("{}")
+        if step < 30:  # the last save was cut off
+            manifest.write_manifest(path, manifest.hash_files(path, ["trainer.json"]))
+    assert newest(tmp_path) == folder / "step_00000010"
+    assert newest(folder / "step_00000002") == folder / "step_00000002"
