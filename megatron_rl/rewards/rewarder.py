@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.errors import InputError
 from megatron_rl.rewards.custom import check_function
-from megatron_rl.rewards.failures import Failure, merge
+from megatron_rl.rewards.failures import Failure, RewardFault, merge
 from megatron_rl.rewards.math_task import math_verdict
 from megatron_rl.rewards.modsum import modsum_reward
 from megatron_rl.rewards.pool import Outcome, WorkerPool
@@ -104,7 +104,7 @@ class Rewarder:
         """Score a right answer to one prompt of each reward: proof that the reward can be called.
 
         The response is the gold answer, written as the reward wants it. Raises `InputError` where a function cannot be
-        loaded, raises, or returns what is no number.
+        loaded, raises, or returns what is no number, `RewardFault` where no worker can be started.
         """
         first: Trial | None = None
         tried: set[str] = set()
@@ -121,7 +121,10 @@ class Rewarder:
     def _try(self, prompt: Prompt, name: str) -> Trial:
         response = _RIGHT.get(name, "{}").replace("{}", prompt.answer)
         rollout = SimpleNamespace(text=response)
-        outcome = self._settle([self._verdict(prompt, rollout)])[0]
+        try:
+            outcome = self._settle([self._verdict(prompt, rollout)])[0]
+        except RuntimeError as error:  # no worker could be started
+            raise RewardFault(f"reward {name}: {error}") from error
         if outcome.failure:
             failure = Failure(outcome.failure, 1, prompt.id, response, outcome.detail)
             raise InputError(

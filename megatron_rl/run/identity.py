@@ -106,7 +106,7 @@ def compare_origin(directory: RunDirectory, checkpoint: Path, recipe: Recipe, no
     A new run may begin from a checkpoint under another recipe, but not under another model. Raises `InputError` where
     ``directory`` holds steps of its own that this checkpoint would not continue.
     """
-    origin = RunDirectory(checkpoint.resolve().parents[1])
+    origin = RunDirectory(checkpoint.resolve().parent.parent)
     if origin.root == directory.root.resolve():
         return Comparison()
     goes_on_elsewhere = has_begun(directory) and started_at(directory) != read_step(checkpoint)

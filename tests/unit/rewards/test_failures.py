@@ -66,6 +66,12 @@ def test_a_function_that_raises_on_a_right_answer_is_refused_with_its_traceback(
     assert f"\n{last_line}\n" in text
 
 
+def test_workers_that_do_not_start_are_a_fault(rewarder, monkeypatch):
+    monkeypatch.setattr("megatron_rl.rewards.pool._PROGRAM", "raise SystemExit(9)")
+    with rewarder("verl") as made, pytest.raises(RewardFault, match=r"mine.py:verl: a reward worker did not start"):
+        made.try_on([PROMPT])
+
+
 def test_a_trial_shows_the_reward_of_a_right_answer(rewarder):
     with rewarder("verl") as made:
         trial = made.try_on([PROMPT, PROMPT])
