@@ -153,9 +153,7 @@ def test_a_disk_that_stays_full(runs, whole):
 
 
 def test_lines_that_a_full_disk_refused_are_written_later(runs, whole):
-    faults = [
-        {"at": "megatron_rl.monitor.jsonl:append_whole", "call": call, "do": "disk full"} for call in (2, 4, 5)
-    ]
+    faults = [{"at": "megatron_rl.monitor.jsonl:append_whole", "call": call, "do": "disk full"} for call in (2, 4, 5)]
     ended = runs.train("late", faults=faults)
     assert "metrics.jsonl failed" in ended.output
     assert runs.rows("late") == whole
