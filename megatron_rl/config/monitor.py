@@ -60,7 +60,8 @@ class SamplesConfig(Section):
     max_chars: PositiveInt = 4000
     """Most characters of a prompt and of a response; of longer text the middle is left out."""
     max_mib: float = Field(64.0, gt=0)
-    """Most that samples.jsonl holds; the older half goes to make room."""
+    """Most that samples.jsonl holds; the older half goes to make room. Also the most that TensorBoard gets from one
+    start of a run, which keeps no texts beyond it: event files cannot be shortened."""
 
 
 class MonitorConfig(Section):

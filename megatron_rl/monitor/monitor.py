@@ -57,6 +57,7 @@ class Monitor:
             self._terminal = TerminalSink(self.run_dir.log, config.terminal, recipe_summary.get("num_steps"))
             self._sinks = {"metrics.jsonl": JsonlSink(self.run_dir.metrics), "terminal": self._terminal}
             self._samples = SampleFile(self.run_dir.samples, config.samples.max_mib)
+            self._room_for_texts = self._samples.max_bytes  # in TensorBoard's files
             if config.tensorboard:
                 self._sinks["tensorboard"] = TensorBoardSink(self.run_dir.tensorboard)
             self.timer.on_enter = lambda name: self._guard("terminal", self._terminal.enter_phase, name)
@@ -149,7 +150,9 @@ class Monitor:
         self._guard("samples.jsonl", self._samples.write, samples)
         if (board := self._sinks.get("tensorboard")) is not None:
             texts = {f"samples/{number}": render(sample) for number, sample in enumerate(samples, start=1)}
-            self._guard("tensorboard", board.write_texts, step, texts)
+            self._room_for_texts -= sum(len(text.encode()) for text in texts.values())
+            if self._room_for_texts >= 0:
+                self._guard("tensorboard", board.write_texts, step, texts)
 
     def _guard(self, name: str, action: Callable[..., None], *arguments: Any) -> None:
         """A full disk does not end training: a sink that fails is reported once and tried again at the next step."""

@@ -141,6 +141,18 @@ def test_a_run_keeps_texts_in_its_file_and_in_tensorboard(run):
     assert "<script" not in page
 
 
+def test_tensorboard_gets_no_more_text_than_the_size(tmp_path):
+    samples = {"every": 1, "number": 1, "max_mib": 0.01}
+    config = MonitorConfig.model_validate({"samples": samples, "plots": False, "terminal": "off"})
+    with Monitor(tmp_path, config, {}, True) as monitor:
+        for step in range(20):
+            monitor.record(step, {}, [group("q", rollout("x" * 1000))])
+    tensors = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tensors("samples/1/text_summary")
+    assert 1 <= sum(len(event.tensor_proto.string_val[0]) for event in tensors) <= 10485 + 4 * 4 * len(tensors)
+    assert len(tensors) < 10  # of 20, and of 10 that TensorBoard itself shows
+    assert max(event.step for event in tensors) == len(tensors) - 1, "the first ones"
+
+
 def test_the_command_prints_the_newest_first(run, capsys):
     assert main(["samples", str(run.root)]) == 0
     shown = capsys.readouterr().out
