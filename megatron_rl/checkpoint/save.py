@@ -106,7 +106,7 @@ def load_checkpoint(path: Path, model: GPTModel, optimizer: MegatronOptimizer, v
     with no_foreign_code(path):
         state = dist_checkpointing.load(wanted, str(path))
     _fill(model, state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    _load_optimizer(optimizer, state["optimizer"])
     return json.loads((path / TRAINER_FILE).read_text())
 
 
@@ -258,6 +258,24 @@ def _fill(model: GPTModel, tensors: dict[str, Any]) -> None:
     missing = [name for name in found.missing_keys if EXTRA_STATE not in name]
     if missing or found.unexpected_keys:
         raise RuntimeError(f"the checkpoint lacks {missing} and has {list(found.unexpected_keys)} beside the model's")
+
+
+def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
+    """Load ``state``, which torch's Adam wrote or TransformerEngine's: settings that only one of them has stay as they
+    were, and the number of steps is a whole number for TransformerEngine's kernel."""
+    inner = [
+        chained.optimizer
+        for chained in optimizer.chained_optimizers
+        if not getattr(chained, "is_stub_optimizer", False)
+    ]
+    own = [[{k: v for k, v in group.items() if k != "step"} for group in adam.param_groups] for adam in inner]
+    optimizer.load_state_dict(state)
+    for adam, settings in zip(inner, own, strict=True):
+        for group, kept in zip(adam.param_groups, settings, strict=True):
+            for key, value in kept.items():
+                group.setdefault(key, value)
+            if "step" in group and not isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+                group["step"] = int(group["step"])
 
 
 def _allocate_moments(optimizer: MegatronOptimizer) -> None:

@@ -10,6 +10,7 @@ Megatron's code around them. Nothing is faked: every function here computes what
 | `rmsnorm_fwd`, `rmsnorm_bwd` | fp32 inside, one rounding of each result; the saved 1/σ is fp32 |
 | `convert_thd_to_bshd`, `convert_bshd_to_thd` | copies, zeros in the padding |
 | `fused_rope_forward`, `fused_rope_backward` | thd and sbhd, halves (not interleaved); fp32 inside, one rounding |
+| `scaled_masked_softmax_forward`, `…_backward` | fp32 inside, one rounding; a masked score is −10000 |
 | `multi_tensor_adam` | Adam and AdamW in fp32 |
 | `multi_tensor_l2norm`, `multi_tensor_scale` | fp32 |
 
@@ -43,6 +44,7 @@ from .lists import multi_tensor_l2norm, multi_tensor_scale
 from .norm import rmsnorm_bwd, rmsnorm_fwd
 from .packed import convert_bshd_to_thd, convert_thd_to_bshd
 from .rope import fused_rope_backward, fused_rope_forward
+from .softmax import scaled_masked_softmax_backward, scaled_masked_softmax_forward
 
 
 def get_cudnn_version() -> int:
@@ -121,5 +123,7 @@ __all__ = [
     "multi_tensor_scale",
     "rmsnorm_bwd",
     "rmsnorm_fwd",
+    "scaled_masked_softmax_backward",
+    "scaled_masked_softmax_forward",
     "te_general_grouped_gemm",
 ]

@@ -24,6 +24,8 @@ def multi_tensor_adam(
     ``mode`` 1 is AdamW (decay of the weight itself), 0 adds the decay to the gradient. The update is of the master
     weights where there are some; the weights are then their rounding.
     """
+    if not isinstance(step, int):
+        raise TypeError(f"multi_tensor_adam: step {step!r} is no int, and the compiled function takes no other number")
     correct1, correct2 = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
     for grad, weight, mean, square, *masters in zip(*tensor_lists, strict=True):
         master = masters[0] if masters else weight
