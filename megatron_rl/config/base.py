@@ -77,7 +77,11 @@ class ShortList(_Rewritten):
         if value is None:
             return []
         items = list(value) if isinstance(value, list | tuple) else [value]
-        return value if is_patch(value) else [{self.key: item} if isinstance(item, str) else item for item in items]
+        return (
+            value
+            if isinstance(value, Patch)
+            else [{self.key: item} if isinstance(item, str) else item for item in items]
+        )
 
     def __get_pydantic_json_schema__(self, schema: core_schema.CoreSchema, handler: Any) -> dict[str, Any]:
         full = handler(schema["schema"])
@@ -101,6 +105,5 @@ OffCount = Annotated[NonNegativeInt, NullIsZero()]
 """A count whose 0, which may be written null, means off, never or all."""
 
 
-def is_patch(value: Any) -> bool:
-    """Whether ``value`` changes items of a list by their numbers, as ``--set data.train.0.path=…`` does."""
-    return isinstance(value, dict) and bool(value) and all(isinstance(key, str) and key.isdigit() for key in value)
+class Patch(dict):
+    """Items of a list by their numbers, as text: what ``--set data.train.0.path=…`` changes of it."""

@@ -7,17 +7,17 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import yaml
 from pydantic import ValidationError
 
-from megatron_rl.config.base import is_patch
+from megatron_rl.config.base import Patch
 from megatron_rl.config.explain import explain
 from megatron_rl.config.objective import with_max_response_length
 from megatron_rl.config.recipe import Recipe
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.config.walk import anchored, expand
+from megatron_rl.config.walk import anchored, expand, locate
 from megatron_rl.config.yaml12 import Where, parse
 from megatron_rl.errors import InputError
 from megatron_rl.shipped import existing_or_shipped
@@ -154,7 +154,7 @@ def _merge(base: dict[str, Any], top: dict[str, Any], at: Where, replaced: set[W
         other_variant = both and key == "policy_term" and value.get("name", old.get("name")) != old.get("name")
         if both and not other_variant:
             merged[key] = _merge(old, value, here, replaced)
-        elif is_patch(value) and isinstance(old, list | None):
+        elif isinstance(value, Patch):
             merged[key] = _patched(old or [], value, here, replaced)
         else:
             merged[key] = value
@@ -179,11 +179,24 @@ def _overridden(tree: _Tree, override: str, folder: Path) -> _Tree:
     parts = key.strip().split(".")
     _check_way(tree.values, parts, override)
     top = value
-    for part in reversed(parts):
-        top = {part: top}
+    for number in range(len(parts) - 1, -1, -1):
+        top = (Patch if _is_list(tree.values, parts[:number]) else dict)({parts[number]: top})
     top = anchored(expand(top, Recipe), Recipe, Path(os.curdir), folder)
     where = tuple(int(part) if part.isdigit() else part for part in parts)
     return _over(tree, _Tree(top, {where: f"--set {override}"}))
+
+
+def _is_list(values: Any, parts: list[str]) -> bool:
+    """Whether a list is at ``parts``; where nothing is yet, whether the schema wants one there."""
+    for part in parts:
+        if isinstance(values, list):
+            values = values[int(part)] if int(part) < len(values) else None
+        else:
+            values = values.get(part) if isinstance(values, dict) else None
+    if values is not None:
+        return isinstance(values, list)
+    field = locate(Recipe, tuple(int(part) if part.isdigit() else part for part in parts)).field
+    return field is not None and get_origin(field.annotation) is list and not parts[-1].isdigit()
 
 
 def _check_way(values: Any, parts: list[str], override: str) -> None:

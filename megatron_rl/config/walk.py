@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megatron_rl.config.base import LookedUp, ShortList, _Rewritten, is_patch
+from megatron_rl.config.base import LookedUp, Patch, ShortList, _Rewritten
 
 
 def is_section(annotation: Any) -> bool:
@@ -137,6 +137,6 @@ def _rewritten(
 def _items(value: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
     if isinstance(value, list):
         return [change(item) if isinstance(item, dict) else item for item in value]
-    if is_patch(value):
-        return {index: change(item) if isinstance(item, dict) else item for index, item in value.items()}
+    if isinstance(value, Patch):
+        return Patch({index: change(item) if isinstance(item, dict) else item for index, item in value.items()})
     return value

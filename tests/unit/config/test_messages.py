@@ -333,6 +333,18 @@ def test_set_reaches_into_short_forms_and_lists(tmp_path):
     assert load("validation.every=null", "checkpoint.keep_last=null", "objective.correction=null").validation.every == 0
 
 
+def test_a_mapping_with_numbers_for_keys_stays_one(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump({**SOUND, "reward": {"name": "by_source", "by_source": {"1": "math"}}}))
+    assert load_recipe(path).reward.by_source == {"1": "math"}
+    assert load_recipe(path, ["reward.by_source.2=exact"]).reward.by_source == {"1": "math", "2": "exact"}
+    arguments = load_recipe(path, ["data.prompt.chat_template_args.0=x"]).data.prompt.chat_template_args
+    assert arguments == {"0": "x"}
+    (tmp_path / "l.yaml").write_text(yaml.safe_dump({**SOUND, "data": {"train": {"0": {"path": "x"}}}}))
+    with pytest.raises(InputError, match=r"data\.train\.0\.0: unknown key"):
+        load_recipe(tmp_path / "l.yaml")
+
+
 def test_one_rule_for_relative_paths(tmp_path, monkeypatch):
     """Beside the recipe that names a file, where it is there, else in the working directory; `--set` the other way."""
     recipes, here = tmp_path / "recipes", tmp_path / "here"
