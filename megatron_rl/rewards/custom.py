@@ -110,11 +110,12 @@ def call_reward(function: Callable[..., Any], task: Mapping[str, Any]) -> float:
 
 
 def _number(result: Any) -> float:
-    """``result`` of a reward function. TypeError for what is no number, no bool and no mapping with `score`."""
+    """``result`` of a reward function. TypeError for what is no number, bool or mapping, ValueError for one without
+    `score`."""
     value = result
     if isinstance(result, Mapping):
         if "score" not in result:
-            raise TypeError(f"the reward function returned a mapping without `score`; its keys are {list(result)}")
+            raise ValueError(f"the reward function returned a mapping without `score`; its keys are {list(result)}")
         value = result["score"]
     if isinstance(value, numbers.Real):
         return float(value)

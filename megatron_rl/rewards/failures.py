@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_rl.errors import Fault
 
 MAX_KINDS = 8  # examples that one rank tells the others of
-_WHAT = {"error": "raised", "limit": "went over its time or memory limit", "crash": "killed its worker process"}
+_WHAT = {"error": "failed", "limit": "went over its time or memory limit", "crash": "killed its worker process"}
 
 
 class RewardFault(Fault):

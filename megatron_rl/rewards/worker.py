@@ -28,6 +28,7 @@ from megatron_rl.rewards.custom import call_reward, check_signature, load_functi
 
 Handler = Callable[[dict[str, Any]], float]
 
+_OWN_FILES = (os.path.dirname(os.path.abspath(__file__)) + os.sep, "<frozen ")
 _MAX_IDLE_DEATHS = 3  # children that died without work in a row: something is wrong that a new one will not mend
 
 
@@ -79,6 +80,13 @@ def _handlers(setup: dict[str, Any]) -> dict[str, Handler]:
     return handlers
 
 
+def _trace(error: BaseException) -> str:
+    """The traceback without the frames of this package: what is left is the user's."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OWN_FILES)]
+    head = ["Traceback (most recent call last):\n", *traceback.format_list(frames[-4:])] if frames else []
+    return "".join([*head, *traceback.format_exception_only(error)])
+
+
 def _limit_memory(more_mib: int) -> None:
     with open("/proc/self/statm") as statm:
         held = int(statm.read().split()[0]) * resource.getpagesize()
@@ -100,7 +108,7 @@ def _serve(requests: int, replies: int, busy: mmap.mmap, handlers: dict[str, Han
         except MemoryError:
             reply["failure"] = "limit"
         except (Exception, SystemExit) as error:  # noqa: BLE001  a reward function may raise anything
-            reply["error"] = "".join(traceback.format_exception(error, limit=-4))[-2000:]
+            reply["error"] = _trace(error)[-2000:]
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         write_frame(replies, reply)
@@ -119,8 +127,7 @@ def main() -> None:
         write_frame(replies, {"fatal": str(error)})
         return
     except (Exception, SystemExit) as error:  # noqa: BLE001  the user's module may raise anything; the pool reports it
-        trace = "".join(traceback.format_exception(error, limit=-4))[-4000:]
-        write_frame(replies, {"fatal": f"a reward function could not be loaded:\n{trace}"})
+        write_frame(replies, {"fatal": f"a reward function could not be loaded:\n{_trace(error)[-4000:]}"})
         return
     busy = mmap.mmap(-1, 8)  # id of the task at hand, shared: a killed child cannot say what it was doing
     write_frame(replies, {"ready": os.getpid()})

@@ -105,7 +105,7 @@ def test_a_reward_that_breaks_in_the_middle_saves_and_ends_the_run(runs, tmp_pat
     ended = runs.train("spoilt", f"reward.name={file}:score", "checkpoint.every=0", expect=1)
     assert ended.last_line.startswith("run failed: ")
     assert "responses could not be scored, more than reward.max_error_frac allows (0.1)" in ended.last_line
-    assert ended.last_line.endswith("raised: ValueError: out of order")
+    assert ended.last_line.endswith("failed: ValueError: out of order")
     log = runs.log("spoilt")
     assert log.count("ValueError: out of order") == 1, "an example of each kind, once"
     assert f'File "{file}", line 8, in score' in log
