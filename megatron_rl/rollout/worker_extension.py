@@ -29,7 +29,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from megatron_rl.rollout import cpu_bookkeeping, cpu_sampler
+from megatron_rl.rollout import cpu_bookkeeping, cpu_sampler, cpu_shared_memory
 from megatron_rl.rollout.expert_stacks import load_stacks
 
 BACKEND = "megatron_rl_stream"
@@ -111,6 +111,7 @@ class WorkerExtension:
 
 if current_platform.is_cpu():
     cpu_sampler.install()
+    cpu_shared_memory.install()
     cpu_bookkeeping.install()
 if BACKEND not in WeightTransferEngineFactory._registry:  # a re-import must not raise
     WeightTransferEngineFactory.register_engine(BACKEND, StreamWeightTransfer)

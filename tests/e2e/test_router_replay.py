@@ -6,6 +6,8 @@ routing is a small part of the mismatch (docs/router-replay.md), which leaves no
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from tests.parallel.gloo import run_ranks
@@ -41,19 +43,20 @@ def test_every_row_is_replayed(results, dtype):
 def test_engines_disagree_in_bf16_and_agree_in_fp32(results):
     assert results["bf16"]["metrics"]["router/agree_frac"] < 1.0
     assert results["bf16"]["metrics"]["router/any_flip_frac"] > 0.0
-    assert_only_near_ties_differ(results["fp32"])
+    assert_only_near_ties_differ(results["fp32"], results["fp32"]["bound"])
 
 
-def assert_only_near_ties_differ(found: dict) -> None:
+def assert_only_near_ties_differ(found: dict, bound: float) -> None:
     """In fp32 a router's choice can differ only where two experts are as good to seven digits. One sequence of 144 may
     meet that; the others agree to rounding, and all do once their routes are replayed."""
     assert found["metrics"]["router/agree_frac"] >= 0.9999
-    assert found["replayed"] < 1e-5
+    apart = 2 * bound  # two engines, neither of them in float64
+    assert found["replayed"] <= math.expm1(apart) < 0.01
     assert len(found["native, by sequence"]) == 144
-    assert sorted(found["native, by sequence"])[-2] < 1e-4
-    assert found["native"] < 1e-4 or found["metrics"]["router/agree_frac"] < 1.0
+    assert sorted(found["native, by sequence"])[-2] <= apart
+    assert found["native"] <= math.expm1(apart) or found["metrics"]["router/agree_frac"] < 1.0
 
 
 def test_routes_after_a_weight_update_are_those_of_the_new_weights(results):
     """The same prompts again, some longer than a block of the prefix cache: it would still hold the old routes."""
-    assert_only_near_ties_differ(results["fp32"]["after refit"])
+    assert_only_near_ties_differ(results["fp32"]["after refit"], results["fp32"]["bound"])  # weights near the first

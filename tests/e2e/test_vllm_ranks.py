@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from megatron_rl.rollout import Sampling
+from tests.e2e.hf_reference import rounding_bound
 from tests.e2e.programs import rollout as rollout_programs
 from tests.parallel.gloo import run_ranks
 
@@ -17,24 +21,37 @@ def alone():
     return results
 
 
+@pytest.fixture
+def left_by_a_killed_run():
+    """Shared memory by the name that vLLM would give it."""
+    files = [Path("/dev/shm") / f"-tp:0-[0-1]-cpushm_{rank}" for rank in (0, 1)]
+    made = [file for file in files if not file.exists()]
+    for file in made:
+        file.touch()
+    yield
+    for file in made:
+        file.unlink()
+
+
 def rollouts(results):
     return [rollout for groups in results for group in groups for rollout in group.rollouts]
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2], ids=["two engines", "one engine over two ranks"])
-def test_two_ranks_return_what_one_returns(tensor_parallel, alone):
+def test_two_ranks_return_what_one_returns(tensor_parallel, alone, left_by_a_killed_run):
     ranks = run_ranks(
         "tests.e2e.programs.rollout", "rollout_beside_megatron", 2, tensor_parallel=tensor_parallel, timeout_s=300
     )
     for rank, returned in enumerate(ranks):
         assert [len(groups) for groups in returned["results"]] == [7, 1, 7]
+        bound = 2 * max(rounding_bound(groups, Sampling(24)) for groups in alone)
         for expected, found in zip(rollouts(alone), rollouts(returned["results"]), strict=True):
             assert (found.prompt_id, found.sample, found.tokens) == (
                 expected.prompt_id,
                 expected.sample,
                 expected.tokens,
             )
-            assert np.abs(found.inference_logprobs - expected.inference_logprobs).max() <= 1e-5
+            assert np.abs(found.inference_logprobs - expected.inference_logprobs).max() <= bound
             assert (found.policy_versions == expected.policy_versions).all()
             assert (np.sort(found.routed_experts, -1) == np.sort(expected.routed_experts, -1)).all()
         # world, tensor, expert, data: before the engine, beside it, after it

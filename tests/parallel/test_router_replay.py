@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.parallel.gloo import run_ranks
+from tests.parallel.programs.replay import H
 from tests.support.plain_training import Limits, float32_limits
 from tests.support.rounding import rounded
 
@@ -129,11 +130,13 @@ def test_watching_measures_and_changes_nothing(runs, layout):
         assert "router/replay_coverage" not in result["metrics"]
 
 
-def test_routers_get_the_gradient_of_the_replayed_experts(runs):
+def test_routers_get_the_gradient_of_the_replayed_experts(runs, limits):
     """Directional derivative over all router weights, random routes: autograd against central differences."""
     result = runs["finite differences"][0]
-    assert result["autograd"] > 1e-3
-    assert result["differences"] == pytest.approx(result["autograd"], rel=1e-2)
+    near, far = result["differences"]
+    truncation = abs(far - near)  # that of the far one is four times that of the near one, to the next order
+    rounding = limits.mean_advantage * limits.logprobs / H
+    assert abs(near - result["autograd"]) <= truncation + rounding < 0.05 * result["autograd"]
 
 
 @pytest.mark.parametrize("layout", ["one", "pp2", "tp2"])

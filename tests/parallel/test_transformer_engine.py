@@ -12,6 +12,7 @@ import pytest
 from tests.parallel.gloo import run_ranks
 from tests.parallel.programs.learner import largest_difference
 from tests.support import te
+from tests.support.plain_training import float32_limits
 from tests.support.zygote import Zygote
 
 pytestmark = pytest.mark.skipif(te.MISSING is not None, reason=str(te.MISSING))
@@ -84,14 +85,14 @@ def start(helper: Zygote, world_size: int, jobs: dict) -> list[dict]:
 
 @pytest.mark.parametrize("name", [*LAYOUTS, *VARIANTS])
 def test_equals_megatrons_own_layers_on_one_rank(runs, local, name):
-    reference = local["one"]
+    reference, limits = local["one"], float32_limits(STEPS, eps=EPS)
     for result in runs[name]:
         for step, (got, want) in enumerate(zip(result["metrics"], reference["metrics"], strict=True)):
             for metric in ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "mismatch/rho_std"):
-                assert got[metric] == pytest.approx(want[metric], rel=1e-5, abs=1e-5), (step, metric)
+                assert abs(got[metric] - want[metric]) <= limits.of_metric(metric, step), (step, metric)
         for part in ("before", "after"):
-            np.testing.assert_allclose(np.concatenate(result[part]), np.concatenate(reference[part]), 1e-5, 1e-5)
-        assert largest_difference(result["weights"], reference["weights"]) < 1e-6
+            assert np.abs(np.concatenate(result[part]) - np.concatenate(reference[part])).max() <= limits.logprobs
+        assert largest_difference(result["weights"], reference["weights"]) <= limits.weights
 
 
 def test_without_the_marks_of_experts_the_gradient_norm_leaves_some_out(runs, local):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron_rl.learner.learner import Learner
 from megatron_rl.monitor import mismatch_metrics
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.types import Batch, Prompt
+from tests.support import plain_training
 from tests.support.tiny import tiny_recipe
 
 NUM_PROMPTS, NUM_SAMPLES = 16, 8
@@ -42,7 +44,8 @@ def _compare(model: str, dtype: str) -> dict[str, Any]:
         recipe.rollout, Path(model), max_prompt_length=LONG_PROMPT, record_routes=True, precision=recipe.precision
     )
     try:
-        result = _score(learner, _sample(generator, prompts, 0, recipe))
+        batch = _sample(generator, prompts, 0, recipe)
+        result = {"bound": _rounding_bound(model, batch) if dtype == "fp32" else None} | _score(learner, batch)
         generator.refit(learner.export_weights(), learner.num_updates)
         result["after refit"] = _score(learner, _sample(generator, prompts, learner.num_updates, recipe))
         return result
@@ -57,6 +60,18 @@ def _score(learner: Learner, batch: Batch) -> dict[str, Any]:
     off = [np.abs(old - s.inference_logprobs).max() for old, s in zip(native, batch.sequences, strict=True)]
     spreads = {"native": _rho_std(native, batch), "replayed": _rho_std(replayed, batch)}
     return {**spreads, "native, by sequence": off, "metrics": learner.update(batch)}
+
+
+def _rounding_bound(model: str, batch: Batch) -> float:
+    """How far a float32 engine's log-probs may lie from float64's, but for one sequence whose router may meet a tie."""
+    with torch.no_grad():
+        single, double = (
+            plain_training.logprobs(plain_training.load(model, dtype), batch).double()
+            for dtype in (torch.float32, torch.float64)
+        )
+    errors = (single - double).abs().split([s.response_length for s in batch.sequences])
+    largest = sorted(float(error.max()) for error in errors)[-2]
+    return math.sqrt(max(len(s.tokens) for s in batch.sequences)) * largest  # as `bound_from_double`
 
 
 def _sample(generator: VllmGenerator, prompts: list, version: int, recipe: Any) -> Batch:

@@ -118,7 +118,10 @@ def mutated_slice(mutation: str, **section: Any) -> dict[str, Any]:
     return _attempt(made, batch)
 
 
-def finite_differences() -> dict[str, float]:
+H = 2e-2
+
+
+def finite_differences() -> dict[str, Any]:
     """d/dh of L = −Σ_i A_i Σ_t log pi / N along the routers' own gradient, random routes replayed."""
     made, batch = learner("r3"), stored_rollouts(0)
     with_routes(batch, random_routes(batch))
@@ -138,13 +141,15 @@ def finite_differences() -> dict[str, float]:
     norm = float(sum((g.double() ** 2).sum() for g in gradient.values())) ** 0.5
     fresh = learner("r3")
     made.module.load_state_dict(fresh.module.state_dict())
-    values = []
-    for h in (2e-2, -2e-2):
+
+    def moved(h: float) -> float:
         with torch.no_grad():
             for name, p in routers.items():
                 p.copy_(before[name] + h * gradient[name] / norm)
-        values.append(loss())
-    return {"autograd": norm, "differences": (values[0] - values[1]) / 4e-2}
+        return loss()
+
+    steps = (H, 2 * H)
+    return {"autograd": norm, "differences": [(moved(h) - moved(-h)) / (2 * h) for h in steps]}
 
 
 def with_missing_rows() -> dict[str, Any]:
