@@ -1,0 +1,31 @@
+"""Every file that mentions CUDA is reached by a test that says how, or named in docs/limits.md."""
+
+import re
+from pathlib import Path
+
+import megatron_rl
+
+ROOT = Path(megatron_rl.__file__).parents[1]
+REACHED = {
+    "megatron_rl/config/model.py": "tests/unit/config/test_config.py",
+    "megatron_rl/config/rules.py": "tests/unit/config/test_config.py",
+    "megatron_rl/learner/model.py": "tests/parallel/test_transformer_engine.py",
+    "megatron_rl/learner/packed_attention.py": "tests/parallel/test_transformer_engine.py",
+    "megatron_rl/process/devices.py": "tests/unit/process/test_devices.py",
+    "megatron_rl/rollout/engine_arguments.py": "tests/unit/rollout/test_engine_arguments.py",
+    "megatron_rl/rollout/servers/server.py": "tests/unit/rollout/test_engine_arguments.py",
+    "megatron_rl/rollout/servers/settings.py": "tests/unit/rollout/test_engine_arguments.py",
+    "megatron_rl/rollout/vllm_engine.py": "tests/unit/rollout/test_sleep.py",
+}
+
+
+def test_files_that_mention_cuda_are_reached_or_named():
+    pattern = re.compile(r"torch\.cuda|\bcuda\b")
+    mention = {
+        str(path.relative_to(ROOT)) for path in (ROOT / "megatron_rl").rglob("*.py") if pattern.search(path.read_text())
+    }
+    (line,) = re.findall(r"No test reaches what is for CUDA in ([^;]+);", (ROOT / "docs" / "limits.md").read_text())
+    named = set(re.findall(r"`([^`]+)`", line))
+    assert mention == REACHED.keys() | named
+    assert not REACHED.keys() & named
+    assert all((ROOT / test).is_file() for test in REACHED.values())

@@ -1,0 +1,36 @@
+"""What the engines on GPUs are started with exists in vLLM under that name."""
+
+import dataclasses
+
+import pytest
+
+from megatron_rl.config.precision import PrecisionConfig
+from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.rollout.engine_arguments import engine_arguments
+from megatron_rl.rollout.servers.settings import server_arguments
+from tests.support.tiny import MODEL
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize("place", ["beside the learner", "server"])
+def test_arguments_on_cuda_are_vllms(place, tensor_parallel):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers import cli_args
+
+    config = RolloutConfig(tensor_parallel=tensor_parallel)
+    if place == "server":
+        arguments = server_arguments(config, MODEL, "cuda", 16, record_routes=True, precision=PrecisionConfig())
+        assert "enable_sleep_mode" not in arguments
+    else:
+        arguments = engine_arguments(config, MODEL, "cuda", 16, record_routes=True)
+        assert arguments["enable_sleep_mode"] is True
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    if place == "server":  # the launcher's own, beside the engine's
+        known |= {f.name for c in vars(cli_args).values() if dataclasses.is_dataclass(c) for f in dataclasses.fields(c)}
+    assert set(arguments) - known == set()
+    engine = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    made = AsyncEngineArgs(**{name: value for name, value in arguments.items() if name in engine})
+    assert made.enable_return_routed_experts is True
+    assert made.enforce_eager is False
+    assert made.kv_cache_memory_bytes is None, "the cache is what gpu_memory_utilization leaves"
+    assert "block_size" not in arguments, "that of a CPU"
