@@ -88,9 +88,9 @@ def distinct(groups: Sequence[Curves], metrics: Sequence[str]) -> dict[str, list
     kept: dict[str, list[str]] = {}
     known: dict[tuple, str] = {}
     for metric in metrics:
-        values = [group.series(metric) for group in groups]
-        if not any(np.nan_to_num(found, nan=1.0).any() for _, found in values):
+        if not any(r.get(metric, 0) != 0 for group in groups for run in group.runs for r in run):
             continue
+        values = [group.series(metric) for group in groups]
         key = tuple((steps.tobytes(), found.tobytes()) for steps, found in values)
         kept.setdefault(known.setdefault(key, metric), []).append(metric)
     return {first: names[1:] for first, names in kept.items()}

@@ -191,7 +191,9 @@ def overlay(arms: int = 4, seeds: int = 3, steps: int = 120) -> list[Curves]:
 
 def test_an_overlay_can_be_read():
     """No legend over a curve, no curve twice, nothing that is 0, ticks that fit."""
-    figure = draw_figure(overlay(), "four arms, three seeds")
+    groups = overlay()
+    del groups[0].runs[0][100:]  # a seed that still runs
+    figure = draw_figure(groups, "four arms, three seeds")
     figure.draw_without_rendering()
     by_title = {axes.get_title(): axes for axes in figure.axes}
     assert "clip fraction" not in by_title
