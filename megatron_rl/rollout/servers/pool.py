@@ -112,7 +112,8 @@ class ServerPool:
                     if self._stop():
                         raise RolloutInterrupted(f"a stop was asked for while waiting for {what}")
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self.change(), STOP_POLL_S)
+                        async with asyncio.timeout(STOP_POLL_S):
+                            await self.change()
         except TimeoutError:
             lost = [f"{m.address.name} is lost ({m.lost})" for m in self.members.values() if m.lost]
             there = "; ".join([f"{len(self.ready)} can be used", *lost])
