@@ -29,7 +29,7 @@ test: setup ## run the whole test suite on WORKERS processes (one a core), and n
 	@VENV=$(VENV) tools/setup_tests.sh
 	$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadscope --durations 10
 
-test-isa: setup ## the computing tests under other instruction sets, two threads, deterministic kernels (3 minutes)
+test-isa: setup ## the computing tests under other instruction sets, two threads, deterministic kernels
 	tests/isa/run.sh $(RUN)
 
 lint: setup ## ruff, shellcheck, both patch series and every recipe
