@@ -9,9 +9,12 @@ from megatron.core import parallel_state
 
 
 def run_jobs(module: str, jobs: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Functions of ``module``, each free to choose its own layout: name → (function, kwargs)."""
-    programs, results = importlib.import_module(module), {}
+    """Functions of ``module`` or, as "program.function", below it, each free to choose its own layout:
+    name → (function, kwargs)."""
+    results = {}
     for name, (function, kwargs) in jobs.items():
-        results[name] = getattr(programs, function)(**kwargs)
+        program, _, attribute = function.rpartition(".")
+        programs = importlib.import_module(".".join(filter(None, (module, program))))
+        results[name] = getattr(programs, attribute)(**kwargs)
         parallel_state.destroy_model_parallel()
     return results

@@ -24,8 +24,8 @@ def run_jobs(jobs: dict[str, Job]) -> dict[str, Any]:
 
     results = {}
     for name, (function, kwargs) in jobs.items():
-        module, _, attribute = function.partition(".")
-        program = importlib.import_module(f"tests.parallel.programs.{module}")
+        module, _, attribute = function.rpartition(".")
+        program = importlib.import_module(f"tests.parallel.programs.{module or 'transformer_engine'}")
         with _unmarked() if name.startswith("unmarked") else nullcontext():
             results[name] = getattr(program, attribute)(**kwargs)
         parallel_state.destroy_model_parallel()
@@ -41,3 +41,42 @@ def _unmarked() -> AbstractContextManager:
                 parameter.allreduce = False
 
     return mock.patch("megatron_rl.learner.model.mark_expert_parameters", only_their_optimizer)
+
+
+def thd_choices() -> dict[str, str]:
+    """What the learner says to attention over packed rows on each architecture, with and without flash-attn.
+
+    The extension answers as TransformerEngine's own does for packed rows: cuDNN has them from compute capability 9.0.
+    """
+    import torch
+    import transformer_engine_torch as extension
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from packaging.version import Version
+    from transformer_engine.pytorch.attention.dot_product_attention import utils
+
+    from megatron_rl.errors import InputError
+    from megatron_rl.learner.packed_attention import packed_attention, refuse_unfused_attention
+
+    fused = extension.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
+    found = {}
+    for capability in ((8, 0), (9, 0)):
+        for has_flash in (False, True):
+            for dtype in (torch.bfloat16, torch.float32):
+                config = TransformerConfig(
+                    num_layers=1, hidden_size=256, num_attention_heads=4, num_query_groups=2, params_dtype=dtype
+                )
+                backend = fused if capability >= (9, 0) else extension.NVTE_Fused_Attn_Backend.NVTE_No_Backend
+                with (
+                    mock.patch.object(torch.cuda, "get_device_capability", lambda *_, c=capability: c),
+                    mock.patch.object(utils, "get_device_compute_capability", lambda c=capability: c),
+                    mock.patch.object(extension, "get_fused_attn_backend", lambda *_, b=backend, **__: (b, "")),
+                    mock.patch.object(utils.FlashAttentionUtils, "is_installed", has_flash),
+                    mock.patch.object(utils.FlashAttentionUtils, "version", Version("2.8.3" if has_flash else "0")),
+                ):
+                    name = f"sm{capability[0]}{capability[1]}{' flash' * has_flash}, {str(dtype)[6:]}"
+                    try:
+                        found[name] = packed_attention(config)
+                        refuse_unfused_attention(config)
+                    except InputError as error:
+                        found[name] = f"refused: {error}"
+    return found
