@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 
 import numpy as np
 import pytest
@@ -63,3 +64,33 @@ def right_outcomes(config: DetectorConfig, curve, outcome, noise: float, seeds: 
     return float(
         np.mean([outcome(surge_step(config, curve(np.random.default_rng(seed), noise))) for seed in range(seeds)])
     )
+
+
+MEASURED = (
+    "exact",
+    "performance",
+    "planning",
+    "precision",
+    "reliability",
+    "router-replay",
+    "schedule-and-alarms",
+    "servers",
+)
+DECIMAL = re.compile(r"(?<![\d.])\d+\.\d+(?![\d.]*\d)")  # no address, no version
+MARK = re.compile(r"<!-- figures: ([\w., ]+) -->")
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_measured_figures_name_what_made_them(name):
+    """Each section with decimals names the commit that its figures were measured at, or the test that makes them."""
+    lines = (DOCS / f"{name}.md").read_text().splitlines()
+    starts = [i for i, line in enumerate(lines) if line.startswith("#")]
+    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+        text = "\n".join(lines[start + 1 : end])
+        marks = MARK.findall(text)
+        assert bool(marks) == bool(DECIMAL.search(MARK.sub("", text))), lines[start]
+        for source in ", ".join(marks).split(", ") if marks else []:
+            known = subprocess.run(["git", "cat-file", "-e", source], cwd=REPOSITORY, capture_output=True, check=False)
+            in_git = (REPOSITORY / ".git").exists() and re.fullmatch("[0-9a-f]{7}", source)
+            assert source == "test_figures.py" or not in_git or known.returncode == 0, f"{lines[start]}: {source}"
+            assert source == "test_figures.py" or re.fullmatch("[0-9a-f]{7}", source), source
