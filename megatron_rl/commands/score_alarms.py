@@ -18,6 +18,7 @@ from pathlib import Path
 import yaml
 from pydantic import ValidationError
 
+from megatron_rl.config import yaml12
 from megatron_rl.config.monitor import AlarmRule, MonitorConfig
 from megatron_rl.errors import EXIT_DONE, InputError
 from megatron_rl.monitor import read_metrics
@@ -53,7 +54,11 @@ def read_rules(path: Path) -> list[AlarmRule]:
     """The rules in ``path``: a recipe's monitor.alarms, or a bare list."""
     if not path.is_file():
         raise InputError(f"{path}: no such file; give the rules with --rules")
-    document = yaml.safe_load(path.read_text()) or {}
+    try:
+        document, _ = yaml12.parse(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not valid YAML: {error}") from error
+    document = document or {}
     found = document if isinstance(document, list) else (document.get("monitor") or {}).get("alarms")
     if not found:
         raise InputError(f"{path}: no rules; expected a list of rules, or a recipe with monitor.alarms")

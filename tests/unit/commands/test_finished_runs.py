@@ -11,7 +11,9 @@ import pytest
 import yaml
 
 from megatron_rl.__main__ import main
+from megatron_rl.commands.score_alarms import read_rules
 from megatron_rl.config.monitor import AlarmRule
+from megatron_rl.errors import InputError
 from megatron_rl.monitor.curves import Curves, group_runs, smoothed, smoothing_span
 from megatron_rl.monitor.jsonl import JsonlSink
 from megatron_rl.monitor.plots import PANELS, View, draw_figure
@@ -285,3 +287,14 @@ def test_explain_schedule_says_what_is_wrong_with_other_keys(changes, said, tmp_
     error = capsys.readouterr().err
     assert said in error
     assert "pydantic" not in error
+
+
+def test_alarm_rules_are_read_as_recipes_are(tmp_path, capsys):
+    """YAML 1.2: 1e-08 is a number, as a resolved recipe writes it; PyYAML's own reader makes it text."""
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("- {name: tiny, metric: mismatch/rho_std, above: 1e-08, for_steps: 2, then: [warn]}\n")
+    (rule,) = read_rules(rules)
+    assert rule.above == 1e-8
+    rules.write_text("- {name: [\n")
+    with pytest.raises(InputError, match=r"rules\.yaml: not valid YAML"):
+        read_rules(rules)
