@@ -5,11 +5,15 @@ Rollouts are stored; gradients are made to overflow by a hook on one parameter. 
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from tests.parallel.gloo import run_ranks
 from tests.parallel.programs.precision import ATTENTION, EXPERT
+from tests.support.plain_training import relative_gradient_error
+from tests.support.rounding import gamma, unit_roundoff
 
 # Small enough that the tiny model's own gradients do not overflow, so that injected overflows are the only ones.
 QUIET = {"dtype": "fp16", "loss_scale": {"initial": 256.0, "growth_interval": 1000}}
@@ -130,8 +134,8 @@ def test_a_checkpoint_before_the_first_applied_update(one):
 
 def test_gradients_do_not_depend_on_the_scale(one):
     for quiet, half, fp32 in zip(one["quiet"]["steps"], one["half"]["steps"], one["fp32"]["steps"]):
-        assert quiet["grad_norm"] == pytest.approx(half["grad_norm"], rel=2e-3)
-        assert quiet["grad_norm"] == pytest.approx(fp32["grad_norm"], rel=2e-2)
+        assert abs(quiet["grad_norm"] / half["grad_norm"] - 1) <= relative_gradient_error(torch.float16) < 0.01
+        assert abs(quiet["grad_norm"] / fp32["grad_norm"] - 1) <= relative_gradient_error(torch.float16)
 
 
 def test_an_overflow_in_the_experts_alone_leaves_one_scale(one):
@@ -166,7 +170,9 @@ def test_fp32_head_and_router(one):
     assert len(found["head"]) >= 1
     assert len(found["router"]) == 4 * len(found["head"])
     assert {dtype for kind in found.values() for dtype, _ in kind} == {torch.float32}
-    assert max(error for kind in found.values() for _, error in kind) < 1e-4
+    width = 64
+    assert max(error for kind in found.values() for _, error in kind) <= gamma(width, torch.float32)
+    assert unit_roundoff(torch.bfloat16) > 100 * gamma(width, torch.float32), "an output in bf16 would pass"
     assert one["head"]["description"]["head"] == one["head"]["description"]["router"] == "fp32"
 
 
@@ -174,7 +180,10 @@ def test_fp32_head_and_router_on_two_tensor_ranks(one, two):
     for rank in two:
         assert {dtype for kind in rank["head tp2"]["found"].values() for dtype, _ in kind} == {torch.float32}
         for name in ("actor/grad_norm", "actor/entropy", "mismatch/rho_std"):
-            assert rank["head tp2"]["metrics"][name] == pytest.approx(one["head"]["metrics"][name], rel=0.03)
+            ratio = rank["head tp2"]["metrics"][name] / one["head"]["metrics"][name]
+            assert abs(ratio - 1) <= relative_gradient_error(torch.bfloat16) < 1 - math.sqrt(0.5), (
+                name
+            )  # of one rank's half
 
 
 def is_bf16(tensor: torch.Tensor) -> torch.Tensor:
@@ -218,7 +227,7 @@ def test_master_weights_gathered_from_two_ranks(two):
 def test_fp16_on_two_ranks_equals_one(one, two, layout):
     for rank in two:
         for got, want in zip(rank[layout]["steps"], one["quiet"]["steps"], strict=True):
-            assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=0.03)
+            assert abs(got["grad_norm"] / want["grad_norm"] - 1) <= relative_gradient_error(torch.float16)
             assert (got["scale"], got["lr"]) == (want["scale"], want["lr"])
 
 

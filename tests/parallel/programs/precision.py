@@ -110,13 +110,18 @@ def exported(num_steps: int, **sections: Any) -> dict[str, dict[str, torch.Tenso
 
 
 def fp32_parts(dtype: str, **parallel: Any) -> dict[str, Any]:
-    """With both switches on: types and largest errors of router and head against fp32 products of what they read."""
+    """With both switches on: types of router and head, and their largest errors against fp32 products of what they
+    read, relative to the sums of those products' magnitudes."""
     precision = {"fp32_head": True, "fp32_router": True}
     learner = start(learner={"dtype": dtype, "parallel": parallel}, precision=precision)
     found: dict[str, list[tuple[torch.dtype, float]]] = {"head": [], "router": []}
 
     def compare(kind: str, hidden: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> None:
-        error = float((hidden.float() @ weight.float().t() - logits).abs().max()) if not parallel else 0.0
+        hidden, weight = hidden.double(), weight.double()
+        errors = (
+            (hidden @ weight.t() - logits).abs() / (hidden.abs() @ weight.abs().t()) if not parallel else hidden * 0
+        )
+        error = float(errors.max())
         found[kind].append((logits.dtype, error))
 
     def watch_router(router: Any) -> None:
