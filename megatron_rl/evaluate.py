@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from megatron_rl.check import check_recipe
@@ -22,19 +25,46 @@ from megatron_rl.process.ranks import world_rank
 from megatron_rl.rewards import Rewarder
 from megatron_rl.rewards.failures import refuse_too_many
 from megatron_rl.rewards.shared import score_shared
-from megatron_rl.rollout import Sampling
+from megatron_rl.rollout import Generator, Sampling
 from megatron_rl.run.engines import start_generator
-from megatron_rl.types import Group
+from megatron_rl.types import Group, Prompt, Rollout
 
 
-def evaluate(recipe: Recipe, checkpoint: Path, output: Path | None = None) -> dict[str, float]:
-    """`val/*` figures of ``checkpoint`` with the recipe's validation settings; printed, and written to ``output``.
+@dataclass
+class Scorer:
+    """A started engine with a checkpoint's weights, the recipe's held-out prompts, and its reward."""
 
-    The responses go to a file beside it (….samples.jsonl), within `max_chars` and `max_mib` of `monitor.samples`.
+    recipe: Recipe
+    prompts: list[Prompt]
+    generator: Generator
+    rewarder: Rewarder
+    version: int  # of the weights
+    step: int  # of the checkpoint; 0 for one in Hugging Face layout
+    decode: Callable[[list[int]], str]
 
-    ``checkpoint``: a folder in Hugging Face layout, or one that a run or `megatron-rl convert` wrote (the recipe
-    names the model it started from). Every rank calls it. Raises `InputError` before an engine starts where something
-    does not fit.
+    def sample(self, sampling: Sampling) -> list[Group]:
+        """`validation.num_samples` responses to each prompt, not yet scored. Collective."""
+        return self.generator.rollout(
+            self.prompts, self.recipe.validation.num_samples, policy_version=self.version, step=0, sampling=sampling
+        )
+
+    def score(self, groups: list[Group]) -> dict[str, float]:
+        """Reward ``groups`` and summarise them as `val/*`. Raises `Fault` where too many rewards fail. Collective."""
+        scores = score_shared(self.rewarder, groups)
+        if world_rank() == 0:
+            for failure in scores.failures:
+                print(f"{failure.count} × {failure.text}", file=sys.stderr)
+        limit = self.recipe.reward.max_error_frac.first
+        refuse_too_many(scores.num_failed, scores.num_scored, limit, scores.failures)
+        return summarise(groups)
+
+
+@contextlib.contextmanager
+def open_scorer(recipe: Recipe, checkpoint: Path) -> Iterator[Scorer]:
+    """An engine with the weights of ``checkpoint``; it ends on leaving. Every rank calls it.
+
+    ``checkpoint``: a folder in Hugging Face layout, or one that a run or `megatron-rl convert` wrote (the recipe names
+    the model it started from). Raises `InputError` before an engine starts where something does not fit.
     """
     if not recipe.data.validation:
         raise InputError("data.validation: names no file; eval has nothing to score")
@@ -65,28 +95,85 @@ def evaluate(recipe: Recipe, checkpoint: Path, output: Path | None = None) -> di
             load_weights(checkpoint, learner.module, learner.optimizer)
         if is_ours or is_weights:
             generator.refit(learner.export_weights(), learner.num_updates)
-        groups = generator.rollout(
-            prompts,
-            recipe.validation.num_samples,
-            policy_version=learner.num_updates,
-            step=0,
-            sampling=Sampling.of_validation(recipe.rollout, recipe.validation),
-        )
-        scores = score_shared(rewarder, groups)
-        if world_rank() == 0:
-            for failure in scores.failures:
-                print(f"{failure.count} × {failure.text}", file=sys.stderr)
-        limit = recipe.reward.max_error_frac.first
-        refuse_too_many(scores.num_failed, scores.num_scored, limit, scores.failures)
-        figures = summarise(groups)
+        decode = partial(tokenizer.decode, skip_special_tokens=True)
+        yield Scorer(recipe, prompts, generator, rewarder, learner.num_updates, learner.step, decode)
+
+
+def evaluate(recipe: Recipe, checkpoint: Path, output: Path | None = None) -> dict[str, float]:
+    """`val/*` figures of ``checkpoint`` with the recipe's validation settings; printed, and written to ``output``.
+
+    The responses go to a file beside it (….samples.jsonl), within `max_chars` and `max_mib` of `monitor.samples`.
+    ``checkpoint`` and errors: see `open_scorer`.
+    """
+    with open_scorer(recipe, checkpoint) as scorer:
+        groups = scorer.sample(Sampling.of_validation(scorer.recipe.rollout, scorer.recipe.validation))
+        figures = scorer.score(groups)
         if world_rank() == 0:
             for name, value in figures.items():
                 print(f"{name:<44} {value:.4f}")
             if output is not None:
                 about = {"checkpoint": str(checkpoint), "recipe": recipe.name, **figures}
                 output.write_text(json.dumps(about, indent=2) + "\n")
-                _write_samples(output.with_suffix(".samples.jsonl"), groups, learner.step, recipe)
+                _write_samples(output.with_suffix(".samples.jsonl"), groups, scorer.step, recipe)
     return figures
+
+
+@dataclass(frozen=True)
+class GridPoint:
+    """One row of a grid: what was sampled with, and the figures that came out."""
+
+    dtype: str
+    temperature: float
+    top_p: float
+    budget: int
+    figures: dict[str, float]
+
+
+def evaluate_grid(
+    recipe: Recipe,
+    checkpoint: Path,
+    dtypes: Sequence[str],
+    temperatures: Sequence[float],
+    top_ps: Sequence[float],
+    budgets: Sequence[int],
+) -> list[GridPoint]:
+    """`val/*` of ``checkpoint`` for every rollout dtype, temperature, top-p and token budget [FP16 Table 2].
+
+    One engine a dtype. Responses are sampled once, with the largest budget: their first tokens are what a smaller
+    budget would have sampled. Every rank calls it. ``checkpoint`` and errors: see `open_scorer`.
+    """
+    found = []
+    for dtype in dtypes:
+        rollout = {"dtype": dtype, "max_response_length": max(budgets)}
+        changed = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=rollout)})
+        with open_scorer(changed, checkpoint) as scorer:
+            for temperature, top_p in itertools.product(temperatures, top_ps):
+                whole = scorer.sample(Sampling(max(budgets), temperature, top_p))
+                for budget in sorted(budgets):
+                    figures = scorer.score(within_budget(whole, budget, scorer.decode))
+                    found.append(GridPoint(dtype, temperature, top_p, budget, figures))
+    return found
+
+
+def within_budget(groups: list[Group], budget: int, decode: Callable[[list[int]], str]) -> list[Group]:
+    """Copies of ``groups`` with every response cut after ``budget`` tokens; one that was cut ends with "length"."""
+
+    def cut(rollout: Rollout) -> Rollout:
+        if len(rollout.tokens) <= budget:
+            return replace(rollout)
+        tokens = rollout.tokens[:budget]
+        return replace(
+            rollout,
+            tokens=tokens,
+            inference_logprobs=rollout.inference_logprobs[:budget],
+            policy_versions=rollout.policy_versions[:budget],
+            finish_reason="length",
+            routed_experts=None,
+            route_checksums=None,
+            text=decode(tokens),
+        )
+
+    return [Group(group.prompt, [cut(rollout) for rollout in group.rollouts]) for group in groups]
 
 
 def _write_samples(path: Path, groups: Sequence[Group], step: int, recipe: Recipe) -> None:

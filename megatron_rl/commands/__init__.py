@@ -12,6 +12,7 @@ COMMANDS = {
     "check": "check a recipe without starting an engine",
     "plan": "memory, step time and layouts on a GPU, by arithmetic",
     "eval": "score a checkpoint on the recipe's data.validation",
+    "eval-grid": "accuracy of a checkpoint by dtype, temperature, top-p and token budget",
     "serve": "start a rollout server of a run (rollout.engine: vllm_server)",
     "schema": "print the recipe's JSON Schema, for editors",
     "samples": "print sampled responses of a run",

@@ -182,6 +182,14 @@ class TestSampling:
         assert 0.36 < np.mean(rewards) <= 0.5
         assert generator.stats()["perf/rollout_tokens"] == sum(map(len, flat(groups, "tokens")))
 
+    def test_a_smaller_budget_samples_the_beginning_of_a_larger_one(self, generator):
+        """What `evaluate_grid` rests on: one pass of sampling serves every budget."""
+        long, short = (
+            generator.rollout(prompts(16), 4, policy_version=0, step=9, sampling=Sampling(limit)) for limit in (24, 6)
+        )
+        assert [tokens[:6] for tokens in flat(long, "tokens")] == flat(short, "tokens")
+        assert max(map(len, flat(long, "tokens"))) > 6
+
     def test_global_random_states_are_left_alone(self, generator):
         before = torch.get_rng_state(), random.getstate()
         generator.rollout(prompts(4), 2, policy_version=0, step=6)
