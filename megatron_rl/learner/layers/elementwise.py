@@ -12,11 +12,13 @@ is float32.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 Tensor = torch.Tensor
 
@@ -146,5 +148,13 @@ PLAIN = Stretches()
 
 @functools.cache
 def compiled() -> Stretches:
-    """Each function is compiled at its first call, some seconds each; needs a C++ compiler."""
+    """Each function is compiled at its first call, some seconds each; needs a C++ compiler.
+
+    Inductor's cache on disk does not know ATEN_CPU_CAPABILITY: code made for one instruction set would be used for
+    another, with wrong numbers. So each has a cache of its own, unless TORCHINDUCTOR_CACHE_DIR names one.
+    """
+    shared = os.path.abspath(default_cache_dir())  # torch names it in the environment when anything is compiled
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", shared) == shared:
+        capability = torch.backends.cpu.get_cpu_capability().replace(" ", "-")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{shared}_{capability}"
     return Stretches(*(torch.compile(function, dynamic=True) for function in PLAIN))

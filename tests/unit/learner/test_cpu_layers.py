@@ -1,5 +1,6 @@
 """Values and gradients of the learner's own layers against the plain compositions that they replace."""
 
+import os
 import shutil
 from functools import partial
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.learner.layers import cpu_layers
+from megatron_rl.learner.layers import cpu_layers, elementwise
 from megatron_rl.learner.layers.elementwise import PLAIN, Stretches, compiled
 from tests.support.rounding import assert_as_double
 
@@ -143,3 +144,18 @@ def test_gated_silu_in_bf16(kind):
     forward = functions.gated_silu(rounded[1], rounded[2].float())
     inputs = [x.requires_grad_() for x in rounded[1:]]
     assert_as_double([forward, *found], with_gradients, inputs, longest_sum=grad.size(1))
+
+
+def test_each_instruction_set_has_a_cache_of_its_own(monkeypatch):
+    """Inductor would use code of one for the other."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    folders = []
+    for capability in ("AVX2", "AVX512"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = elementwise.default_cache_dir()  # as torch itself does
+        elementwise.compiled.__wrapped__()
+        folders.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert folders[0] != folders[1]
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
+    elementwise.compiled.__wrapped__()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
