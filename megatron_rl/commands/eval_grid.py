@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, get_args
 
 from megatron_rl.commands.arguments import add_recipe
 from megatron_rl.commands.eval import newest
+from megatron_rl.commands.stored_batch import is_main_rank
 from megatron_rl.errors import EXIT_DONE, InputError
 
 SHOWN = ("avg@", "pass@", "response_length/mean", "response_length/clip_ratio")
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     from megatron_rl.stored.rerun import format_table
 
     points = evaluate_grid(recipe, newest(options.checkpoint.resolve()), dtypes, temperatures, top_ps, budgets)
-    if int(os.environ.get("RANK", 0)) != 0:
+    if not is_main_rank():
         return EXIT_DONE
     names = [name for name in points[0].figures if any(part in name for part in SHOWN) and "ci95" not in name]
     header = ["dtype", "temperature", "top-p", "budget", *(name.removeprefix("val/") for name in names)]
