@@ -25,7 +25,7 @@ from megatron_rl.learner.layers.logprobs import token_logprobs
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.model import use_transformer_engine
 from megatron_rl.process.ranks import any_rank, gather_objects
-from megatron_rl.rollout.requests import share_of
+from megatron_rl.rollout.requests import in_order, share_of
 
 Pick = Callable[[list[int], torch.Tensor], list[tuple[int, bool]]]
 """(running sequences, their logits [n, V/tp]) → the next token of each, and whether it is the sequence's last."""
@@ -54,7 +54,7 @@ class Decoder:
         self._replica = parallel_state.get_data_parallel_rank()
         self._num_replicas = parallel_state.get_data_parallel_world_size()
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
-        self._first = 0  # number of the wave's first sequence
+        self._wave = range(0)  # numbers of the wave's sequences
         self.row_owners: list[tuple[int, int]] = []  # (sequence, position) of each row of the pass at hand
 
     @classmethod
@@ -77,7 +77,7 @@ class Decoder:
         most = -(-len(prompts) // self._num_replicas)  # as many waves on every replica: each pass is collective
         for start in range(0, most, self.max_sequences):
             wave = mine[start : start + self.max_sequences]
-            self._first = wave.start
+            self._wave = wave
             self._run_wave([prompts[i] for i in wave], max_new_tokens, pick)
         return mine
 
@@ -96,7 +96,7 @@ class Decoder:
         with batch_invariant(self.device):
             logits = self._whole_rows(running, sequences)
             while more:
-                picked = pick([self._first + i for i in running], logits) if running else []
+                picked = pick([self._wave[i] for i in running], logits) if running else []
                 for i, (token, _) in zip(running, picked, strict=True):
                     sequences[i].append(token)
                 running = [i for i, (_, last) in zip(running, picked, strict=True) if not last]
@@ -127,11 +127,11 @@ class Decoder:
         return whole[:, : self.vocab_size].float()
 
     def share(self, mine: list[Any]) -> list[Any]:
-        """The replicas' results one after the other, on every rank."""
+        """The replicas' results in the order of the prompts, on every rank."""
         speaks = parallel_state.get_tensor_model_parallel_rank() == 0
         found = gather_objects((self._replica, mine) if speaks else None)
         by_replica = dict(item for item in found if item is not None)
-        return [item for replica in sorted(by_replica) for item in by_replica[replica]]
+        return in_order([by_replica[replica] for replica in sorted(by_replica)])
 
     # -- passes
 
@@ -163,7 +163,7 @@ class Decoder:
                 positions=positions,
             )
         ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1
-        self.row_owners = [(self._first + i, position) for i, n in zip(chosen, lengths) for position in range(n)]
+        self.row_owners = [(self._wave[i], position) for i, n in zip(chosen, lengths) for position in range(n)]
         return self._forward(tokens, positions, packed)[ends.to(self.device)]
 
     def _next_rows(self, running: list[int], sequences: list[list[int]]) -> torch.Tensor:
@@ -174,7 +174,7 @@ class Decoder:
         positions = torch.tensor([len(sequences[i]) - 1 for i in running] + [0] * tail, device=self.device)
         slots = torch.tensor(running + [self._cache.num_slots - 1] * tail, device=self.device)
         longest = max((len(sequences[i]) for i in running), default=1)
-        self.row_owners = [(self._first + i, len(sequences[i]) - 1) for i in running]
+        self.row_owners = [(self._wave[i], len(sequences[i]) - 1) for i in running]
         step = CachedStep(
             "sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, cache=self._cache, slots=slots, positions=positions
         )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TypeVar
 
 from megatron_rl.types import Group, Prompt, Rollout
 
-S = TypeVar("S", bound=Sequence)
+S, T = TypeVar("S", bound=Seq), TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def request_seed(seed: int, step: int, prompt_id: str, sample: int) -> int:
 
 
 def make_requests(prompts: list[Prompt], num_samples: int, *, seed: int, step: int) -> list[Request]:
-    """All requests of a call, the samples of one prompt next to each other (they share a cached prefix)."""
+    """All requests of a call, the samples of one prompt next to each other."""
     return [
         Request(row, prompt, sample, request_seed(seed, step, prompt.id, sample))
         for row, prompt in enumerate(prompts)
@@ -42,9 +42,22 @@ def make_requests(prompts: list[Prompt], num_samples: int, *, seed: int, step: i
 
 
 def share_of(requests: S, engine: int, num_engines: int) -> S:
-    """The contiguous share of engine number ``engine``; shares differ by one request at most."""
-    start, end = (len(requests) * index // num_engines for index in (engine, engine + 1))
-    return requests[start:end]
+    """What engine number ``engine`` samples: every ``num_engines``-th request. Shares differ by one at most.
+
+    Samples of one prompt have like lengths, so an engine that had them all would end early or late. In return a prompt
+    is computed on up to min(samples, engines) engines, where one engine would find it in its prefix cache: one pass
+    over a prompt on each, beside responses that are generated token by token. Responses do not depend on their engine
+    (`request_seed`), except for the rounding of matrix products over batches of another shape.
+
+    No engine takes over the work of another: which responses ran together would then depend on the engines' speed, and
+    with it the rounding, so that a run could not be repeated bit for bit.
+    """
+    return requests[engine::num_engines]
+
+
+def in_order(shares: Seq[Seq[T]]) -> list[T]:
+    """The inverse of `share_of`: what was made of each engine's share, in the order of all requests."""
+    return [shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares)))]
 
 
 def make_groups(prompts: list[Prompt], num_samples: int, rollouts: list[Rollout]) -> list[Group]:

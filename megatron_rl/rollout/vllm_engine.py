@@ -1,7 +1,8 @@
 """vLLM inside the learner's process, one engine in every rank.
 
-Placement. Every rank (every ``rollout.tensor_parallel`` ranks) runs an engine of its own. Requests are shared out over
-the engines in equal parts. Results are gathered, so that all ranks return the same groups in the order of the prompts.
+Placement. Every rank (every ``rollout.tensor_parallel`` ranks) runs an engine of its own. Requests are dealt to the
+engines in turn (`requests.share_of`). Results are gathered, so that all ranks return the same groups in the order of
+the prompts.
 The alternative, one engine on one rank, would leave the other ranks idle for the longest phase of a step. Engines
 start inside the world that the learner has initialised: vLLM's ``external_launcher`` executor then adds groups of its
 own to that world and opens no second one (tests/e2e/test_vllm_ranks.py holds Megatron's groups to it). A child
@@ -42,7 +43,7 @@ from megatron_rl.rollout.checksums import check_own_refit, parameter_checksums
 from megatron_rl.rollout.engine_arguments import engine_arguments, runs_eagerly
 from megatron_rl.rollout.generator import RolloutError, Sampling
 from megatron_rl.rollout.payload import make_rollout
-from megatron_rl.rollout.requests import Request, make_groups, make_requests, share_of
+from megatron_rl.rollout.requests import Request, in_order, make_groups, make_requests, share_of
 from megatron_rl.rollout.sampling_params import sampled_tokens, sampling_fields, sampling_params
 from megatron_rl.rollout.weight_check import checked
 from megatron_rl.types import Group, Prompt, Rollout
@@ -183,15 +184,16 @@ class VllmGenerator:
 
     def _gather(self, mine: list[Rollout] | RolloutError) -> list[Rollout]:
         """Every engine's share in the order of the requests, the same on all ranks. One engine's error ends all."""
-        shares: list[Rollout] = []
+        shares: list[list[Rollout]] = []
         tensor_rank = self._rank % self._config.tensor_parallel
         speaks = tensor_rank == 0 or isinstance(mine, RolloutError)  # ranks of one engine hold the same results
         for rank, share in enumerate(gather_objects(mine if speaks else [])):
             if isinstance(share, RolloutError):
                 self._broken = f"rank {rank}: {share}"
                 raise RolloutError(self._broken)
-            shares += share
-        return shares
+            if rank % self._config.tensor_parallel == 0:
+                shares.append(share)
+        return in_order(shares)
 
     # ---------------------------------------------------------------- weights
 
