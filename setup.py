@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: a wheel holds copies of `patches/` and `recipes/` (see `megatron_rl.shipped`)."""
+"""What pyproject.toml cannot say: a wheel holds copies of patches, recipes and requirements (`megatron_rl.shipped`)."""
 
 import shutil
 from pathlib import Path
@@ -16,6 +16,8 @@ class BuildWithShippedFiles(build_py):
             target = Path(self.build_lib, "megatron_rl", "shipped", name)
             shutil.rmtree(target, ignore_errors=True)
             shutil.copytree(name, target, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+        for name in ("requirements.txt", "requirements-cpu.txt"):
+            shutil.copy(name, Path(self.build_lib, "megatron_rl", "shipped", name))
 
 
 setup(cmdclass={"build_py": BuildWithShippedFiles})

@@ -10,6 +10,7 @@ from __future__ import annotations
 COMMANDS = {
     "train": "run a recipe; under torchrun or srun for several ranks",
     "check": "check a recipe without starting an engine",
+    "doctor": "does this node, do these nodes, do what a run relies on",
     "plan": "memory, step time and layouts on a GPU, by arithmetic",
     "eval": "score a checkpoint on the recipe's data.validation",
     "eval-grid": "accuracy of a checkpoint by dtype, temperature, top-p and token budget",

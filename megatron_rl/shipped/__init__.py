@@ -1,4 +1,7 @@
-"""Files that come with the package: `patches/` and `recipes/`. A wheel has copies of them in this folder (setup.py)."""
+"""Files that come with the package: `patches/`, `recipes/` and the requirements that `doctor` holds versions against.
+
+A wheel has copies of them in this folder (setup.py).
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ _HERE = Path(__file__).resolve().parent
 
 
 def shipped(name: str) -> Path:
-    """The folder ``name`` (``patches`` or ``recipes``): of the installed package, or else of the checkout."""
+    """What is called ``name`` (``patches``, ``recipes``, a file): of the installed package, or else of the checkout."""
     copy = _HERE / name
-    return copy if copy.is_dir() else _HERE.parents[1] / name
+    return copy if copy.exists() else _HERE.parents[1] / name
 
 
 def checkout() -> Path | None:

@@ -13,6 +13,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SHIPPED = ("patches", "recipes")
+SHIPPED_FILES = ("requirements.txt", "requirements-cpu.txt")
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def installed(tmp_path_factory) -> Path:
     hidden = shutil.ignore_patterns("__pycache__", ".*", "*.egg-info")
     for name in ("megatron_rl", *SHIPPED):
         shutil.copytree(REPOSITORY / name, source / name, ignore=hidden)
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE", *SHIPPED_FILES):
         shutil.copy(REPOSITORY / name, source)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     offline = ["--no-deps", "--no-index"]
@@ -49,7 +50,9 @@ def call(installed, tmp_path):
 
 
 def test_the_wheel_holds_every_file_that_ships(installed):
-    tracked = subprocess.run(["git", "ls-files", *SHIPPED], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    tracked = subprocess.run(
+        ["git", "ls-files", *SHIPPED, *SHIPPED_FILES], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
     files = tracked.stdout.splitlines()
     assert "recipes/base/default.yaml" in files
     assert "patches/megatron-core-0.16/series" in files

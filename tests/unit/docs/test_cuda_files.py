@@ -9,6 +9,9 @@ ROOT = Path(megatron_rl.__file__).parents[1]
 REACHED = {
     "megatron_rl/config/model.py": "tests/unit/config/test_config.py",
     "megatron_rl/config/rules.py": "tests/unit/config/test_config.py",
+    "megatron_rl/commands/doctor.py": "tests/unit/doctor/test_command.py",
+    "megatron_rl/doctor/machine.py": "tests/unit/doctor/test_machine.py",
+    "megatron_rl/doctor/setting.py": "tests/unit/doctor/test_command.py",
     "megatron_rl/learner/model.py": "tests/parallel/test_transformer_engine.py",
     "megatron_rl/learner/packed_attention.py": "tests/parallel/test_transformer_engine.py",
     "megatron_rl/process/devices.py": "tests/unit/process/test_devices.py",

@@ -1,0 +1,162 @@
+"""Runs checks, each in processes of its own that end with it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_rl.doctor.checks import Check
+from megatron_rl.doctor.outcome import Outcome, Result, failed, not_run
+from megatron_rl.doctor.setting import Setting
+
+LOG_CHARACTERS = 4000
+GRACE_S = 3.0  # for ranks that lost a peer, until they are ended: the first to fail has then printed its error
+_POLL_S = 0.02
+# A process that is no rank must not take itself for one of the job that `doctor` was started in.
+_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_JOB_PORTS = 20  # distance of ports of a job's checks from its own
+
+
+def run_checks(
+    checks: Iterable[Check], setting: Setting, seconds: float, say: Callable[[Result], None] = lambda result: None
+) -> list[Result]:
+    """Every check, one after the other, within ``seconds``. What is not begun by then is not run."""
+    end, results = time.monotonic() + seconds, []
+    for check in checks:
+        results.append(run_check(check, setting, end - time.monotonic()))
+        say(results[-1])
+    return results
+
+
+def run_check(check: Check, setting: Setting, seconds: float) -> Result:
+    """One check, which gets its own deadline or the ``seconds`` that are left."""
+    start, limit, log = time.monotonic(), min(check.seconds, seconds), ""
+    if check.gpu_only and setting.device == "cpu":
+        outcome = not_run(check.gpu_only)
+    elif limit <= 0:
+        outcome = not_run("the time for all checks was over (--minutes)")
+    else:
+        with tempfile.TemporaryDirectory(prefix="doctor-", ignore_cleanup_errors=True) as folder:
+            outcome, log = _in_processes(check, replace(setting, scratch=folder), Path(folder), limit)
+    return Result(check.name, check.question, outcome, time.monotonic() - start, log)
+
+
+def _in_processes(check: Check, setting: Setting, folder: Path, limit: float) -> tuple[Outcome, str]:
+    """The outcome, and the end of the log where it is a failure."""
+    setting.write(folder / "setting.json")
+    command = [sys.executable, "-m", "megatron_rl.doctor.child", check.name]
+    command += [str(folder / "setting.json"), str(folder / "outcome.json")]
+    environments = [environment | check.environment for environment in _environments(check, setting)]
+    logs = [folder / f"log-{i}" for i in range(len(environments))]
+    processes: list[subprocess.Popen] = []
+    try:
+        for environment, log in zip(environments, logs, strict=True):
+            with log.open("wb") as file:
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+        first = _wait(processes, limit)
+    finally:
+        for process in processes:
+            _end(process)
+    outcome = _read(folder / "outcome.json", setting.in_job and int(os.environ.get("RANK", 0)) > 0)
+    if first is not None:
+        outcome = _died(processes[first].returncode, first, len(processes), limit)
+    return outcome, _tail(logs[first or 0]) if outcome.status == "fail" else ""
+
+
+def _environments(check: Check, setting: Setting) -> list[dict[str, str]]:
+    """Of every process of the check on this node."""
+    base = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
+    base.setdefault("OMP_NUM_THREADS", "1")
+    if check.ranks == "one":
+        return [base]
+    if setting.in_job:
+        own = {name: os.environ[name] for name in _OF_A_RANK if name in os.environ}
+        port = int(own["MASTER_PORT"]) + _JOB_PORTS
+        return [base | own | {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    size = str(setting.ranks)
+    return [
+        base | address | {"RANK": str(i), "LOCAL_RANK": str(i), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        for i in range(setting.ranks)
+    ]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _wait(processes: list[subprocess.Popen], limit: float) -> int | None:
+    """Until all have ended well (None), one has not, or the time is over: its number."""
+    deadline = time.monotonic() + limit
+    while True:
+        codes = [process.poll() for process in processes]
+        if bad := [i for i, code in enumerate(codes) if code not in (None, 0)]:
+            grace = time.monotonic() + GRACE_S
+            while any(process.poll() is None for process in processes) and time.monotonic() < grace:
+                time.sleep(_POLL_S)
+            return bad[0]
+        if None not in codes:
+            return None
+        if time.monotonic() > deadline:
+            return codes.index(None)
+        time.sleep(_POLL_S)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End a process with everything that it started."""
+    still_runs = process.poll() is None
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    if still_runs:
+        process.wait()
+        process.returncode = None  # it did not end by itself
+
+
+def _read(path: Path, speaks_elsewhere: bool) -> Outcome:
+    if path.is_file():
+        return Outcome(**json.loads(path.read_text()))
+    if speaks_elsewhere:
+        return not_run("the job's first rank reports")
+    return failed("the check ended without an outcome", "The log has what it printed.")
+
+
+def _died(code: int | None, process: int, count: int, limit: float) -> Outcome:
+    who = f"process {process} of {count} " if count > 1 else "it "
+    if code is None:
+        return failed(
+            f"{who}was still running after {limit:.0f} s",
+            "A hang: the log ends where it waits. Between ranks, try NCCL_DEBUG=INFO, and NCCL_SOCKET_IFNAME with the "
+            "interface that the nodes share.",
+        )
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = (
+            " SIGKILL is usually the host's memory (dmesg says so); SIGBUS a full /dev/shm." if code in (-9, -7) else ""
+        )
+        return failed(f"{who}was ended by {name}", f"The log has the stack of a crash.{hint}")
+    return failed(f"{who}left with status {code}", "The log has what it printed last.")
+
+
+def _tail(path: Path) -> str:
+    return path.read_text(errors="replace")[-LOG_CHARACTERS:].strip() if path.is_file() else ""

@@ -1,0 +1,196 @@
+"""The node itself: GPUs and their driver, memory, limits, the folder that runs are written to."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.doctor.outcome import Outcome, failed, not_run, passed
+from megatron_rl.doctor.setting import Setting, planned
+
+GIB = 1 << 30
+SHARED_MEMORY_GIB = 1.0  # of /dev/shm for each rank: NCCL's and vLLM's queues between processes of a node
+# gloo and NCCL keep sockets to every peer in each of about twenty groups; 256 ranks with a checkpoint's files open.
+OPEN_FILES = 8192
+# Assumed, of each rank: libraries, the driver's share, pinned buffers, weights on their way from disk.
+HOST_GIB = {"cuda": 8.0, "cpu": 2.0}
+USED_GPU_MIB = 1024  # above what the driver itself holds on an idle GPU
+FREE_GIB = 10.0  # as slurm/lib/preflight.sh: a small checkpoint and its logs
+MOST_SKEW_S = 5.0  # log lines of several nodes are read side by side
+_MATRIX = 512
+
+
+def smi(fields: str, kind: str = "gpu") -> list[list[str]] | None:
+    """Rows of `nvidia-smi --query-…`; None where there is no driver that answers."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", f"--query-{kind}={fields}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+
+
+def driver(setting: Setting) -> Outcome:
+    """A matrix product on every GPU, exact: sums of small integers."""
+    listed = smi("name,driver_version,compute_cap,ecc.errors.uncorrected.volatile.total")
+    if setting.device == "cpu":
+        if listed:
+            import torch
+
+            return failed(
+                f"{len(listed)} GPUs are listed, but torch {torch.__version__} does not see one",
+                "Install requirements.txt, whose torch is the CUDA build; in a container start it with --nv (apptainer)"
+                " or --gpus all; under Slurm ask for --gpus-per-node; look at CUDA_VISIBLE_DEVICES.",
+            )
+        return not_run("no GPU")
+    import torch
+
+    if broken := [i for i in range(torch.cuda.device_count()) if not computes(torch, f"cuda:{i}")]:
+        return failed(f"GPU {broken} multiplies wrongly", "Take the node out of service; nvidia-smi -q -d ECC, dmesg.")
+    rows = [
+        {"name": (g := torch.cuda.get_device_properties(i)).name, "GiB": round(g.total_memory / GIB, 1)}
+        for i in range(torch.cuda.device_count())
+    ]
+    if bad := [i for i, row in enumerate(listed or []) if row[3].isdigit() and int(row[3])]:
+        return failed(f"GPU {bad}: uncorrected ECC errors", "Reset the GPUs or take the node out of service.")
+    version = listed[0][1] if listed else "unknown"
+    figures: dict[str, Any] = {"gpus": {f"GPU {i}": row for i, row in enumerate(rows)}}
+    return passed(f"{len(rows)} × {rows[0]['name']}, driver {version}, CUDA {torch.version.cuda}", **figures)
+
+
+def computes(torch: Any, device: str) -> bool:
+    """Whether a product of bf16 matrices of small integers is exact: every sum fits in fp32."""
+    a = (torch.arange(_MATRIX * _MATRIX).reshape(_MATRIX, _MATRIX) % 7 - 3).bfloat16()
+    b = (torch.arange(_MATRIX * _MATRIX).reshape(_MATRIX, _MATRIX) % 5 - 2).bfloat16()
+    wanted = (a.double() @ b.double()).bfloat16()
+    return bool(torch.equal((a.to(device) @ b.to(device)).cpu(), wanted))
+
+
+def gpu_memory(setting: Setting) -> Outcome:
+    """Nobody else is on the GPUs."""
+    rows = smi("memory.total,memory.used")
+    if rows is None:
+        return not_run("nvidia-smi does not answer; the driver's check says whether the GPUs compute")
+    figures = {f"GPU {i}": {"MiB": total, "used": used} for i, (total, used) in enumerate(rows)}
+    if busy := [i for i, (_, used) in enumerate(rows) if used.isdigit() and int(used) > USED_GPU_MIB]:
+        processes = ", ".join(row[0] for row in smi("pid", "compute-apps") or []) or "not named"
+        used = ", ".join(f"GPU {i} {rows[i][1]} MiB" for i in busy)
+        fix = "End these processes, or take the node exclusively (sbatch --exclusive). An engine takes its share of the"
+        return failed(
+            f"in use: {used}; processes: {processes}", f"{fix} whole memory and does not start on less.", gpus=figures
+        )
+    return passed(f"{len(rows)} GPUs, at most {max(int(used) for _, used in rows)} MiB in use", gpus=figures)
+
+
+def shared_memory(setting: Setting, folder: str = "/dev/shm") -> Outcome:
+    """Free space of the folder that processes of a node share memory through."""
+    needed = SHARED_MEMORY_GIB * setting.ranks
+    if not os.path.isdir(folder):
+        return failed(f"no {folder}", "Mount a tmpfs there.")
+    free = shutil.disk_usage(folder).free / GIB
+    text = f"{free:.1f} GiB free in {folder}, {needed:g} wanted for {setting.ranks} ranks"
+    if free < needed:
+        return failed(
+            text,
+            "A container has 64 MiB unless told: docker --shm-size=16g or --ipc=host. Left over segments: ls -l "
+            f"{folder}.",
+        )
+    return passed(text)
+
+
+def open_files(setting: Setting) -> Outcome:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = f"{soft} at a time (hard limit {hard}), {OPEN_FILES} wanted"
+    if 0 <= soft < OPEN_FILES:
+        return failed(text, "ulimit -n 65535 before the ranks start (slurm/lib/job.sh does); LimitNOFILE of slurmd.")
+    return passed(text)
+
+
+def host_memory(setting: Setting) -> Outcome:
+    """Memory that is available, under the control group's limit too, against what ``ranks`` ranks need."""
+    needed = {"ranks": HOST_GIB[setting.device] * setting.ranks}
+    recipe = planned(setting)
+    if recipe is not None:
+        needed["routes"] = routes_gib(recipe) * setting.ranks
+    free, total = available_gib(), sum(needed.values())
+    text = f"{free:.1f} GiB available, {total:.1f} wanted by {setting.ranks} ranks"
+    if free < total:
+        fix = "Ask Slurm for the whole node (--exclusive --mem=0), or end what uses it."
+        return failed(text, fix, wanted_gib=needed)
+    return passed(text, wanted_gib=needed)
+
+
+def routes_gib(recipe: Any) -> float:
+    """Routes of a step's sequences, which `plan` expects on every rank."""
+    from megatron_rl.checkpoint.known_models import shape_of
+    from megatron_rl.plan.generation import route_bytes
+    from megatron_rl.plan.hardware import PROMPT_SHARE, RESPONSE_SHARE
+
+    architecture, _ = shape_of(recipe.model.path)
+    mean = RESPONSE_SHARE * recipe.rollout.max_response_length + PROMPT_SHARE * recipe.data.prompt.max_length
+    return route_bytes(recipe, architecture, recipe.num_sequences * mean) / GIB
+
+
+def available_gib(proc: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> float:
+    """What the host says is available, or what the control group leaves where that is less."""
+    lines = dict(line.split(":", 1) for line in proc.read_text().splitlines())
+    available = int(lines["MemAvailable"].split()[0]) * 1024
+    try:
+        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return available / GIB
+    if limit != "max":
+        # Cached files count as used and are given back when memory is short.
+        available = min(available, int(limit) - used + int(statistics.get("inactive_file", 0)))
+    return available / GIB
+
+
+def shared_folder(setting: Setting) -> Outcome:
+    """A file is written, renamed, read back and removed; its time is that of this node's clock."""
+    folder = Path(setting.shared)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        skew = _write_and_read(folder)
+        free = shutil.disk_usage(folder).free / GIB
+    except (OSError, ValueError) as error:
+        return failed(
+            f"{folder}: {error}", "Name another folder with --shared, or mount this one writable on all nodes."
+        )
+    figures = {"free_gib": round(free, 1), "clock_skew_s": round(skew, 3)}
+    if free < FREE_GIB:
+        return failed(
+            f"{folder}: {free:.1f} GiB free, {FREE_GIB:g} wanted", "Remove old runs, or ask for quota.", **figures
+        )
+    if abs(skew) > MOST_SKEW_S:
+        fix = "Start chrony or ntpd on this node and on the file server."
+        return failed(f"{folder}: the file server's clock is {skew:+.1f} s from this node's", fix, **figures)
+    return passed(f"{folder} can be written; {free:.0f} GiB free, clocks {abs(skew):.2f} s apart", **figures)
+
+
+def _write_and_read(folder: Path) -> float:
+    """Seconds by which the file system's clock is ahead of ours. ValueError where it gives back something else."""
+    path, text = folder / f".doctor-{uuid.uuid4().hex}", uuid.uuid4().hex
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        before = time.time()
+        with partial.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        after, written = time.time(), partial.stat().st_mtime
+        partial.rename(path)
+        if (found := path.read_text()) != text:
+            raise ValueError(f"a file was read back as {found[:40]!r}")
+    finally:
+        for left in (path, partial):
+            left.unlink(missing_ok=True)
+    return min(written - before, 0.0) + max(written - after, 0.0)

@@ -1,0 +1,35 @@
+"""What a check raises is a failure with its words, not a crash."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.doctor import child
+from megatron_rl.doctor.checks import Check
+from megatron_rl.doctor.outcome import passed
+from megatron_rl.doctor.setting import Setting
+from megatron_rl.errors import Fault, InputError
+
+SETTING = Setting("cpu", 2, "/tmp")
+
+
+def attempt(monkeypatch, function):
+    monkeypatch.setattr(Check, "load", lambda self: function)
+    return child.attempt("packages", SETTING)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(InputError("words"), "words"), (Fault("words"), "words"), (KeyError("k"), "KeyError: 'k'")]
+)
+def test_an_exception_is_a_failure(monkeypatch, capsys, error, reason):
+    def raises(setting):
+        raise error
+
+    outcome = attempt(monkeypatch, raises)
+    assert (outcome.status, outcome.reason) == ("fail", reason)
+    assert outcome.fix
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_outcome_is_handed_on(monkeypatch):
+    assert attempt(monkeypatch, lambda setting: passed("well", a=1)).figures == {"a": 1}

@@ -1,0 +1,93 @@
+"""The command line of `megatron-rl doctor`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from megatron_rl.__main__ import main
+from megatron_rl.commands import doctor
+from megatron_rl.doctor import frame
+from megatron_rl.doctor.checks import CHECKS
+from megatron_rl.doctor.outcome import failed, passed
+from megatron_rl.process import devices
+
+
+@pytest.fixture
+def outcomes(monkeypatch):
+    """What checks find, in place of their processes; the settings that they were given."""
+    found, settings = {}, []
+
+    def instead(check, setting, folder, limit):
+        settings.append(setting)
+        return found.get(check.name, passed("well")), ""
+
+    monkeypatch.setattr(frame, "_in_processes", instead)
+    return found, settings
+
+
+def test_the_list_names_every_check(capsys):
+    assert main(["doctor", "--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [check.name for check in CHECKS]
+
+
+def test_the_exit_status_says_whether_one_failed(outcomes, capsys, tmp_path):
+    arguments = ["doctor", "--only", "packages,patches", "--only", "open-files", "--shared", str(tmp_path)]
+    assert main([*arguments, "--json", str(tmp_path / "a" / "r.json"), "--page", str(tmp_path / "r.html")]) == 0
+    assert "3 pass, 0 fail, 0 not run" in capsys.readouterr().out
+    found = json.loads((tmp_path / "a" / "r.json").read_text())
+    assert [check["name"] for check in found["nodes"][0]["checks"]] == ["packages", "patches", "open-files"]
+    assert "nothing failed" in (tmp_path / "r.html").read_text()
+    outcomes[0]["patches"] = failed("no", "do")
+    assert main(arguments) == 1
+    assert "fix: do" in capsys.readouterr().out
+
+
+def test_json_alone_is_all_of_standard_output(outcomes, capsys):
+    assert main(["doctor", "--only", "packages", "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["format"] == 1
+    assert "packages" in said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--only", "pakages"], "no check 'pakages'; there are: packages"),
+        (["recipes/tiny/none.yaml"], "none.yaml"),
+        (["--job"], "start it under torchrun"),
+        (["--merge", "none.json"], "none.json: not a report"),
+    ],
+)
+def test_bad_arguments_end_before_a_check(outcomes, capsys, monkeypatch, arguments, told):
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["doctor", *arguments]) == 2
+    assert told in capsys.readouterr().err
+    assert outcomes[1] == []
+
+
+def test_ranks_and_folder_follow_from_node_and_recipe(outcomes, monkeypatch, tmp_path):
+    recipe = ["recipes/tiny/grpo.yaml", "--set", f"run_root={tmp_path}"]
+    assert main(["doctor", "--only", "packages", *recipe]) == 0
+    assert main(["doctor", "--only", "packages", *recipe, "--shared", str(tmp_path / "x"), "--ranks", "4"]) == 0
+    monkeypatch.setattr(devices, "default_device", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert main(["doctor", "--only", "packages", *recipe]) == 0
+    first, second, third = outcomes[1]
+    assert (first.device, first.ranks, first.shared, first.recipe) == ("cpu", 2, str(tmp_path), recipe[0])
+    assert (second.ranks, second.shared) == (4, str(tmp_path / "x"))
+    assert (third.device, third.ranks) == ("cuda", 8)
+
+
+def test_merged_reports(outcomes, capsys, tmp_path):
+    assert main(["doctor", "--only", "packages", "--json", str(tmp_path / "a.json")]) == 0
+    merge = ["doctor", "--merge", str(tmp_path / "a.json"), "--page", str(tmp_path / "p.html")]
+    assert main(merge) == 0
+    assert main([*merge, "--expect", "another"]) == 1
+    assert "another: report: no report" in capsys.readouterr().out
+
+
+def test_a_job_looks_at_what_is_between_nodes(outcomes):
+    assert all(check.ranks == "job" for check in doctor.choose(None, job=True))

@@ -1,0 +1,120 @@
+"""A check that hangs, crashes or raises fails by itself and leaves the others alone."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.doctor import frame
+from megatron_rl.doctor.checks import CHECKS, Check
+from megatron_rl.doctor.frame import run_check, run_checks
+from megatron_rl.doctor.setting import Setting
+
+PROGRAM = """
+import json, os, sys, time
+name, setting, outcome = sys.argv[1:]
+rank = int(os.environ.get("RANK", -1))
+def say(reason, status="pass"):
+    if rank <= 0:
+        found = {"status": status, "reason": reason, "fix": "", "figures": {}}
+        open(outcome, "w").write(json.dumps(found))
+print("here is", name, flush=True)
+if name == "hangs":
+    if os.fork() == 0:  # an engine's worker, which outlives its parent unless the whole group is ended
+        print("worker", os.getpid(), flush=True)
+    time.sleep(100)
+if name == "crashes":
+    os.kill(os.getpid(), 11)
+if name == "one rank dies" and rank == 1:
+    sys.exit(7)
+if name == "one rank dies":
+    time.sleep(100)
+if name == "says nothing":
+    sys.exit(0)
+say(" ".join([os.environ.get("WORLD_SIZE", "alone"), os.environ.get("EXTRA", "-"), os.environ["OMP_NUM_THREADS"]]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch, tmp_path):
+    """In place of `megatron_rl.doctor.child`, for checks that exist in this file alone."""
+    program, interpreter = tmp_path / "child.py", tmp_path / "python"
+    program.write_text(PROGRAM)
+    interpreter.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {program} "$@"\n')  # without -m and the module
+    interpreter.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(interpreter))
+    monkeypatch.setattr(frame, "GRACE_S", 0.2)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+def check(name: str, seconds: float = 20, **options) -> Check:
+    return Check(name, "?", "none.none", seconds, **options)
+
+
+SETTING = Setting("cpu", 2, "/tmp")
+
+
+def test_the_others_run_on():
+    checks = [check("crashes"), check("says nothing"), check("fine")]
+    results = run_checks(checks, SETTING, 60)
+    assert [r.outcome.status for r in results] == ["fail", "fail", "pass"]
+    assert "ended by SIGSEGV" in results[0].outcome.reason
+    assert results[0].log == "here is crashes"
+    assert "without an outcome" in results[1].outcome.reason
+    assert results[2].log == ""
+    assert all(r.outcome.fix for r in results[:2])
+
+
+def test_a_check_that_hangs_is_ended_with_all_that_it_started():
+    result = run_check(check("hangs", 1.0), SETTING, 60)
+    assert result.outcome.status == "fail"
+    assert "still running after 1 s" in result.outcome.reason
+    worker = int(result.log.split("worker ")[1])
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{worker}").exists() and "Z" not in Path(f"/proc/{worker}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline, "the worker lives on"
+        time.sleep(0.05)
+
+
+def test_a_rank_that_dies_ends_the_check_and_is_named():
+    result = run_check(check("one rank dies", ranks="node"), SETTING, 60)
+    assert result.outcome.reason == "process 1 of 2 left with status 7"
+    assert result.seconds < 15
+
+
+def test_ranks_of_a_node_and_variables_of_a_check(monkeypatch):
+    assert run_check(check("a", ranks="node"), SETTING, 60).outcome.reason == "2 - 1"
+    assert run_check(check("b", environment={"EXTRA": "x"}), SETTING, 60).outcome.reason == "alone x 1"
+
+
+def test_one_process_is_no_rank_of_the_job_around_it(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    monkeypatch.setenv("RANK", "3")
+    assert run_check(check("a"), SETTING, 60).outcome.reason.startswith("alone")
+
+
+def test_a_rank_of_a_job_runs_one_process_of_the_job(monkeypatch):
+    for name, value in {"WORLD_SIZE": "64", "RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "5"}.items():
+        monkeypatch.setenv(name, value)
+    inside = Setting("cpu", 2, "/tmp", in_job=True)
+    assert run_check(check("a", ranks="job"), inside, 60).outcome.reason.startswith("64")
+    monkeypatch.setenv("RANK", "3")
+    other = run_check(check("a", ranks="job"), inside, 60).outcome
+    assert (other.status, other.reason) == ("not run", "the job's first rank reports")
+
+
+def test_what_has_no_gpu_or_no_time_is_not_run():
+    checks = [check("a", gpu_only="no GPU at hand"), check("b")]
+    assert run_checks(checks, SETTING, 60)[0].outcome.reason == "no GPU at hand"
+    late = run_checks([check("b")], SETTING, 0)[0].outcome
+    assert (late.status, late.reason) == ("not run", "the time for all checks was over (--minutes)")
+
+
+def test_all_checks_together_keep_to_the_minutes_on_a_gpu():
+    """The deadlines are for what hangs: one such check leaves time for the others."""
+    assert max(c.seconds for c in CHECKS) <= 300
+    assert len({c.name for c in CHECKS}) == len(CHECKS)
+    assert all(callable(c.load()) for c in CHECKS)

