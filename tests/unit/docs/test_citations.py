@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "algorithms.md"
-PLACEHOLDERS = {"RUN", "PATCH", "TILE"}  # usage lines of programs, subjects of patches, shapes
+PLACEHOLDERS = {"RUN", "RECIPE", "PATCH", "TILE"}  # usage lines of programs, subjects of patches, shapes
 PARTS = {"Eq", "Eqs", "App", "Table", "Fig", "Figs", "Alg", "Algorithm"}  # of a paper, after its key
 CITATION = re.compile(r"(?<![\w\])\"'`\[])\[([^\[\]]{2,160})\](?!\()")
 ARXIV = re.compile(r"(?<![\d.])(\d{2}(?:0[1-9]|1[0-2])\.\d{5})(?!\d)")
