@@ -1,16 +1,17 @@
 """Problems to prompts: files, tokenizer and chat template, and the order in which prompts come."""
 
 from megatron_rl.data.prompts import (
-    PromptSet,
     check_vocabulary,
     fingerprint,
     load_prompts,
     load_tokenizer,
     load_train,
     load_validation,
+    prompts_digest,
 )
 from megatron_rl.data.sampler import PromptSampler
 from megatron_rl.data.source import check_source, read_problems
+from megatron_rl.data.table import PromptSet
 
 __all__ = [
     "PromptSampler",
@@ -22,5 +23,6 @@ __all__ = [
     "load_tokenizer",
     "load_train",
     "load_validation",
+    "prompts_digest",
     "read_problems",
 ]

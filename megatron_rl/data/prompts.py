@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_rl.config.data import DataConfig, DataSourceConfig, PromptConfig
 from megatron_rl.config.sections import ValidationConfig
+from megatron_rl.data.cache import FORMAT, NotCached, PromptCache, cache_folder
 from megatron_rl.data.source import Problem, read_problems
+from megatron_rl.data.table import PromptSet, TableWriter, in_memory
 from megatron_rl.errors import InputError
 from megatron_rl.types import Prompt
 
@@ -23,42 +28,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_BATCH = 512  # prompts tokenized at a time
+_TOKENIZER_FILES = (
+    *_VOCABULARY_FILES,
+    *("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+)
+CACHED_BYTES = 1 << 20  # of data files; less is tokenized in half a second
+_BATCH = 2048  # prompts tokenized at a time
 _FRACTION = 1  # names the draw of `train_fraction` among those of one seed
-
-
-@dataclass(frozen=True)
-class PromptSet(Sequence[Prompt]):
-    """Prompts in file order. ``num_dropped``: how many were longer than the limit and left out."""
-
-    prompts: tuple[Prompt, ...]
-    num_dropped: int = 0
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
-        return self.prompts[index]
-
-    def __iter__(self) -> Iterator[Prompt]:
-        return iter(self.prompts)
-
-    @property
-    def data_sources(self) -> list[str]:
-        """Every `data_source` that occurs, sorted."""
-        return sorted({prompt.data_source for prompt in self.prompts})
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
     """Hash of ids, token ids and answers, in order: equal only for the same prompts, tokenized alike."""
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(repr((prompt.id, list(prompt.tokens), prompt.answer)).encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()[:16]
+    return (prompts if isinstance(prompts, PromptSet) else PromptSet.of(prompts)).fingerprint
+
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """Equal only for the same ids, tokens, answers, sources and extra columns, in the same order."""
+    return (prompts if isinstance(prompts, PromptSet) else PromptSet.of(prompts)).digest
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -80,8 +66,11 @@ def load_prompts(
     sources: DataSourceConfig | Sequence[DataSourceConfig],
     tokenizer: PreTrainedTokenizerBase,
     config: PromptConfig | None = None,
+    cache: Path | None = None,
 ) -> PromptSet:
     """Read, format and tokenize the problems of ``sources``, concatenated.
+
+    ``cache``: a folder where prompts of large files are kept and found again; None: they stay in memory.
 
     InputError: whatever ``read_problems`` finds; one id in two sources; a prompt longer than ``config.max_length``
     with ``overlong: error``; no prompt left; a chat that no template can format.
@@ -89,9 +78,110 @@ def load_prompts(
     sources = [sources] if isinstance(sources, DataSourceConfig) else list(sources)
     config = config or PromptConfig()
     template = _chat_template(tokenizer, config)
-    prompts: list[Prompt] = []
+    build = partial(_write, sources, tokenizer, config, template)
+    names = ", ".join(source.path for source in sources)
+    prompts = None
+    if cache is not None and _is_large(sources):
+        try:
+            prompts = _load_cached(PromptCache(cache), sources, tokenizer, config, template, build)
+        except NotCached as reason:
+            logger.warning("%s: tokenized by every process in its memory: %s", names, reason)
+    prompts = in_memory(build) if prompts is None else prompts
+    if prompts.num_dropped:
+        logger.warning("%s: dropped %d prompts longer than %d tokens", names, prompts.num_dropped, config.max_length)
+    return prompts
+
+
+def load_train(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
+    """The prompts of `data.train`, or the share of them that `data.train_fraction` names, in file order."""
+    prompts = load_prompts(data.train, tokenizer, data.prompt, cache_folder(data.cache))
+    if data.train_fraction == 1:
+        return prompts
+    order = np.random.Generator(np.random.PCG64([data.seed, 0, _FRACTION])).permutation(len(prompts))
+    kept = np.sort(order[: max(1, round(data.train_fraction * len(prompts)))])
+    logger.info("data.train_fraction: %d of %d prompts", len(kept), len(prompts))
+    return prompts.choose(kept, f"{data.train_fraction}-{data.seed}")
+
+
+def load_validation(data: DataConfig, validation: ValidationConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
+    """The prompts of `data.validation`; of rows that repeat one (`validation.repeated_rows: merge`) the first."""
+    prompts = load_prompts(data.validation, tokenizer, data.prompt, cache_folder(data.cache))
+    if validation.repeated_rows == "keep" or prompts.num_different == len(prompts):
+        return prompts
+    logger.warning(
+        "data.validation: %d rows hold %d problems; each is sampled validation.num_samples times "
+        "(validation.repeated_rows: keep samples every row)",
+        len(prompts),
+        prompts.num_different,
+    )
+    return prompts.choose(np.sort(np.unique(prompts.first_rows, return_index=True)[1]), "different")
+
+
+def check_vocabulary(prompts: PromptSet, vocab_size: int) -> None:
+    """InputError where a prompt holds a token that the model has no embedding for: the tokenizer is another model's."""
+    if (prompt := prompts.beyond(vocab_size)) is not None:
+        raise InputError(
+            f"prompt {prompt.id!r}: token {max(prompt.tokens)}, but the model's vocabulary has {vocab_size} (0 … "
+            f"{vocab_size - 1}); the tokenizer in model.path belongs to another model: copy the model's own"
+        )
+
+
+def _is_large(sources: Sequence[DataSourceConfig]) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return sum(Path(source.path).stat().st_size for source in sources) >= CACHED_BYTES
+    return False  # `read_problems` says what is wrong
+
+
+def _load_cached(
+    cache: PromptCache,
+    sources: Sequence[DataSourceConfig],
+    tokenizer: Any,
+    config: PromptConfig,
+    template: str | None,
+    build: Callable[[TableWriter], None],
+) -> PromptSet:
+    if template is not None and "strftime_now" in template:
+        raise NotCached("the chat template writes the date of the day")
+
+    def key() -> dict[str, Any]:
+        files = [
+            source.model_dump(exclude={"path"})
+            | {"name": source.name or Path(source.path).stem, "kind": Path(source.path).suffix}
+            | {"sha256": cache.file_digest(Path(source.path))}
+            for source in sources
+        ]
+        about = {"files": files, "prompt": config.model_dump(), "template": template}
+        return about | {"tokenizer": about_tokenizer, "format": FORMAT}
+
+    about_tokenizer = _about_tokenizer(tokenizer)
+    return cache.load(key, build, ", ".join(source.path for source in sources))
+
+
+def _about_tokenizer(tokenizer: Any) -> dict[str, Any]:
+    """Everything that decides what a tokenizer makes of a text."""
+    import tokenizers
+    import transformers
+
+    folder = Path(tokenizer.name_or_path)
+    files = {name: folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()}
+    backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else ""
+    return {
+        "files": {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()},
+        "backend": hashlib.sha256(backend.encode()).hexdigest(),
+        "class": type(tokenizer).__name__,
+        "versions": [transformers.__version__, tokenizers.__version__],
+    }
+
+
+def _write(
+    sources: Sequence[DataSourceConfig],
+    tokenizer: Any,
+    config: PromptConfig,
+    template: str | None,
+    writer: TableWriter,
+) -> None:
+    """Every prompt of ``sources`` that is not too long."""
     where: dict[str, str] = {}
-    num_dropped = 0
     for problem, text, tokens in _tokenized(sources, tokenizer, config, template):
         if problem.id in where:
             raise InputError(
@@ -99,84 +189,55 @@ def load_prompts(
                 "give each source its own `name`"
             )
         where[problem.id] = problem.where
-        if len(tokens) > config.max_length:
+        if tokens is None or len(tokens) > config.max_length:
             if config.overlong == "error":
+                has = f"{len(text)} characters, which are" if tokens is None else f"{len(tokens)} tokens,"
                 raise InputError(
-                    f"{problem.where}: prompt {problem.id} has {len(tokens)} tokens, more than data.prompt.max_length "
+                    f"{problem.where}: prompt {problem.id} has {has} more than data.prompt.max_length "
                     f"({config.max_length}); raise the limit or set data.prompt.overlong: drop"
                 )
-            num_dropped += 1
+            writer.num_dropped += 1
             continue
-        prompts.append(Prompt(problem.id, tokens, problem.answer, text, problem.data_source, problem.extra))
-    names = ", ".join(source.path for source in sources)
-    if num_dropped:
-        logger.warning("%s: dropped %d prompts longer than %d tokens", names, num_dropped, config.max_length)
-    if not prompts:
-        raise InputError(f"{names}: all {num_dropped} prompts are longer than {config.max_length} tokens; none is left")
-    return PromptSet(tuple(prompts), num_dropped)
-
-
-def load_train(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
-    """The prompts of `data.train`, or the share of them that `data.train_fraction` names, in file order."""
-    prompts = load_prompts(data.train, tokenizer, data.prompt)
-    if data.train_fraction == 1:
-        return prompts
-    order = np.random.Generator(np.random.PCG64([data.seed, 0, _FRACTION])).permutation(len(prompts))
-    kept = np.sort(order[: max(1, round(data.train_fraction * len(prompts)))])
-    logger.info("data.train_fraction: %d of %d prompts", len(kept), len(prompts))
-    return replace(prompts, prompts=tuple(prompts[int(i)] for i in kept))
-
-
-def load_validation(data: DataConfig, validation: ValidationConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
-    """The prompts of `data.validation`; of rows that repeat one (`validation.repeated_rows: merge`) the first."""
-    prompts = load_prompts(data.validation, tokenizer, data.prompt)
-    if validation.repeated_rows == "keep":
-        return prompts
-    first: dict[tuple[object, ...], Prompt] = {}
-    for prompt in prompts:
-        first.setdefault((tuple(prompt.tokens), prompt.answer, prompt.data_source), prompt)
-    if len(first) < len(prompts):
-        logger.warning(
-            "data.validation: %d rows hold %d problems; each is sampled validation.num_samples times "
-            "(validation.repeated_rows: keep samples every row)",
-            len(prompts),
-            len(first),
+        writer.add(Prompt(problem.id, tokens, problem.answer, text, problem.data_source, problem.extra))
+    if not writer.num_rows:
+        names = ", ".join(source.path for source in sources)
+        raise InputError(
+            f"{names}: all {writer.num_dropped} prompts are longer than {config.max_length} tokens; none is left"
         )
-    return replace(prompts, prompts=tuple(first.values()))
-
-
-def check_vocabulary(prompts: Sequence[Prompt], vocab_size: int) -> None:
-    """InputError where a prompt holds a token that the model has no embedding for: the tokenizer is another model's."""
-    for prompt in prompts:
-        if (largest := max(prompt.tokens)) >= vocab_size:
-            raise InputError(
-                f"prompt {prompt.id!r}: token {largest}, but the model's vocabulary has {vocab_size} (0 … "
-                f"{vocab_size - 1}); the tokenizer in model.path belongs to another model: copy the model's own"
-            )
 
 
 def _tokenized(
     sources: Sequence[DataSourceConfig], tokenizer: Any, config: PromptConfig, template: str | None
-) -> Iterator[tuple[Problem, str, list[int]]]:
-    def batches() -> Iterator[list[Problem]]:
-        batch: list[Problem] = []
-        for source in sources:
-            for problem in read_problems(source):
-                batch.append(problem)
-                if len(batch) == _BATCH:
-                    yield batch
-                    batch = []
-        if batch:
+) -> Iterator[tuple[Problem, str, list[int] | None]]:
+    """Problem, text and token ids, None for a text that is too long whatever its tokens are.
+
+    A thread tokenizes a batch, on all cores, while the next one is read and formatted.
+    """
+    longest = config.max_length * max(map(len, tokenizer.get_vocab()), default=1)
+
+    def formatted() -> Iterator[list[tuple[Problem, str]]]:
+        problems = itertools.chain.from_iterable(read_problems(source) for source in sources)
+        texts = ((problem, _format(problem, tokenizer, config, template)) for problem in problems)
+        while batch := list(itertools.islice(texts, _BATCH)):
             yield batch
 
-    special = template is None and config.add_special_tokens
-    for batch in batches():
-        texts = [_format(problem, tokenizer, config, template) for problem in batch]
-        ids = tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"]
-        for problem, text, tokens in zip(batch, texts, ids):
-            if not tokens:
-                raise InputError(f"{problem.where}: the prompt is empty after tokenization")
-            yield problem, text, tokens
+    def encode(batch: list[tuple[Problem, str]]) -> list[list[int] | None]:
+        short = [text for _, text in batch if len(text) <= longest]
+        special = template is None and config.add_special_tokens
+        arguments = {"add_special_tokens": special, "return_attention_mask": False, "verbose": False}
+        ids = iter(tokenizer(short, **arguments)["input_ids"] if short else ())
+        return [next(ids) if len(text) <= longest else None for _, text in batch]
+
+    with ThreadPoolExecutor(1) as thread:
+        before: tuple[list[tuple[Problem, str]], Future[list[list[int] | None]]] | None = None
+        for batch in itertools.chain(formatted(), ([],)):
+            begun = (batch, thread.submit(encode, batch))
+            if before is not None:
+                for (problem, text), tokens in zip(before[0], before[1].result()):
+                    if tokens is not None and not tokens:
+                        raise InputError(f"{problem.where}: the prompt is empty after tokenization")
+                    yield problem, text, tokens
+            before = begun
 
 
 def _chat_template(tokenizer: Any, config: PromptConfig) -> str | None:

@@ -30,16 +30,16 @@ class PromptSampler:
         self._window = 0  # how many places of this epoch that batch took
         self._order = self._make_order()
 
-    def _make_order(self) -> list[int]:
+    def _make_order(self) -> np.ndarray:
         count = len(self._prompts)
         if not self._shuffle:
-            order = list(range(count))
+            order = np.arange(count)
         else:
-            order = np.random.Generator(np.random.PCG64([self._seed, self.epoch])).permutation(count).tolist()
-        delayed = set(self._delayed)
-        first = [index for index in order if index not in delayed][: self._window]
-        chosen = set(first)
-        return first + [index for index in order if index not in chosen]
+            order = np.random.Generator(np.random.PCG64([self._seed, self.epoch])).permutation(count)
+        if not self._window:
+            return order
+        first = order[~np.isin(order, self._delayed)][: self._window]
+        return np.concatenate([first, order[~np.isin(order, first)]])
 
     def take(self, num_prompts: int) -> list[Prompt]:
         """The next ``num_prompts`` prompts."""
@@ -52,7 +52,7 @@ class PromptSampler:
                 self._delayed, self._window = (sorted(taken), missing) if fits and self._shuffle else ([], 0)
                 self._order = self._make_order()
             stop = min(len(self._order), self._position + num_prompts - len(taken))
-            taken += self._order[self._position : stop]
+            taken += self._order[self._position : stop].tolist()
             self._position = stop
         return [self._prompts[index] for index in taken]
 

@@ -10,12 +10,11 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 from pydantic import ValidationError
 
@@ -23,6 +22,7 @@ from megatron_rl.checkpoint.manifest import TRAINER_FILE, checkpoint_step, list_
 from megatron_rl.config import Recipe
 from megatron_rl.config.identity import Change, differences, recipe_changes
 from megatron_rl.config.yaml12 import parse
+from megatron_rl.data import prompts_digest
 from megatron_rl.errors import InputError
 from megatron_rl.monitor import RunDirectory
 from megatron_rl.types import Prompt
@@ -45,7 +45,7 @@ class Comparison:
         return [f"changed: {change}" for change in (*self.refused, *self.allowed)]
 
 
-def contents(recipe: Recipe, train: Iterable[Prompt], validation: Iterable[Prompt]) -> dict[str, Any]:
+def contents(recipe: Recipe, train: Sequence[Prompt], validation: Sequence[Prompt]) -> dict[str, Any]:
     """What the files hold that the recipe names: model without its weights, prompts, reward functions.
 
     Weights are left out, because a resumed run has its own.
@@ -70,16 +70,6 @@ def _model_file(path: Path) -> Any:
         return {key: value for key, value in json.loads(data).items() if key not in _INCIDENTAL}
     except (ValueError, AttributeError):
         return _digest(data)
-
-
-def prompts_digest(prompts: Iterable[Prompt]) -> str:
-    """Equal only for the same ids, tokens, answers, sources and extra columns, in the same order."""
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        about = [prompt.id, prompt.answer, prompt.data_source, len(prompt.tokens), prompt.extra]
-        digest.update(json.dumps(about, default=str, sort_keys=True).encode())
-        digest.update(np.asarray(prompt.tokens, dtype=np.int64).tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _digest(data: bytes) -> str:

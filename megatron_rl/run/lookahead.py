@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_rl.data import PromptSampler
+from megatron_rl.data import PromptSampler, PromptSet
 from megatron_rl.errors import InputError
 from megatron_rl.rollout import Generator
 from megatron_rl.types import Group, Prompt
@@ -93,9 +93,9 @@ class Lookahead:
         """What was taken from the sampler and not yet learned from; plain JSON values."""
         return [{"step": begun.step, "prompts": [prompt.id for prompt in begun.prompts]} for begun in self._begun]
 
-    def load_state_dict(self, state: list[dict[str, Any]], prompts: Any) -> None:
+    def load_state_dict(self, state: list[dict[str, Any]], prompts: PromptSet) -> None:
         """Restore what a checkpoint had taken for later steps. ``prompts``: all, to find them by their ids."""
-        by_id = {prompt.id: prompt for prompt in prompts} if state else {}
+        by_id = prompts.named(name for item in state for name in item["prompts"]) if state else {}
         try:
             self._begun = [Begun(item["step"], [by_id[name] for name in item["prompts"]]) for item in state]
         except KeyError as error:

@@ -52,12 +52,13 @@ def prepare(recipe: Recipe, world_size: int | None) -> Iterator[Prepared]:
             f"sample a prompt twice. Lower batch.{key} or add data"
         )
     has_validation = bool(recipe.data.validation)
-    validation = load_validation(recipe.data, recipe.validation, tokenizer) if has_validation else PromptSet(())
-    everything = [*train, *validation]
-    check_vocabulary(everything, checked.architecture.vocab_size)
-    names = {prompt.data_source for prompt in everything}
+    validation = load_validation(recipe.data, recipe.validation, tokenizer) if has_validation else PromptSet.of(())
+    for prompts_of_a_kind in (train, validation):
+        check_vocabulary(prompts_of_a_kind, checked.architecture.vocab_size)
+    first = [*train.first_of_each_source(), *validation.first_of_each_source()]
+    names = {prompt.data_source for prompt in first}
     with Rewarder(recipe.reward, recipe.rollout.max_response_length, names) as rewarder:
-        trial = rewarder.try_on(everything)
+        trial = rewarder.try_on(first)
         report = [*checked.report, *_report(recipe, train, validation, trial)]
         yield Prepared(checked, tokenizer, train, validation, rewarder, report)
 
@@ -86,7 +87,7 @@ def _run_there(recipe: Recipe, prepared: Prepared) -> list[tuple[str, str]]:
 
 
 def _report(recipe: Recipe, train: PromptSet, validation: PromptSet, trial: Trial) -> list[tuple[str, str]]:
-    longest = max(len(prompt.tokens) for prompt in (*train, *validation))
+    longest = max(train.lengths.max(initial=0), validation.lengths.max(initial=0))
     value = f"{trial.reward:g} for the response {_short(trial.response)}"
     return [
         (
@@ -109,8 +110,10 @@ def _names(prompts: PromptSet) -> str:
 
 
 def _count(prompts: PromptSet) -> str:
-    dropped = f" ({prompts.num_dropped} too long, left out)" if prompts.num_dropped else ""
-    return f"{len(prompts)} prompts{dropped}"
+    repeated = len(prompts) - prompts.num_different
+    notes = [f"{prompts.num_dropped} too long, left out"] if prompts.num_dropped else []
+    notes += [f"{repeated} of them repeat another row"] if repeated else []
+    return f"{len(prompts)} prompts" + (f" ({'; '.join(notes)})" if notes else "")
 
 
 def _short(text: str) -> str:

@@ -113,6 +113,24 @@ def test_prompts_over_the_limit_are_an_error_or_dropped(tokenizer, source, caplo
         load_prompts(source(*questions), tokenizer, PromptConfig(max_length=2, overlong="drop"))
 
 
+def test_a_text_beyond_any_number_of_tokens_is_refused_untokenized(tokenizer, source, monkeypatch):
+    """A token of this tokenizer is 5 characters or fewer: more than 5 · max_length characters are too many tokens."""
+    seen, call = [], type(tokenizer).__call__
+    monkeypatch.setattr(
+        type(tokenizer), "__call__", lambda self, texts, **kw: seen.extend(texts) or call(self, texts, **kw)
+    )
+    assert max(map(len, tokenizer.get_vocab())) == 5
+    questions = ["1" * 45, "1" * 46, "1"]
+    with pytest.raises(
+        InputError, match=r"line 1: prompt y:0 has 46 characters, which are more than .*max_length \(9\)"
+    ):
+        load_prompts(source(*questions[1:], name="y"), tokenizer, PromptConfig(max_length=9))
+    kept = load_prompts(source(*questions), tokenizer, PromptConfig(max_length=9, overlong="drop"))
+    assert [prompt.text for prompt in kept] == ["1"]
+    assert kept.num_dropped == 2
+    assert sorted(set(seen)) == ["1", "1" * 45]
+
+
 def test_sources_are_concatenated_and_ids_stay_unique(tokenizer, source):
     one, two = source("1", "2", name="one"), source("3", name="two")
     prompts = load_prompts([one, two], tokenizer)

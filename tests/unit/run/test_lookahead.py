@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_rl.data import PromptSampler
+from megatron_rl.data import PromptSampler, PromptSet
 from megatron_rl.errors import InputError
 from megatron_rl.run.lookahead import Lookahead, staleness_metrics
 from megatron_rl.types import Group, Prompt, Rollout
@@ -60,7 +60,7 @@ def run(
     if state is not None:
         first, prompts, begun = state
         sampler.load_state_dict(prompts)
-        ahead.load_state_dict(begun, PROMPTS)
+        ahead.load_state_dict(begun, PromptSet.of(PROMPTS))
     seen = []
     for step in range(first, stop_after):
         groups = ahead.sample(2, step=step, policy_version=step)
@@ -108,4 +108,4 @@ def test_a_prompt_that_is_gone_is_named():
     _, (_, _, begun) = run(1, stop_after=2)
     ahead = Lookahead(PromptSampler(PROMPTS), Engine(), num_prompts=2, num_samples=1, max_staleness=1, num_steps=8)
     with pytest.raises(InputError, match=r"begun with prompt 'toy:\d+', which is not in data.train"):
-        ahead.load_state_dict(begun, PROMPTS[:0])
+        ahead.load_state_dict(begun, PromptSet.of(PROMPTS[:0]))

@@ -28,6 +28,14 @@ def test_data_prompt_answer_and_reward_are_shown(tmp_path):
     assert (shown["answer"], shown["reward"]) == ("'3'", "1 for the response '#3'")
 
 
+def test_rows_that_repeat_a_problem_are_counted(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    rows = [{"problem": f"^{i % 7}=", "answer": "3"} for i in range(18)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = dict(report(tiny_recipe(data={"train": str(file)}, run_root=str(tmp_path)), 1))
+    assert shown["data"].startswith("18 prompts (11 of them repeat another row) to train on")
+
+
 def test_a_right_answer_that_is_not_rewarded_is_said(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def never(response, answer):\n    return 0\n")

@@ -1,0 +1,271 @@
+"""Tokenized prompts as columns of Arrow, in memory or mapped from a file. A row is made a `Prompt` when it is read.
+
+1.8 million prompts as Python objects take 8 GB in every rank; as a mapped file they take the page cache of a node once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import pyarrow as pa
+
+from megatron_rl.types import Prompt
+
+SCHEMA = pa.schema(
+    [
+        ("id", pa.large_string()),
+        ("tokens", pa.large_list(pa.int32())),
+        ("answer", pa.large_string()),
+        ("text", pa.large_string()),
+        ("source", pa.int32()),  # number of the data source in `Facts.sources`
+        ("extra", pa.large_string()),  # JSON
+        ("first", pa.int64()),  # the first row of the same tokens, answer and data source: itself, or an earlier one
+    ]
+)
+ROWS_OF_A_BATCH = 8192
+
+
+@dataclass
+class Facts:
+    """What is known of all rows together."""
+
+    sources: list[str] = field(default_factory=list)  # data sources, as they first occur
+    num_dropped: int = 0
+    fingerprint: str = ""
+    digest: str = ""
+
+
+class Digests:
+    """The two hashes of prompts in order: `fingerprint` of checkpoints, `digest` of run directories."""
+
+    def __init__(self) -> None:
+        self._fingerprint, self._digest = hashlib.sha256(), hashlib.sha256()
+
+    def add(self, prompt: Prompt) -> None:
+        about = repr((prompt.id, list(prompt.tokens), prompt.answer))
+        self._fingerprint.update(about.encode("utf-8", "surrogatepass"))
+        more = [prompt.id, prompt.answer, prompt.data_source, len(prompt.tokens), prompt.extra]
+        self._digest.update(json.dumps(more, default=str, sort_keys=True).encode())
+        self._digest.update(np.asarray(prompt.tokens, dtype=np.int64).tobytes())
+
+    def values(self) -> tuple[str, str]:
+        return self._fingerprint.hexdigest()[:16], self._digest.hexdigest()[:16]
+
+
+class NotStorable(Exception):
+    """A row that a file of prompts cannot give back exactly."""
+
+
+class TableWriter:
+    """Takes prompts one by one, hands on record batches of `SCHEMA`. ``to_file``: extra columns must be JSON."""
+
+    def __init__(self, write: Callable[[pa.RecordBatch], Any], to_file: bool) -> None:
+        self._write, self._to_file = write, to_file
+        self._columns: list[list[Any]] = [[] for _ in SCHEMA]
+        self._digests = Digests()
+        self._sources: dict[str, int] = {}
+        self._seen: dict[bytes, int] = {}
+        self.num_rows = self.num_dropped = 0
+        self.odd: dict[int, dict[str, Any]] = {}  # rows whose extra columns JSON does not give back
+
+    def add(self, prompt: Prompt) -> None:
+        extra = json.dumps(prompt.extra, default=str) if prompt.extra else ""
+        if extra and repr(json.loads(extra)) != repr(prompt.extra):
+            if self._to_file:
+                raise NotStorable(f"prompt {prompt.id!r} has an extra_info that JSON does not hold (dates, bytes)")
+            self.odd[self.num_rows] = prompt.extra
+        source = self._sources.setdefault(prompt.data_source, len(self._sources))
+        about = hashlib.blake2b(np.asarray(prompt.tokens, dtype=np.int32).tobytes(), digest_size=16)
+        about.update(repr((prompt.answer, source)).encode())
+        first = self._seen.setdefault(about.digest(), self.num_rows)
+        row = (prompt.id, prompt.tokens, prompt.answer, prompt.text, source, extra, first)
+        for column, value in zip(self._columns, row):
+            column.append(value)
+        self._digests.add(prompt)
+        self.num_rows += 1
+        if len(self._columns[0]) == ROWS_OF_A_BATCH:
+            self._flush()
+
+    def close(self) -> Facts:
+        if self._columns[0]:
+            self._flush()
+        fingerprint, digest = self._digests.values()
+        return Facts(list(self._sources), self.num_dropped, fingerprint, digest)
+
+    def _flush(self) -> None:
+        arrays = [pa.array(column, type=kind.type) for column, kind in zip(self._columns, SCHEMA)]
+        self._write(pa.record_batch(arrays, schema=SCHEMA))
+        self._columns = [[] for _ in SCHEMA]
+
+
+class PromptSet(Sequence[Prompt]):
+    """Prompts in file order, read-only. `num_dropped`: how many were longer than the limit and left out.
+
+    ``rows``: which rows of ``batches``, int64; None: all. ``memo``: where the hashes of such a choice are kept, once
+    they are known. ``odd``: extra columns by row, where the batches cannot hold them.
+    """
+
+    def __init__(
+        self,
+        batches: Sequence[pa.RecordBatch],
+        facts: Facts,
+        *,
+        rows: np.ndarray | None = None,
+        memo: Path | None = None,
+        odd: dict[int, dict[str, Any]] | None = None,
+    ) -> None:
+        self._batches, self._facts, self._rows, self._memo, self._odd = list(batches), facts, rows, memo, odd or {}
+        self._ends = list(accumulate(len(batch) for batch in self._batches))
+
+    @classmethod
+    def of(cls, prompts: Iterable[Prompt]) -> PromptSet:
+        """A set of prompts that are at hand."""
+
+        def build(writer: TableWriter) -> None:
+            for prompt in prompts:
+                writer.add(prompt)
+
+        return in_memory(build)
+
+    def __len__(self) -> int:
+        if self._rows is not None:
+            return len(self._rows)
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        chosen = range(len(self))[index]
+        if isinstance(chosen, range):
+            return [self._prompt(i) for i in chosen]
+        return self._prompt(chosen)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return map(self._prompt, range(len(self)))
+
+    def _prompt(self, index: int) -> Prompt:
+        row = index if self._rows is None else int(self._rows[index])
+        number = bisect_right(self._ends, row)
+        batch = self._batches[number]
+        i = row - (self._ends[number] - len(batch))
+        name, tokens, answer, text, source, extra, _ = batch.columns
+        return Prompt(
+            name[i].as_py(),
+            tokens[i].values.to_numpy().tolist(),
+            answer[i].as_py(),
+            text[i].as_py(),
+            self._facts.sources[source[i].as_py()],
+            self._odd.get(row) or json.loads(extra[i].as_py() or "{}"),
+        )
+
+    def choose(self, rows: np.ndarray, name: str) -> PromptSet:
+        """The prompts ``rows`` (int64, of this set) in that order. ``name``: of the choice, unique in this set."""
+        memo = None if self._memo is None else self._memo.with_name(f"{self._memo.stem}-{name}.json")
+        rows = rows if self._rows is None else self._rows[rows]
+        return PromptSet(self._batches, self._facts, rows=rows, memo=memo, odd=self._odd)
+
+    @property
+    def num_dropped(self) -> int:
+        return self._facts.num_dropped
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """[prompts] int64, tokens of each."""
+        return self._whole([np.diff(batch.column("tokens").offsets.to_numpy()) for batch in self._batches])
+
+    @cached_property
+    def first_rows(self) -> np.ndarray:
+        """[prompts] int64: equal for prompts of the same tokens, answer and data source."""
+        return self._whole([batch.column("first").to_numpy() for batch in self._batches])
+
+    @property
+    def num_different(self) -> int:
+        """How many of the prompts are no repetition of an earlier one."""
+        return len(np.unique(self.first_rows))
+
+    @property
+    def data_sources(self) -> list[str]:
+        """Every `data_source` that occurs, sorted."""
+        return sorted(prompt.data_source for prompt in self.first_of_each_source())
+
+    def first_of_each_source(self) -> list[Prompt]:
+        """The first prompt of every data source, in order."""
+        numbers = self._whole([batch.column("source").to_numpy() for batch in self._batches])
+        return [self[int(i)] for i in sorted(np.unique(numbers, return_index=True)[1])]
+
+    def beyond(self, vocab_size: int) -> Prompt | None:
+        """The first prompt that holds a token of ``vocab_size`` or above."""
+        largest = [batch.column("tokens").values.to_numpy().max(initial=0) for batch in self._batches]
+        if max(largest, default=0) < vocab_size:
+            return None
+        return next((prompt for prompt in self if max(prompt.tokens) >= vocab_size), None)
+
+    def named(self, names: Iterable[str]) -> dict[str, Prompt]:
+        """Prompts by their ids; those that are not here are left out."""
+        import pyarrow.compute as pc  # a tenth of a second to import
+
+        wanted, found = pa.array(sorted(set(names)), type=pa.large_string()), {}
+        ids = pa.chunked_array([batch.column("id") for batch in self._batches], type=pa.large_string())
+        hits = self._whole([pc.is_in(ids, wanted).to_numpy(zero_copy_only=False)])
+        for i in np.flatnonzero(hits):
+            prompt = self[int(i)]
+            found[prompt.id] = prompt
+        return found
+
+    @property
+    def fingerprint(self) -> str:
+        return self._hashes[0]
+
+    @property
+    def digest(self) -> str:
+        return self._hashes[1]
+
+    @cached_property
+    def _hashes(self) -> tuple[str, str]:
+        if self._rows is None:
+            return self._facts.fingerprint, self._facts.digest
+        if self._memo is not None:
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                known = json.loads(self._memo.read_text(encoding="utf-8"))
+                return str(known["fingerprint"]), str(known["digest"])
+        digests = Digests()
+        for prompt in self:
+            digests.add(prompt)
+        found = digests.values()
+        if self._memo is not None:
+            write_whole(self._memo, json.dumps(dict(zip(("fingerprint", "digest"), found))))
+        return found
+
+    def _whole(self, parts: list[np.ndarray]) -> np.ndarray:
+        column = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+        return column if self._rows is None else column[self._rows]
+
+
+def in_memory(build: Callable[[TableWriter], None]) -> PromptSet:
+    """The set that ``build`` writes."""
+    batches: list[pa.RecordBatch] = []
+    writer = TableWriter(batches.append, to_file=False)
+    build(writer)
+    facts = writer.close()
+    return PromptSet(batches, facts, odd=writer.odd)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """All of the file or nothing. A folder that cannot be written to is left as it is."""
+    partial = path.with_name(f".{path.name}-{os.getpid()}")
+    with suppress(OSError):
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
