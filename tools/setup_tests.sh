@@ -1,23 +1,41 @@
 #!/usr/bin/env bash
-# Called by `make test` after set-up: TransformerEngine's Python for tests/support/te, in a folder of its own, patched.
-# Nothing of it enters the environment. Idempotent: the stamp holds the hash of what went into the folder.
+# Called by `make test` after set-up: what tests run beside the environment, each in a folder of its own under .cache.
+# Nothing of it enters the environment. Idempotent: a stamp holds the hash of what went into a folder.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 VENV=${VENV:-.venv}
 
 say() { printf 'setup: %s\n' "$*"; }
-folder=.cache/transformer-engine requirements=tests/support/te/requirements.txt
 mkdir -p .cache
 exec 9>.cache/setup-tests.lock
 flock 9 # two `make` at once: the second waits, then finds everything done
-
-wanted=$({ "$VENV/bin/python" -V && cat "$requirements" patches/transformer-engine/*; } | sha256sum | cut -d' ' -f1)
-[ "$(cat "$folder/.ready" 2>/dev/null || true)" != "$wanted" ] || exit 0
-
-say "fetching TransformerEngine's Python for the tests (300 MB, most of it triton)"
 log=.cache/setup-tests.log
-rm -rf "$folder"
-"$VENV/bin/python" -m pip install --disable-pip-version-check --no-deps --require-hashes --no-compile \
-  --target "$folder" -r "$requirements" >"$log" 2>&1 || { tail -n 5 "$log" >&2; say "pip failed (all of its output: $log)"; exit 1; }
-"$VENV/bin/python" -m megatron_rl patch apply --tree "$folder" transformer-engine
-echo "$wanted" >"$folder/.ready"
+
+# fetch FOLDER REQUIREMENTS WHAT [FILE…]: FOLDER holds exactly REQUIREMENTS. False where it does already. The hash is of
+# REQUIREMENTS and FILE…
+fetch() {
+  local folder=$1 requirements=$2 what=$3 wanted
+  shift 3
+  wanted=$({ "$VENV/bin/python" -V && cat "$requirements" "$@"; } | sha256sum | cut -d' ' -f1)
+  [ "$(cat "$folder/.ready" 2>/dev/null || true)" != "$wanted" ] || return 1
+  say "fetching $what"
+  rm -rf "$folder"
+  "$VENV/bin/python" -m pip install --disable-pip-version-check --no-deps --require-hashes --no-compile \
+    --target "$folder" -r "$requirements" >"$log" 2>&1 || { tail -n 5 "$log" >&2; say "pip failed (all of its output: $log)"; exit 1; }
+  stamp=$wanted
+}
+
+# TransformerEngine's Python for tests/support/te, patched.
+folder=.cache/transformer-engine
+if fetch "$folder" tests/support/te/requirements.txt "TransformerEngine's Python for the tests (300 MB, most of it triton)" patches/transformer-engine/*; then
+  "$VENV/bin/python" -m megatron_rl patch apply --tree "$folder" transformer-engine
+  echo "$stamp" >"$folder/.ready"
+fi
+
+# The clients of monitor.sinks. They ask for versions that do not go together: a folder each.
+for name in wandb mlflow swanlab; do
+  folder=.cache/sinks/$name
+  if fetch "$folder" "tests/support/sinks/$name.txt" "the client of $name for the tests (60 MB)"; then
+    echo "$stamp" >"$folder/.ready"
+  fi
+done

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from megatron_rl.config.base import OffCount, Section
+from megatron_rl.config.sinks import SinksConfig
 
 Action = Literal["warn", "decay_lr", "save", "record_batch", "stop"]
 Statistic = Literal["value", "ratio", "slope", "log_slope", "log_slope_lower", "not_finite"]
@@ -67,6 +68,8 @@ class SamplesConfig(Section):
 class MonitorConfig(Section):
     tensorboard: bool = True
     """Write TensorBoard event files."""
+    sinks: SinksConfig = SinksConfig()
+    """Services that get the same metrics: Weights & Biases, MLflow, SwanLab."""
     terminal: Literal["auto", "live", "plain", "off"] = "auto"
     """live: coloured lines above a status line with progress, phase and ETA. plain: one line per step. auto: live
     where standard output is a terminal, else plain. log.txt has the plain lines in every case."""

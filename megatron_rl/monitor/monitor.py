@@ -18,6 +18,7 @@ from megatron_rl.monitor.noise_scale import NoiseMonitor
 from megatron_rl.monitor.rollouts import rollout_metrics
 from megatron_rl.monitor.run_directory import RunDirectory
 from megatron_rl.monitor.samples import SampleFile, collect, render
+from megatron_rl.monitor.sinks import service_sinks
 from megatron_rl.monitor.tensorboard import TensorBoardSink
 from megatron_rl.monitor.terminal import TerminalSink
 from megatron_rl.monitor.timing import PhaseTimer, Span
@@ -60,6 +61,7 @@ class Monitor:
             self._room_for_texts = self._samples.max_bytes  # in TensorBoard's files
             if config.tensorboard:
                 self._sinks["tensorboard"] = TensorBoardSink(self.run_dir.tensorboard)
+            self._sinks |= service_sinks(config.sinks, self.run_dir)
             self.timer.on_enter = lambda name: self._guard("terminal", self._terminal.enter_phase, name)
             self._guard("terminal", self._terminal.header, recipe_summary)
 

@@ -17,6 +17,7 @@ from megatron_rl.config import Recipe
 from megatron_rl.data import PromptSet, check_vocabulary, load_tokenizer, load_train, load_validation
 from megatron_rl.errors import InputError
 from megatron_rl.monitor.run_directory import RunDirectory
+from megatron_rl.monitor.sinks import missing_clients
 from megatron_rl.rewards import Rewarder
 from megatron_rl.rewards.rewarder import Trial
 from megatron_rl.run.identity import begin_step, compare, contents, has_begun, is_complete, refuse
@@ -43,6 +44,8 @@ def prepare(recipe: Recipe, world_size: int | None) -> Iterator[Prepared]:
     Raises `InputError` for whatever keeps the recipe from being run.
     """
     checked = check_recipe(recipe, world_size)
+    if problems := missing_clients(recipe.monitor.sinks):
+        raise InputError("\n".join([f"recipe {recipe.name}:", *(f"  {problem}" for problem in problems)]))
     tokenizer = load_tokenizer(str(recipe.model.path))
     train = load_train(recipe.data, tokenizer)
     if (prompts := recipe.batch.prompts_of_a_round) > len(train):

@@ -1,0 +1,214 @@
+"""Weights & Biases, MLflow and SwanLab get what metrics.jsonl gets, through their real clients; none can end a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import threading
+import time
+import warnings
+
+import pytest
+
+from megatron_rl.config.monitor import MonitorConfig
+from megatron_rl.config.sinks import SinksConfig
+from megatron_rl.errors import OwnWarning
+from megatron_rl.monitor import Monitor, read_metrics, sinks
+from megatron_rl.monitor.run_directory import RunDirectory
+from megatron_rl.monitor.sinks import ServiceSink, missing_clients
+from tests.support.sinks import run
+
+RECORD = "from tests.support.sinks.record import main; main()"
+READ = {
+    "wandb": """
+import json, sys
+from pathlib import Path
+from wandb.proto.wandb_internal_pb2 import Record
+from tests.support.sinks import records
+starts = []
+for file in sorted(Path(sys.argv[1]).glob("run/wandb/offline-run-*/*.wandb")):
+    start = {"steps": {}}
+    for data in records(file):
+        record = Record.FromString(data)
+        if record.WhichOneof("record_type") == "run":
+            start["id"], start["name"] = record.run.run_id, record.run.display_name
+            start["recipe"] = {i.key: json.loads(i.value_json) for i in record.run.config.update}
+        if record.WhichOneof("record_type") == "history":
+            items = {i.key or i.nested_key[0]: float(json.loads(i.value_json)) for i in record.history.item}
+            step = int(items.pop("_step"))
+            start["steps"][step] = {k: v for k, v in items.items() if k[0] != "_"}
+    starts.append(start)
+print(json.dumps(starts))
+""",
+    "swanlab": """
+import json, sys
+from pathlib import Path
+from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+from tests.support.sinks import records
+starts = []
+for file in sorted(Path(sys.argv[1]).glob("run/swanlab/run-*/*.swanlab")):
+    start = {"steps": {}, "id": file.stem}
+    for data in records(file):
+        record = Record.FromString(data)
+        if record.HasField("start"):
+            start["name"] = record.start.name
+        if record.HasField("scalar"):
+            start["steps"].setdefault(record.scalar.step, {})[record.scalar.key] = record.scalar.value.number
+    starts.append(start)
+print(json.dumps(starts))
+""",
+    "mlflow": """
+import json, sys
+from mlflow import MlflowClient
+client = MlflowClient(tracking_uri=f"sqlite:///{sys.argv[1]}/run/mlflow.db")
+experiment = client.get_experiment_by_name("megatron_rl")
+runs = client.search_runs([experiment.experiment_id])
+steps = {}
+for name in runs[0].data.metrics:
+    for metric in client.get_metric_history(runs[0].info.run_id, name):
+        steps.setdefault(metric.step, {}).setdefault(name.replace("_at_", "@"), []).append(metric.value)
+print(json.dumps([{"runs": len(runs), "name": runs[0].info.run_name, "status": runs[0].info.status,
+                   "recipe": runs[0].data.params, "steps": steps}]))
+""",
+}
+
+
+def recorded(folder) -> dict[int, dict[str, float]]:
+    return {
+        int(record["step"]): {k: float(v) for k, v in record.items() if k not in ("step", "time")}
+        for record in read_metrics(folder / "run")
+    }
+
+
+def same(found: dict, wanted: dict) -> bool:
+    return json.dumps(found, sort_keys=True) == json.dumps(wanted, sort_keys=True)  # NaN equals NaN
+
+
+@pytest.mark.parametrize("service", ["wandb", "swanlab"])
+def test_offline_files_hold_the_numbers_of_metrics_jsonl_and_a_resumed_run_goes_on_with_its_id(service, tmp_path):
+    run(service, RECORD, str(tmp_path), service, "0", "5")
+    first = recorded(tmp_path)
+    time.sleep(1.1)  # the clients name a start's folder by the second
+    run(service, RECORD, str(tmp_path), service, "3", "6")
+    starts = json.loads(run(service, READ[service], str(tmp_path)))
+    assert [sorted(map(int, start["steps"])) for start in starts] == [[0, 1, 2, 3, 4], [3, 4, 5]]
+    assert same({int(k): v for k, v in starts[0]["steps"].items()}, first)
+    last = {step: metrics for step, metrics in recorded(tmp_path).items() if step >= 3}
+    assert same({int(k): v for k, v in starts[1]["steps"].items()}, last)
+    assert starts[0]["id"] == starts[1]["id"]
+    assert all(start["name"] == "run" for start in starts)
+    if service == "wandb":
+        assert starts[0]["recipe"]["learner"] == {"optimizer": {"lr": 1e-6}}
+
+
+def test_mlflow_holds_the_numbers_of_metrics_jsonl_in_one_run_over_both_starts(tmp_path):
+    run("mlflow", RECORD, str(tmp_path), "mlflow", "0", "5")
+    first = recorded(tmp_path)
+    run("mlflow", RECORD, str(tmp_path), "mlflow", "3", "6")
+    (found,) = json.loads(run("mlflow", READ["mlflow"], str(tmp_path)))
+    assert (found["runs"], found["name"], found["status"]) == (1, "run", "FINISHED")
+    assert found["recipe"] == {"name": "unit", "learner.optimizer.lr": "1e-06"}
+    steps = {int(step): metrics for step, metrics in found["steps"].items()}
+    last = recorded(tmp_path)
+    for step, metrics in steps.items():
+        wanted = [source[step] for source in ([first, last] if step in (3, 4) else [last])]
+        for name, values in metrics.items():
+            expected = [record[name] for record in wanted if name in record]
+            if expected[0] == math.inf:  # MLflow's database has the largest double for it
+                expected = [1.7976931348623157e308] * len(expected)
+            assert same(sorted(values), sorted(expected)), (step, name)
+        assert set(metrics) == {name for record in wanted for name in record}
+    assert set(steps) == set(last)
+
+
+def test_a_service_that_is_away_costs_no_step_and_is_said_once(tmp_path):
+    code = """
+import sys, warnings
+from pathlib import Path
+from megatron_rl.config.monitor import MonitorConfig
+from megatron_rl.monitor import Monitor
+uri = "http://127.0.0.1:9"  # nothing listens at the port of `discard`
+config = MonitorConfig(terminal="off", plots=False, tensorboard=False, sinks={"mlflow": {"tracking_uri": uri}})
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    with Monitor(Path(sys.argv[1]), config, {}, True) as monitor:
+        for step in range(3):
+            monitor.record(step, {"x": 1.0})
+print([str(w.message) for w in caught if "monitor: mlflow failed" in str(w.message)])
+"""
+    said = run("mlflow", code, str(tmp_path))
+    assert said.count("training goes on without it") == 1
+    assert len(read_metrics(tmp_path)) == 3
+
+
+class Slow:
+    """A service whose calls return when the test says so."""
+
+    def __init__(self) -> None:
+        self.answers, self.steps, self.ended = threading.Event(), [], False
+
+    def begin(self, recipe, resumes):
+        self.resumes = resumes
+
+    def log(self, step, metrics, seconds):
+        self.answers.wait()
+        self.steps.append(step)
+        if step == 1:
+            raise ConnectionError("no route to host")
+
+    def end(self):
+        self.ended = True
+
+
+def test_steps_wait_for_a_slow_service_in_memory_and_close_sends_them(tmp_path):
+    service = Slow()
+    sink = ServiceSink(service, tmp_path / "absent.yaml")
+    sink.resume_at(0)
+    for step in range(4):
+        sink.write(step, {"x": 1.0})  # returns although the service does not
+    assert service.steps == []
+    service.answers.set()
+    with pytest.raises(sinks.SinkError, match="ConnectionError: no route to host"):
+        sink.close()
+    assert (service.steps, service.ended, service.resumes) == ([0, 1, 2, 3], True, False)
+
+
+def test_the_end_of_a_run_waits_for_a_service_no_longer_than_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(sinks, "CLOSING_SECONDS", 0.0)
+    service = Slow()
+    sink = ServiceSink(service, tmp_path / "absent.yaml")
+    sink.write(0, {"x": 1.0})
+    with pytest.raises(sinks.SinkError, match=r"metrics\.jsonl has it all"):
+        sink.close()
+    service.answers.set()
+
+
+def test_a_run_without_sinks_starts_no_thread(tmp_path):
+    before = threading.active_count()
+    with Monitor(tmp_path, MonitorConfig(terminal="off", plots=False), {}, True) as monitor:
+        monitor.record(0, {"x": 1.0})
+        assert threading.active_count() == before
+
+
+def test_a_client_that_is_not_installed_is_named_before_anything_starts(monkeypatch):
+    wanted = SinksConfig(wandb={}, swanlab={})
+    assert missing_clients(SinksConfig()) == []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else object())
+    (problem,) = missing_clients(wanted)
+    assert problem.startswith("monitor.sinks.wandb: the package wandb is not installed; `pip install wandb`")
+
+
+def test_a_failing_service_becomes_one_warning(tmp_path):
+    monitor = Monitor(tmp_path, MonitorConfig(terminal="off", plots=False, tensorboard=False), {}, True)
+    service = Slow()
+    service.answers.set()
+    monitor._sinks["wandb"] = ServiceSink(service, RunDirectory(tmp_path).recipe)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            monitor.record(step, {"x": 1.0})
+        monitor.close()
+    (warning,) = caught
+    assert warning.category is OwnWarning
+    assert str(warning.message).startswith("monitor: wandb failed (ConnectionError: no route to host)")
