@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_rl.checkpoint.architecture import Architecture, read_architecture
 from megatron_rl.checkpoint.known_models import KNOWN_MODELS, how_to_get, shape_of
 from megatron_rl.config import Recipe
+from megatron_rl.config.hub import how_to_download
 from megatron_rl.config.precision_contract import contract
 from megatron_rl.config.rules import model_problems, smallest_world
 from megatron_rl.data import check_source
@@ -65,6 +66,8 @@ def _architecture(path: Path) -> Architecture:
         return read_architecture(path)
     command = how_to_get(path)
     download = f"download it with `{command}`" if command else "download a checkpoint in Hugging Face layout there"
+    if not command and (cache := how_to_download(str(path), "model")):
+        download += f", or, if it is a name of the Hugging Face hub, into its cache with `{cache}`"
     raise InputError(
         f"model.path: {path}: no such folder; {download}. `megatron-rl check RECIPE --offline` checks the rest of the "
         f"recipe without it, for models whose shape is known: {', '.join(KNOWN_MODELS)}"

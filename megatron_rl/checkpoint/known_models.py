@@ -105,7 +105,8 @@ def how_to_get(path: Path) -> str:
     organization = next((o for start, o in HUB_ORGANIZATIONS.items() if path.name.startswith(start)), None)
     if path.name not in KNOWN_MODELS or organization is None:
         return ""
-    return f"hf download {organization}/{path.name} --local-dir {path}"
+    name = f"{organization}/{path.name}"
+    return f"hf download {name}" + ("" if str(path) == name else f" --local-dir {path}")
 
 
 def shape_of(path: Path) -> tuple[Architecture, bool]:

@@ -30,9 +30,11 @@ AnyPath = Annotated[Path, Strict(False)]
 @dataclass(frozen=True)
 class LookedUp:
     """Mark of a field that names something to read: a relative path counts from the folder of the recipe that names it,
-    where it is there, else from the working directory. With ``is_function``, of ``path/to/file.py:function``."""
+    where it is there, else from the working directory. With ``is_function``, of ``path/to/file.py:function``. With
+    ``hub``, what is no such path may be a name of the Hugging Face hub, of this kind."""
 
     is_function: bool = False
+    hub: Literal["model", "dataset"] | None = None
 
 
 class _Rewritten:

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megatron_rl.config.base import LookedUp, Patch, ShortList, _Rewritten
+from megatron_rl.config.hub import cached
 
 
 def is_section(annotation: Any) -> bool:
@@ -87,24 +88,25 @@ def _expanded(value: Any, field: FieldInfo) -> Any:
 
 
 def anchored(values: dict[str, Any], schema: type[BaseModel], *folders: Path) -> dict[str, Any]:
-    """``values`` with paths to read replaced by the first of ``folders`` that has them; else as written."""
+    """``values`` with paths to read replaced by the first of ``folders`` that has them, names of the hub by what its
+    cache holds; else as written. InputError for a name that says too little (`hub.cached`)."""
 
     def look_up(value: Any, field: FieldInfo) -> Any:
         mark = next((mark for mark in field.metadata if isinstance(mark, LookedUp)), None)
         if mark is None:
             return value
         if isinstance(value, dict):
-            return {key: _existing(item, folders, mark.is_function) for key, item in value.items()}
-        return _existing(value, folders, mark.is_function)
+            return {key: _existing(item, folders, mark) for key, item in value.items()}
+        return _existing(value, folders, mark)
 
     return _rewritten(values, schema, look_up)
 
 
-def _existing(value: Any, folders: tuple[Path, ...], is_function: bool) -> Any:
+def _existing(value: Any, folders: tuple[Path, ...], mark: LookedUp) -> Any:
     if not isinstance(value, str) or not value:
         return value
-    path, colon, function = value.rpartition(":") if is_function else (value, "", "")
-    if is_function and not path.endswith(".py"):
+    path, colon, function = value.rpartition(":") if mark.is_function else (value, "", "")
+    if mark.is_function and not path.endswith(".py"):
         return value
     for folder in folders:
         try:
@@ -113,6 +115,8 @@ def _existing(value: Any, folders: tuple[Path, ...], is_function: bool) -> Any:
                 return f"{beside.resolve()}{colon}{function}"
         except (OSError, ValueError):  # a name that is too long, for one
             return value
+    if mark.hub is not None and (held := cached(path, mark.hub)) is not None:
+        return str(held)
     return value
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.data import DataSourceConfig
+from megatron_rl.config.hub import how_to_download
 from megatron_rl.errors import InputError
 
 PROMPT_KEYS = ("prompt", "problem", "question")
@@ -189,12 +190,21 @@ def _rows(config: DataSourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         raise InputError(f"{config.path!r}: a path cannot hold a NUL character")
     if path.suffix not in _EXTENSIONS:
         allowed = " or ".join(_EXTENSIONS)
-        raise InputError(f"{config.path}: unknown kind of dataset {path.suffix!r}; allowed is {allowed}")
+        hint = _hub_hint(config.path)
+        raise InputError(f"{config.path}: unknown kind of dataset {path.suffix!r}; allowed is {allowed}{hint}")
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*")], n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        hint += _hub_hint(config.path)
         raise InputError(f"{config.path}: no such file (looked in {path.resolve().parent}){hint}")
     return _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path)
+
+
+def _hub_hint(path: str) -> str:
+    command = how_to_download(path, "dataset")
+    return (
+        f"; if it is a dataset of the Hugging Face hub, `{command}` brings it into the local cache" if command else ""
+    )
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

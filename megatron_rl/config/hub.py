@@ -1,0 +1,71 @@
+"""Names of the Hugging Face hub where a recipe names a folder or a file: they stand for what the local cache holds.
+
+Nothing is downloaded: nodes of a cluster may have no network, and a run must not change with what the hub serves.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from megatron_rl.errors import InputError
+
+Kind = Literal["model", "dataset"]
+DATA_FILES = (".parquet", ".jsonl")
+_NAME = re.compile(
+    r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w.-]+))?(/(?P<file>[^@]+))?", re.ASCII
+)
+
+
+def is_name(text: str, kind: Kind) -> bool:
+    """Whether ``text`` has the form OWNER/NAME[@REVISION], and for a dataset perhaps /FILE behind it."""
+    found = _NAME.fullmatch(text)
+    return found is not None and (kind == "dataset" or found["file"] is None)
+
+
+def cached(text: str, kind: Kind) -> Path | None:
+    """What the cache of the hub holds under ``text``: the folder of a model, or a file of a dataset.
+
+    None where ``text`` is no such name, or is not there. Raises `InputError` where it is there and says too little: a
+    dataset of several files, or without that file.
+    """
+    if not is_name(text, kind):
+        return None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    found = _NAME.fullmatch(text)
+    assert found is not None, "is_name has matched it"
+    try:
+        folder = Path(
+            snapshot_download(found["repo"], repo_type=kind, revision=found["revision"], local_files_only=True)
+        )
+    except (LocalEntryNotFoundError, RepositoryNotFoundError, HFValidationError):
+        return None
+    return folder if kind == "model" else _data_file(text, folder, found["file"])
+
+
+def _data_file(text: str, folder: Path, file: str | None) -> Path:
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix in DATA_FILES)
+    if file is None and len(files) == 1:
+        return folder / files[0]
+    if file in files:
+        return folder / file
+    wanted = f"no file {file}" if file else f"{len(files)} files of data"
+    shown = ", ".join(files[:10]) + (f" and {len(files) - 10} more" if len(files) > 10 else "")
+    name = text.removesuffix(f"/{file}") if file else text
+    raise InputError(
+        f"{text}: the dataset in the local cache of the hub has {wanted}; write {name}/FILE, with one of: "
+        f"{shown or 'none'}"
+    )
+
+
+def how_to_download(text: str, kind: Kind) -> str:
+    """The command that brings ``text`` into the cache; "" where it is no name of the hub."""
+    if not is_name(text, kind):
+        return ""
+    found = _NAME.fullmatch(text)
+    assert found is not None, "is_name has matched it"
+    revision = f" --revision {found['revision']}" if found["revision"] else ""
+    return f"hf download {found['repo']}{' --repo-type dataset' if kind == 'dataset' else ''}{revision}"
