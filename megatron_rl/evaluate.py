@@ -26,7 +26,7 @@ from megatron_rl.rewards import Rewarder
 from megatron_rl.rewards.failures import refuse_too_many
 from megatron_rl.rewards.shared import score_shared
 from megatron_rl.rollout import Generator, Sampling
-from megatron_rl.run.engines import start_generator
+from megatron_rl.run.engines import load_beside, start_generator
 from megatron_rl.types import Group, Prompt, Rollout
 
 
@@ -90,11 +90,9 @@ def open_scorer(recipe: Recipe, checkpoint: Path) -> Iterator[Scorer]:
         generator = start_generator(recipe, tokenizer, learner)
         stack.callback(generator.close)
         if is_ours:
-            learner.load(checkpoint)
+            load_beside(learner, generator, partial(learner.load, checkpoint))
         elif is_weights:
-            load_weights(checkpoint, learner.module, learner.optimizer)
-        if is_ours or is_weights:
-            generator.refit(learner.export_weights(), learner.num_updates)
+            load_beside(learner, generator, partial(load_weights, checkpoint, learner.module, learner.optimizer))
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         yield Scorer(recipe, prompts, generator, rewarder, learner.num_updates, learner.step, decode)
 

@@ -9,6 +9,7 @@ from megatron_rl.monitor import AlarmEvent, wanted
 from megatron_rl.monitor.validation import summarise
 from megatron_rl.process.host_memory import FreedMemory
 from megatron_rl.rollout import Sampling
+from megatron_rl.run.engines import hand_over
 from megatron_rl.run.lookahead import staleness_metrics
 from megatron_rl.run.start import Run, start
 from megatron_rl.stored.batches import keep_newest, record_batch
@@ -84,9 +85,7 @@ def update(run: Run, batch: Batch, groups: list[Group]) -> dict[str, float]:
     learner.scheduler.observe_length(learner.num_updates, sum(lengths) / len(lengths))
     generator.sleep()
     metrics = learner.scheduler.metrics() | learner.update(batch)
-    generator.wake()
-    with run.monitor.phase("refit"):
-        generator.refit(learner.export_weights(), learner.num_updates)
+    hand_over(learner, generator, run.monitor.phase)
     return metrics
 
 

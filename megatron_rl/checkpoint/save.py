@@ -16,7 +16,10 @@ from typing import Any, TypeVar
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
@@ -58,12 +61,14 @@ def save_checkpoint(
     model: GPTModel,
     optimizer: MegatronOptimizer,
     trainer_state: dict[str, Any],
+    values: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     *,
     keep_last: int = 0,
     protected: Collection[int] = (),
 ) -> Path:
     """Write ``folder/step_…`` (every rank calls it) and return its path. An existing one of that step is replaced.
 
+    ``values``: a tensor of the model → its values, wherever they are; the optimizer's own are read as they are.
     Then deletes all older checkpoints but the newest ``keep_last`` (0 keeps all) and those of the steps ``protected``.
     Raises `SaveError` on every rank where one of them could not write its part.
     """
@@ -77,7 +82,7 @@ def save_checkpoint(
     try:
         all_ranks(lambda: _make_empty(partial))
         dist_checkpointing.save(
-            _sharded_state(model, optimizer, is_loading=False),
+            _with_values(_sharded_state(model, optimizer, is_loading=False), values),
             str(partial),
             _Strategy(all_ranks),
             content_metadata=CONTENT_METADATA,
@@ -244,6 +249,14 @@ def _sharded_state(model: GPTModel, optimizer: MegatronOptimizer, is_loading: bo
         "model": weights,
         "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=dict(CONTENT_METADATA)),
     }
+
+
+def _with_values(state: dict[str, Any], values: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    """``state`` with `values` in the place of its tensors."""
+    for sharded in nested_values(state):
+        if isinstance(sharded, ShardedTensor | ShardedTensorFactory) and sharded.data is not None:
+            sharded.data = values(sharded.data)
+    return state
 
 
 def _without_extra_state(weights: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ MAY_CHANGE = (
     "learner.recompute",
     "learner.fused_head",
     "learner.compile",
+    "learner.offload.*",
     "rollout.tensor_parallel",
     "rollout.max_num_seqs",
     "rollout.kv_cache_gib",

@@ -59,6 +59,25 @@ class LoraConfig(Section):
     """The update B·A is multiplied by alpha / rank."""
 
 
+class OffloadConfig(Section):
+    """What of the learner leaves the GPU while a colocated engine generates, for a larger key/value cache or longer
+    responses. Results are the same bit for bit; `megatron-rl plan` says what each part gains, and its price."""
+
+    gradients: bool = False
+    """The gradient buffer is freed. Every update starts by zeroing it, so nothing is copied."""
+    optimizer: bool = False
+    """Adam's moments and the fp32 master weights lie in page-locked host memory."""
+    weights: bool = False
+    """The weights lie in page-locked host memory, from when the engine has been sent them."""
+    during_passes: bool = False
+    """Adam's moments and master weights stay in host memory during forward and backward passes, too, and are on the GPU
+    for the update alone: room for activations, for two copies in each update. Needs `optimizer`."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.gradients or self.optimizer or self.weights
+
+
 class LearnerConfig(Section):
     dtype: Dtype = "bf16"
     """Type of weights and activations. Master weights, gradients' reduction and log-probs are fp32 in every case."""
@@ -76,6 +95,8 @@ class LearnerConfig(Section):
     the start, an update a tenth faster. Needs a C++ compiler. On GPUs TransformerEngine has its own kernels for it."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Adam's numbers."""
+    offload: OffloadConfig = OffloadConfig()
+    """What leaves the GPU while the engine generates."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights. null: train all weights."""
     loss_scale: LossScaleConfig = LossScaleConfig()

@@ -30,7 +30,7 @@ def section_problems(recipe: RecipeSections) -> list[str]:
             total_steps=recipe.num_updates,
         )
     )
-    found += exact_problems(recipe) + batch_problems(recipe.batch)
+    found += exact_problems(recipe) + batch_problems(recipe.batch) + offload_problems(recipe)
     if recipe.num_sequences % recipe.batch.minibatches:
         found.append(
             f"batch.minibatches: {recipe.batch.minibatches} does not divide the {recipe.num_sequences} sequences of a "
@@ -59,6 +59,29 @@ def section_problems(recipe: RecipeSections) -> list[str]:
         found.append(
             "learner.compile: true with runtime.device cuda, where TransformerEngine's layers bring their own kernels; "
             "use compile: false"
+        )
+    return found
+
+
+def offload_problems(recipe: RecipeSections) -> list[str]:
+    """Parts of `learner.offload` that gain nothing or cannot leave; empty where all fit."""
+    offload, engine, found = recipe.learner.offload, recipe.rollout.engine, []
+    if offload.during_passes and not offload.optimizer:
+        found.append(
+            "learner.offload.during_passes: true is about what learner.offload.optimizer moves; set that to true, too"
+        )
+    if engine == "vllm_server":
+        parts = ["gradients", "weights"] + ["optimizer"] * (not offload.during_passes)
+        found += [
+            f"learner.offload.{part}: true with rollout.engine vllm_server, whose servers have GPUs of their own: "
+            "nothing is gained; use false" + " or set learner.offload.during_passes" * (part == "optimizer")
+            for part in parts
+            if getattr(offload, part)
+        ]
+    if engine == "exact" and offload.weights:
+        found.append(
+            "learner.offload.weights: true with rollout.engine exact, which generates with the learner's own weights; "
+            "use false"
         )
     return found
 

@@ -28,6 +28,7 @@ from megatron_rl.learner.layers.logprobs import token_logprobs
 from megatron_rl.learner.lora import Adapters
 from megatron_rl.learner.mixed_precision import OverflowGuard, describe_model, master_reader
 from megatron_rl.learner.model import DTYPES, build_model
+from megatron_rl.learner.offload import Offload
 from megatron_rl.learner.optimizer import with_optimizer
 from megatron_rl.learner.packing import Microbatch, minibatch_denominators
 from megatron_rl.learner.passes import Passes, PhaseFn
@@ -74,6 +75,7 @@ class Learner:
         if recipe.routing.is_on:
             self.replay = RouterReplayer(model, self.architecture, recipe.routing, self.device)
         self.model, self.optimizer = with_optimizer(model, self.config, self.device)
+        self.offload = Offload(self.config.offload, self.model, model, self.optimizer, self.device)
         self.passes = Passes(
             self.model, model, self.config, self.device, self.replay, self.exact, lambda name: self.phase(name)
         )
@@ -124,6 +126,7 @@ class Learner:
             with self.phase("gate"):
                 bit_metric = {BIT_CHECK_METRIC: self.bit_check(batch, kept, "forward pass of the update")}
         with self.phase("optimizer"):
+            self.offload.before_update()
             lr = self.optimizer.param_groups[0]["lr"]
             updated, grad_norm = self.overflow.step()
         noise: dict[str, float] = {}
@@ -153,6 +156,8 @@ class Learner:
             mode = self._routing_mode(updating=True)
             microbatches = self.passes.microbatches(batch, indices, mode)
             denominators = minibatch_denominators([batch.sequences[i] for i in minibatch], self.recipe.objective)
+        self.offload.before_passes()
+        self.offload.before_gradients()
         if self.noise is not None:
             self.noise.begin([len(m.indices) for m in microbatches], len(indices))
         self.model.zero_grad_buffer()
@@ -199,6 +204,7 @@ class Learner:
         ``routing``: how tokens are routed; None: as the recipe's `routing.replay` says. With "record" every sequence
         gets the routes that the routers chose.
         """
+        self.offload.before_passes()
         mode = routing or self._routing_mode(updating=False)
         recorded: list[Any] = []
 
@@ -249,33 +255,44 @@ class Learner:
         """Aspect → what this engine does: the learner's column of the precision contract."""
         return describe_model(self.module)
 
+    def step_aside(self, weights: bool = True) -> None:
+        """Make room for the engine, as `learner.offload` says. Whatever needs a part that left brings it back.
+
+        ``weights``: they may leave, too; False: the engine is about to be sent them.
+        """
+        self.offload.step_aside(weights)
+
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors in Hugging Face names, one at a time, for the rollout engine; collective (see
-        `WeightMap.export`). Learner dtype, or with ``precision.export_from: master`` rounded once from fp32."""
+        `WeightMap.export`). Learner dtype, or with ``precision.export_from: master`` rounded once from fp32. Weights
+        that are in host memory stay there."""
         dtype, wanted = self.config.dtype, self.recipe.rollout.dtype
-        if self.adapters is not None:
-            return self.weights.export(self.adapters.merged)
-        if self.recipe.precision.export_from == "learner" or dtype in ("fp32", wanted):
-            return self.weights.export()
-        return self.weights.export(master_reader(self.optimizer), DTYPES[wanted])
+        if self.adapters is not None or self.recipe.precision.export_from == "learner" or dtype in ("fp32", wanted):
+            return self.weights.export(self._current)
+        return self.weights.export(master_reader(self.optimizer, self.offload.device_values), DTYPES[wanted])
+
+    def _current(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """Its values on the device, with its adapter."""
+        read = self.offload.device_values
+        return read(parameter.detach()) if self.adapters is None else self.adapters.merged(parameter, read)
 
     def export_hf(self, folder: Path) -> None:
         """Write the weights as a Hugging Face checkpoint, with config and tokenizer of the starting one. Collective."""
-        weights = self.weights.export(self.adapters.merged if self.adapters else None)
-        write_hf_checkpoint(folder, weights, self.recipe.model.path)
+        write_hf_checkpoint(folder, self.weights.export(self._current), self.recipe.model.path)
 
     def save(self, folder: Path, state: dict[str, Any], keep_last: int = 0, protected: Collection[int] = ()) -> Path:
         """Checkpoint of this step. ``state``: what the loop wants back from `load`; JSON-able. See
         `checkpoint.save_checkpoint` for what is kept of the older ones, and for `SaveError`."""
         own = {"step": self.step, "num_updates": self.num_updates, "scheduler": self.scheduler.state_dict()}
         own["overflow"] = self.overflow.state_dict()
-        state = {"learner": own, **state}
-        return checkpoint.save_checkpoint(
-            folder, self.step, self.model, self.optimizer, state, keep_last=keep_last, protected=protected
-        )
+        state, kept = {"learner": own, **state}, {"keep_last": keep_last, "protected": protected}
+        with self.offload.readable_optimizer():
+            values = self.offload.host_values
+            return checkpoint.save_checkpoint(folder, self.step, self.model, self.optimizer, state, values, **kept)
 
     def load(self, path: Path, verify: bool = True) -> dict[str, Any]:
         """Continue from a checkpoint; returns the loop's ``state``. ``verify``: compare its files with their hashes."""
+        self.offload.come_back()
         state = checkpoint.load_checkpoint(path, self.model, self.optimizer, verify)
         own = state.pop("learner")
         self.step, self.num_updates = own["step"], own["num_updates"]

@@ -11,6 +11,7 @@ One adapter spans what Megatron fuses: query, key and value share A, and so do g
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ _TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 def _ask_for_gradient(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
     return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class Adapters:
@@ -68,13 +73,18 @@ class Adapters:
         module.register_forward_pre_hook(shadow)
         module.register_forward_hook(restore)
 
-    def merged(self, weight: torch.nn.Parameter) -> torch.Tensor:
-        """``weight`` with its adapter added, in its dtype: the sum is fp32 and rounded once. Others as they are."""
+    def merged(
+        self, weight: torch.nn.Parameter, read: Callable[[torch.Tensor], torch.Tensor] = _as_it_is
+    ) -> torch.Tensor:
+        """``weight`` with its adapter added, in its dtype: the sum is fp32 and rounded once. Others as they are.
+
+        ``read``: a parameter → its values on the device, where they may be elsewhere (see `Offload`).
+        """
         module = self._layers.get(weight)
         if module is None:
-            return weight
-        update = module.lora_B.float() @ module.lora_A.float()
-        return (weight.float() + self.scale * update).to(weight.dtype)
+            return read(weight)
+        update = read(module.lora_B).float() @ read(module.lora_A).float()
+        return (read(weight).float() + self.scale * update).to(weight.dtype)
 
     def named_parameters(self, weights: list[tuple[str, torch.nn.Parameter]]) -> list[tuple[str, torch.nn.Parameter]]:
         """The trained parameters, under the names that ``weights`` gives to what they adapt."""

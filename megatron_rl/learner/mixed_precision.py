@@ -168,10 +168,13 @@ def describe_model(model: GPTModel) -> dict[str, str]:
     return found
 
 
-def master_reader(optimizer: MegatronOptimizer) -> Callable[[torch.nn.Parameter], torch.Tensor]:
+def master_reader(
+    optimizer: MegatronOptimizer, values: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.nn.Parameter], torch.Tensor]:
     """A function parameter → its whole fp32 master copy, gathered from the data-parallel ranks that share it.
 
-    Collective over the parameter's data-parallel group. A shard of zeros and a sum leave every value as it is.
+    ``values``: a tensor of the optimizer → what it holds, on its device (see `Offload`). Collective over the
+    parameter's data-parallel group. A shard of zeros and a sum leave every value as it is.
     """
     owner = {p: o for o in optimizer.chained_optimizers for p in getattr(o, "model_param_group_index_map", ())}
 
@@ -182,7 +185,7 @@ def master_reader(optimizer: MegatronOptimizer) -> Callable[[torch.nn.Parameter]
             sharded = owner[parameter]
             group_index, order = sharded.model_param_group_index_map[parameter]
             part = sharded._get_model_param_range_map(parameter)["param"]
-            whole[part.start : part.end] = sharded.optimizer.param_groups[group_index]["params"][order]
+            whole[part.start : part.end] = values(sharded.optimizer.param_groups[group_index]["params"][order])
         is_expert = not getattr(parameter, "allreduce", True)
         group = (
             parallel_state.get_expert_data_parallel_group()

@@ -86,7 +86,7 @@ class VllmGenerator:
         self._num_engines, self._engine = world_size // config.tensor_parallel, self._rank // config.tensor_parallel
         self._shapes = HFFolder(model_path).shapes()
         self._policy_version, self._broken, self._stats = 0, "", {}
-        self._wants_weights = False  # since they were given up in `sleep`
+        self._wants_weights = self._wants_cache = False  # since they were given up in `sleep`
         self._owns_world = not dist.is_initialized()
         start = time.perf_counter()
         self._llm: Any = self._start(model_path)
@@ -117,6 +117,7 @@ class VllmGenerator:
         check_version("the engine holds", self._policy_version, policy_version)
         check_lengths(prompts, sampling, self._max_prompt_length, self._config.max_response_length)
         requests = make_requests(prompts, num_samples, seed=self._config.seed, step=step)
+        self._take_cache()
         start = time.perf_counter()
         mine = share_of(requests, self._engine, self._num_engines)
         rollouts = self._gather(self._generate(mine, sampling))
@@ -203,11 +204,7 @@ class VllmGenerator:
         self._llm.start_weight_update()
         self._llm.update_weights({"update_info": {"weights": checked(weights, self._shapes)}})
         self._llm.finish_weight_update(str(policy_version))
-        if self._wants_weights:
-            # After the weights: what the learner holds to send them and the cache need not fit side by side.
-            torch.cuda.empty_cache()
-            self._llm.wake_up(["kv_cache"])
-            self._wants_weights = False
+        self._wants_weights = False
         if not self._llm.reset_prefix_cache():
             raise RolloutError(
                 "the prefix cache could not be emptied after a weight update: requests are still running"
@@ -222,6 +219,7 @@ class VllmGenerator:
         self.sleep()
         self.wake()
         self.refit(HFFolder(model_path).items(), 0)
+        self._take_cache()  # a cache that does not fit is found out at the start
         after = self._llm.apply_model(parameter_checksums)[0]
         check_own_refit(before, after)
 
@@ -238,13 +236,20 @@ class VllmGenerator:
         an engine to sleep sends it the next weights."""
         if self._device == "cuda":
             self._llm.sleep(level=2)
-            self._wants_weights = True
+            self._wants_weights = self._wants_cache = True
 
     def wake(self) -> None:
-        """Room for the weights, that `refit` fills before it takes that for the cache."""
+        """Room for the weights, that `refit` fills. Room for the cache is taken by the next `rollout`: until then the
+        learner may keep what it sends the weights with, and a checkpoint may use it."""
         if self._device == "cuda":
             torch.cuda.empty_cache()  # blocks that the learner's pass left cached are room that the engine needs
             self._llm.wake_up(["weights"])
+
+    def _take_cache(self) -> None:
+        if self._wants_cache:
+            torch.cuda.empty_cache()
+            self._llm.wake_up(["kv_cache"])
+            self._wants_cache = False
 
     def stats(self) -> dict[str, float]:
         return dict(self._stats)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_rl.checkpoint.hf_folder import resolve_stop_token_ids
 from megatron_rl.config import Recipe
@@ -12,8 +13,11 @@ from megatron_rl.exact import bit_check
 from megatron_rl.exact.decode import Decoder
 from megatron_rl.exact.generator import ExactGenerator
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.passes import PhaseFn
 from megatron_rl.monitor import RunDirectory
 from megatron_rl.rollout import Generator
+
+T = TypeVar("T")
 
 
 def start_generator(
@@ -23,10 +27,12 @@ def start_generator(
     say: Callable[[str], None] = print,
     stop: Callable[[], bool] = lambda: False,
 ) -> Generator:
-    """The engine that the recipe names, beside the learner of the same job.
+    """The engine that the recipe names, beside the learner of the same job, which steps aside for it first: an engine
+    measures what memory is free.
 
     ``say``: what servers there are. ``stop``: whether this rank was asked to stop.
     """
+    learner.step_aside()
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     if recipe.rollout.engine == "exact":
         learner.bit_check = partial(bit_check.check, learner)
@@ -64,3 +70,28 @@ def start_generator(
         decode=decode,
         precision=recipe.precision,
     )
+
+
+def hand_over(learner: Learner, generator: Generator, phase: PhaseFn = lambda name: nullcontext()) -> None:
+    """Wake the engine with the learner's weights. Collective.
+
+    What leaves the learner (`learner.offload`) leaves first, except the weights: they are sent, and leave then, before
+    the engine takes room for its cache.
+    """
+    offload = phase if learner.config.offload.is_on else lambda name: nullcontext()
+    with offload("offload"):
+        learner.step_aside(weights=False)
+    generator.wake()
+    with phase("refit"):
+        generator.refit(learner.export_weights(), learner.num_updates)
+    with offload("offload"):
+        learner.step_aside()
+
+
+def load_beside(learner: Learner, generator: Generator, load: Callable[[], T]) -> T:
+    """Fill the learner by ``load`` while the engine sleeps, then `hand_over`. Returns what ``load`` returned."""
+    generator.sleep()
+    learner.offload.come_back()
+    found = load()
+    hand_over(learner, generator)
+    return found

@@ -32,7 +32,7 @@ from megatron_rl.rewards.failures import refuse_too_many
 from megatron_rl.rewards.shared import score_shared
 from megatron_rl.rollout import Generator
 from megatron_rl.rollout.generator import RolloutInterrupted
-from megatron_rl.run.engines import start_generator
+from megatron_rl.run.engines import load_beside, start_generator
 from megatron_rl.run.identity import (
     Comparison,
     begin_step,
@@ -280,13 +280,13 @@ def best_steps(scores: dict[int, float], config: CheckpointConfig) -> list[int]:
 
 
 def _resume(run: Run, checkpoint: Path, train: PromptSet) -> None:
-    state = run.learner.load(checkpoint, verify=False)  # `find_checkpoint` did
+    # `find_checkpoint` did verify it
+    state = load_beside(run.learner, run.generator, partial(run.learner.load, checkpoint, verify=False))
     run.scores = {int(step): value for step, value in state["scores"].items()}
     run.prompts.load_state_dict(state["prompts"])
     run.ahead.load_state_dict(state.get("ahead", []), train)
     run.monitor.load_state_dict(state["monitor"])
     run.monitor.resume_at(run.learner.step)
-    run.generator.refit(run.learner.export_weights(), run.learner.num_updates)
     run.monitor.log(f"resumed at step {run.learner.step} from {checkpoint}")
 
 

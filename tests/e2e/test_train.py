@@ -18,6 +18,7 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_rl.checkpoint.hf_folder import HFFolder
 from megatron_rl.monitor.samples import read_samples
 from megatron_rl.rollout.generator import Sampling
 from tests.e2e import hf_reference
@@ -112,6 +113,18 @@ def test_a_run_leaves_its_whole_record(root):
     assert all(1 - 1e-4 < sample["rho"]["min"] <= sample["rho"]["max"] < 1 + 1e-4 for sample in samples)
     assert [event.step for event in events.Tensors("samples/1/text_summary")] == [0]
     assert "validation before step 0" in (run / "log.txt").read_text()
+
+
+def test_a_learner_that_steps_aside_trains_the_same(root):
+    """Gradients, Adam's states and weights leave between updates: every figure and the exported weights stay."""
+    offload = "learner.offload={gradients: true, optimizer: true, weights: true, during_passes: true}"
+    settings = ["validation.every=2", "monitor.show_sample_every=2"]
+    succeeded(train(root, "aside", "checkpoint={every: 2, keep_last: 0, export_hf: true}", *settings, offload))
+    found = metrics(root, "aside")
+    assert without_times(found) == without_times(metrics(root, "whole"))
+    assert all(row["perf/time/offload"] > 0 for row in found[:STEPS])
+    aside, whole = (HFFolder(root / name / "checkpoints" / "hf") for name in ("aside", "whole"))
+    assert all(torch.equal(tensor, whole(name)) for name, tensor in aside.items())
 
 
 @pytest.fixture(scope="module")

@@ -139,6 +139,16 @@ def test_resolved_recipes_load_again(tmp_path):
         ("num_steps=0", ["num_steps: found 0"]),
         ("learner.compile=true\nrollout.engine=exact", ["learner.compile: true with rollout.engine exact", "false"]),
         ("learner.compile=true\nruntime.device=cuda", ["learner.compile: true with runtime.device cuda", "false"]),
+        ("learner.offload.during_passes=true", ["learner.offload.during_passes: true", "learner.offload.optimizer"]),
+        ("learner.offload.weights=true\nrollout.engine=exact", ["learner.offload.weights: true", "use false"]),
+        (
+            "learner.offload={gradients: true, optimizer: true}\nrollout.engine=vllm_server",
+            [
+                "learner.offload.gradients: true",
+                "offload.optimizer: true",
+                "nothing is gained; use false or set learner",
+            ],
+        ),
         ("name=a/b", ["name: found 'a/b'"]),
         ("batch.max_generations=2", ["batch.max_generations: 2", "set filter_groups: true"]),
         ("batch.generation_prompts=20", ["batch.generation_prompts: 20", "set filter_groups: true"]),

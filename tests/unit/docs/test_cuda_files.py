@@ -13,6 +13,7 @@ REACHED = {
     "megatron_rl/doctor/machine.py": "tests/unit/doctor/test_machine.py",
     "megatron_rl/doctor/setting.py": "tests/unit/doctor/test_command.py",
     "megatron_rl/learner/model.py": "tests/parallel/test_transformer_engine.py",
+    "megatron_rl/learner/offload.py": "tests/unit/learner/test_offload.py",
     "megatron_rl/learner/packed_attention.py": "tests/parallel/test_transformer_engine.py",
     "megatron_rl/process/devices.py": "tests/unit/process/test_devices.py",
     "megatron_rl/rollout/engine_arguments.py": "tests/unit/rollout/test_engine_arguments.py",

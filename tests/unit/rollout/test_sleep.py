@@ -33,22 +33,29 @@ def engine(monkeypatch) -> VllmGenerator:
     made = VllmGenerator.__new__(VllmGenerator)
     made._config, made._device, made._shapes = RolloutConfig(), "cuda", {}
     made._broken, made._stats, made._policy_version, made._wants_weights = "", {}, 0, False
+    made._wants_cache, made._architecture, made._max_prompt_length = False, None, 16
+    made._num_engines, made._engine, made._rank = 1, 0, 0
     made._sampling, made._llm = Sampling.from_config(made._config), Calls()
     return made
 
 
-def test_order_of_sleep_wake_and_refit(engine):
+def test_order_of_sleep_wake_and_refit(engine, monkeypatch):
+    """The cache wakes with the first rollout: until then its room is the learner's."""
+    monkeypatch.setattr(engine, "_run_engine", lambda requests, sampling: [])
     engine.sleep()
     engine.wake()
     engine.refit(iter(()), 1)
-    assert [call[:2] for call in engine._llm.made if call[0] in ("sleep", "wake_up")] == [
+    assert [call[0] for call in engine._llm.made][-1] == "reset_prefix_cache"
+    engine.rollout([], 1, policy_version=1, step=0)
+    engine.rollout([], 1, policy_version=1, step=1)
+    made = engine._llm.made
+    assert [call[:2] for call in made if call[0] in ("sleep", "wake_up")] == [
         ("sleep", 2),
         ("wake_up", ["weights"]),
         ("wake_up", ["kv_cache"]),
     ]
-    names = [call[0] for call in engine._llm.made]
+    names = [call[0] for call in made]
     assert names.index("finish_weight_update") < len(names) - 1 - names[::-1].index("wake_up")
-    assert names[-1] == "reset_prefix_cache"
 
 
 def test_a_refit_without_sleep_wakes_nothing(engine):
