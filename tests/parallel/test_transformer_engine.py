@@ -6,31 +6,46 @@ of ranks, and run the programs of the other tests of the learner.
 
 from __future__ import annotations
 
-import math
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from megatron_rl.checkpoint import conversion
-from tests.parallel.gloo import run_ranks
 from tests.parallel.programs.learner import largest_difference
-from tests.parallel.programs.lora import LORA, OPTIMIZER
 from tests.parallel.programs.precision import ATTENTION
+from tests.parallel.transformer_engine import (
+    EPS,
+    FP16,
+    SMALL,
+    STEPS,
+    convert,
+    learner,
+    load,
+    lora,
+    other_weights,
+    parts,
+    replayed,
+    same_adapters,
+    same_continuation,
+    same_fp16_run,
+    same_noise,
+    same_weights,
+    save_after,
+    start,
+    start_local,
+    updates,
+    worst,
+)
 from tests.support import te
-from tests.support.plain_training import adapters, float32_limits, relative_gradient_error
+from tests.support.plain_training import float32_limits
 from tests.support.routes import random_routes
-from tests.support.tiny import MODEL, stored_rollouts
+from tests.support.tiny import stored_rollouts
 from tests.support.zygote import Zygote
 from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
 
 pytestmark = pytest.mark.skipif(te.MISSING is not None, reason=str(te.MISSING))
 
-EPS = 1e-3  # as in test_learner_layouts.py: updates are as exact as gradients
-STEPS = 3
 LAYOUTS = {
     "one": (1, {}),
     "dp2": (2, {}),
@@ -50,15 +65,7 @@ VARIANTS = {
 }
 MIXED = LAYOUTS["tp2ep2"][1]
 REPLAYS = {"one": {}, "recompute full": {"recompute": "full", "max_tokens_per_microbatch": 128}}
-FP16 = {"dtype": "fp16", "loss_scale": {"initial": 256.0, "growth_interval": 1000}}
 OVERFLOW = {"inject": {"parameter": ATTENTION, "factor": 1e30, "at": (1,)}}
-SMALL = 150  # tokens in a microbatch: several of them in a batch
-PROGRAMS = "tests.parallel.programs"
-WEIGHTS = MODEL / "model.safetensors"
-
-
-def learner(parallel: dict | None = None, **overrides) -> dict:
-    return {"optimizer": {"lr": 1e-4, "eps": EPS}, "parallel": parallel or {}, **overrides}
 
 
 def train(section: dict) -> tuple[str, dict]:
@@ -73,14 +80,7 @@ def helper():
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory) -> Path:
-    """The tiny model with other weights, converted to Megatron's format."""
-    folder = tmp_path_factory.mktemp("other")
-    shutil.copytree(MODEL, folder / "hf")
-    draw = torch.Generator().manual_seed(0)
-    moved = {n: t + 0.01 * torch.randn(t.shape, generator=draw) for n, t in load_file(WEIGHTS).items()}
-    save_file(moved, folder / "hf" / WEIGHTS.name, metadata={"format": "pt"})
-    conversion.to_megatron(folder / "hf", folder / "megatron")
-    return folder
+    return other_weights(tmp_path_factory.mktemp("other"))
 
 
 @pytest.fixture(scope="module")
@@ -88,22 +88,6 @@ def dense(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("dense")
     save_checkpoint(build_model(build_tiny_config("qwen3", "nano")), path)
     return str(path)
-
-
-def lora(dense: str) -> tuple[str, dict]:
-    return "lora.train", {"model": dense, "num_steps": 2}
-
-
-def replayed(routes: list, **section) -> tuple[str, dict]:
-    return "replay.gradients", {"mode": "r3", "routes": routes, **section}
-
-
-def parts(tokens: int, ranks: int, first_only: bool) -> tuple[str, dict]:
-    return "noise.part_norms", {"num_ranks": ranks, "max_tokens": tokens, "first_only": first_only}
-
-
-def updates(**section) -> tuple[str, dict]:
-    return "noise.updates", {"num_steps": 1, "dtype": "fp32", "optimizer": {"lr": 1e-3}, **section}
 
 
 @pytest.fixture(scope="module")
@@ -115,18 +99,9 @@ def local(tmp_path_factory, dense) -> dict:
         "fp16": ("precision.train", {"num_steps": 3, "learner": FP16} | OVERFLOW),
         "parts": parts(SMALL, 1, True),
         "lora": lora(dense),
-        "saved": save_after(tmp_path_factory, learner()),
+        "saved": save_after(tmp_path_factory.mktemp("run"), learner()),
     }
-    (results,) = run_ranks("tests.parallel.jobs", "run_jobs", 1, jobs=jobs, module=PROGRAMS, timeout_s=500)
-    return results
-
-
-def save_after(tmp_path_factory, section: dict) -> tuple[str, dict]:
-    return "learner.save_after", {
-        "folder": str(tmp_path_factory.mktemp("run")),
-        "num_steps": 1,
-        "learner": section,
-    }
+    return start_local(jobs)
 
 
 @pytest.fixture(scope="module")
@@ -147,31 +122,13 @@ def runs(helper, local, other, dense, tmp_path_factory) -> dict[str, list[dict]]
     jobs[1]["head"] = ("precision.fp32_parts", {"dtype": "bf16"})
     jobs[1]["noise"] = updates(max_tokens_per_microbatch=SMALL)
     jobs[1]["lora"] = lora(dense)
-    jobs[1]["saved"] = save_after(tmp_path_factory, learner())
+    jobs[1]["saved"] = save_after(tmp_path_factory.mktemp("run"), learner())
     jobs[1]["loaded"] = load(local["saved"]["path"], learner())
-    jobs[1]["converted"] = (
-        "convert.load_and_save",
-        {
-            "model": str(MODEL),
-            "weights": str(other / "megatron"),
-            "folder": str(tmp_path_factory.mktemp("converted")),
-            "learner": {"dtype": "fp32"},
-        },
-    )
+    jobs[1]["converted"] = convert(other, tmp_path_factory.mktemp("converted"))
     jobs[1]["attention"] = ("thd_choices", {})
     return {
         name: [rank[name] for rank in ranks] for n in jobs for ranks in [start(helper, n, jobs[n])] for name in jobs[n]
     }
-
-
-def load(path: str, section: dict) -> tuple[str, dict]:
-    return "learner.load_and_continue", {"path": path, "learner": section}
-
-
-def start(helper: Zygote, world_size: int, jobs: dict) -> list[dict]:
-    return run_ranks(
-        "tests.parallel.programs.transformer_engine", "run_jobs", world_size, helper=helper, jobs=jobs, timeout_s=500
-    )
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, *VARIANTS])
@@ -205,22 +162,9 @@ def test_r2_replays_what_it_recorded(runs):
         assert result["metrics"]["router/agree_frac"] == 1.0
 
 
-def worst(result: dict, reference: dict) -> float:
-    pairs = [(result["gradients"][name], gradient) for name, gradient in reference["gradients"].items()]
-    return max(float((a - b).norm() / b.norm()) for a, b in pairs if b.norm() > 0)
-
-
 def test_fp16_with_an_overflow(runs, local):
-    wanted = local["fp16"]["steps"]
-    assert [step["update_skipped"] for step in wanted] == [0.0, 1.0, 0.0]
     for rank in runs["fp16"]:
-        assert rank["finite"]
-        for got, want in zip(rank["steps"], wanted, strict=True):
-            same = ("scale", "lr", "overflows", "update_skipped", "tensor")
-            assert [got[key] for key in same] == [want[key] for key in same]
-            if not want["update_skipped"]:
-                error = relative_gradient_error(torch.float16)
-                assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=error)
+        same_fp16_run(rank, local["fp16"])
 
 
 def test_fp32_head_and_router(runs):
@@ -234,35 +178,14 @@ def test_fp32_head_and_router(runs):
 
 
 def test_noise_is_measured_as_with_megatrons_own_layers(runs, local):
-    *sizes, total = local["parts"]["sizes"]
-    *squares, whole = local["parts"]["squares"]
-    error = float32_limits(1).gradients[0]  # as in test_learner_noise.py
-    scales = [(total / size) ** 2 for size in sizes]
-    mean = sum(square * scale for square, scale in zip(squares, scales, strict=True)) / len(scales)
-    limits = [2 * math.sqrt(square) * error + error**2 for square in (whole, *squares)]
-    small = sum(limit * scale for limit, scale in zip(limits[1:], scales, strict=True)) / len(scales)
     for (metrics,) in runs["noise"]:
-        assert abs(metrics["noise/sq_big"] - whole) <= limits[0]
-        assert abs(metrics["noise/sq_small"] - mean) <= small < 0.01 * mean
-        assert metrics["noise/update_rms"] == pytest.approx(metrics["test/update_rms"], rel=2e-3)
+        same_noise(metrics, local["parts"])
 
 
 def test_adapters(runs, local, dense):
     (got,) = runs["lora"]
     assert any("lora_" in name for name in got["adapters"])
-    limits = float32_limits(2, **OPTIMIZER, path=dense, mutate=adapters(LORA["rank"], LORA["alpha"] / LORA["rank"]))
-    for step, (ours, theirs) in enumerate(zip(got["metrics"], local["lora"]["metrics"], strict=True)):
-        assert abs(ours["actor/grad_norm"] - theirs["actor/grad_norm"]) <= limits.gradients[step]
-    assert np.abs(got["after"] - local["lora"]["after"]).max() <= limits.logprobs
-
-
-def same_continuation(got: dict, want: dict) -> None:
-    assert got["num_updates"] == want["num_updates"] == 3
-    limits = float32_limits(STEPS, eps=EPS)  # one before the checkpoint, two after it
-    assert np.abs(got["logprobs"] - want["logprobs"]).max() <= limits.logprobs
-    assert largest_difference(got["weights"], want["weights"]) <= limits.weights
-    for step, (ours, theirs) in enumerate(zip(got["metrics"], want["metrics"], strict=True), 1):
-        assert abs(ours["actor/grad_norm"] - theirs["actor/grad_norm"]) <= limits.gradients[step]
+    same_adapters(got, local["lora"], dense)
 
 
 def test_it_continues_a_run_of_megatrons_own_layers(runs, local):
@@ -272,18 +195,11 @@ def test_it_continues_a_run_of_megatrons_own_layers(runs, local):
 
 def test_megatrons_own_layers_continue_a_run_of_it(runs):
     saved = runs["saved"][0]
-    (results,) = run_ranks(
-        "tests.parallel.jobs", "run_jobs", 1, jobs={"loaded": load(saved["path"], learner())}, module=PROGRAMS
-    )
-    same_continuation(results["loaded"], saved)
+    same_continuation(start_local({"loaded": load(saved["path"], learner())})["loaded"], saved)
 
 
 def test_conversion_both_ways(runs, other, tmp_path):
-    conversion.to_hf(Path(runs["converted"][0]), tmp_path / "hf", MODEL)
-    wanted = load_file(other / "hf" / WEIGHTS.name)
-    found = {n: t for file in (tmp_path / "hf").glob("*.safetensors") for n, t in load_file(file).items()}
-    assert found.keys() == wanted.keys()
-    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    same_weights(runs["converted"][0], other, tmp_path / "hf")
 
 
 def test_unfused_attention_over_packed_rows_is_refused(runs):

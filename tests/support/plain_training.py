@@ -242,3 +242,26 @@ def adapters(rank: int, scale: float) -> Mutation:
                 torch.nn.utils.parametrize.register_parametrization(module, "weight", merged, unsafe=True)
 
     return adapt
+
+
+def relative_norm_error(num_batches: int, num_sequences: int, path: str = str(MODEL)) -> float:
+    """How far two correct float32 norms of the same gradient may lie apart, relative to the norm.
+
+    `bound_from_double` of the norms themselves, one for each of ``num_batches`` batches of ``num_sequences`` stored
+    sequences by the weights at ``path``. Rounding errors of single elements mostly cancel in a norm, which is
+    therefore an order more exact than the gradient.
+    """
+    batches = [stored_rollouts(number, num_sequences) for number in range(num_batches)]
+
+    def norms(dtype: torch.dtype) -> np.ndarray:
+        model, found = load(path, dtype), Updates(np.zeros(0))
+        nothing = torch.optim.SGD(model.parameters(), lr=0.0)
+        for batch in batches:
+            with torch.no_grad():
+                old = logprobs(model, batch)
+            _update(model, nothing, batch, old, found, None)
+        return np.array([np.linalg.norm(gradient) for gradient in found.gradients])
+
+    single, double = norms(torch.float32), norms(torch.float64)
+    longest_sum = max(sum(len(s.tokens) for s in batch.sequences) for batch in batches)
+    return 2 * bound_from_double(single / double, np.ones_like(double), longest_sum)

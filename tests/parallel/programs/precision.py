@@ -12,6 +12,7 @@ from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.mixed_precision import master_reader
 from tests.support.tiny import stored_rollouts, tiny_recipe
 
+FIRST_ATTENTION = "decoder.layers.0.self_attention.linear_proj.weight"  # also the first one of every stage
 ATTENTION = "decoder.layers.2.self_attention.linear_proj.weight"
 EXPERT = "decoder.layers.1.mlp.experts.local_experts.0.linear_fc2.weight"
 WATCHED = ("lr", "update_skipped", "grad_norm", "pg_loss")
@@ -137,8 +138,9 @@ def fp32_parts(dtype: str, **parallel: Any) -> dict[str, Any]:
     for module in learner.module.modules():
         if type(module).__name__ == "TopKRouter":
             watch_router(module)
-    learner.module.output_layer.register_forward_hook(
-        lambda head, args, out: compare("head", args[0].detach(), head.weight.detach(), out[0].detach())
-    )
+    if learner.module.post_process:
+        learner.module.output_layer.register_forward_hook(
+            lambda head, args, out: compare("head", args[0].detach(), head.weight.detach(), out[0].detach())
+        )
     metrics = learner.update(stored_rollouts(0))
     return {"found": found, "metrics": metrics, "description": learner.describe_precision()}

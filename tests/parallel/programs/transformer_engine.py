@@ -5,11 +5,14 @@ It is for a helper process of its own, that has not imported Megatron.
 
 from __future__ import annotations
 
+import ast
 import importlib
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
+from megatron_rl.patching.series import Series
 from tests.support import te
 
 te.install()
@@ -18,15 +21,19 @@ Job = tuple[str, dict[str, Any]]
 
 
 def run_jobs(jobs: dict[str, Job]) -> dict[str, Any]:
-    """name → (program.function, kwargs); what each returned. A job that is named "unmarked …" runs without the marks
-    of expert weights."""
+    """name → (program.function, kwargs); what each returned. A job that is named "unmarked …" runs without our marks of
+    expert weights, "upstream …" likewise with a TransformerEngine that has patches/transformer-engine-upstream."""
     from megatron.core import parallel_state
 
     results = {}
     for name, (function, kwargs) in jobs.items():
         module, _, attribute = function.rpartition(".")
         program = importlib.import_module(f"tests.parallel.programs.{module or 'transformer_engine'}")
-        with _unmarked() if name.startswith("unmarked") else nullcontext():
+        with ExitStack() as changes:
+            if name.startswith(("unmarked", "upstream")):
+                changes.enter_context(_unmarked())
+            if name.startswith("upstream"):
+                changes.enter_context(_patched_upstream())
             results[name] = getattr(program, attribute)(**kwargs)
         parallel_state.destroy_model_parallel()
     return results
@@ -41,6 +48,24 @@ def _unmarked() -> AbstractContextManager:
                 parameter.allreduce = False
 
     return mock.patch("megatron_rl.learner.model.mark_expert_parameters", only_their_optimizer)
+
+
+def _patched_upstream() -> AbstractContextManager:
+    """`GroupedLinear.reset_parameters` as the patch that is offered to TransformerEngine has it."""
+    from transformer_engine.pytorch.module import grouped_linear
+
+    series = Series.read(te.REPOSITORY / "patches" / "transformer-engine-upstream")
+    (path,) = series.paths
+    source = series.patched(series.load(te.FOLDER))[path]
+    (layer,) = (n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "GroupedLinear")
+    layer.body = [n for n in layer.body if isinstance(n, ast.FunctionDef) and n.name == "reset_parameters"]
+    layer.bases, layer.decorator_list = [], []
+    found: dict[str, Any] = {}
+    exec(compile(ast.Module([layer], []), path, "exec"), found)
+    ours, theirs = found["GroupedLinear"].reset_parameters, grouped_linear.GroupedLinear.reset_parameters
+    # super() of the installed class: its cell goes with the patched code.
+    patched = FunctionType(ours.__code__, vars(grouped_linear), None, ours.__defaults__, theirs.__closure__)
+    return mock.patch.object(grouped_linear.GroupedLinear, "reset_parameters", patched)
 
 
 def thd_choices() -> dict[str, str]:

@@ -1,0 +1,256 @@
+"""TransformerEngine's layers on several ranks, with all that a run has beside an update, against Megatron's own on one.
+
+test_transformer_engine.py has updates on every layout and all of this on one rank. Here: gradient norms and clipping,
+the marks of expert weights, router replay, loss scaling, fp32 head and router, gradient noise, adapters, checkpoints
+between both kinds of layers, conversion. Ranks start once per number of ranks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.patching.series import Series, tree_hash
+from tests.parallel.programs.precision import FIRST_ATTENTION
+from tests.parallel.transformer_engine import (
+    FP16,
+    SMALL,
+    convert,
+    learner,
+    load,
+    lora,
+    other_weights,
+    parts,
+    replayed,
+    same_adapters,
+    same_continuation,
+    same_fp16_run,
+    same_noise,
+    same_weights,
+    save_after,
+    start,
+    start_local,
+    updates,
+    worst,
+)
+from tests.support import te
+from tests.support.plain_training import float32_limits, relative_gradient_error, relative_norm_error
+from tests.support.routes import random_routes
+from tests.support.tiny import stored_rollouts
+from tests.support.zygote import Zygote
+from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
+
+pytestmark = pytest.mark.skipif(te.MISSING is not None, reason=str(te.MISSING))
+
+LAYOUTS = {
+    "dp2": (2, {}),
+    "tp2ep2": (2, {"tensor": 2, "expert": 2}),
+    "tp2etp2": (2, {"tensor": 2, "expert_tensor": 2}),
+    "pp2ep2": (4, {"pipeline": 2, "expert": 2}),
+}
+SPLIT_EXPERTS = ("tp2ep2", "tp2etp2")  # over tensor-parallel ranks: without marks most of them do not count
+# microbatches, and whose gradients are the small batch: those of two data-parallel ranks, or of this one's microbatches
+NOISE = {
+    "dp2": ({}, "ranks"),
+    "tp2ep2": ({"max_tokens_per_microbatch": SMALL}, "microbatches"),
+    "tp2etp2": ({"max_tokens_per_microbatch": SMALL}, "microbatches"),
+    "pp2ep2": ({}, "ranks"),
+}
+ADAPTERS = {"dp2": {}, "pp2": {"pipeline": 2}}
+NORMS = {"num_batches": 8, "num_sequences": 8}
+PRECISION = 1e-5  # relative, of a gradient norm
+METRICS = ("actor/grad_norm", "actor/entropy", "mismatch/rho_std")
+
+
+def norms(parallel: dict, **numbers: int) -> tuple[str, dict]:
+    return "gradient_norm.norms_and_clipped_update", {**NORMS, **numbers, **parallel}
+
+
+def fp16(parallel: dict, rank: int) -> tuple[str, dict]:
+    inject = {"parameter": FIRST_ATTENTION, "factor": 1e30, "at": (1,), "rank": rank}
+    return "precision.train", {"num_steps": 3, "learner": {**FP16, "parallel": parallel}, "inject": inject}
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory) -> Path:
+    return other_weights(tmp_path_factory.mktemp("other"))
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("dense")
+    save_checkpoint(build_model(build_tiny_config("qwen3", "nano")), path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory, dense) -> dict:
+    """Megatron's own layers on one rank."""
+    return start_local(
+        {
+            "norms": norms({}),
+            "r3": replayed(random_routes(stored_rollouts(0))),
+            "fp16": fp16({}, rank=0),
+            "head": ("precision.fp32_parts", {"dtype": "bf16"}),
+            "microbatches": parts(SMALL, 1, True),
+            "ranks": parts(16384, 2, False),
+            "lora": lora(dense),
+            "saved": save_after(tmp_path_factory.mktemp("run"), learner()),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(local, other, dense, tmp_path_factory) -> dict[str, list[dict]]:
+    """Result of every job on every rank: ``runs[job][rank]``."""
+    jobs: dict[int, dict] = {2: {}, 4: {}}
+    routes = random_routes(stored_rollouts(0))
+    for layout, (ranks, parallel) in LAYOUTS.items():
+        section = {"parallel": parallel}
+        jobs[ranks] |= {
+            f"norms, {layout}": norms(parallel),
+            f"r3, {layout}": replayed(routes, **section),
+            f"r2, {layout}": ("replay.gradients", {"mode": "r2", "routes": None, **section}),
+            f"off, {layout}": ("replay.gradients", {"mode": "off", "routes": None, **section}),
+            f"fp16, {layout}": fp16(parallel, rank=1),
+            f"head, {layout}": ("precision.fp32_parts", {"dtype": "bf16", **parallel}),
+            f"noise, {layout}": updates(parallel=parallel, **NOISE[layout][0]),
+            f"saved, {layout}": save_after(tmp_path_factory.mktemp("run"), learner(parallel)),
+            f"loaded, {layout}": load(local["saved"]["path"], learner(parallel)),
+            f"converted, {layout}": convert(other, tmp_path_factory.mktemp("converted"), parallel),
+        }
+    for layout in SPLIT_EXPERTS:
+        few = norms(LAYOUTS[layout][1], num_batches=2)
+        jobs[2] |= {f"{which} {layout}": few for which in ("unmarked", "upstream")}
+    jobs[2] |= {f"lora, {name}": lora(dense, parallel=parallel) for name, parallel in ADAPTERS.items()}
+    with Zygote({"NVTE_PROJECT_BUILDING": "1"}) as helper:
+        started = {n: start(helper, n, jobs[n]) for n in jobs}
+    return {name: [rank[name] for rank in started[n]] for n in jobs for name in jobs[n]}
+
+
+@pytest.fixture(scope="module")
+def error() -> float:
+    """How far rounding may take two float32 norms apart: less than what is asked for."""
+    bound = relative_norm_error(**NORMS)
+    assert bound < PRECISION
+    return bound
+
+
+def same_norms(got: dict, want: dict, error: float) -> None:
+    np.testing.assert_allclose(got["norms"], want["norms"][: len(got["norms"])], rtol=error, atol=0)
+
+
+def same_clipped_update(got: dict, want: dict, error: float) -> None:
+    """Its norm is what clipping leaves of it, and it is the same gradient."""
+    wanted = want["norms"][0] / (want["norms"][0] + 1e-6)  # Megatron's guard against a norm of zero
+    assert got["clipped norm"] == pytest.approx(wanted, rel=error)
+    assert min(want["norms"]) > 2, "no proof: nothing would be clipped"
+    pairs = [(got["clipped"][name], gradient) for name, gradient in want["clipped"].items()]
+    largest = max(float((a - b).norm() / b.norm()) for a, b in pairs if b.norm() > 0)
+    assert largest <= float32_limits(1).tensor_gradients + 2 * error
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradient_norms_and_clipping(runs, local, error, layout):
+    for rank in runs[f"norms, {layout}"]:
+        same_norms(rank, local["norms"], error)
+        same_clipped_update(rank, local["norms"], error)
+
+
+@pytest.mark.parametrize("layout", SPLIT_EXPERTS)
+def test_without_the_marks_of_experts_norms_and_clipping_are_wrong(runs, local, layout):
+    """The mutation that the test before must see: every norm is off by a hundred times what that allows, and more."""
+    for rank in runs[f"unmarked {layout}"]:
+        assert len(rank["norms"]) == 2
+        for got, want in zip(rank["norms"], local["norms"]["norms"]):
+            assert got < (1 - 100 * PRECISION) * want
+        assert rank["clipped norm"] > (1 + 100 * PRECISION) * local["norms"]["clipped norm"]
+
+
+@pytest.mark.parametrize("layout", SPLIT_EXPERTS)
+def test_the_patch_for_upstream_marks_experts_as_well_as_we_do(runs, local, error, layout):
+    for rank in runs[f"upstream {layout}"]:
+        same_norms(rank, local["norms"], error)
+        same_clipped_update(rank, local["norms"], error)
+
+
+def test_the_patch_for_upstream_fits_the_release():
+    patches = te.REPOSITORY / "patches"
+    ours, upstream = (Series.read(patches / name) for name in ("transformer-engine", "transformer-engine-upstream"))
+    installed = {path: (te.FOLDER / path).read_bytes() for path in upstream.paths}
+    released = {
+        path: ours.pristine(ours.load(te.FOLDER))[path] if path in ours.paths else content
+        for path, content in installed.items()
+    }
+    assert tree_hash(released) == upstream.pins["Tree-Before"]
+    assert tree_hash(upstream.patched(released)) == upstream.pins["Tree-After"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_replayed_routes_give_the_gradients_of_one_rank(runs, local, layout):
+    for rank in runs[f"r3, {layout}"]:
+        assert worst(rank, local["r3"]) <= float32_limits(1).tensor_gradients
+        assert np.abs(rank["logprobs"] - local["r3"]["logprobs"]).max() <= float32_limits(1).logprobs
+        assert rank["metrics"]["router/replay_coverage"] == 1.0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_r2_replays_what_it_recorded(runs, local, layout):
+    for rank, off in zip(runs[f"r2, {layout}"], runs[f"off, {layout}"], strict=True):
+        assert worst(rank, off) <= float32_limits(1).tensor_gradients
+        assert worst(rank, local["r3"]) > 0.1, "no proof: other routes give the same gradients"
+        assert rank["metrics"]["router/agree_frac"] == 1.0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_fp16_overflow_on_one_rank_is_skipped_on_all(runs, local, layout):
+    for rank in runs[f"fp16, {layout}"]:
+        same_fp16_run(rank, local["fp16"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fp32_head_and_router(runs, local, layout):
+    ranks = runs[f"head, {layout}"]
+    heads = [rank["description"]["head"] for rank in ranks if rank["found"]["head"]]  # of the last stage's ranks
+    assert set(heads) == {"fp32"}
+    for rank in ranks:
+        assert rank["found"]["router"]
+        assert {dtype for kind in rank["found"].values() for dtype, _ in kind} == {torch.float32}
+        assert rank["description"]["router"] == "fp32"
+        for name in METRICS:
+            ratio = rank["metrics"][name] / local["head"]["metrics"][name]
+            assert abs(ratio - 1) <= relative_gradient_error(torch.bfloat16), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_noise(runs, local, layout):
+    for (metrics,) in runs[f"noise, {layout}"]:
+        same_noise(metrics, local[NOISE[layout][1]])
+
+
+@pytest.mark.parametrize("layout", ADAPTERS)
+def test_adapters(runs, local, dense, layout):
+    for rank in runs[f"lora, {layout}"]:
+        assert any("lora_" in name for name in rank["adapters"])
+        same_adapters(rank, local["lora"], dense)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_continues_a_run_of_megatrons_own_layers(runs, local, layout):
+    for rank in runs[f"loaded, {layout}"]:
+        same_continuation(rank, local["saved"])
+
+
+def test_megatrons_own_layers_continue_runs_of_all_layouts(runs):
+    saved = {layout: runs[f"saved, {layout}"][0] for layout in LAYOUTS}
+    found = start_local({layout: load(run["path"], learner()) for layout, run in saved.items()})
+    for layout in LAYOUTS:
+        same_continuation(found[layout], saved[layout])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_conversion_both_ways(runs, other, tmp_path, layout):
+    same_weights(runs[f"converted, {layout}"][0], other, tmp_path / "hf")

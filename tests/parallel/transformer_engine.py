@@ -1,0 +1,144 @@
+"""What the tests of TransformerEngine's layers share: jobs of rank programs, starts, comparisons of results."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_rl.checkpoint import conversion
+from tests.parallel.gloo import run_ranks
+from tests.parallel.programs.learner import largest_difference
+from tests.parallel.programs.lora import LORA, OPTIMIZER
+from tests.support.plain_training import adapters, float32_limits, relative_gradient_error
+from tests.support.tiny import MODEL
+from tests.support.zygote import Zygote
+
+EPS = 1e-3  # as in test_learner_layouts.py: updates are as exact as gradients
+STEPS = 3
+FP16 = {"dtype": "fp16", "loss_scale": {"initial": 256.0, "growth_interval": 1000}}
+SMALL = 150  # tokens in a microbatch: several of them in a batch
+WEIGHTS = MODEL / "model.safetensors"
+Job = tuple[str, dict]
+
+
+def learner(parallel: dict | None = None, **overrides) -> dict:
+    return {"optimizer": {"lr": 1e-4, "eps": EPS}, "parallel": parallel or {}, **overrides}
+
+
+def replayed(routes: list, **section) -> Job:
+    return "replay.gradients", {"mode": "r3", "routes": routes, **section}
+
+
+def lora(model: str, **section) -> Job:
+    return "lora.train", {"model": model, "num_steps": 2, **section}
+
+
+def parts(tokens: int, ranks: int, first_only: bool) -> Job:
+    return "noise.part_norms", {"num_ranks": ranks, "max_tokens": tokens, "first_only": first_only}
+
+
+def updates(**section) -> Job:
+    return "noise.updates", {"num_steps": 1, "dtype": "fp32", "optimizer": {"lr": 1e-3}, **section}
+
+
+def save_after(folder: Path, section: dict) -> Job:
+    return "learner.save_after", {"folder": str(folder), "num_steps": 1, "learner": section}
+
+
+def load(path: str, section: dict) -> Job:
+    return "learner.load_and_continue", {"path": path, "learner": section}
+
+
+def convert(weights: Path, folder: Path, parallel: dict | None = None) -> Job:
+    """A learner takes the weights in Megatron's format below ``weights`` and saves them under its own layout."""
+    section = {"dtype": "fp32", "parallel": parallel or {}}
+    model, source = str(MODEL), str(weights / "megatron")
+    return "convert.load_and_save", {"model": model, "weights": source, "folder": str(folder), "learner": section}
+
+
+def start(helper: Zygote, world_size: int, jobs: dict[str, Job]) -> list[dict]:
+    """Over TransformerEngine's layers; ``helper`` has their imports."""
+    module = "tests.parallel.programs.transformer_engine"
+    return run_ranks(module, "run_jobs", world_size, helper=helper, jobs=jobs, timeout_s=500)
+
+
+def start_local(jobs: dict[str, Job]) -> dict:
+    """Over Megatron's own layers on one rank."""
+    module = "tests.parallel.programs"
+    (results,) = run_ranks("tests.parallel.jobs", "run_jobs", 1, jobs=jobs, module=module, timeout_s=500)
+    return results
+
+
+def other_weights(folder: Path) -> Path:
+    """The tiny model with other weights below ``folder``: hf/, and converted to Megatron's format in megatron/."""
+    shutil.copytree(MODEL, folder / "hf")
+    draw = torch.Generator().manual_seed(0)
+    moved = {n: t + 0.01 * torch.randn(t.shape, generator=draw) for n, t in load_file(WEIGHTS).items()}
+    save_file(moved, folder / "hf" / WEIGHTS.name, metadata={"format": "pt"})
+    conversion.to_megatron(folder / "hf", folder / "megatron")
+    return folder
+
+
+def same_continuation(got: dict, want: dict) -> None:
+    assert got["num_updates"] == want["num_updates"] == 3
+    limits = float32_limits(STEPS, eps=EPS)  # one before the checkpoint, two after it
+    assert np.abs(got["logprobs"] - want["logprobs"]).max() <= limits.logprobs
+    assert largest_difference(got["weights"], want["weights"]) <= limits.weights
+    for step, (ours, theirs) in enumerate(zip(got["metrics"], want["metrics"], strict=True), 1):
+        assert abs(ours["actor/grad_norm"] - theirs["actor/grad_norm"]) <= limits.gradients[step]
+
+
+def same_weights(checkpoint: str, wanted: Path, folder: Path) -> None:
+    """A checkpoint of a run, converted to Hugging Face's format in ``folder``, holds the weights in ``wanted``."""
+    conversion.to_hf(Path(checkpoint), folder, MODEL)
+    expected = load_file(wanted / "hf" / WEIGHTS.name)
+    found = {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def worst(result: dict, reference: dict) -> float:
+    pairs = [(result["gradients"][name], gradient) for name, gradient in reference["gradients"].items()]
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs if b.norm() > 0)
+
+
+def same_fp16_run(got: dict, want: dict) -> None:
+    """Three steps, the second of which overflows: skipped as a whole, and gone on from."""
+    assert [step["update_skipped"] for step in want["steps"]] == [0.0, 1.0, 0.0]
+    assert got["finite"]
+    for ours, theirs in zip(got["steps"], want["steps"], strict=True):
+        same = ("scale", "lr", "overflows", "update_skipped", "num_updates", "tensor")
+        assert [ours[key] for key in same] == [theirs[key] for key in same]
+        if ours["update_skipped"]:
+            assert ours["moved"] == 0.0
+        else:
+            error = relative_gradient_error(torch.float16)
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=error)
+
+
+def same_noise(metrics: dict, wanted: dict) -> None:
+    """Against ``wanted``, of `part_norms`; the bounds are those of test_learner_noise.py."""
+    *sizes, total = wanted["sizes"]
+    *squares, whole = wanted["squares"]
+    error = float32_limits(1).gradients[0]
+    scales = [(total / size) ** 2 for size in sizes]
+    mean = sum(square * scale for square, scale in zip(squares, scales, strict=True)) / len(scales)
+    limits = [2 * math.sqrt(square) * error + error**2 for square in (whole, *squares)]
+    small = sum(limit * scale for limit, scale in zip(limits[1:], scales, strict=True)) / len(scales)
+    assert abs(metrics["noise/sq_big"] - whole) <= limits[0]
+    assert abs(metrics["noise/sq_small"] - mean) <= small < 0.01 * mean
+    assert metrics["noise/update_rms"] == pytest.approx(metrics["test/update_rms"], rel=2e-3)
+
+
+def same_adapters(got: dict, want: dict, model: str) -> None:
+    mutate = adapters(LORA["rank"], LORA["alpha"] / LORA["rank"])
+    limits = float32_limits(2, **OPTIMIZER, path=model, mutate=mutate)
+    for step, (ours, theirs) in enumerate(zip(got["metrics"], want["metrics"], strict=True)):
+        assert abs(ours["actor/grad_norm"] - theirs["actor/grad_norm"]) <= limits.gradients[step]
+    assert np.abs(got["after"] - want["after"]).max() <= limits.logprobs
