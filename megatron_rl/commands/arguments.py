@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-GPU_NAMES = ("a100-40", "a100-80", "h100-80", "h200-141")
-GPU_SHORT = {"a100": "a100-80", "h100": "h100-80", "h200": "h200-141"}  # the larger, where there are two
+GPU_NAMES = ("a100-40", "a100-80", "h100-80", "h800-80", "h200-141")
+GPU_SHORT = {  # the larger, where there are two
+    "a100": "a100-80",
+    "h100": "h100-80",
+    "h800": "h800-80",
+    "h200": "h200-141",
+}
 
 
 def gpu_name(text: str) -> str:

@@ -18,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus-per-node", type=int, help="GPUs of a node (default: as the recipe's name says, else 8)")
     parser.add_argument("--mean-response", type=float, metavar="TOKENS", help="default: half of the longest allowed")
     parser.add_argument("--mean-prompt", type=float, metavar="TOKENS", help="default: an eighth of the longest allowed")
+    parser.add_argument("--host-memory", type=float, metavar="GIB", help="of a node (default: of the vendor's DGX)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -27,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
 
     recipe = load_recipe(options.recipe, options.overrides)
     architecture, _ = shape_of(recipe.model.path)
-    sizes = (options.nodes, options.gpus_per_node, options.mean_response, options.mean_prompt)
+    sizes = (options.nodes, options.gpus_per_node, options.mean_response, options.mean_prompt, options.host_memory)
     plan = make_plan(make_workload(recipe, architecture, GPUS[options.gpu], *sizes))
     print(render(plan))
     if plan.problems:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
+from megatron_rl.config.learner import OffloadConfig
 from megatron_rl.plan.hardware import GIB
-from megatron_rl.plan.memory import MemoryPlan, largest_utilization, memory_plan
-from megatron_rl.plan.search import Layout
+from megatron_rl.plan.memory import MemoryPlan, Phase, largest_utilization, memory_plan
+from megatron_rl.plan.search import Layout, offload_choices, offload_setting
 from megatron_rl.plan.timing import StepTime
 from megatron_rl.plan.workload import Workload
 
@@ -25,7 +26,7 @@ def problems(work: Workload, plan: MemoryPlan, layouts: list[Layout]) -> list[st
     if not plan.holds_longest:
         found.append(_cache_problem(work, plan))
     if found:
-        fitting = next((layout for layout in layouts if layout.memory.fits), None)
+        fitting = next((layout for layout in layouts if layout.fits), None)
         found.append(_instead(work, fitting))
     return found
 
@@ -41,15 +42,38 @@ def deadline_problem(work: Workload, time: StepTime) -> list[str]:
     ]
 
 
+def host_problem(work: Workload, host: Phase) -> list[str]:
+    """Host memory beyond what a node has; empty where it suffices."""
+    if host.missing <= 0:
+        return []
+    what, size = max(host.items, key=lambda item: item[1])
+    offload = work.recipe.learner.offload
+    keys = [f"learner.offload.{part}" for part in ("weights", "optimizer") if getattr(offload, part)]
+    return [
+        f"host memory: {host.total / GIB:.0f} GiB a node, {host.missing / GIB:.0f} GiB more than the "
+        f"{work.host_gib:.0f} of one (--host-memory); most is {what}, {size / GIB:.0f} GiB. "
+        + (f"Turn off {' or '.join(keys)}, or use more nodes" if keys else "Use fewer ranks a node")
+    ]
+
+
 def _remedy(work: Workload, plan: MemoryPlan, phase: str) -> str:
     if phase == "generating" and plan.placement == "colocated":
-        most = largest_utilization(work)
+        most, tried = largest_utilization(work), []
         if work.recipe.rollout.kv_cache_gib is not None:
-            return "Lower rollout.kv_cache_gib, or raise rollout.tensor_parallel"
-        if most > 0 and memory_plan(work, utilization=most).holds_longest:
-            return f"Set rollout.gpu_memory_utilization to at most {most:.2f}"
+            tried.append("lower rollout.kv_cache_gib, or raise rollout.tensor_parallel")
+        elif most > 0 and memory_plan(work, utilization=most).holds_longest:
+            tried.append(f"set rollout.gpu_memory_utilization to at most {most:.2f}")
+        freed = next((choice for choice in offload_choices(work) if _fits(work, choice)), None)
+        if freed is not None:
+            tried.append(f"let the learner leave: {offload_setting(freed)}")
+        if tried:
+            return "Enough by itself: " + "; or ".join(tried)
         return "The learner at rest leaves too little: spread it over more ranks, or use rollout.engine: vllm_server"
     learner, tried = work.recipe.learner, []
+    if not learner.offload.during_passes:
+        away = learner.offload.model_copy(update={"optimizer": True, "during_passes": True})
+        if _fits_learning(work, offload=away):
+            tried.append("set learner.offload.optimizer and learner.offload.during_passes: true")
     if learner.recompute != "full" and _fits_learning(work, recompute="full"):
         tried.append("set learner.recompute: full")
     tokens = _fewer_tokens(work)
@@ -68,6 +92,10 @@ def _fewer_tokens(work: Workload) -> int | None:
             return tokens
         tokens -= 1024
     return None
+
+
+def _fits(work: Workload, offload: OffloadConfig) -> bool:
+    return memory_plan(work.with_learner(offload=offload)).fits
 
 
 def _fits_learning(work: Workload, **changes: object) -> bool:

@@ -21,6 +21,8 @@ class Gpu:
     nvlink: float  # bytes/s to GPUs of its node, one direction
     network: float  # bytes/s to other nodes, its share of the node's adapters
     batched_tokens: int  # vLLM's default `max_num_batched_tokens` for offline use: fixes its activations
+    host_link: float  # bytes/s between host memory and one GPU, one direction: PCIe 4 or 5, 16 lanes
+    host_gib: float  # host memory of a node, where `--host-memory` does not say it: that of the vendor's DGX
 
     def flops(self, dtype: str) -> float:
         return self.flops_fp32 if dtype == "fp32" else self.flops_16bit
@@ -29,10 +31,11 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100-40", 39.4, 312e12, 19.5e12, 1.555e12, 300e9, 25e9, 8192),
-        Gpu("a100-80", 79.1, 312e12, 19.5e12, 2.039e12, 300e9, 25e9, 8192),
-        Gpu("h100-80", 79.1, 989e12, 67e12, 3.35e12, 450e9, 50e9, 16384),
-        Gpu("h200-141", 139.8, 989e12, 67e12, 4.8e12, 450e9, 50e9, 16384),
+        Gpu("a100-40", 39.4, 312e12, 19.5e12, 1.555e12, 300e9, 25e9, 8192, 32e9, 1024),
+        Gpu("a100-80", 79.1, 312e12, 19.5e12, 2.039e12, 300e9, 25e9, 8192, 32e9, 2048),
+        Gpu("h100-80", 79.1, 989e12, 67e12, 3.35e12, 450e9, 50e9, 16384, 64e9, 2048),
+        Gpu("h800-80", 79.1, 989e12, 67e12, 3.35e12, 200e9, 50e9, 16384, 64e9, 2048),
+        Gpu("h200-141", 139.8, 989e12, 67e12, 4.8e12, 450e9, 50e9, 16384, 64e9, 2048),
     )
 }
 
@@ -42,6 +45,8 @@ GRAPHS_GIB = 1.0  # CUDA graphs and communicators of a vLLM engine; they stay wh
 FRAGMENTATION = 0.08  # of activations and temporaries: what the caching allocator cannot reuse
 EXPERT_IMBALANCE = 1.25  # tokens of the busiest expert-parallel rank over the mean, where there are several
 SERVER_UTILIZATION = 0.9  # of a GPU that serves alone
+MOST_UTILIZATION = 0.85  # that the search gives an engine beside a learner: the rest is for what is not counted
+PROCESS_GIB = 8.0  # of host memory of a rank: Python, CUDA, vLLM, the data set
 
 # Speed
 LEARNER_MFU = {False: 0.38, True: 0.18}  # is it an MoE? share of the peak rate that forward and backward reach
@@ -52,7 +57,7 @@ LINK = 0.7  # share of a link's rate that collectives reach
 STEP_OVERHEAD_S = 1.5e-3  # vLLM's scheduler and sampler, per decoding step with CUDA graphs
 EAGER_OVERHEAD_S = 20e-3  # the same without graphs
 ALLREDUCE_S = 12e-6  # latency of one small all-reduce over NVLink; two a layer and decoding step
-PCIE = 20e9  # bytes/s between host and GPU: an engine's weights when it falls asleep and wakes
+HOST_LINK = 0.6  # share of a bus's rate that page-locked copies reach while all GPUs of a node copy
 TENSOR_OVERHEAD_S = 500e-6  # per tensor of a weight update: gathering, naming, loading
 EXPERT_OVERHEAD_S = 40e-6  # the same of an expert's matrix, which are loaded a stack at a time
 ADAM_BYTES = 30  # read and written per weight of the shard: gradient, master, two moments, weight

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.checkpoint.architecture import Architecture
-from megatron_rl.config.learner import LearnerConfig
+from megatron_rl.config.learner import LearnerConfig, OffloadConfig
 from megatron_rl.plan.activations import BYTES, Activations
 from megatron_rl.plan.parameters import StageParameters, adapter_parameters, stage_parameters
 
@@ -39,13 +39,24 @@ class LearnerMemory:
         return self.weights + self.gradients + self.moments + self.masters
 
     @property
-    def dynamic(self) -> float:
-        """What a step adds: activations with the larger of the head's and a layer's moment, or the update."""
-        return max(self.activations + max(self.head, self.layer) + self.buffers, self.optimizer)
+    def states(self) -> float:
+        """Adam's: what `learner.offload.optimizer` moves."""
+        return self.moments + self.masters
 
     @property
-    def peak(self) -> float:
-        return self.static + self.dynamic
+    def passes(self) -> float:
+        """What forward and backward passes add: activations with the larger of the head's and a layer's moment."""
+        return self.activations + max(self.head, self.layer) + self.buffers
+
+    @property
+    def dynamic(self) -> float:
+        """What a step adds: passes or the update."""
+        return max(self.passes, self.optimizer)
+
+    def at_rest(self, offload: OffloadConfig) -> float:
+        """What stays on the GPU while the engine generates."""
+        stays = ((self.gradients, offload.gradients), (self.states, offload.optimizer), (self.weights, offload.weights))
+        return sum(size for size, leaves in stays if not leaves)
 
 
 def learner_memory(

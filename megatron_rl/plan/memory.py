@@ -1,15 +1,17 @@
-"""The two phases of a step on one GPU, added up and compared with what the GPU has.
+"""The phases of a step on one GPU, added up and compared with what the GPU has.
 
-colocated (`rollout.engine: vllm`): while learning, the engine sleeps and leaves its graphs; while generating, the
-learner's weights, gradient buffer and optimizer states stay where they are beside the engine.
+colocated (`rollout.engine: vllm`): while learning, the engine sleeps and leaves its graphs; while generating, what
+`learner.offload` leaves of the learner's weights, gradient buffer and optimizer states is beside the engine. In between
+the learner hands over its weights: they are there, the engine's cache is not yet.
 servers (`vllm_server`): learner and engine on GPUs of their own.
 exact: the learner generates; no second copy of the weights.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron_rl.config.learner import OffloadConfig
 from megatron_rl.plan.activations import BYTES, Activations
 from megatron_rl.plan.generation import EngineMemory, engine_memory
 from megatron_rl.plan.hardware import EXPERT_IMBALANCE, FRAGMENTATION, GIB, GRAPHS_GIB, RUNTIME_GIB, SERVER_UTILIZATION
@@ -72,37 +74,58 @@ def learner_stages(work: Workload) -> list[LearnerMemory]:
 def memory_plan(work: Workload, placement: str | None = None, utilization: float | None = None) -> MemoryPlan:
     """Memory of ``work``. ``placement`` and ``utilization`` default to the recipe's own."""
     placement = placement or PLACEMENT[work.recipe.rollout.engine]
-    learner = max(learner_stages(work), key=lambda stage: stage.peak)
-    capacity = work.gpu.memory_gib * GIB
-    learning = [
-        ("weights", learner.weights),
-        ("gradients", learner.gradients),
-        ("optimizer states", learner.moments + learner.masters),
-        ("activations and temporaries", learner.dynamic),
-        ("fragmentation", learner.dynamic * FRAGMENTATION),
-        ("runtime", RUNTIME_GIB * GIB),
-    ]
+    offload = work.recipe.learner.offload
+    learner = max(learner_stages(work), key=lambda stage: sum(size for _, size in _learning(stage, offload)))
+    capacity, runtime = work.gpu.memory_gib * GIB, ("runtime", RUNTIME_GIB * GIB)
+    learning = [*_learning(learner, offload), runtime]
+    at_rest = ("learner at rest", learner.at_rest(offload))
+
+    def phase(name: str, items: list[tuple[str, float]]) -> Phase:
+        return Phase(name, tuple(items), capacity)
+
     if placement == "exact":
-        generating = [("learner at rest", learner.static), ("forward pass", _forward(work)), learning[-1]]
-        phases = (Phase("learning", tuple(learning), capacity), Phase("generating", tuple(generating), capacity))
-        return MemoryPlan(placement, learner, None, phases)
+        generating = [at_rest, ("forward pass", _forward(work)), runtime]
+        return MemoryPlan(placement, learner, None, (phase("learning", learning), phase("generating", generating)))
     if utilization is None:
         own = placement == PLACEMENT[work.recipe.rollout.engine]
         alone = placement == "servers" and not own
         utilization = SERVER_UTILIZATION if alone else work.recipe.rollout.gpu_memory_utilization
     engine = engine_memory(work.recipe, work.architecture, work.gpu, utilization)
-    generating = _engine_items(engine)
-    if placement == "colocated":
-        learning.append(("engine asleep", GRAPHS_GIB * GIB))
-        generating += [("learner at rest", learner.static), ("weights on their way", _handover(work)), learning[-2]]
-    phases = (Phase("learning", tuple(learning), capacity), Phase("generating", tuple(generating), capacity))
+    if placement == "servers":
+        phases = (phase("learning", learning), phase("generating", _engine_items(engine)))
+        return MemoryPlan(placement, learner, engine, phases)
+    learning.append(("engine asleep", GRAPHS_GIB * GIB))
+    sent = ("learner at rest, weights included", learner.at_rest(offload.model_copy(update={"weights": False})))
+    handover = [*_engine_items(replace(engine, activations=0.0, cache=0.0)), sent, ("on their way", _handover(work))]
+    phases = (
+        phase("learning", learning),
+        phase("generating", [*_engine_items(engine), at_rest, runtime]),
+        phase("handing over the weights", [*handover, runtime]),
+    )
     return MemoryPlan(placement, learner, engine, phases)
+
+
+def _learning(learner: LearnerMemory, offload: OffloadConfig) -> list[tuple[str, float]]:
+    """What is there at the worst moment of learning: a pass or the update."""
+
+    def moment(states: float, added: float) -> list[tuple[str, float]]:
+        return [
+            ("weights", learner.weights),
+            ("gradients", learner.gradients),
+            ("optimizer states", states),
+            ("activations and temporaries", added),
+            ("fragmentation", added * FRAGMENTATION),
+        ]
+
+    moments = [moment(0.0 if offload.during_passes else learner.states, learner.passes)]
+    moments.append(moment(learner.states, learner.optimizer))
+    return max(moments, key=lambda items: sum(size for _, size in items))
 
 
 def largest_utilization(work: Workload) -> float:
     """`rollout.gpu_memory_utilization`, in steps of 0.05, that a colocated engine could have; 0 where none."""
-    static = max(stage.static for stage in learner_stages(work))
-    free = work.gpu.memory_gib - RUNTIME_GIB - (static + _handover(work)) / GIB
+    at_rest = max(stage.at_rest(work.recipe.learner.offload) for stage in learner_stages(work))
+    free = work.gpu.memory_gib - RUNTIME_GIB - at_rest / GIB
     return max(0.0, int(20 * free / work.gpu.memory_gib) / 20)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.plan.advice import deadline_problem, problems
-from megatron_rl.plan.memory import MemoryPlan, memory_plan
+from megatron_rl.plan.advice import deadline_problem, host_problem, problems
+from megatron_rl.plan.host import host_phase
+from megatron_rl.plan.memory import MemoryPlan, Phase, memory_plan
 from megatron_rl.plan.search import Layout, suggest
 from megatron_rl.plan.timing import StepTime, step_time
 from megatron_rl.plan.workload import Workload
@@ -15,6 +16,7 @@ from megatron_rl.plan.workload import Workload
 class Plan:
     work: Workload
     memory: MemoryPlan
+    host: Phase
     time: StepTime
     layouts: list[Layout]  # best first
     problems: list[str]  # what does not fit; empty where all does
@@ -22,5 +24,6 @@ class Plan:
 
 def make_plan(work: Workload) -> Plan:
     memory, layouts = memory_plan(work), suggest(work)
-    time = step_time(work, memory.engine)
-    return Plan(work, memory, time, layouts, problems(work, memory, layouts) + deadline_problem(work, time))
+    time, host = step_time(work, memory.engine), host_phase(work, memory)
+    found = problems(work, memory, layouts) + host_problem(work, host) + deadline_problem(work, time)
+    return Plan(work, memory, host, time, layouts, found)

@@ -9,7 +9,7 @@ from megatron_rl.plan.hardware import GIB
 from megatron_rl.plan.memory import PLACEMENT, MemoryPlan, Phase, memory_plan
 from megatron_rl.plan.parameters import active_parameters, total_parameters
 from megatron_rl.plan.plan import Plan
-from megatron_rl.plan.search import Layout
+from megatron_rl.plan.search import Layout, judge, letters, offload_choices
 from megatron_rl.plan.workload import Workload
 
 NUM_LAYOUTS = 5
@@ -20,20 +20,23 @@ def render(plan: Plan) -> str:
     lines = [*_head(work), ""]
     for phase in memory.phases:
         lines += [*_phase(phase, memory), ""]
+    lines += [*_host(plan.host), ""]
     lines += [*_cache(work, memory), *_placements(work, memory), ""]
     lines += [*_time(plan), ""]
+    lines += [*_offload(work), ""]
     lines += [*_layouts(plan), ""]
     return "\n".join(lines + _assumptions(work))
 
 
 def summary(plan: Plan) -> str:
     """One line, for a recipe's header."""
-    learning, generating = plan.memory.phases
-    capacity = learning.capacity / GIB
+    learning, generating = plan.memory.phases[:2]
+    capacity, offload = learning.capacity / GIB, plan.work.recipe.learner.offload
+    away = f", {plan.time.offload:.1f} s of it offload, {plan.host.total / GIB:.0f} GiB of host memory a node"
     return (
         f"{plan.work.ranks} × {plan.work.gpu.name}: learning {learning.total / GIB:.1f}, generating "
         f"{generating.total / GIB:.1f} of {capacity:.1f} GiB a GPU; {_duration(plan.time.total)} a step"
-    )
+    ) + away * offload.is_on
 
 
 def _head(work: Workload) -> list[str]:
@@ -63,6 +66,32 @@ def _phase(phase: Phase, memory: MemoryPlan) -> list[str]:
     return lines
 
 
+def _host(host: Phase) -> list[str]:
+    state = "fits" if host.missing <= 0 else f"DOES NOT FIT by {host.missing / GIB:.0f} GiB"
+    lines = [f"host memory: {host.total / GIB:.0f} of {host.capacity / GIB:.0f} GiB a node (--host-memory): {state}"]
+    return lines + [f"  {size / GIB:8.1f}  {what}" for what, size in host.items]
+
+
+def _offload(work: Workload) -> list[str]:
+    """What each setting of `learner.offload` gains in the recipe's layout, and its price."""
+    lines = [
+        "offload       g gradients, o optimizer, w weights, P during passes; GiB a GPU learning and at rest, tokens of "
+        "cache, seconds of copies, GiB of a node's host"
+    ]
+    for offload in offload_choices(work):
+        found = judge(work, work.parallel, offload)
+        learning, rest = found.memory.phases[0].total / GIB, found.memory.learner.at_rest(offload) / GIB
+        tokens = f"{found.memory.engine.tokens:9d}" if found.memory.engine else ""
+        share = "" if found.utilization is None else f" at utilization {found.utilization:.2f}"
+        state = "" if found.fits else "  does not fit"
+        mark = "  ← the recipe's" if offload == work.recipe.learner.offload else ""
+        lines.append(
+            f"  {letters(offload) or 'none':<5}{learning:6.1f}{rest:6.1f}{tokens}{found.time.offload:6.1f}"
+            f"{found.host.total / GIB:6.0f}; {_duration(found.time.total)} a step{share}{state}{mark}"
+        )
+    return lines
+
+
 def _cache(work: Workload, memory: MemoryPlan) -> list[str]:
     engine, rollout = memory.engine, work.recipe.rollout
     if engine is None:
@@ -83,7 +112,7 @@ def _placements(work: Workload, memory: MemoryPlan) -> list[str]:
     for placement in dict.fromkeys(PLACEMENT.values()):
         if placement != memory.placement:
             other = memory_plan(work, placement)
-            sizes = ", ".join(f"{phase.name} {phase.total / GIB:.1f}" for phase in other.phases)
+            sizes = ", ".join(f"{phase.name} {phase.total / GIB:.1f}" for phase in other.phases[:2])
             tokens = f", cache {other.engine.tokens} tokens" if other.engine else ""
             found.append(f"as {placement:<10} {sizes} GiB{tokens}: {'fits' if other.fits else 'does not fit'}")
     return found
@@ -103,6 +132,7 @@ def _time(plan: Plan) -> list[str]:
         f"  {t.communication:8.1f} s      of these two, tensor- and expert-parallel communication",
         f"  {t.optimizer:8.1f} s  optimizer and data-parallel communication",
         f"  {t.refit:8.1f} s  weights to the engine",
+        *[f"  {t.offload:8.1f} s  copies to and from host memory (learner.offload)"] * (t.offload > 0),
         *ahead,
         f"  run         {work.recipe.num_steps} steps: {work.recipe.num_steps * t.total / 86400:.1f} days",
     ]
@@ -121,22 +151,22 @@ def _layouts(plan: Plan) -> list[str]:
     shown = list(range(min(NUM_LAYOUTS, len(plan.layouts))))
     if own is not None and own not in shown:
         shown.append(own)
-    order = "fastest that fits first" if plan.layouts[0].memory.fits else "none fits, the one that lacks least first"
+    order = "fastest that fits first" if plan.layouts[0].fits else "none fits, the one that lacks least first"
     lines = [f"layouts of {plan.work.ranks} ranks, {order} ({len(plan.layouts)} legal)"]
     lines += [f"  {i + 1:3d}. {_layout(plan.layouts[i])}" for i in shown]
     best = plan.layouts[0]
-    if own != 0 and best.memory.fits:
+    if own != 0 and best.fits:
         lines.append(f"  the first, by this arithmetic, whose efficiencies were not measured: {best.overrides}")
     return lines
 
 
 def _layout(layout: Layout) -> str:
-    learning, generating = layout.memory.phases
+    learning, generating = layout.memory.phases[:2]
     engine = "" if layout.utilization is None else f", utilization {layout.utilization:.2f}"
     mark = "  ← the recipe's" if layout.is_recipes else ""
-    state = "" if layout.memory.fits else "  does not fit"
+    state = "" if layout.fits else "  does not fit"
     return (
-        f"{layout!s:<24} learning {learning.total / GIB:6.1f}, generating {generating.total / GIB:6.1f} GiB{engine}; "
+        f"{layout!s:<28} learning {learning.total / GIB:6.1f}, generating {generating.total / GIB:6.1f} GiB{engine}; "
         f"{_duration(layout.time.total)}{state}{mark}"
     )
 
@@ -150,7 +180,9 @@ def _assumptions(work: Workload) -> list[str]:
         f"{hw.LEARNER_MFU[moe]:.0%} and prefill at {hw.PREFILL_MFU[moe]:.0%} of peak; decoding at "
         f"{hw.DECODE_BANDWIDTH:.0%} of bandwidth or {hw.DECODE_FLOPS:.0%} of peak, "
         f"{1e3 * (hw.EAGER_OVERHEAD_S if work.recipe.rollout.enforce_eager else hw.STEP_OVERHEAD_S):g} ms a step; "
-        f"runtime {hw.RUNTIME_GIB:g} GiB, engine graphs {hw.GRAPHS_GIB:g} GiB, fragmentation {hw.FRAGMENTATION:.0%}, "
+        f"host copies at "
+        f"{hw.HOST_LINK:.0%} of {gpu.host_link / 1e9:.0f} GB/s; runtime {hw.RUNTIME_GIB:g} GiB, "
+        f"engine graphs {hw.GRAPHS_GIB:g} GiB, fragmentation {hw.FRAGMENTATION:.0%}, "
         f"busiest expert rank {hw.EXPERT_IMBALANCE:g} × the mean. No figure was measured on a GPU."
     ]
 

@@ -1,15 +1,19 @@
-"""Layouts of the learner for a number of ranks, those that fit first, fastest first."""
+"""Layouts of the learner for a number of ranks, and what leaves the GPU while the engine generates: those that fit
+first, fastest first."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.config.learner import ParallelConfig
+from megatron_rl.config.learner import OffloadConfig, ParallelConfig
 from megatron_rl.config.rules import MAX_EXACT_TENSOR_PARALLEL, layout_problems
-from megatron_rl.plan.memory import MemoryPlan, largest_utilization, memory_plan
+from megatron_rl.plan.hardware import MOST_UTILIZATION
+from megatron_rl.plan.host import host_phase
+from megatron_rl.plan.memory import MemoryPlan, Phase, largest_utilization, memory_plan
 from megatron_rl.plan.timing import StepTime, step_time
 from megatron_rl.plan.workload import Workload
 
+PARTS = ("gradients", "optimizer", "weights", "during_passes")
 _SIZE_KEYS = ("tensor", "pipeline", "expert", "expert_tensor")
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -17,15 +21,24 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 @dataclass(frozen=True)
 class Layout:
     parallel: ParallelConfig
+    offload: OffloadConfig
     memory: MemoryPlan
+    host: Phase
     time: StepTime
-    utilization: float | None  # of a colocated engine: the recipe's, or what this layout leaves if that is less
+    utilization: float | None  # of a colocated engine; of the recipe's own layout the recipe's
     is_recipes: bool
+    sets_offload: bool  # another one than the recipe's
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.fits and self.host.missing <= 0
 
     @property
     def overrides(self) -> str:
         """What makes a recipe have this layout."""
         settings = [f"--set learner.parallel.{key}={getattr(self.parallel, key)}" for key in _SIZE_KEYS]
+        if self.sets_offload:
+            settings.append(offload_setting(self.offload))
         if self.utilization is not None:
             settings.append(f"--set rollout.gpu_memory_utilization={int(self.utilization * 100) / 100:g}")
         return " ".join(settings)
@@ -33,17 +46,49 @@ class Layout:
     def __str__(self) -> str:
         p = self.parallel
         expert = f" EP{p.expert} ETP{p.expert_tensor}" if p.expert * p.expert_tensor > 1 else ""
-        return f"TP{p.tensor} PP{p.pipeline}{expert}"
+        away = letters(self.offload)
+        return f"TP{p.tensor} PP{p.pipeline}{expert}" + f" -{away}" * bool(away)
+
+
+def letters(offload: OffloadConfig) -> str:
+    """What leaves, a letter each: gradients, optimizer, weights; P: during passes."""
+    return "".join(letter for letter, part in zip("gowP", PARTS, strict=True) if getattr(offload, part))
+
+
+def offload_setting(offload: OffloadConfig) -> str:
+    """What makes a recipe have it, whatever it has now."""
+    return " ".join(f"--set learner.offload.{part}={str(getattr(offload, part)).lower()}" for part in PARTS)
+
+
+def offload_choices(work: Workload) -> list[OffloadConfig]:
+    """The recipe's own, and those worth a look with its engine, cheapest first. Gradients cost nothing to free."""
+    engine, own = work.recipe.rollout.engine, work.recipe.learner.offload
+    if engine == "vllm_server":
+        choices = [{}, {"optimizer": True, "during_passes": True}]
+    else:
+        free, states = {"gradients": True}, {"gradients": True, "optimizer": True}
+        choices = [{}, free, states, states | {"during_passes": True}]
+        if engine == "vllm":
+            choices += [states | {"weights": True}, states | {"weights": True, "during_passes": True}]
+    found = [OffloadConfig(**choice) for choice in choices]
+    return found if own in found else [*found, own]
 
 
 def suggest(work: Workload) -> list[Layout]:
-    """Every legal layout on the workload's ranks: what fits by step time, then what does not by what it lacks."""
+    """Every legal layout on the workload's ranks, with the offload that suits it best, and the recipe's own: what fits
+    by step time, then what does not by what it lacks."""
+    found, choices = [judge(work, work.parallel, work.recipe.learner.offload)], offload_choices(work)
+    for parallel in _legal(work):
+        best = min((judge(work, parallel, offload) for offload in choices), key=_rank)
+        if not (best.is_recipes and best.utilization == found[0].utilization):
+            found.append(best)
+    return sorted(found, key=_rank)
 
-    def rank(layout: Layout) -> tuple[float, float, str]:
-        missing = max(0.0, *(phase.missing for phase in layout.memory.phases))
-        return missing, layout.time.total, str(layout)
 
-    return sorted((_judge(work, parallel) for parallel in _legal(work)), key=rank)
+def _rank(layout: Layout) -> tuple[float, float, int, str]:
+    missing = max(0.0, layout.host.missing, *(phase.missing for phase in layout.memory.phases))
+    parts = sum(getattr(layout.offload, part) for part in PARTS)
+    return missing, layout.time.total, parts, str(layout)
 
 
 def _legal(work: Workload) -> list[ParallelConfig]:
@@ -64,10 +109,15 @@ def _legal(work: Workload) -> list[ParallelConfig]:
     return [parallel for parallel in candidates.values() if not layout_problems(parallel, a, work.ranks)]
 
 
-def _judge(work: Workload, parallel: ParallelConfig) -> Layout:
-    moved, utilization = work.with_learner(parallel=parallel), None
-    rollout = work.recipe.rollout
+def judge(work: Workload, parallel: ParallelConfig, offload: OffloadConfig) -> Layout:
+    """``work`` in this layout, a colocated engine with as much of the GPU as the learner leaves it. The recipe's own
+    layout has the recipe's share, or what is left if that is less."""
+    moved, utilization = work.with_learner(parallel=parallel, offload=offload), None
+    rollout, own = work.recipe.rollout, work.recipe.learner.offload
+    is_recipes = parallel == work.parallel and offload == own
     if rollout.engine == "vllm" and rollout.kv_cache_gib is None:
-        utilization = min(rollout.gpu_memory_utilization, largest_utilization(moved))
+        most = rollout.gpu_memory_utilization if is_recipes else MOST_UTILIZATION
+        utilization = min(most, largest_utilization(moved))
     memory = memory_plan(moved, utilization=utilization)
-    return Layout(parallel, memory, step_time(moved, memory.engine), utilization, parallel == work.parallel)
+    time = step_time(moved, memory.engine)
+    return Layout(parallel, offload, memory, host_phase(moved, memory), time, utilization, is_recipes, offload != own)

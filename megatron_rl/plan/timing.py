@@ -13,6 +13,7 @@ from megatron_rl.plan import hardware as hw
 from megatron_rl.plan.activations import BYTES
 from megatron_rl.plan.generation import EngineMemory
 from megatron_rl.plan.learner import GRADIENT_BYTES
+from megatron_rl.plan.memory import learner_stages
 from megatron_rl.plan.parameters import active_parameters, query_width, stage_parameters, total_parameters
 from megatron_rl.plan.workload import Workload
 
@@ -33,6 +34,7 @@ class StepTime:
     communication: float  # the part of `update` and `old_logprobs` that is communication
     optimizer: float
     refit: float
+    offload: float = 0.0  # copies of what leaves the GPU, both ways
     samples_ahead: bool = False  # rollout.max_staleness: servers generate the next batch meanwhile
 
     @property
@@ -43,7 +45,9 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        return self.generate + self.old_logprobs + self.update + self.optimizer + self.refit - self.hidden
+        return (
+            self.generate + self.old_logprobs + self.update + self.optimizer + self.refit + self.offload - self.hidden
+        )
 
 
 def step_time(work: Workload, engine: EngineMemory | None) -> StepTime:
@@ -65,7 +69,8 @@ def step_time(work: Workload, engine: EngineMemory | None) -> StepTime:
         update=update,
         communication=(2 + again + needs_old) * talk * bubble,
         optimizer=updates * _optimizer(work),
-        refit=0.0 if engine is None else _refit(work, engine),
+        refit=0.0 if engine is None else _refit(work),
+        offload=_offload(work),
         samples_ahead=recipe.rollout.max_staleness > 0,
     )
 
@@ -160,15 +165,24 @@ def _exact_generation(work: Workload) -> float:
     return flops_forward(work.architecture, passes, work.mean_sequence / 2) / rate
 
 
-def _refit(work: Workload, engine: EngineMemory) -> float:
-    """Every rank gathers the whole model, tensor by tensor; a sleeping engine's weights cross the bus twice."""
+def _refit(work: Workload) -> float:
+    """Every rank gathers the whole model, tensor by tensor; a sleeping engine gives its old weights up uncopied."""
     a = work.architecture
     whole = total_parameters(a) * BYTES[work.recipe.rollout.dtype]
     gathered = whole / _link(work, work.ranks) if work.ranks > 1 else 0.0
-    bus = 2 * engine.weights / hw.PCIE if work.recipe.rollout.engine == "vllm" else 0.0
     matrices = num_expert_matrices(a)
     handling = (num_tensors(a) - matrices) * hw.TENSOR_OVERHEAD_S + matrices * hw.EXPERT_OVERHEAD_S
-    return gathered + bus + handling
+    return gathered + handling
+
+
+def _offload(work: Workload) -> float:
+    """Each part leaves and comes back once a step; Adam's states in every update where they are away in passes."""
+    offload, updates = work.recipe.learner.offload, work.recipe.batch.minibatches
+    stages = learner_stages(work)
+    states, weights = (max(getattr(stage, part) for stage in stages) for part in ("states", "weights"))
+    rounds = updates if offload.during_passes else 1
+    moved = 2 * (rounds * states * offload.optimizer + weights * offload.weights)
+    return moved / (hw.HOST_LINK * work.gpu.host_link)
 
 
 def num_tensors(a: Architecture) -> int:

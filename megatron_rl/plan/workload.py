@@ -28,6 +28,7 @@ class Workload:
     gpus_per_node: int
     mean_response: float  # tokens
     mean_prompt: float  # tokens
+    host_gib: float  # memory of one node's host
 
     @property
     def ranks(self) -> int:
@@ -94,6 +95,7 @@ def make_workload(
     gpus_per_node: int | None = None,
     mean_response: float | None = None,
     mean_prompt: float | None = None,
+    host_gib: float | None = None,
 ) -> Workload:
     """The workload of a recipe whose name says its size (``…-4n8g-…``), or of the size given.
 
@@ -116,6 +118,7 @@ def make_workload(
         gpus_per_node,
         mean_response or RESPONSE_SHARE * rollout.max_response_length,
         mean_prompt or PROMPT_SHARE * prompt.max_length,
+        host_gib or gpu.host_gib,
     )
     problems = layout_problems(recipe.learner.parallel, architecture, work.ranks)
     problems += rollout_problems(rollout, architecture, prompt.max_length, work.ranks)
