@@ -36,7 +36,7 @@ def summary(plan: Plan) -> str:
     return (
         f"{plan.work.ranks} × {plan.work.gpu.name}: learning {learning.total / GIB:.1f}, generating "
         f"{generating.total / GIB:.1f} of {capacity:.1f} GiB a GPU; {_duration(plan.time.total)} a step"
-    ) + away * offload.is_on
+    ) + away * (offload.optimizer or offload.weights)
 
 
 def _head(work: Workload) -> list[str]:

@@ -41,11 +41,15 @@ from tests.support.tiny import MODEL, REPOSITORY
 MOE = REPOSITORY / "recipes" / "length_decay" / "rloo-qwen3-30b-a3b-4n8g-tp4ep8-auto.yaml"
 DENSE = REPOSITORY / "recipes" / "length_decay" / "rloo-qwen3-8b-base-2n8g-tp4-lr1e-6.yaml"
 
+STAYS = ("learner.offload={gradients: false, optimizer: false}", "rollout.gpu_memory_utilization=0.4")
+"""A learner that is there while the engine generates; the recipes' own leave."""
+STAYS_FLAGS = [argument for setting in STAYS for argument in ("--set", setting)]
+
 
 def work(path: Path = MOE, gpu: str = "h100-80", *overrides: str, **sizes) -> Workload:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        recipe = load_recipe(path, overrides)
+        recipe = load_recipe(path, [*STAYS, *overrides])
     return make_workload(recipe, shape_of(recipe.model.path)[0], GPUS[gpu], **sizes)
 
 
@@ -331,11 +335,17 @@ def error_of(capsys, *arguments: str) -> str:
 
 
 def test_what_does_not_fit_is_refused_with_what_to_do(capsys):
-    message = error_of(capsys, str(DENSE), "--gpu", "h100-80", "--set", "rollout.gpu_memory_utilization=0.85")
+    message = error_of(
+        capsys, str(DENSE), "--gpu", "h100-80", *STAYS_FLAGS, "--set", "rollout.gpu_memory_utilization=0.85"
+    )
     missing = float(re.search(r"generating: .* GiB a GPU, ([\d.]+) GiB more than the 79.1", message)[1])
     assert 5 < missing < 20
     remedy = re.search(r"gpu_memory_utilization to at most ([\d.]+)", message)[1]
-    assert main(["plan", str(DENSE), "--gpu", "h100-80", "--set", f"rollout.gpu_memory_utilization={remedy}"]) == 0
+    share = f"rollout.gpu_memory_utilization={remedy}"
+    assert main(["plan", str(DENSE), "--gpu", "h100-80", *STAYS_FLAGS, "--set", share]) == 0
+    settings = re.search(r"let the learner leave: ((?:--set \S+ ?)+)", message)[1].rstrip(".;").split()
+    own = ["--set", "rollout.gpu_memory_utilization=0.85"]
+    assert main(["plan", str(DENSE), "--gpu", "h100-80", *own, *settings]) == 0
 
 
 def test_too_large_a_microbatch_is_refused_with_one_that_fits(capsys):
@@ -351,7 +361,7 @@ def test_too_large_a_microbatch_is_refused_with_one_that_fits(capsys):
 
 
 def test_what_no_layout_can_hold(capsys):
-    message = error_of(capsys, str(MOE), "--gpu", "a100-40", "--nodes", "1")
+    message = error_of(capsys, str(MOE), "--gpu", "a100-40", "--nodes", "1", *STAYS_FLAGS)
     assert "no layout of 8 a100-40 fits" in message
     assert "key/value" in message or "cache holds" in message
 

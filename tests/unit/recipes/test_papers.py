@@ -27,6 +27,7 @@ ELSEWHERE = ("nodes", "gpus_per_node", "gpu", "training engine")
 MACHINE = (
     "learner.parallel",
     "learner.recompute",
+    "learner.offload",
     "rollout.tensor_parallel",
     "rollout.gpu_memory_utilization",
     "rollout.deadline_s",
