@@ -12,6 +12,7 @@ COMMANDS = {
     "check": "check a recipe without starting an engine",
     "doctor": "does this node, do these nodes, do what a run relies on",
     "plan": "memory, step time and layouts on a GPU, by arithmetic",
+    "trace": "the real learner of a recipe as one rank of its job, without GPUs: bytes and collectives",
     "eval": "score a checkpoint on the recipe's data.validation",
     "eval-grid": "accuracy of a checkpoint by dtype, temperature, top-p and token budget",
     "serve": "start a rollout server of a run (rollout.engine: vllm_server)",

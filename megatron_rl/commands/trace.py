@@ -1,0 +1,58 @@
+"""The real learner of a recipe as one rank of its job, without the job: bytes, transients and collectives.
+
+megatron-rl trace RECIPE [--gpu h100-80] [--nodes 4] [--rank 0 --rank 31] [--checkpoint-format fully_reshardable]
+
+Tensors have no values and the other ranks are not there, so a model of any size fits on any machine. Exit status 2
+where what lies on a GPU at rest differs from `plan` by more than 5%, or a checkpoint does not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from megatron_rl.commands.arguments import GPU_NAMES, add_recipe, gpu_name
+from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
+
+FORMATS = ("own", "fully_reshardable", "dp_reshardable")  # `trace.FORMATS`, which is slow to import
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recipe(parser)
+    parser.add_argument("--gpu", default="h100-80", type=gpu_name, choices=GPU_NAMES, help="whose memory is the budget")
+    parser.add_argument("--nodes", type=int, help="nodes (default: as the recipe's name says, …-4n8g-…)")
+    parser.add_argument("--gpus-per-node", type=int, help="GPUs of a node (default: as the recipe's name says, else 8)")
+    parser.add_argument(
+        "--rank",
+        type=int,
+        action="append",
+        metavar="N",
+        help="a rank to trace, repeatable (default: those that differ)",
+    )
+    parser.add_argument(
+        "--checkpoint-format",
+        default="own",
+        choices=FORMATS,
+        help="own: as a run saves; else Megatron's builder of that name",
+    )
+    parser.add_argument("--json", action="store_true", help="an object instead of tables")
+
+
+def run(options: argparse.Namespace) -> int:
+    from megatron_rl.checkpoint.known_models import shape_of
+    from megatron_rl.config import load_recipe
+    from megatron_rl.plan import GPUS, make_workload
+    from megatron_rl.trace import as_json, ranks_that_differ, render, trace_rank
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    architecture, _ = shape_of(recipe.model.path)
+    work = make_workload(recipe, architecture, GPUS[options.gpu], options.nodes, options.gpus_per_node)
+    ranks = options.rank or ranks_that_differ(recipe.learner.parallel, work.ranks)
+    if beyond := [rank for rank in ranks if not 0 <= rank < work.ranks]:
+        raise InputError(f"trace: --rank {beyond[0]}; the job has ranks 0 to {work.ranks - 1}")
+    traces = [trace_rank(recipe, architecture, rank, work.ranks, options.checkpoint_format) for rank in ranks]
+    found = as_json(work, traces)
+    print(json.dumps(found, indent=1) if options.json else render(work, traces))
+    agrees = all(kind.get("holds", True) for trace in found["traces"] for kind in trace["static"].values())
+    fits = all(trace["checkpoint"]["fits"] for trace in found["traces"])
+    return EXIT_DONE if agrees and fits else EXIT_BAD_INPUT

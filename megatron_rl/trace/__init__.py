@@ -1,0 +1,21 @@
+"""`megatron-rl trace`: the real learner of a recipe, built at full size as one rank of its job, on a machine without it.
+
+Tensors are fake (shapes, dtypes and devices without values) and so are the other ranks (collectives return at once).
+`fake_rank` says what is put in the place of what, `recorder` what is counted.
+"""
+
+from megatron_rl.trace.comparison import TOLERANCE, Comparison, compare_static
+from megatron_rl.trace.learner import FORMATS, RankTrace, ranks_that_differ, trace_rank
+from megatron_rl.trace.report import as_json, render
+
+__all__ = [
+    "FORMATS",
+    "TOLERANCE",
+    "Comparison",
+    "RankTrace",
+    "as_json",
+    "compare_static",
+    "ranks_that_differ",
+    "render",
+    "trace_rank",
+]

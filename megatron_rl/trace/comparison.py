@@ -1,0 +1,56 @@
+"""A trace against `plan`: whether the arithmetic that users decide by is that of the learner they will get."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.plan.hardware import GIB, GRAPHS_GIB, RUNTIME_GIB
+from megatron_rl.plan.memory import PLACEMENT, learner_stages
+from megatron_rl.plan.workload import Workload
+from megatron_rl.trace.learner import RankTrace
+
+TOLERANCE = 0.05  # of a static kind; what `plan` leaves out is padding of buffers
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One static kind on one rank, in bytes."""
+
+    rank: int
+    kind: str
+    traced: float
+    planned: float
+
+    @property
+    def error(self) -> float:
+        """Of the plan, relative to the trace; 0 where both are 0."""
+        return 0.0 if self.planned == self.traced else (self.planned - self.traced) / max(self.traced, 1.0)
+
+    @property
+    def holds(self) -> bool:
+        return abs(self.error) <= TOLERANCE
+
+
+def compare_static(work: Workload, trace: RankTrace) -> list[Comparison]:
+    """Each static kind of a rank against what `plan` says of its pipeline stage, and their sum."""
+    planned = learner_stages(work)[trace.stage]
+    kinds = {
+        "weights": planned.weights,
+        "gradients": planned.gradients,
+        "master weights": planned.masters,
+        "moments": planned.moments,
+    }
+    found = [Comparison(trace.rank, kind, trace.static[kind], size) for kind, size in kinds.items()]
+    return [*found, Comparison(trace.rank, "all static", sum(trace.static.values()), planned.static)]
+
+
+def room_for_a_save(work: Workload, trace: RankTrace) -> float:
+    """Bytes of a GPU that are free when a checkpoint is written: beside the learner at rest, the runtime and, where it
+    is colocated, the engine asleep."""
+    asleep = GRAPHS_GIB * GIB if is_colocated(work) else 0.0
+    return work.gpu.memory_gib * GIB - RUNTIME_GIB * GIB - asleep - sum(trace.static.values())
+
+
+def is_colocated(work: Workload) -> bool:
+    """Whether an engine sleeps on the learner's GPUs."""
+    return PLACEMENT[work.recipe.rollout.engine] == "colocated"

@@ -1,0 +1,125 @@
+"""What a traced program holds and sends: bytes of live tensors by device, and every collective."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed._tools.fake_collectives import CollectiveOp, non_functional_collectives
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+DEVICE, HOST = "cuda", "cpu"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of call over one group."""
+
+    kind: str  # c10d's name, or that of an object collective
+    group: str  # Megatron's name of the group
+    size: int  # ranks of it
+
+
+@dataclass
+class Phase:
+    """What one part of a program added, at most, to what lay there when it began; and what it sent."""
+
+    name: str
+    before: dict[str, int]  # device → bytes
+    peak: dict[str, int]  # device → bytes, `before` included
+    after: dict[str, int] = field(default_factory=dict)
+    sent: dict[Collective, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))  # calls, bytes
+
+    def transient(self, device: str) -> int:
+        """Bytes at the worst moment beyond those that lay there when the phase began."""
+        return self.peak[device] - self.before[device]
+
+    def kept(self, device: str) -> int:
+        """Bytes that stayed when the phase ended; negative where it freed more than it made."""
+        return self.after[device] - self.before[device]
+
+
+class Recorder(TorchDispatchMode):
+    """Enter it inside the mode that makes tensors fake. A storage counts from the operation that returns it until
+    nothing refers to it, as a caching allocator counts it, without rounding.
+
+    The bytes of a collective are those of its larger side on this rank: what an all-gather receives, what a
+    reduce-scatter is given. Calls over groups of one rank are left out.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases: list[Phase] = []
+        self._live: dict[int, tuple[weakref.ref, int, str]] = {}  # address of the storage → it, bytes, device
+        self._now = {DEVICE: 0, HOST: 0}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[Phase]:
+        """Count what happens inside as one phase. Phases do not nest."""
+        phase = Phase(name, dict(self._now), dict(self._now))
+        self.phases.append(phase)
+        try:
+            yield phase
+        finally:
+            phase.after = dict(self._now)
+
+    def held(self) -> dict[str, int]:
+        """Bytes now, by device."""
+        return dict(self._now)
+
+    def record(self, kind: str, group: Any, size: int) -> None:
+        """Note one collective over ``group``, a process group, with ``size`` bytes."""
+        if self.phases and group.size() > 1:
+            entry = self.phases[-1].sent[Collective(kind, _name(group), group.size())]
+            entry[0] += 1
+            entry[1] += size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor)
+        if func in non_functional_collectives:
+            size = max(nbytes(tree_leaves(side)) for side in args[:2])
+            name = func._schema.name.removeprefix("c10d::").strip("_").removesuffix("_base")
+            self.record(name, CollectiveOp.get_process_group(func, args), size)
+        return result
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, device = storage._cdata, tensor.device.type
+        if key in self._live or device not in self._now:
+            return
+        size = storage.nbytes()
+
+        def gone(_: weakref.ref) -> None:
+            del self._live[key]
+            self._now[device] -= size
+
+        self._live[key] = weakref.ref(storage, gone), size, device
+        self._now[device] += size
+        if self.phases:
+            peak = self.phases[-1].peak
+            peak[device] = max(peak[device], self._now[device])
+
+
+def nbytes(items: Iterable[Any]) -> int:
+    """Of the tensors among ``items``; views count what they show."""
+    return sum(item.numel() * item.element_size() for item in items if isinstance(item, torch.Tensor))
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Of the storages behind ``tensors``, each once."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def _name(group: Any) -> str:
+    name = (group.group_desc or "world").lower().replace("_group", "")
+    return {"undefined": "world", "default_pg": "world"}.get(name, name)
