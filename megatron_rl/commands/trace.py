@@ -3,7 +3,7 @@
 megatron-rl trace RECIPE [--gpu h100-80] [--nodes 4] [--rank 0 --rank 31] [--checkpoint-format fully_reshardable]
 
 Tensors have no values and the other ranks are not there, so a model of any size fits on any machine. Exit status 2
-where what lies on a GPU at rest differs from `plan` by more than 5%, or a checkpoint does not fit.
+where what lies on a GPU at rest differs from what `plan` says by more than 5%, or where a save does not fit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import json
 
 from megatron_rl.commands.arguments import GPU_NAMES, add_recipe, gpu_name
-from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
+from megatron_rl.errors import EXIT_DONE, InputError
 
 FORMATS = ("own", "fully_reshardable", "dp_reshardable")  # `trace.FORMATS`, which is slow to import
 
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     from megatron_rl.checkpoint.known_models import shape_of
     from megatron_rl.config import load_recipe
     from megatron_rl.plan import GPUS, make_workload
-    from megatron_rl.trace import as_json, ranks_that_differ, render, trace_rank
+    from megatron_rl.trace import as_json, differences, ranks_that_differ, render, trace_rank
 
     recipe = load_recipe(options.recipe, options.overrides)
     architecture, _ = shape_of(recipe.model.path)
@@ -51,8 +51,7 @@ def run(options: argparse.Namespace) -> int:
     if beyond := [rank for rank in ranks if not 0 <= rank < work.ranks]:
         raise InputError(f"trace: --rank {beyond[0]}; the job has ranks 0 to {work.ranks - 1}")
     traces = [trace_rank(recipe, architecture, rank, work.ranks, options.checkpoint_format) for rank in ranks]
-    found = as_json(work, traces)
-    print(json.dumps(found, indent=1) if options.json else render(work, traces))
-    agrees = all(kind.get("holds", True) for trace in found["traces"] for kind in trace["static"].values())
-    fits = all(trace["checkpoint"]["fits"] for trace in found["traces"])
-    return EXIT_DONE if agrees and fits else EXIT_BAD_INPUT
+    print(json.dumps(as_json(work, traces), indent=1) if options.json else render(work, traces))
+    if found := differences(work, traces):
+        raise InputError("the trace does not agree with the plan:\n" + "\n".join(f"  {line}" for line in found))
+    return EXIT_DONE

@@ -8,6 +8,7 @@ from megatron_rl.plan.hardware import GIB, GRAPHS_GIB, RUNTIME_GIB
 from megatron_rl.plan.memory import PLACEMENT, learner_stages
 from megatron_rl.plan.workload import Workload
 from megatron_rl.trace.learner import RankTrace
+from megatron_rl.trace.recorder import DEVICE
 
 TOLERANCE = 0.05  # of a static kind; what `plan` leaves out is padding of buffers
 
@@ -49,6 +50,27 @@ def room_for_a_save(work: Workload, trace: RankTrace) -> float:
     is colocated, the engine asleep."""
     asleep = GRAPHS_GIB * GIB if is_colocated(work) else 0.0
     return work.gpu.memory_gib * GIB - RUNTIME_GIB * GIB - asleep - sum(trace.static.values())
+
+
+def save_fits(work: Workload, trace: RankTrace) -> bool:
+    return trace.phase("checkpoint").transient(DEVICE) <= room_for_a_save(work, trace)
+
+
+def differences(work: Workload, traces: list[RankTrace]) -> list[str]:
+    """What differs from `plan` by more than `TOLERANCE`, and saves that do not fit; empty where all is well."""
+    found = [
+        f"rank {line.rank}: {line.kind}: {line.planned / GIB:.2f} GiB by plan, {line.traced / GIB:.2f} traced "
+        f"({line.error:+.1%})"
+        for trace in traces
+        for line in compare_static(work, trace)
+        if not line.holds
+    ]
+    return found + [
+        f"rank {trace.rank}: a save in the format {trace.checkpoint_format} adds "
+        f"{trace.phase('checkpoint').transient(DEVICE) / GIB:.2f} GiB; free are {room_for_a_save(work, trace) / GIB:.2f}"
+        for trace in traces
+        if not save_fits(work, trace)
+    ]
 
 
 def is_colocated(work: Workload) -> bool:

@@ -67,8 +67,7 @@ def trace_rank(
         with recorder.phase("checkpoint"):
             _state_of_a_save(learner, checkpoint_format)
         with recorder.phase("weights to the engine"):
-            for _ in learner.export_weights():
-                pass
+            _send(learner)
     return trace
 
 
@@ -88,6 +87,12 @@ def _state_of_a_save(learner: Learner, checkpoint_format: str) -> Any:
     metadata = {**save.CONTENT_METADATA, "distrib_optim_sharding_type": checkpoint_format}
     weights = unwrap_model(learner.model).sharded_state_dict(metadata=dict(metadata))
     return weights, learner.optimizer.sharded_state_dict(weights, is_loading=False, metadata=metadata)
+
+
+def _send(learner: Learner) -> None:
+    """Hold one tensor at a time, as an engine does that copies it into its own."""
+    for _name, _tensor in learner.export_weights():
+        pass
 
 
 def _static(learner: Learner, held: int) -> dict[str, int]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_rl.plan.hardware import GIB
 from megatron_rl.plan.workload import Workload
-from megatron_rl.trace.comparison import TOLERANCE, compare_static, is_colocated, room_for_a_save
+from megatron_rl.trace.comparison import TOLERANCE, compare_static, is_colocated, room_for_a_save, save_fits
 from megatron_rl.trace.learner import RankTrace
 from megatron_rl.trace.recorder import DEVICE, HOST
 
@@ -57,7 +57,7 @@ def _rank(work: Workload, trace: RankTrace) -> list[str]:
 
 def _save(work: Workload, trace: RankTrace) -> str:
     room, needed = room_for_a_save(work, trace), trace.phase("checkpoint").transient(DEVICE)
-    state = "fits" if needed <= room else "DOES NOT FIT"
+    state = "fits" if save_fits(work, trace) else "DOES NOT FIT"
     return (
         f"  a save in the format {trace.checkpoint_format} adds {needed / GIB:.2f} GiB where {room / GIB:.1f} GiB are "
         f"free beside {'a sleeping engine' if is_colocated(work) else 'the learner'}: {state}"
@@ -65,7 +65,6 @@ def _save(work: Workload, trace: RankTrace) -> str:
 
 
 def _rank_json(work: Workload, trace: RankTrace) -> dict[str, Any]:
-    room, save = room_for_a_save(work, trace), trace.phase("checkpoint")
     return {
         "rank": trace.rank,
         "stage": trace.stage,
@@ -91,7 +90,7 @@ def _rank_json(work: Workload, trace: RankTrace) -> dict[str, Any]:
         },
         "checkpoint": {
             "format": trace.checkpoint_format,
-            "free_beside_sleeping_engine": room,
-            "fits": save.transient(DEVICE) <= room,
+            "free_beside_sleeping_engine": room_for_a_save(work, trace),
+            "fits": save_fits(work, trace),
         },
     }

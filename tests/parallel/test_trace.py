@@ -1,0 +1,160 @@
+"""`megatron-rl trace` over all recipes at paper scale: `plan` says what the real learner holds, and saves fit.
+
+Recipes whose learners have the same shape are traced once. All but the three full-size cases have two layers: kinds of
+memory grow with layers one by one, and a layer more takes a fifth of a second.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.checkpoint.known_models import shape_of
+from megatron_rl.config import load_recipe
+from tests.parallel.programs.trace import workload
+from tests.support.tiny import REPOSITORY
+from tests.support.zygote import run_command, zygote
+
+RECIPES = REPOSITORY / "recipes"
+PAPER = [path for path in sorted(RECIPES.rglob("*.yaml")) if re.search(r"\dn\dg", path.name)]
+MOE = str(RECIPES / "router_replay" / "grpo-qwen3-30b-a3b-4n8g-tp4ep8-r3.yaml")
+DENSE = {
+    name: str(RECIPES / path)
+    for name, path in {
+        "4b": "length_decay/rloo-qwen3-4b-base-2n8g-tp2-auto.yaml",
+        "8b": "length_decay/rloo-qwen3-8b-base-2n8g-tp4-auto.yaml",
+        "14b": "fp16/dapo-qwen3-14b-8n8g-tp4.yaml",
+    }.items()
+}
+GIB = 1 << 30
+
+
+def learner_shape(path: Path) -> tuple:
+    """What decides about bytes and collectives of a learner."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        recipe = load_recipe(path)
+    learner, size = recipe.learner, re.search(r"(\d+)n(\d+)g", path.name)
+    ranks, p = int(size[1]) * int(size[2]), learner.parallel
+    layout = (p.tensor, p.pipeline, p.expert, p.expert_tensor)
+    architecture = str(shape_of(recipe.model.path)[0])
+    return recipe.rollout.engine == "exact", architecture, ranks, layout, learner.dtype, str(learner.lora)
+
+
+SHAPES: dict[tuple, Path] = {}
+for _path in PAPER:
+    SHAPES.setdefault(learner_shape(_path), _path)
+BUILT = {str(path.relative_to(RECIPES)): path for shape, path in SHAPES.items() if not shape[0]}
+REFUSED = {str(path.relative_to(RECIPES)): path for shape, path in SHAPES.items() if shape[0]}
+
+CASES: dict[str, dict[str, Any]] = {
+    "30b": {"recipe": MOE, "checkpoint_format": "fully_reshardable"},
+    **{name: {"recipe": recipe} for name, recipe in DENSE.items() if name != "14b"},
+    "pipeline": {"recipe": MOE, "layers": 8, "overrides": ["learner.parallel.pipeline=4"]},
+    "last rank": {"recipe": MOE, "layers": 2, "ranks": [31]},
+    "expert tensor": {"recipe": MOE, "layers": 2, "overrides": ["learner.parallel.expert_tensor=4"]},
+    "fp32": {"recipe": DENSE["8b"], "layers": 2, "overrides": ["learner.dtype=fp32", "rollout.dtype=fp32"]},
+    "bucket format": {"recipe": MOE, "layers": 2, "checkpoint_format": "dp_reshardable"},
+    **{name: {"recipe": str(path), "layers": 2} for name, path in BUILT.items()},
+}
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("trace")
+    arguments = {"cases": list(CASES.values()), "out": str(folder / "found.json")}
+    child = zygote().start("tests.parallel.programs.trace", "trace_all", arguments, log=folder / "log")
+    assert child.wait(600) == 0, child.output
+    return dict(zip(CASES, json.loads((folder / "found.json").read_text()), strict=True))
+
+
+def test_every_paper_recipe_has_the_shape_of_a_case():
+    assert len(PAPER) > 60
+    assert {learner_shape(path) for path in PAPER} == {learner_shape(p) for p in (*BUILT.values(), *REFUSED.values())}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_plan_says_what_the_learner_holds(traced, case):
+    for rank in traced[case]["traces"]:
+        kinds = {kind: found for kind, found in rank["static"].items() if kind != "other"}
+        assert {"weights", "gradients", "master weights", "moments", "all static"} == kinds.keys()
+        assert all(found["holds"] for found in kinds.values()), rank
+        # Rotary frequencies, loss scale and steps: nothing large is without a name.
+        assert 0 <= rank["static"]["other"]["traced"] < 1e-3 * kinds["all static"]["traced"]
+
+
+def test_a_save_of_the_moe_recipe(traced):
+    """Must hold: Megatron's reshardable state gathers all experts of a rank in fp32, one kind of state at a time,
+    beside the share that is sent: 4 bytes a parameter, and a quarter of it on 4 ranks that share the experts."""
+    (rank,) = traced["30b"]["traces"]
+    experts = 48 * 128 // 8 * 3 * 2048 * 768
+    save = rank["phases"]["checkpoint"]
+    assert save["device_transient"] == experts * 4 + experts
+    assert round(save["device_transient"] / GIB) == 17
+    gathered = [call for call in save["collectives"] if call["group"] == "expert_data_parallel"]
+    assert gathered == [
+        {"kind": "allgather", "group": "expert_data_parallel", "group_size": 4, "count": 3, "bytes": 3 * experts * 4}
+    ]
+    assert rank["checkpoint"]["fits"] == (save["device_transient"] <= rank["checkpoint"]["free_beside_sleeping_engine"])
+
+
+def test_the_bucket_format_gathers_nothing(traced):
+    (rank,) = traced["bucket format"]["traces"]
+    assert not [call for call in rank["phases"]["checkpoint"]["collectives"] if call["kind"] != "allgather_object"]
+    assert rank["checkpoint"]["fits"]
+
+
+def test_weights_to_the_engine_are_whole_tensors_of_the_model(traced):
+    """The largest of them, gathered and joined: the table of the vocabulary, twice."""
+    (rank,) = traced["8b"]["traces"]
+    sent = rank["phases"]["weights to the engine"]
+    assert sent["device_transient"] == pytest.approx(2 * 151936 * 4096 * 2, rel=0.01)
+    assert sum(call["count"] for call in sent["collectives"]) == 36 * 8 + 3  # tensors of the model
+
+
+def test_ranks_of_a_pipeline(traced):
+    stages = traced["pipeline"]["traces"]
+    assert [(rank["rank"], rank["stage"], rank["num_layers"]) for rank in stages] == [(0, 0, 2), (8, 1, 2), (24, 3, 2)]
+    first, middle, last = (rank["parameters"] for rank in stages)
+    table = 151936 // 4 * 2048
+    assert (first - middle, last - middle) == (table, table + 2048)
+
+
+@pytest.mark.parametrize("kind", ["weights", "gradients", "moments", "masters"])
+@pytest.mark.parametrize("factor", [0.94, 1.06])
+def test_a_plan_that_is_wrong_by_six_percent_is_found(traced, monkeypatch, kind, factor):
+    from megatron_rl.trace import comparison
+    from megatron_rl.trace.learner import RankTrace
+
+    (rank,) = traced["8b"]["traces"]
+    static = {name: found["traced"] for name, found in rank["static"].items() if name != "all static"}
+    trace = RankTrace(0, 16, 0, 36, rank["parameters"], "own", static)
+    work = workload(DENSE["8b"], None, [])
+    assert not [line for line in comparison.compare_static(work, trace) if not line.holds]
+    (stage,) = comparison.learner_stages(work)
+    wrong = replace(stage, **{kind: factor * getattr(stage, kind)})
+    monkeypatch.setattr(comparison, "learner_stages", lambda work: [wrong])
+    lines = {line.kind for line in comparison.compare_static(work, trace) if not line.holds}
+    assert lines == {"master weights" if kind == "masters" else kind}
+
+
+def test_the_command(tmp_path):
+    recipe = "recipes/fp16/lora-grpo-tis-qwen2.5-math-1.5b-1n8g-dp8.yaml"
+    done = run_command("megatron_rl", ["trace", recipe, "--json", "--rank", "7"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    (rank,) = json.loads(done.stdout)["traces"]
+    assert rank["rank"] == 7
+    done = run_command("megatron_rl", ["trace", recipe, "--rank", "8"], tmp_path)
+    assert (done.returncode, "--rank 8; the job has ranks 0 to 7" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("recipe", REFUSED)
+def test_what_cannot_run_on_gpus_is_refused_as_in_training(recipe, tmp_path):
+    done = run_command("megatron_rl", ["trace", str(REFUSED[recipe])], tmp_path)
+    assert (done.returncode, "rollout.engine: exact on cuda" in done.stderr) == (2, True), done.stderr
