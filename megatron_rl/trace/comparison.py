@@ -65,12 +65,12 @@ def differences(work: Workload, traces: list[RankTrace]) -> list[str]:
         for line in compare_static(work, trace)
         if not line.holds
     ]
-    return found + [
-        f"rank {trace.rank}: a save in the format {trace.checkpoint_format} adds "
-        f"{trace.phase('checkpoint').transient(DEVICE) / GIB:.2f} GiB; free are {room_for_a_save(work, trace) / GIB:.2f}"
-        for trace in traces
-        if not save_fits(work, trace)
-    ]
+    for trace in traces:
+        if not save_fits(work, trace):
+            needed, free = trace.phase("checkpoint").transient(DEVICE) / GIB, room_for_a_save(work, trace) / GIB
+            form = trace.checkpoint_format
+            found.append(f"rank {trace.rank}: a save in the format {form} adds {needed:.2f} GiB, {free:.2f} are free")
+    return found
 
 
 def is_colocated(work: Workload) -> bool:

@@ -15,7 +15,7 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 AT_THE_TOP = {"__init__", "__main__", "train", "evaluate", "batch", "check", "types", "errors"}
-ENGINES = {"megatron": {"checkpoint", "learner", "exact"}, "vllm": {"rollout"}}
+ENGINES = {"megatron": {"checkpoint", "learner", "exact", "trace"}, "vllm": {"rollout"}}
 
 
 def imported(module: str) -> Iterator[str]:

@@ -14,12 +14,17 @@ REACHED = {
     "megatron_rl/doctor/setting.py": "tests/unit/doctor/test_command.py",
     "megatron_rl/learner/model.py": "tests/parallel/test_transformer_engine.py",
     "megatron_rl/learner/offload.py": "tests/unit/learner/test_offload.py",
+    "megatron_rl/learner/optimizer.py": "tests/parallel/test_trace.py",
     "megatron_rl/learner/packed_attention.py": "tests/parallel/test_transformer_engine.py",
+    "megatron_rl/learner/process_groups.py": "tests/parallel/test_trace.py",
     "megatron_rl/process/devices.py": "tests/unit/process/test_devices.py",
     "megatron_rl/rollout/engine_arguments.py": "tests/unit/rollout/test_engine_arguments.py",
     "megatron_rl/rollout/servers/server.py": "tests/unit/rollout/test_engine_arguments.py",
     "megatron_rl/rollout/servers/settings.py": "tests/unit/rollout/test_engine_arguments.py",
     "megatron_rl/rollout/vllm_engine.py": "tests/unit/rollout/test_sleep.py",
+    "megatron_rl/trace/fake_rank.py": "tests/parallel/test_trace.py",
+    "megatron_rl/trace/learner.py": "tests/parallel/test_trace.py",
+    "megatron_rl/trace/recorder.py": "tests/parallel/test_trace.py",
 }
 
 
