@@ -47,7 +47,10 @@ WARM = (
     "vllm.model_executor.layers.quantization.online.base",
     "vllm.v1.worker.cpu_worker",
 )
-QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # what `megatron_rl.__main__` sets before it imports torch
+QUIET = {
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # what `megatron_rl.__main__` sets before it imports torch
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow's allocator starts a thread at import otherwise
+}
 EXCEPTION = 1  # the status of a child that an exception ended
 
 
