@@ -1,0 +1,17 @@
+"""Exact mode's forward kernels in Triton: the algorithm of `learner.layers.invariant` for what Triton compiles for.
+
+A row's numbers depend on its own inputs alone [VX], because every kernel has
+
+* tiles of one shape whatever the call's shape is, the last one padded and masked;
+* one order for every sum over a row: K in steps of `gemm.BLOCK_K`, keys in blocks of `attention.KEY_BLOCK` from the
+  first one on, the vocabulary in blocks from its first entry on, experts in their order;
+* one program for a sum: no split keys, no split K, no atomics;
+* one number of warps, because the reduction of a tile is a tree over them.
+
+Nothing in a launch depends on values on the device, so that a step of generation can be captured in a CUDA graph: grids
+come from shapes, and kernels find lengths and experts themselves.
+
+Forward only. Accumulation is fp32. Under ``TRITON_INTERPRET=1`` the kernels run on CPU tensors; products of tiles are
+sums of products there (`device.dot`). What the interpreter cannot show is the order of summation inside one product of
+the tensor cores, races and speed.
+"""

@@ -1,0 +1,317 @@
+"""Exact mode's Triton kernels in Triton's interpreter: python -m tests.support.kernels NAME. Prints JSON.
+
+A process of its own, because Triton decides at its import whether it interprets, and because the environment holds no
+Triton: the tests' folder for TransformerEngine does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tests.support.rounding import gamma, unit_roundoff
+from tests.support.te import FOLDER, REPOSITORY
+
+COMPOSITIONS = 70  # of the batch, for each of three types
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FUNCTION = 8  # roundings that exp, log and the like count as
+Tensor = torch.Tensor
+
+
+def run(name: str) -> dict[str, Any]:
+    """What the program prints for ``name``, from a process of its own."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{FOLDER}{os.pathsep}{REPOSITORY}"}
+    command = [sys.executable, "-m", "tests.support.kernels", name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def some_rows(total: int, most: int = 12) -> Tensor:
+    """Up to ``most`` of ``total`` rows, in any order."""
+    return torch.randperm(total)[: int(torch.randint(1, most + 1, ()))]
+
+
+def error(found: Tensor, exact: Tensor, bound: Tensor | float) -> float:
+    """Largest error as a share of its bound, to which the rounding to the type of ``found`` is added."""
+    stored = unit_roundoff(found.dtype) if found.dtype != torch.float32 else 0.0
+    allowed = torch.as_tensor(bound, dtype=torch.float64) * (1 + stored) + stored * exact.abs()
+    allowed = allowed + torch.finfo(found.dtype).smallest_normal
+    return float(((found.double() - exact).abs() / allowed).max())
+
+
+def compositions(whole: Tensor, call: Callable[[Tensor], Tensor], most: int = 12) -> int:
+    """In how many random batches a row of ``call(rows)`` has other bits than in ``whole``."""
+    different = 0
+    for _ in range(COMPOSITIONS):
+        rows = some_rows(len(whole), most)
+        different += not torch.equal(call(rows), whole[rows])
+    return different
+
+
+def linear(dtype: torch.dtype) -> dict[str, Any]:
+    from megatron_rl.learner.layers import invariant
+    from megatron_rl.learner.layers.kernels import gemm
+
+    x, weight = torch.randn(100, 80, dtype=dtype), torch.randn(40, 80, dtype=dtype)
+    whole = gemm.linear(x, weight)
+    exact, size = x.double() @ weight.double().t(), x.double().abs() @ weight.double().abs().t()
+    different = compositions(whole, lambda rows: gemm.linear(x[rows], weight))
+    gemm.BLOCK_K, steps = 16, gemm.BLOCK_K  # a mutation: sums in other blocks for a small batch
+    mutated = torch.equal(gemm.linear(x[:3], weight), whole[:3])
+    gemm.BLOCK_K = steps
+    return {
+        "different": different,
+        "error": error(whole, exact, gamma(80, torch.float32) * size),
+        "cpu": error(invariant.linear(x, weight), exact, gamma(80, torch.float32) * size),
+        "mutation seen": not mutated or dtype != torch.float32,
+    }
+
+
+def grouped(dtype: torch.dtype) -> dict[str, Any]:
+    from megatron_rl.learner.layers import invariant
+    from megatron_rl.learner.layers.kernels import gemm
+
+    experts, x = torch.randint(0, 5, (90,)).sort().values, torch.randn(90, 48, dtype=dtype)
+    experts[experts == 2] = 3  # one without rows
+    weights = torch.randn(5, 24, 48, dtype=dtype)
+    single = torch.cat([gemm.linear(x[i : i + 1], weights[e]) for i, e in enumerate(experts)])
+    exact = torch.stack([x[i].double() @ weights[e].double().t() for i, e in enumerate(experts)])
+    size = torch.stack([x[i].double().abs() @ weights[e].double().abs().t() for i, e in enumerate(experts)])
+    cpu = torch.cat([invariant.linear(x[experts == e], weights[e]) for e in range(5)])
+
+    def call(rows: Tensor) -> Tensor:
+        rows = rows.sort().values
+        ends = torch.bincount(experts[rows], minlength=5).cumsum(0)
+        spare = F.pad(x[rows], (0, 0, 0, int(torch.randint(0, 9, ()))))  # rows behind the last end are not touched
+        return gemm.grouped_linear(spare, weights, ends)[: len(rows)]
+
+    different = 0
+    for _ in range(COMPOSITIONS):
+        rows = some_rows(90, 20)
+        different += not torch.equal(call(rows), single[rows.sort().values])
+    bound = gamma(48, torch.float32) * size
+    return {"different": different, "error": error(single, exact, bound), "cpu": error(cpu, exact, bound)}
+
+
+def rms_norm(dtype: torch.dtype) -> dict[str, Any]:
+    from megatron_rl.learner.layers.elementwise import rms_norm as cpu
+    from megatron_rl.learner.layers.kernels import rows as kernels
+
+    x, weight = torch.randn(60, 72, dtype=dtype) * 3, torch.randn(72, dtype=dtype)
+    whole = kernels.rms_norm(x, weight, 1e-6)
+    exact = F.rms_norm(x.double(), (72,), weight.double(), 1e-6)
+    bound = gamma(72 + 8, torch.float32) * exact.abs()  # squares and their sum count half, under the root
+    return {
+        "different": compositions(whole, lambda rows: kernels.rms_norm(x[rows], weight, 1e-6)),
+        "error": error(whole, exact, bound),
+        "cpu": error(cpu(x, weight, 1e-6)[0], exact, bound),
+    }
+
+
+def rotate(dtype: torch.dtype) -> dict[str, Any]:
+    from megatron_rl.learner.layers.kernels import rows as kernels
+
+    x, angle = torch.randn(40, 3, 20, dtype=dtype), 100 * torch.rand(40, 10)
+    cos, sin = angle.cos(), angle.sin()
+    whole = kernels.rotate(x, cos, sin)
+    first, second = x.double().chunk(2, dim=-1)
+    c, s = cos.double()[:, None], sin.double()[:, None]
+    exact = torch.cat([first * c - second * s, second * c + first * s], dim=-1)
+    size = torch.cat([(first * c).abs() + (second * s).abs(), (second * c).abs() + (first * s).abs()], dim=-1)
+    return {
+        "different": compositions(whole, lambda rows: kernels.rotate(x[rows], cos[rows], sin[rows]), most=6),
+        "error": error(whole, exact, gamma(2, torch.float32) * size),
+    }
+
+
+def gated_silu(dtype: torch.dtype) -> dict[str, Any]:
+    from megatron_rl.learner.layers.elementwise import gated_silu as cpu
+    from megatron_rl.learner.layers.kernels import rows as kernels
+
+    hidden, probs = torch.randn(60, 66, dtype=dtype), torch.rand(60)
+    whole = kernels.gated_silu(hidden, probs)
+    gate, up = hidden.double().chunk(2, dim=-1)
+    exact = F.silu(gate) * up * probs.double()[:, None]
+    bound = gamma(FUNCTION + 4, torch.float32) * exact.abs()
+    found = {
+        "different": compositions(whole, lambda rows: kernels.gated_silu(hidden[rows], probs[rows])),
+        "error": error(whole, exact, bound),
+    }
+    if dtype == torch.float32:  # in 16 bits the CPU's rounds in between
+        found["cpu"] = error(cpu(hidden, probs), exact, bound)
+    return found
+
+
+def route(dtype: torch.dtype) -> dict[str, Any]:
+    from megatron_rl.learner.layers.kernels import rows as kernels
+
+    logits = torch.randn(60, 20, dtype=dtype)
+    logits[:, 7] = logits[:, 3]  # equal ones: the lower index first
+    experts, probs = kernels.route(logits, 4, True)
+    softmax = logits.double().softmax(-1)
+    order = (-softmax).argsort(dim=-1, stable=True)[:, :4]
+    exact = softmax.gather(1, order)
+    exact = exact / exact.sum(-1, keepdim=True)
+    alone = sum(
+        not all(map(torch.equal, kernels.route(logits[rows], 4, True), (experts[rows], probs[rows])))
+        for rows in (some_rows(60) for _ in range(COMPOSITIONS))
+    )
+    return {
+        "different": alone,
+        "experts": torch.equal(experts.long(), order),
+        "error": error(probs, exact, gamma(2 * (FUNCTION + 20) + 8, torch.float32) * exact),
+    }
+
+
+def combine(dtype: torch.dtype) -> dict[str, Any]:
+    from megatron_rl.learner.layers.kernels import rows as kernels
+
+    rows, places = torch.randn(120, 300, dtype=dtype), torch.randperm(120).view(40, 3)
+    whole = kernels.combine(rows, places)
+    parts = rows.double()[places]
+    order = rows[places[:, 0]].float() + rows[places[:, 1]].float() + rows[places[:, 2]].float()
+    return {
+        "different": compositions(whole, lambda some: kernels.combine(rows, places[some]), most=5),
+        "in order": torch.equal(whole, order.to(dtype)),
+        "error": error(whole, parts.sum(1), gamma(2, torch.float32) * parts.abs().sum(1)),
+    }
+
+
+def log_prob(dtype: torch.dtype) -> dict[str, Any]:
+    from megatron_rl.learner.layers.kernels import rows as kernels
+
+    logits, tokens = 5 * torch.randn(40, 2500, dtype=torch.float32).to(dtype), torch.randint(0, 2500, (40,))
+    whole = kernels.log_prob(logits, tokens, 0.9)
+    scaled = logits.double() / 0.9
+    exact = scaled.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    # Each scaled logit is rounded twice; relative errors of the sum are absolute ones of its logarithm.
+    terms = gamma(2, torch.float32) * 3 * scaled.abs().max() + gamma(2 * FUNCTION + 2500, torch.float32)
+    bound = terms + gamma(4, torch.float32) * (exact.abs() + scaled.abs().max())
+    return {
+        "different": compositions(whole, lambda rows: kernels.log_prob(logits[rows], tokens[rows], 0.9), most=6),
+        "error": error(whole, exact, bound),
+    }
+
+
+def _sequences(lengths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    sequences = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return sequences, positions, torch.tensor([0, *lengths[:-1]]).cumsum(0)
+
+
+def attention(dtype: torch.dtype) -> dict[str, Any]:
+    """A training pass, prompts in pages and single steps in pages, of any sequences beside each other."""
+    from megatron_rl.learner.layers import invariant
+    from megatron_rl.learner.layers.kernels import attention as kernels
+
+    lengths, heads, kv_heads, width, scale = [70, 9, 33, 1], 6, 2, 24, 0.3
+    total = sum(lengths)
+    query = torch.randn(total, heads, width, dtype=dtype)
+    key, value = torch.randn(2, total, kv_heads, width, dtype=dtype).unbind()
+    sequences, positions, starts = _sequences(lengths)
+    tiles = kernels.query_tiles(lengths, heads // kv_heads, query.device)
+    whole = kernels.packed_attention(query, key, value, tiles, sequences, positions, starts, scale)
+    # The cache: pages in any order, what no token was written to is not read.
+    pages = torch.randperm(12).view(4, 3)
+    cache = torch.full((2, 12, kernels.KEY_BLOCK, kv_heads, width), float("nan"), dtype=dtype)
+    cache[:, pages[sequences, positions // 32], positions % 32] = torch.stack([key, value])
+    different = 0
+    for _ in range(COMPOSITIONS):
+        rows = some_rows(total, 6)
+        single = kernels.single_tiles(len(rows), query.device)
+        found = kernels.paged_attention(
+            query[rows], *cache.unbind(), single, sequences[rows], positions[rows], pages, scale
+        )
+        different += not torch.equal(found, whole[rows])
+    prompts = kernels.paged_attention(query, *cache.unbind(), tiles, sequences, positions, pages, scale)
+    padded = [F.pad(x[:70], (0, 0, 0, 0, 0, 26)).transpose(0, 1)[None] for x in (query, key, value)]
+    cpu = invariant.attention(*padded, torch.arange(96)[None].clamp(max=69), scale)[0].transpose(0, 1)[:70]
+    q, k, v = (x[:70].double().transpose(0, 1) for x in (query, key, value))
+    k, v = (x.repeat_interleave(heads // kv_heads, 0) for x in (k, v))
+    hidden = torch.ones(70, 70, dtype=torch.bool).triu(1)
+    scores = (q @ k.transpose(1, 2) * scale).masked_fill(hidden, float("-inf"))
+    exact = (scores.softmax(-1) @ v).transpose(0, 1)
+    size = (scores.softmax(-1) @ v.abs()).transpose(0, 1)
+    # An absolute error of a score is a relative one of its weight; both sums have 70 terms, and 3 blocks are rescaled.
+    slack = gamma(width + 2, torch.float32) * (q.abs() @ k.abs().transpose(1, 2) * scale).max()
+    bound = (2 * slack + gamma(2 * (70 + FUNCTION + 3 * (FUNCTION + 2)), torch.float32)) * size
+    return {
+        "different": different,
+        "prompts": torch.equal(prompts, whole),
+        "error": error(whole[:70], exact, bound),
+        "cpu": error(cpu, exact, bound),
+    }
+
+
+def layer(dtype: torch.dtype) -> dict[str, Any]:
+    """A whole layer of experts: training pass = prompt + steps with a paged cache, beside any other sequences."""
+    from megatron_rl.learner.layers.kernels import attention, gemm, rows
+
+    hidden, heads, kv_heads, width, experts, top, inner = 32, 4, 2, 16, 6, 2, 20
+    qkv, out = torch.randn((heads + 2 * kv_heads) * width, hidden) / 6, torch.randn(hidden, heads * width) / 8
+    router, fc1 = torch.randn(experts, hidden) / 6, torch.randn(experts, 2 * inner, hidden) / 6
+    fc2, norm = torch.randn(experts, hidden, inner) / 5, torch.rand(hidden) + 0.5
+    qkv, out, router, fc1, fc2, norm = (x.to(dtype) for x in (qkv, out, router, fc1, fc2, norm))
+
+    def forward(x: Tensor, positions: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        angle = positions[:, None] * 0.5 ** torch.arange(width // 2)
+        mixed = gemm.linear(rows.rms_norm(x, norm, 1e-6), qkv).view(len(x), -1, width)
+        q, k, v = mixed.split([heads, kv_heads, kv_heads], dim=1)
+        q, k = (rows.rotate(part, angle.cos(), angle.sin()) for part in (q, k))
+        x = x + gemm.linear(attend(q, k, v.contiguous()).flatten(1), out)
+        y = rows.rms_norm(x, norm, 1e-6)
+        chosen, probs = rows.route(gemm.linear(y, router), top, True)
+        by_expert = chosen.sort(dim=1)
+        flat, order = by_expert.values.flatten().long().sort(stable=True)
+        ends = torch.bincount(flat, minlength=experts).cumsum(0)
+        permuted = y[order // top]
+        weights = probs.gather(1, by_expert.indices).flatten()[order]
+        activated = rows.gated_silu(gemm.grouped_linear(permuted, fc1, ends), weights)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order))
+        return x + rows.combine(gemm.grouped_linear(activated, fc2, ends), places.view(-1, top))
+
+    lengths = [37, 5, 18]
+    x = torch.randn(sum(lengths), hidden, dtype=dtype)
+    sequences, positions, starts = _sequences(lengths)
+    tiles = attention.query_tiles(lengths, heads // kv_heads, x.device)
+
+    def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention.packed_attention(q, k, v, tiles, sequences, positions, starts, 0.25)
+
+    whole = forward(x, positions, packed)
+    pages, cache = torch.tensor([[4, 0], [2, 5], [1, 3]]), torch.zeros(2, 6, 32, kv_heads, width, dtype=dtype)
+    found = torch.empty_like(whole)
+
+    def generate(some: Tensor, tiles: Tensor) -> None:
+        def paged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            cache[:, pages[sequences[some], positions[some] // 32], positions[some] % 32] = torch.stack([k, v])
+            return attention.paged_attention(q, *cache.unbind(), tiles, sequences[some], positions[some], pages, 0.25)
+
+        found[some] = forward(x[some], positions[some], paged)
+
+    prompts = [30, 2, 7]
+    first = torch.cat([torch.arange(n) + start for n, start in zip(prompts, starts, strict=True)])
+    generate(first, attention.query_tiles(prompts, heads // kv_heads, x.device))
+    for step in range(max(length - n for length, n in zip(lengths, prompts, strict=True))):
+        ends = [n + step for n in prompts]
+        some = torch.tensor([start + n for n, start, all_ in zip(ends, starts, lengths, strict=True) if n < all_])
+        generate(some, attention.single_tiles(len(some), x.device))
+    return {"different": int(not torch.equal(found, whole)), "finite": bool(whole.isfinite().all())}
+
+
+KERNELS = (linear, grouped, rms_norm, rotate, gated_silu, route, combine, log_prob, attention, layer)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(20261122)
+    wanted = next(kernel for kernel in KERNELS if kernel.__name__ == sys.argv[1])
+    print(json.dumps({str(dtype).removeprefix("torch."): wanted(dtype) for dtype in DTYPES}))

@@ -1,0 +1,22 @@
+"""Exact mode's Triton kernels, in Triton's interpreter: bits of a row in any batch, values against float64.
+
+70 random batches a kernel and type. Errors are shares of bounds derived from the arithmetic, for the kernel and for the
+CPU's function of the same algorithm.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.kernels import KERNELS, run
+from tests.support.te import MISSING
+
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+
+@pytest.mark.parametrize("name", [kernel.__name__ for kernel in KERNELS])
+def test_a_row_has_the_same_bits_in_every_batch_and_the_right_values(name):
+    for dtype, found in run(name).items():
+        assert found.pop("different") == 0, dtype
+        for what, value in found.items():
+            assert value is True if isinstance(value, bool) else value <= 1, (dtype, what, value)
