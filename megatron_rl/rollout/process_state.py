@@ -41,8 +41,10 @@ def contained(rank: int) -> Iterator[None]:
     triton_log_level = triton_log.level
     triton_log.setLevel(logging.ERROR)
     python_state, numpy_state = random.getstate(), np.random.get_state()
+    # Of this rank's device alone: torch would start CUDA on every GPU of the node, hundreds of MiB on each.
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices):
             yield
     finally:
         triton_log.setLevel(triton_log_level)

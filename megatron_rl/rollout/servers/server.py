@@ -127,8 +127,11 @@ def _arguments(spec: ServerSpec, host: str, port: int) -> Any:
         "disable_uvicorn_access_log": True,
         "uvicorn_log_level": "warning",
     }
-    for name, value in wanted.items():
-        setattr(arguments, name, value)
+    if unknown := sorted(wanted.keys() - vars(arguments).keys()):
+        raise RuntimeError(
+            f"vLLM's server knows no argument {', '.join(unknown)}: it would run without, and say nothing"
+        )
+    vars(arguments).update(wanted)
     return arguments
 
 

@@ -1,0 +1,200 @@
+"""What vLLM makes of our arguments on CUDA: python -m tests.unit.rollout.programs.vllm_on_cuda < cases > findings
+
+A case: place ("learner" | "server"), gpu, recipe (a file), ranks, changes (arguments that are set or replaced). Our own
+code builds the arguments and hands them to vLLM, which is stopped where it would start an engine. JSON both ways.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests.support import cuda_platform
+
+ARCHITECTURES = {
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+}
+
+
+class Captured(BaseException):
+    """Instead of an engine: what it would have been started with. No `Exception`: our code must not catch it."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.config = config
+
+
+def model_folder(root: Path, name: str) -> Path:
+    """A checkpoint's folder as the hub has it, without weights."""
+    from megatron_rl.checkpoint.known_models import KNOWN_MODELS
+
+    folder, shape = root / name, KNOWN_MODELS[name]
+    folder.mkdir(exist_ok=True)
+    architectures = [ARCHITECTURES[shape["model_type"]]]
+    (folder / "config.json").write_text(
+        json.dumps({"architectures": architectures, "torch_dtype": "bfloat16", **shape})
+    )
+    return folder
+
+
+@contextmanager
+def world(ranks: int) -> Iterator[None]:
+    """This process as the first of ``ranks``, whose collectives do nothing."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if ranks == 1:
+        yield
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def of_learner(recipe: Any, model: Path, ranks: int) -> Any:
+    """The configuration of the engine in a rank of the learner."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from megatron_rl.rollout.vllm_engine import VllmGenerator
+
+    def stop(engine_args: Any, usage_context: Any, **_: Any) -> None:
+        raise Captured(engine_args.create_engine_config(usage_context))
+
+    engine = VllmGenerator.__new__(VllmGenerator)
+    engine._config, engine._precision, engine._device = recipe.rollout, recipe.precision, "cuda"
+    engine._rank, engine._max_prompt_length = 0, recipe.data.prompt.max_length
+    engine._record_routes = recipe.routing.needs_engine_routes
+    with world(ranks), mock.patch.object(LLMEngine, "from_engine_args", stop):
+        try:
+            engine._start(model)
+        except Captured as captured:
+            return captured.config
+    raise AssertionError("vLLM was not reached")
+
+
+def of_server(recipe: Any, model: Path, ranks: int) -> Any:
+    """The configuration of the engine in `megatron-rl serve`."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from megatron_rl.rollout.servers import server
+
+    def stop(config: Any, **_: Any) -> None:
+        raise Captured(config)
+
+    spec = server.ServerSpec(
+        config=recipe.rollout,
+        precision=recipe.precision,
+        model_path=model,
+        max_prompt_length=recipe.data.prompt.max_length,
+        record_routes=recipe.routing.needs_engine_routes,
+        device="cuda",
+        run_dir=model,
+        name="a",
+        host="127.0.0.1",
+        port=0,
+        token="",
+    )
+    with server._listen(spec.host, spec.port) as listener, mock.patch.object(AsyncLLM, "from_vllm_config", stop):
+        try:
+            asyncio.run(server._serve(spec, listener, print))
+        except Captured as captured:
+            return captured.config
+    raise AssertionError("vLLM was not reached")
+
+
+def attention(config: Any) -> str:
+    """The backend that vLLM takes for this model's layers."""
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.selector import get_attn_backend
+
+    model = config.model_config
+    with set_current_vllm_config(config):
+        return get_attn_backend(model.get_head_size(), model.dtype, config.cache_config.cache_dtype).get_name()
+
+
+def facts(config: Any) -> dict[str, Any]:
+    """What a run relies on, as vLLM has it in the end."""
+    from vllm.v1.executor import Executor
+
+    model, parallel = config.model_config, config.parallel_config
+    return {
+        "device": config.device_config.device_type,
+        "second runner": config.use_v2_model_runner,
+        "async scheduling": config.scheduler_config.async_scheduling,
+        "graphs": config.compilation_config.cudagraph_mode.name,
+        "eager": model.enforce_eager,
+        "sleep mode": model.enable_sleep_mode,
+        "routes": model.enable_return_routed_experts,
+        "logprobs": model.logprobs_mode,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "length": model.max_model_len,
+        "seed": model.seed,
+        "architecture": model.architecture,
+        "tensor parallel": parallel.tensor_parallel_size,
+        "worker": parallel.worker_cls,
+        "executor": Executor.get_class(config).__name__,
+        "sequences": config.scheduler_config.max_num_seqs,
+        "utilization": config.cache_config.gpu_memory_utilization,
+        "cache bytes": config.cache_config.kv_cache_memory_bytes,
+        "prefix caching": config.cache_config.enable_prefix_caching,
+        "weight transfer": config.weight_transfer_config.backend,
+        "attention": attention(config),
+    }
+
+
+def shadowed(config: Any) -> list[str]:
+    """Names of our worker extension that vLLM's worker has as well; vLLM refuses to start with any."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    parallel = config.parallel_config
+    ours, theirs = (resolve_obj_by_qualname(name) for name in (parallel.worker_extension_cls, parallel.worker_cls))
+    return [name for name in dir(ours) if not name.startswith("__") and hasattr(theirs, name)]
+
+
+def find(case: dict[str, Any], root: Path) -> dict[str, Any]:
+    from megatron_rl.config import load_recipe
+    from megatron_rl.rollout import engine_arguments
+
+    cuda_platform.become(case["gpu"])
+    recipe = load_recipe(Path(case["recipe"]))
+    build = engine_arguments.engine_arguments
+
+    def changed(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return build(*args, **kwargs) | case.get("changes", {})
+
+    place = of_server if case["place"] == "server" else of_learner
+    with (
+        mock.patch.object(engine_arguments, "engine_arguments", changed),
+        mock.patch("megatron_rl.rollout.vllm_engine.engine_arguments", changed),
+    ):
+        try:
+            config = place(recipe, model_folder(root, recipe.model.path.name), case["ranks"])
+            return facts(config) | {"shadowed": shadowed(config)}
+        except Exception as error:  # noqa: BLE001 - it is what the case finds
+            return {"error": f"{type(error).__name__}: {error}"}
+
+
+def main() -> None:
+    answer = os.fdopen(os.dup(1), "w")  # vLLM prints
+    os.dup2(2, 1)
+    cuda_platform.install("h100-80")
+    with tempfile.TemporaryDirectory() as root:
+        json.dump([find(case, Path(root)) for case in json.load(sys.stdin)], answer)
+    answer.close()
+
+
+if __name__ == "__main__":
+    main()
