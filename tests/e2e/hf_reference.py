@@ -11,6 +11,7 @@ import torch
 
 from megatron_rl.rollout.generator import Sampling
 from megatron_rl.types import Group, Prompt, Rollout
+from tests.support.in_double import widened
 from tests.support.rounding import bound_from_double
 from tests.support.tiny import DATA, MODEL
 from tools.dev.make_tiny_checkpoint import build_tokenizer
@@ -21,7 +22,8 @@ def load(path: Path, dtype: torch.dtype = torch.float32):
     from transformers import AutoModelForCausalLM
 
     # Experts one by one: transformers' grouped product has no float64.
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="eager").eval()
+    return widened(model) if dtype is torch.float64 else model
 
 
 def rounding_bound(groups: list[Group], sampling: Sampling, path: Path = MODEL) -> float:

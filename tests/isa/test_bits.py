@@ -1,9 +1,11 @@
 """What must be equal bit for bit, or to rounding, on every processor: run under several of them by `make test-isa`.
 
-One rank, in this process; tests/parallel and tests/e2e hold the same properties on every layout.
+One rank in this process, and one layout of two; tests/parallel and tests/e2e hold the same properties on every layout.
 """
 
 from __future__ import annotations
+
+import os
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import shutdown
+from tests.parallel.gloo import run_ranks
 from tests.parallel.programs.exact import bits_over_batches, update_with_gate
 from tests.parallel.programs.learner import load_and_continue, save_after
 from tests.support.plain_training import float32_limits, run
@@ -23,10 +26,37 @@ def _leave_no_process_group():
     shutdown()
 
 
+CAPABILITIES = {"default": "DEFAULT", "avx2": "AVX2", "avx512": "AVX512"}  # as one asks for it, as torch names it
+
+
+one_thread = pytest.mark.skipif(os.environ.get("OMP_NUM_THREADS") == "2", reason="ranks have one thread in any case")
+
+
+@one_thread
+def test_the_setting_is_in_force_here_and_in_ranks():
+    here = torch.backends.cpu.get_cpu_capability()
+    asked = CAPABILITIES.get(os.environ.get("ATEN_CPU_CAPABILITY", ""), here)
+    assert [here] == run_ranks("torch.backends.cpu", "get_cpu_capability", 1) == [asked]
+    deterministic = "tests.support.deterministic" in os.environ.get("PYTEST_PLUGINS", "")
+    assert run_ranks("torch", "are_deterministic_algorithms_enabled", 1) == [deterministic]
+    assert torch.are_deterministic_algorithms_enabled() == deterministic
+
+
+def test_the_number_of_threads_is_that_of_the_setting():
+    assert torch.get_num_threads() == int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads()))
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_exact_mode_has_the_bits_of_the_update(dtype):
     found = bits_over_batches(dtype, {}, [1, 16])
     assert set(found["differing"].values()) == {0}, found["differing"]
+
+
+@one_thread
+def test_exact_mode_has_the_bits_of_the_update_on_two_ranks():
+    program, arguments = "tests.parallel.programs.exact", {"dtype": "bf16", "parallel": {"tensor": 2}, "sizes": [3]}
+    for found in run_ranks(program, "bits_over_batches", 2, init_process_group=False, **arguments):
+        assert set(found["differing"].values()) == {0}, found["differing"]
 
 
 def test_exact_mode_has_a_gate_of_zero_in_updates():

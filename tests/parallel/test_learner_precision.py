@@ -10,10 +10,12 @@ import math
 import pytest
 import torch
 
+from megatron_rl.checkpoint.architecture import read_architecture
 from tests.parallel.gloo import run_ranks
 from tests.parallel.programs.precision import ATTENTION, EXPERT
 from tests.support.plain_training import relative_gradient_error
 from tests.support.rounding import gamma, unit_roundoff
+from tests.support.tiny import MODEL
 
 # Small enough that the tiny model's own gradients do not overflow, so that injected overflows are the only ones.
 QUIET = {"dtype": "fp16", "loss_scale": {"initial": 256.0, "growth_interval": 1000}}
@@ -170,7 +172,7 @@ def test_fp32_head_and_router(one):
     assert len(found["head"]) >= 1
     assert len(found["router"]) == 4 * len(found["head"])
     assert {dtype for kind in found.values() for dtype, _ in kind} == {torch.float32}
-    width = 64
+    width = read_architecture(MODEL).hidden_size
     assert max(error for kind in found.values() for _, error in kind) <= gamma(width, torch.float32)
     assert unit_roundoff(torch.bfloat16) > 100 * gamma(width, torch.float32), "an output in bf16 would pass"
     assert one["head"]["description"]["head"] == one["head"]["description"]["router"] == "fp32"

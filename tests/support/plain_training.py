@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +18,8 @@ import torch
 import torch.nn.utils.parametrize
 
 from megatron_rl.types import Batch
+from tests.support.in_double import widened
+from tests.support.plain_routers import near_ties, watched_routers
 from tests.support.rounding import bound_from_double, norm_from_double
 from tests.support.tiny import MODEL, stored_rollouts
 
@@ -30,13 +32,19 @@ Mutation = Callable[[Model], None]
 
 
 def load(path: str | Path, dtype: torch.dtype) -> Model:
-    """The checkpoint in transformers; experts one by one, because its grouped product has no float64."""
+    """The checkpoint in transformers; experts one by one, because its grouped product has no float64.
+
+    Where ``dtype`` is float64 every step is; see `tests.support.in_double`.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     experts = (
-        {} if AutoConfig.from_pretrained(path).model_type in ("qwen2", "qwen3") else {"experts_implementation": "eager"}
+        {}
+        if AutoConfig.from_pretrained(path).model_type in ("qwen2", "qwen3", "llama")
+        else {"experts_implementation": "eager"}
     )
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager", **experts)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager", **experts)
+    return widened(model) if dtype is torch.float64 else model
 
 
 def logits(model: Model, batch: Batch) -> torch.Tensor:
@@ -71,6 +79,8 @@ class Updates:
     gradients: list[np.ndarray] = field(default_factory=list)  # of all weights, before clipping
     weights: np.ndarray = field(default_factory=lambda: np.zeros(0))
     sizes: list[int] = field(default_factory=list)  # of the tensors behind each other in gradients and weights
+    router_logits: list[np.ndarray] = field(default_factory=list)  # [layers × tokens, E], of each update
+    topk: int = 0
 
 
 def run(
@@ -83,8 +93,23 @@ def run(
     mutate: Mutation | None = None,
     mutate_gradients: Mutation | None = None,
 ) -> Updates:
-    """``num_steps`` batches of stored rollouts; ``mutate`` changes the model beforehand, ``mutate_gradients`` each
-    update's gradients."""
+    """`run_on` with ``num_steps`` batches of stored rollouts."""
+    batches = [stored_rollouts(step, minibatches=minibatches) for step in range(num_steps)]
+    return run_on(batches, dtype, lr, eps, path, mutate, mutate_gradients)
+
+
+def run_on(
+    batches: Sequence[Batch],
+    dtype: torch.dtype,
+    lr: float = 1e-4,
+    eps: float = 1e-8,
+    path: str = str(MODEL),
+    mutate: Mutation | None = None,
+    mutate_gradients: Mutation | None = None,
+    replay: bool = False,
+) -> Updates:
+    """Updates on ``batches``; ``mutate`` changes the model beforehand, ``mutate_gradients`` each update's gradients,
+    ``replay`` gives it the routes of ``batches``."""
     model = load(path, dtype)
     if mutate:
         mutate(model)
@@ -92,17 +117,22 @@ def run(
     optimizer = torch.optim.AdamW(trained, lr=lr, betas=BETAS, eps=eps, weight_decay=0.0)
     with torch.no_grad():
         found = Updates(_double(logprobs(model, stored_rollouts(100))))
-    for step in range(num_steps):
-        batch = stored_rollouts(step, minibatches=minibatches)
+    for batch in batches:
         parts = [minibatch(batch, part) for part in batch.minibatches]
-        with torch.no_grad():
-            old = [logprobs(model, part) for part in parts]
+        old = []
+        for part in parts:
+            with torch.no_grad(), watched_routers(model, part, [], replay):
+                old.append(logprobs(model, part))
         for part, old_logprobs in zip(parts, old):
-            _update(model, optimizer, part, old_logprobs, found, mutate_gradients)
+            seen: list[np.ndarray] = []
+            with watched_routers(model, part, seen, replay):
+                _update(model, optimizer, part, old_logprobs, found, mutate_gradients)
+            found.router_logits.append(np.concatenate(seen) if seen else np.zeros((0, 2)))
     with torch.no_grad():
         found.after = _double(logprobs(model, stored_rollouts(100)))
     found.weights = np.concatenate([_double(p).ravel() for p in trained])
     found.sizes = [p.numel() for p in trained]
+    found.topk = getattr(model.config, "num_experts_per_tok", 0)
     return found
 
 
@@ -143,6 +173,7 @@ class Limits:
     weights: float  # of one weight after the last update, with what Adam makes of the gradients' rounding
     mean_advantage: float  # Σ|A| / tokens: by how much the loss follows the ratios
     largest_rho: float
+    ties: tuple[int, ...]  # of each update: choices of routers that rounding may turn
 
     def of_metric(self, name: str, update: int | None = None) -> float:
         """Limit of a metric that averages over tokens; ``update``: the one that it is of, None for the worst."""
@@ -178,6 +209,10 @@ def limits(single: Updates, double: Updates, batches: list[Batch]) -> Limits:
         weights=bound([(single.weights, double.weights)]),
         mean_advantage=float(np.mean([abs(s.advantage) for s in sequences])),
         largest_rho=float(np.exp(np.concatenate(double.logprobs) - mu).max()),
+        ties=tuple(
+            near_ties(a, b, longest_sum, double.topk)
+            for a, b in zip(single.router_logits, double.router_logits, strict=True)
+        ),
     )
 
 
@@ -201,8 +236,13 @@ def float32_limits(
     mutate: Mutation | None = None,
 ) -> Limits:
     """`limits` of ``num_steps`` batches of stored rollouts."""
-    runs = [run(dtype, num_steps, minibatches, lr, eps, path, mutate) for dtype in (torch.float32, torch.float64)]
-    return limits(*runs, [stored_rollouts(step, minibatches=minibatches) for step in range(num_steps)])
+    batches = [stored_rollouts(step, minibatches=minibatches) for step in range(num_steps)]
+    return float32_limits_on(batches, lr=lr, eps=eps, path=path, mutate=mutate)
+
+
+def float32_limits_on(batches: Sequence[Batch], **changes) -> Limits:
+    """`limits` of updates on ``batches``; ``changes``: arguments of `run_on`."""
+    return limits(*(run_on(batches, dtype, **changes) for dtype in (torch.float32, torch.float64)), batches)
 
 
 @functools.cache

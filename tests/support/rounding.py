@@ -96,6 +96,16 @@ def adam_first_update(gradient_error: float, lr: float, eps: float) -> float:
     return lr / eps * gradient_error
 
 
+def adam_largest_update(number: int, lr: float, beta1: float, beta2: float) -> float:
+    """How far update ``number`` (from 1 on) of Adam moves a weight at most, whatever its gradients were.
+
+    It is lr m / sqrt(v) with m = Σ a_i g_i and v = Σ b_i g_i² and the weights of corrected means, each of sum 1; by
+    Cauchy and Schwarz |m| <= sqrt(Σ a_i² / b_i) sqrt(v).
+    """
+    a, b = ([(1 - beta) * beta**i / (1 - beta**number) for i in range(number)] for beta in (beta1, beta2))
+    return lr * math.sqrt(sum(x * x / y for x, y in zip(a, b, strict=True)))
+
+
 def assert_as_double(
     found: Sequence[torch.Tensor],
     function: Callable[..., Sequence[torch.Tensor]],

@@ -269,6 +269,8 @@ def _child(
             os.close(opened)
         _set_environment(started_with, environment)
         _forget_random_state()
+        if environment.get("DETERMINISTIC_KERNELS"):
+            importlib.import_module("tests.support.deterministic")
         status = getattr(importlib.import_module(module), function)(**arguments) or 0
     except SystemExit as leaving:
         status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)

@@ -8,10 +8,8 @@ import numpy as np
 
 from megatron_rl.learner.learner import Learner
 from megatron_rl.stored.gradient_bias import gradient_bias
+from tests.support.plain_gradient_bias import LEVELS, PARTS, STEP, shifts
 from tests.support.tiny import stored_rollouts, tiny_recipe
-
-TOKEN_IS = [{"mode": "is", "level": "token"}]
-SEQUENCE_IS = [{"mode": "is", "level": "sequence"}]
 
 
 def measure(parallel: dict[str, int]) -> dict[str, Any]:
@@ -19,20 +17,15 @@ def measure(parallel: dict[str, int]) -> dict[str, Any]:
     objective = {"policy_term": {"name": "ppo_clip"}, "aggregation": "token-mean"}
     learner = Learner(tiny_recipe(learner={"parallel": parallel}, objective=objective))
     before = {name: tensor.clone() for name, tensor in learner.export_weights()}
-    batch = stored_rollouts(3)
+    batch = stored_rollouts(STEP)
     log_po = learner.compute_logprobs(batch)
-    random = np.random.default_rng(0)
-    noise = [0.1 * random.standard_normal(len(logprobs)) for logprobs in log_po]
     found = {}
-    for name, shift, correction in (
-        ("same", 0.0, SEQUENCE_IS),
-        ("half", np.log(0.5), TOKEN_IS),
-        ("noisy", None, SEQUENCE_IS),
-    ):
-        for sequence, logprobs, noisy in zip(batch.sequences, log_po, noise, strict=True):
-            sequence.inference_logprobs = (logprobs + (noisy if shift is None else shift)).astype(np.float32)
+    for name, level in LEVELS.items():
+        for sequence, logprobs, shift in zip(batch.sequences, log_po, shifts(name, batch), strict=True):
+            sequence.inference_logprobs = (logprobs + shift).astype(np.float32)
+        correction = [{"mode": "is", "level": level}]
         reference = tiny_recipe(learner={"parallel": parallel}, objective={**objective, "correction": correction})
-        found[name] = gradient_bias(learner, batch, reference).figures()
+        found[name] = gradient_bias(learner, batch, reference, PARTS).figures()
     after = dict(learner.export_weights())
     found["moved"] = max(float((after[name] - tensor).abs().max()) for name, tensor in before.items())
     learner.update(batch)  # the comparison leaves a learner that can go on

@@ -12,7 +12,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from tests.parallel.programs.patch import Job
-from tests.parallel.programs.patch_layouts import Layout
+from tests.parallel.programs.patch_layouts import DOUBLE, Layout
 
 
 class Run:
@@ -49,8 +49,13 @@ class Run:
         }
 
 
-def resumed_and_uninterrupted(layout: Layout, sharding: str, folder: str, resume_layout: Layout) -> dict[str, Any]:
-    """Train 2 + 3 steps; and train 3 steps from the checkpoint of the second, with a fresh model and optimizer."""
+def resumed_and_uninterrupted(
+    layout: Layout, sharding: str, folder: str, resume_layout: Layout, forget: str = ""
+) -> dict[str, Any]:
+    """Train 2 + 3 steps; and train 3 steps from the checkpoint of the second, with a fresh model and optimizer.
+
+    ``forget``: a state of the optimizer (`exp_avg` …) that is zeroed after loading.
+    """
     # One process writes and reads the queue of a synchronous save; megatron.core would start a server for it.
     filesystem_async._results_queue = queue.Queue()
     run = Run(layout)
@@ -65,8 +70,29 @@ def resumed_and_uninterrupted(layout: Layout, sharding: str, folder: str, resume
     fresh.job.chunks[0].module.load_state_dict(state["model"])
     with torch.no_grad():  # upstream's loader of dp_reshardable states forgets it for fp32 parameters
         fresh.optimizer.load_state_dict(state["optimizer"])
+        for _, states in fresh.optimizer.state.items() if forget else ():
+            states[forget].zero_()
     resumed_norms = fresh.train(3)
     return {"norms": norms, "resumed_norms": resumed_norms, "weights": run.weights(), "resumed": fresh.weights()}
+
+
+def rounding_of_gradients(steps: int) -> list[float]:
+    """Norm of the difference between float32's and float64's gradients, step by step: rounding, and what Adam makes of
+    it, on one rank."""
+    single, double = Run(Layout()), Run(DOUBLE, clip_grad=0.0)
+    distances = []
+    for _ in range(steps):
+        gradients = []
+        for run in (single, double):
+            run.optimizer.zero_grad()
+            run.job.run()
+            parts = [parameter.main_grad for parameter in run.job.chunks[0].module.parameters()]
+            gradients.append(torch.cat([part.double().view(-1) for part in parts]))
+            if run is double:  # Megatron clips float32 alone
+                torch._foreach_mul_(parts, min(1.0, 1.0 / (float(gradients[1].norm()) + 1e-6)))
+            assert run.optimizer.step()[0]
+        distances.append(float((gradients[0] - gradients[1]).norm()))
+    return distances
 
 
 def losses_with_scaling() -> dict[str, Any]:

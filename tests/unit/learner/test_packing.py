@@ -32,6 +32,7 @@ def test_ranks_are_balanced_on_a_long_tail():
     generator = np.random.default_rng(0)
     lengths = np.clip(generator.lognormal(5, 1, 512).astype(int), 10, 8192).tolist()
     loads = [sum(lengths[i] for m in rank for i in m) for rank in deal(lengths, 8, 16384)]
+    # No rounding: what dealing is for. In turns, without it, the largest load here is 1.37 times the mean.
     assert max(loads) / np.mean(loads) < 1.05
 
 

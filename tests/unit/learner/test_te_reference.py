@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support import te
+from tests.support.rounding import CLOSED_FORM, assert_as_double, assert_rounded
 
 FOLDER = str(te.REPOSITORY / "tests" / "support" / "te")
 KIND = "kFloat32"
@@ -26,6 +27,19 @@ def draw(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), requires_grad=True)
 
 
+def assert_closed_form(found, function, inputs) -> None:
+    """``found`` is what ``function`` gives in float64, up to CLOSED_FORM roundings of the largest value."""
+    assert_as_double(found, function, inputs, longest_sum=1, roundings=CLOSED_FORM)
+
+
+@pytest.mark.parametrize("change", [lambda x: x.half().float(), lambda x: x * (1 + 2**-17), lambda x: x.flip(0)])
+def test_another_result_is_no_closed_form(change):
+    x = draw(5, 3)
+    assert_closed_form([x.detach() * 0.5], lambda x: [x * 0.5], [x])
+    with pytest.raises(AssertionError, match="result 0"):
+        assert_closed_form([change(x.detach() * 0.5)], lambda x: [x * 0.5], [x])
+
+
 def product(extension, a, transa, b, transb, out=None, accumulate=False, **options):
     kind = extension.DType.kFloat32
     positional = (a, transa, b, transb, out, None, kind, None, kind, False, None, False, None, 0, accumulate, False)
@@ -34,41 +48,48 @@ def product(extension, a, transa, b, transb, out=None, accumulate=False, **optio
 
 def test_the_three_products_of_a_linear_layer(extension):
     x, w = draw(5, 3), draw(4, 3)
-    y = torch.nn.functional.linear(x, w)
     dy = draw(5, 4).detach()
-    dx, dw = torch.autograd.grad(y, (x, w), dy)
-    x, w = x.detach(), w.detach()
-    torch.testing.assert_close(product(extension, w, True, x, False), y.detach())
-    torch.testing.assert_close(product(extension, w, False, dy, False), dx)
-    torch.testing.assert_close(product(extension, x, False, dy, True), dw)
-    out = dw.clone()
-    product(extension, x, False, dy, True, out, accumulate=True)
-    torch.testing.assert_close(out, 2 * dw)
+
+    def linear(x, w, dy):
+        y = torch.nn.functional.linear(x, w)
+        dx, dw = torch.autograd.grad(y, (x, w), dy, retain_graph=True)
+        return [y, dx, dw, 2 * dw]
+
+    plain = x.detach(), w.detach()
+    dw = product(extension, plain[0], False, dy, True)
+    twice = dw.clone()
+    product(extension, plain[0], False, dy, True, twice, accumulate=True)
+    found = product(extension, plain[1], True, plain[0], False), product(extension, plain[1], False, dy, False)
+    assert_closed_form([*found, dw, twice], linear, [x, w, dy])
 
 
 def test_rms_norm(extension):
     x, w = draw(6, 8), draw(8)
-    y = torch.nn.functional.rms_norm(x, (8,), w, 1e-6)
     dy = draw(6, 8).detach()
-    dx, dw = torch.autograd.grad(y, (x, w), dy)
-    x, w = x.detach(), w.detach()
-    found, _, inverse = extension.rmsnorm_fwd(x, w, 1e-6, None, None, extension.DType.kFloat32, 0, False)
-    torch.testing.assert_close(found, y.detach())
-    for got, want in zip(extension.rmsnorm_bwd(dy, x, inverse, w, 0, False), (dx, dw), strict=True):
-        torch.testing.assert_close(got, want)
+
+    def norm(x, w, dy):
+        y = torch.nn.functional.rms_norm(x, (8,), w, 1e-6)
+        return [y, *torch.autograd.grad(y, (x, w), dy, retain_graph=True)]
+
+    plain = x.detach(), w.detach()
+    y, _, inverse = extension.rmsnorm_fwd(*plain, 1e-6, None, None, extension.DType.kFloat32, 0, False)
+    assert_closed_form([y, *extension.rmsnorm_bwd(dy, plain[0], inverse, plain[1], 0, False)], norm, [x, w, dy])
 
 
 def test_masked_softmax(extension):
     scores = draw(2, 3, 4, 4)
     mask = torch.ones(4, 4, dtype=torch.bool).triu(1).expand(2, 1, 4, 4).clone()
     mask[1, 0, 0] = True  # a query that sees no key
-    wanted = (scores * 0.5).masked_fill(mask, -10000.0).softmax(-1) * ~mask.all(-1, keepdim=True)
     grad = draw(2, 3, 4, 4).detach()
+
+    def softmax(scores, grad):
+        out = (scores * 0.5).masked_fill(mask, -10000.0).softmax(-1) * ~mask.all(-1, keepdim=True)
+        return [out, *torch.autograd.grad(out, scores, grad, retain_graph=True)]
+
     found = extension.scaled_masked_softmax_forward(scores.detach(), mask, 0.5)
-    torch.testing.assert_close(found, wanted.detach())
     assert not found[1, :, 0].any()
-    dscores = torch.autograd.grad(wanted, scores, grad)[0]
-    torch.testing.assert_close(extension.scaled_masked_softmax_backward(grad, found, 0.5), dscores)
+    backward = extension.scaled_masked_softmax_backward(grad, found.clone(), 0.5)
+    assert_closed_form([found, backward], softmax, [scores, grad])
 
 
 def test_rotary_embedding_of_packed_rows_is_megatrons(extension):
@@ -76,15 +97,19 @@ def test_rotary_embedding_of_packed_rows_is_megatrons(extension):
 
     cu_seqlens = torch.tensor([0, 3, 7], dtype=torch.int32)
     x, freqs = draw(7, 2, 8), torch.rand(5, 1, 1, 8).chunk(2, -1)[0].repeat(1, 1, 1, 2)
-    pieces = [
-        _apply_rotary_pos_emb_bshd(x[start:end, None], freqs[: end - start])[:, 0]
-        for start, end in pairwise(cu_seqlens.tolist())
-    ]
-    wanted = torch.cat(pieces)
-    options = (freqs, None, extension.NVTE_QKV_Format.NVTE_THD, False, cu_seqlens, 1, 0)
-    torch.testing.assert_close(extension.fused_rope_forward(x.detach(), *options), wanted.detach())
     grad = draw(7, 2, 8).detach()
-    torch.testing.assert_close(extension.fused_rope_backward(grad, *options), torch.autograd.grad(wanted, x, grad)[0])
+
+    def rotated(x, freqs, grad):
+        pieces = [
+            _apply_rotary_pos_emb_bshd(x[start:end, None], freqs[: end - start])[:, 0]
+            for start, end in pairwise(cu_seqlens.tolist())
+        ]
+        out = torch.cat(pieces)
+        return [out, *torch.autograd.grad(out, x, grad, retain_graph=True)]
+
+    options = (freqs, None, extension.NVTE_QKV_Format.NVTE_THD, False, cu_seqlens, 1, 0)
+    found = [extension.fused_rope_forward(x.detach(), *options), extension.fused_rope_backward(grad, *options)]
+    assert_closed_form(found, rotated, [x, freqs, grad])
 
 
 def test_adam_is_torchs(extension):
@@ -97,7 +122,7 @@ def test_adam_is_torchs(extension):
         adam.step()
         lists = [[grad * step], [ours], [mean], [square]]
         extension.multi_tensor_adam(0, None, lists, 1e-2, 0.9, 0.95, 1e-8, step, 1, 1, 0.1)
-    torch.testing.assert_close(ours, theirs.detach())
+    assert_rounded(ours, theirs.detach(), scale=float(weight.abs().max()), dtype=torch.float32)
     with pytest.raises(TypeError, match=r"step 2\.0 is no int"):
         extension.multi_tensor_adam(0, None, lists, 1e-2, 0.9, 0.95, 1e-8, 2.0, 1, 1, 0.1)
 

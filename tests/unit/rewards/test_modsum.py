@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.rewards.modsum import ModsumProblem, make_demonstration, make_problem, modsum_reward
+from tests.support.rounding import standard_errors
 from tools.dev.make_tiny_checkpoint import build_tokenizer, make_splits
 
 TINY = Path(__file__).parents[3] / "recipes" / "tiny"
@@ -38,7 +40,7 @@ def test_slips_make_as_many_wrong_answers_as_their_probability_says():
         1 - modsum_reward(make_demonstration(rng, problem, think_prob=1.0, slip_prob=0.25), problem.answer)
         for _ in range(4000)
     )
-    assert 0.22 < wrong / 4000 < 0.28  # 4 standard deviations
+    assert abs(wrong / 4000 - 0.25) < standard_errors(math.sqrt(0.25 * 0.75), 4000)
 
 
 @pytest.mark.parametrize(

@@ -1,41 +1,104 @@
-"""The stored rollouts are such that rounding cannot choose another expert: limits of whole updates rest on that."""
+"""What limits of whole updates rest on: a reference all in float64, and rollouts whose routes no rounding turns."""
 
 from __future__ import annotations
 
-import math
-
+import numpy as np
+import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.plain_training import load, logits
+from megatron_rl.checkpoint.known_models import KNOWN_MODELS
+from tests.support.plain_routers import near_ties, watched_routers
+from tests.support.plain_training import load, logits, logprobs
+from tests.support.rounding import bound_from_double, unit_roundoff
 from tests.support.tiny import MODEL, stored_rollouts
+from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
 
 STEPS = (0, 1, 2, 3, 4, 100)  # what the tests of the learner update on and score
 LONGEST_SUM = 128  # of a forward pass: the width of an expert
+TOPK = 2
+
+
+@pytest.fixture(scope="module")
+def models() -> list[torch.nn.Module]:
+    return [load(MODEL, dtype) for dtype in (torch.float32, torch.float64)]
 
 
 @torch.no_grad()
-def routers(dtype: torch.dtype) -> list[torch.Tensor]:
-    """Every router's output on every batch, [tokens, experts] float64, places of padding left out."""
-    model, found, kept = load(MODEL, dtype), [], torch.zeros(0)
-
-    def keep(_module, _arguments, output) -> None:
-        scores = output[0] if isinstance(output, tuple) else output
-        found.append(scores.flatten(0, -2)[kept].double())
-
-    for layer in model.model.layers:
-        layer.mlp.gate.register_forward_hook(keep)
-    for step in STEPS:
-        lengths = torch.tensor([len(s.tokens) for s in stored_rollouts(step).sequences])
-        kept = (torch.arange(int(lengths.max())) < lengths[:, None]).flatten()
+def routers(model: torch.nn.Module, step: int) -> list[np.ndarray]:
+    """Every router's logits on a batch, [tokens, experts] float64, places of padding left out."""
+    found: list[np.ndarray] = []
+    with watched_routers(model, stored_rollouts(step), found):
         logits(model, stored_rollouts(step))
     return found
 
 
-def test_no_router_is_near_a_tie():
-    top_k = 2
-    single, double = routers(torch.float32), routers(torch.float64)
-    assert len(double) == len(STEPS) * 4
-    for found, scores in zip(single, double, strict=True):
-        ordered = scores.sort(-1, descending=True).values
-        gap = float((ordered[:, top_k - 1] - ordered[:, top_k]).min())
-        assert gap > 2 * math.sqrt(LONGEST_SUM) * float((found - scores).abs().max())
+@pytest.mark.parametrize("step", STEPS)
+def test_no_router_is_near_a_tie(models, step):
+    single, double = (routers(model, step) for model in models)
+    assert len(double) == 4
+    assert [near_ties(*pair, LONGEST_SUM, TOPK) for pair in zip(single, double, strict=True)] == [0] * 4
+
+
+def test_a_tie_is_seen(models):
+    single, double = (routers(model, 0)[0] for model in models)
+    order = double[5].argsort()
+    for scores in (single, double):
+        scores[5, order[-TOPK - 1]] = scores[5, order[-TOPK]]
+    assert near_ties(single, double, LONGEST_SUM, TOPK) == 1
+
+
+@torch.no_grad()
+def test_replay_takes_the_recorded_experts(models):
+    """Recorded as the model chose: its log-probs. One sequence's experts exchanged: other log-probs of this one."""
+    batch, seen, found = stored_rollouts(0), [], {}
+    for model in models:
+        with watched_routers(model, batch, seen := []):
+            found[model] = logprobs(model, batch).double()
+    single, double = found.values()
+    limit = bound_from_double(single.numpy(), double.numpy(), LONGEST_SUM)
+    limit *= unit_roundoff(torch.float64) / unit_roundoff(torch.float32)
+    ends = np.cumsum([len(s.tokens) - 1 for s in batch.sequences])[:-1]
+    chosen = np.stack([np.argsort(scores, axis=1)[:, -TOPK:] for scores in seen], axis=1)
+    for s, routes in zip(batch.sequences, np.split(chosen, ends), strict=True):
+        s.routed_experts = routes.astype(np.int16)
+    with watched_routers(models[1], batch, [], replay=True):
+        assert float((logprobs(models[1], batch) - double).abs().max()) <= limit
+    batch.sequences[0].routed_experts = (batch.sequences[0].routed_experts + 4) % 8
+    with watched_routers(models[1], batch, [], replay=True):
+        apart = (logprobs(models[1], batch) - double).abs()
+    first = batch.sequences[0].response_length
+    assert float(apart[:first].min()) > limit
+    assert float(apart[first:].max()) <= limit
+
+
+class Types(TorchDispatchMode):
+    """Notes the types of the numbers that operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        for x in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                self.seen.add(x.dtype)
+        return found
+
+
+@pytest.mark.parametrize("path", [MODEL, "llama"], ids=str)
+def test_a_model_in_float64_is_so_in_every_step(path, tmp_path):
+    """Forward and backward; transformers alone has norms, softmax, routers and rotary angles in float32."""
+    if path == "llama":
+        path = tmp_path
+        scaling = KNOWN_MODELS["OctoThinker-3B-Hybrid-Base"]["rope_scaling"]
+        config = build_tiny_config("llama", "nano", rope_parameters={**scaling, "rope_theta": 5e5})
+        save_checkpoint(build_model(config), path)
+    model = load(path, torch.float64)
+    with Types() as types:
+        logprobs(model, stored_rollouts(0)).sum().backward()
+    assert types.seen == {torch.float64}
+    angles = [module.inv_freq for module in model.modules() if hasattr(module, "inv_freq")]
+    assert angles
+    assert all((x != x.float().double()).any() for x in angles), "angles made in float32"

@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from tests.support.rounding import (
+    CLOSED_FORM,
+    adam_largest_update,
     assert_as_double,
     assert_rounded,
     bound_from_double,
+    gamma,
     printed,
     rounded,
     standard_errors,
@@ -78,6 +81,26 @@ def test_a_closed_form_has_as_many_roundings_as_it_has_steps():
     assert_rounded(found, torch.tensor([math.fsum(terms[: i + 1]) for i in range(63)], dtype=torch.float64), scale=63)
     with pytest.raises(AssertionError):
         assert_rounded(found.float(), found)
+
+
+def adam(gradients: list[float]) -> float:
+    """What the last of torch's updates did to a weight, of rate 1."""
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = torch.optim.Adam([weight], lr=1.0, betas=(0.9, 0.95), eps=1e-30)
+    for gradient in gradients:
+        before = weight.item()
+        weight.grad = torch.tensor([gradient], dtype=torch.float64)
+        optimizer.step()
+    return weight.item() - before
+
+
+@pytest.mark.parametrize("number", [1, 2, 7])
+def test_adam_moves_a_weight_by_no_more_than_its_bound(number):
+    limit = adam_largest_update(number, 1.0, 0.9, 0.95)
+    random = np.random.default_rng(0)
+    assert max(abs(adam(random.normal(size=number).tolist())) for _ in range(100)) <= limit * (1 + gamma(CLOSED_FORM))
+    worst = [(0.9 / 0.95) ** (number - 1 - i) for i in range(number)]  # a_i / b_i
+    assert adam(worst) == rounded(-limit)
 
 
 def test_means_and_printed_digits():
