@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from pydantic import ValidationError
 
-from megatron_rl.config.learner import OptimizerConfig
+from megatron_rl.config.learner import LearnerConfig, OptimizerConfig
 from megatron_rl.config.schedule import ScheduleConfig
 from megatron_rl.errors import InputError
 from megatron_rl.learner.scheduler import LengthDecayScheduler, build_scheduler
@@ -183,6 +183,7 @@ class CountingLearner:
 
     def __init__(self, scheduler: LengthDecayScheduler, minibatches: int) -> None:
         self.scheduler, self.minibatches, self.num_updates, self.rates = scheduler, minibatches, 0, []
+        self.config = LearnerConfig()
 
     def update(self, batch: SimpleNamespace) -> dict[str, float]:
         for i in range(self.minibatches):
@@ -194,6 +195,9 @@ class CountingLearner:
 
     def export_weights(self) -> list:
         return []
+
+    def step_aside(self, weights: bool = True) -> None:
+        """Nothing leaves its device."""
 
 
 def test_the_loop_gives_the_detector_optimizer_steps():
