@@ -1,6 +1,7 @@
 """One process of one check: `python -m megatron_rl.doctor.child NAME SETTING OUTCOME`, started by `frame`.
 
-Every process calls the check; the first rank leaves its outcome in the file OUTCOME. Whatever it raises is a failure.
+Every process calls the check and leaves its outcome in a file. Whatever it raises is a failure, and ends it with status
+1; the other ranks are then ended by `frame`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from megatron_rl.doctor.checks import find
 from megatron_rl.doctor.outcome import Outcome, failed
 from megatron_rl.doctor.setting import Setting
-from megatron_rl.errors import Fault, InputError
+from megatron_rl.errors import EXIT_DONE, EXIT_FAULT, Fault, InputError
 
 
 def main(name: str, setting_file: str, outcome_file: str) -> int:
@@ -25,27 +26,42 @@ def main(name: str, setting_file: str, outcome_file: str) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for module in (r"torch\.", r"megatron\."):
         warnings.filterwarnings("ignore", module=module)
-    outcome = attempt(name, Setting.read(Path(setting_file)))
+    outcome, raised = attempt(name, Setting.read(Path(setting_file)))
+    path = outcome_path(Path(outcome_file), int(os.environ.get("RANK", 0)))
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(asdict(outcome)))
+    partial.replace(path)
+    if not raised and "torch.distributed" in sys.modules:
+        _leave_together()
     sys.stdout.flush()
-    if int(os.environ.get("RANK", 0)) == 0:
-        partial = Path(f"{outcome_file}.partial")
-        partial.write_text(json.dumps(asdict(outcome)))
-        partial.replace(outcome_file)
-    # Engines leave threads and groups behind whose end may hang; what they could say is in the file.
     sys.stderr.flush()
-    os._exit(0)
+    # Engines leave threads and groups behind whose end may hang; what they could say is in the file.
+    os._exit(EXIT_FAULT if raised else EXIT_DONE)
 
 
-def attempt(name: str, setting: Setting) -> Outcome:
-    """What the check says, or what it raised as a failure; the stack goes to its log."""
+def outcome_path(path: Path, rank: int) -> Path:
+    """Of a rank's outcome: ``path`` is the first's."""
+    return path.with_name(f"{path.name}.{rank}") if rank else path
+
+
+def attempt(name: str, setting: Setting) -> tuple[Outcome, bool]:
+    """What the check says, or what it raised as a failure, and whether it raised; the stack goes to its log."""
     try:
-        return find(name).load()(setting)
+        return find(name).load()(setting), False
     except (InputError, Fault) as error:
         traceback.print_exc()
-        return failed(str(error), "The message names the place; the log has the stack.")
+        return failed(str(error), "The message names the place; the log has the stack."), True
     except Exception as error:  # noqa: BLE001 - a check that breaks has failed, whatever broke it
         traceback.print_exc()
-        return failed(f"{type(error).__name__}: {error}", "The log has the stack.")
+        return failed(f"{type(error).__name__}: {error}", "The log has the stack."), True
+
+
+def _leave_together() -> None:
+    """A rank that leaves first takes connections down that its peers still read from."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.doctor.checks import Check
+from megatron_rl.doctor.child import outcome_path
 from megatron_rl.doctor.outcome import Outcome, Result, failed, not_run
 from megatron_rl.doctor.setting import Setting
 
@@ -24,7 +25,6 @@ GRACE_S = 3.0  # for ranks that lost a peer, until they are ended: the first to 
 _POLL_S = 0.02
 # A process that is no rank must not take itself for one of the job that `doctor` was started in.
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-_JOB_PORTS = 20  # distance of ports of a job's checks from its own
 
 
 def run_checks(
@@ -76,9 +76,13 @@ def _in_processes(check: Check, setting: Setting, folder: Path, limit: float) ->
     finally:
         for process in processes:
             _end(process)
-    outcome = _read(folder / "outcome.json", setting.in_job and int(os.environ.get("RANK", 0)) > 0)
-    if first is not None:
+    if first is None:
+        outcome = _read(_written(folder, environments[0]))
+    else:
         outcome = _died(processes[first].returncode, first, len(processes), limit)
+        if (path := _written(folder, environments[first])).is_file():  # it raised, and says what
+            said = _read(path)
+            outcome = replace(said, reason=f"rank {first}: {said.reason}") if len(processes) > 1 else said
     return outcome, _tail(logs[first or 0]) if outcome.status == "fail" else ""
 
 
@@ -90,7 +94,7 @@ def _environments(check: Check, setting: Setting) -> list[dict[str, str]]:
         return [base]
     if setting.in_job:
         own = {name: os.environ[name] for name in _OF_A_RANK if name in os.environ}
-        port = int(own["MASTER_PORT"]) + _JOB_PORTS
+        port = int(own["MASTER_PORT"]) + check.port
         return [base | own | {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}]
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     size = str(setting.ranks)
@@ -133,11 +137,13 @@ def _end(process: subprocess.Popen) -> None:
         process.returncode = None  # it did not end by itself
 
 
-def _read(path: Path, speaks_elsewhere: bool) -> Outcome:
+def _written(folder: Path, environment: dict[str, str]) -> Path:
+    return outcome_path(folder / "outcome.json", int(environment.get("RANK", 0)))
+
+
+def _read(path: Path) -> Outcome:
     if path.is_file():
         return Outcome(**json.loads(path.read_text()))
-    if speaks_elsewhere:
-        return not_run("the job's first rank reports")
     return failed("the check ended without an outcome", "The log has what it printed.")
 
 

@@ -18,8 +18,7 @@ GIB = 1 << 30
 SHARED_MEMORY_GIB = 1.0  # of /dev/shm for each rank: NCCL's and vLLM's queues between processes of a node
 # gloo and NCCL keep sockets to every peer in each of about twenty groups; 256 ranks with a checkpoint's files open.
 OPEN_FILES = 8192
-# Assumed, of each rank: libraries, the driver's share, pinned buffers, weights on their way from disk.
-HOST_GIB = {"cuda": 8.0, "cpu": 2.0}
+CPU_RANK_GIB = 2.0  # assumed, of host memory of a rank of the tiny model
 USED_GPU_MIB = 1024  # above what the driver itself holds on an idle GPU
 FREE_GIB = 10.0  # as slurm/lib/preflight.sh: a small checkpoint and its logs
 MOST_SKEW_S = 5.0  # log lines of several nodes are read side by side
@@ -116,10 +115,7 @@ def open_files(setting: Setting) -> Outcome:
 
 def host_memory(setting: Setting) -> Outcome:
     """Memory that is available, under the control group's limit too, against what ``ranks`` ranks need."""
-    needed = {"ranks": HOST_GIB[setting.device] * setting.ranks}
-    recipe = planned(setting)
-    if recipe is not None:
-        needed["routes"] = routes_gib(recipe) * setting.ranks
+    needed = wanted_host_gib(setting)
     free, total = available_gib(), sum(needed.values())
     text = f"{free:.1f} GiB available, {total:.1f} wanted by {setting.ranks} ranks"
     if free < total:
@@ -128,15 +124,21 @@ def host_memory(setting: Setting) -> Outcome:
     return passed(text, wanted_gib=needed)
 
 
-def routes_gib(recipe: Any) -> float:
-    """Routes of a step's sequences, which `plan` expects on every rank."""
+def wanted_host_gib(setting: Setting) -> dict[str, float]:
+    """By what `plan` puts into the host memory of a node; without a recipe, its processes."""
+    from megatron_rl.plan.hardware import PROCESS_GIB
+
+    recipe = planned(setting)
+    if recipe is None or setting.device == "cpu":
+        return {"processes": setting.ranks * (PROCESS_GIB if setting.device == "cuda" else CPU_RANK_GIB)}
     from megatron_rl.checkpoint.known_models import shape_of
-    from megatron_rl.plan.generation import route_bytes
-    from megatron_rl.plan.hardware import PROMPT_SHARE, RESPONSE_SHARE
+    from megatron_rl.plan import GPUS, make_workload
+    from megatron_rl.plan.host import host_phase
+    from megatron_rl.plan.memory import memory_plan
 
     architecture, _ = shape_of(recipe.model.path)
-    mean = RESPONSE_SHARE * recipe.rollout.max_response_length + PROMPT_SHARE * recipe.data.prompt.max_length
-    return route_bytes(recipe, architecture, recipe.num_sequences * mean) / GIB
+    work = make_workload(recipe, architecture, GPUS["h100-80"], gpus_per_node=setting.ranks)
+    return {what: size / GIB for what, size in host_phase(work, memory_plan(work)).items}
 
 
 def available_gib(proc: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> float:

@@ -25,11 +25,13 @@ def test_an_exception_is_a_failure(monkeypatch, capsys, error, reason):
     def raises(setting):
         raise error
 
-    outcome = attempt(monkeypatch, raises)
+    outcome, raised = attempt(monkeypatch, raises)
+    assert raised
     assert (outcome.status, outcome.reason) == ("fail", reason)
     assert outcome.fix
     assert "Traceback" in capsys.readouterr().err
 
 
 def test_an_outcome_is_handed_on(monkeypatch):
-    assert attempt(monkeypatch, lambda setting: passed("well", a=1)).figures == {"a": 1}
+    outcome, raised = attempt(monkeypatch, lambda setting: passed("well", a=1))
+    assert (outcome.figures, raised) == ({"a": 1}, False)

@@ -11,6 +11,7 @@ import torch
 
 from megatron_rl.doctor import machine
 from megatron_rl.doctor.setting import Setting
+from megatron_rl.plan.hardware import PROCESS_GIB
 
 SETTING = Setting("cpu", 2, "/tmp")
 GIB = machine.GIB
@@ -46,10 +47,13 @@ def test_host_memory(monkeypatch, gib, status):
 
 
 def test_a_recipe_that_records_routes_wants_their_memory(monkeypatch):
-    monkeypatch.setattr(machine, "available_gib", lambda: 4.1)
+    """As `plan` counts them: eight processes of a node, and what the recipe puts beside them."""
     recipe = "recipes/router_replay/grpo-qwen3-30b-a3b-4n8g-tp4ep8-r3.yaml"
-    outcome = machine.host_memory(Setting("cpu", 2, "/tmp", recipe))
+    monkeypatch.setattr(machine, "available_gib", lambda: 8 * PROCESS_GIB)
+    assert machine.host_memory(Setting("cuda", 8, "/tmp")).status == "pass"
+    outcome = machine.host_memory(Setting("cuda", 8, "/tmp", recipe))
     assert outcome.status == "fail"
+    assert outcome.figures["wanted_gib"]["processes"] == 8 * PROCESS_GIB
     assert outcome.figures["wanted_gib"]["routes"] > 0
 
 

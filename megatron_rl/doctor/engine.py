@@ -1,0 +1,200 @@
+"""Both engines on the tiny model: mismatch by type, weight updates, and vLLM's two model runners."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.doctor.learner import layout, made_up_batch, overrides
+from megatron_rl.doctor.outcome import Outcome, failed, passed
+from megatron_rl.doctor.setting import Setting, tiny
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from megatron_rl.config import Recipe
+    from megatron_rl.learner.learner import Learner
+    from megatron_rl.rollout import Generator
+    from megatron_rl.types import Batch
+
+PROMPTS, SAMPLES = 16, 4
+# How much further than the learner the engine may be from fp32: both round the same function in one type, in other
+# orders and at other places. Wrong weights, positions or masks are off by whole log-probs.
+FACTOR = 8.0
+REFIT_FACTOR = 10.0  # nearer to the new weights than to the old ones, in fp32
+SMALL = ("rollout.gpu_memory_utilization=0.3", "rollout.kv_cache_gib=0.25")
+PAIRS = {"bf16/bf16": "bf16", "bf16/bf16, fp32 head": "bf16", "fp16/fp16": "fp16", "fp32/fp32": "fp32"}
+
+
+@dataclass(frozen=True)
+class Distances:
+    """Medians over tokens of the absolute difference of log-probs; ``mu``, ``po``: of rollout engine and learner."""
+
+    mu_po: float
+    mu_fp32: float  # to the learner in fp32
+    po_fp32: float
+    rho_std: float
+
+    def row(self) -> dict[str, float]:
+        names = {"|mu - po|": self.mu_po, "|mu - fp32|": self.mu_fp32, "|po - fp32|": self.po_fp32}
+        return names | {"rho_std": self.rho_std}
+
+
+def mismatch(setting: Setting) -> Outcome:
+    """Learner and engine in the same type, and both with the head in fp32."""
+    from megatron_rl.learner.learner import Learner
+
+    eager = "rollout.enforce_eager=true"  # CUDA graphs are the runners' checks, and cost half a minute an engine
+    reference = Learner(tiny(setting, *overrides({}, "fp32")))
+    found: dict[str, Distances] = {}
+    for name, dtype in PAIRS.items():
+        head = [f"precision.fp32_head={str('head' in name).lower()}"]
+        recipe = tiny(setting, *overrides({}, dtype), *head, *SMALL, eager, f"rollout.dtype={dtype}", *_NO_TRIAL)
+        learner = Learner(recipe)
+        with closing(start_engine(recipe, learner)) as generator:
+            confirm(recipe, learner, generator)
+            found[name] = distances(generate(recipe, learner, generator), learner, reference)
+    return judge_mismatch(found)
+
+
+_NO_TRIAL = ("rollout.verify_refit=false",)  # is the check `refit`
+
+
+def judge_mismatch(found: dict[str, Distances]) -> Outcome:
+    """Each engine is as near to fp32 as rounding in its type allows: the learner in that type is the measure.
+
+    In fp32 there is nothing nearer to measure with; an engine whose products are those of TF32 rounds as fp16 does.
+    """
+    figures = {"log-probs": {name: distance.row() for name, distance in found.items()}}
+    for name, distance in found.items():
+        allowed = found["fp16/fp16"].po_fp32 if name == "fp32/fp32" else FACTOR * distance.po_fp32
+        if not distance.mu_fp32 <= allowed:
+            return failed(
+                f"{name}: the engine's log-probs are {distance.mu_fp32:.2e} from the learner's in fp32, rounding "
+                f"explains {allowed:.2e}",
+                "Look at `packages` and `refit` first. Then compare attention backends: VLLM_ATTENTION_BACKEND, and "
+                "`megatron-rl mismatch` with more prompts.",
+                **figures,
+            )
+    told = ", ".join(f"{name} {distance.mu_po:.1e}" for name, distance in found.items())
+    return passed(f"median |log mu - log po|: {told}", **figures)
+
+
+def refit(setting: Setting) -> Outcome:
+    """vLLM takes its own checkpoint without a change of a bit, then the weights after an update of the learner."""
+    from megatron_rl.learner.learner import Learner
+    from megatron_rl.run.engines import hand_over
+
+    recipe = tiny(
+        setting, *overrides(layout(setting.ranks), "fp32"), *SMALL, "rollout.dtype=fp32", "rollout.enforce_eager=true"
+    )
+    learner = Learner(recipe)
+    with closing(start_engine(recipe, learner)) as generator:  # raises where its own checkpoint changes it
+        generator.sleep()
+        learner.update(made_up_batch(0))
+        hand_over(learner, generator)
+        batch = generate(recipe, learner, generator)
+        apart = distances(batch, learner, Learner(recipe))
+        seconds = generator.stats()["perf/refit_engine_s"]
+    return judge_refit(apart, seconds)
+
+
+def judge_refit(apart: Distances, seconds: float) -> Outcome:
+    """``apart``: its fp32 learner holds the old weights."""
+    figures = {"|mu - new|": apart.mu_po, "|mu - old|": apart.mu_fp32, "seconds": seconds}
+    if not apart.mu_po * REFIT_FACTOR <= apart.mu_fp32:
+        return failed(
+            f"after a weight update the engine's log-probs are {apart.mu_po:.2e} from the learner's new weights and "
+            f"{apart.mu_fp32:.2e} from its old ones",
+            "The update did not arrive whole. Use the pinned vLLM, and keep rollout.verify_refit: true.",
+            **figures,
+        )
+    return passed(
+        f"its own checkpoint leaves every parameter as it was; after an update mu is {apart.mu_po:.1e} from the new "
+        f"weights, {apart.mu_fp32:.1e} from the old",
+        **figures,
+    )
+
+
+def runner(setting: Setting) -> Outcome:
+    """The engine with CUDA graphs under the model runner that the environment names, with recorded routes replayed."""
+    from megatron_rl.learner.learner import Learner
+
+    precision = [*overrides({}, "bf16"), "rollout.dtype=bf16"]
+    recipe = tiny(setting, *precision, *SMALL, "routing.replay=r3")
+    learner, reference = Learner(recipe), Learner(tiny(setting, *overrides({}, "fp32"), "routing.replay=r3"))
+    start = time.monotonic()
+    with closing(start_engine(recipe, learner)) as generator:
+        started = time.monotonic() - start
+        apart = distances(generate(recipe, learner, generator), learner, reference)
+        version = model_runner(generator)
+    return judge_runner(version, apart, started)
+
+
+def model_runner(generator: Any) -> int:
+    """Which of vLLM's model runners the engine has."""
+    return 2 if generator._llm.llm_engine.vllm_config.use_v2_model_runner else 1
+
+
+def judge_runner(version: int, apart: Distances, started: float) -> Outcome:
+    import os
+
+    wanted = 2 if os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1" else 1
+    figures = apart.row() | {"start_s": started}
+    other = f"Run with VLLM_USE_V2_MODEL_RUNNER={2 - wanted} meanwhile, and report it."
+    if version != wanted:
+        return failed(f"vLLM took model runner {version}, {wanted} was asked for", other, **figures)
+    allowed = FACTOR * apart.po_fp32
+    if not apart.mu_fp32 <= allowed:
+        told = f"log-probs are {apart.mu_fp32:.2e} from the learner's in fp32, rounding explains {allowed:.2e}"
+        return failed(f"model runner {version}: {told}", other, **figures)
+    return passed(
+        f"model runner {version} starts in {started:.0f} s; with its routes replayed, median |log mu - log po| is "
+        f"{apart.mu_po:.1e}",
+        **figures,
+    )
+
+
+# -- parts
+
+
+def start_engine(recipe: Recipe, learner: Learner) -> Any:
+    from megatron_rl.data import load_tokenizer
+    from megatron_rl.run.engines import start_generator
+
+    return start_generator(recipe, load_tokenizer(str(recipe.model.path)), learner)
+
+
+def confirm(recipe: Recipe, learner: Learner, generator: Generator) -> None:
+    """Raises `InputError` where an engine computes in another type than the recipe says."""
+    from megatron_rl.config.precision_contract import confirm_contract, contract
+
+    stated = contract(recipe, learner.architecture)
+    confirm_contract(stated, learner.describe_precision(), generator.describe_precision())
+
+
+def generate(recipe: Recipe, learner: Learner, generator: Generator) -> Batch:
+    """Sampled responses of the tiny task as one batch. Collective."""
+    from megatron_rl.batch import build_batch
+    from megatron_rl.data import load_tokenizer, load_train
+
+    prompts = list(load_train(recipe.data, load_tokenizer(str(recipe.model.path))))[:PROMPTS]
+    return build_batch(0, generator.rollout(prompts, SAMPLES, policy_version=learner.num_updates, step=0), recipe)
+
+
+def distances(batch: Batch, learner: Learner, reference: Learner) -> Distances:
+    """Of one batch, on the same tokens: the engine's log-probs, the learner's, those of ``reference``. Collective."""
+    import numpy as np
+
+    mu = np.concatenate([sequence.inference_logprobs for sequence in batch.sequences]).astype(np.float64)
+    po = np.concatenate(learner.compute_logprobs(batch)).astype(np.float64)
+    fp32 = np.concatenate(reference.compute_logprobs(batch)).astype(np.float64)
+    return Distances(_median(mu, po), _median(mu, fp32), _median(po, fp32), float(np.exp(po - mu).std()))
+
+
+def _median(a: np.ndarray, b: np.ndarray) -> float:
+    import numpy as np
+
+    return float(np.median(np.abs(a - b)))

@@ -1,0 +1,235 @@
+"""The learner on the tiny model: attention, marks of expert weights, gradient norm over layouts, checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.doctor.outcome import Outcome, failed, not_run, passed
+from megatron_rl.doctor.setting import Setting, planned, tiny
+
+if TYPE_CHECKING:
+    from megatron_rl.learner.learner import Learner
+    from megatron_rl.types import Batch
+
+# Where no recipe is named, the packed attention of this one is asked for.
+PAPER_RECIPE = "recipes/router_replay/grpo-qwen3-30b-a3b-4n8g-tp4ep8-r3.yaml"
+NORM_TOLERANCE = 1e-5  # relative, fp32: another order of additions over a million weights
+_SEQUENCES, _TOKENS = 16, (3, 98)  # of a batch; the tiny model's tokens that are no special ones
+
+
+_INDEX = ".metadata"  # of a checkpoint
+
+
+# -- attention
+
+
+def attention(setting: Setting) -> Outcome:
+    """Which attention TransformerEngine takes for packed rows on this GPU; one that stores every score is refused."""
+    from megatron_rl.errors import InputError
+    from megatron_rl.learner import packed_attention
+
+    config, heads = attention_config(setting)
+    if config is None:
+        return not_run("TransformerEngine is not installed; the learner takes torch's attention, sequence by sequence")
+    try:
+        packed_attention.refuse_unfused_attention(config)
+    except InputError as error:
+        return failed(str(error), f"pip install --no-build-isolation '{packed_attention.FLASH_ATTN}'", heads=heads)
+    chosen = packed_attention.packed_attention(config)
+    return passed(f"TransformerEngine takes its {chosen} attention for packed rows ({heads})")
+
+
+def attention_config(setting: Setting) -> tuple[Any, str]:
+    """Megatron's configuration of what will run here, and a word on its heads; None without TransformerEngine."""
+    from megatron_rl.checkpoint.known_models import shape_of
+    from megatron_rl.config import load_recipe
+    from megatron_rl.learner.model import transformer_config, use_transformer_engine
+    from megatron_rl.learner.process_groups import resolve_device
+
+    device = resolve_device(setting.device)
+    if not use_transformer_engine(device):
+        return None, ""
+    recipe = planned(setting) or load_recipe(PAPER_RECIPE)
+    architecture, _ = shape_of(recipe.model.path)
+    config = transformer_config(architecture, recipe.learner, device, recipe.precision)
+    return config, f"{recipe.learner.dtype}, heads of {architecture.head_dim}"
+
+
+# -- ranks and batches
+
+
+def layout(ranks: int, experts: int = 8, heads: int = 2) -> dict[str, int]:
+    """Tensor and expert parallelism as far as the ranks and the tiny model divide."""
+    return {"tensor": math.gcd(ranks, heads), "expert": math.gcd(ranks, experts)}
+
+
+def overrides(parallel: dict[str, int], dtype: str) -> list[str]:
+    sizes = [f"learner.parallel.{name}={size}" for name, size in parallel.items()]
+    return [*sizes, f"learner.dtype={dtype}", "learner.optimizer.lr=1e-3", "monitor.gradient_noise=false"]
+
+
+def named(parallel: dict[str, int], ranks: int) -> str:
+    data = ranks // parallel.get("tensor", 1)
+    return f"TP{parallel.get('tensor', 1)}·EP{parallel.get('expert', 1)}·DP{data}"
+
+
+def made_up_batch(seed: int) -> Batch:
+    """Random sequences of mixed length, the same on every rank."""
+    import numpy as np
+
+    from megatron_rl.types import Batch, Sequence
+
+    random, sequences = np.random.default_rng(seed), []
+    for i in range(_SEQUENCES):
+        prompt, response = int(random.integers(3, 9)), int(random.integers(4, 25))
+        sequences.append(
+            Sequence(
+                id=f"doctor:{i}/0",
+                tokens=random.integers(*_TOKENS, prompt + response),
+                prompt_length=prompt,
+                inference_logprobs=random.normal(-3.0, 1.0, response).clip(max=-0.01).astype(np.float32),
+                loss_mask=np.ones(response, dtype=bool),
+                advantage=float(random.normal()),
+                reward=float(i % 2),
+                policy_versions=np.zeros(response, dtype=np.int32),
+            )
+        )
+    return Batch(step=seed, sequences=sequences, minibatches=[list(range(_SEQUENCES))])
+
+
+def rejoin() -> None:
+    """Leave the job and its groups, and agree on a port at which the ranks meet again for another layout."""
+    from megatron_rl.learner.process_groups import shutdown
+    from megatron_rl.process.ranks import broadcast_object
+
+    port = None
+    if os.environ["RANK"] == "0":
+        with socket.socket() as probe:
+            probe.bind((os.environ["MASTER_ADDR"], 0))
+            port = probe.getsockname()[1]
+    port = broadcast_object(port)
+    shutdown()
+    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}  # the first rank holds the store
+
+
+# -- experts
+
+
+def experts(setting: Setting) -> Outcome:
+    """Every expert weight is marked as this rank's own, and the gradient norm is that of data parallelism alone."""
+    from megatron_rl.learner.learner import Learner
+    from megatron_rl.process.ranks import gather_objects
+
+    ranks, split = setting.ranks, layout(setting.ranks)
+    norms: dict[str, float] = {}
+    unmarked: list[str] = []
+    for parallel in [split] if ranks == 1 else [{"tensor": 1, "expert": 1}, split]:
+        if norms:
+            rejoin()
+        learner = Learner(tiny(setting, *overrides(parallel, "fp32")))
+        unmarked = sorted(set().union(*gather_objects(set(without_mark(learner.module.named_parameters())))))
+        norms[named(parallel, ranks)] = float(learner.update(made_up_batch(0))["actor/grad_norm"])
+    return judge_experts(unmarked, norms)
+
+
+def without_mark(parameters: Iterable[tuple[str, Any]]) -> list[str]:
+    """Expert weights that the gradient norm, or the choice of their optimizer, would take for others' copies."""
+    return [
+        name
+        for name, parameter in parameters
+        if ".experts." in name
+        and (not getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "allreduce", True))
+    ]
+
+
+def judge_experts(unmarked: list[str], norms: dict[str, float]) -> Outcome:
+    fix = (
+        "Gradient norm and clipping would leave out experts. Versions of TransformerEngine and Megatron-Core other than"
+        " the pinned ones do this: see the check `packages`, and `learner.model.mark_expert_parameters`."
+    )
+    if unmarked:
+        shown = ", ".join(unmarked[:3])
+        return failed(f"{len(unmarked)} expert weights are not marked, first {shown}", fix, grad_norm=norms)
+    first, *others = norms.items()
+    for name, norm in others:
+        if not abs(norm - first[1]) <= NORM_TOLERANCE * first[1]:
+            told = f"gradient norm {norm:.6f} under {name}, {first[1]:.6f} under {first[0]}"
+            return failed(told, fix, grad_norm=norms)
+    told = " and ".join(norms)
+    what = f"marked; the gradient norm is {first[1]:.6f} under {told}" if others else f"marked under {told}; one rank"
+    return passed(f"expert weights are {what}", grad_norm=norms)
+
+
+# -- checkpoints
+
+
+def checkpoint(setting: Setting) -> Outcome:
+    """Train, save, load, train; a run without interruption is the reference."""
+    from megatron_rl.checkpoint.manifest import read_manifest
+    from megatron_rl.learner.learner import Learner
+    from megatron_rl.process.ranks import broadcast_object
+
+    recipe = tiny(setting, *overrides(layout(setting.ranks), "bf16"))
+    folder = Path(broadcast_object(setting.scratch))
+    for name in ("first", "again"):
+        (folder / name).mkdir(exist_ok=True)
+
+    saving = Learner(recipe)
+    saving.update(made_up_batch(0))
+    saved = saving.save(folder / "first", {"words": "of the loop"})
+    uninterrupted = _train(Learner(recipe), (0, 1))
+    loaded = Learner(recipe)
+    state = loaded.load(saved)
+    again = loaded.save(folder / "again", state)
+    digests = {
+        "uninterrupted": uninterrupted,
+        "saved on the way": _train(saving, (1,)),
+        "loaded": _train(loaded, (1,)),
+    }
+    files = {name: about["sha256"] for name, about in read_manifest(saved).items()}
+    # torch's index names each write by a number of its own; what it says of the tensors is read by `load`.
+    found = {name: about["sha256"] for name, about in read_manifest(again).items() if name != _INDEX}
+    changed = [name for name in found if files.get(name) != found[name]]
+    return judge_checkpoint(state == {"words": "of the loop"}, changed, len(files), digests, setting.device)
+
+
+def _train(learner: Learner, seeds: tuple[int, ...]) -> str:
+    """Digest of the weights after an update with each batch. Collective."""
+    for seed in seeds:
+        learner.update(made_up_batch(seed))
+    digest = hashlib.sha256()
+    for name, tensor in learner.export_weights():
+        digest.update(name.encode())
+        digest.update(tensor.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def judge_checkpoint(
+    state_is_back: bool, changed: list[str], num_files: int, digests: dict[str, str], device: str
+) -> Outcome:
+    """``changed``: files of the checkpoint that differ when it is loaded and saved again."""
+    plain, saving, loaded = digests.values()
+    figures: dict[str, Any] = {"weights after two updates": digests, "files": num_files}
+    fix = "Run it again; if it fails again, report it with this report: a resumed run would be another one."
+    if not state_is_back:
+        return failed("the loop's state did not come back from the checkpoint", fix, **figures)
+    if changed:
+        told = f"loaded and saved again, {len(changed)} of {num_files} files differ, first {changed[0]}"
+        return failed(told, fix, **figures)
+    if loaded == plain == saving:
+        return passed("a run that is saved and loaded gives the weights of one that is not, bit for bit", **figures)
+    if device == "cuda" and plain != saving:
+        # Two runs without a load differ already, so the third cannot be held to either.
+        return passed(
+            f"{num_files} files are the same when loaded and saved again. Two runs without an interruption differ in "
+            "their last bits, as kernels on this GPU add in no fixed order, so the next update is not compared",
+            **figures,
+        )
+    what = "saving" if plain != saving else "loading"
+    return failed(f"{what} a checkpoint changes the weights after the next update", fix, **figures)

@@ -1,0 +1,96 @@
+"""Do all nodes see one folder, and what time is it on each?"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.doctor.machine import MOST_SKEW_S
+from megatron_rl.doctor.outcome import Outcome, failed, not_run, passed
+from megatron_rl.doctor.rendezvous import open_store, until
+from megatron_rl.doctor.setting import Setting
+
+SEEN_S = 30.0  # network file systems keep old listings for some seconds
+
+
+def together(setting: Setting) -> Outcome:
+    """One process of each node takes part; the first rank's outcome counts."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    if int(os.environ["LOCAL_RANK"]):
+        return not_run("the first rank of each node takes part")
+    store, node, nodes = open_store(rank), rank // per_node, size // per_node
+    if node == 0:
+        store.set("token", uuid.uuid4().hex)
+    folder = Path(setting.shared) / f".doctor-{store.get('token').decode()}"
+    unseen = _write_and_look(store, folder, node, nodes)
+    store.set(f"unseen/{node}", ",".join(map(str, unseen)))
+    store.set(f"name/{node}", os.environ.get("SLURMD_NODENAME") or socket.gethostname())
+    if node:
+        store.get(f"ping/{node}")
+        store.set(f"pong/{node}", repr(time.time()))
+        store.set(f"bye/{node}", "")
+        return not_run("the first rank reports")
+    try:
+        names = {i: store.get(f"name/{i}").decode() for i in range(nodes)}
+        missing = {names[i]: text.decode() for i in range(nodes) if (text := store.get(f"unseen/{i}"))}
+        skews = {names[i]: _skew(store, i) for i in range(1, nodes)}
+        until(lambda: store.check([f"bye/{i}" for i in range(1, nodes)]) if nodes > 1 else True, SEEN_S)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return judge(folder.parent, names, missing, skews)
+
+
+def _write_and_look(store: Any, folder: Path, node: int, nodes: int) -> list[int]:
+    """Leave a file for the others, and return the nodes whose files do not appear here in time."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / str(node)).write_text(f"{folder.name} {node}")
+    except OSError as error:
+        print(f"{folder}: {error}")
+    store.set(f"written/{node}", "")
+    until(lambda: store.check([f"written/{i}" for i in range(nodes)]), SEEN_S)
+    until(lambda: not _unseen(folder, nodes), SEEN_S)
+    return _unseen(folder, nodes)
+
+
+def _unseen(folder: Path, nodes: int) -> list[int]:
+    found = []
+    for i in range(nodes):
+        try:
+            if (folder / str(i)).read_text() == f"{folder.name} {i}":
+                continue
+        except OSError:
+            pass
+        found.append(i)
+    return found
+
+
+def _skew(store: Any, node: int) -> float:
+    """Seconds by which a node's clock is at least ahead (behind: negative); 0 where the way there explains it."""
+    before = time.time()
+    store.set(f"ping/{node}", "")
+    there = float(store.get(f"pong/{node}"))
+    return min(there - before, 0.0) + max(there - time.time(), 0.0)
+
+
+def judge(folder: Path, names: dict[int, str], missing: dict[str, str], skews: dict[str, float]) -> Outcome:
+    """``missing``: node → the nodes, by number, whose files it does not see. ``skews``: node → seconds to the first."""
+    figures = {"clock_skew_s": skews} if skews else {}
+    if missing:
+        seen = {n: ", ".join(names[int(i)] for i in which.split(",")) for n, which in missing.items()}
+        told = "; ".join(f"{name} does not see files of {others}" for name, others in seen.items())
+        fix = "Put runs, model and checkout on a file system that all nodes mount; --shared names the folder."
+        return failed(f"{folder}: {told}", fix, **figures)
+    if late := {name: skew for name, skew in skews.items() if abs(skew) > MOST_SKEW_S}:
+        told = ", ".join(f"{name} {skew:+.1f} s" for name, skew in late.items())
+        return failed(f"clocks differ from {names[0]}'s: {told}", "Start chrony or ntpd on these nodes.", **figures)
+    worst = max(map(abs, skews.values()), default=0.0)
+    return passed(
+        f"seen by {len(names)} of {len(names)} nodes: {folder}; clocks at most {worst:.2f} s apart", **figures
+    )

@@ -1,0 +1,157 @@
+"""Verdicts on mismatch, weight updates, model runners and memory, in both outcomes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megatron_rl.doctor import engine, memory
+from megatron_rl.doctor.engine import Distances
+from megatron_rl.doctor.setting import Setting, tiny
+
+GOOD = {
+    "bf16/bf16": Distances(3e-3, 2.5e-3, 2e-3, 0.01),
+    "bf16/bf16, fp32 head": Distances(3e-3, 2e-3, 2e-3, 0.01),
+    "fp16/fp16": Distances(4e-4, 3e-4, 3e-4, 0.001),
+    "fp32/fp32": Distances(1e-7, 1e-7, 0.0, 1e-6),
+}
+
+
+def test_rounding_of_each_type_passes():
+    assert GOOD.keys() == engine.PAIRS.keys()
+    outcome = engine.judge_mismatch(GOOD)
+    assert outcome.status == "pass"
+    assert outcome.figures["log-probs"]["fp16/fp16"]["|mu - po|"] == 4e-4
+
+
+@pytest.mark.parametrize(
+    ("pair", "distance"),
+    [
+        ("bf16/bf16", 0.017),  # more than 8 × 2e-3
+        ("fp16/fp16", 0.0025),
+        ("fp32/fp32", 3.1e-4),  # more than fp16's own rounding
+        ("bf16/bf16, fp32 head", float("nan")),
+    ],
+)
+def test_an_engine_further_off_than_rounding_fails(pair, distance):
+    own = GOOD[pair]
+    outcome = engine.judge_mismatch(GOOD | {pair: Distances(distance, distance, own.po_fp32, 0.1)})
+    assert (outcome.status, outcome.reason.startswith(f"{pair}: the engine's log-probs are")) == ("fail", True)
+    assert outcome.fix
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "status"),
+    [(1e-7, 0.2, "pass"), (0.2, 0.2, "fail"), (0.05, 0.2, "fail"), (float("nan"), 0.2, "fail")],
+)
+def test_an_update_that_did_not_arrive_fails(new, old, status):
+    assert engine.judge_refit(Distances(new, old, old, 0.0), 1.0).status == status
+
+
+@pytest.mark.parametrize(
+    ("asked", "version", "distance", "status"),
+    [("1", 2, 2e-3, "pass"), ("0", 1, 2e-3, "pass"), ("1", 1, 2e-3, "fail"), ("0", 1, 2e-2, "fail")],
+)
+def test_model_runners(monkeypatch, asked, version, distance, status):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
+    outcome = engine.judge_runner(version, Distances(distance, distance, 2e-3, 0.1), 30.0)
+    assert outcome.status == status
+
+
+def test_the_engine_says_which_runner_it_has():
+    def generator(v2: bool):
+        config = SimpleNamespace(use_v2_model_runner=v2)
+        return SimpleNamespace(_llm=SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config)))
+
+    assert [engine.model_runner(generator(v2)) for v2 in (False, True)] == [1, 2]
+
+
+def test_distances_are_medians_over_all_tokens():
+    def scores(offset: float):
+        return SimpleNamespace(
+            compute_logprobs=lambda batch: [np.array([-1.0, -2.0]) + offset, np.array([-3.0]) + offset]
+        )
+
+    sequences = [SimpleNamespace(inference_logprobs=np.array(v, dtype=np.float32)) for v in ([-1.5, -2.5], [-3.5])]
+    found = engine.distances(SimpleNamespace(sequences=sequences), scores(0.25), scores(1.0))
+    assert (found.mu_po, found.mu_fp32, found.po_fp32) == (0.75, 1.5, 0.75)
+    assert found.rho_std == 0.0
+
+
+# -- memory
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def planned(tmp_path):
+    recipe = tiny(Setting("cuda", 1, "/tmp", scratch=str(tmp_path)), "runtime.device=cpu")
+    return memory.predict(recipe, 80 * GIB)
+
+
+def test_the_plan_has_every_phase(planned):
+    assert planned.keys() == memory.PHASES.keys()
+    assert planned["engine asleep"] < planned["forward and backward, optimizer"] < planned["engine awake"] < 80 * GIB
+
+
+def test_memory_within_the_plan(planned):
+    outcome = memory.judge_memory({name: 0.9 * size for name, size in planned.items()}, planned)
+    assert (outcome.status, "90%" in outcome.reason) == ("pass", True)
+
+
+@pytest.mark.parametrize("phase", memory.PHASES)
+def test_a_phase_beyond_the_plan_is_named(planned, phase):
+    measured = {name: 0.9 * size for name, size in planned.items()} | {phase: planned[phase] + 1}
+    outcome = memory.judge_memory(measured, planned)
+    assert (outcome.status, f"more than `plan` expects: {phase} " in outcome.reason) == ("fail", True)
+
+
+class Learner:
+    num_updates = 0
+
+    def __init__(self, recipe):
+        Learner.calls = ["learner"]
+
+    def update(self, batch):
+        self.calls.append("update")
+
+    def save(self, folder, state):
+        self.calls.append("save")
+
+
+def test_phases_follow_each_other_as_in_a_step(monkeypatch, tmp_path):
+    """Of the engine, the learner and the meter, which have no GPU here, only the order of calls is looked at."""
+    import megatron_rl.learner.learner
+    from megatron_rl.run import engines
+
+    def said(name):
+        return lambda *arguments: Learner.calls.append(name)
+
+    generator = SimpleNamespace(**{name: said(name) for name in ("sleep", "close")})
+    meter = SimpleNamespace(now=lambda: said("now")() or 1.0, begin=said("begin"), peak=lambda: said("peak")() or 2.0)
+    monkeypatch.setattr(megatron_rl.learner.learner, "Learner", Learner)
+    monkeypatch.setattr(memory, "start_engine", lambda *arguments: generator)
+    monkeypatch.setattr(memory, "generate", said("generate"))
+    monkeypatch.setattr(engines, "hand_over", said("hand over"))
+    found = memory.measure(None, meter, tmp_path)
+    assert found.keys() == memory.PHASES.keys()
+    order = "learner, generate, now, sleep, now, begin, update, peak, begin, hand over, peak, begin, save, peak, close"
+    assert Learner.calls == order.split(", ")
+
+
+def test_the_meters_peak_counts_what_pytorch_took_beyond_what_was_in_use(monkeypatch):
+    import torch
+
+    state = {"free": 70, "reserved": 4, "most": 4}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (state["free"], 80))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: state["reserved"])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: state["most"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    meter = memory.GpuMeter()
+    meter.begin()
+    state["most"] = 9
+    assert (meter.capacity, meter.now(), meter.peak()) == (80, 10, 15)
+    state["free"] = 50  # an engine's memory, which PyTorch's allocator does not count
+    assert meter.peak() == 30
