@@ -1,6 +1,7 @@
 """The three lists of requirements and the Containerfile say the same, in an order that can work."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,61 @@ def test_transformer_engine_is_installed_after_what_its_set_up_imports(text):
 def test_flash_attn_is_what_the_refusal_names():
     assert f'"{FLASH_ATTN}"' in CUDA
     assert f'"FLASH_ATTN={FLASH_ATTN}"' in CONTAINERFILE
+
+
+INSTRUCTIONS = {"ARG", "FROM", "RUN", "ENV", "WORKDIR", "COPY"}  # those that it needs
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Name and text of each instruction of the Containerfile, continued lines joined."""
+    lines = [line for line in CONTAINERFILE.splitlines() if line and not line.startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ").splitlines()
+    return [tuple(line.split(maxsplit=1)) for line in joined]
+
+
+def test_the_containerfile_can_be_read():
+    found = instructions()
+    assert {name for name, _ in found} == INSTRUCTIONS
+    assert [name for name, _ in found[:2]] == ["ARG", "FROM"]
+    for name, text in found:
+        if name == "RUN":
+            done = subprocess.run(["bash", "-n", "-c", text], capture_output=True, text=True, check=False)
+            assert done.returncode == 0, f"{text}: {done.stderr}"
+        if name == "COPY":
+            assert all((ROOT / source).exists() for source in text.split()[:-1]), text
+
+
+def test_variables_of_the_containerfile_are_set_before_they_are_used():
+    known = {"PATH"}
+    for name, text in instructions():
+        used = set(re.findall(r"\$\{?([A-Z_]+)", text))
+        assert used <= known, f"{name} {text}: {used - known}"
+        if name in ("ARG", "ENV"):
+            known |= set(re.findall(r"([A-Z_]+)=", text))
+
+
+def test_the_image_is_built_on_the_cuda_and_python_of_the_requirements():
+    base = next(text for name, text in instructions() if name == "ARG")
+    (cuda,) = re.findall(r"nvidia/cuda:(\d+)\.\d+\.\d+-devel", base)
+    assert f"CUDA {cuda}," in CUDA
+    assert f"core-cu{cuda}]" in CUDA
+    (python,) = set(re.findall(r"python(3\.\d+)", CONTAINERFILE))
+    assert python in re.search(r"Python ([\d. or]+),", CUDA)[1]
+
+
+def test_the_context_of_a_build_leaves_out_what_git_does():
+    ignored = [line.strip("/").removeprefix("**/") for line in (ROOT / ".gitignore").read_text().splitlines() if line]
+    left_out = {
+        line.removeprefix("**/")
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if not line.startswith("#")
+    }
+    assert set(ignored) <= left_out
+    assert ".git" in left_out
+
+
+def test_the_readme_installs_the_same_list():
+    readme = (ROOT / "README.md").read_text()
+    (line,) = re.findall(r"`(pip install [^`]*requirements\.txt[^`]*)`", readme)
+    assert line == "pip install -r requirements.txt . && megatron-rl patch apply"
+    assert "pip install -r requirements.txt && pip install wheel" in CONTAINERFILE
