@@ -80,14 +80,19 @@ def measure(
     for rollout_dtype, members in itertools.groupby(sorted(pairs, key=lambda pair: pair[1]), key=lambda pair: pair[1]):
         variants = [with_dtypes(recipe, learner_dtype, rollout_dtype) for learner_dtype, _ in members]
         learner = Learner(variants[0])  # joins the job; the engine starts inside it
+        learner.step_aside()
         with closing(start_engine(variants[0], learner)) as generator:
             for variant in variants:
+                generator.sleep()
                 if variant is not variants[0]:
                     learner = Learner(variant)
                 if checkpoint is not None:
                     learner.load(checkpoint)
                 version += 1
+                learner.step_aside(weights=False)
+                generator.wake()
                 generator.refit(learner.export_weights(), version)
+                learner.step_aside()
                 yield measure_pair(variant, learner, generator, prompts, version)
 
 
@@ -112,8 +117,9 @@ def start_engine(recipe: Recipe, learner: Learner) -> VllmGenerator:
 def measure_pair(
     recipe: Recipe, learner: Learner, generator: VllmGenerator, prompts: list[Prompt], version: int
 ) -> PairResult:
-    """Generate with the weights that the engine holds, score with the learner."""
+    """Generate with the weights that the engine holds, and falls asleep with; score with the learner."""
     groups = generator.rollout(prompts, recipe.rollout.num_samples, policy_version=version, step=0)
+    generator.sleep()
     batch = build_batch(0, groups, recipe)
     engine_routes = [s.routed_experts for s in batch.sequences]
     watched = recipe.routing.telemetry

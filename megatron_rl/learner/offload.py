@@ -33,9 +33,14 @@ class OffloadError(Fault):
 
 class HostCopy:
     """Storages of ``device`` that can go to host memory and come back. The host memory is allocated once, in one piece,
-    page-locked where the device is a GPU, and kept."""
+    page-locked where the device is a GPU, and kept.
 
-    def __init__(self, device: torch.device):
+    ``expected``: bytes that will leave in the end, if that is more than what leaves first: a node that lacks them fails
+    at the start.
+    """
+
+    def __init__(self, device: torch.device, expected: int = 0):
+        self._expected = expected
         self._device, self._is_gpu = device, device.type == "cuda"
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._places: dict[int, torch.Tensor] = {}  # storage → its bytes in host memory
@@ -78,12 +83,14 @@ class HostCopy:
         return self._memory.numel()
 
     def _allocate(self, storages: dict[int, torch.UntypedStorage]) -> None:
-        self._places, self._memory = {}, torch.empty(0, dtype=torch.uint8)  # the old piece goes first
         starts, end = {}, 0
         for key, storage in storages.items():
             starts[key] = end
-            end += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
-        self._memory = _host_memory(end, pinned=self._is_gpu)
+            end += _aligned(storage.nbytes())
+        self._places = {}
+        if end > self._memory.numel():
+            self._memory = torch.empty(0, dtype=torch.uint8)  # the old piece goes first
+            self._memory = _host_memory(max(end, self._expected), pinned=self._is_gpu)
         self._places = {k: self._memory[start : start + storages[k].nbytes()] for k, start in starts.items()}
 
 
@@ -103,7 +110,7 @@ class Offload:
     ):
         self.config, self._model, self._module, self._optimizer = config, model, module, optimizer
         self._device, self._is_gpu = device, device.type == "cuda"
-        self._states, self._weights = HostCopy(device), HostCopy(device)
+        self._states, self._weights = HostCopy(device, self._expected_states()), HostCopy(device)
 
     # -- leaving
 
@@ -178,6 +185,15 @@ class Offload:
         models = {_key(parameter) for parameter in self._module.parameters()}
         return [tensor for tensor in self._optimizer_tensors() if _key(tensor) not in models]
 
+    def _expected_states(self) -> int:
+        """Bytes of Adam's states from its first update on: moments do not exist before."""
+        models = {_key(parameter) for parameter in self._module.parameters()}
+        found = 0
+        for parameter in self._optimizer_tensors():
+            if parameter.dtype == torch.float32:  # a master, or of an fp32 model a part of its weights
+                found += (2 + (_key(parameter) not in models)) * _aligned(parameter.nbytes)
+        return found
+
     def _optimizer_tensors(self) -> list[torch.Tensor]:
         found: list[Any] = []
         for chained in self._optimizer.chained_optimizers:
@@ -195,6 +211,10 @@ def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
@@ -205,15 +225,13 @@ def _host_memory(nbytes: int, pinned: bool) -> torch.Tensor:
     try:
         memory = torch.empty(nbytes, dtype=torch.uint8)
     except RuntimeError as error:
-        raise OffloadError(
-            f"learner.offload: {nbytes / 2**30:.1f} GiB of host memory could not be had: {error}"
-        ) from error
+        raise OffloadError(f"{nbytes / 2**30:.1f} GiB of host memory could not be had: {error}") from error
     if pinned and nbytes:
         cudart = torch.cuda.cudart()
         code = int(cudart.cudaHostRegister(memory.data_ptr(), nbytes, 0))
         if code:
             raise OffloadError(
-                f"learner.offload: CUDA could not lock {nbytes / 2**30:.1f} GiB of host memory (error {code}); has the "
+                f"CUDA could not lock {nbytes / 2**30:.1f} GiB of host memory (error {code}); has the "
                 "node as much, and does `ulimit -l` allow it? `megatron-rl plan` says what a node needs"
             )
         weakref.finalize(memory, cudart.cudaHostUnregister, memory.data_ptr())

@@ -13,8 +13,10 @@ from megatron_rl.exact import bit_check
 from megatron_rl.exact.decode import Decoder
 from megatron_rl.exact.generator import ExactGenerator
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.offload import OffloadError
 from megatron_rl.learner.passes import PhaseFn
 from megatron_rl.monitor import RunDirectory
+from megatron_rl.process.ranks import together
 from megatron_rl.rollout import Generator
 
 T = TypeVar("T")
@@ -32,7 +34,7 @@ def start_generator(
 
     ``say``: what servers there are. ``stop``: whether this rank was asked to stop.
     """
-    learner.step_aside()
+    together("learner.offload", learner.step_aside, fault=OffloadError, describe=str)
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     if recipe.rollout.engine == "exact":
         learner.bit_check = partial(bit_check.check, learner)

@@ -8,8 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_rl.checkpoint.architecture import read_architecture
+from megatron_rl.plan.learner import learner_memory
 from tests.parallel.gloo import run_ranks
 from tests.parallel.programs.lora import LORA
+from tests.support.tiny import MODEL, tiny_recipe
 from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
 
 ALL = {"gradients": True, "optimizer": True, "weights": True}
@@ -117,3 +120,15 @@ def test_a_checkpoint_of_a_learner_that_is_aside(runs, case):
             assert same(resumed["sent"][0], whole["sent"][2]), name
     saved = [held for call, held in runs[f"{case} {last}"][0]["calls"] if call == "saved"]
     assert saved == [[]], "a checkpoint brings nothing back"
+
+
+@pytest.mark.parametrize("case", ["bf16", "bf16, tp2ep2"])
+def test_the_plan_counts_what_leaves(runs, case):
+    """Adam's states to the byte; Megatron's buffers begin every tensor at 64 elements and end in whole 128s."""
+    learner = tiny_recipe(**CASES[case][0] if case in CASES else LAYOUT_CASES[case][0]).learner
+    (planned,) = learner_memory(read_architecture(MODEL), learner, len(runs[f"{case} 0"]), tokens=64)
+    tensors = len(runs[f"{case} 0"][0]["sent"][0])
+    for rank in runs[f"{case} 0"]:
+        assert rank["after"]["states"] == planned.states
+        assert 0 <= rank["after"]["weights"] - planned.weights <= 2 * (64 * tensors + 2 * 128)
+        assert 0 <= rank["after"]["gradients"] - planned.gradients <= 4 * (64 * tensors + 2 * 128)

@@ -35,8 +35,21 @@ def test_a_storage_leaves_once_with_all_its_views(dtype):
     assert not copy.holds(whole)
 
 
+def test_host_memory_is_taken_at_the_start_for_what_comes_later():
+    """Adam has no moments before its first update; a node without room for them fails before it."""
+    copy, first, later = HostCopy(torch.device("cpu"), expected=6144), torch.ones(1000), torch.full((500,), 2.0)
+    copy.leave([first])
+    place = copy._memory.data_ptr()
+    assert copy.nbytes == 6144
+    copy.come_back()
+    copy.leave([first, later])
+    assert (copy._memory.data_ptr(), copy.nbytes) == (place, 6144)
+    copy.come_back()
+    assert first.unique().tolist() == [1.0]
+    assert later.unique().tolist() == [2.0]
+
+
 def test_host_memory_is_kept_and_grows_with_what_leaves():
-    """Adam has no moments before its first update."""
     copy, first, later = HostCopy(torch.device("cpu")), torch.ones(1000), torch.full((500,), 2.0)
     copy.leave([first])
     copy.leave([later])  # away already: nothing happens
@@ -84,7 +97,7 @@ def test_host_memory_of_a_gpu_is_locked_exactly_and_unlocked(monkeypatch):
     assert list(cudart.locked.values()) == [4096 + 512], "no power of two"
     assert cudart.calls == ["synchronize"], "storage is freed after its copy"
     copy.come_back()
-    copy.leave([torch.ones(5000)])
+    copy.leave([torch.ones(5000)])  # does not fit in what there is
     gc.collect()
     assert list(cudart.locked.values()) == [20480], "what is not used is unlocked"
 
