@@ -58,6 +58,7 @@ STEP_OVERHEAD_S = 1.5e-3  # vLLM's scheduler and sampler, per decoding step with
 EAGER_OVERHEAD_S = 20e-3  # the same without graphs
 ALLREDUCE_S = 12e-6  # latency of one small all-reduce over NVLink; two a layer and decoding step
 HOST_LINK = 0.6  # share of a bus's rate that page-locked copies reach while all GPUs of a node copy
+HOST_NETWORK = 2e9  # bytes/s that a rank receives over the hosts' network, where responses travel
 TENSOR_OVERHEAD_S = 500e-6  # per tensor of a weight update: gathering, naming, loading
 EXPERT_OVERHEAD_S = 40e-6  # the same of an expert's matrix, which are loaded a stack at a time
 ADAM_BYTES = 30  # read and written per weight of the shard: gradient, master, two moments, weight

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from megatron_rl.plan.advice import deadline_problem, host_problem, problems
+from megatron_rl.plan.hardware import GIB
 from megatron_rl.plan.host import host_phase
 from megatron_rl.plan.memory import MemoryPlan, Phase, memory_plan
+from megatron_rl.plan.own_code import OwnCode, own_code
 from megatron_rl.plan.search import Layout, suggest
 from megatron_rl.plan.timing import StepTime, step_time
 from megatron_rl.plan.workload import Workload
@@ -17,13 +20,37 @@ class Plan:
     work: Workload
     memory: MemoryPlan
     host: Phase
-    time: StepTime
+    time: StepTime  # of the engines
+    own: OwnCode  # beside them
     layouts: list[Layout]  # best first
     problems: list[str]  # what does not fit; empty where all does
 
 
 def make_plan(work: Workload) -> Plan:
     memory, layouts = memory_plan(work), suggest(work)
-    time, host = step_time(work, memory.engine), host_phase(work, memory)
+    time, own = step_time(work, memory.engine), own_code(work)
+    host = host_phase(work, memory)
     found = problems(work, memory, layouts) + host_problem(work, host) + deadline_problem(work, time)
-    return Plan(work, memory, host, time, layouts, found)
+    return Plan(work, memory, host, time, own, layouts, found)
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The totals of a plan: seconds, and GiB of a GPU or of a host."""
+    time, own = plan.time, plan.own
+    return {
+        "recipe": plan.work.recipe.name,
+        "ranks": plan.work.ranks,
+        "gpu": plan.work.gpu.name,
+        "gpu_gib": {phase.name: phase.total / GIB for phase in plan.memory.phases},
+        "step_s": time.total,
+        "phases_s": asdict(time),
+        "own_code": {
+            "seconds": own.seconds,
+            "host_gib_rank": own.host_rank / GIB,
+            "host_gib_node": own.host_node / GIB,
+            "sockets_rank": own.sockets,
+            "stages": [asdict(stage) for stage in own.stages],
+            "aside": [asdict(stage) for stage in own.aside],
+        },
+        "problems": plan.problems,
+    }

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from megatron_rl.plan import hardware as hw
 from megatron_rl.plan.advice import deadline_problem
-from megatron_rl.plan.generation import route_bytes
 from megatron_rl.plan.hardware import GIB
 from megatron_rl.plan.memory import PLACEMENT, MemoryPlan, Phase, memory_plan
+from megatron_rl.plan.own_code import StageTime
 from megatron_rl.plan.parameters import active_parameters, total_parameters
 from megatron_rl.plan.plan import Plan
 from megatron_rl.plan.search import Layout, judge, letters, offload_choices
 from megatron_rl.plan.workload import Workload
 
 NUM_LAYOUTS = 5
+FILES = 1024  # that a process may open where nobody raised the limit
 
 
 def render(plan: Plan) -> str:
@@ -22,7 +23,7 @@ def render(plan: Plan) -> str:
         lines += [*_phase(phase, memory), ""]
     lines += [*_host(plan.host), ""]
     lines += [*_cache(work, memory), *_placements(work, memory), ""]
-    lines += [*_time(plan), ""]
+    lines += [*_time(plan), "", *_own(plan), ""]
     lines += [*_offload(work), ""]
     lines += [*_layouts(plan), ""]
     return "\n".join(lines + _assumptions(work))
@@ -97,13 +98,10 @@ def _cache(work: Workload, memory: MemoryPlan) -> list[str]:
     if engine is None:
         return ["cache         none: the exact engine runs the whole prefix for every token"]
     at_once = min(rollout.max_num_seqs, int(engine.tokens / work.mean_sequence))
-    text = (
+    return [
         f"cache         {engine.tokens} tokens an engine: {engine.tokens / engine.longest:.1f} longest sequences, "
         f"{at_once} mean ones at a time (rollout.max_num_seqs {rollout.max_num_seqs})"
-    )
-    routes = route_bytes(work.recipe, work.architecture, work.trained_tokens)
-    host = f"\nroutes        {routes / GIB:.2f} GiB of host memory on every rank, each step" if routes else ""
-    return [text + host]
+    ]
 
 
 def _placements(work: Workload, memory: MemoryPlan) -> list[str]:
@@ -136,6 +134,24 @@ def _time(plan: Plan) -> list[str]:
         *ahead,
         f"  run         {work.recipe.num_steps} steps: {work.recipe.num_steps * t.total / 86400:.1f} days",
     ]
+
+
+def _own(plan: Plan) -> list[str]:
+    own, share = plan.own, plan.own.seconds / plan.time.total
+    lines = [
+        f"own code      about {own.seconds:.1f} s a step beside the engines ({share:.1%}); host memory: "
+        f"{own.host_rank / GIB:.1f} GiB a rank, {own.host_node / GIB:.1f} GiB a node"
+    ]
+    lines += [f"  {stage.seconds:8.2f} s  {stage.name}{_bytes(stage)}" for stage in own.stages]
+    lines += [
+        f"  {stage.seconds:8.2f} s  {stage.name}{_bytes(stage)}, where the recipe asks for it" for stage in own.aside
+    ]
+    few = f": raise `ulimit -n` above the usual {FILES}" if own.sockets > FILES / 2 else ""
+    return [*lines, f"  sockets     about {own.sockets:.0f} a rank, without NCCL's{few}"]
+
+
+def _bytes(stage: StageTime) -> str:
+    return f", {stage.received / 1e6:.0f} MB from other ranks" if stage.received > 1e6 else ""
 
 
 def _deadline(plan: Plan) -> str:

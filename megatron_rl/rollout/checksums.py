@@ -8,15 +8,43 @@ import torch
 
 from megatron_rl.rollout.generator import RolloutError
 
+# splitmix64's increment and multipliers (Steele, Lea, Flood 2014), as signed 64-bit numbers.
+_STEP, _FIRST, _SECOND = (x - (1 << 64) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_WORDS = 1 << 23  # of 8 bytes, hashed at a time: 64 MiB and temporaries of that size
+
 
 def parameter_checksums(model: torch.nn.Module) -> dict[str, int]:
-    """Name → CRC-32 of the stored bytes of every parameter and buffer, so that a permutation is noticed, too."""
+    """Name → checksum of the stored bytes of every parameter and buffer, so that a permutation is noticed, too.
+
+    CRC-32 on a CPU; on another device `device_checksum`, for which nothing is copied to the host.
+    """
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    return {
-        name: zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())
-        for name, tensor in tensors
-        if tensor.numel()
-    }
+    return {name: _checksum(tensor.detach()) for name, tensor in tensors if tensor.numel()}
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    return zlib.crc32(data.numpy()) if data.device.type == "cpu" else device_checksum(data)
+
+
+def device_checksum(data: torch.Tensor) -> int:
+    """Sum over words of a hash of each 8 bytes and their place, modulo 2^64. ``data`` [n] uint8, on any device."""
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for start in range(0, len(data), 8 * _WORDS):
+        piece = data[start : start + 8 * _WORDS]
+        tail = torch.zeros(-len(piece) % 8, dtype=torch.uint8, device=data.device)
+        words = (torch.cat([piece, tail]) if len(tail) else piece.clone()).view(torch.int64)
+        places = torch.arange(start // 8 + 1, start // 8 + 1 + len(words), device=data.device)
+        total += _mixed(words ^ _mixed(places)).sum()
+    return int(total) & (1 << 64) - 1
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """splitmix64's output function: every bit of ``x`` [n] int64 reaches every bit of the result."""
+    x = x + _STEP
+    for shift, factor in ((30, _FIRST), (27, _SECOND)):
+        x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
+    return x ^ (x >> 31 & (1 << 33) - 1)
 
 
 def check_own_refit(before: dict[str, int], after: dict[str, int]) -> None:

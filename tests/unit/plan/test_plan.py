@@ -267,11 +267,11 @@ def test_states_and_activations_are_not_there_together():
 
 
 def test_host_memory_of_a_node(capsys):
-    """Eight ranks of one node hold 12 bytes of every weight, and 2 for the weights."""
+    """Eight ranks of one node hold 12 bytes of every weight, 2 for the weights, and a step's responses."""
     node = [str(MOE), "--gpu", "h100-80", "--nodes", "1", *(a for s in ASIDE for a in ("--set", s))]
     plan = make_plan(work(MOE, "h100-80", *ASIDE, nodes=1))
     learner = plan.memory.learner
-    assert plan.host.total == rounded(8 * (learner.states + learner.weights + PROCESS_GIB * GIB))
+    assert plan.host.total == rounded(8 * (learner.states + learner.weights + PROCESS_GIB * GIB) + plan.own.host_node)
     assert 12 * 30.5e9 < 8 * learner.states < 12 * 30.6e9 + 8 * 12 * 1e6, "norms and routers are on several ranks"
     assert main(["plan", *node]) == 0
     needed = plan.host.total / GIB

@@ -1,0 +1,105 @@
+"""`plan` counts our own code by unit costs on record; tools.bench.scale measures them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_rl.__main__ import main
+from megatron_rl.checkpoint.known_models import shape_of
+from megatron_rl.config import load_recipe
+from megatron_rl.plan import GPUS, make_plan, make_workload
+from megatron_rl.plan.hardware import HOST_NETWORK
+from megatron_rl.plan.own_code import DRIVERS, OF_A_PASS, on_record, own_code
+from tests.support.tiny import REPOSITORY
+from tests.unit.plan.test_plan import work
+
+R3 = REPOSITORY / "recipes" / "router_replay" / "grpo-qwen3-30b-a3b-4n8g-tp4ep8-r3.yaml"
+NOTHING = [0.0] * 5
+
+
+def record(stage: str, **costs: list[float]) -> dict:
+    full = {what: costs.get(what, NOTHING) for what in ("seconds", "received", "peak")}
+    return {"stages": {stage: full}, "reward_s": 0.0, "sockets": [3.0, 2.0]}
+
+
+@pytest.mark.parametrize(("stage", "holders"), [("responses", 32), ("exchange", 8)])
+@pytest.mark.parametrize("driver", range(5))
+def test_a_stage_goes_by_what_its_rank_holds(stage, holders, driver):
+    """128 × 16 sequences of 256 + 4096 tokens on 32 ranks, TP4; routes of 48 layers × 8 experts."""
+    unit = [0.0] * 5
+    unit[driver] = 1e-6
+    tokens = 2048 * (256 + 4096) / holders
+    amount = [tokens, tokens * 48 * 8, 2048 / holders, 2048, 32][driver]
+    found = own_code(work(R3), record(stage, seconds=unit, peak=unit))
+    assert found.seconds == pytest.approx(1e-6 * amount, rel=1e-12)
+    assert found.host_rank == pytest.approx(1e-6 * amount, rel=1e-12)
+    assert found.host_node == 8 * found.host_rank
+
+
+def test_bytes_take_their_time_over_the_network():
+    found = own_code(work(R3), record("exchange", received=[1.0, 0, 0, 0, 0]))
+    assert found.seconds == pytest.approx(2048 * 4352 / 8 / HOST_NETWORK, rel=1e-12)
+
+
+def test_recipes_without_recorded_routes_pay_for_none():
+    units = record("exchange", seconds=[0, 1.0, 0, 0, 0])
+    assert own_code(work(R3), units).seconds > 0
+    assert own_code(work(R3, "h100-80", "routing.replay=off"), units).seconds == 0
+
+
+@pytest.mark.parametrize("stage", sorted(OF_A_PASS))
+def test_packing_comes_once_a_pass(stage):
+    units = record(stage, seconds=[1e-6, 0, 0, 0, 0])
+    two = own_code(work(R3), units).seconds
+    one = own_code(work(R3, "h100-80", "batch.minibatches=1"), units).seconds
+    assert two == 2 * one
+
+
+def test_rewards_by_workers_in_rounds():
+    """64 responses a rank over 16 workers take four rounds, over 60 two."""
+    units = record("rewards") | {"reward_s": 0.5}
+    assert own_code(work(R3), units).seconds == 2.0
+    assert own_code(work(R3, "h100-80", "reward.num_workers=60"), units).seconds == 1.0
+
+
+def test_sockets_grow_with_the_ranks():
+    assert own_code(work(R3), record("rewards")).sockets == 3 + 2 * 32
+    assert own_code(work(R3, nodes=8), record("rewards")).sockets == 3 + 2 * 64
+
+
+def test_what_is_on_record_is_complete():
+    known = on_record()
+    assert known["drivers"] == list(DRIVERS)
+    assert "tools.bench.scale" in known["origin"]
+    for costs in known["stages"].values():
+        assert all(len(costs[what]) == 5 and min(costs[what]) >= 0 for what in ("seconds", "received", "peak"))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "response", "nodes"), [(128, 8192, 4), (512, 32512, 32)], ids=["2048x8k-32", "8192x32k-256"]
+)
+def test_our_code_takes_a_twentieth_of_a_step_at_most(prompts, response, nodes):
+    overrides = (f"batch.prompts={prompts}", f"rollout.max_response_length={response}", "data.prompt.max_length=256")
+    plan = make_plan(work(R3, "h100-80", *overrides, nodes=nodes, mean_response=response, mean_prompt=256))
+    assert plan.own.seconds <= 0.05 * plan.time.total
+
+
+def test_the_command_says_it_as_text_and_as_json(capsys):
+    assert main(["plan", str(R3), "--gpu", "h100-80"]) == 0
+    text = capsys.readouterr().out
+    assert main(["plan", str(R3), "--gpu", "h100-80", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    recipe = load_recipe(R3)
+    plan = make_plan(make_workload(recipe, shape_of(recipe.model.path)[0], GPUS["h100-80"]))
+    assert found["own_code"]["seconds"] == plan.own.seconds
+    assert found["step_s"] == plan.time.total
+    assert f"about {plan.own.seconds:.1f} s a step beside the engines" in text
+    for stage in plan.own.stages:
+        assert f"s  {stage.name}" in text
+
+
+def test_many_ranks_need_many_open_files(capsys):
+    assert main(["plan", str(R3), "--gpu", "h100-80", "--nodes", "256"]) == 0
+    assert "ulimit -n" in capsys.readouterr().out
