@@ -42,10 +42,11 @@ def _steps(run: Run) -> None:
         learner.step = step + 1
         events = run.record(step, metrics, groups, batch)
         record(run, batch, version, metrics, alarmed=wanted(events, "record_batch"))
+        run.saving.settle()
         saved = act_on(events, run)
-        due = run.owes_save or _due(step + 1, recipe.checkpoint.every)
+        due = run.saving.owed or _due(step + 1, recipe.checkpoint.every)
         if due and not saved and step + 1 < recipe.num_steps:
-            run.try_save()
+            run.try_save(in_background=recipe.checkpoint.async_save)
         freed.give_back()
         if step + 1 < recipe.num_steps and run.stop.anywhere():
             run.save()
@@ -132,7 +133,7 @@ def act_on(events: list[AlarmEvent], run: Run) -> bool:
         run.save()
         raise RunEnded("; ".join(reasons))
     if wanted(events, "save"):
-        run.try_save()
+        run.try_save(in_background=run.recipe.checkpoint.async_save)
         return True
     return False
 

@@ -28,9 +28,10 @@ from megatron_rl.checkpoint.architecture import Architecture, read_architecture
 from megatron_rl.checkpoint.foreign import INDEX_FILE, no_foreign_code
 from megatron_rl.checkpoint.hf_export import copy_companions, write_hf_checkpoint
 from megatron_rl.checkpoint.hf_folder import HFFolder
+from megatron_rl.checkpoint.load import WEIGHTS_FILE
 from megatron_rl.checkpoint.manifest import MANIFEST_FILE, TRAINER_FILE, partial_path
 from megatron_rl.checkpoint.names import EXTRA_STATE, Stored, extra_states, stored_tensors
-from megatron_rl.checkpoint.save import CONTENT_METADATA, WEIGHTS_FILE
+from megatron_rl.checkpoint.sharded import CONTENT_METADATA
 from megatron_rl.checkpoint.shards import join_qkv, split_qkv
 from megatron_rl.errors import InputError
 

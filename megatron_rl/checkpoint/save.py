@@ -3,6 +3,11 @@
 A checkpoint is a folder ``step_00000050``: Megatron's shards, ``trainer.json`` (step counters and the small states of
 the loop: sampler, scheduler, monitor) and ``manifest.json`` (see `manifest`). A rank on which a save fails says so to
 the others before any of them goes on: `SaveError` on all ranks, nothing published, older checkpoints as they were.
+
+A save can go on in the background: the rank's share is copied to host memory once, a thread writes and hashes it, and
+`PendingSave.finish` publishes it. It is a thread because a forked process must not inherit CUDA, and a spawned one
+needs the share copied once more to shared memory and the libraries imported again. Writing and hashing leave the
+interpreter free for training. The thread joins in no collective: those belong to the main thread, in one order.
 """
 
 from __future__ import annotations
@@ -10,45 +15,54 @@ from __future__ import annotations
 import json
 import queue
 import shutil
+import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_rl.checkpoint import manifest
-from megatron_rl.checkpoint.foreign import no_foreign_code
+from megatron_rl.checkpoint.load import WEIGHTS_FILE, damage, load_checkpoint, load_weights
 from megatron_rl.checkpoint.manifest import TRAINER_FILE, checkpoint_name
-from megatron_rl.checkpoint.names import EXTRA_STATE
-from megatron_rl.errors import Fault, InputError
-from megatron_rl.process.ranks import broadcast_object, gather_objects, together, world_rank, world_size
+from megatron_rl.checkpoint.sharded import (
+    CONTENT_METADATA,
+    Values,
+    allocate_moments,
+    as_it_is,
+    optimizer_settings,
+    sharded_state,
+)
+from megatron_rl.errors import Fault
+from megatron_rl.process.ranks import gather_to_main, together, world_rank
 
-WEIGHTS_FILE = "weights.json"  # marks a folder with weights alone, as `conversion.to_megatron` writes it
+__all__ = [
+    "CONTENT_METADATA",
+    "WEIGHTS_FILE",
+    "PendingSave",
+    "SaveError",
+    "begin_save",
+    "damage",
+    "load_checkpoint",
+    "load_weights",
+    "save_checkpoint",
+]
+
+_FORMAT = ("torch_dist", 1)  # backend and version, in metadata.json
 
 T = TypeVar("T")
 Together = Callable[[Callable[[], Any]], Any]
 """Runs a part of a save that can fail on one rank alone, so that all ranks hear of it: `ranks.together`."""
-
-# fully_reshardable: optimizer state by parameter, so that another TP/EP/PP/DP can load it.
-CONTENT_METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": False,
-    "chained_optim_avoid_prefix": True,
-    "singleton_local_shards": True,
-}
 
 
 class SaveError(Fault):
@@ -61,16 +75,37 @@ def save_checkpoint(
     model: GPTModel,
     optimizer: MegatronOptimizer,
     trainer_state: dict[str, Any],
-    values: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    values: Values = as_it_is,
     *,
     keep_last: int = 0,
     protected: Collection[int] = (),
 ) -> Path:
     """Write ``folder/step_…`` (every rank calls it) and return its path. An existing one of that step is replaced.
 
-    ``values``: a tensor of the model → its values, wherever they are; the optimizer's own are read as they are.
+    ``values``: see `sharded_state`.
     Then deletes all older checkpoints but the newest ``keep_last`` (0 keeps all) and those of the steps ``protected``.
     Raises `SaveError` on every rank where one of them could not write its part.
+    """
+    kept = {"keep_last": keep_last, "protected": protected}
+    return begin_save(folder, step, model, optimizer, trainer_state, values, in_background=False, **kept).finish()
+
+
+def begin_save(
+    folder: Path,
+    step: int,
+    model: GPTModel,
+    optimizer: MegatronOptimizer,
+    trainer_state: dict[str, Any],
+    values: Values = as_it_is,
+    *,
+    keep_last: int = 0,
+    protected: Collection[int] = (),
+    in_background: bool = True,
+) -> PendingSave:
+    """As `save_checkpoint`, but nothing is published or deleted before `PendingSave.finish`. Collective.
+
+    ``in_background``: a thread writes a copy of the state in host memory, so that training may go on. Otherwise
+    `PendingSave.finish` writes the state itself, which must not change until then.
     """
     final = Path(folder) / checkpoint_name(step)
     partial = manifest.partial_path(final)
@@ -78,132 +113,140 @@ def save_checkpoint(
     def all_ranks(action: Callable[[], T]) -> T:
         return together(f"the checkpoint of step {step} could not be written", action, fault=SaveError, describe=_say)
 
-    _allocate_moments(optimizer)
     try:
         all_ranks(lambda: _make_empty(partial))
-        dist_checkpointing.save(
-            _with_values(_sharded_state(model, optimizer, is_loading=False), values),
-            str(partial),
-            _Strategy(all_ranks),
-            content_metadata=CONTENT_METADATA,
-        )
-        trainer = json.dumps(trainer_state, indent=1)
-        hashes = all_ranks(lambda: _finish_files(partial, trainer))
-        files = {name: about for share in gather_objects(hashes) for name, about in share.items()}
-        all_ranks(lambda: _on_main(lambda: _publish(partial, final, files, keep_last, protected)))
+        shards, common = all_ranks(lambda: _state(model, optimizer, values, in_background))
+        all_ranks(lambda: TorchCommonSaveStrategy("torch", 1).save_common(common, partial))
+        writer, index = all_ranks(lambda: _Strategy(*_FORMAT).async_save(shards, partial))
     except SaveError:
         _on_main(lambda: shutil.rmtree(partial, ignore_errors=True))
         raise
-    return final
+    trainer = json.dumps(trainer_state, indent=1)
+    save = PendingSave(all_ranks, partial, final, writer, index, trainer, keep_last, protected)
+    if in_background:
+        save.start()
+    return save
 
 
-def load_checkpoint(path: Path, model: GPTModel, optimizer: MegatronOptimizer, verify: bool = True) -> dict[str, Any]:
-    """Fill model and optimizer from ``path``, written under any layout; returns the trainer state. Collective.
+class PendingSave:
+    """A save under way: the shards of this rank are planned, and written by a thread or in `finish`."""
 
-    ``verify``: compare every file with the hashes of the manifest first. Raises `InputError` where the checkpoint is
-    not whole, or holds a pickle of anything but Megatron's and torch's descriptions of tensors.
-    """
-    path = Path(path)
-    if verify and (problem := damage(path)):
-        raise InputError(f"checkpoint {path}: {problem}; expected a complete folder step_…, as a run writes it")
-    wanted = _sharded_state(model, optimizer, is_loading=True)
-    wanted["model"] = _without_extra_state(wanted["model"])
-    with no_foreign_code(path):
-        state = dist_checkpointing.load(wanted, str(path))
-    _fill(model, state["model"])
-    _load_optimizer(optimizer, state["optimizer"])
-    return json.loads((path / TRAINER_FILE).read_text())
+    def __init__(
+        self,
+        all_ranks: Together,
+        partial: Path,
+        final: Path,
+        writer: FileSystemWriterAsync,
+        index: Metadata | None,
+        trainer: str,
+        keep_last: int,
+        protected: Collection[int],
+    ):
+        self.path = final
+        self._all_ranks, self._partial, self._writer, self._index = all_ranks, partial, writer, index
+        self._trainer, self._keep_last, self._protected = trainer, keep_last, protected
+        self._thread: threading.Thread | None = None
+        self._written: Any = None
+        self._problem: Exception | None = None
 
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._work, name=f"save {self.path.name}", daemon=True)
+        self._thread.start()
 
-def load_weights(path: Path, model: GPTModel, optimizer: MegatronOptimizer | None = None) -> None:
-    """Fill ``model`` from the weights in ``path``, written under any layout; the optimizer's masters follow.
+    def is_done(self) -> bool:
+        """Whether this rank has written its share, or failed to."""
+        return self._thread is not None and not self._thread.is_alive()
 
-    Collective. Raises `InputError` where ``path`` has a manifest of `conversion.to_megatron` and differs from it.
-    """
-    has_manifest = all((Path(path) / name).is_file() for name in (WEIGHTS_FILE, manifest.MANIFEST_FILE))
-    if has_manifest and (problem := damage(Path(path), WEIGHTS_FILE)):
-        raise InputError(f"checkpoint {path}: {problem}; write it again with to-megatron")
-    weights = unwrap_model(model).sharded_state_dict(metadata=dict(CONTENT_METADATA))
-    with no_foreign_code(Path(path)):
-        state = dist_checkpointing.load({"model": _without_extra_state(weights)}, str(path))
-    _fill(model, state["model"])
-    if optimizer is not None:
-        optimizer.reload_model_params()
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait for this rank's thread; no collective."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
 
-
-def damage(path: Path, marker: str = TRAINER_FILE) -> str | None:
-    """Why the checkpoint ``path`` cannot be trusted, from sizes, then hashes; None where it is whole.
-
-    ``marker``: see `manifest.incomplete`. Collective: each rank reads its share of the files, and all return the same.
-    """
-    problem = broadcast_object(manifest.incomplete(path, marker) if world_rank() == 0 else None)
-    if problem is None:
-        shares = gather_objects(manifest.altered_files(path, world_rank(), world_size(), marker))
-        problem = next((problem for share in shares for problem in share), None)
-    return problem
-
-
-def _say(problem: BaseException) -> str:
-    """The system's own error where one is the cause: torch's writer hides a full disk behind an assertion."""
-    found: BaseException | None = problem
-    while found is not None and not isinstance(found, OSError):
-        found = found.__cause__ or found.__context__
-    found = found or problem
-    return f"{type(found).__name__}: {found}"
-
-
-class _Common(TorchCommonSaveStrategy):
-    """Writes common.pt on rank 0, as Megatron does, and keeps an error until all ranks meet in `_Strategy.save`."""
-
-    problem: Exception | None = None
-
-    def save_common(self, common_state_dict: Any, checkpoint_dir: Any) -> None:
-        self.problem = None
+    def finish(self) -> Path:
+        """Wait until every rank has written its share, then publish; collective. Raises `SaveError` on every rank where
+        one of them failed; nothing of it is left."""
+        if self._thread is None:
+            self._work()
+        self.wait()
         try:
-            super().save_common(common_state_dict, checkpoint_dir)
-        except Exception as error:  # noqa: BLE001 - the other ranks are on their way to the next collective
-            self.problem = error
+            self._all_ranks(self._report)
+            shares = gather_to_main(self._written)
+            self._all_ranks(lambda: _on_main(lambda: self._publish(shares)))
+        except SaveError:
+            _on_main(lambda: shutil.rmtree(self._partial, ignore_errors=True))
+            raise
+        return self.path
 
-    def report(self) -> None:
-        if self.problem is not None:
-            raise self.problem
+    def _work(self) -> None:
+        try:
+            results = _write(self._writer)
+            self._written = results, _hash_own_files(self._partial)
+        except Exception as error:  # noqa: BLE001 - `finish` tells all ranks
+            self._problem = error
+
+    def _report(self) -> None:
+        if self._problem is not None:
+            raise self._problem
+
+    def _publish(self, shares: list[tuple[list[Any], dict[str, Any]]]) -> None:
+        _check_covered(self._index)
+        self._writer.finish(self._index, [results for results, _ in shares])
+        save_config(CheckpointingConfig(*_FORMAT), str(self._partial))
+        files = _finish_files(self._partial, self._trainer)
+        for _, hashes in shares:
+            files |= hashes
+        manifest.write_manifest(self._partial, files)
+        manifest.publish(self._partial, self.path)
+        manifest.prune(self.path.parent, self._keep_last, self._protected)
 
 
-_common = _Common("torch", 1)
-register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, _common)
+def _state(
+    model: GPTModel, optimizer: MegatronOptimizer, values: Values, copied: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What this rank writes, and what rank 0 writes for all. ``copied``: the tensors are copied to host memory."""
+    allocate_moments(optimizer)
+    shards = sharded_state(model, optimizer, values)
+    if copied:
+        tensors = [shard for shard in nested_values(shards) if isinstance(shard, ShardedTensor)]
+        for shard in tensors:
+            shard.data = _copy_on_host(shard.data)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    return shards, {"optimizer": optimizer_settings(optimizer), "content_metadata": dict(CONTENT_METADATA)}
+
+
+def _copy_on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, pinned where it comes from a GPU, so that all copies are under way at once."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return copy.copy_(tensor, non_blocking=True)
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
-    """Megatron's format, written by this process.
-
-    Upstream forks a writer for each file and waits for it without a limit, so that a killed writer stops the run. Where
-    rank 0 cannot write the index, upstream leaves the other ranks waiting.
-    """
-
-    def __init__(self, all_ranks: Together):
-        super().__init__("torch_dist", 1)
-        self._all_ranks = all_ranks
+    """Megatron's plan of the files, without its writers: upstream forks one for each file and waits for it without a
+    limit, so that a killed writer stops the run."""
 
     def _get_save_and_finalize_callbacks(self, writer: Any, prepared: Any) -> Any:
-        return writer, prepared[1]
+        index = prepared[1]
+        if index is not None:
+            del index.all_local_plans  # Megatron puts a second copy of the index into it, for saves that reuse it
+        return writer, index
 
-    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        self._all_ranks(_common.report)
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
         # A queue for writers in other processes. There are none here, and upstream would start a process to make it.
         filesystem_async._results_queue = queue.Queue()
-        writer, index = self.async_save(sharded_state_dict, checkpoint_dir)
-        results = gather_objects(self._all_ranks(lambda: _write(writer)))
-        config = CheckpointingConfig(self.backend, self.version)
-        self._all_ranks(lambda: _on_main(lambda: (writer.finish(index, results), save_config(config, checkpoint_dir))))
+        return super().async_save(sharded_state_dict, checkpoint_dir)
 
 
 def _write(writer: FileSystemWriterAsync) -> list[Any]:
+    """Write this rank's files, and let go of each file's tensors once it is written."""
     results: list[Any] = []
     transforms = [writer.transforms] if hasattr(writer, "transforms") else []
-    for bucket in writer.write_buckets or []:
+    buckets = writer.write_buckets or []
+    while buckets:
         answers, counter = queue.Queue(), queue.Queue()
         counter.put(0)
-        FileSystemWriterAsync.write_preloaded_data(transforms, 0, _in_host_memory(bucket), answers, counter, True)
+        bucket = _in_host_memory(buckets.pop(0))
+        FileSystemWriterAsync.write_preloaded_data(transforms, 0, bucket, answers, counter, True)
         _, found = answers.get()
         if isinstance(found, Exception):
             raise found
@@ -217,25 +260,29 @@ def _in_host_memory(bucket: Any) -> Any:
     return file, key, (blobs, [(item, tensor.cpu()) for item, tensor in tensors])
 
 
+def _check_covered(index: Metadata) -> None:
+    """Raise where the shards of all ranks leave a part of a tensor out, or hold it twice."""
+    for key, about in index.state_dict_metadata.items():
+        if isinstance(about, TensorStorageMetadata):
+            written = sum(chunk.sizes.numel() for chunk in about.chunks)
+            if written != about.size.numel():
+                raise RuntimeError(f"{key}: {written} of {about.size.numel()} elements were written")
+
+
 def _make_empty(partial: Path) -> None:
     if world_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
 
 
+def _hash_own_files(partial: Path) -> dict[str, dict[str, int | str]]:
+    return manifest.hash_files(partial, [path.name for path in partial.glob(f"__{world_rank()}_*")])
+
+
 def _finish_files(partial: Path, trainer: str) -> dict[str, dict[str, int | str]]:
-    """Hashes of the files that this rank wrote. Rank 0 also hashes the files that belong to no rank."""
-    names = [path.name for path in partial.glob(f"__{world_rank()}_*")]
-    if world_rank() == 0:
-        manifest.write_durably(partial / TRAINER_FILE, trainer)
-        names += [path.name for path in partial.iterdir() if not path.name.startswith("__")]
-    return manifest.hash_files(partial, names)
-
-
-def _publish(partial: Path, final: Path, files: dict, keep_last: int, protected: Collection[int]) -> None:
-    manifest.write_manifest(partial, files)
-    manifest.publish(partial, final)
-    manifest.prune(final.parent, keep_last, protected)
+    """Write the loop's state; hashes of the files that belong to no rank."""
+    manifest.write_durably(partial / TRAINER_FILE, trainer)
+    return manifest.hash_files(partial, [path.name for path in partial.iterdir() if not path.name.startswith("__")])
 
 
 def _on_main(action: Callable[[], Any]) -> None:
@@ -243,62 +290,10 @@ def _on_main(action: Callable[[], Any]) -> None:
         action()
 
 
-def _sharded_state(model: GPTModel, optimizer: MegatronOptimizer, is_loading: bool) -> dict[str, Any]:
-    weights = unwrap_model(model).sharded_state_dict(metadata=dict(CONTENT_METADATA))
-    return {
-        "model": weights,
-        "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=dict(CONTENT_METADATA)),
-    }
-
-
-def _with_values(state: dict[str, Any], values: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-    """``state`` with `values` in the place of its tensors."""
-    for sharded in nested_values(state):
-        if isinstance(sharded, ShardedTensor | ShardedTensorFactory) and sharded.data is not None:
-            sharded.data = values(sharded.data)
-    return state
-
-
-def _without_extra_state(weights: dict[str, Any]) -> dict[str, Any]:
-    """The tensors alone. The states of FP8, which nothing here uses, are empty, and each kind of layer has others:
-    TransformerEngine's norms want one that Megatron's own norms do not write."""
-    return {name: tensor for name, tensor in weights.items() if EXTRA_STATE not in name}
-
-
-def _fill(model: GPTModel, tensors: dict[str, Any]) -> None:
-    """Load ``tensors``, all of the model's and no others; `RuntimeError` names those that differ."""
-    found = unwrap_model(model).load_state_dict(tensors, strict=False)
-    missing = [name for name in found.missing_keys if EXTRA_STATE not in name]
-    if missing or found.unexpected_keys:
-        raise RuntimeError(f"the checkpoint lacks {missing} and has {list(found.unexpected_keys)} beside the model's")
-
-
-def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Load ``state``, which torch's Adam wrote or TransformerEngine's: settings that only one of them has stay as they
-    were, and the number of steps is a whole number for TransformerEngine's kernel."""
-    inner = [
-        chained.optimizer
-        for chained in optimizer.chained_optimizers
-        if not getattr(chained, "is_stub_optimizer", False)
-    ]
-    own = [[{k: v for k, v in group.items() if k != "step"} for group in adam.param_groups] for adam in inner]
-    optimizer.load_state_dict(state)
-    for adam, settings in zip(inner, own, strict=True):
-        for group, kept in zip(adam.param_groups, settings, strict=True):
-            for key, value in kept.items():
-                group.setdefault(key, value)
-            if "step" in group and not isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
-                group["step"] = int(group["step"])
-
-
-def _allocate_moments(optimizer: MegatronOptimizer) -> None:
-    """Give Adam its initial zeros where no update has been applied: Megatron cannot write absent state."""
-    for chained in optimizer.chained_optimizers:
-        if getattr(chained, "is_stub_optimizer", False) or any(chained.optimizer.state.values()):
-            continue
-        chained.init_state_fn(chained.optimizer, chained.config)
-        if isinstance(
-            chained.optimizer, (torch.optim.Adam, torch.optim.AdamW)
-        ):  # torch counts steps by parameter, fused Adam by group
-            for state in chained.optimizer.state.values():
-                state.setdefault("step", torch.tensor(0.0))
+def _say(problem: BaseException) -> str:
+    """The system's own error where one is the cause: torch's writer hides a full disk behind an assertion."""
+    found: BaseException | None = problem
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    found = found or problem
+    return f"{type(found).__name__}: {found}"

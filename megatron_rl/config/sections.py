@@ -66,6 +66,8 @@ class CheckpointConfig(Section):
     """Checkpoints kept; older ones are deleted after a newer one is complete. 0 or null keeps all."""
     keep_best: KeepBestConfig | None = None
     """Also keep the checkpoints with the best values of a metric. null: age alone decides."""
+    async_save: bool = False
+    """Write the periodic checkpoints while training goes on, from a copy of the state in host memory."""
     export_hf: bool = False
     """Also write the final weights in Hugging Face layout to checkpoints/hf."""
 

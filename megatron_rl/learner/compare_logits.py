@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from megatron_rl.checkpoint.architecture import read_architecture
-from megatron_rl.checkpoint.save import load_weights
+from megatron_rl.checkpoint.load import load_weights
 from megatron_rl.config.learner import LearnerConfig
 from megatron_rl.learner.model import build_model
 from megatron_rl.learner.process_groups import initialize

@@ -283,12 +283,31 @@ class Learner:
     def save(self, folder: Path, state: dict[str, Any], keep_last: int = 0, protected: Collection[int] = ()) -> Path:
         """Checkpoint of this step. ``state``: what the loop wants back from `load`; JSON-able. See
         `checkpoint.save_checkpoint` for what is kept of the older ones, and for `SaveError`."""
+        return self.begin_save(folder, state, keep_last, protected, in_background=False).finish()
+
+    def begin_save(
+        self,
+        folder: Path,
+        state: dict[str, Any],
+        keep_last: int = 0,
+        protected: Collection[int] = (),
+        in_background: bool = True,
+    ) -> checkpoint.PendingSave:
+        """As `save`, written while training goes on; see `checkpoint.begin_save`."""
         own = {"step": self.step, "num_updates": self.num_updates, "scheduler": self.scheduler.state_dict()}
         own["overflow"] = self.overflow.state_dict()
         state, kept = {"learner": own, **state}, {"keep_last": keep_last, "protected": protected}
         with self.offload.readable_optimizer():
-            values = self.offload.host_values
-            return checkpoint.save_checkpoint(folder, self.step, self.model, self.optimizer, state, values, **kept)
+            return checkpoint.begin_save(
+                folder,
+                self.step,
+                self.model,
+                self.optimizer,
+                state,
+                self.offload.host_values,
+                in_background=in_background,
+                **kept,
+            )
 
     def load(self, path: Path, verify: bool = True) -> dict[str, Any]:
         """Continue from a checkpoint; returns the loop's ``state``. ``verify``: compare its files with their hashes."""

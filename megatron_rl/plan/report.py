@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_rl.plan import hardware as hw
 from megatron_rl.plan.advice import deadline_problem
+from megatron_rl.plan.checkpoint import checkpoint_cost
 from megatron_rl.plan.hardware import GIB
 from megatron_rl.plan.memory import PLACEMENT, MemoryPlan, Phase, memory_plan
 from megatron_rl.plan.own_code import StageTime
@@ -23,7 +24,7 @@ def render(plan: Plan) -> str:
         lines += [*_phase(phase, memory), ""]
     lines += [*_host(plan.host), ""]
     lines += [*_cache(work, memory), *_placements(work, memory), ""]
-    lines += [*_time(plan), "", *_own(plan), ""]
+    lines += [*_time(plan), _checkpoint(work), "", *_own(plan), ""]
     lines += [*_offload(work), ""]
     lines += [*_layouts(plan), ""]
     return "\n".join(lines + _assumptions(work))
@@ -152,6 +153,16 @@ def _own(plan: Plan) -> list[str]:
 
 def _bytes(stage: StageTime) -> str:
     return f", {stage.received / 1e6:.0f} MB from other ranks" if stage.received > 1e6 else ""
+
+
+def _checkpoint(work: Workload) -> str:
+    cost, every = checkpoint_cost(work), work.recipe.checkpoint.every
+    when = f"every {every} steps" if every else "at the end"
+    return (
+        f"checkpoint    {cost.size / GIB:.1f} GiB a rank {when}: whole after {_duration(cost.written_s)} at "
+        f"{hw.DISK / 1e9:g} GB/s a node, training waits {_duration(cost.stalled_s)}; meanwhile "
+        f"{cost.host / GIB:.1f} GiB more of host memory a rank, {cost.device / GIB:.1f} on the GPU"
+    )
 
 
 def _deadline(plan: Plan) -> str:

@@ -34,6 +34,15 @@ def gather_objects(item: T) -> list[T]:
     return items
 
 
+def gather_to_main(item: T) -> list[T] | None:
+    """As `gather_objects`, on rank 0 alone; None on the others."""
+    if world_size() == 1:
+        return [item]
+    items: list[Any] | None = [None] * world_size() if world_rank() == 0 else None
+    dist.gather_object(item, items, dst=0)
+    return items
+
+
 def broadcast_object(item: T) -> T:
     """Rank 0's ``item`` on every rank."""
     if world_size() == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_rl.checkpoint import manifest
-from megatron_rl.checkpoint.save import damage
+from megatron_rl.checkpoint.load import damage
 from megatron_rl.errors import InputError
 from megatron_rl.monitor import RunDirectory
 from megatron_rl.process.ranks import broadcast_object, on_main_rank

@@ -47,6 +47,7 @@ from megatron_rl.run.lock import RunLock
 from megatron_rl.run.lookahead import Lookahead
 from megatron_rl.run.prepare import Prepared, prepare
 from megatron_rl.run.resume import check_resume, find_checkpoint
+from megatron_rl.run.saving import Saving
 from megatron_rl.run.stop import StopRequest
 from megatron_rl.shipped import shipped
 from megatron_rl.types import Batch, Group
@@ -66,8 +67,8 @@ class Run:
     validation: PromptSet
     monitor: Monitor
     stop: StopRequest
+    saving: Saving
     scores: dict[int, float] = field(default_factory=dict)  # step → value of checkpoint.keep_best's metric
-    owes_save: bool = False  # the last save failed
     failures_said: set[tuple[str, str, str]] = field(default_factory=set)  # kinds of reward failures in the log
 
     def record(
@@ -100,32 +101,39 @@ class Run:
 
     def save(self, taken: dict[str, Any] | None = None) -> Path:
         """Write a checkpoint that continues the run exactly. Then delete those kept by neither `keep_last` nor
-        `keep_best`.
+        `keep_best`. A save under way is waited for, and is enough where it is of this step.
 
         Raises `SaveError` on every rank where one could not write; the older checkpoints are as they were.
         """
-        config = self.recipe.checkpoint
+        done = self.saving.settle(wait=True)
+        if done is not None and checkpoint_step(done) == self.learner.step:
+            return done
+        return self.saving.write(*self._to_save(taken))
+
+    def try_save(self, taken: dict[str, Any] | None = None, in_background: bool = False) -> None:
+        """`save`. A failure (disk full) is logged; the run goes on, and the next step tries again.
+
+        ``in_background``: return once the state is copied; `Saving.settle` publishes it.
+        """
+        try:
+            if in_background:
+                self.saving.settle(wait=True)
+                self.saving.begin(*self._to_save(taken))
+            else:
+                self.save(taken)
+        except SaveError as error:
+            self.saving.failed(error)
+
+    def _to_save(self, taken: dict[str, Any] | None) -> tuple[dict[str, Any], list[int]]:
+        """The loop's state, from the main rank, and the steps that `keep_best` keeps."""
         kept = {checkpoint_step(path) for path in list_checkpoints(self.directory.checkpoints)} | {self.learner.step}
         self.scores = {step: value for step, value in self.scores.items() if step in kept}
         state = (taken or self._taken()) | {"monitor": self.monitor.state_dict(), "scores": self.scores}
-        path = self.learner.save(
-            self.directory.checkpoints, broadcast_object(state), config.keep_last, best_steps(self.scores, config)
-        )
-        self.owes_save = False
-        self.monitor.log(f"checkpoint: {path}")
-        return path
+        return broadcast_object(state), best_steps(self.scores, self.recipe.checkpoint)
 
     def _taken(self) -> dict[str, Any]:
         """How far prompts were taken, and for which steps to come."""
         return {"prompts": self.prompts.state_dict(), "ahead": self.ahead.state_dict()}
-
-    def try_save(self, taken: dict[str, Any] | None = None) -> None:
-        """`save`. A failure (disk full) is logged; the run goes on, and the next step tries again."""
-        try:
-            self.save(taken)
-        except SaveError as error:
-            self.owes_save = True
-            self.monitor.log(f"{error}; the run goes on and tries again after the next step", style="bold red")
 
     @contextlib.contextmanager
     def saved_on_fault(self) -> Iterator[None]:
@@ -135,6 +143,7 @@ class Run:
         try:
             yield
         except Fault:
+            self.saving.settle(wait=True)
             done = self.directory.checkpoints / checkpoint_name(self.learner.step)
             if broadcast_object(self.learner.step > 0 and not done.exists()):
                 self.try_save(before)
@@ -192,8 +201,20 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
             num_steps=recipe.num_steps,
             refills=recipe.batch.filter_groups,
         )
+        saving = Saving(recipe.checkpoint, directory.checkpoints, learner, monitor.log)
+        stack.callback(saving.leave)
         run = Run(
-            recipe, directory, learner, generator, prepared.rewarder, sampler, ahead, prepared.validation, monitor, stop
+            recipe,
+            directory,
+            learner,
+            generator,
+            prepared.rewarder,
+            sampler,
+            ahead,
+            prepared.validation,
+            monitor,
+            stop,
+            saving,
         )
         if checkpoint is not None:
             _resume(run, checkpoint, prepared.train)

@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,95 @@ def test_killed_anywhere_a_run_continues_bit_for_bit(runs, whole):
     hidden = [path for path in runs.checkpoints(name) if path.startswith(".")]
     assert not hidden
     assert runs.checkpoints(name) == runs.checkpoints("whole")
+
+
+BESIDE = "checkpoint.async_save=true"
+KILLS_BESIDE = [  # a save beside training: its thread, then what publishes it at the end of a later step
+    kill(CHECKPOINT + "_state", 1, "after"),  # step 2 is copied, nothing is written
+    kill(CHECKPOINT + "_write"),
+    kill(CHECKPOINT + "_write", 1, "after"),
+    kill(CHECKPOINT + "_hash_own_files", 1, "after"),
+    kill(CHECKPOINT + "_check_covered"),
+    kill(CHECKPOINT + "_finish_files", 1, "after"),
+    kill(MANIFEST + "write_manifest", 1, "after"),  # complete, not in place
+    kill(CHECKPOINT + "_write", 1, "after"),  # step 4
+    kill(MANIFEST + "publish", 1, "after"),
+    kill(MANIFEST + "shutil.rmtree", 3),  # somewhere in publishing and pruning
+]
+
+
+def test_killed_anywhere_in_a_save_beside_training(runs, whole):
+    for fault in KILLS_BESIDE:
+        runs.train("beside", BESIDE, faults=[fault], expect=-signal.SIGKILL)
+    assert "resumed at step 2" in runs.log("beside")
+    assert "was complete but not yet in place" in runs.log("beside")
+    runs.train("beside", BESIDE)
+    assert runs.rows("beside") == whole
+    assert runs.checkpoints("beside") == runs.checkpoints("whole")
+
+
+def until(found: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not found():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_training_goes_on_while_a_save_is_written(runs, whole, tmp_path):
+    """The thread of the first save hangs: steps 2 and 3 are done, nothing is published, the next save waits for it."""
+    go, root = tmp_path / "go", runs.root / "slow"
+    fault = {"at": CHECKPOINT + "_write", "do": "wait", "file": str(go)}
+    child = runs.start("slow", BESIDE, faults=[fault])
+    metrics = root / "metrics.jsonl"
+    until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) == 4)
+    assert runs.checkpoints("slow") == [".partial-step_00000002"]
+    go.touch()
+    ended = runs.end(child)
+    assert ended.status == 0, ended.output[-4000:]
+    assert runs.rows("slow") == whole
+    assert runs.checkpoints("slow") == runs.checkpoints("whole")
+    for step in (6, 7):
+        slow, saved_at_once = (shards(runs, name, step) for name in ("slow", "whole"))
+        assert slow == saved_at_once
+
+
+def shards(runs, name: str, step: int) -> dict:
+    """Size and hash of the files that hold tensors."""
+    manifest = json.loads((runs.root / name / "checkpoints" / f"step_{step:08d}" / "manifest.json").read_text())
+    found = {file: about for file, about in manifest["files"].items() if file.endswith(".distcp")}
+    assert found
+    return found
+
+
+def test_a_stop_waits_for_the_save_under_way(runs, whole):
+    stop = {"at": "phase:forward_backward", "do": "terminate", "call": 3}
+    ended = runs.train("stop-beside", BESIDE, "checkpoint.every=1", faults=[stop])
+    steps = len(runs.rows("stop-beside"))
+    assert f"stopped on request after step {steps - 1}" in ended.output
+    assert runs.checkpoints("stop-beside")[-1] == f"step_{steps:08d}"
+    assert not any(name.startswith(".") for name in runs.checkpoints("stop-beside"))
+    runs.train("stop-beside")
+    assert runs.rows("stop-beside") == whole
+
+
+def test_an_engine_that_fails_waits_for_the_save_under_way(runs, whole):
+    fault = {"at": "tests.reliability.programs:SeededResponses.rollout", "do": "engine error", "call": 6}
+    runs.train("engine-beside", BESIDE, "checkpoint.every=1", faults=[fault], expect=1)
+    done = len(runs.rows("engine-beside"))
+    assert runs.checkpoints("engine-beside")[-1] == f"step_{done:08d}"
+    runs.train("engine-beside")
+    assert runs.rows("engine-beside") == whole
+
+
+@pytest.mark.parametrize("at", [CHECKPOINT + "_state", CHECKPOINT + "_write", MANIFEST + "write_manifest"])
+def test_a_save_beside_training_that_fails_is_said_and_made_up_for(runs, whole, at):
+    name = "beside-" + at.rpartition(":")[2]
+    runs.train(name, BESIDE, "checkpoint.keep_last=0", faults=[{"at": at, "do": "disk full"}])
+    (line,) = [line[9:] for line in runs.log(name).splitlines() if "could not be written" in line]
+    assert line.startswith("the checkpoint of step 2 could not be written: OSError: [Errno 28] No space left on device")
+    assert runs.rows(name) == whole
+    # Step 3, where the failure was known by its end.
+    assert [n for n in runs.checkpoints(name) if n != "step_00000003"] == [f"step_{s:08d}" for s in (4, 6, 7)]
 
 
 def test_the_run_uses_every_state_that_a_resume_must_restore(whole):
@@ -321,10 +411,7 @@ def test_no_clock_decides_anything(runs, whole):
 def test_two_runs_never_share_a_directory(runs, whole, tmp_path):
     go = tmp_path / "go"
     first = runs.start("shared", faults=[{"at": "phase:generate", "call": 3, "do": "wait", "file": str(go)}])
-    deadline = time.monotonic() + 120
-    while not go.with_suffix(".waiting").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(go.with_suffix(".waiting").exists)
     owner = json.loads((runs.root / "shared" / "LOCK").read_text())
     assert owner["pid"] == first.pid
     before = (runs.root / "shared" / "metrics.jsonl").read_bytes()

@@ -23,6 +23,7 @@ from megatron_rl.process.ranks import on_main_rank, together, world_rank
 from tests.support.tiny import stored_rollouts, tiny_recipe
 
 PLACES = {
+    "state on rank 1": (checkpoint, "sharded_state", 1),
     "common.pt on rank 0": (TorchCommonSaveStrategy, "save_common", 0),
     "shards on rank 1": (checkpoint, "_write", 1),
     "index on rank 0": (checkpoint.FileSystemWriterAsync, "finish", 0),
@@ -34,7 +35,7 @@ def _full(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def save_while_one_rank_cannot(folder: str) -> dict[str, Any]:
+def save_while_one_rank_cannot(folder: str, in_background: bool) -> dict[str, Any]:
     """Messages of failed saves by place, seconds of the slowest, and what a save after them holds."""
     learner = Learner(tiny_recipe(learner={"parallel": {"tensor": 2, "expert": 2}}))
     learner.update(stored_rollouts(0))
@@ -46,7 +47,7 @@ def save_while_one_rank_cannot(folder: str) -> dict[str, Any]:
             setattr(owner, name, _full)
         learner.step, start = 2, time.monotonic()
         try:
-            learner.save(Path(folder), {}, keep_last=1)
+            learner.begin_save(Path(folder), {}, keep_last=1, in_background=in_background).finish()
         except checkpoint.SaveError as error:
             found[place] = str(error)
         slowest = max(slowest, time.monotonic() - start)
@@ -55,7 +56,10 @@ def save_while_one_rank_cannot(folder: str) -> dict[str, Any]:
         found[place + ", left"] = sorted(path.name for path in Path(folder).iterdir())
         dist.barrier()
     before = {name: tensor.clone() for name, tensor in learner.export_weights()}
-    path = learner.save(Path(folder), {"note": "kept"}, keep_last=1)
+    save = learner.begin_save(Path(folder), {"note": "kept"}, keep_last=1, in_background=in_background)
+    if in_background:
+        learner.update(stored_rollouts(1))  # of what it writes, nothing may change
+    path = save.finish()
     learner.update(stored_rollouts(1))
     state = learner.load(path)
     after = dict(learner.export_weights())
