@@ -207,18 +207,18 @@ def _state(
     allocate_moments(optimizer)
     shards = sharded_state(model, optimizer, values)
     if copied:
-        tensors = [shard for shard in nested_values(shards) if isinstance(shard, ShardedTensor)]
-        for shard in tensors:
-            shard.data = _copy_on_host(shard.data)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        _copy_to_host([shard for shard in nested_values(shards) if isinstance(shard, ShardedTensor)])
     return shards, {"optimizer": optimizer_settings(optimizer), "content_metadata": dict(CONTENT_METADATA)}
 
 
-def _copy_on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, pinned where it comes from a GPU, so that all copies are under way at once."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return copy.copy_(tensor, non_blocking=True)
+def _copy_to_host(shards: list[ShardedTensor]) -> None:
+    """Give ``shards`` copies of their data; pinned where they come from a GPU, so that all are under way at once."""
+    from_gpu = [shard.data.is_cuda for shard in shards]
+    for shard, pinned in zip(shards, from_gpu, strict=True):
+        copy = torch.empty(shard.data.shape, dtype=shard.data.dtype, pin_memory=pinned)
+        shard.data = copy.copy_(shard.data, non_blocking=True)
+    if any(from_gpu):
+        torch.cuda.synchronize()
 
 
 class _Strategy(TorchDistSaveShardedStrategy):

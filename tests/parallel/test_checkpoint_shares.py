@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_rl.checkpoint.architecture import read_architecture
 from megatron_rl.checkpoint.sharded import boxes
+from megatron_rl.plan import GPUS
+from megatron_rl.plan.checkpoint import checkpoint_cost
+from megatron_rl.plan.workload import Workload
 from tests.parallel.gloo import run_ranks
+from tests.support.tiny import tiny_recipe
 
 LAYOUTS = {
     "dp4": {},
@@ -34,6 +39,13 @@ def ranks(tmp_path_factory) -> dict[str, list[dict]]:
 def test_ranks_write_equal_shares(ranks, layout):
     written = [rank["written"] for rank in ranks[layout]]
     assert min(written) > 0.9 * max(written), written
+
+
+@pytest.mark.parametrize("layout", ["dp4", "ep2"])
+def test_the_plan_knows_how_much(ranks, layout):
+    recipe = tiny_recipe(learner={"dtype": "bf16", "parallel": LAYOUTS[layout]})
+    work = Workload(recipe, read_architecture(recipe.model.path), GPUS["h100-80"], 1, 4, 1.0, 1.0)
+    assert sum(rank["payload"] for rank in ranks[layout]) == 4 * checkpoint_cost(work).size
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

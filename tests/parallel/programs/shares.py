@@ -33,6 +33,7 @@ def save_and_load(folder: str, **sections: Any) -> dict[str, Any]:
     found |= received
     found["written"] = sum(file.stat().st_size for file in path.glob(f"__{world_rank()}_*"))
     shards = [s for s in nested_values(sharded_state(learner.model, learner.optimizer)) if isinstance(s, ShardedTensor)]
+    found["payload"] = sum(shard.data.nbytes for shard in shards)
     found["all_pieces"] = sum(gather_objects(len(shards)))
     own = _tensors(learner)
     found["held"] = sum(tensor.nbytes for tensor in own)

@@ -7,6 +7,7 @@ import megatron_rl
 
 ROOT = Path(megatron_rl.__file__).parents[1]
 REACHED = {
+    "megatron_rl/checkpoint/save.py": "tests/unit/checkpoint/test_save.py",
     "megatron_rl/config/model.py": "tests/unit/config/test_config.py",
     "megatron_rl/config/rules.py": "tests/unit/config/test_config.py",
     "megatron_rl/commands/doctor.py": "tests/unit/doctor/test_command.py",
