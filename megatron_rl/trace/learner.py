@@ -10,8 +10,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
-from megatron_rl.checkpoint import save
 from megatron_rl.checkpoint.architecture import Architecture
+from megatron_rl.checkpoint.sharded import CONTENT_METADATA, allocate_moments, sharded_state
 from megatron_rl.config import Recipe
 from megatron_rl.config.learner import ParallelConfig
 from megatron_rl.learner.learner import Learner
@@ -53,7 +53,7 @@ def trace_rank(
         with recorder.phase("construction"):
             learner = Learner(recipe)
         with recorder.phase("optimizer states"):
-            save._allocate_moments(learner.optimizer)
+            allocate_moments(learner.optimizer)
         trace = RankTrace(
             rank,
             world_size,
@@ -83,8 +83,8 @@ def ranks_that_differ(parallel: ParallelConfig, world_size: int) -> list[int]:
 
 def _state_of_a_save(learner: Learner, checkpoint_format: str) -> Any:
     if checkpoint_format == OWN:
-        return save._sharded_state(learner.model, learner.optimizer, is_loading=False)
-    metadata = {**save.CONTENT_METADATA, "distrib_optim_sharding_type": checkpoint_format}
+        return sharded_state(learner.model, learner.optimizer)
+    metadata = {**CONTENT_METADATA, "distrib_optim_sharding_type": checkpoint_format}
     weights = unwrap_model(learner.model).sharded_state_dict(metadata=dict(metadata))
     return weights, learner.optimizer.sharded_state_dict(weights, is_loading=False, metadata=metadata)
 

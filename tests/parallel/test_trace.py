@@ -104,6 +104,16 @@ def test_a_save_of_the_moe_recipe(traced):
     assert rank["checkpoint"]["fits"] == (save["device_transient"] <= rank["checkpoint"]["free_beside_sleeping_engine"])
 
 
+def test_a_runs_own_save_takes_nothing_on_the_device_and_asks_no_other_rank(traced):
+    for case, found in traced.items():
+        for rank in found["traces"]:
+            if rank["checkpoint"]["format"] == "own":
+                save = rank["phases"]["checkpoint"]
+                assert save["device_transient"] == 0, case
+                assert not save["collectives"], case
+                assert rank["checkpoint"]["fits"], case
+
+
 def test_the_bucket_format_gathers_nothing(traced):
     (rank,) = traced["bucket format"]["traces"]
     assert not [call for call in rank["phases"]["checkpoint"]["collectives"] if call["kind"] != "allgather_object"]

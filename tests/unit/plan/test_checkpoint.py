@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_rl.plan.checkpoint import checkpoint_cost
-from megatron_rl.plan.hardware import HASH, PCIE
+from megatron_rl.plan.hardware import HASH, HOST_LINK
 from megatron_rl.plan.parameters import total_parameters
 from tests.unit.plan.test_plan import DENSE, MOE, work
 
@@ -35,7 +35,7 @@ def test_beside_training_the_copy_alone_is_waited_for():
     beside = checkpoint_cost(work(MOE, "h100-80", "checkpoint.async_save=true"), disk=1e9)
     assert beside.size == at_once.size
     assert at_once.stalled_s == at_once.written_s == 8 * at_once.size / 1e9 + at_once.size / HASH
-    assert beside.stalled_s == beside.size / PCIE
+    assert beside.stalled_s == beside.size / (HOST_LINK * work().gpu.host_link)
     assert beside.written_s == at_once.written_s + beside.stalled_s
     assert (at_once.host, beside.host) == (at_once.size / 2, 2 * beside.size)
     assert at_once.device == beside.device == 0.0
