@@ -78,7 +78,8 @@ def damage(path: Path, marker: str = TRAINER_FILE) -> str | None:
 
 
 def _load(wanted: dict[str, Any], path: Path) -> dict[str, Any]:
-    # Megatron's check of the shards gathers all ranks' descriptions on every rank; a save has counted what it wrote.
+    # Megatron's check of what is asked for gathers all ranks' descriptions on every rank. That every part of a tensor
+    # was written, the save has made sure of.
     return dist_checkpointing.load(wanted, str(path), validate_access_integrity=False)
 
 

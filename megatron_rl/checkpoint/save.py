@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.load import WEIGHTS_FILE, damage, load_checkpoint, load_weights
@@ -189,7 +189,6 @@ class PendingSave:
             raise self._problem
 
     def _publish(self, shares: list[tuple[list[Any], dict[str, Any]]]) -> None:
-        _check_covered(self._index)
         self._writer.finish(self._index, [results for results, _ in shares])
         save_config(CheckpointingConfig(*_FORMAT), str(self._partial))
         files = _finish_files(self._partial, self._trainer)
@@ -222,8 +221,8 @@ def _copy_to_host(shards: list[ShardedTensor]) -> None:
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
-    """Megatron's plan of the files, without its writers: upstream forks one for each file and waits for it without a
-    limit, so that a killed writer stops the run."""
+    """Megatron's plan of the files, in which every part of every tensor occurs once, without Megatron's writers: they are
+    forked, one for each file, and waited for without a limit, so that a killed writer stops the run."""
 
     def _get_save_and_finalize_callbacks(self, writer: Any, prepared: Any) -> Any:
         index = prepared[1]
@@ -258,15 +257,6 @@ def _in_host_memory(bucket: Any) -> Any:
     """One file's tensors at a time, so that a rank needs host memory for half of its shard at most."""
     file, key, (blobs, tensors) = bucket
     return file, key, (blobs, [(item, tensor.cpu()) for item, tensor in tensors])
-
-
-def _check_covered(index: Metadata) -> None:
-    """Raise where the shards of all ranks leave a part of a tensor out, or hold it twice."""
-    for key, about in index.state_dict_metadata.items():
-        if isinstance(about, TensorStorageMetadata):
-            written = sum(chunk.sizes.numel() for chunk in about.chunks)
-            if written != about.size.numel():
-                raise RuntimeError(f"{key}: {written} of {about.size.numel()} elements were written")
 
 
 def _make_empty(partial: Path) -> None:

@@ -70,7 +70,7 @@ KILLS_BESIDE = [  # a save beside training: its thread, then what publishes it a
     kill(CHECKPOINT + "_write"),
     kill(CHECKPOINT + "_write", 1, "after"),
     kill(CHECKPOINT + "_hash_own_files", 1, "after"),
-    kill(CHECKPOINT + "_check_covered"),
+    kill(CHECKPOINT + "gather_to_main"),
     kill(CHECKPOINT + "_finish_files", 1, "after"),
     kill(MANIFEST + "write_manifest", 1, "after"),  # complete, not in place
     kill(CHECKPOINT + "_write", 1, "after"),  # step 4
