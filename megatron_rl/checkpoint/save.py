@@ -221,7 +221,7 @@ def _copy_to_host(shards: list[ShardedTensor]) -> None:
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
-    """Megatron's plan of the files, in which every part of every tensor occurs once, without Megatron's writers: they are
+    """Megatron's plan of the files, in which every part of every tensor occurs once, but not its writers: they are
     forked, one for each file, and waited for without a limit, so that a killed writer stops the run."""
 
     def _get_save_and_finalize_callbacks(self, writer: Any, prepared: Any) -> Any:
