@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_rl.config import Recipe, load_recipe
-from megatron_rl.rollout import process_state
 from megatron_rl.rollout.engine_arguments import VLLM_DTYPE
 from tests.support import cuda_platform
 from tests.support.tiny import REPOSITORY
@@ -118,20 +116,3 @@ def test_an_argument_that_vllm_does_not_know_or_take_is_seen(found, name, place)
 
 def test_both_devices_of_the_papers_are_among_the_cases():
     assert {case["gpu"] for case in CASES.values()} == set(cuda_platform.DEVICES)
-
-
-def test_starting_an_engine_touches_no_gpu_but_its_own(monkeypatch):
-    """Random states are put back afterwards: those of all GPUs would start CUDA on each of them."""
-    forked, fork_rng = [], torch.random.fork_rng
-
-    def noted(devices=None, *args, **kwargs):
-        forked.append(devices)
-        return fork_rng([], *args, **kwargs)
-
-    monkeypatch.setattr(torch.random, "fork_rng", noted)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    for initialized in (True, False):
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda answer=initialized: answer)
-        with process_state.contained(3):
-            pass
-    assert forked == [[3], []]

@@ -1,0 +1,140 @@
+"""Which lines of a file are for CUDA, and which of them a test has run.
+
+    with reach.watching("megatron_rl/learner/model.py") as seen:
+        ...                                    # with the device replaced
+    assert reach.missing("megatron_rl/learner/model.py", seen) == []
+
+`REACHED` says which tests are asked: tests/unit/docs/test_cuda_files.py holds it to the files that there are,
+tests/unit/support/test_reach.py to the lines that run.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CUDA = re.compile(r"\bcuda\b")
+Seen = set[tuple[str, int]]
+"""Files, from the repository's root, and lines that ran."""
+CONFIG = "tests/unit/config/test_config.py::test_errors_name_key_value_and_remedy"
+DEVICES = "tests/unit/process/test_devices.py::test_a_gpu_is_looked_for_without_the_cuda_runtime"
+DOCTOR = "tests/unit/doctor/test_command.py::test_ranks_and_folder_follow_from_node_and_recipe"
+LEARNER = "tests/unit/learner/test_cuda.py"
+TRACE = "tests/parallel/test_trace.py"
+REACHED = {
+    "megatron_rl/commands/doctor.py": DOCTOR,
+    "megatron_rl/config/rules.py": CONFIG,
+    "megatron_rl/doctor/machine.py": "tests/unit/doctor/test_machine.py::test_a_driver_and_its_gpus",
+    "megatron_rl/learner/model.py": LEARNER,
+    "megatron_rl/learner/offload.py": "tests/unit/learner/test_offload.py",
+    "megatron_rl/learner/optimizer.py": LEARNER,
+    "megatron_rl/learner/packed_attention.py": LEARNER,
+    "megatron_rl/learner/process_groups.py": LEARNER,
+    "megatron_rl/monitor/environment.py": LEARNER,
+    "megatron_rl/monitor/timing.py": LEARNER,
+    "megatron_rl/process/devices.py": DEVICES,
+    "megatron_rl/rollout/engine_arguments.py": "tests/unit/rollout/test_engine_arguments.py",
+    "megatron_rl/rollout/process_state.py": "tests/unit/rollout/test_process_state.py",
+    "megatron_rl/rollout/vllm_engine.py": "tests/unit/rollout/test_sleep.py",
+    "megatron_rl/trace/fake_rank.py": TRACE,
+    "megatron_rl/trace/learner.py": TRACE,
+}
+"""File → the test file, or the function in it, that runs its lines for CUDA."""
+
+
+def mentions(node: ast.AST) -> bool:
+    """Whether an expression of ``node`` names cuda; statements in its bodies are asked for themselves."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return bool(CUDA.search(node.value))
+    names = {ast.Attribute: "attr", ast.Name: "id", ast.alias: "name"}
+    name = getattr(node, names.get(type(node), ""), "")
+    return bool(CUDA.search(name)) or any(mentions(child) for child in _expressions(node))
+
+
+def cuda_lines(file: str) -> list[int]:
+    """Lines in functions of ``file`` that begin statements for CUDA: that name it in code, or that stand in the branch
+    of an `if` that is taken there. Docstrings and annotations name it for readers."""
+    found: set[int] = set()
+    pending: list[tuple[ast.AST, bool, bool]] = [(ast.parse((REPOSITORY / file).read_text()), False, False)]
+    while pending:
+        node, in_function, under = pending.pop()
+        runs = isinstance(node, ast.stmt) and in_function and not _is_docstring(node)
+        if runs and not isinstance(node, ast.FunctionDef) and (under or mentions(node)):
+            found.add(node.lineno)
+        in_function = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        branch = _branch_for_cuda(node)
+        for name, children in ast.iter_fields(node):
+            for child in children if isinstance(children, list) else [children]:
+                if isinstance(child, ast.stmt | ast.ExceptHandler):
+                    pending.append((child, in_function, under or name == branch))
+    return sorted(found)
+
+
+def names_cuda(file: str) -> bool:
+    """Whether ``file`` names cuda in code, be it where it is imported."""
+    tree = ast.parse((REPOSITORY / file).read_text())
+    return any(mentions(node) for node in ast.walk(tree) if isinstance(node, ast.stmt) and not _is_docstring(node))
+
+
+@contextmanager
+def watching(*files: str) -> Iterator[Seen]:
+    """Notes the lines of ``files`` that this thread runs."""
+    wanted, seen = {str(REPOSITORY / file): file for file in files}, set()
+
+    def of_frame(frame: FrameType, event: str, argument: Any) -> Any:
+        file = wanted.get(frame.f_code.co_filename)
+        if file is None:
+            return None
+        seen.add((file, frame.f_lineno))
+        return of_frame
+
+    before = sys.gettrace()
+    sys.settrace(of_frame)
+    try:
+        yield seen
+    finally:
+        sys.settrace(before)
+
+
+def missing(file: str, seen: Seen) -> list[str]:
+    """Lines of ``file`` for CUDA that did not run, as "number: text"."""
+    text = (REPOSITORY / file).read_text().splitlines()
+    return [f"{n}: {text[n - 1].strip()}" for n in cuda_lines(file) if (file, n) not in seen]
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _branch_for_cuda(node: ast.AST) -> str | None:
+    """Which of its branches an `if` takes on CUDA alone, where it asks for that or for the CPU."""
+    if not isinstance(node, ast.If):
+        return None
+    asks_cpu = isinstance(node.test, ast.Compare) and any(
+        isinstance(part, ast.Constant) and part.value == "cpu" for part in node.test.comparators
+    )
+    if not asks_cpu and not mentions(node.test):
+        return None
+    parts = [part for part in ast.walk(node.test) if isinstance(part, ast.Compare | ast.UnaryOp) and mentions(part)]
+    inverted = any(isinstance(op, ast.NotEq | ast.Not) for p in parts or [node.test] for op in _operators(p))
+    return "body" if asks_cpu == inverted else "orelse"
+
+
+def _operators(node: ast.AST) -> list[ast.AST]:
+    return [*getattr(node, "ops", []), *([node.op] if isinstance(node, ast.UnaryOp) else [])]
+
+
+def _expressions(node: ast.AST) -> Iterator[ast.AST]:
+    for name, children in ast.iter_fields(node):
+        if name in ("annotation", "returns"):
+            continue
+        for child in children if isinstance(children, list) else [children]:
+            if isinstance(child, ast.AST) and not isinstance(child, ast.stmt | ast.ExceptHandler):
+                yield child

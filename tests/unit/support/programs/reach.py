@@ -1,0 +1,40 @@
+"""Runs tests, and one small trace, and writes which lines of some files each of them ran."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import reach
+
+
+class Notes:
+    """A plugin of pytest: the lines of ``files`` by the test that ran them."""
+
+    def __init__(self, files: list[str]):
+        self._files = files
+        self.lines: dict[str, reach.Seen] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        with reach.watching(*self._files) as seen:
+            result = yield
+        self.lines[item.nodeid] = seen
+        return result
+
+
+def run(files: list[str], tests: list[str], trace: dict[str, Any], name: str, folder: str) -> int:
+    """The status of ``tests`` in this process. ``trace``: a case of `trace_all`, whose lines are those of ``name``."""
+    notes = Notes(files)
+    status = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests], plugins=[notes])
+    if status == 0:
+        from tests.parallel.programs.trace import trace_all
+
+        with reach.watching(*files) as notes.lines[name]:
+            trace_all([trace], str(Path(folder, "trace.json")))
+    Path(folder, "lines.json").write_text(json.dumps({test: sorted(lines) for test, lines in notes.lines.items()}))
+    return int(status)

@@ -1,0 +1,62 @@
+"""Every line that is for CUDA runs in the tests that its file names, with the device replaced. They run once more for
+that, and their lines are noted."""
+
+import json
+
+import pytest
+
+from tests.support import reach
+from tests.support.reach import REACHED, TRACE
+from tests.support.zygote import zygote
+
+SMALL_TRACE = {
+    "recipe": "recipes/router_replay/grpo-qwen3-30b-a3b-4n8g-tp4ep8-r3.yaml",
+    "layers": 2,
+    "ranks": [0],
+}  # of those that test_trace.py makes
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory) -> dict[str, reach.Seen]:
+    """What each test ran."""
+    folder = tmp_path_factory.mktemp("reach")
+    tests = sorted(set(REACHED.values()) - {TRACE})
+    arguments = {"files": list(REACHED), "tests": tests, "trace": SMALL_TRACE, "name": TRACE, "folder": str(folder)}
+    child = zygote().start("tests.unit.support.programs.reach", "run", arguments, log=folder / "log")
+    assert child.wait(300) == 0, child.output
+    found = json.loads((folder / "lines.json").read_text())
+    return {test: {(file, line) for file, line in ran} for test, ran in found.items()}
+
+
+@pytest.mark.parametrize("file", REACHED)
+def test_its_tests_run_every_line_for_cuda(lines, file):
+    assert reach.cuda_lines(file), "names cuda for readers alone"
+    ran = set().union(*(found for test, found in lines.items() if test.startswith(REACHED[file])))
+    assert reach.missing(file, ran) == []
+
+
+def test_a_line_for_cuda_that_did_not_run_is_missing(tmp_path, monkeypatch):
+    source = (
+        'DEVICE = "cuda"\n\n\n'
+        "def f(device: str) -> int:\n"
+        '    """What cuda does."""\n'
+        '    if device == "cuda":\n'
+        "        return 1\n"
+        '    if device == "cpu":  # not cuda\n'
+        "        return 2\n"
+        "    else:\n"
+        "        return 3\n"
+    )
+    (tmp_path / "some.py").write_text(source)
+    monkeypatch.setattr(reach, "REPOSITORY", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    import some
+
+    assert reach.cuda_lines("some.py") == [6, 7, 11]
+    with reach.watching("some.py") as seen:
+        some.f("cpu")
+    assert reach.missing("some.py", seen) == ["7: return 1", "11: return 3"]
+    with reach.watching("some.py") as seen:
+        some.f("cuda")
+        some.f("xpu")
+    assert reach.missing("some.py", seen) == []
