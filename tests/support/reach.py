@@ -25,13 +25,17 @@ Seen = set[tuple[str, int]]
 """Files, from the repository's root, and lines that ran."""
 CONFIG = "tests/unit/config/test_config.py::test_errors_name_key_value_and_remedy"
 DEVICES = "tests/unit/process/test_devices.py::test_a_gpu_is_looked_for_without_the_cuda_runtime"
+BITS = "tests/unit/doctor/test_learner.py::test_a_gpu_whose_kernels_do_not_repeat_is_not_held_to_bits"
+METER = "tests/unit/doctor/test_engine.py::test_the_meters_peak_counts_what_pytorch_took_beyond_what_was_in_use"
 DOCTOR = "tests/unit/doctor/test_command.py::test_ranks_and_folder_follow_from_node_and_recipe"
 LEARNER = "tests/unit/learner/test_cuda.py"
 TRACE = "tests/parallel/test_trace.py"
 REACHED = {
     "megatron_rl/commands/doctor.py": DOCTOR,
     "megatron_rl/config/rules.py": CONFIG,
+    "megatron_rl/doctor/learner.py": BITS,
     "megatron_rl/doctor/machine.py": "tests/unit/doctor/test_machine.py::test_a_driver_and_its_gpus",
+    "megatron_rl/doctor/memory.py": METER,
     "megatron_rl/learner/model.py": LEARNER,
     "megatron_rl/learner/offload.py": "tests/unit/learner/test_offload.py",
     "megatron_rl/learner/optimizer.py": LEARNER,
