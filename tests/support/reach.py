@@ -31,6 +31,7 @@ DOCTOR = "tests/unit/doctor/test_command.py::test_ranks_and_folder_follow_from_n
 LEARNER = "tests/unit/learner/test_cuda.py"
 TRACE = "tests/parallel/test_trace.py"
 REACHED = {
+    "megatron_rl/checkpoint/save.py": "tests/unit/checkpoint/test_save.py",
     "megatron_rl/commands/doctor.py": DOCTOR,
     "megatron_rl/config/rules.py": CONFIG,
     "megatron_rl/doctor/learner.py": BITS,
