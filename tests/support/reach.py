@@ -35,7 +35,7 @@ REACHED = {
     "megatron_rl/commands/doctor.py": DOCTOR,
     "megatron_rl/config/rules.py": CONFIG,
     "megatron_rl/doctor/learner.py": BITS,
-    "megatron_rl/doctor/machine.py": "tests/unit/doctor/test_machine.py::test_a_driver_and_its_gpus",
+    "megatron_rl/doctor/machine.py": "tests/unit/doctor/test_machine.py",
     "megatron_rl/doctor/memory.py": METER,
     "megatron_rl/learner/model.py": LEARNER,
     "megatron_rl/learner/offload.py": "tests/unit/learner/test_offload.py",
