@@ -28,13 +28,15 @@ class Notes:
 
 
 def run(files: list[str], tests: list[str], trace: dict[str, Any], name: str, folder: str) -> int:
-    """The status of ``tests`` in this process. ``trace``: a case of `trace_all`, whose lines are those of ``name``."""
+    """Nonzero where ``tests`` cannot be run; whether they pass is theirs to say. ``trace``: a case of `trace_all`, whose
+    lines are those of ``name``."""
     notes = Notes(files)
     status = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests], plugins=[notes])
-    if status == 0:
-        from tests.parallel.programs.trace import trace_all
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        return int(status)
+    from tests.parallel.programs.trace import trace_all
 
-        with reach.watching(*files) as notes.lines[name]:
-            trace_all([trace], str(Path(folder, "trace.json")))
+    with reach.watching(*files) as notes.lines[name]:
+        trace_all([trace], str(Path(folder, "trace.json")))
     Path(folder, "lines.json").write_text(json.dumps({test: sorted(lines) for test, lines in notes.lines.items()}))
-    return int(status)
+    return 0
