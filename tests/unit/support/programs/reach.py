@@ -28,7 +28,7 @@ class Notes:
 
 
 def run(files: list[str], tests: list[str], trace: dict[str, Any], name: str, folder: str) -> int:
-    """Nonzero where ``tests`` cannot be run; whether they pass is theirs to say. ``trace``: a case of `trace_all`, whose
+    """Nonzero where ``tests`` cannot be run; whether they pass is theirs to say. ``trace``: a case of `trace_all`; its
     lines are those of ``name``."""
     notes = Notes(files)
     status = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests], plugins=[notes])
