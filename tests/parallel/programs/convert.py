@@ -26,5 +26,5 @@ def train_and_save(folder: str, **sections: Any) -> tuple[str, dict[str, torch.T
     learner.update(stored_rollouts(0))
     path = learner.save(Path(folder), {})
     own = {name: tensor.clone() for name, tensor in learner.weights.export()}
-    masters = learner.weights.export(master_reader(learner.optimizer), torch.float32)
+    masters = learner.weights.export(master_reader(learner.optimizer, learner.offload.device_values), torch.float32)
     return str(path), own, {name: tensor.clone() for name, tensor in masters}

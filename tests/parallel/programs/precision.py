@@ -106,7 +106,10 @@ def exported(num_steps: int, **sections: Any) -> dict[str, dict[str, torch.Tenso
     return {
         "sent": {name: tensor.clone() for name, tensor in learner.export_weights()},
         "own": {name: tensor.clone() for name, tensor in learner.weights.export()},
-        "master": {name: tensor.clone() for name, tensor in learner.weights.export(master_reader(learner.optimizer))},
+        "master": {
+            name: tensor.clone()
+            for name, tensor in learner.weights.export(master_reader(learner.optimizer, learner.offload.device_values))
+        },
     }
 
 
