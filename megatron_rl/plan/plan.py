@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_rl.plan.advice import deadline_problem, host_problem, problems
+from megatron_rl.plan.checkpoint import checkpoint_cost
 from megatron_rl.plan.hardware import GIB
 from megatron_rl.plan.host import host_phase
 from megatron_rl.plan.memory import MemoryPlan, Phase, memory_plan
@@ -52,5 +53,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "stages": [asdict(stage) for stage in own.stages],
             "aside": [asdict(stage) for stage in own.aside],
         },
+        "checkpoint": asdict(checkpoint_cost(plan.work)),
+        "host_gib_node": plan.host.total / GIB,
         "problems": plan.problems,
     }

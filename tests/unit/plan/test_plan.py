@@ -23,6 +23,7 @@ from megatron_rl.config.learner import LoraConfig, ParallelConfig
 from megatron_rl.config.rules import layout_problems
 from megatron_rl.errors import InputError
 from megatron_rl.plan import GPUS, make_plan, make_workload, summary
+from megatron_rl.plan.checkpoint import checkpoint_cost
 from megatron_rl.plan.hardware import GIB, HOST_LINK, MOST_UTILIZATION, PROCESS_GIB
 from megatron_rl.plan.learner import learner_memory
 from megatron_rl.plan.memory import memory_plan
@@ -267,11 +268,14 @@ def test_states_and_activations_are_not_there_together():
 
 
 def test_host_memory_of_a_node(capsys):
-    """Eight ranks of one node hold 12 bytes of every weight, 2 for the weights, and a step's responses."""
+    """Eight ranks of one node hold 12 bytes of every weight, 2 for the weights, responses and a checkpoint."""
     node = [str(MOE), "--gpu", "h100-80", "--nodes", "1", *(a for s in ASIDE for a in ("--set", s))]
     plan = make_plan(work(MOE, "h100-80", *ASIDE, nodes=1))
     learner = plan.memory.learner
-    assert plan.host.total == rounded(8 * (learner.states + learner.weights + PROCESS_GIB * GIB) + plan.own.host_node)
+    saved = checkpoint_cost(plan.work).host
+    assert plan.host.total == rounded(
+        8 * (learner.states + learner.weights + PROCESS_GIB * GIB) + plan.own.host_node + 8 * saved
+    )
     assert 12 * 30.5e9 < 8 * learner.states < 12 * 30.6e9 + 8 * 12 * 1e6, "norms and routers are on several ranks"
     assert main(["plan", *node]) == 0
     needed = plan.host.total / GIB
