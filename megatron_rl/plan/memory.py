@@ -139,9 +139,20 @@ def _engine_items(engine: EngineMemory) -> list[tuple[str, float]]:
 
 
 def _handover(work: Workload) -> float:
-    """Two copies of the largest whole tensor: gathered from its shards, and as the engine loads it."""
-    a = work.architecture
-    return 2 * a.vocab_size * a.hidden_size * max(BYTES[work.recipe.learner.dtype], BYTES[work.recipe.rollout.dtype])
+    """What a weight update holds at its worst moment beside the weights of learner and engine.
+
+    Either two copies of the table of the vocabulary: its shards as they were gathered, and joined. Or the experts of a
+    layer, which vLLM loads when it has all of them: their three stacks, the last one's matrices, which it is made of
+    (`rollout.expert_stacks`), and the layer that they are loaded into before it is copied to its old place.
+    """
+    a, rollout = work.architecture, work.recipe.rollout
+    size = max(BYTES[work.recipe.learner.dtype], BYTES[rollout.dtype])
+    vocabulary = 2.0 * a.vocab_size * a.hidden_size * size
+    if not a.is_moe:
+        return vocabulary
+    projection = a.num_experts * a.moe_ffn_hidden_size * a.hidden_size
+    layer = 3 * projection * BYTES[rollout.dtype] / rollout.tensor_parallel
+    return max(vocabulary, 4.0 * projection * size + layer)
 
 
 def _forward(work: Workload) -> float:

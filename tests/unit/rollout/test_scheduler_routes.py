@@ -39,7 +39,7 @@ class Runner:
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
         self.blocks: dict[str, list[int]] = {}
-        self.resumed = 0
+        self.resumed = self.shared = 0
 
     def execute(self, scheduled: Any) -> Any:
         from vllm.v1.outputs import ModelRunnerOutput, RoutedExpertsLists
@@ -47,6 +47,7 @@ class Runner:
         computed = {}
         for new in scheduled.scheduled_new_reqs:
             self.resumed += new.req_id in self.tokens
+            self.shared += new.num_computed_tokens if new.req_id not in self.tokens else 0
             self.tokens[new.req_id] = list(new.prefill_token_ids or new.prompt_token_ids)
             self.blocks[new.req_id], computed[new.req_id] = list(new.block_ids[0]), new.num_computed_tokens
         cached = scheduled.scheduled_cached_reqs
@@ -74,7 +75,7 @@ class Runner:
         )
 
 
-def run(is_async: bool, v2: bool, num_blocks: int, chunk: int, monkeypatch) -> dict[str, Any]:
+def run(is_async: bool, v2: bool, num_blocks: int, chunk: int, caching: bool, monkeypatch) -> dict[str, Any]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
@@ -91,7 +92,7 @@ def run(is_async: bool, v2: bool, num_blocks: int, chunk: int, monkeypatch) -> d
     config.scheduler_config.async_scheduling = is_async
     config.scheduler_config.max_num_batched_tokens = config.scheduler_config.max_num_scheduled_tokens = chunk
     config.scheduler_config.enable_chunked_prefill = True
-    config.cache_config.enable_prefix_caching = True
+    config.cache_config.enable_prefix_caching = caching
     config.cache_config.num_gpu_blocks, config.cache_config.block_size = num_blocks, BLOCK
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
     cache = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
@@ -123,15 +124,27 @@ def run(is_async: bool, v2: bool, num_blocks: int, chunk: int, monkeypatch) -> d
                         routes[output.request_id].append(output.routed_experts)
     assert not scheduler.has_unfinished_requests(), "not done within 2000 steps"
     joined = {name: np.concatenate(pieces) for name, pieces in routes.items()}
-    return {"prompts": prompts, "tokens": tokens, "routes": joined, "preempted": preempted, "resumed": runner.resumed}
+    return {
+        "prompts": prompts,
+        "tokens": tokens,
+        "routes": joined,
+        "preempted": preempted,
+        "resumed": runner.resumed,
+        "shared": runner.shared,
+    }
 
 
+@pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("chunk", [64, 10])
 @pytest.mark.parametrize("num_blocks", [200, 24])
 @pytest.mark.parametrize("v2", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_every_token_has_its_own_routes(is_async, v2, num_blocks, chunk, monkeypatch):
-    found = run(is_async, v2, num_blocks, chunk, monkeypatch)
+def test_every_token_has_its_own_routes(is_async, v2, num_blocks, chunk, caching, monkeypatch):
+    found = run(is_async, v2, num_blocks, chunk, caching, monkeypatch)
+    if not caching:
+        assert found["shared"] == 0
+    elif chunk == 10:  # not all prompts are in one step, and later ones begin as the first does
+        assert found["shared"] > 0
     assert (found["preempted"] > 0) == (num_blocks == 24)
     assert found["resumed"] >= found["preempted"] > 0 or num_blocks == 200
     for i, (name, prompt) in enumerate(found["prompts"].items()):
