@@ -10,7 +10,7 @@ or fp16 run keeps beside the rounded ones, as `precision.export_from: master` do
 `to-megatron` writes weights alone (no optimizer): `megatron-rl eval RECIPE --checkpoint OUT` reads it under every
 layout. A new run needs no conversion: its model.path is a Hugging Face folder.
 
-Layouts: a run's checkpoint stores every tensor whole under its own name, whatever TP, EP, PP and ETP wrote it, and
+Layouts: a run's checkpoint has the whole of a tensor under its own name, whatever TP, EP, PP and ETP wrote it, and
 Megatron cuts it up for whatever layout reads it. So this is one process without ranks, GPU or model in memory. Beside
 its imports it holds one tensor, and in `to-hf` three times a file of up to 1 GiB, however large the model is.
 
