@@ -1,8 +1,9 @@
 """Checkpoints between Hugging Face and Megatron on disk, one tensor at a time: no model, no ranks.
 
-A run's checkpoint holds the whole of every tensor under a name of its own, in boxes that many ranks wrote, whatever their
-layout (`CONTENT_METADATA`); Megatron shards while it loads. So a conversion is a table of names: only fused q/k/v and the padded vocabulary need
-arithmetic. Both directions hold one entry of the table in memory, and the safetensors file being written.
+A run's checkpoint holds the whole of every tensor under a name of its own, in boxes that many ranks wrote, whatever
+their layout (`CONTENT_METADATA`); Megatron shards while it loads. So a conversion is a table of names: only fused q/k/v
+and the padded vocabulary need arithmetic. Both directions hold one entry of the table in memory, and the safetensors
+file being written.
 """
 
 from __future__ import annotations
