@@ -246,6 +246,36 @@ class TestRefit:
                 assert fresh._llm.apply_model(parameter_checksums)[0] == seen[version][1]
                 assert_same(fresh.rollout(prompts(8), 4, policy_version=0, step=0), seen[version][0])
 
+    def test_an_engine_that_forgot_everything_in_its_sleep(self, monkeypatch):
+        """vLLM's own sleep of level 2 and waking by tags, down to the worker, which loses here what a GPU's would."""
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        asked = []
+
+        def sleep(worker, level):
+            asked.append(level)
+            for parameter in worker.model_runner.model.parameters():
+                parameter.data.fill_(float("nan"))
+
+        monkeypatch.setattr(CPUWorker, "sleep", sleep)
+        monkeypatch.setattr(CPUWorker, "wake_up", lambda worker, tags: asked.append(tags))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        with engine(verify_refit=False, enforce_eager=True) as generator:
+            before = generator.rollout(prompts(8), 4, policy_version=0, step=0)
+            own = generator._llm.apply_model(parameter_checksums)[0]
+            core, generator._device = generator._llm.llm_engine.engine_core.engine_core, "cuda"
+            generator.sleep()
+            assert core.model_executor.sleeping_tags == {"weights", "kv_cache"}
+            assert generator._llm.apply_model(parameter_checksums)[0] != own
+            generator.wake()
+            assert core.model_executor.sleeping_tags == {"kv_cache"}
+            generator.refit(HFFolder(MODEL).items(), 1)
+            assert core.is_scheduler_paused(), "requests are taken before there is a cache"
+            assert_same(before, generator.rollout(prompts(8), 4, policy_version=1, step=0))
+            assert not core.is_sleeping()
+            assert generator._llm.apply_model(parameter_checksums)[0] == own
+        assert asked == [2, ["weights"], ["kv_cache"]]
+
     def test_experts_are_loaded_a_projection_at_a_time(self, monkeypatch):
         stacks, load = [], expert_stacks._load
 
