@@ -23,7 +23,7 @@ def build_batch(step: int, groups: list[Group], recipe: Recipe) -> Batch:
         torch.tensor([rollout.reward for _, rollout in pairs]),
         torch.tensor([i for i, group in enumerate(groups) for _ in group.rollouts]),
         recipe.objective.advantage,
-        lengths=torch.tensor([0 if rollout.masked else len(rollout.tokens) for _, rollout in pairs]),
+        lengths=torch.tensor([0 if rollout.masked else rollout.length for _, rollout in pairs]),
     )
     sequences = [
         _sequence(group, rollout, float(advantage))
@@ -53,17 +53,27 @@ def _rewards_and_ids(groups: list[Group], metric: FilterMetric) -> tuple[torch.T
 
 
 def _sequence(group: Group, rollout: Rollout, advantage: float) -> Sequence:
-    response = np.asarray(rollout.tokens, dtype=np.int64)
+    num_prompt, is_here = len(group.prompt.tokens), rollout.tokens is not None
     return Sequence(
         id=f"{rollout.prompt_id}/{rollout.sample}",
-        tokens=np.concatenate([np.asarray(group.prompt.tokens, dtype=np.int64), response]),
-        prompt_length=len(group.prompt.tokens),
+        tokens=np.concatenate([group.prompt.tokens, rollout.tokens]).astype(np.int64) if is_here else None,
+        prompt_length=num_prompt,
         inference_logprobs=rollout.inference_logprobs,
-        loss_mask=np.full(len(response), not rollout.masked),
+        loss_mask=np.full(rollout.length, not rollout.masked) if is_here else None,
         advantage=advantage,
         reward=rollout.reward,
         policy_versions=rollout.policy_versions,
         exact_logprobs=rollout.exact_logprobs,
         routed_experts=rollout.routed_experts,
         route_checksums=rollout.route_checksums,
+        length=num_prompt + rollout.length,
+        mask_elsewhere=0 if rollout.masked else rollout.length,
+        owner=rollout.owner,
     )
+
+
+def release_routes(groups: list[Group]) -> None:
+    """Leave routes to the batch that was built from ``groups``, so that they are freed where they are sent away."""
+    for group in groups:
+        for rollout in group.rollouts:
+            rollout.routed_experts = rollout.route_checksums = None

@@ -27,6 +27,7 @@ from megatron_rl.rewards.failures import refuse_too_many
 from megatron_rl.rewards.shared import score_shared
 from megatron_rl.rollout import Generator, Sampling
 from megatron_rl.run.engines import load_beside, start_generator
+from megatron_rl.run.shown import share_samples
 from megatron_rl.types import Group, Prompt, Rollout
 
 
@@ -112,7 +113,8 @@ def evaluate(recipe: Recipe, checkpoint: Path, output: Path | None = None) -> di
             if output is not None:
                 about = {"checkpoint": str(checkpoint), "recipe": recipe.name, **figures}
                 output.write_text(json.dumps(about, indent=2) + "\n")
-                _write_samples(output.with_suffix(".samples.jsonl"), groups, scorer.step, recipe)
+        if output is not None:
+            _write_samples(output.with_suffix(".samples.jsonl"), groups, scorer.step, recipe)
     return figures
 
 
@@ -157,8 +159,10 @@ def within_budget(groups: list[Group], budget: int, decode: Callable[[list[int]]
     """Copies of ``groups`` with every response cut after ``budget`` tokens; one that was cut ends with "length"."""
 
     def cut(rollout: Rollout) -> Rollout:
-        if len(rollout.tokens) <= budget:
+        if rollout.length <= budget:
             return replace(rollout)
+        if rollout.tokens is None:
+            return replace(rollout, length=budget, finish_reason="length")
         tokens = rollout.tokens[:budget]
         return replace(
             rollout,
@@ -168,15 +172,19 @@ def within_budget(groups: list[Group], budget: int, decode: Callable[[list[int]]
             finish_reason="length",
             routed_experts=None,
             route_checksums=None,
-            text=decode(tokens),
+            text=decode(tokens.tolist()),
         )
 
     return [Group(group.prompt, [cut(rollout) for rollout in group.rollouts]) for group in groups]
 
 
 def _write_samples(path: Path, groups: Sequence[Group], step: int, recipe: Recipe) -> None:
-    config = recipe.monitor.samples
-    path.unlink(missing_ok=True)
+    """Rank 0 writes what all ranks hold, one group at a time. Collective."""
+    config, is_main = recipe.monitor.samples, world_rank() == 0
+    if is_main:
+        path.unlink(missing_ok=True)
     file = SampleFile(path, config.max_mib)
     for group in groups:
-        file.write([{"step": step, **describe(group.prompt, r, config.max_chars)} for r in group.rollouts])
+        share_samples([group], None, range(len(group.rollouts)))
+        if is_main:
+            file.write([{"step": step, **describe(group.prompt, r, config.max_chars)} for r in group.rollouts])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.batch import build_batch, group_metrics, keep_informative
+from megatron_rl.batch import build_batch, group_metrics, keep_informative, release_routes
 from megatron_rl.config import Recipe
 from megatron_rl.errors import RunEnded
 from megatron_rl.monitor import AlarmEvent, wanted
@@ -37,6 +37,7 @@ def _steps(run: Run) -> None:
             run.ahead.look_ahead(step, learner.num_updates)
         with monitor.phase("pack"):
             batch = build_batch(step, groups, recipe)
+            release_routes(groups)
         version = learner.num_updates
         metrics |= sampling_metrics | update(run, batch, groups) | run.generator.stats()
         learner.step = step + 1
@@ -64,7 +65,7 @@ def sample(run: Run, step: int) -> tuple[list[Group], dict[str, float]]:
         with run.monitor.phase("generate") as span:
             wanted_prompts = batch.generation_prompts or batch.prompts - len(kept)
             groups = run.ahead.sample(wanted_prompts, step=step, policy_version=run.learner.num_updates)
-            span.tokens = sum(len(rollout.tokens) for group in groups for rollout in group.rollouts)
+            span.tokens = sum(rollout.length for group in groups for rollout in group.rollouts)
         new_counts = run.score(groups, step)
         counts = {name: counts.get(name, 0.0) + value for name, value in new_counts.items()}
         sampled += groups
@@ -82,7 +83,7 @@ def update(run: Run, batch: Batch, groups: list[Group]) -> dict[str, float]:
     if not groups:
         run.monitor.log(f"step {batch.step}: every group was filtered out (all rewards equal); no update")
         return learner.scheduler.metrics()
-    lengths = [len(rollout.tokens) for group in groups for rollout in group.rollouts]
+    lengths = [rollout.length for group in groups for rollout in group.rollouts]
     learner.scheduler.observe_length(learner.num_updates, sum(lengths) / len(lengths))
     generator.sleep()
     metrics = learner.scheduler.metrics() | learner.update(batch)
@@ -116,7 +117,7 @@ def record(run: Run, batch: Batch, policy_version: int, metrics: dict[str, float
         with run.monitor.phase("record"):
             try:
                 record_batch(folder, batch, policy_version, metrics, keep=alarmed)
-            except OSError as error:  # the record of a run is worth less than the run
+            except OSError as error:  # on every rank; the record of a run is worth less than the run
                 run.monitor.log(f"the batch of step {batch.step} could not be recorded: {error}", style="bold red")
     if config.record_batches == "last_n":
         keep_newest(folder, config.keep)

@@ -7,11 +7,12 @@ Shape legend: ``P`` prompt tokens, ``R`` response tokens of one rollout, ``L`` M
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
+FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 
 
 @dataclass(frozen=True)
@@ -35,17 +36,24 @@ class Rollout:
 
     prompt_id: str
     sample: int  # 0 … G-1 within its group
-    tokens: list[int]  # [R], the stop token included
-    inference_logprobs: np.ndarray  # [R] float32, log mu of each sampled token
+    tokens: np.ndarray | None  # [R] int32, the stop token included; None: another rank holds the response
+    inference_logprobs: np.ndarray | None  # [R] float32, log mu of each sampled token
     finish_reason: FinishReason  # "stop": ended by itself; "length": cut at the limit; "abort": interrupted
-    policy_versions: np.ndarray  # [R] int32, optimizer step of the weights each token was sampled from
+    policy_versions: np.ndarray | None  # [R] int32, optimizer step of the weights each token was sampled from
     exact_logprobs: np.ndarray | None = None  # [R] float32, engine exact: log po as generation computed it
     routed_experts: np.ndarray | None = None  # [P + R - 1, L, K] uint8/uint16; the last sampled token has none
     route_checksums: np.ndarray | None = None  # [P + R - 1 + L] int64, per row, then per layer: `routing.checksum`
-    text: str = ""  # decoded response, special tokens removed
+    text: str = ""  # decoded response, special tokens removed; empty where `tokens` is None
     reward: float = 0.0  # after shaping; what advantages see
     raw_reward: float = 0.0  # before shaping: 1.0 = correct
     masked: bool = False  # kept in the group's baseline, left out of the loss (mask_truncated)
+    length: int = 0  # R, known on every rank; follows from `tokens` where they are here
+    owner: int | None = None  # the rank that holds the response; None: every rank does
+    repetition: float | None = None  # share of repeated n-grams, where the owner has told it
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None:
+            self.length = len(self.tokens)
 
     @property
     def truncated(self) -> bool:
@@ -66,30 +74,47 @@ class Group:
 
 @dataclass
 class Sequence:
-    """One prompt + response as the learner sees it. ``S = P + R`` tokens."""
+    """One prompt + response as the learner sees it. ``S = P + R`` tokens.
+
+    Every rank knows of every sequence; arrays of tokens are on the ranks that learn from it (`learner.exchange`) and
+    None on the others.
+    """
 
     id: str  # "<prompt id>/<sample>", the identity that route checksums and the flight recorder use
-    tokens: np.ndarray  # [S] int64
+    tokens: np.ndarray | None  # [S] int64
     prompt_length: int  # P
-    inference_logprobs: np.ndarray  # [R] float32
-    loss_mask: np.ndarray  # [R] bool: trained tokens
+    inference_logprobs: np.ndarray | None  # [R] float32
+    loss_mask: np.ndarray | None  # [R] bool: trained tokens
     advantage: float
     reward: float
-    policy_versions: np.ndarray  # [R] int32
+    policy_versions: np.ndarray | None  # [R] int32
     exact_logprobs: np.ndarray | None = None  # [R] float32, what log po must equal bit for bit under engine exact
     routed_experts: np.ndarray | None = None  # [S - 1, L, K]
     route_checksums: np.ndarray | None = None  # [S - 1 + L] int64, per row, then per layer: `routing.checksum`
     old_logprobs: np.ndarray | None = None  # [R] float32, log po; absent until (unless) computed
     current_logprobs: np.ndarray | None = None  # [R] float32, log pi of the update's forward pass, where it was kept
+    length: int = 0  # S, known on every rank
+    mask_elsewhere: int = 0  # tokens under the loss mask, where that is on other ranks
+    owner: int | None = None  # the rank that sampled it and holds it until the exchange; None: every rank does
+    holder: int | None = None  # the rank that speaks for the replica which learned from it; None: every rank does
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None:
+            self.length = len(self.tokens)
 
     @property
     def response_length(self) -> int:
-        return len(self.tokens) - self.prompt_length
+        return self.length - self.prompt_length
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens under the loss mask, known on every rank."""
+        return self.mask_elsewhere if self.loss_mask is None else int(np.count_nonzero(self.loss_mask))
 
 
 @dataclass
 class Batch:
-    """The sequences of one step, the same on every rank, in a fixed order.
+    """The sequences of one step, known to every rank, in a fixed order.
 
     ``minibatches`` are index lists into ``sequences``; one optimizer step each. Every denominator is taken over
     a whole mini-batch (all data-parallel ranks, all microbatches), never over what one rank happens to hold.
@@ -101,4 +126,4 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(sequence.tokens) for sequence in self.sequences)
+        return sum(sequence.length for sequence in self.sequences)

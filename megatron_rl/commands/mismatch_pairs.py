@@ -21,6 +21,7 @@ from megatron_rl.batch import build_batch
 from megatron_rl.config import Recipe
 from megatron_rl.learner.learner import Learner
 from megatron_rl.monitor.mismatch import mismatch_metrics
+from megatron_rl.rollout.requests import everywhere
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.types import Prompt
 
@@ -120,7 +121,7 @@ def measure_pair(
     """Generate with the weights that the engine holds, and falls asleep with; score with the learner."""
     groups = generator.rollout(prompts, recipe.rollout.num_samples, policy_version=version, step=0)
     generator.sleep()
-    batch = build_batch(0, groups, recipe)
+    batch = build_batch(0, everywhere(groups), recipe)
     engine_routes = [s.routed_experts for s in batch.sequences]
     watched = recipe.routing.telemetry
     scored = learner.compute_logprobs(batch, routing="record" if watched else "native")

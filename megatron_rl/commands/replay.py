@@ -76,12 +76,15 @@ def run(options: argparse.Namespace) -> int:
         learner.keep_current_logprobs = True
         learner.num_updates = recorded.policy_version  # names the draws of variance injection
         metrics = flight.repeat_update(learner, recorded)
+        now = flight.current_logprobs(learner, recorded.batch)
     if is_main_rank():
-        report(options, changed, recorded, stored, metrics, source)
+        report(options, changed, recorded, stored, now, metrics, source)
     return EXIT_DONE
 
 
-def report(options: argparse.Namespace, recipe: Recipe, recorded, stored: list, metrics: dict, source: str) -> None:
+def report(
+    options: argparse.Namespace, recipe: Recipe, recorded, stored: list, now: list, metrics: dict, source: str
+) -> None:
     from megatron_rl.stored.rerun import compare, format_table
 
     batch, parallel = recorded.batch, recipe.learner.parallel
@@ -92,7 +95,7 @@ def report(options: argparse.Namespace, recipe: Recipe, recorded, stored: list, 
     print(format_table(["metric", "stored", "replayed", "difference"], compare(recorded.metrics, metrics, SHOWN)))
     differences = {}
     if all(s is not None for s in stored):
-        change = np.concatenate([s.current_logprobs - old for s, old in zip(batch.sequences, stored, strict=True)])
+        change = np.concatenate([new - old for new, old in zip(now, stored, strict=True)])
         differences = {"max": float(np.abs(change).max()), "mean": float(np.abs(change).mean())}
         print(f"current_logprobs: |difference| mean {differences['mean']:.3e}, max {differences['max']:.3e}")
     if options.json:

@@ -25,13 +25,13 @@ from megatron_rl.types import Batch
 def check(learner: Learner, batch: Batch, found: dict[int, np.ndarray], where: str) -> float:
     """Compare sequences ``found`` (index → log-probs [R] of a pass) with what generation recorded.
 
-    ``where``: the pass, for the message. The same on all ranks, and collective where something differs. Returns
-    `BIT_CHECK_METRIC` over these sequences, which is 0.0 where it returns at all.
+    ``found``: those of this rank's replica. ``where``: the pass, for the message. Collective, the same on all ranks.
+    Returns `BIT_CHECK_METRIC` over all sequences, which is 0.0 where it returns at all.
 
     Raises:
         RunEnded: a token differs; names sequence, token, both values and the first layer that computes differently.
     """
-    largest = 0.0
+    largest, wrong = 0.0, None
     for index in sorted(found):
         sequence = batch.sequences[index]
         recorded = sequence.exact_logprobs
@@ -40,13 +40,18 @@ def check(learner: Learner, batch: Batch, found: dict[int, np.ndarray], where: s
         )
         differs = recorded != found[index]  # NaN differs from itself
         if differs.any():
-            token = int(np.argmax(differs))
-            raise RunEnded(_message(batch, index, token, found[index], where, first_divergence(learner, batch, index)))
+            wrong = index, _message(batch, index, int(np.argmax(differs)), found[index], where)
+            break
         largest = max(largest, float(np.abs(np.exp(recorded) - np.exp(found[index])).max()))
-    return largest
+    shares = gather_objects((largest, wrong))
+    first = min((problem for _, problem in shares if problem is not None), default=None)
+    if first is not None:
+        index, message = first
+        raise RunEnded(f"{message} {first_divergence(learner, batch, index)}")
+    return max(gap for gap, _ in shares)
 
 
-def _message(batch: Batch, index: int, token: int, found: np.ndarray, where: str, layer: str) -> str:
+def _message(batch: Batch, index: int, token: int, found: np.ndarray, where: str) -> str:
     sequence = batch.sequences[index]
     log_mu, log_po = float(sequence.exact_logprobs[token]), float(found[token])
     number = int((sequence.exact_logprobs != found).sum())
@@ -54,7 +59,7 @@ def _message(batch: Batch, index: int, token: int, found: np.ndarray, where: str
         f"exact mode, step {batch.step}: sequence {sequence.id!r}, response token {token} (id "
         f"{sequence.tokens[sequence.prompt_length + token]}): log mu {log_mu:.9g} in generation, log po {log_po:.9g} "
         f"in the {where}, |exp - exp| = {abs(np.exp(log_mu) - np.exp(log_po)):.3g}; {number} of {len(found)} tokens of "
-        f"the sequence differ. {layer}"
+        "the sequence differ."
     )
 
 

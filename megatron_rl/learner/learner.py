@@ -22,6 +22,7 @@ from megatron_rl.checkpoint.architecture import Architecture, read_architecture
 from megatron_rl.checkpoint.hf_export import write_hf_checkpoint
 from megatron_rl.checkpoint.shards import WeightMap
 from megatron_rl.config import Recipe
+from megatron_rl.learner.exchange import Replicas, distribute, hand_over_logprobs, hand_over_routes, speaks
 from megatron_rl.learner.gradient_noise import GradientNoise, update_size
 from megatron_rl.learner.layers.fused_head import FusedHead
 from megatron_rl.learner.layers.logprobs import token_logprobs
@@ -80,6 +81,7 @@ class Learner:
             self.model, model, self.config, self.device, self.replay, self.exact, lambda name: self.phase(name)
         )
         loss_scale = self.config.loss_scale if self.config.dtype == "fp16" else None
+        self.replicas = Replicas.of_job()
         self.overflow = OverflowGuard(
             self.optimizer, loss_scale, self.config.max_consecutive_overflows, self._trained_parameters
         )
@@ -94,16 +96,22 @@ class Learner:
     def update(self, batch: Batch) -> dict[str, float]:
         """One optimizer step per mini-batch of ``batch``; metrics over all of it, the same on every rank."""
         records_routes = self.recipe.routing.replay == "r2"
+        makes_pass = records_routes or self.recipe.objective.needs_old_logprobs(len(batch.minibatches))
+        with self.phase("exchange"):
+            homes = self._distribute(batch, makes_pass)
         skipped = {"perf/time/old_logprobs": 0.0}  # stands unless the pass is made and timed
         gaps: list[float] = []
-        if records_routes or self.recipe.objective.needs_old_logprobs(len(batch.minibatches)):
+        if makes_pass:
             skipped = {}
             with self.phase("old_logprobs"):
-                found = self.compute_logprobs(batch, "record" if records_routes else None)
-                for sequence, logprobs in zip(batch.sequences, found, strict=True):
-                    sequence.old_logprobs = logprobs
+                found = self._logprobs(batch, "record" if records_routes else None)
                 if self.bit_check is not None:
-                    gaps.append(self.bit_check(batch, dict(enumerate(found)), "pass for old log-probs"))
+                    gaps.append(self.bit_check(batch, found, "pass for old log-probs"))
+                found = hand_over_logprobs(batch, found, *homes, self.replicas)
+                for i, sequence in enumerate(batch.sequences):
+                    sequence.old_logprobs = found.get(i)
+                if records_routes:
+                    hand_over_routes(batch, *homes, self.replicas)
         updates = [self._update_minibatch(batch, i) for i in range(len(batch.minibatches))]
         metrics = finalize_metrics(MetricStats.merge([stats for stats, _ in updates]))
         metrics["actor/pg_loss"] /= len(updates)  # statistics add up over mini-batches; a loss is per mini-batch
@@ -113,15 +121,24 @@ class Learner:
             metrics[BIT_CHECK_METRIC] = max([*gaps, metrics[BIT_CHECK_METRIC]])
         return skipped | metrics | self.overflow.metrics() | (self.replay.metrics() if self.replay else {})
 
+    def _distribute(self, batch: Batch, makes_pass: bool) -> tuple[list[int], list[int]]:
+        """Bring every sequence to the replicas that learn from it: their numbers in the pass and in the update."""
+        in_update = self.passes.homes(batch, batch.minibatches)
+        in_pass = self.passes.homes(batch, [range(len(batch.sequences))]) if makes_pass else in_update
+        distribute(batch, [list({*pair}) for pair in zip(in_pass, in_update, strict=True)], self.replicas)
+        for sequence, home in zip(batch.sequences, in_update, strict=True):
+            sequence.holder = self.replicas.speakers[home]
+        return in_pass, in_update
+
     def _update_minibatch(self, batch: Batch, number: int) -> tuple[MetricStats, dict[str, float]]:
         indices = batch.minibatches[number]
         check_is_due = self.bit_check is not None and number == 0  # later ones have other weights
         microbatches, results = self.accumulate(batch, indices, indices)
         bit_metric = {}
         if self.keep_current_logprobs or check_is_due:
-            kept = self.passes.share([item for _, found in filter(None, results) for item in found])
+            kept = dict(item for _, found in filter(None, results) for item in found)
             for i in indices:
-                batch.sequences[i].current_logprobs = kept[i]
+                batch.sequences[i].current_logprobs = kept.get(i)
         if check_is_due:
             with self.phase("gate"):
                 bit_metric = {BIT_CHECK_METRIC: self.bit_check(batch, kept, "forward pass of the update")}
@@ -193,7 +210,7 @@ class Learner:
 
     def _reduce_stats(self, local: list[MetricStats]) -> MetricStats:
         """Statistics of the whole mini-batch on every rank. Only the last pipeline stage has any."""
-        mine = MetricStats.merge(local).cpu() if local and self.passes.speaks() else None
+        mine = MetricStats.merge(local).cpu() if local and speaks() else None
         return MetricStats.merge([stats for stats in gather_objects(mine) if stats is not None])
 
     # -- log-probabilities
@@ -201,9 +218,22 @@ class Learner:
     def compute_logprobs(self, batch: Batch, routing: RoutingMode | None = None) -> list[np.ndarray]:
         """log pi of every response token, one [R] float32 array per sequence, on every rank. No gradient.
 
-        ``routing``: how tokens are routed; None: as the recipe's `routing.replay` says. With "record" every sequence
-        gets the routes that the routers chose.
+        ``batch``: one that every rank holds. ``routing``: how tokens are routed; None: as the recipe's
+        `routing.replay` says. With "record" every sequence gets the routes that the routers chose.
         """
+        found = self.passes.share(self._logprobs(batch, routing))
+        if routing == "record":
+            home = self.passes.homes(batch, [range(len(batch.sequences))])
+            routed = [(i, s) for i, s in enumerate(batch.sequences) if home[i] == self.replicas.own]
+            for name in ("routed_experts", "route_checksums"):
+                shared = self.passes.share({i: getattr(s, name) for i, s in routed})
+                for i, sequence in enumerate(batch.sequences):
+                    setattr(sequence, name, shared[i])
+        return [found[i] for i in range(len(batch.sequences))]
+
+    def _logprobs(self, batch: Batch, routing: RoutingMode | None) -> dict[int, np.ndarray]:
+        """`compute_logprobs` of this replica's sequences, by number, on the last stage. With "record" they get routes,
+        on all its ranks."""
         self.offload.before_passes()
         mode = routing or self._routing_mode(updating=False)
         recorded: list[Any] = []
@@ -220,8 +250,7 @@ class Learner:
             results = self.passes.run(microbatches, collect, mode, forward_only=True, recorded=recorded)
         if mode == "record":
             self.replay.assemble(batch, recorded)
-        by_index = self.passes.share([item for found in results for item in found])
-        return [by_index[i] for i in range(len(batch.sequences))]
+        return dict(item for found in results for item in found)
 
     def _pieces(self, logprobs: torch.Tensor, microbatch: Microbatch) -> list[tuple[int, np.ndarray]]:
         """Log-probs [n] of a microbatch as one array per sequence, with the sequence's index."""

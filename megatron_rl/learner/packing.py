@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megatron_rl.config.objective import ObjectiveConfig
 from megatron_rl.learner.layers.attention import PackedSequences
 from megatron_rl.learner.model import use_transformer_engine
 from megatron_rl.objective import Denominators, ObjectiveInputs, compute_denominators
+from megatron_rl.process.ranks import world_rank, world_size
 from megatron_rl.routing import RouteSlice
 from megatron_rl.types import Batch, Sequence
 
@@ -112,7 +114,24 @@ def build_microbatch(
 
 
 def minibatch_denominators(sequences: list[Sequence], config: ObjectiveConfig) -> Denominators:
-    """What the losses of a mini-batch are divided by, from all of its sequences, whichever rank will run them."""
+    """What the losses of a mini-batch are divided by, from all of its sequences, whichever rank will run them.
+
+    Collective where the objective counts what its corrections keep (`renormalize`): each rank counts the sequences that
+    it speaks for (`Sequence.holder`).
+    """
+    if not config.renormalizes:
+        return Denominators(float(sum(s.num_trained for s in sequences)), float(len(sequences)), False)
+    if all(s.holder is None for s in sequences):
+        return _count(sequences, config)
+    mine = [s for s in sequences if s.holder == world_rank()]
+    counts = _count(mine, config) if mine else Denominators(0.0, 0.0, True)
+    sums = torch.tensor([counts.num_tokens, counts.num_sequences], dtype=torch.float64)  # whole numbers: any order
+    if world_size() > 1:
+        dist.all_reduce(sums)
+    return Denominators(*sums.tolist(), counts.renormalized)
+
+
+def _count(sequences: list[Sequence], config: ObjectiveConfig) -> Denominators:
     old, inference, mask = (
         torch.from_numpy(np.concatenate([getattr(s, name) for s in sequences]))
         if all(getattr(s, name) is not None for s in sequences)

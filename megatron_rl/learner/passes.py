@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl.config.learner import LearnerConfig
+from megatron_rl.learner.exchange import speaks
 from megatron_rl.learner.layers.invariant import batch_invariant
 from megatron_rl.learner.model import use_transformer_engine
 from megatron_rl.learner.packing import Microbatch, build_microbatch, deal
@@ -47,22 +48,35 @@ class Passes:
         Raises:
             RouteError: a sequence's routes are missing or of another model; on every rank.
         """
-        lengths = [len(batch.sequences[i].tokens) for i in indices]
-        plan = deal(lengths, parallel_state.get_data_parallel_world_size(), self._config.max_tokens_per_microbatch)
         found = [
             build_microbatch(
                 batch,
-                [indices[i] for i in chosen],
+                chosen,
                 multiple_of=self._config.parallel.tensor,
                 pad_token=0,
                 device=self._device,
             )
-            for chosen in plan[parallel_state.get_data_parallel_rank()]
+            for chosen in self._deal(batch, indices)[parallel_state.get_data_parallel_rank()]
         ]
         if mode in ("replay", "watch"):
             with self._phase("routes"):
                 self._add_routes(batch, found)
         return found
+
+    def _deal(self, batch: Batch, indices: list[int] | range) -> list[list[list[int]]]:
+        """Of every replica the sequences of each microbatch: the same on every rank."""
+        lengths = [batch.sequences[i].length for i in indices]
+        plan = deal(lengths, parallel_state.get_data_parallel_world_size(), self._config.max_tokens_per_microbatch)
+        return [[[indices[i] for i in chosen] for chosen in replica] for replica in plan]
+
+    def homes(self, batch: Batch, parts: list[list[int]] | list[range]) -> list[int]:
+        """The replica of every sequence, where the parts of the batch are dealt one by one."""
+        home = [0] * len(batch.sequences)
+        for part in parts:
+            for replica, microbatches in enumerate(self._deal(batch, part)):
+                for i in (i for chosen in microbatches for i in chosen):
+                    home[i] = replica
+        return home
 
     def _add_routes(self, batch: Batch, microbatches: list[Microbatch]) -> None:
         def slice_all() -> None:
@@ -116,10 +130,9 @@ class Passes:
             packed_seq_params=microbatch.packed,
         )
 
-    def speaks(self) -> bool:
-        """One rank per data-parallel replica speaks for it: first of its tensor group, on the last stage."""
-        return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+    def share(self, found: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+        """Arrays of all replicas by number of the sequence, on every rank: for tools, on batches small enough.
 
-    def share(self, found: list[tuple[int, np.ndarray]]) -> dict[int, np.ndarray]:
-        """Pieces of all data-parallel replicas by index of the sequence, on every rank. Collective."""
-        return dict(item for rank in gather_objects(found if self.speaks() else []) for item in rank)
+        Collective.
+        """
+        return {i: array for rank in gather_objects(dict(found) if speaks() else {}) for i, array in rank.items()}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from megatron_rl.checkpoint.architecture import Architecture
 from megatron_rl.config.routing import RoutingConfig
 from megatron_rl.errors import InputError
 from megatron_rl.learner.packing import Microbatch
-from megatron_rl.process.ranks import gather_objects
+from megatron_rl.process.arrays import hand_on
 from megatron_rl.routing import (
     LayerTelemetry,
     RouteShape,
@@ -157,13 +157,14 @@ class RouterReplayer:
         return microbatch.indices, first_row, self.layers, ids.astype(self.shape.dtype)
 
     def assemble(self, batch: Batch, pieces: list[tuple[list[int], int, list[int], np.ndarray]]) -> None:
-        """Give every sequence of ``batch`` the routes that the ranks recorded. Collective.
+        """Give every sequence of this replica the routes that its ranks recorded. Collective in the replica.
 
         A piece: indices of the sequences in the packed row, its first row, its layers, and ids [n, l, K].
         """
         due = (len(self.shape.layers), self.shape.topk)
-        routes = [np.zeros((len(s.tokens), *due), self.shape.dtype) for s in batch.sequences]
-        for indices, first_row, layers, ids in (piece for rank in gather_objects(pieces) for piece in rank):
+        mine = {index for indices, *_ in pieces for index in indices}
+        routes = {i: np.zeros((batch.sequences[i].length, *due), self.shape.dtype) for i in sorted(mine)}
+        for indices, first_row, layers, ids in self._of_replica(pieces):
             start = -first_row  # of the sequence, among the rows of the piece
             for index in indices:
                 stop = start + len(routes[index])
@@ -171,10 +172,24 @@ class RouterReplayer:
                 if begin < end:
                     routes[index][begin - start : end - start, layers] = ids[begin:end]
                 start = stop
-        for sequence, whole in zip(batch.sequences, routes, strict=True):
+        for i, whole in routes.items():
             # As an engine reports them: the last token predicts nothing, so its route is left out.
+            sequence = batch.sequences[i]
             sequence.routed_experts = whole[:-1]
             sequence.route_checksums = route_checksums(sequence.id, sequence.tokens, whole[:-1])
+
+    def _of_replica(
+        self, pieces: list[tuple[list[int], int, list[int], np.ndarray]]
+    ) -> Iterator[tuple[list[int], int, list[int], np.ndarray]]:
+        """The pieces of one rank of this replica after the other."""
+        group = parallel_state.get_model_parallel_group()
+        abouts: list[Any] = [None] * group.size()
+        dist.all_gather_object(abouts, [(*about, ids.shape) for *about, ids in pieces], group=group)
+        for source, its in zip(dist.get_process_group_ranks(group), abouts, strict=True):
+            shapes = {number: shape for number, (*_, shape) in enumerate(its)}
+            held = {number: ids for number, (*_, ids) in enumerate(pieces)} if source == dist.get_rank() else {}
+            found = hand_on(held, shapes, self.shape.dtype, list(shapes), group, source)
+            yield from ((*about, found[number]) for number, (*about, _) in enumerate(its))
 
     # -- results
 

@@ -17,7 +17,7 @@ from megatron_rl.monitor.jsonl import JsonlSink
 from megatron_rl.monitor.noise_scale import NoiseMonitor
 from megatron_rl.monitor.rollouts import rollout_metrics
 from megatron_rl.monitor.run_directory import RunDirectory
-from megatron_rl.monitor.samples import SampleFile, collect, render
+from megatron_rl.monitor.samples import SampleFile, choose, collect, render
 from megatron_rl.monitor.sinks import service_sinks
 from megatron_rl.monitor.tensorboard import TensorBoardSink
 from megatron_rl.monitor.terminal import TerminalSink
@@ -88,12 +88,14 @@ class Monitor:
         groups: Sequence[Group] | None = None,
         batch: Batch | None = None,
         epoch: int | None = None,
+        ratios: Mapping[int, dict[str, float] | None] | None = None,
     ) -> list[AlarmEvent]:
         """End step ``step``: write its metrics with those that follow from ``groups``, clocks and earlier steps.
 
         A metric in ``metrics`` wins over the monitor's own of the same name. Returns the alarms that went off, the
-        same on every rank. ``batch``: of these groups, for the ratios of the samples. ``epoch``: of the prompts, for
-        TensorBoard, which also gets verl's names (`verl_names`). No sink's failure reaches the caller: each warns once.
+        same on every rank. ``batch``: of these groups, ``epoch``: of the prompts, for TensorBoard, which also gets
+        verl's names (`verl_names`). ``ratios``: `rho_summary` of the samples (`samples_wanted`) by their places. No
+        sink's failure reaches the caller: each warns once.
         """
         events: list[AlarmEvent] = []
         if self.is_main_rank:
@@ -113,7 +115,7 @@ class Monitor:
             for event in events:
                 self.log(event.message, style="bold red")
             self._show_sample(step, groups)
-            self._keep_samples(step, groups or (), batch)
+            self._keep_samples(step, groups or (), ratios)
         return self._share(events)
 
     def _also_in_tensorboard(self, step: int, batch: Batch | None, epoch: int | None) -> dict[str, float]:
@@ -144,11 +146,21 @@ class Monitor:
         text = rollout.text if len(rollout.text) <= SAMPLE_CHARACTERS else rollout.text[:SAMPLE_CHARACTERS] + " …"
         self.log(f"sample {prompt.id} reward {rollout.reward:g}: {prompt.text!r} -> {text!r}", style="dim")
 
-    def _keep_samples(self, step: int, groups: Sequence[Group], batch: Batch | None) -> None:
+    def samples_wanted(self, step: int, groups: Sequence[Group]) -> list[int]:
+        """Places (in the order of groups and their rollouts) whose text `record` shows: the same on every rank."""
+        config, every = self.config.samples, self.config.show_sample_every
+        keeps = config.every and step % config.every == 0
+        places = [place for _, place in choose(groups, config.number)] if keeps else []
+        shows = every and step % every == 0 and groups and groups[0].rollouts
+        return sorted({*places, *([0] if shows else [])})
+
+    def _keep_samples(
+        self, step: int, groups: Sequence[Group], ratios: Mapping[int, dict[str, float] | None] | None
+    ) -> None:
         config = self.config.samples
         if not config.every or step % config.every or not groups:
             return
-        samples = collect(step, groups, config, batch)
+        samples = collect(step, groups, config, ratios)
         self._guard("samples.jsonl", self._samples.write, samples)
         if (board := self._sinks.get("tensorboard")) is not None:
             texts = {f"samples/{number}": render(sample) for number, sample in enumerate(samples, start=1)}

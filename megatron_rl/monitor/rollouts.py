@@ -38,8 +38,10 @@ def rollout_metrics(groups: Sequence[Group], ngram: int) -> dict[str, float]:
     if not rollouts:
         return {}
     rewards = np.array([rollout.reward for rollout in rollouts])
-    lengths = np.array([len(rollout.tokens) for rollout in rollouts])
-    repeats = np.array([repetition_fraction(rollout.tokens, ngram) for rollout in rollouts])
+    lengths = np.array([rollout.length for rollout in rollouts])
+    repeats = np.array(
+        [repetition_fraction(r.tokens, ngram) if r.repetition is None else r.repetition for r in rollouts]
+    )
     return {
         "critic/rewards/mean": float(rewards.mean()),
         "critic/rewards/max": float(rewards.max()),

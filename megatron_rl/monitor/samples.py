@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from megatron_rl.config.monitor import SamplesConfig
 from megatron_rl.errors import InputError
 from megatron_rl.monitor.jsonl import append_whole, drop_from
-from megatron_rl.types import Batch, Group, Prompt, Rollout
+from megatron_rl.types import Group, Prompt, Rollout
 from megatron_rl.types import Sequence as Trained
 
 # Control characters of terminals but for line feed and tab, characters that turn the direction of text, line separators
@@ -52,7 +52,7 @@ def choose(groups: Sequence[Group], number: int) -> list[tuple[str, int]]:
     wanted = [
         ("best", max(places, key=lambda i: rollouts[i].reward)),
         ("worst", min(places, key=lambda i: rollouts[i].reward)),
-        ("longest", max(places, key=lambda i: len(rollouts[i].tokens))),
+        ("longest", max(places, key=lambda i: rollouts[i].length)),
         *(("next", i) for i in places[: number + 3]),
     ]
     chosen: dict[int, str] = {}
@@ -61,15 +61,20 @@ def choose(groups: Sequence[Group], number: int) -> list[tuple[str, int]]:
     return [(why, place) for place, why in list(chosen.items())[:number]]
 
 
-def collect(step: int, groups: Sequence[Group], config: SamplesConfig, batch: Batch | None = None) -> list[dict]:
-    """The samples of a step. ``batch``: the same rollouts in the same order, with the learner's log-probs."""
+def collect(
+    step: int,
+    groups: Sequence[Group],
+    config: SamplesConfig,
+    ratios: Mapping[int, dict[str, float] | None] | None = None,
+) -> list[dict]:
+    """The samples of a step. ``ratios``: `rho_summary` by place, where a batch was learned from."""
     pairs = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
     return [
         {
             "step": step,
             "why": why,
             **describe(*pairs[place], config.max_chars),
-            "rho": rho_summary(batch.sequences[place]) if batch is not None else None,
+            "rho": (ratios or {}).get(place),
         }
         for why, place in choose(groups, config.number)
     ]
@@ -83,7 +88,7 @@ def describe(prompt: Prompt, rollout: Rollout, max_chars: int) -> dict[str, Any]
         "reward": rollout.reward,
         "raw_reward": rollout.raw_reward,
         "finish": rollout.finish_reason,
-        "length": len(rollout.tokens),
+        "length": rollout.length,
         "answer": shorten(prompt.answer, max_chars),
         "prompt": shorten(prompt.text, max_chars),
         "response": shorten(rollout.text, max_chars),

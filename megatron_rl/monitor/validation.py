@@ -71,7 +71,7 @@ def _of_source(groups: Sequence[Group]) -> dict[str, float]:
     for k in sorted({1 << power for power in range(n.bit_length())} | {n}):
         counts = [(len(samples), sum(reward >= CORRECT for reward in samples)) for samples in rewards]
         figures[f"pass@{k}"] = math.fsum(pass_at_k(total, correct, k) for total, correct in counts) / len(counts)
-    lengths = [len(rollout.tokens) for rollout in rollouts]
+    lengths = [rollout.length for rollout in rollouts]
     return figures | {
         "response_length/mean": math.fsum(lengths) / len(lengths),
         "response_length/max": float(max(lengths)),

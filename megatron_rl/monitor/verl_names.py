@@ -43,7 +43,7 @@ def verl_names(step: int, metrics: Mapping[str, float], batch: Batch | None) -> 
     lengths = np.array([sequence.prompt_length for sequence in batch.sequences])
     found |= _summary("prompt_length/", lengths, np.ones_like(lengths))
     advantages = np.array([sequence.advantage for sequence in batch.sequences])
-    trained = np.array([int(sequence.loss_mask.sum()) for sequence in batch.sequences])
+    trained = np.array([sequence.num_trained for sequence in batch.sequences])
     return found | _summary("critic/advantages/", advantages, trained)
 
 

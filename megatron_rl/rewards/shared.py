@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
+from megatron_rl.process.arrays import gather_rows
 from megatron_rl.process.ranks import gather_objects, together, world_rank, world_size
 from megatron_rl.rewards.failures import MAX_KINDS, Failure, merge
 from megatron_rl.rewards.rewarder import Rewarder
-from megatron_rl.types import Group
+from megatron_rl.types import Group, Rollout
 
 _FAILURES = ("reward/timeouts", "reward/worker_failures", "reward/errors")
 
@@ -26,17 +28,25 @@ class Scores:
 
 
 def score_shared(rewarder: Rewarder, groups: list[Group]) -> Scores:
-    """Reward every rollout: each rank scores its share, all ranks hold the result."""
-    mine = groups[world_rank() :: world_size()]
+    """Reward every rollout: each rank scores what it holds, all ranks hold the result.
+
+    What all ranks hold is shared out by groups. A reward sees one response at a time, so a group need not be whole.
+    """
+    pairs = [(number, group, rollout) for number, group in enumerate(groups) for rollout in group.rollouts]
+    places = [number % world_size() if r.owner is None else r.owner for number, _, r in pairs]
+    held = [(group, r) for (_, group, r), place in zip(pairs, places, strict=True) if place == world_rank()]
+    mine = [Group(group.prompt, [r for _, r in members]) for group, members in _runs(held)]
     counts = together("rewards could not be computed", lambda: rewarder.score(mine))
-    scored = [(r.raw_reward, r.reward, r.masked) for group in mine for r in group.rollouts]
-    shares = gather_objects((scored, counts, rewarder.failures[:MAX_KINDS]))
-    for rank, (values, _, _) in enumerate(shares):
-        rollouts = [r for group in groups[rank :: len(shares)] for r in group.rollouts]
-        for rollout, (raw, reward, masked) in zip(rollouts, values, strict=True):
-            rollout.raw_reward, rollout.reward, rollout.masked = raw, reward, masked
-    rollouts = [r for group in groups for r in group.rollouts]
-    metrics = {name: sum(share[name] for _, share, _ in shares) for name in _FAILURES} | {
-        "reward/masked_frac": sum(r.masked for r in rollouts) / max(1, len(rollouts))
+    rows = gather_rows([(r.raw_reward, r.reward, r.masked) for _, r in held], places, width=3).tolist()
+    for (_, _, rollout), (raw, reward, masked) in zip(pairs, rows, strict=True):
+        rollout.raw_reward, rollout.reward, rollout.masked = raw, reward, bool(masked)
+    shares = gather_objects((counts, rewarder.failures[:MAX_KINDS]))
+    metrics = {name: sum(share[name] for share, _ in shares) for name in _FAILURES} | {
+        "reward/masked_frac": sum(r.masked for _, _, r in pairs) / max(1, len(pairs))
     }
-    return Scores(metrics, merge(failure for _, _, found in shares for failure in found), len(rollouts))
+    return Scores(metrics, merge(failure for _, found in shares for failure in found), len(pairs))
+
+
+def _runs(held: list[tuple[Group, Rollout]]) -> list[tuple[Group, list[tuple[Group, Rollout]]]]:
+    """Neighbours of one group together."""
+    return [(members[0][0], members) for _, it in groupby(held, key=lambda pair: id(pair[0])) if (members := list(it))]

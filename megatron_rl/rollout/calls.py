@@ -32,5 +32,5 @@ def check_lengths(prompts: list[Prompt], sampling: Sampling, max_prompt_length: 
 
 def throughput(rollouts: list[Rollout], seconds: float) -> dict[str, float]:
     """`perf/*` of a call that took ``seconds``. Tokens are those of responses."""
-    num_tokens = sum(len(rollout.tokens) for rollout in rollouts)
+    num_tokens = sum(rollout.length for rollout in rollouts)
     return {"perf/rollout_tokens": float(num_tokens), "perf/tokens_per_s/rollout": num_tokens / seconds}

@@ -49,7 +49,8 @@ class RolloutInterrupted(RolloutError):
 class Generator(Protocol):
     """An engine that samples responses and takes new weights.
 
-    With several ranks every method is collective: all ranks call it, with the same arguments, and all return the same.
+    With several ranks every method is collective: all ranks call it, with the same arguments. All return the same
+    groups, but the arrays and the text of a response may be on one rank alone (`Rollout.owner`).
     """
 
     def rollout(
@@ -64,7 +65,8 @@ class Generator(Protocol):
         """Sample ``num_samples`` responses to each prompt, in the order of ``prompts``.
 
         ``policy_version``: optimizer step of the weights the engine must hold; a refit that was forgotten is an error.
-        ``step``: enters the seeds. ``sampling``: instead of the recipe's, for validation. Log-probs are log mu of the
+        ``step``: enters the seeds. ``sampling``: instead of the recipe's, for validation, which has no use for
+        routes: engines in the ranks leave them out. Log-probs are log mu of the
         distribution actually sampled from. Under greedy decoding (temperature 0) they are the model's at temperature 1,
         and must not be trained on.
         """

@@ -13,7 +13,7 @@ from megatron_rl.checkpoint.architecture import Architecture
 from megatron_rl.rollout.generator import RolloutError
 from megatron_rl.rollout.requests import Request
 from megatron_rl.routing import RouteShape, missing_id, route_checksums
-from megatron_rl.types import Rollout
+from megatron_rl.types import FINISH_REASONS, FinishReason, Rollout
 
 # Above this a log-prob cannot be rounding: probabilities do not exceed one.
 MAX_LOGPROB = 1e-4
@@ -35,9 +35,9 @@ def make_rollout(
     dense layers are dropped from the result. Absent where routes were not asked for, together with ``architecture``.
     """
     where = f"prompt {request.prompt.id!r}, sample {request.sample}"
-    if finish_reason not in ("stop", "length", "abort"):
+    if finish_reason not in FINISH_REASONS:
         raise RolloutError(f"{where}: unknown finish reason {finish_reason!r}")
-    if not tokens or len(tokens) != len(logprobs):
+    if not len(tokens) or len(tokens) != len(logprobs):
         raise RolloutError(f"{where}: {len(tokens)} tokens came with {len(logprobs)} log-probs")
     inference_logprobs = np.asarray(logprobs, dtype=np.float32)
     if not (np.isfinite(inference_logprobs).all() and (inference_logprobs <= MAX_LOGPROB).all()):
@@ -46,12 +46,12 @@ def make_rollout(
     recorded = None if architecture is None else _routes(where, request, len(tokens), routes, architecture)
     checksums = None
     if recorded is not None:  # sealed where the routes arrive, so that every later change is noticed
-        whole = np.concatenate([np.asarray(request.prompt.tokens, dtype=np.int64), np.asarray(tokens, dtype=np.int64)])
+        whole = np.concatenate([request.prompt.tokens, tokens])
         checksums = route_checksums(f"{request.prompt.id}/{request.sample}", whole, recorded)
     return Rollout(
         prompt_id=request.prompt.id,
         sample=request.sample,
-        tokens=list(tokens),
+        tokens=np.asarray(tokens, dtype=np.int32),
         inference_logprobs=inference_logprobs,
         finish_reason=finish_reason,
         policy_versions=np.full(len(tokens), policy_version, dtype=np.int32),
@@ -59,6 +59,11 @@ def make_rollout(
         route_checksums=checksums,
         text=text,
     )
+
+
+def elsewhere(request: Request, length: int, finish_reason: FinishReason) -> Rollout:
+    """What a rank knows of a response that another one holds."""
+    return Rollout(request.prompt.id, request.sample, None, None, finish_reason, None, length=length)
 
 
 def _routes(

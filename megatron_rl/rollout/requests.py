@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from megatron_rl.process.ranks import gather_objects
 from megatron_rl.types import Group, Prompt, Rollout
 
 S, T = TypeVar("S", bound=Seq), TypeVar("T")
@@ -55,6 +56,12 @@ def share_of(requests: S, engine: int, num_engines: int) -> S:
     return requests[engine::num_engines]
 
 
+def owners_of(num_requests: int, num_engines: int, ranks_per_engine: int) -> list[int]:
+    """The rank that keeps the response to each request: the ranks of an engine take turns over its share."""
+    places = (divmod(number, num_engines) for number in range(num_requests))
+    return [engine * ranks_per_engine + turn % ranks_per_engine for turn, engine in places]
+
+
 def in_order(shares: Seq[Seq[T]]) -> list[T]:
     """The inverse of `share_of`: what was made of each engine's share, in the order of all requests."""
     return [shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares)))]
@@ -64,3 +71,14 @@ def make_groups(prompts: list[Prompt], num_samples: int, rollouts: list[Rollout]
     """Put rollouts, in the order of `make_requests`, back under their prompts."""
     assert len(rollouts) == len(prompts) * num_samples, f"{len(rollouts)} rollouts of {len(prompts)} × {num_samples}"
     return [Group(prompt, rollouts[row * num_samples : (row + 1) * num_samples]) for row, prompt in enumerate(prompts)]
+
+
+def everywhere(groups: list[Group]) -> list[Group]:
+    """``groups`` with every response whole on every rank: for tools, on batches small enough. Collective."""
+    mine = [[r if r.tokens is not None else None for r in group.rollouts] for group in groups]
+    shares = gather_objects(mine)
+    for row, group in enumerate(groups):
+        for place, rollout in enumerate(group.rollouts):
+            if rollout.owner is not None:
+                group.rollouts[place] = replace(shares[rollout.owner][row][place], owner=None)
+    return groups

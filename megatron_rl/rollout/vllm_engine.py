@@ -1,8 +1,9 @@
 """vLLM inside the learner's process, one engine in every rank.
 
 Placement. Every rank (every ``rollout.tensor_parallel`` ranks) runs an engine of its own. Requests are dealt to the
-engines in turn (`requests.share_of`). Results are gathered, so that all ranks return the same groups in the order of
-the prompts.
+engines in turn (`requests.share_of`). Each response stays on one rank of the engine that sampled it (its owner), with
+its tokens, log-probs, routes and text. All ranks learn its length and how it ended, and return the same groups in the
+order of the prompts.
 The alternative, one engine on one rank, would leave the other ranks idle for the longest phase of a step. Engines
 start inside the world that the learner has initialised: vLLM's ``external_launcher`` executor then adds groups of its
 own to that world and opens no second one (tests/e2e/test_vllm_ranks.py holds Megatron's groups to it). A child
@@ -12,9 +13,8 @@ Weights go in through `worker_extension`; see there. Random numbers are keyed pe
 response does not depend on which engine samples it, except for the rounding of matrix products over batches of another
 shape.
 
-Left out: stop strings (stop tokens are what a policy can learn to emit) and speculative decoding. Results are gathered
-whole on every rank, routes included. What only CUDA has (sleep, graphs, `gpu_memory_utilization`) is used as vLLM
-documents it and has not been run on a GPU yet.
+Left out: stop strings (stop tokens are what a policy can learn to emit) and speculative decoding. What only CUDA has
+(sleep, graphs, `gpu_memory_utilization`) is used as vLLM documents it and has not been run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.rules import rollout_problems
 from megatron_rl.errors import InputError
+from megatron_rl.process.arrays import gather_rows
 from megatron_rl.process.ranks import gather_objects, world_rank, world_size
 from megatron_rl.process.watchdog import limited
 from megatron_rl.rollout import process_state
@@ -42,11 +43,11 @@ from megatron_rl.rollout.calls import check_lengths, check_version, throughput
 from megatron_rl.rollout.checksums import check_own_refit, parameter_checksums
 from megatron_rl.rollout.engine_arguments import engine_arguments, runs_eagerly
 from megatron_rl.rollout.generator import RolloutError, Sampling
-from megatron_rl.rollout.payload import make_rollout
-from megatron_rl.rollout.requests import Request, in_order, make_groups, make_requests, share_of
+from megatron_rl.rollout.payload import elsewhere, make_rollout
+from megatron_rl.rollout.requests import Request, make_groups, make_requests, owners_of, share_of
 from megatron_rl.rollout.sampling_params import sampled_tokens, sampling_fields, sampling_params
 from megatron_rl.rollout.weight_check import checked
-from megatron_rl.types import Group, Prompt, Rollout
+from megatron_rl.types import FINISH_REASONS, Group, Prompt, Rollout
 
 STEPS_PER_DEADLINE_CHECK = 8  # one step is one token of every running response
 
@@ -109,7 +110,7 @@ class VllmGenerator:
         step: int,
         sampling: Sampling | None = None,
     ) -> list[Group]:
-        sampling = sampling or self._sampling
+        validates, sampling = sampling is not None, sampling or self._sampling
         if self._broken:
             raise RolloutError(f"the engine cannot go on: {self._broken}")
         if self._wants_weights:
@@ -119,13 +120,20 @@ class VllmGenerator:
         requests = make_requests(prompts, num_samples, seed=self._config.seed, step=step)
         self._take_cache()
         start = time.perf_counter()
+        owners = owners_of(len(requests), self._num_engines, self._config.tensor_parallel)
         mine = share_of(requests, self._engine, self._num_engines)
-        rollouts = self._gather(self._generate(mine, sampling))
+        records = self._record_routes and not validates
+        rollouts = self._tell(requests, owners, self._generate(mine, sampling, records))
         self._stats |= throughput(rollouts, time.perf_counter() - start)
         return make_groups(prompts, num_samples, rollouts)
 
-    def _generate(self, requests: list[Request], sampling: Sampling) -> list[Rollout] | RolloutError:
-        """This engine's share, in order. An error is returned, not raised, because other ranks wait to hear of it."""
+    def _generate(
+        self, requests: list[Request], sampling: Sampling, records: bool
+    ) -> list[Rollout | None] | RolloutError:
+        """This engine's share, in order; None for what another of its ranks owns.
+
+        ``records``: with routes. An error is returned, not raised, because other ranks wait to hear of it.
+        """
         ids = ", ".join(dict.fromkeys(request.prompt.id for request in requests[:: max(1, len(requests) // 8)]))
         try:
             with (
@@ -134,7 +142,11 @@ class VllmGenerator:
                 limited(self._config.hang_limit_s, "the rollout engine (rollout.deadline_s)"),
             ):
                 outputs = self._run_engine(requests, sampling)
-            return [self._to_rollout(request, output) for request, output in zip(requests, outputs, strict=True)]
+            size = self._config.tensor_parallel  # ranks of one engine have the same outputs, and own every size-th
+            return [
+                self._to_rollout(request, output, records) if number % size == self._rank % size else None
+                for number, (request, output) in enumerate(zip(requests, outputs, strict=True))
+            ]
         except RolloutError as error:
             return error
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks are waiting
@@ -169,7 +181,7 @@ class VllmGenerator:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=get_tp_group().cpu_group)
         return bool(flags)
 
-    def _to_rollout(self, request: Request, output: Any) -> Rollout:
+    def _to_rollout(self, request: Request, output: Any, records: bool) -> Rollout:
         completion = output.outputs[0]
         tokens, logprobs = sampled_tokens(completion, f"prompt {request.prompt.id!r}: ")
         return make_rollout(
@@ -179,22 +191,30 @@ class VllmGenerator:
             completion.finish_reason,
             self._policy_version,
             routes=completion.routed_experts,
-            architecture=self._architecture if self._record_routes else None,
+            architecture=self._architecture if records else None,
             text=self._decode(tokens) if self._decode else "",
         )
 
-    def _gather(self, mine: list[Rollout] | RolloutError) -> list[Rollout]:
-        """Every engine's share in the order of the requests, the same on all ranks. One engine's error ends all."""
-        shares: list[list[Rollout]] = []
-        tensor_rank = self._rank % self._config.tensor_parallel
-        speaks = tensor_rank == 0 or isinstance(mine, RolloutError)  # ranks of one engine hold the same results
-        for rank, share in enumerate(gather_objects(mine if speaks else [])):
-            if isinstance(share, RolloutError):
-                self._broken = f"rank {rank}: {share}"
+    def _tell(
+        self, requests: list[Request], owners: list[int], mine: list[Rollout | None] | RolloutError
+    ) -> list[Rollout]:
+        """All responses in the order of the requests: whole on their owner, with length and end on the others.
+
+        One engine's error ends all.
+        """
+        for rank, problem in enumerate(gather_objects(str(mine) if isinstance(mine, RolloutError) else None)):
+            if problem is not None:
+                self._broken = f"rank {rank}: {problem}"
                 raise RolloutError(self._broken)
-            if rank % self._config.tensor_parallel == 0:
-                shares.append(share)
-        return in_order(shares)
+        held = iter([rollout for rollout in mine if rollout is not None])
+        rollouts = [next(held) if owner == self._rank else None for owner in owners]
+        rows = [(r.length, FINISH_REASONS.index(r.finish_reason)) for r in rollouts if r is not None]
+        about = gather_rows(rows, owners, width=2).astype(int).tolist()
+        for number, (request, owner, (length, reason)) in enumerate(zip(requests, owners, about, strict=True)):
+            if rollouts[number] is None:
+                rollouts[number] = elsewhere(request, length, FINISH_REASONS[reason])
+            rollouts[number].owner = owner
+        return rollouts
 
     # ---------------------------------------------------------------- weights
 

@@ -48,6 +48,7 @@ from megatron_rl.run.lookahead import Lookahead
 from megatron_rl.run.prepare import Prepared, prepare
 from megatron_rl.run.resume import check_resume, find_checkpoint
 from megatron_rl.run.saving import Saving
+from megatron_rl.run.shown import share_repetition, share_samples
 from megatron_rl.run.stop import StopRequest
 from megatron_rl.shipped import shipped
 from megatron_rl.types import Batch, Group
@@ -74,11 +75,15 @@ class Run:
     def record(
         self, step: int, metrics: dict[str, float], groups: list[Group] | None = None, batch: Batch | None = None
     ) -> list[AlarmEvent]:
-        """`Monitor.record`, and what `checkpoint.keep_best` needs of the line."""
+        """`Monitor.record`, and what `checkpoint.keep_best` needs of the line. Collective."""
         epoch = (
             None if self.recipe.rollout.max_staleness else self.prompts.epoch
         )  # ahead of time, it is a later batch's
-        events = self.monitor.record(step, metrics, groups, batch, epoch)
+        ratios = {}
+        if groups:
+            share_repetition(groups, self.recipe.monitor.repetition_ngram)
+            ratios = share_samples(groups, batch, self.monitor.samples_wanted(step, groups))
+        events = self.monitor.record(step, metrics, groups, batch, epoch, ratios)
         best = self.recipe.checkpoint.keep_best
         if best is not None and math.isfinite(value := self.monitor.latest.get(best.metric, math.nan)):
             self.scores[step] = value

@@ -1,9 +1,12 @@
 """Batches on disk: what a step was trained on, readable without this package (safetensors + JSON, no pickle).
 
-``step_00000012.safetensors`` holds flat arrays over all tokens of all sequences, ``step_00000012.json`` what is per
-sequence and per step. With ``B`` sequences, ``S`` tokens of all of them together and ``R`` response tokens:
+``step_00000012.json`` holds what is per sequence and per step. Arrays over tokens lie in parts, one of each
+data-parallel replica, which writes what it has learned from; ``parts`` names them with the numbers of their sequences:
+``step_00000012.safetensors`` where there is one, else ``step_00000012.0000.safetensors`` and so on. The arrays of a
+part are flat. With ``B`` sequences in it, ``S`` tokens of all of them together and ``R`` response tokens:
 
-- ``tokens`` [S] int64, ``cu_seqlens`` [B+1]: sequence i is tokens[cu_seqlens[i]:cu_seqlens[i+1]], prompt and response
+- ``tokens`` [S] int64, ``cu_seqlens`` [B+1]: sequence i of them is tokens[cu_seqlens[i]:cu_seqlens[i+1]], prompt and
+  response
 - ``cu_response`` [B+1]: response i is [cu_response[i]:cu_response[i+1]] of the next five
 - ``inference_logprobs`` (log mu), ``old_logprobs`` (log po, where computed), ``current_logprobs`` (log pi of the
   update; with one update per batch it is also log po) [R] float32, ``loss_mask`` [R] bool,
@@ -12,7 +15,8 @@ sequence and per step. With ``B`` sequences, ``S`` tokens of all of them togethe
 - ``route_checksums`` [S − B] and ``route_layer_checksums`` [B, L] int64: see megatron_rl/routing/checksum.py
 
 JSON: ``format_version``, ``step``, ``policy_version`` (optimizer steps before this batch), ``kept`` (an alarm asked for
-it), ``minibatches``, ``metrics`` of the step, and per sequence ``id``, ``prompt_length``, ``advantage``, ``reward``.
+it), ``minibatches``, ``metrics`` of the step, ``parts``, and per sequence ``id``, ``prompt_length``, ``advantage``,
+``reward``. Batches of format version 2 have one part and do not name it.
 """
 
 from __future__ import annotations
@@ -20,19 +24,20 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from megatron_rl.errors import InputError
-from megatron_rl.process.ranks import world_rank
+from megatron_rl.process.ranks import gather_objects, world_rank
 from megatron_rl.types import Batch, Sequence
 
-FORMAT_VERSION = 2
+FORMAT_VERSION, READABLE = 3, (2, 3)
 _PER_TOKEN = ("inference_logprobs", "old_logprobs", "current_logprobs", "loss_mask", "policy_versions")
 
 
@@ -58,14 +63,16 @@ def recorded_steps(folder: Path) -> list[int]:
 def record_batch(
     folder: Path, batch: Batch, policy_version: int, metrics: Mapping[str, float] | None = None, keep: bool = False
 ) -> Path:
-    """Write ``batch`` (rank 0 does; the others return at once). Returns the path of its JSON file.
+    """Write ``batch``: each rank the sequences that it speaks for (`Sequence.holder`), rank 0 those that all hold and
+    the JSON file, whose path is returned. Collective.
 
-    ``keep``: `keep_newest` never deletes it. Raises OSError where the disk is full or gone; nothing of the step is
-    left then.
+    ``keep``: `keep_newest` never deletes it. Raises OSError on every rank where a disk is full or gone; nothing of the
+    step is left then.
     """
     path = batch_path(folder, batch.step)
-    if world_rank() != 0:
-        return path
+    writers = [s.holder or 0 for s in batch.sequences]
+    parts = {rank: [i for i, writer in enumerate(writers) if writer == rank] for rank in sorted({*writers})}
+    names = {rank: _part_name(path, number, len(parts)) for number, rank in enumerate(parts)}
     described = {
         "format_version": FORMAT_VERSION,
         "step": batch.step,
@@ -74,24 +81,59 @@ def record_batch(
         "minibatches": batch.minibatches,
         # JSON has no infinity: what is not finite is left out.
         "metrics": {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)},
+        "parts": [{"file": names[rank], "sequences": numbers} for rank, numbers in parts.items()],
         "sequences": [
             {"id": s.id, "prompt_length": s.prompt_length, "advantage": s.advantage, "reward": s.reward}
             for s in batch.sequences
         ],
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)  # a step recorded again: never an old description beside new arrays
-    partial = path.with_name(f".partial-{path.stem}")
+    rank = world_rank()
+    partial = path.with_name(f".partial-{path.stem}-{rank}")
+
+    def write_part() -> None:
+        if rank in parts:
+            save_file(_arrays([batch.sequences[i] for i in parts[rank]]), partial)
+            os.replace(partial, path.with_name(names[rank]))
+
+    def describe() -> None:
+        if rank == 0:
+            partial.write_text(json.dumps(described, indent=1))
+            os.replace(partial, path)
+
     try:
-        save_file(_arrays(batch.sequences), partial)
-        os.replace(partial, path.with_suffix(".safetensors"))
-        partial.write_text(json.dumps(described, indent=1))
-        os.replace(partial, path)
-    except (OSError, SafetensorError) as error:  # safetensors has its own for what is the disk's fault
-        for rest in (partial, path.with_suffix(".safetensors")):
+        _all_ranks(lambda: _make_room(path) if rank == 0 else None)
+        _all_ranks(write_part)
+        _all_ranks(describe)
+    except OSError:
+        for rest in (partial, path.with_name(names.get(rank, partial.name))):
             rest.unlink(missing_ok=True)
-        raise error if isinstance(error, OSError) else OSError(str(error)) from error
+        raise
     return path
+
+
+def _part_name(path: Path, number: int, count: int) -> str:
+    return f"{path.stem}.safetensors" if count == 1 else f"{path.stem}.{number:04d}.safetensors"
+
+
+def _make_room(path: Path) -> None:
+    """For a step recorded again: never an old description beside new arrays, nor parts of another layout."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    for part in path.parent.glob(f"{path.stem}.*safetensors"):
+        part.unlink()
+
+
+def _all_ranks(action: Callable[[], None]) -> None:
+    """Run ``action`` on every rank; `OSError` on all where it failed on one."""
+    problem = None
+    try:
+        action()
+    except (OSError, SafetensorError) as error:  # safetensors has its own for what is the disk's fault
+        problem = error
+    texts = gather_objects(None if problem is None else str(problem))
+    first = next((text for text in texts if text is not None), None)
+    if first is not None:
+        raise problem if isinstance(problem, OSError) else OSError(first) from problem
 
 
 def keep_newest(folder: Path, number: int) -> None:
@@ -100,15 +142,22 @@ def keep_newest(folder: Path, number: int) -> None:
         return
     for step in recorded_steps(folder)[:-number]:
         path = batch_path(folder, step)
-        if not json.loads(path.read_text())["kept"]:
+        described = json.loads(path.read_text())
+        if not described["kept"]:
             path.unlink()
-            path.with_suffix(".safetensors").unlink()
+            for part in _parts(path, described):
+                part.unlink()
+
+
+def _parts(path: Path, described: dict[str, Any]) -> list[Path]:
+    """The files of a batch's arrays."""
+    return [path.with_name(part["file"]) for part in described.get("parts", [{"file": f"{path.stem}.safetensors"}])]
 
 
 def _arrays(sequences: list[Sequence]) -> dict[str, np.ndarray]:
     arrays = {
         "tokens": np.concatenate([s.tokens for s in sequences]),
-        "cu_seqlens": np.cumsum([0, *(len(s.tokens) for s in sequences)]),
+        "cu_seqlens": np.cumsum([0, *(s.length for s in sequences)]),
         "cu_response": np.cumsum([0, *(s.response_length for s in sequences)]),
     }
     for name in (*_PER_TOKEN, "routed_experts"):
@@ -131,13 +180,20 @@ def load_batch(path: Path) -> RecordedBatch:
             "(recorder.record_batches says which are kept)"
         )
     described = json.loads(path.read_text())
-    if described.get("format_version") != FORMAT_VERSION:
+    if described.get("format_version") not in READABLE:
         raise InputError(
             f"recorded batch {path}: format_version {described.get('format_version')!r}, this version reads "
-            f"{FORMAT_VERSION}"
+            f"{' and '.join(map(str, READABLE))}"
         )
-    arrays = load_file(path.with_suffix(".safetensors"))
-    sequences = [_sequence(arrays, i, about) for i, about in enumerate(described["sequences"])]
+    abouts = described["sequences"]
+    sequences: list[Any] = [None] * len(abouts)
+    numbers = [part["sequences"] for part in described.get("parts", [{"sequences": range(len(abouts))}])]
+    for file, its in zip(_parts(path, described), numbers, strict=True):
+        if not file.is_file():
+            raise InputError(f"recorded batch {path}: its part {file.name} is missing; was the folder copied whole?")
+        arrays = load_file(file)
+        for place, i in enumerate(its):
+            sequences[i] = _sequence(arrays, place, abouts[i])
     batch = Batch(described["step"], sequences, described["minibatches"])
     return RecordedBatch(batch, described["policy_version"], described["metrics"])
 

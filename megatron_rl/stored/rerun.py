@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.checkpoint.architecture import read_architecture
 from megatron_rl.checkpoint.manifest import TRAINER_FILE, list_checkpoints
 from megatron_rl.config import Recipe, load_recipe
@@ -182,6 +184,13 @@ def repeat_update(learner: Learner, recorded: RecordedBatch) -> dict[str, float]
     metrics = learner.update(batch)
     learner.step = batch.step + 1
     return metrics
+
+
+def current_logprobs(learner: Learner, batch: Batch) -> list[np.ndarray]:
+    """log pi [R] of every sequence that the update has left in ``batch``, on every rank. Collective."""
+    held = {i: s.current_logprobs for i, s in enumerate(batch.sequences) if s.current_logprobs is not None}
+    found = learner.passes.share(held)
+    return [found[i] for i in range(len(batch.sequences))]
 
 
 def compare(

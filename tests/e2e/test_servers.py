@@ -58,7 +58,8 @@ def perturbed(seed: int) -> dict[str, torch.Tensor]:
 
 
 def flat(groups: list[Group], field: str) -> list:
-    return [getattr(rollout, field) for group in groups for rollout in group.rollouts]
+    values = [getattr(rollout, field) for group in groups for rollout in group.rollouts]
+    return [value.tolist() for value in values] if field == "tokens" else values
 
 
 def assert_same(first: list[Group], second: list[Group]) -> None:

@@ -58,7 +58,8 @@ def prompts(number: int) -> list[Prompt]:
 
 
 def flat(groups: list[Group], field: str) -> list:
-    return [getattr(rollout, field) for group in groups for rollout in group.rollouts]
+    values = [getattr(rollout, field) for group in groups for rollout in group.rollouts]
+    return [value.tolist() for value in values] if field == "tokens" else values
 
 
 def assert_same(first: list[Group], second: list[Group], *, same_batches: bool = True) -> None:
@@ -124,7 +125,7 @@ class TestSampling:
             for rollout in group.rollouts:
                 stream = UniformStream(request_seed(0, 7, group.prompt.id, rollout.sample))
                 uniforms += [stream.next() for _ in rollout.tokens]
-                tokens, first = torch.tensor([group.prompt.tokens + rollout.tokens]), len(group.prompt.tokens) - 1
+                tokens, first = torch.tensor([[*group.prompt.tokens, *rollout.tokens]]), len(group.prompt.tokens) - 1
                 for model, found in ((double_reference, edges), (reference, single)):
                     with torch.no_grad():
                         output = model(input_ids=tokens).logits[0, first:-1]
@@ -142,8 +143,8 @@ class TestSampling:
         for group in generator.rollout(prompts(8), 1, policy_version=0, step=0, sampling=sampling):
             (rollout,) = group.rollouts
             with torch.no_grad():
-                logits = reference(input_ids=torch.tensor([group.prompt.tokens + rollout.tokens])).logits[0]
-            assert logits[len(group.prompt.tokens) - 1 : -1].argmax(-1).tolist() == rollout.tokens
+                logits = reference(input_ids=torch.tensor([[*group.prompt.tokens, *rollout.tokens]])).logits[0]
+            assert logits[len(group.prompt.tokens) - 1 : -1].argmax(-1).tolist() == rollout.tokens.tolist()
 
     def test_a_response_ends_at_the_stop_token_or_at_the_limit(self, generator):
         groups = generator.rollout(prompts(32), 4, policy_version=0, step=1, sampling=Sampling(6))
@@ -154,7 +155,7 @@ class TestSampling:
                 assert TOKENIZER.eos_token_id not in rollout.tokens[:-1]
                 if rollout.finish_reason == "stop":
                     assert rollout.tokens[-1] == TOKENIZER.eos_token_id
-                    assert rollout.text == decode(rollout.tokens[:-1])
+                    assert rollout.text == decode(rollout.tokens[:-1].tolist())
                 else:
                     assert len(rollout.tokens) == 6
                     assert rollout.tokens[-1] != TOKENIZER.eos_token_id

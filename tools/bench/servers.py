@@ -65,7 +65,11 @@ def main() -> None:
         weights = list(HFFolder(recipe.model.path).items())
         asked = {"policy_version": 0, "step": 0}
         tokens = [
-            [rollout.tokens for group in one.rollout(prompts, options.group, **asked) for rollout in group.rollouts]
+            [
+                rollout.tokens.tolist()
+                for group in one.rollout(prompts, options.group, **asked)
+                for rollout in group.rollouts
+            ]
             for one in (server, engine)
         ]
         assert tokens[0] == tokens[1], "other responses: nothing to compare"

@@ -16,6 +16,7 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.learner import process_groups as distributed
 from megatron_rl.learner.learner import Learner
 from megatron_rl.rollout import RolloutError
+from megatron_rl.rollout.requests import everywhere
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.run.engines import start_generator
 from megatron_rl.types import Group, Prompt
@@ -108,7 +109,7 @@ def exact_and_vllm() -> dict[str, list[Group]]:
     exact = start_generator(recipe, build_tokenizer(), learner)
     found = {}
     for name, generator in (("exact", exact), ("vllm", start(1))):
-        found[name] = generator.rollout(prompts(32), 4, policy_version=0, step=3)
+        found[name] = everywhere(generator.rollout(prompts(32), 4, policy_version=0, step=3))
         generator.close()
     distributed.shutdown()
     return found

@@ -63,7 +63,7 @@ def bits_over_batches(dtype: str, parallel: dict[str, int], sizes: list[int]) ->
         batch = batch_of(learner, groups)
         lengths += [len(s.tokens) for s in batch.sequences]
         for group in groups:  # the same request, in every batch that has it
-            seen = (group.rollouts[0].tokens, group.rollouts[0].inference_logprobs.tolist())
+            seen = (group.rollouts[0].tokens.tolist(), group.rollouts[0].inference_logprobs.tolist())
             differing[f"{number} in another batch"] = differing.get(f"{number} in another batch", 0) + (
                 alone.setdefault(group.prompt.id, seen) != seen
             )
@@ -86,7 +86,7 @@ def cache_and_waves(dtype: str) -> dict[str, Any]:
     results.append(sample(generator_of(learner), 12, 2))
     rollouts = [[r for group in groups for r in group.rollouts] for groups in results]
     return {
-        "tokens": [[r.tokens for r in some] for some in rollouts],
+        "tokens": [[r.tokens.tolist() for r in some] for some in rollouts],
         "logprobs": [[r.inference_logprobs.tolist() for r in some] for some in rollouts],
     }
 
@@ -162,6 +162,7 @@ def doses(stds: list[float]) -> dict[float, dict[str, float]]:
             "std": float(differences.std()),
             "gate": metrics["exact/max_abs_prob_diff"],
             "rho_std": metrics["mismatch/rho_std"],
-            "repeatable": [r.tokens for r in rollouts] == [r.tokens for group in twice for r in group.rollouts],
+            "repeatable": [r.tokens.tolist() for r in rollouts]
+            == [r.tokens.tolist() for group in twice for r in group.rollouts],
         }
     return found

@@ -12,8 +12,17 @@ from megatron_rl.__main__ import main
 from megatron_rl.config.monitor import MonitorConfig, SamplesConfig
 from megatron_rl.errors import InputError
 from megatron_rl.monitor import Monitor, RunDirectory
-from megatron_rl.monitor.samples import SampleFile, choose, collect, printable, read_samples, render, shorten
-from megatron_rl.types import Batch, Group, Prompt, Rollout, Sequence
+from megatron_rl.monitor.samples import (
+    SampleFile,
+    choose,
+    collect,
+    printable,
+    read_samples,
+    render,
+    rho_summary,
+    shorten,
+)
+from megatron_rl.types import Group, Prompt, Rollout, Sequence
 
 HOSTILE = "\x1b]0;owned\x07\x9b31m<script>alert(1)</script>\r\u202egnp.exe\u2028\ud800\nstep 9, best: forged"
 
@@ -48,8 +57,8 @@ def test_the_best_the_worst_the_longest_and_then_the_first_are_kept_once_each():
 
 
 def test_a_sample_says_what_there_is_to_know():
-    batch = Batch(3, [sequence([np.log(0.5), np.log(0.25)])], [[0]])
-    (sample,) = collect(3, [group("q", rollout("seven", 5, 0.25))], SamplesConfig(), batch)
+    ratios = {0: rho_summary(sequence([np.log(0.5), np.log(0.25)]))}
+    (sample,) = collect(3, [group("q", rollout("seven", 5, 0.25))], SamplesConfig(), ratios)
     # Each log-prob is rounded to 24 bits, by at most 2^-25 of a number below 1.4: two of them, and the exponential.
     assert sample["rho"] == pytest.approx({"mean": 0.75, "std": 0.25, "min": 0.5, "max": 1.0}, rel=2**-22)
     del sample["rho"]
@@ -69,11 +78,9 @@ def test_a_sample_says_what_there_is_to_know():
 
 
 def test_rho_is_of_the_policy_that_sampled_or_unknown():
-    old = Batch(0, [sequence([0.0, 0.0], old=[np.log(0.5)] * 2)], [[0]])
-    unknown = Batch(0, [sequence(None)], [[0]])
-    groups = [group("q", rollout("r"))]
-    assert collect(0, groups, SamplesConfig(), old)[0]["rho"]["max"] == 1.0
-    assert collect(0, groups, SamplesConfig(), unknown)[0]["rho"] is None
+    assert rho_summary(sequence([0.0, 0.0], old=[np.log(0.5)] * 2))["max"] == 1.0
+    assert rho_summary(sequence(None)) is None
+    assert collect(0, [group("q", rollout("r"))], SamplesConfig())[0]["rho"] is None
 
 
 def test_long_text_keeps_its_two_ends():
@@ -110,8 +117,8 @@ def test_the_file_never_grows_beyond_its_size(tmp_path):
 
 def test_numbers_that_json_does_not_have_are_null(tmp_path):
     file = SampleFile(tmp_path / "samples.jsonl", 1)
-    batch = Batch(0, [sequence([800.0, 0.0])], [[0]])
-    file.write(collect(0, [group("q", rollout("r"))], SamplesConfig(), batch))
+    ratios = {0: rho_summary(sequence([800.0, 0.0]))}
+    file.write(collect(0, [group("q", rollout("r"))], SamplesConfig(), ratios))
     (sample,) = read_samples(file.path)
     assert sample["rho"]["max"] is None
     assert "rho mean not finite" in render(sample)

@@ -76,7 +76,7 @@ def routes(num_rows: int) -> np.ndarray:
 
 def test_a_response_becomes_a_rollout():
     rollout = make_rollout(request(), [5, 6, 2], [-0.5, -1.25, 0.0], "stop", 9, routes(5), ARCHITECTURE, text="ab")
-    assert (rollout.prompt_id, rollout.sample, rollout.tokens, rollout.text) == ("toy:7", 4, [5, 6, 2], "ab")
+    assert (rollout.prompt_id, rollout.sample, rollout.tokens.tolist(), rollout.text) == ("toy:7", 4, [5, 6, 2], "ab")
     assert rollout.inference_logprobs.dtype == np.float32
     assert rollout.inference_logprobs.tolist() == [-0.5, -1.25, 0.0]
     assert rollout.policy_versions.tolist() == [9, 9, 9]

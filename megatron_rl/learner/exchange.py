@@ -1,0 +1,153 @@
+"""Sequences go from the ranks that sampled them to the data-parallel replicas that learn from them, once.
+
+`packing.deal` decides from lengths alone which replica learns from what, the same on every rank, so nothing has to be
+asked. An array goes from its owner to the rank that speaks for the replica, in one all_to_all for each kind of array,
+and from there to the replica's other ranks. What a rank has afterwards is what its replica learns from; the rest is
+known by length, reward and advantage.
+
+Where a batch has several mini-batches and needs a pass before its updates, that pass is dealt over the whole batch: a
+sequence can then belong to one replica in the pass and to another in its update. It goes to both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_rl.process.arrays import Shape, hand_on, send
+from megatron_rl.process.ranks import gather_objects, world_rank
+from megatron_rl.types import Batch, Sequence
+
+LOGPROBS = np.dtype(np.float32)
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The learner's data-parallel replicas."""
+
+    own: int  # number of this rank's replica
+    speakers: tuple[int, ...]  # of each replica the rank that receives, writes and reports for it
+    group: dist.ProcessGroup | None  # of this rank's replica; None without a world
+
+    @classmethod
+    def of_job(cls) -> Replicas:
+        """Those of Megatron's layout. Collective."""
+        own = parallel_state.get_data_parallel_rank()
+        found = gather_objects(own if speaks() else None)
+        rank_of = {replica: rank for rank, replica in enumerate(found) if replica is not None}
+        group = parallel_state.get_model_parallel_group() if dist.is_initialized() else None
+        return cls(own, tuple(rank_of[replica] for replica in range(len(rank_of))), group)
+
+    def hand_on(
+        self, held: Mapping[int, np.ndarray], shapes: Mapping[int, Shape], dtype: np.dtype, items: list
+    ) -> dict:
+        """``items``, which the speaker of this replica holds, on all its ranks."""
+        return hand_on(held, shapes, dtype, items, self.group, self.speakers[self.own])
+
+
+def speaks() -> bool:
+    """One rank per data-parallel replica speaks for it: first of its tensor group, on the last stage."""
+    return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+@dataclass(frozen=True)
+class _Field:
+    """A kind of array: its name in `Sequence`, what travels, and what it is made of on arrival."""
+
+    name: str
+    dtype: np.dtype
+    shape: Callable[[Sequence], Shape]
+    becomes: np.dtype | None = None  # None: as it travels
+
+
+def _fields(routes: tuple[str, int, int] | None) -> list[_Field]:
+    """``routes``: dtype, layers and experts per token of the routes; None where there are none."""
+    fields = [
+        _Field("tokens", np.dtype(np.int32), lambda s: (s.length,), np.dtype(np.int64)),
+        _Field("inference_logprobs", LOGPROBS, lambda s: (s.response_length,)),
+        _Field("policy_versions", np.dtype(np.int32), lambda s: (s.response_length,)),
+    ]
+    return fields if routes is None else [*fields, *_route_fields(*routes)]
+
+
+def _route_fields(dtype: str, layers: int, topk: int) -> list[_Field]:
+    return [
+        _Field("route_checksums", np.dtype(np.int64), lambda s: (s.length - 1 + layers,)),
+        _Field("routed_experts", np.dtype(dtype), lambda s: (s.length - 1, layers, topk)),
+    ]
+
+
+def distribute(batch: Batch, homes: list[list[int]], replicas: Replicas) -> None:
+    """Bring every sequence to the replicas ``homes[i]``, and forget it everywhere else.
+
+    What every rank holds (`Sequence.owner` None) stays as it is. Collective.
+    """
+    numbers = [i for i, s in enumerate(batch.sequences) if s.owner is not None]
+    if not numbers:
+        return
+    moves = [(i, batch.sequences[i].owner, replicas.speakers[home]) for i in numbers for home in homes[i]]
+    wanted = [i for i in numbers if replicas.own in homes[i]]
+    for field in _fields(_routes_there(batch)):
+        _move(batch, field, numbers, moves, wanted, replicas)
+    for i in numbers:
+        sequence = batch.sequences[i]
+        if sequence.tokens is None:
+            sequence.mask_elsewhere, sequence.loss_mask = sequence.num_trained, None
+        elif sequence.loss_mask is None:
+            sequence.loss_mask = np.full(sequence.response_length, sequence.num_trained > 0)
+
+
+def hand_over_routes(batch: Batch, source: list[int], target: list[int], replicas: Replicas) -> None:
+    """Routes that replica ``source[i]`` has recorded, to replica ``target[i]``. Collective."""
+    numbers = [i for i in range(len(batch.sequences)) if source[i] != target[i]]
+    moves = [(i, replicas.speakers[source[i]], replicas.speakers[target[i]]) for i in numbers]
+    wanted = [i for i in numbers if target[i] == replicas.own]
+    if numbers:
+        for field in _route_fields(*_routes_there(batch)):
+            _move(batch, field, numbers, moves, wanted, replicas)
+
+
+def hand_over_logprobs(
+    batch: Batch, found: Mapping[int, np.ndarray], source: list[int], target: list[int], replicas: Replicas
+) -> dict[int, np.ndarray]:
+    """Log-probs [R] that replica ``source[i]`` has found, at replica ``target[i]``, by number of the sequence.
+
+    ``found``: this replica's, on its last stage. Where both are the same they stay there. Collective.
+    """
+    moving = [i for i in range(len(batch.sequences)) if source[i] != target[i]]
+    shapes = {i: (batch.sequences[i].response_length,) for i in moving}
+    arrived = send(found, shapes, LOGPROBS, [(i, *(replicas.speakers[x[i]] for x in (source, target))) for i in moving])
+    wanted = [i for i in moving if target[i] == replicas.own]
+    stayed = {i: logprobs for i, logprobs in found.items() if source[i] == target[i]}
+    return stayed | replicas.hand_on(arrived, shapes, LOGPROBS, wanted)
+
+
+def _move(
+    batch: Batch,
+    field: _Field,
+    numbers: list[int],
+    moves: list[tuple[int, int, int]],
+    wanted: list[int],
+    replicas: Replicas,
+) -> None:
+    shapes = {i: field.shape(batch.sequences[i]) for i in numbers}
+    here = {i: array for i in numbers if (array := getattr(batch.sequences[i], field.name)) is not None}
+    leaving = {i for i, source, target in moves if source == world_rank()}
+    held = {i: np.ascontiguousarray(array, dtype=field.dtype) for i, array in here.items() if i in leaving}
+    for i in numbers:
+        assert i not in held or held[i].shape == shapes[i], f"{batch.sequences[i].id}: {field.name} {held[i].shape}"
+        setattr(batch.sequences[i], field.name, None)
+    held |= send(held, shapes, field.dtype, moves)
+    for i, array in replicas.hand_on(held, shapes, field.dtype, wanted).items():
+        setattr(batch.sequences[i], field.name, array if field.becomes is None else array.astype(field.becomes))
+
+
+def _routes_there(batch: Batch) -> tuple[str, int, int] | None:
+    """dtype, layers and experts per token of the batch's routes, from whichever rank has any. Collective."""
+    routes = next((s.routed_experts for s in batch.sequences if s.routed_experts is not None), None)
+    about = gather_objects(None if routes is None else (routes.dtype.str, *routes.shape[1:]))
+    return next((item for item in about if item is not None), None)

@@ -1,0 +1,208 @@
+"""What the ranks of test_sequences.py run: sequences on their way between ranks, without engines and models."""
+
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_rl.learner.exchange import Replicas, distribute, hand_over_logprobs, hand_over_routes
+from megatron_rl.learner.packing import deal
+from megatron_rl.process import arrays
+from megatron_rl.routing import route_checksums
+from megatron_rl.stored.batches import record_batch
+from megatron_rl.types import Batch, Sequence
+
+LAYERS, TOPK = 3, 2
+
+
+def whole(num_sequences: int, seed: int, routes: bool, mean: int = 40) -> Batch:
+    """Sequences of unequal length, all of them here."""
+    random = np.random.default_rng(seed)
+    sequences = []
+    for i in range(num_sequences):
+        prompt, response = int(random.integers(1, 9)), 1 + int(random.exponential(mean))
+        s = Sequence(
+            id=f"p:{i}/0",
+            tokens=random.integers(0, 2**31, prompt + response),
+            prompt_length=prompt,
+            inference_logprobs=-random.random(response).astype(np.float32),
+            loss_mask=np.full(response, i % 5 != 2),
+            advantage=float(random.normal()),
+            reward=float(i % 2),
+            policy_versions=np.full(response, i, dtype=np.int32),
+        )
+        if routes:
+            s.routed_experts = random.integers(0, 8, (s.length - 1, LAYERS, TOPK), dtype=np.uint8)
+            s.route_checksums = route_checksums(s.id, s.tokens, s.routed_experts)
+        sequences.append(s)
+    return Batch(0, sequences, [list(range(num_sequences))])
+
+
+def held_by(batch: Batch, owners: list[int]) -> Batch:
+    """``batch`` as the rank knows it that holds what ``owners`` says."""
+    absent = dict.fromkeys(
+        ("tokens", "inference_logprobs", "loss_mask", "policy_versions", "routed_experts", "route_checksums")
+    )
+    return replace(
+        batch,
+        sequences=[
+            replace(s, owner=owner)
+            if owner == dist.get_rank()
+            else replace(s, **absent, owner=owner, mask_elsewhere=s.num_trained)
+            for s, owner in zip(batch.sequences, owners, strict=True)
+        ],
+    )
+
+
+def replicas(num_replicas: int) -> Replicas:
+    """``num_replicas`` of as many ranks as there are for each, the last of them speaking."""
+    size = dist.get_world_size() // num_replicas
+    groups = [dist.new_group(list(range(first * size, (first + 1) * size))) for first in range(num_replicas)]
+    own = dist.get_rank() // size
+    return Replicas(own, tuple(first * size + size - 1 for first in range(num_replicas)), groups[own])
+
+
+def same(found: Sequence, expected: Sequence) -> bool:
+    for name in ("tokens", "inference_logprobs", "loss_mask", "policy_versions", "routed_experts", "route_checksums"):
+        left, right = getattr(found, name), getattr(expected, name)
+        if (left is None) != (right is None):
+            return False
+        if left is not None and (left.dtype != right.dtype or not np.array_equal(left, right)):
+            return False
+    return True
+
+
+def exchange(num_replicas: int, num_sequences: int, owners: str, routes: bool) -> dict[str, Any]:
+    """Every sequence to one or two replicas: is all that is wanted there right, and nothing else there?"""
+    world, here = dist.get_world_size(), replicas(num_replicas)
+    expected = whole(num_sequences, seed=num_sequences, routes=routes)
+    random = np.random.default_rng(1)
+    owner = {
+        "in turn": [i % world for i in range(num_sequences)],
+        "all on one": [world - 1] * num_sequences,
+        "any": random.integers(0, world, num_sequences).tolist(),
+    }[owners]
+    source, target = (random.integers(0, num_replicas, num_sequences).tolist() for _ in range(2))
+    batch = held_by(expected, owner)
+    distribute(batch, [list({*pair}) for pair in zip(source, target, strict=True)], here)
+    wrong = []
+    for i, (found, want) in enumerate(zip(batch.sequences, expected.sequences, strict=True)):
+        wanted = here.own in (source[i], target[i])
+        absent = found.tokens is found.routed_experts is found.inference_logprobs is found.loss_mask is None
+        if not (same(found, want) if wanted else absent):
+            wrong.append(i)
+        if (found.length, found.num_trained, found.response_length) != (
+            want.length,
+            want.num_trained,
+            want.response_length,
+        ):
+            wrong.append(i)
+    mine = {i: want.inference_logprobs * 2 for i, want in enumerate(expected.sequences) if source[i] == here.own}
+    moved = hand_over_logprobs(batch, mine, source, target, here)
+    for i, want in enumerate(expected.sequences):
+        due = want.inference_logprobs * 2 if target[i] == here.own else None
+        if (i in moved) != (due is not None) or (i in moved and not np.array_equal(moved[i], due)):
+            wrong.append(i)
+    if routes:
+        for i, s in enumerate(batch.sequences):  # as a pass of R2 leaves them: with the replica that made it
+            s.routed_experts = expected.sequences[i].routed_experts + 1 if source[i] == here.own else None
+        hand_over_routes(batch, source, target, here)
+        for i, s in enumerate(batch.sequences):
+            if target[i] == here.own and not np.array_equal(s.routed_experts, expected.sequences[i].routed_experts + 1):
+                wrong.append(i)
+    return {"wrong": wrong, "held": sum(s.tokens is not None for s in batch.sequences)}
+
+
+def numbers(num_items: int) -> list[list[float]]:
+    """`gather_rows` where some ranks know of nothing."""
+    places = [(i * i) % 3 % dist.get_world_size() for i in range(num_items)]
+    rows = [(i, -i / 3) for i in range(num_items) if places[i] == dist.get_rank()]
+    return arrays.gather_rows(rows, places, width=2).tolist()
+
+
+def held_bytes(per_rank: int) -> dict[str, int]:
+    """Peak of what NumPy and PyTorch hold of a rank's share while it is exchanged, ``per_rank`` sequences a rank."""
+    world = dist.get_world_size()
+    here = replicas(world)
+    lengths = [6000] * (per_rank * world)
+    plan = deal(lengths, world, 1 << 30)
+    home = {i: replica for replica, bins in enumerate(plan) for chosen in bins for i in chosen}
+    owners = [(home[i] + 1) % world for i in range(len(lengths))]  # everything moves
+    sequences = []
+    for i, owner in enumerate(owners):
+        is_here = owner == dist.get_rank()
+        response = np.zeros(5999)
+        sequences.append(
+            Sequence(
+                id=str(i),
+                tokens=np.arange(6000) + i if is_here else None,
+                prompt_length=1,
+                inference_logprobs=response.astype(np.float32) if is_here else None,
+                loss_mask=np.ones(5999, bool) if is_here else None,
+                advantage=0.0,
+                reward=0.0,
+                policy_versions=response.astype(np.int32) if is_here else None,
+                routed_experts=np.full((5999, 48, 8), i % 100, np.uint8) if is_here else None,
+                route_checksums=np.zeros(5999 + 48, np.int64) if is_here else None,
+                length=6000,
+                mask_elsewhere=5999,
+                owner=owner,
+            )
+        )
+    batch = Batch(0, sequences, [list(range(len(sequences)))])
+    counted = _count_buffers()
+    tracemalloc.start()
+    distribute(batch, [[home[i]] for i in range(len(lengths))], here)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    mine = [s for i, s in enumerate(batch.sequences) if home[i] == here.own]
+    assert all((s.routed_experts == int(s.id) % 100).all() for s in mine)
+    return {"arrays": peak, "buffers": max(counted), "sequences": len(mine)}
+
+
+def _count_buffers() -> list[int]:
+    """Bytes of every buffer that arrives by all_to_all, as they come."""
+    seen, own = [0], dist.all_to_all_single
+
+    def counting(arriving, leaving, *arguments: Any, **options: Any) -> Any:
+        seen.append(arriving.nbytes + leaving.nbytes)
+        return own(arriving, leaving, *arguments, **options)
+
+    dist.all_to_all_single = counting
+    return seen
+
+
+def record(folder: str, routes: bool) -> str:
+    """Each rank writes what it learned from; the parts together are the batch."""
+    world, here = dist.get_world_size(), replicas(dist.get_world_size())
+    expected = whole(7, seed=3, routes=routes)
+    batch = held_by(expected, [i % world for i in range(7)])
+    home = [(i * i) % world for i in range(7)]
+    distribute(batch, [[h] for h in home], here)
+    for s, h in zip(batch.sequences, home, strict=True):
+        s.holder = here.speakers[h]
+        if s.tokens is not None:
+            s.current_logprobs = s.inference_logprobs * 3
+    return str(record_batch(Path(folder), batch, 5, {"loss": 0.5}, keep=True))
+
+
+def record_on_a_full_disk(folder: str) -> str:
+    """The last rank cannot write; what do all say?"""
+    batch = whole(4, seed=3, routes=False)
+    last = dist.get_world_size() - 1
+    for i, s in enumerate(batch.sequences):
+        s.holder = i % (last + 1)
+    if dist.get_rank() == last:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    try:
+        record_batch(Path(folder), batch, 5)
+    except OSError as error:
+        return str(error)
+    return "no error"

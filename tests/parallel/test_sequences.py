@@ -1,0 +1,84 @@
+"""Sequences between ranks: what a replica learns from is there, bit for bit, and nothing else is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_rl.stored.batches import batch_path, keep_newest, load_batch, recorded_steps
+from tests.parallel.gloo import run_ranks
+from tests.parallel.programs import sequences as programs
+
+MODULE = "tests.parallel.programs.sequences"
+
+
+def run(name: str, world_size: int, **arguments):
+    return run_ranks(MODULE, name, world_size, **arguments)
+
+
+def jobs(world_size: int, wanted: dict[str, tuple[str, dict]]) -> list[dict]:
+    return run_ranks("tests.parallel.jobs", "run_jobs", world_size, module=MODULE, jobs=wanted, timeout_s=200)
+
+
+@pytest.mark.parametrize(("world_size", "num_replicas"), [(1, 1), (2, 2), (3, 1), (4, 4), (4, 2)])
+def test_every_replica_gets_what_it_learns_from_and_nothing_else(world_size, num_replicas):
+    wanted = {
+        f"{number} sequences, owners {owners}, routes {routes}": (
+            "exchange",
+            {"num_replicas": num_replicas, "num_sequences": number, "owners": owners, "routes": routes},
+        )
+        for number, owners, routes in (
+            (1, "in turn", True),
+            (2, "all on one", False),
+            (13, "any", True),
+            (13, "all on one", True),
+            (16, "in turn", False),
+        )
+    }
+    for results in jobs(world_size, wanted):
+        assert results.keys() == wanted.keys()
+        for name, result in results.items():
+            assert result["wrong"] == [], name
+
+
+def test_numbers_of_every_item_are_on_every_rank():
+    for rank in jobs(4, {str(n): ("numbers", {"num_items": n}) for n in (0, 1, 2, 9)}):
+        for number, found in rank.items():
+            assert found == [[i, -i / 3] for i in range(int(number))]
+
+
+def test_what_a_rank_holds_does_not_grow_with_the_number_of_ranks():
+    """Bytes, not time: the share of a rank is the same in 4 and in 16 ranks."""
+    few, many = (max(rank["arrays"] + rank["buffers"] for rank in run("held_bytes", n, per_rank=8)) for n in (4, 16))
+    assert few > 8 * 5999 * 48 * 8, "a share is that large, so something has moved"
+    assert many <= 1.05 * few
+
+
+@pytest.mark.parametrize("routes", [False, True])
+def test_parts_of_all_ranks_are_the_batch(routes, tmp_path):
+    paths = run("record", 3, folder=str(tmp_path), routes=routes)
+    assert {*paths} == {str(batch_path(tmp_path, 0))}
+    names = sorted(file.name for file in tmp_path.iterdir())
+    assert names == ["step_00000000.0000.safetensors", "step_00000000.0001.safetensors", "step_00000000.json"]
+    loaded = load_batch(batch_path(tmp_path, 0))
+    assert (loaded.policy_version, loaded.metrics) == (5, {"loss": 0.5})
+    for found, want in zip(loaded.batch.sequences, programs.whole(7, seed=3, routes=routes).sequences, strict=True):
+        assert programs.same(found, want)
+        assert np.array_equal(found.current_logprobs, want.inference_logprobs * 3)
+        assert (found.id, found.advantage, found.reward) == (want.id, want.advantage, want.reward)
+
+
+def test_parts_of_old_batches_are_deleted(tmp_path):
+    run("record", 3, folder=str(tmp_path), routes=False)
+    description = batch_path(tmp_path, 0)
+    description.write_text(description.read_text().replace('"kept": true', '"kept": false'))
+    batch_path(tmp_path, 1).write_text('{"kept": false, "parts": []}')
+    keep_newest(tmp_path, 1)
+    assert recorded_steps(tmp_path) == [1]
+    assert [file.name for file in tmp_path.iterdir()] == [batch_path(tmp_path, 1).name]
+
+
+def test_a_part_that_cannot_be_written_is_the_error_of_all_and_leaves_nothing(tmp_path):
+    messages = run("record_on_a_full_disk", 3, folder=str(tmp_path))
+    assert all("File too large" in message for message in messages)
+    assert not list(tmp_path.iterdir())
