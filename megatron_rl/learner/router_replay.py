@@ -38,7 +38,8 @@ from megatron_rl.routing import (
     route_checksums,
     router_metrics,
 )
-from megatron_rl.routing.layout import PADDING_ID
+from megatron_rl.routing.layout import PADDING_ID, CheckedRoutes
+from megatron_rl.routing.payload import malformed_error, malformed_on, missing_id
 from megatron_rl.types import Batch, Sequence
 
 # native: routers decide. watch: they decide, and are compared with the routes on record. replay: those on record are
@@ -57,7 +58,16 @@ class LayerReplay(RouterReplay):
         self.telemetry = LayerTelemetry(device)
         self.counted: torch.Tensor | None = None  # [n] bool; None: do not compare
         self.flips: torch.Tensor | None = None  # [n] bool of the last forward pass
+        self.has_gaps = False  # rows of `target_topk_idx` without record
         self._needs_softmax = router.score_function == "softmax" and not router.config.moe_router_pre_softmax
+
+    def _replay(self, indices, scores, compute_own_indices, topk):
+        """Without Megatron's own checks of the ids, a sort in host memory for each layer and pass: `RouterReplayer`
+        has checked them once, and says whether any row is left to the router."""
+        assert indices.shape == (len(scores), topk), f"layer {self.layer_number}: {indices.shape} for {scores.shape}"
+        if self.has_gaps:
+            indices = torch.where(indices[:, :1] == -1, compute_own_indices(), indices)
+        return scores.gather(1, indices), indices
 
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
         recomputing = get_checkpoint_notes() is not None and torch.is_grad_enabled()
@@ -90,20 +100,54 @@ class RouterReplayer:
             router.telemetry = LayerTelemetry(self.device)
         self._flips: list[torch.Tensor] = []  # [2, n] uint8 per forward pass: token has a route, differs in a layer
         self._due = self._missing = 0
+        self._known = CheckedRoutes(checks_rows=self.device.type != "cuda")
+        # Of the step, by the packed row: its slice, and the routes that it was made of.
+        self._slices: dict[tuple[int, tuple[str, ...]], tuple[RouteSlice, list[np.ndarray]]] = {}
 
     # -- one rank's share of the routes
 
     def slice(self, sequences: list[Sequence], microbatch: Microbatch) -> RouteSlice:
-        """Routes of this rank's tokens and layers, verified. Raises `RouteError`."""
+        """Routes of this rank's tokens and layers, verified. Raises `RouteError`.
+
+        A row that a pass of the same step has had already is the same slice.
+        """
         num_tokens = microbatch.tokens.numel()
-        packed = pack_routes(sequences, num_tokens - microbatch.num_real_tokens, self.shape, self.config)
+        row = num_tokens, tuple(s.id for s in sequences)
+        earlier, of = self._slices.get(row, (None, []))
+        if earlier is not None and all(self._known.get(s) is routes for s, routes in zip(sequences, of, strict=True)):
+            return earlier
+        packed = pack_routes(sequences, num_tokens - microbatch.num_real_tokens, self.shape, self.config, self._known)
         size, rank = _sequence_parallel()
         share = num_tokens // size
         routes = packed.take(slice(rank * share, (rank + 1) * share), self.layers)
         layers = [self.shape.layers.index(router.layer_number - 1) for router in self.routers]
         routes.verify(self._own_keys(sequences, microbatch), layers, self.shape)
-        routes.to_device(self.device)
+        if not self._known.checks_rows:
+            self._check_rows(routes)
+        routes.settle()
+        self._slices[row] = routes, [self._known.get(s) for s in sequences]
         return routes
+
+    def _check_rows(self, routes: RouteSlice) -> None:
+        """On the device: every row that is not padding names different experts that there are."""
+        small = routes.experts if routes.experts.dtype == np.uint8 else routes.experts.astype(np.int32)
+        found = malformed_on(torch.from_numpy(small).to(self.device), self.shape.num_experts)
+        if not found.any():
+            return
+        wrong = found.cpu().numpy()
+        if self.config.malformed == "error":
+            row, layer = (int(x) for x in np.argwhere(wrong)[0])
+            sequence, token = routes.owner(row)
+            raise malformed_error(
+                f"sequence {sequence}",
+                self.shape,
+                self.layers[layer],
+                token,
+                routes.experts[row, layer],
+                f"{wrong.sum()} in the microbatch",
+            )
+        routes.experts = np.where(wrong[..., None], missing_id(self.shape.dtype), routes.experts)
+        routes.experts = routes.experts.astype(self.shape.dtype)
 
     def _own_keys(self, sequences: list[Sequence], microbatch: Microbatch) -> np.ndarray:
         """[n] keys of the tokens that Megatron's own scatter leaves on this rank, from the tensors the model gets."""
@@ -124,26 +168,28 @@ class RouterReplayer:
         """Route one microbatch's forward pass. ``observe``: enter it into the telemetry."""
         action = {"replay": RouterReplayAction.REPLAY_FORWARD, "record": RouterReplayAction.RECORD}.get(mode)
         observe = observe and routes is not None
+        ids, counted = (None, None) if routes is None else routes.on(self.device)
         for i, router in enumerate(self.routers):
             router.router_replay_action = action
             # Not set_target_indices, which also queues the indices for a backward action that is never used.
-            router.target_topk_idx = None if routes is None else routes.indices[i]
-            router.counted = routes.counted[:, i] if observe else None
+            router.target_topk_idx = None if ids is None else ids[i]
+            router.has_gaps = routes is not None and routes.gaps[i]
+            router.counted = counted[:, i] if observe else None
         try:
             yield
             if observe:
-                self._observe(routes)
+                self._observe(routes, counted)
         finally:
             for router in self.routers:
                 router.router_replay_action = router.target_topk_idx = router.counted = router.flips = None
 
-    def _observe(self, routes: RouteSlice) -> None:
+    def _observe(self, routes: RouteSlice, counted_rows: torch.Tensor) -> None:
         self._due += routes.num_due
         self._missing += routes.num_missing
         nothing = torch.zeros(len(routes.is_real), dtype=torch.bool, device=self.device)
         flips, counted = nothing, nothing
         for i, router in enumerate(self.routers):
-            flips, counted = flips | router.flips, counted | routes.counted[:, i]
+            flips, counted = flips | router.flips, counted | counted_rows[:, i]
         self._flips.append(torch.stack([counted, flips]).to(torch.uint8))
 
     # -- recording by the learner itself (R2)

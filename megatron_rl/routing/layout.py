@@ -6,8 +6,9 @@ pipeline stage, K experts per token. Layers are counted among the MoE layers of 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,13 +27,13 @@ class RouteSlice:
     """Routes of one microbatch as one rank needs them."""
 
     experts: np.ndarray  # [n, l, K], `RouteShape.dtype`; rows of `missing_id` are left to the router
-    seals: np.ndarray  # [n, l] uint64, made when the row was packed
+    seals: np.ndarray | None  # [n, l] uint64, made of the whole sequences' tokens; None once `settle` was called
     is_real: np.ndarray  # [n] bool: not padding
     num_due: int  # (token, layer) rows of this slice that should have a route
     parts: list[tuple[str, int]]  # sequence ids and lengths of the whole packed row, for messages
     first_row: int  # where this slice begins in it
-    indices: list[torch.Tensor] = field(default_factory=list)  # per layer [n, K] int64, -1 throughout: no record
-    counted: torch.Tensor | None = None  # [n, l] bool on the device: real tokens with a route
+    num_missing: int = 0  # (token, layer) rows that should have a route and have none
+    gaps: tuple[bool, ...] = ()  # [l]: whether any row of the layer has no record
 
     def verify(self, keys: np.ndarray, layers: Seq[int], shape: RouteShape) -> None:
         """Hold the slice against the tokens and layers that are really on this rank.
@@ -47,13 +48,13 @@ class RouteSlice:
         wrong = route_seals(keys, self.experts, layers) != self.seals
         if wrong.any():
             row, layer = (int(x) for x in np.argwhere(wrong)[0])
-            sequence, token = self._owner(row)
+            sequence, token = self.owner(row)
             raise RouteError(
                 f"sequence {sequence}, layer {shape.layers[layers[layer]]}, token {token}: the route sliced for this "
                 f"rank belongs to another token or layer ({wrong.sum()} of {wrong.size} rows differ)"
             )
 
-    def _owner(self, row: int) -> tuple[str, int]:
+    def owner(self, row: int) -> tuple[str, int]:
         """Sequence id and position of a row of the slice."""
         row += self.first_row
         for sequence_id, length in self.parts:
@@ -62,18 +63,26 @@ class RouteSlice:
             row -= length
         raise AssertionError("row beyond the packed row")
 
-    def to_device(self, device: torch.device) -> None:
-        """Make what the routers read: ids with -1 for "no record" stay on the host, where they are inspected."""
+    def settle(self) -> None:
+        """After all checks: the seals, as large as the routes, have done their work."""
         missing = self._missing()
-        ids = np.swapaxes(self.experts, 0, 1).astype(np.int64, order="C")  # [l, n, K]
-        ids[missing.T] = -1
-        self.indices = list(torch.from_numpy(ids))
-        self.counted = torch.from_numpy(~missing & self.is_real[:, None]).to(device)
+        self.seals, self.gaps = None, tuple(missing.any(axis=0).tolist())
+        self.num_missing = self.num_due - int((~missing & self.is_real[:, None]).sum())
 
-    @property
-    def num_missing(self) -> int:
-        """(token, layer) rows that should have a route and have none."""
-        return self.num_due - int((~self._missing() & self.is_real[:, None]).sum())
+    def on(self, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """What the routers read: ids of each layer [n, K] int64, -1 throughout for "no record"; counted [n, l] bool,
+        real tokens with a route. Bytes travel to the device, and become integers there."""
+        small = self.experts if self.experts.dtype == np.uint8 else self.experts.astype(np.int32)
+        layers = torch.from_numpy(small).to(device).unbind(1)
+        # One block a layer: the allocator has such blocks at hand, where one for all layers would be fresh pages.
+        ids = [layer.to(torch.int64, memory_format=torch.contiguous_format) for layer in layers]
+        real = torch.from_numpy(self.is_real).to(device)[:, None]
+        if not any(self.gaps):
+            return ids, real.expand(-1, len(ids))
+        missing = [layer[:, :1] == missing_id(self.experts.dtype) for layer in layers]
+        for layer, gap in zip(ids, missing, strict=True):
+            layer.masked_fill_(gap, -1)
+        return ids, ~torch.cat(missing, dim=1) & real
 
     def _missing(self) -> np.ndarray:
         """[n, l] bool: no record. Rows are whole: where one id is missing, all are."""
@@ -81,30 +90,56 @@ class RouteSlice:
 
 
 @dataclass
-class PackedRoutes:
-    """Routes of all tokens of a packed row, in every MoE layer."""
+class _Part:
+    """Routes of one sequence, or of the padding, in every MoE layer."""
 
-    experts: np.ndarray  # [N, L, K]
-    seals: np.ndarray  # [N, L] uint64
-    ids: list[str]  # of the sequences in the row, then padding
-    lengths: list[int]
+    id: str
+    length: int  # S tokens
+    keys: np.ndarray  # [S] uint64
+    experts: np.ndarray  # [m, L, K]: m = S - 1 for a sequence, S for the padding
+    seals: np.ndarray | None  # [m, L] uint64; None: to be made of what is taken
+
+    def take(self, first: int, last: int, layers: Seq[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Experts and seals of the tokens ``first`` to ``last`` - 1. The last token of a sequence has no record."""
+        end = min(last, len(self.experts))
+        if first < end:
+            experts = _columns(self.experts[first:end], layers)
+            if self.seals is None:
+                yield experts, route_seals(self.keys[first:end], experts, layers)
+            else:
+                yield experts, _columns(self.seals[first:end], layers)
+        if last > len(self.experts):
+            nothing = np.full((1, len(layers), self.experts.shape[2]), missing_id(self.experts.dtype))
+            nothing = nothing.astype(self.experts.dtype)
+            yield nothing, route_seals(self.keys[-1:], nothing, layers)
+
+
+@dataclass
+class PackedRoutes:
+    """Routes of all tokens of a packed row. Nothing is copied before a rank takes its slice."""
+
+    parts: list[_Part]
 
     def take(self, rows: slice, layers: Seq[int]) -> RouteSlice:
         """The slice of a rank that holds ``rows`` and ``layers``."""
-        # The last token of a sequence was sampled and never fed to the engine: no route is due.
-        due = np.concatenate([np.arange(n) < n - 1 if i != PADDING_ID else np.zeros(n, bool) for i, n in self._parts()])
-        real = np.concatenate([np.full(n, i != PADDING_ID) for i, n in self._parts()])
+        taken, real, num_due, start = [], [], 0, 0
+        for part in self.parts:
+            first, last = max(rows.start - start, 0), min(rows.stop - start, part.length)
+            start += part.length
+            if first >= last:
+                continue
+            taken += part.take(first, last, layers)
+            is_real = part.id != PADDING_ID
+            real.append(np.full(last - first, is_real))
+            num_due += (min(last, part.length - 1) - first if is_real else 0) * len(layers)
         return RouteSlice(
-            experts=_columns(self.experts[rows], layers),
-            seals=_columns(self.seals[rows], layers),
-            is_real=real[rows],
-            num_due=int(due[rows].sum()) * len(layers),
-            parts=self._parts(),
+            experts=np.concatenate([experts for experts, _ in taken]),
+            seals=np.concatenate([seals for _, seals in taken]),
+            is_real=np.concatenate(real),
+            num_due=num_due,
+            parts=[(part.id, part.length) for part in self.parts],
             first_row=rows.start,
         )
-
-    def _parts(self) -> list[tuple[str, int]]:
-        return list(zip(self.ids, self.lengths, strict=True))
 
 
 def _columns(x: np.ndarray, layers: Seq[int]) -> np.ndarray:
@@ -112,28 +147,56 @@ def _columns(x: np.ndarray, layers: Seq[int]) -> np.ndarray:
     return x if list(layers) == list(range(x.shape[1])) else np.ascontiguousarray(x[:, list(layers)])
 
 
-def pack_routes(sequences: list[Sequence], num_padding: int, shape: RouteShape, config: RoutingConfig) -> PackedRoutes:
+def pack_routes(
+    sequences: list[Sequence],
+    num_padding: int,
+    shape: RouteShape,
+    config: RoutingConfig,
+    known: CheckedRoutes | None = None,
+) -> PackedRoutes:
     """Routes of ``sequences``, one after another, then ``num_padding`` tokens of padding: as `build_microbatch` does.
 
     The last token of each sequence has no record. Padding is spread over the experts in turn: left to the router, all
-    of it would crowd into the same ones. Raises `RouteError` (see `checked_routes`).
+    of it would crowd into the same ones. ``known``: sequences in it are not checked again, the others are entered.
+    Raises `RouteError` (see `checked_routes`).
     """
-    num_layers, ids, lengths = len(shape.layers), [s.id for s in sequences], [len(s.tokens) for s in sequences]
-    experts, seals = [], []
-    nothing = np.full((1, num_layers, shape.topk), missing_id(shape.dtype), dtype=shape.dtype)
+    known, parts = CheckedRoutes() if known is None else known, []
     for s in sequences:
-        routes, sealed = checked_routes(s, shape, config.malformed)
-        last = len(s.tokens) - 1
-        key = token_keys(s.tokens[last:], np.array([last]), sequence_key(s.id))
-        experts += [routes, nothing]
-        seals += [sealed, route_seals(key, nothing, range(num_layers))]
+        routes, seals = known.get(s), None
+        if routes is None:
+            routes, seals = checked_routes(s, shape, config.malformed, known.checks_rows)
+            known.add(s, routes)
+        keys = token_keys(s.tokens, np.arange(len(s.tokens)), sequence_key(s.id))
+        parts.append(_Part(s.id, len(s.tokens), keys, routes, seals))
     if num_padding:
         padding = padding_routes(num_padding, shape)
         keys = token_keys(np.zeros(num_padding), np.arange(num_padding), sequence_key(PADDING_ID))
-        experts.append(padding)
-        seals.append(route_seals(keys, padding, range(num_layers)))
-        ids, lengths = [*ids, PADDING_ID], [*lengths, num_padding]
-    return PackedRoutes(np.concatenate(experts), np.concatenate(seals), ids, lengths)
+        parts.append(_Part(PADDING_ID, num_padding, keys, padding, None))
+    return PackedRoutes(parts)
+
+
+class CheckedRoutes:
+    """Routes that have passed their checks, so that the next pass of a step does not repeat them.
+
+    A sequence is known by the very arrays that were checked: other tokens, routes or checksums are checked anew.
+    ``checks_rows``: look for rows that cannot be; False where the device does (`payload.malformed_on`).
+    """
+
+    def __init__(self, checks_rows: bool = True) -> None:
+        self.checks_rows = checks_rows
+        self._found: dict[str, tuple[tuple, np.ndarray]] = {}
+
+    def get(self, sequence: Sequence) -> np.ndarray | None:
+        arrays, routes = self._found.get(sequence.id, ((), None))
+        same = len(arrays) == 3 and all(a is b for a, b in zip(arrays, self._arrays(sequence), strict=True))
+        return routes if same else None
+
+    def add(self, sequence: Sequence, routes: np.ndarray) -> None:
+        self._found[sequence.id] = (self._arrays(sequence), routes)
+
+    @staticmethod
+    def _arrays(sequence: Sequence) -> tuple:
+        return sequence.tokens, sequence.routed_experts, sequence.route_checksums
 
 
 def padding_routes(num_padding: int, shape: RouteShape) -> np.ndarray:

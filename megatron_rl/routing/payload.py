@@ -11,6 +11,7 @@ from itertools import combinations
 from typing import Literal
 
 import numpy as np
+import torch
 
 from megatron_rl.checkpoint.architecture import Architecture
 from megatron_rl.routing.checksum import check_checksums, route_seals, sequence_key, token_keys
@@ -59,13 +60,39 @@ def malformed_rows(routes: np.ndarray, num_experts: int) -> np.ndarray:
     return wrong
 
 
+def malformed_on(routes: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """`malformed_rows` where the routes are, on a device: [n, L, K] uint8 or int32 → bool [n, L].
+
+    A row without record is one whose ids are all beyond the experts and equal.
+    """
+    columns = routes.unbind(-1)
+    wrong, alike = torch.zeros_like(columns[0], dtype=torch.bool), torch.ones_like(columns[0], dtype=torch.bool)
+    for first, second in combinations(columns, 2):
+        wrong |= first == second
+    for column in columns:
+        wrong |= column >= num_experts
+        alike &= (column == columns[0]) & (column >= num_experts)
+    return wrong & ~alike
+
+
+def malformed_error(
+    where: str, shape: RouteShape, layer: int, token: int, experts: np.ndarray, how_many: str
+) -> RouteError:
+    """``layer``: among the MoE layers. ``how_many``: such rows, in words."""
+    return RouteError(
+        f"{where}, layer {shape.layers[layer]}, token {token}: experts {experts.tolist()}; expected {shape.topk} "
+        f"different ones of 0 … {shape.num_experts - 1} (such rows: {how_many}; routing.malformed: fallback leaves "
+        "them to the router)"
+    )
+
+
 def checked_routes(
-    sequence: Sequence, shape: RouteShape, malformed: Literal["error", "fallback"]
+    sequence: Sequence, shape: RouteShape, malformed: Literal["error", "fallback"], checks_rows: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
     """The sequence's routes after all checks: [S - 1, L, K] of ``shape.dtype``, and their seals [S - 1, L].
 
-    Malformed rows are an error or become rows without record. Raises `RouteError` that names the sequence where routes
-    are absent, of another shape, or not those of the sequence's tokens.
+    Malformed rows are an error or become rows without record; ``checks_rows`` False leaves them. Raises `RouteError`
+    that names the sequence where routes are absent, of another shape, or not those of the sequence's tokens.
     """
     routes, where = sequence.routed_experts, f"sequence {sequence.id}"
     if routes is None or sequence.route_checksums is None:
@@ -76,14 +103,10 @@ def checked_routes(
             f"{where}: routes of shape {routes.shape}, due are {due}: {sequence.prompt_length} prompt tokens + "
             f"{sequence.response_length} response tokens - 1, MoE layers, experts per token"
         )
-    wrong = malformed_rows(routes, shape.num_experts)
+    wrong = malformed_rows(routes, shape.num_experts) if checks_rows else np.zeros(due[:2], dtype=bool)
     if wrong.any() and malformed == "error":
         token, layer = (int(x) for x in np.argwhere(wrong)[0])
-        raise RouteError(
-            f"{where}, layer {shape.layers[layer]}, token {token}: experts {routes[token, layer].tolist()}; expected "
-            f"{shape.topk} different ones of 0 … {shape.num_experts - 1} ({wrong.sum()} such rows in the sequence; "
-            "routing.malformed: fallback leaves them to the router)"
-        )
+        raise malformed_error(where, shape, layer, token, routes[token, layer], f"{wrong.sum()} in the sequence")
     keys = token_keys(sequence.tokens[:-1], np.arange(due[0]), sequence_key(sequence.id))
     seals = route_seals(keys, routes, range(due[1]))
     check_checksums(sequence.id, seals, sequence.route_checksums)

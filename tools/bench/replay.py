@@ -15,10 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.config.routing import RoutingConfig
-from megatron_rl.routing import RouteShape, pack_routes, route_checksums
+from megatron_rl.routing import RouteShape, RouteSlice, pack_routes, packed_keys, route_checksums
 from megatron_rl.types import Batch, Sequence
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -63,19 +64,41 @@ def best(function: Callable[[], object], repeats: int) -> float:
     return min(times)
 
 
-def check_and_slice(batch: Batch, shape: RouteShape, num_tokens: int) -> None:
-    packed = pack_routes(batch.sequences, 0, shape, RoutingConfig(replay="r3"))
-    packed.take(slice(0, num_tokens), range(len(shape.layers)))
+def step_costs(batch: Batch, shape: RouteShape, repeats: int, device: str = "cpu") -> dict[str, float]:
+    """Processor time in µs a token of all that a rank does with the routes of its share in one step.
+
+    ``seal``: where they arrive from the engine. ``check``: against the tokens, once a step; ``slice``: a rank's rows
+    and layers, proved against the tensors that the model gets. ``pass``: what each forward pass adds. No tensor or
+    pipeline parallelism: with them a rank slices its part alone.
+    """
+    sequences, config = batch.sequences, RoutingConfig(replay="r3")
+    num_tokens, layers = sum(s.length for s in sequences), range(len(shape.layers))
+    packed = pack_routes(sequences, 0, shape, config)
+    tokens, positions = (np.concatenate(x) for x in zip(*((s.tokens, np.arange(s.length)) for s in sequences)))
+    keys = packed_keys(tokens, positions, [s.id for s in sequences], [s.length for s in sequences])
+
+    def take() -> RouteSlice:
+        found = packed.take(slice(0, num_tokens), layers)
+        found.verify(keys, layers, shape)
+        found.settle()
+        return found
+
+    taken = take()
+    costs = {
+        "seal": lambda: [route_checksums(s.id, s.tokens, s.routed_experts) for s in sequences],
+        "check": lambda: pack_routes(sequences, 0, shape, config),
+        "slice": take,
+        "pass": lambda: taken.on(torch.device(device)),
+    }
+    return {name: best(action, repeats) / num_tokens * 1e6 for name, action in costs.items()}
 
 
 def payload_table(repeats: int) -> None:
-    print(f"{'shape':<16}{'bytes/token':>12}{'checksums µs/token':>20}{'check and slice µs/token':>26}")
+    print(f"µs a token\n{'shape':<16}{'bytes/token':>12}{'seal':>8}{'check':>8}{'slice':>8}{'pass':>8}{'step':>8}")
     for name, shape in SHAPES.items():
-        batch = rollouts(shape, 4, 512)
-        tokens = sum(len(s.tokens) for s in batch.sequences)
-        making = best(lambda b=batch: [route_checksums(s.id, s.tokens, s.routed_experts) for s in b.sequences], repeats)
-        slicing = best(lambda b=batch, s=shape, n=tokens: check_and_slice(b, s, n), repeats)
-        print(f"{name:<16}{shape.bytes_per_token:>12}{making / tokens * 1e6:>20.2f}{slicing / tokens * 1e6:>26.2f}")
+        costs = step_costs(rollouts(shape, 2, 8192), shape, repeats)
+        shown = "".join(f"{value:>8.2f}" for value in (*costs.values(), sum(costs.values())))
+        print(f"{name:<16}{shape.bytes_per_token:>12}{shown}")
 
 
 def tiny_recipe(**routing: object) -> Recipe:

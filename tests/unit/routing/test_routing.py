@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -18,8 +20,8 @@ from megatron_rl.rollout import RolloutError
 from megatron_rl.rollout.payload import make_rollout
 from megatron_rl.rollout.requests import Request
 from megatron_rl.routing import LayerTelemetry, RouteError, RouteShape, missing_id, pack_routes, packed_keys
-from megatron_rl.routing.layout import PADDING_ID, padding_routes
-from megatron_rl.routing.payload import malformed_rows
+from megatron_rl.routing.layout import PADDING_ID, CheckedRoutes, padding_routes
+from megatron_rl.routing.payload import malformed_on, malformed_rows
 from megatron_rl.routing.telemetry import MARGIN_BINS, margin_quantiles, router_metrics
 from megatron_rl.types import Group, Prompt
 from tests.support.rounding import rounded
@@ -137,7 +139,7 @@ def test_what_the_engine_hands_over_passes_the_learners_checks():
     _, group = engine_answer(routes)
     (sequence,) = build_batch(0, [group], tiny_recipe()).sequences
     packed = pack_routes([sequence], 0, SHAPE, ON)
-    assert (packed.experts[:-1] == routes).all()
+    assert (packed.take(slice(0, 7), range(4)).experts[:-1] == routes).all()
     sequence.id = "train:7/3"  # the routes of another sample of the same prompt
     with pytest.raises(RouteError, match="sequence train:7/3: routes do not belong"):
         pack_routes([sequence], 0, SHAPE, ON)
@@ -149,11 +151,12 @@ def test_rows_that_the_engine_did_not_record_are_left_to_the_router():
     _, group = engine_answer(routes)
     (sequence,) = build_batch(0, [group], tiny_recipe()).sequences
     found = pack_routes([sequence], 0, SHAPE, ON).take(slice(0, 7), range(4))
-    found.to_device(torch.device("cpu"))
+    found.settle()
+    ids, counted = found.on(torch.device("cpu"))
     assert found.num_missing == 1
     assert found.num_due == 24
-    assert found.indices[1][2].tolist() == [-1, -1]
-    assert found.counted.sum() == 23
+    assert ids[1][2].tolist() == [-1, -1]
+    assert counted.sum() == 23
     routes[2, 1] = [-1, 3]
     with pytest.raises(RolloutError, match="token 2, layer 1: route to expert -1 of 8"):
         engine_answer(routes)
@@ -186,6 +189,33 @@ def test_malformed_rows_are_those_of_the_definition():
     ]
     assert (malformed_rows(routes, 8) == expected).all()
     assert 20 < np.sum(expected) < 280
+
+
+@pytest.mark.parametrize(("num_experts", "dtype"), [(8, np.uint8), (300, np.uint16)])
+def test_the_device_finds_the_same_malformed_rows(num_experts, dtype):
+    random = np.random.default_rng(0)
+    routes = random.integers(0, num_experts + 2, (500, 3, 4)).astype(dtype)
+    routes[random.random((500, 3)) < 0.1] = missing_id(np.dtype(dtype))
+    small = routes if dtype == np.uint8 else routes.astype(np.int32)
+    expected = malformed_rows(routes, num_experts)
+    assert 0 < expected.sum() < expected.size
+    assert (malformed_on(torch.from_numpy(small), num_experts).numpy() == expected).all()
+
+
+def test_what_was_checked_in_a_step_is_not_checked_again():
+    batch, known = batch_with_routes(3), CheckedRoutes()
+    first = pack_routes(batch.sequences, 0, SHAPE, ON, known)
+    total = sum(s.length for s in batch.sequences)
+    with mock.patch("megatron_rl.routing.layout.checked_routes", side_effect=AssertionError("checked twice")):
+        again = pack_routes(batch.sequences[::-1], 2, SHAPE, ON, known)  # another row of the same sequences
+        taken = again.take(slice(0, total + 2), range(4))
+        batch.sequences[1].routed_experts = batch.sequences[1].routed_experts.copy()
+        with pytest.raises(AssertionError, match="checked twice"):
+            pack_routes(batch.sequences, 0, SHAPE, ON, known)
+    last = batch.sequences[-1].length
+    before = first.take(slice(total - last, total), range(4))
+    assert (taken.experts[:last] == before.experts).all()
+    assert (taken.seals[:last] == before.seals).all(), "made of the slice, they are those of the whole sequence"
 
 
 def test_negative_ids_are_malformed():
