@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,6 @@ class Learner:
             self.model, model, self.config, self.device, self.replay, self.exact, lambda name: self.phase(name)
         )
         loss_scale = self.config.loss_scale if self.config.dtype == "fp16" else None
-        self.replicas = Replicas.of_job()
         self.overflow = OverflowGuard(
             self.optimizer, loss_scale, self.config.max_consecutive_overflows, self._trained_parameters
         )
@@ -90,6 +89,11 @@ class Learner:
         self.keep_current_logprobs = False  # leave log pi of the update in the batch, for the flight recorder
         self.step = 0  # rollout steps done
         self.num_updates = 0  # optimizer steps applied: the policy version
+
+    @cached_property
+    def replicas(self) -> Replicas:
+        """Found at the first update. Collective."""
+        return Replicas.of_job()
 
     # -- the update
 

@@ -100,7 +100,7 @@ class RouterReplayer:
             router.telemetry = LayerTelemetry(self.device)
         self._flips: list[torch.Tensor] = []  # [2, n] uint8 per forward pass: token has a route, differs in a layer
         self._due = self._missing = 0
-        self._known = CheckedRoutes(checks_rows=self.device.type != "cuda")
+        self._known = CheckedRoutes(checks_rows=self.device.type == "cpu")
         # Of the step, by the packed row: its slice, and the routes that it was made of.
         self._slices: dict[tuple[int, tuple[str, ...]], tuple[RouteSlice, list[np.ndarray]]] = {}
 
