@@ -54,6 +54,13 @@ def test_what_a_rank_holds_does_not_grow_with_the_number_of_ranks():
     assert many <= 1.05 * few
 
 
+def test_denominators_are_those_of_all_ranks_together():
+    total = sum(s.num_trained for s in programs.whole(9, seed=2, routes=False).sequences)
+    for rank in run("denominators", 4, upper=2.0):
+        assert rank["found"] == rank["expected"]
+        assert 0 < rank["found"][0] < total, "some tokens are left out, not all"
+
+
 @pytest.mark.parametrize("routes", [False, True])
 def test_parts_of_all_ranks_are_the_batch(routes, tmp_path):
     paths = run("record", 3, folder=str(tmp_path), routes=routes)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import tracemalloc
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
+from megatron_rl.config import ObjectiveConfig
 from megatron_rl.learner.exchange import Replicas, distribute, hand_over_logprobs, hand_over_routes
-from megatron_rl.learner.packing import deal
+from megatron_rl.learner.packing import deal, minibatch_denominators
 from megatron_rl.process import arrays
 from megatron_rl.routing import route_checksums
 from megatron_rl.stored.batches import record_batch
@@ -163,6 +164,26 @@ def held_bytes(per_rank: int) -> dict[str, int]:
     mine = [s for i, s in enumerate(batch.sequences) if home[i] == here.own]
     assert all((s.routed_experts == int(s.id) % 100).all() for s in mine)
     return {"arrays": peak, "buffers": max(counted), "sequences": len(mine)}
+
+
+def denominators(upper: float) -> dict[str, list[float]]:
+    """What a loss is divided by where corrections leave tokens out: of all, and counted by those that hold them."""
+    config = ObjectiveConfig.model_validate(
+        {"max_response_length": 999, "correction": [{"mode": "mis", "cap": upper, "renormalize": True}]}
+    )
+    whole_batch = whole(9, seed=2, routes=False)
+    random = np.random.default_rng(0)
+    for s in whole_batch.sequences:
+        noise = random.normal(0, 1, s.response_length).astype(np.float32)
+        s.old_logprobs = np.minimum(s.inference_logprobs + noise, 0.0)
+    expected = minibatch_denominators(whole_batch.sequences, config)
+    holders = [(i * i) % dist.get_world_size() for i in range(9)]
+    batch = held_by(whole_batch, holders)
+    for s, holder in zip(batch.sequences, holders, strict=True):
+        s.holder = holder
+        s.old_logprobs = s.old_logprobs if s.tokens is not None else None
+    found = minibatch_denominators(batch.sequences, config)
+    return {"expected": list(astuple(expected)), "found": list(astuple(found))}
 
 
 def _count_buffers() -> list[int]:
