@@ -54,6 +54,20 @@ def test_what_a_rank_holds_does_not_grow_with_the_number_of_ranks():
     assert many <= 1.05 * few
 
 
+def test_rewards_metrics_and_samples_do_not_depend_on_who_holds_what():
+    """One rank holds all; three hold some; three hold all, as servers leave it."""
+    (alone,) = run("scored", 1, owners=[0, 0, 0, 0])
+    assert {raw for raw, _, _ in alone["rewards"]} == {0.0, 1.0}, "right and wrong answers are among them"
+    assert alone["metrics"]["response/repetition_frac"] > 0
+    assert alone["metrics"]["reward/masked_frac"] == 0.25
+    for owners in ([2, 0, 1, 0], [None] * 4, [1] * 4):
+        for rank, found in enumerate(run("scored", 3, owners=owners)):
+            for name in ("rewards", "metrics", "advantages", "ratios"):
+                assert found[name] == alone[name], (owners, rank, name)
+            if rank == 0:
+                assert found["texts"] == alone["texts"], "the main rank shows them"
+
+
 def test_denominators_are_those_of_all_ranks_together():
     total = sum(s.num_trained for s in programs.whole(9, seed=2, routes=False).sequences)
     for rank in run("denominators", 4, upper=2.0):

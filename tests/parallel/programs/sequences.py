@@ -10,13 +10,20 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from megatron_rl.batch import build_batch
 from megatron_rl.config import ObjectiveConfig
+from megatron_rl.config.reward import RewardConfig
 from megatron_rl.learner.exchange import Replicas, distribute, hand_over_logprobs, hand_over_routes
 from megatron_rl.learner.packing import deal, minibatch_denominators
+from megatron_rl.monitor.rollouts import rollout_metrics
 from megatron_rl.process import arrays
+from megatron_rl.rewards import Rewarder
+from megatron_rl.rewards.shared import score_shared
 from megatron_rl.routing import route_checksums
+from megatron_rl.run.shown import share_repetition, share_samples
 from megatron_rl.stored.batches import record_batch
-from megatron_rl.types import Batch, Sequence
+from megatron_rl.types import Batch, Group, Prompt, Rollout, Sequence
+from tests.support.tiny import tiny_recipe
 
 LAYERS, TOPK = 3, 2
 
@@ -184,6 +191,53 @@ def denominators(upper: float) -> dict[str, list[float]]:
         s.old_logprobs = s.old_logprobs if s.tokens is not None else None
     found = minibatch_denominators(batch.sequences, config)
     return {"expected": list(astuple(expected)), "found": list(astuple(found))}
+
+
+def groups_held(owners: list[int | None]) -> list[Group]:
+    """Three prompts with as many responses as there are owners, as this rank knows them."""
+    found = []
+    for row in range(3):
+        prompt, rollouts = Prompt(f"p{row}", [1, 2], f"#{row % 2}"), []
+        for sample, owner in enumerate(owners):
+            tokens = np.arange(4 + row + sample) % (2 + sample)
+            is_here = owner in (None, dist.get_rank())
+            rollouts.append(
+                Rollout(
+                    prompt.id,
+                    sample,
+                    tokens.astype(np.int32) if is_here else None,
+                    np.zeros(len(tokens), np.float32) if is_here else None,
+                    "length" if sample == 1 else "stop",
+                    np.zeros(len(tokens), np.int32) if is_here else None,
+                    text=f"#{(row + sample) % 2}" if is_here else "",
+                    length=len(tokens),
+                    owner=owner,
+                )
+            )
+        found.append(Group(prompt, rollouts))
+    return found
+
+
+def scored(owners: list[int | None]) -> dict[str, Any]:
+    """Rewards, repetition, texts and ratios of responses on several ranks."""
+    groups = groups_held(owners)
+    config = RewardConfig(name="exact", overlong={"buffer": 4, "penalty": 0.5}, mask_truncated=True)
+    with Rewarder(config, 8) as rewarder:
+        scores = score_shared(rewarder, groups)
+    share_repetition(groups, 2)
+    batch = build_batch(0, groups, tiny_recipe(rollout={"num_samples": len(owners)}))
+    for s in batch.sequences:
+        s.holder = s.owner
+        s.current_logprobs = None if s.tokens is None else s.inference_logprobs + np.float32(0.5)
+    ratios = share_samples(groups, batch, [0, 4])
+    rollouts = [r for group in groups for r in group.rollouts]
+    return {
+        "rewards": [(r.raw_reward, r.reward, r.masked) for r in rollouts],
+        "metrics": scores.metrics | rollout_metrics(groups, 2),
+        "advantages": [(s.advantage, s.num_trained, s.length) for s in batch.sequences],
+        "ratios": ratios,
+        "texts": [rollouts[place].text for place in (0, 4)],
+    }
 
 
 def _count_buffers() -> list[int]:
