@@ -72,5 +72,5 @@ def test_two_ranks_return_what_one_returns(tensor_parallel, alone, left_by_a_kil
 def test_an_error_on_one_rank_is_the_error_of_all():
     messages = run_ranks("tests.e2e.programs.rollout", "one_engine_fails", 2, timeout_s=300)
     assert messages[0] == messages[1]
-    assert messages[0].startswith("rank 1: vLLM failed on prompts validation-0002, validation-0003")
+    assert messages[0].startswith("rank 1: vLLM failed on prompts validation-0000, validation-0001, validation-0002")
     assert messages[0].endswith("IndexError: broken on purpose")

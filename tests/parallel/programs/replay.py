@@ -50,8 +50,15 @@ def gradients(mode: str, routes: list[np.ndarray] | None, **section: Any) -> dic
         "gradients": {name: gradient.float() for name, gradient in after.items()},
         "metrics": metrics,
         "logprobs": np.concatenate(logprobs),
-        "routes": [s.routed_experts for s in batch.sequences],
+        "routes": routes_of_all(made, batch),
     }
+
+
+def routes_of_all(made: Learner, batch: Batch) -> list[np.ndarray | None]:
+    """Routes of every sequence, from the replica that holds them."""
+    held = {i: s.routed_experts for i, s in enumerate(batch.sequences) if s.routed_experts is not None}
+    found = made.passes.share(held)
+    return [found.get(i) for i in range(len(batch.sequences))]
 
 
 def some_routes() -> list[np.ndarray]:
