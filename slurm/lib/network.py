@@ -17,18 +17,12 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+from megatron_rl.doctor.collectives import ring
+
 SLOW = 0.5  # of the median node: links of one fabric differ by percents, a link that fell back to another by factors
 REPEATS = 5
 
 Links = dict[tuple[int, int], float]  # pair of neighbours → GiB/s; 0: no connection, or a wrong sum
-
-
-def ring(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Pairs of neighbours in rounds; no node is in two pairs of a round."""
-    pairs = [(i, (i + 1) % num_nodes) for i in range(num_nodes if num_nodes > 2 else 1)]
-    last = pairs[-1:] if len(pairs) % 2 and len(pairs) > 1 else []
-    rest = pairs[: len(pairs) - len(last)]
-    return [found for found in (rest[0::2], rest[1::2], last) if found]
 
 
 def judge(links: Links, nodes: list[str], floor: float) -> dict[str, str]:

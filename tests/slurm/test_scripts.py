@@ -31,16 +31,6 @@ def network():
     return module
 
 
-@pytest.mark.parametrize("num_nodes", [2, 3, 4, 5, 8])
-def test_every_pair_of_neighbours_is_measured_and_nobody_is_in_two_at_once(network, num_nodes):
-    rounds = network.ring(num_nodes)
-    pairs = [frozenset(pair) for found in rounds for pair in found]
-    wanted = {frozenset((i, (i + 1) % num_nodes)) for i in range(num_nodes)}
-    assert len(pairs) == len(set(pairs))
-    assert set(pairs) == wanted
-    assert all(len({i for pair in found for i in pair}) == 2 * len(found) for found in rounds)
-
-
 @pytest.mark.parametrize(
     ("speeds", "floor", "bad"),
     [

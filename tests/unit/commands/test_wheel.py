@@ -94,6 +94,12 @@ def test_schema_and_patches(call):
     assert "run it in a checkout" in done.stderr
 
 
+def test_doctor_knows_the_pins(call, tmp_path):
+    done = call("doctor", "recipes/tiny/demo.yaml", "--only", "packages", "--json")
+    (check,) = json.loads(done.stdout)["nodes"][0]["checks"]
+    assert (check["status"], done.returncode) == ("pass", 0), check
+
+
 def test_the_wheel_has_neither_tests_nor_tools(installed):
     assert {path.name for path in installed.iterdir() if path.suffix != ".dist-info"} == {"bin", "megatron_rl"}
     assert not list(installed.rglob("test_*"))
