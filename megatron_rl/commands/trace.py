@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=FORMATS,
         help="own: as a run saves; else Megatron's builder of that name",
     )
+    parser.add_argument("--no-passes", action="store_true", help="leave out the forward and backward pass")
     parser.add_argument("--json", action="store_true", help="an object instead of tables")
 
 
@@ -42,7 +43,15 @@ def run(options: argparse.Namespace) -> int:
     from megatron_rl.checkpoint.known_models import shape_of
     from megatron_rl.config import load_recipe
     from megatron_rl.plan import GPUS, make_workload
-    from megatron_rl.trace import as_json, differences, ranks_that_differ, render, trace_rank
+    from megatron_rl.trace import (
+        as_json,
+        differences,
+        ranks_that_differ,
+        render,
+        trace_rank,
+        trace_update,
+        why_untraced,
+    )
 
     recipe = load_recipe(options.recipe, options.overrides)
     architecture, _ = shape_of(recipe.model.path)
@@ -51,6 +60,9 @@ def run(options: argparse.Namespace) -> int:
     if beyond := [rank for rank in ranks if not 0 <= rank < work.ranks]:
         raise InputError(f"trace: --rank {beyond[0]}; the job has ranks 0 to {work.ranks - 1}")
     traces = [trace_rank(recipe, architecture, rank, work.ranks, options.checkpoint_format) for rank in ranks]
+    if not (options.no_passes or why_untraced(work)):
+        for trace in traces:
+            trace.phases += trace_update(work, trace.rank)
     print(json.dumps(as_json(work, traces), indent=1) if options.json else render(work, traces))
     if found := differences(work, traces):
         raise InputError("the trace does not agree with the plan:\n" + "\n".join(f"  {line}" for line in found))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.plan.hardware import GIB, GRAPHS_GIB, RUNTIME_GIB
+from megatron_rl.plan.learner import learner_memory
 from megatron_rl.plan.memory import PLACEMENT, learner_stages
 from megatron_rl.plan.workload import Workload
 from megatron_rl.trace.learner import RankTrace
@@ -50,6 +51,20 @@ def room_for_a_save(work: Workload, trace: RankTrace) -> float:
     is colocated, the engine asleep."""
     asleep = GRAPHS_GIB * GIB if is_colocated(work) else 0.0
     return work.gpu.memory_gib * GIB - RUNTIME_GIB * GIB - asleep - sum(trace.static.values())
+
+
+def planned_passes(work: Workload, fused: bool) -> float:
+    """What `plan` says a forward and a backward pass add, with uniform routes: ``fused`` for TransformerEngine's
+    layers, else for those that are traced."""
+    (stage,) = learner_memory(
+        work.architecture,
+        work.recipe.learner,
+        work.ranks,
+        work.microbatch_tokens,
+        fp32_head=work.recipe.precision.fp32_head,
+        fused=fused,
+    )
+    return stage.activations + max(stage.head, stage.layer) + stage.buffers
 
 
 def save_fits(work: Workload, trace: RankTrace) -> bool:

@@ -42,21 +42,29 @@ from megatron_rl.trace.recorder import Recorder
 _CUDA, _META, _NUM_DEVICE_TYPES = 1, 14, 15  # of c10::DeviceType; the table is longer
 _GUARDS = "_ZN3c104impl26device_guard_impl_registryE"  # c10::impl::device_guard_impl_registry
 
+Substitution = tuple[Any, str, Any]
+"""An object, the name of an attribute of it, and the value that it has meanwhile."""
+
 
 class _Fake(FakeTensorMode):
     avoid_device_init = True  # asks `torch.cuda.is_available()` otherwise, which says yes here
 
 
 @contextlib.contextmanager
-def fake_rank(rank: int, world_size: int, architecture: Architecture) -> Iterator[Recorder]:
+def fake_rank(rank: int, world_size: int, architecture: Architecture, device: str = "cuda") -> Iterator[Recorder]:
     """Inside, this process is ``rank`` of ``world_size`` ranks with a GPU each, and a model of this shape is at every
-    path. One at a time in a process; `InputError` where a process group runs."""
+    path. One at a time in a process; `InputError` where a process group runs.
+
+    ``device``: with "cpu" nothing of CUDA is replaced. Autograd differentiates tensors on "cuda" only in a CUDA build.
+    """
     if dist.is_initialized():
         raise InputError("trace: this process is part of a job; start `megatron-rl trace` outside of torchrun and srun")
-    _lend_guard()
-    recorder = Recorder()
+    recorder, changes = Recorder(device), []
+    if device == "cuda":
+        _lend_guard()
+        changes = _of_cuda()
     with contextlib.ExitStack() as stack:
-        for target, name, value in _substitutions(architecture, recorder):
+        for target, name, value in [*changes, *_substitutions(architecture, recorder)]:
             stack.enter_context(mock.patch.object(target, name, value))
         stack.enter_context(mock.patch.dict("os.environ", {"LOCAL_RANK": "0"}))
         stack.callback(shutdown)
@@ -77,9 +85,9 @@ def _lend_guard() -> None:
     guards[_CUDA] = guards[_CUDA] or guards[_META]
 
 
-def _substitutions(architecture: Architecture, recorder: Recorder) -> list[tuple[Any, str, Any]]:
+def _of_cuda() -> list[Substitution]:
     cuda, state = torch.cuda, torch.zeros(16, dtype=torch.uint8)
-    found: list[tuple[Any, str, Any]] = [
+    found: list[Substitution] = [
         (cuda, "is_available", lambda: True),
         (cuda, "device_count", lambda: 1),
         (cuda, "current_device", lambda: 0),
@@ -90,8 +98,15 @@ def _substitutions(architecture: Architecture, recorder: Recorder) -> list[tuple
         (cuda, "manual_seed", _nothing),
         (cuda, "get_rng_state", lambda device=None: state),
         (cuda, "set_rng_state", _nothing),
+        (cuda, "default_stream", torch.cpu.current_stream),
         (megatron_random, "_get_cuda_rng_state", lambda *args, **kwargs: state),
         (megatron_random, "_set_cuda_rng_state", _nothing),
+    ]
+    return found + [(cuda, name, getattr(torch.cpu, name)) for name in ("Stream", "stream", "current_stream")]
+
+
+def _substitutions(architecture: Architecture, recorder: Recorder) -> list[Substitution]:
+    return [
         (megatron_random.CudaRNGStatesTracker, "fork", lambda *args: contextlib.nullcontext()),
         (dist, "new_group", _in_fake(dist.new_group)),
         (dist, "all_gather_object", _all_gather_object(recorder)),
@@ -101,9 +116,6 @@ def _substitutions(architecture: Architecture, recorder: Recorder) -> list[tuple
         (learner_module, "read_architecture", lambda path: architecture),
         (WeightMap, "load", _nothing),
     ]
-    streams = ("Stream", "Event", "stream", "current_stream")
-    found += [(cuda, name, getattr(torch.cpu, name)) for name in streams if hasattr(torch.cpu, name)]
-    return [*found, (cuda, "default_stream", torch.cpu.current_stream)]
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -18,6 +18,8 @@ from megatron_rl.learner.learner import Learner
 from megatron_rl.trace.fake_rank import fake_rank
 from megatron_rl.trace.recorder import Phase, storage_bytes
 
+allocate_moments = save._allocate_moments
+
 OWN = "own"
 FORMATS = (OWN, "fully_reshardable", "dp_reshardable")
 """What a save is traced with: the run's own, or Megatron's builders of a state by the names it gives them."""
@@ -34,7 +36,7 @@ class RankTrace:
     parameters: int  # on this rank
     checkpoint_format: str
     static: dict[str, int] = field(default_factory=dict)  # kind → bytes on the device: weights, gradients, …
-    phases: list[Phase] = field(default_factory=list)  # construction, first update's states, save, refit
+    phases: list[Phase] = field(default_factory=list)  # construction, optimizer states, save, refit, passes, update
 
     def phase(self, name: str) -> Phase:
         return next(phase for phase in self.phases if phase.name == name)

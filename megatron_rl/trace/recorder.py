@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -10,11 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import FakeWork
+from torch.distributed import ProcessGroup
 from torch.distributed._tools.fake_collectives import CollectiveOp, non_functional_collectives
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 DEVICE, HOST = "cuda", "cpu"
+
+_c10d = torch.ops.c10d
+COALESCED = {_c10d.reduce_scatter_tensor_coalesced_.default, _c10d.allgather_into_tensor_coalesced_.default}
+_ENDINGS = re.compile(r"^c10d::_?|_tensor|_into|_coalesced|_base|_$")
 
 
 @dataclass(frozen=True)
@@ -53,8 +60,10 @@ class Recorder(TorchDispatchMode):
     reduce-scatter is given. Calls over groups of one rank are left out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = DEVICE) -> None:
+        """``device``: the type that stands for the GPU; with "cpu" host memory counts as the GPU's."""
         super().__init__()
+        self._place = {HOST: HOST, device: DEVICE}
         self.phases: list[Phase] = []
         self._live: dict[int, tuple[weakref.ref, int, str]] = {}  # address of the storage → it, bytes, device
         self._now = {DEVICE: 0, HOST: 0}
@@ -81,20 +90,22 @@ class Recorder(TorchDispatchMode):
             entry[1] += size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        # The fake process group has no kernel for coalesced collectives.
+        result = FakeWork().boxed() if func in COALESCED else func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor)
-        if func in non_functional_collectives:
+        if func in non_functional_collectives or func in COALESCED:
             size = max(nbytes(tree_leaves(side)) for side in args[:2])
-            name = func._schema.name.removeprefix("c10d::").strip("_").removesuffix("_base")
-            self.record(name, CollectiveOp.get_process_group(func, args), size)
+            coalesced = func in COALESCED
+            group = ProcessGroup.unbox(args[2]) if coalesced else CollectiveOp.get_process_group(func, args)
+            self.record(_ENDINGS.sub("", func._schema.name), group, size)
         return result
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        key, device = storage._cdata, tensor.device.type
-        if key in self._live or device not in self._now:
+        key, device = storage._cdata, self._place.get(tensor.device.type)
+        if key in self._live or device is None:
             return
         size = storage.nbytes()
 

@@ -6,9 +6,17 @@ from typing import Any
 
 from megatron_rl.plan.hardware import GIB
 from megatron_rl.plan.workload import Workload
-from megatron_rl.trace.comparison import TOLERANCE, compare_static, is_colocated, room_for_a_save, save_fits
+from megatron_rl.trace.comparison import (
+    TOLERANCE,
+    compare_static,
+    is_colocated,
+    planned_passes,
+    room_for_a_save,
+    save_fits,
+)
 from megatron_rl.trace.learner import RankTrace
 from megatron_rl.trace.recorder import DEVICE, HOST
+from megatron_rl.trace.update import PASSES, why_untraced
 
 MIB = 1 << 20
 
@@ -45,7 +53,7 @@ def _rank(work: Workload, trace: RankTrace) -> list[str]:
     for phase in trace.phases:
         sizes = [size / GIB for where in (DEVICE, HOST) for size in (phase.transient(where), phase.kept(where))]
         lines.append("    {:<22} {:15.2f} {:9.2f} {:16.2f} {:9.2f}".format(phase.name, *sizes))
-    lines.append(_save(work, trace))
+    lines += [_save(work, trace), _passes(work, trace)]
     lines.append("  collectives")
     for phase in trace.phases:
         lines += [
@@ -64,8 +72,21 @@ def _save(work: Workload, trace: RankTrace) -> str:
     )
 
 
+def _passes(work: Workload, trace: RankTrace) -> str:
+    if reason := why_untraced(work):
+        return f"  no forward and backward pass is traced: {reason}"
+    if PASSES not in [phase.name for phase in trace.phases]:
+        return "  no forward and backward pass was asked for"
+    traced = trace.phase(PASSES).transient(DEVICE)
+    here, there = (planned_passes(work, fused) for fused in (False, True))
+    return (
+        f"  {PASSES} of {work.microbatch_tokens} tokens: {traced / GIB:.2f} GiB traced, {here / GIB:.2f} by plan "
+        f"({here / traced - 1:+.1%}); {there / GIB:.2f} by plan with TransformerEngine's layers"
+    )
+
+
 def _rank_json(work: Workload, trace: RankTrace) -> dict[str, Any]:
-    return {
+    found = {
         "rank": trace.rank,
         "stage": trace.stage,
         "num_layers": trace.num_layers,
@@ -94,3 +115,7 @@ def _rank_json(work: Workload, trace: RankTrace) -> dict[str, Any]:
             "fits": save_fits(work, trace),
         },
     }
+    if PASSES in found["phases"]:
+        planned = {"planned": planned_passes(work, False), "planned_fused": planned_passes(work, True)}
+        found["passes"] = {"tokens": work.microbatch_tokens, "traced": trace.phase(PASSES).transient(DEVICE), **planned}
+    return found

@@ -32,6 +32,7 @@ DENSE = {
         "14b": "fp16/dapo-qwen3-14b-8n8g-tp4.yaml",
     }.items()
 }
+LORA = str(RECIPES / "fp16" / "lora-grpo-tis-qwen2.5-math-1.5b-1n8g-dp8.yaml")
 GIB = 1 << 30
 
 
@@ -62,6 +63,19 @@ CASES: dict[str, dict[str, Any]] = {
     "fp32": {"recipe": DENSE["8b"], "layers": 2, "overrides": ["learner.dtype=fp32", "rollout.dtype=fp32"]},
     "bucket format": {"recipe": MOE, "layers": 2, "checkpoint_format": "dp_reshardable"},
     **{name: {"recipe": str(path), "layers": 2} for name, path in BUILT.items()},
+}
+PASSES: dict[str, tuple[str, list[str]]] = {
+    "no recomputation": (MOE, ["learner.recompute=none"]),
+    "selective recomputation": (MOE, ["learner.recompute=selective"]),
+    "full recomputation": (MOE, []),
+    "experts cut in tensors": (MOE, ["learner.recompute=none", "learner.parallel.expert_tensor=4"]),
+    "dense": (DENSE["8b"], ["learner.recompute=none"]),
+    "fp16": (DENSE["14b"], ["learner.recompute=none"]),
+    "adapters": (LORA, []),
+}
+CASES |= {
+    name: {"recipe": recipe, "layers": 4, "overrides": overrides, "passes": True}
+    for name, (recipe, overrides) in PASSES.items()
 }
 
 
@@ -134,6 +148,43 @@ def test_ranks_of_a_pipeline(traced):
     first, middle, last = (rank["parameters"] for rank in stages)
     table = 151936 // 4 * 2048
     assert (first - middle, last - middle) == (table, table + 2048)
+
+
+@pytest.mark.parametrize("case", PASSES)
+def test_plan_says_what_a_forward_and_a_backward_pass_add(traced, case):
+    (rank,) = traced[case]["traces"]
+    passes = rank["passes"]
+    assert passes["traced"] == pytest.approx(passes["planned"], rel=0.05)
+
+
+def test_recomputation_is_traced(traced):
+    """The agreement is not that of a constant: what is not recomputed is kept."""
+    full, selective, none = (
+        traced[name]["traces"][0]["passes"]["traced"]
+        for name in ("full recomputation", "selective recomputation", "no recomputation")
+    )
+    assert full < selective < none
+
+
+def test_collectives_of_an_update(traced):
+    """Four layers, 16 experts on a rank: gradients of experts in fp32 go to the 4 ranks that share them, weights in 16
+    bits come back. An expert-parallel rank exchanges k rows for each of its tokens, forth and back, and their gradients.
+    """
+    (rank,) = traced["no recomputation"]["traces"]
+    experts, tokens, row = 4 * 16 * 3 * 2048 * 768, 16384 // 4, 2 * 2048
+    calls = {
+        (name, call["kind"], call["group"]): call
+        for name in ("forward and backward", "update")
+        for call in rank["phases"][name]["collectives"]
+    }
+    assert calls["forward and backward", "reduce_scatter", "expert_data_parallel"]["bytes"] == 4 * experts
+    gathered = calls["update", "allgather", "expert_data_parallel"]
+    assert gathered["bytes"] == gathered["count"] * 2 * experts
+    exchanged = calls["forward and backward", "alltoall", "expert_model_parallel"]
+    weight = 4 if exchanged["bytes"] % 2 else 2  # of a row's probability
+    rows = 4 * 8 * tokens  # of four layers
+    assert exchanged["count"] == 4 * 6
+    assert 4 * rows * row < exchanged["bytes"] < 4 * rows * (row + 2 * weight)
 
 
 @pytest.mark.parametrize("kind", ["weights", "gradients", "moments", "masters"])

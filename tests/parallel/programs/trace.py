@@ -29,11 +29,11 @@ def workload(recipe: str, layers: int | None, overrides: list[str]) -> Workload:
 
 
 def trace_all(cases: list[dict[str, Any]], out: str) -> int:
-    """Write what `as_json` says of each case; a case is recipe, layers, overrides, ranks and checkpoint_format."""
+    """Write what `as_json` says of each case; a case is recipe, layers, overrides, ranks, checkpoint_format and passes."""
     import torch
     import torch.distributed as dist
 
-    from megatron_rl.trace import as_json, ranks_that_differ, trace_rank
+    from megatron_rl.trace import as_json, ranks_that_differ, trace_rank, trace_update
 
     found = []
     for case in cases:
@@ -41,6 +41,8 @@ def trace_all(cases: list[dict[str, Any]], out: str) -> int:
         ranks = case.get("ranks") or ranks_that_differ(work.parallel, work.ranks)
         form = case.get("checkpoint_format", "own")
         traces = [trace_rank(work.recipe, work.architecture, rank, work.ranks, form) for rank in ranks]
+        for trace in traces if case.get("passes") else []:
+            trace.phases += trace_update(work, trace.rank)
         found.append(as_json(work, traces))
         assert not dist.is_initialized()
         assert torch.nn.Module.to.__module__ == "torch.nn.modules.module"
