@@ -29,7 +29,7 @@ def workload(recipe: str, layers: int | None, overrides: list[str]) -> Workload:
 
 
 def trace_all(cases: list[dict[str, Any]], out: str) -> int:
-    """Write what `as_json` says of each case; a case is recipe, layers, overrides, ranks, checkpoint_format and passes."""
+    """Write what `as_json` says of each case: recipe, layers, overrides, ranks, checkpoint_format and passes."""
     import torch
     import torch.distributed as dist
 
