@@ -18,8 +18,6 @@ from megatron_rl.learner.learner import Learner
 from megatron_rl.trace.fake_rank import fake_rank
 from megatron_rl.trace.recorder import Phase, storage_bytes
 
-allocate_moments = save._allocate_moments
-
 OWN = "own"
 FORMATS = (OWN, "fully_reshardable", "dp_reshardable")
 """What a save is traced with: the run's own, or Megatron's builders of a state by the names it gives them."""

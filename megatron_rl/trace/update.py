@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron_rl.checkpoint.sharded import allocate_moments
 from megatron_rl.config.routing import RoutingConfig
 from megatron_rl.learner.learner import Learner
 from megatron_rl.plan.workload import Workload
 from megatron_rl.trace.fake_rank import fake_rank
-from megatron_rl.trace.learner import allocate_moments
 from megatron_rl.trace.recorder import Phase
 from megatron_rl.trace.uniform import uniform_routes
 from megatron_rl.types import Batch, Sequence
