@@ -1,0 +1,79 @@
+"""`megatron-rl doctor` on a CPU: what applies passes on real ranks and engines, and fails where one is broken."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron_rl.doctor.checks import CHECKS
+from megatron_rl.doctor.setting import Setting
+from tests.parallel.gloo import run_ranks
+
+GPU_ONLY = {check.name for check in CHECKS if check.gpu_only} | {"driver"}
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("doctor")
+    command = [sys.executable, "-m", "megatron_rl", "doctor", "--shared", str(folder / "runs")]
+    command += ["--json", str(folder / "report.json"), "--page", str(folder / "report.html")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=550)
+    found = json.loads((folder / "report.json").read_text())
+    found["page"], found["status"], found["said"] = (folder / "report.html").read_text(), done.returncode, done.stdout
+    return found
+
+
+def test_all_that_applies_passes(report):
+    (node,) = report["nodes"]
+    statuses = {check["name"]: check["status"] for check in node["checks"]}
+    assert statuses == {c.name: "not run" if c.name in GPU_ONLY else "pass" for c in CHECKS}, report["said"]
+    assert report["status"] == 0
+    assert all(check["reason"] for check in node["checks"])
+    assert "nothing failed" in report["page"]
+
+
+def test_figures_of_the_engines(report):
+    figures = {check["name"]: check["figures"] for check in report["nodes"][0]["checks"]}
+    pairs = figures["mismatch"]["log-probs"]
+    rounding = [pairs[f"{dtype}/{dtype}"]["|mu - po|"] for dtype in ("bf16", "fp16", "fp32")]
+    assert rounding == sorted(rounding, reverse=True)
+    assert figures["refit"]["|mu - old|"] > 10 * figures["refit"]["|mu - new|"]
+    assert set(figures["experts"]["grad_norm"]) == {"TP1·EP1·DP2", "TP2·EP2·DP1"}
+    assert figures["collectives"]["GiB/s"]["ranks 0-1"]["all_reduce"] > 0
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("unmarked_experts", "expert weights are not marked"),
+        ("lost_moments", "loading a checkpoint changes the weights after the next update"),
+    ],
+)
+def test_a_broken_learner_fails(program, told, tmp_path):
+    setting = Setting("cpu", 2, str(tmp_path), scratch=str(tmp_path))
+    outcome = run_ranks("tests.parallel.programs.doctor", program, 2, init_process_group=False, setting=setting)[0]
+    assert (outcome.status, told in outcome.reason) == ("fail", True), outcome
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("stale_engine", "from the learner's new weights"),
+        ("corrupted_update", "corrupts weights on updates"),
+    ],
+)
+def test_a_broken_update_of_the_engine_fails(program, told, tmp_path):
+    setting = Setting("cpu", 1, str(tmp_path), scratch=str(tmp_path))
+    outcome = run_ranks("tests.parallel.programs.doctor", program, 1, init_process_group=False, setting=setting)[0]
+    assert (outcome.status, told in outcome.reason) == ("fail", True), outcome
+
+
+def test_the_runners_check_on_the_runner_that_a_cpu_has(tmp_path):
+    setting = Setting("cpu", 1, str(tmp_path), scratch=str(tmp_path))
+    outcome = run_ranks("tests.parallel.programs.doctor", "first_runner", 1, init_process_group=False, setting=setting)[
+        0
+    ]
+    assert (outcome.status, outcome.reason.startswith("model runner 1 starts")) == ("pass", True), outcome

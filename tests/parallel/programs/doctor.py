@@ -1,0 +1,91 @@
+"""Checks of `megatron_rl.doctor` on learners and engines that are broken in one way."""
+
+from __future__ import annotations
+
+import os
+
+from megatron_rl.doctor import child, engine, learner
+from megatron_rl.doctor.outcome import Outcome
+from megatron_rl.doctor.setting import Setting
+
+
+def unmarked_experts(setting: Setting) -> Outcome:
+    """Expert weights as TransformerEngine 2.20 leaves them: nothing marks them."""
+    from megatron_rl.learner import model
+
+    def unmark(module) -> None:
+        for name, parameter in module.named_parameters():
+            if ".experts." in name:
+                parameter.allreduce = False
+                for mark in ("tensor_model_parallel", "partition_dim", "partition_stride"):
+                    if hasattr(parameter, mark):
+                        delattr(parameter, mark)
+
+    model.mark_expert_parameters = unmark
+    return learner.experts(setting)
+
+
+def lost_moments(setting: Setting) -> Outcome:
+    """A load that brings the weights back and leaves Adam's second moments at half."""
+    import torch
+
+    from megatron_rl.learner.learner import Learner
+
+    load = Learner.load
+
+    def half(self, *arguments, **options):
+        state = load(self, *arguments, **options)
+        self.was_loaded = True
+        return state
+
+    def update(self, batch):
+        if getattr(self, "was_loaded", False):
+            with torch.no_grad():
+                for optimizer in self.optimizer.chained_optimizers:
+                    for moments in optimizer.optimizer.state.values():
+                        moments["exp_avg_sq"].mul_(0.5)
+        self.was_loaded = False
+        return own_update(self, batch)
+
+    own_update, Learner.load, Learner.update = Learner.update, half, update
+    return learner.checkpoint(setting)
+
+
+def stale_engine(setting: Setting) -> Outcome:
+    """An engine that takes updates after the first trial and keeps its weights."""
+    from megatron_rl.rollout.vllm_engine import VllmGenerator
+
+    own = VllmGenerator.refit
+
+    def keep(self, weights, policy_version):
+        if policy_version == 0:
+            return own(self, weights, policy_version)
+        for _ in weights:
+            pass
+        self._policy_version = policy_version
+        self._stats["perf/refit_engine_s"] = 0.0
+
+    VllmGenerator.refit = keep
+    return engine.refit(setting)
+
+
+def corrupted_update(setting: Setting) -> Outcome:
+    """An update that changes one weight of those that it is given."""
+    from megatron_rl.rollout import vllm_engine
+
+    own = vllm_engine.checked
+
+    def spoil(weights, shapes):
+        for i, (name, tensor) in enumerate(own(weights, shapes)):
+            if i == 3:
+                tensor = tensor.clone()
+                tensor.view(-1)[0] += 1
+            yield name, tensor
+
+    vllm_engine.checked = spoil
+    return child.attempt("refit", setting)[0]
+
+
+def first_runner(setting: Setting) -> Outcome:
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    return child.attempt("runner-v1", setting)[0]
