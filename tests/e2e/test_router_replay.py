@@ -29,6 +29,7 @@ def results(tmp_path_factory) -> dict[str, dict]:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_replay_removes_two_thirds_of_the_mismatch_on_the_same_rollouts(results, dtype):
+    # No rounding: that routing is most of this model's mismatch is what docs/router-replay.md says.
     assert results[dtype]["replayed"] <= results[dtype]["native"] / 3
 
 
@@ -49,7 +50,7 @@ def test_engines_disagree_in_bf16_and_agree_in_fp32(results):
 def assert_only_near_ties_differ(found: dict, bound: float) -> None:
     """In fp32 a router's choice can differ only where two experts are as good to seven digits. One sequence of 144 may
     meet that; the others agree to rounding, and all do once their routes are replayed."""
-    assert found["metrics"]["router/agree_frac"] >= 0.9999
+    assert found["metrics"]["router/agree_frac"] >= 1 - found["longest"]
     apart = 2 * bound  # two engines, neither of them in float64
     assert found["replayed"] <= math.expm1(apart) < 0.01
     assert len(found["native, by sequence"]) == 144

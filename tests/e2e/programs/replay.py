@@ -55,11 +55,13 @@ def _compare(model: str, dtype: str) -> dict[str, Any]:
 
 def _score(learner: Learner, batch: Batch) -> dict[str, Any]:
     """Spread of rho with the learner's routes and with the engine's; the largest difference of log-probs in each
-    sequence with the former; and the metrics of an update."""
+    sequence with the former; the longest one's share of the tokens; and the metrics of an update."""
     native, replayed = (learner.compute_logprobs(batch, mode) for mode in ("native", "replay"))
     off = [np.abs(old - s.inference_logprobs).max() for old, s in zip(native, batch.sequences, strict=True)]
     spreads = {"native": _rho_std(native, batch), "replayed": _rho_std(replayed, batch)}
-    return {**spreads, "native, by sequence": off, "metrics": learner.update(batch)}
+    lengths = [len(s.tokens) for s in batch.sequences]
+    longest = max(lengths) / sum(lengths)
+    return {**spreads, "native, by sequence": off, "longest": longest, "metrics": learner.update(batch)}
 
 
 def _rounding_bound(model: str, batch: Batch) -> float:

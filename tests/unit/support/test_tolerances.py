@@ -1,0 +1,114 @@
+"""Every tolerance of the tests is a bound of tests/support/rounding.py or a named statement that is no rounding."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[2]
+COMPARISONS = {"approx", "assert_close", "assert_allclose", "allclose", "isclose", "assert_almost_equal"}
+TOLERANCES = {"rel", "abs", "rtol", "atol", "rel_tol", "abs_tol"}
+SMALL = 2e-3  # a smaller number that something is compared with is a tolerance
+ELSEWHERE = ("support/rounding.py", "unit/support/test_tolerances.py")
+# Function where a number stands for itself → what it states.
+STATEMENTS = {
+    "parallel/test_learner_noise.py::test_update_size_is_what_the_weights_did": "the bound itself is small",
+    "parallel/transformer_engine.py::same_noise": "the bound itself is small",
+    "parallel/test_transformer_engine_layouts.py::error": "the bound is below what is asked for",
+    "parallel/test_memory.py::test_one_rank": "what the planner promises: 15%",
+    "parallel/test_memory.py::test_every_rank_of_a_layout": "what the planner promises: 15%",
+    "parallel/test_trace.py::test_weights_to_the_engine_are_whole_tensors_of_the_model": "the largest of all tensors",
+    "unit/monitor/test_noise_and_alarms.py::test_t_quantiles": "what t_quantile_975 allows its series",
+    "unit/monitor/test_noise_and_alarms.py::test_slope_and_interval_of_a_worked_example": "the same series",
+    "unit/plan/test_head.py::test_the_peak_in_the_output_layer_is_the_one_that_is_planned": "what a plan leaves out",
+    "unit/schedule/test_length_decay_recipes.py::test_schedule_is_what_its_name_says": "what the documentation says",
+}
+
+
+def constants(tree: ast.Module) -> dict[str, float]:
+    """Numbers that have a name at the top of a module."""
+    return {
+        target.id: float(node.value.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name) and type(node.value.value) in (int, float)
+    }
+
+
+def value_of(node: ast.expr, names: dict[str, float]) -> float | None:
+    """The number that a node is, if it is one: written out, by a name of the module, or a product of such."""
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            return float(value)
+        case ast.Name(id=name):
+            return 1.0 if name == "TOLERANCE" else names.get(name)  # imported: tools.dev.measure_memory's promise
+        case ast.BinOp(left=left, op=ast.Mult() | ast.Pow(), right=right):
+            parts = [value_of(part, names) for part in (left, right)]
+            if None not in parts:
+                return parts[0] * parts[1] if isinstance(node.op, ast.Mult) else parts[0] ** parts[1]
+    return None
+
+
+def bare(node: ast.AST, names: dict[str, float]) -> bool:
+    """Whether a comparison has a tolerance that no bound gave."""
+    if isinstance(node, ast.Call):
+        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if called not in COMPARISONS:
+            return False
+        values = [value_of(keyword.value, names) for keyword in node.keywords if keyword.arg in TOLERANCES]
+        return not values or any(value for value in values)
+    if isinstance(node, ast.Compare):
+        pairs = zip(node.ops, node.comparators, strict=True)
+        limits = [value_of(right, names) for op, right in pairs if isinstance(op, ast.Lt | ast.LtE)]
+        return any(limit is not None and 0 < limit <= SMALL for limit in limits)
+    return False
+
+
+def found_in(source: str, path: str) -> set[str]:
+    """``path::function`` of every bare tolerance."""
+    tree = ast.parse(source)
+    names = constants(tree)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return {f"{path}::{f.name}" for f in functions for node in ast.walk(f) if bare(node, names)}
+
+
+def test_every_tolerance_is_a_bound_or_a_statement():
+    found: set[str] = set()
+    for path in sorted(TESTS.rglob("*.py")):
+        name = str(path.relative_to(TESTS))
+        if name not in ELSEWHERE:
+            found |= found_in(path.read_text(), name)
+    assert sorted(found) == sorted(STATEMENTS)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "assert x == pytest.approx(y)",
+        "assert x == pytest.approx(y, rel=1e-3)",
+        "assert x == approx(y, abs=4 * UNIT, rel=0)",
+        "torch.testing.assert_close(x, y)",
+        "np.testing.assert_allclose(x, y, rtol=1e-6)",
+        "assert abs(x - y) < 1e-4",
+        "assert 0 <= x <= UNIT",
+    ],
+)
+def test_a_bare_tolerance_is_found(line):
+    assert found_in(f"UNIT = 1e-7\ndef test(x, y):\n    {line}\n", "a.py") == {"a.py::test"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "assert x == y",
+        "assert x == rounded(y, 3)",
+        "assert x == pytest.approx(y, rel=gamma(3), abs=0)",
+        "assert abs(x - y) <= bound_from_double(x, y, 7) < 0.01",
+        "assert x < 3",
+    ],
+)
+def test_a_bound_is_none(line):
+    assert found_in(f"def test(x, y):\n    {line}\n", "a.py") == set()
