@@ -8,6 +8,8 @@ states; a bound is never raised to what a machine shows.
 - The same function by other code, in another order, on another layout: `bound_from_double`, `assert_as_double`.
 - A mean of random draws: `standard_errors`.
 - A figure of a paper or a standard table: `printed`.
+
+A tolerance that is no rounding is a statement about a method: tests/unit/support/test_tolerances.py lists them.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tests.parallel.programs.patch_layouts import Layout
+from tests.support.in_double import Widened
 
 VOCAB, SEQUENCE, MICRO_BATCH, NUM_MICROBATCHES = 96, 16, 2, 4
 LAYERS, HIDDEN, EXPERTS, TOPK = 4, 32, 4, 2
@@ -70,6 +72,11 @@ def transformer_config(layout: Layout) -> TransformerConfig:
     )
 
 
+def widened(config: TransformerConfig) -> AbstractContextManager:
+    """What Megatron has in float32 whatever its weights are in (rotary angles, routers) in float64 where these are."""
+    return Widened() if config.params_dtype is torch.float64 else nullcontext()
+
+
 class Job:
     """The model of one layout, wrapped in DDP, with the same global weights as in every other layout."""
 
@@ -99,19 +106,21 @@ class Job:
     def _chunk(self, layout: Layout, vp_stage: int) -> GPTModel:
         stage = {} if layout.vpp is None else {"vp_stage": vp_stage}
         ignore = {"ignore_virtual": False, **stage}
-        return GPTModel(
-            config=self.config,
-            transformer_layer_spec=get_gpt_layer_local_spec(
-                num_experts=EXPERTS, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
-            ),
-            vocab_size=VOCAB,
-            max_sequence_length=SEQUENCE,
-            pre_process=parallel_state.is_pipeline_first_stage(**ignore),
-            post_process=parallel_state.is_pipeline_last_stage(**ignore),
-            position_embedding_type="rope",
-            share_embeddings_and_output_weights=False,
-            **stage,
-        )
+        with widened(self.config):
+            model = GPTModel(
+                config=self.config,
+                transformer_layer_spec=get_gpt_layer_local_spec(
+                    num_experts=EXPERTS, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
+                ),
+                vocab_size=VOCAB,
+                max_sequence_length=SEQUENCE,
+                pre_process=parallel_state.is_pipeline_first_stage(**ignore),
+                post_process=parallel_state.is_pipeline_last_stage(**ignore),
+                position_embedding_type="rope",
+                share_embeddings_and_output_weights=False,
+                **stage,
+            )
+        return model.double() if self.config.params_dtype is torch.float64 else model  # norms are in float32
 
     def shards(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
         """(name, offset, global shape, data) of this rank's parameters, without leading axes of size one chunk."""
@@ -149,15 +158,16 @@ class Job:
 
             return output, loss_of
 
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=[iter(mine) for _ in self.chunks] if len(self.chunks) > 1 else iter(mine),
-            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
-            num_microbatches=len(mine),
-            seq_length=SEQUENCE,
-            micro_batch_size=MICRO_BATCH,
-            forward_only=forward_only,
-        )
+        with widened(self.config):
+            return get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=[iter(mine) for _ in self.chunks] if len(self.chunks) > 1 else iter(mine),
+                model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+                num_microbatches=len(mine),
+                seq_length=SEQUENCE,
+                micro_batch_size=MICRO_BATCH,
+                forward_only=forward_only,
+            )
 
     def gradients(self) -> dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], torch.Tensor]]:
         """This rank's gradients: (name, offset) -> (global shape, values). Overwrites the weights."""
