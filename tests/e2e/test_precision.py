@@ -101,15 +101,16 @@ def in_fp32(module: torch.nn.Module) -> None:
     module.register_forward_pre_hook(lambda _, inputs: tuple(x.float() for x in inputs))
 
 
-def rms(difference: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(difference**2)))
+def typical(difference: np.ndarray) -> float:
+    return float(np.median(np.abs(difference)))
 
 
 def test_log_probs_agree_through_fp32_parts(fp16, tmp_path):
     """Of two engines, each as far from float64 as transformers' model in fp16 with head and routers in fp32.
 
-    In root mean square over tokens: |a - b| <= |a - c| + |b - c|. fp16 rounds what is stored, and sums are in fp32, so
-    that their order does not enlarge the error (as in `plain_training.relative_gradient_error`).
+    By the median over tokens, which the few whose router meets a tie do not move: for two independent errors of one
+    size it is that of one times the root of two, and for the same one twice. fp16 rounds what is stored, and sums are
+    in fp32, so that their order does not enlarge the error (as in `plain_training.relative_gradient_error`).
     """
     recipe, learner, generator = fp16
     tokenizer, keeping = build_tokenizer(), Keeping(generator)
@@ -125,10 +126,10 @@ def test_log_probs_agree_through_fp32_parts(fp16, tmp_path):
         return np.concatenate(hf_reference.score(model, keeping.groups, Sampling(24))[0])
 
     right = score(double)
-    bound = 2 * rms(score(half) - right)
-    assert rms(result.mu - result.po) <= bound
+    bound = 2 * typical(score(half) - right)
+    assert typical(result.mu - result.po) <= bound
     half.lm_head.weight.data = half.lm_head.weight.data.bfloat16().float()
-    assert rms(score(half) - right) > bound, "a head in bf16 would pass"
+    assert typical(score(half) - right) > bound, "a head in bf16 would pass"
 
 
 def test_fp16_is_at_least_five_times_closer_than_bf16(tmp_path):
