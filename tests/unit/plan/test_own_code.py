@@ -12,6 +12,7 @@ from megatron_rl.config import load_recipe
 from megatron_rl.plan import GPUS, make_plan, make_workload
 from megatron_rl.plan.hardware import HOST_NETWORK
 from megatron_rl.plan.own_code import DRIVERS, OF_A_PASS, on_record, own_code
+from tests.support.rounding import rounded
 from tests.support.tiny import REPOSITORY
 from tests.unit.plan.test_plan import work
 
@@ -33,14 +34,14 @@ def test_a_stage_goes_by_what_its_rank_holds(stage, holders, driver):
     tokens = 2048 * (256 + 4096) / holders
     amount = [tokens, tokens * 48 * 8, 2048 / holders, 2048, 32][driver]
     found = own_code(work(R3), record(stage, seconds=unit, peak=unit))
-    assert found.seconds == pytest.approx(1e-6 * amount, rel=1e-12)
-    assert found.host_rank == pytest.approx(1e-6 * amount, rel=1e-12)
+    assert found.seconds == rounded(1e-6 * amount)
+    assert found.host_rank == rounded(1e-6 * amount)
     assert found.host_node == 8 * found.host_rank
 
 
 def test_bytes_take_their_time_over_the_network():
     found = own_code(work(R3), record("exchange", received=[1.0, 0, 0, 0, 0]))
-    assert found.seconds == pytest.approx(2048 * 4352 / 8 / HOST_NETWORK, rel=1e-12)
+    assert found.seconds == rounded(2048 * 4352 / 8 / HOST_NETWORK)
 
 
 def test_recipes_without_recorded_routes_pay_for_none():
