@@ -19,13 +19,12 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron_rl.learner.exchange import Replicas, hand_over_logprobs, speaks
-from megatron_rl.run.shown import share_repetition
 
 from megatron_rl.batch import build_batch, group_metrics, release_routes
 from megatron_rl.checkpoint.known_models import shape_of
 from megatron_rl.config import Recipe
 from megatron_rl.config.learner import ParallelConfig
+from megatron_rl.learner.exchange import Replicas, hand_over_logprobs, speaks
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.packing import minibatch_denominators
 from megatron_rl.learner.passes import Passes
@@ -38,6 +37,7 @@ from megatron_rl.rewards.shared import score_shared
 from megatron_rl.rollout.payload import make_rollout
 from megatron_rl.rollout.requests import make_groups, make_requests, owners_of, share_of
 from megatron_rl.rollout.vllm_engine import VllmGenerator
+from megatron_rl.run.shown import share_repetition
 from megatron_rl.stored.batches import record_batch
 from megatron_rl.types import Prompt
 from tools.bench.unit_costs import Cost, Setting
