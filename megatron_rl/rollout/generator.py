@@ -32,6 +32,7 @@ class Sampling:
     temperature: float = 1.0  # 0: the most probable token each time
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
+    wants_routes: bool = True  # False: engines in the ranks leave routes out, though they record them
 
     @classmethod
     def from_config(cls, config: RolloutConfig) -> Sampling:
@@ -39,7 +40,7 @@ class Sampling:
 
     @classmethod
     def of_validation(cls, rollout: RolloutConfig, validation: ValidationConfig) -> Sampling:
-        return cls(rollout.max_response_length, validation.temperature, validation.top_p)
+        return cls(rollout.max_response_length, validation.temperature, validation.top_p, wants_routes=False)
 
 
 class RolloutInterrupted(RolloutError):
@@ -65,8 +66,7 @@ class Generator(Protocol):
         """Sample ``num_samples`` responses to each prompt, in the order of ``prompts``.
 
         ``policy_version``: optimizer step of the weights the engine must hold; a refit that was forgotten is an error.
-        ``step``: enters the seeds. ``sampling``: instead of the recipe's, for validation, which has no use for
-        routes: engines in the ranks leave them out. Log-probs are log mu of the
+        ``step``: enters the seeds. ``sampling``: instead of the recipe's, for validation. Log-probs are log mu of the
         distribution actually sampled from. Under greedy decoding (temperature 0) they are the model's at temperature 1,
         and must not be trained on.
         """

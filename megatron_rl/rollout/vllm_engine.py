@@ -110,7 +110,7 @@ class VllmGenerator:
         step: int,
         sampling: Sampling | None = None,
     ) -> list[Group]:
-        validates, sampling = sampling is not None, sampling or self._sampling
+        sampling = sampling or self._sampling
         if self._broken:
             raise RolloutError(f"the engine cannot go on: {self._broken}")
         if self._wants_weights:
@@ -122,7 +122,7 @@ class VllmGenerator:
         start = time.perf_counter()
         owners = owners_of(len(requests), self._num_engines, self._config.tensor_parallel)
         mine = share_of(requests, self._engine, self._num_engines)
-        records = self._record_routes and not validates
+        records = self._record_routes and sampling.wants_routes
         rollouts = self._tell(requests, owners, self._generate(mine, sampling, records))
         self._stats |= throughput(rollouts, time.perf_counter() - start)
         return make_groups(prompts, num_samples, rollouts)
