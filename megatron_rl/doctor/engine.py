@@ -179,9 +179,11 @@ def generate(recipe: Recipe, learner: Learner, generator: Generator) -> Batch:
     """Sampled responses of the tiny task as one batch. Collective."""
     from megatron_rl.batch import build_batch
     from megatron_rl.data import load_tokenizer, load_train
+    from megatron_rl.rollout.requests import everywhere
 
     prompts = list(load_train(recipe.data, load_tokenizer(str(recipe.model.path))))[:PROMPTS]
-    return build_batch(0, generator.rollout(prompts, SAMPLES, policy_version=learner.num_updates, step=0), recipe)
+    groups = generator.rollout(prompts, SAMPLES, policy_version=learner.num_updates, step=0)
+    return build_batch(0, everywhere(groups), recipe)  # few and short: every rank compares them all
 
 
 def distances(batch: Batch, learner: Learner, reference: Learner) -> Distances:

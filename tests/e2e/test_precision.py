@@ -94,6 +94,9 @@ class Keeping:
         self.groups = self.generator.rollout(*arguments, **options)
         return self.groups
 
+    def sleep(self) -> None:
+        self.generator.sleep()
+
 
 def in_fp32(module: torch.nn.Module) -> None:
     """``module`` on its input, both in fp32."""

@@ -55,7 +55,7 @@ def install(gpu: str) -> None:
     """Make vLLM's platform CUDA in this process, on nodes of eight ``gpu``."""
     if "vllm" in sys.modules or "triton" in sys.modules:
         raise RuntimeError("vllm or triton is imported already, and has decided on its platform")
-    sys.path.insert(0, str(te.FOLDER))  # before the environment: an entry there says that Triton is installed
+    sys.path[:0] = [str(te.FOLDER)]  # before the environment: an entry there says that Triton is installed
     os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR")
     for name in BINARIES:
         sys.modules[name] = ModuleType(name)

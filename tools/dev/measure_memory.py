@@ -97,7 +97,14 @@ def measure(
     del learner
     predicted = learner_memory(architecture, recipe.learner, world_size(), tokens, microbatches, fused=False)[stage]
     parallel_state.destroy_model_parallel()
-    return Measurement(path.name, dtype, recompute, total_parameters(read_architecture(path)), peak, predicted.peak)
+    return Measurement(
+        path.name,
+        dtype,
+        recompute,
+        total_parameters(read_architecture(path)),
+        peak,
+        predicted.static + predicted.dynamic,
+    )
 
 
 def peak_bytes(profiler: profile) -> int:

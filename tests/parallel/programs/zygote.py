@@ -10,7 +10,8 @@ import time
 
 def tell() -> None:
     """Process group, environment and modules of this child, in lines."""
-    print(os.getpgid(0) == os.getpid(), os.environ.get("OWN"), os.environ.get("SHARED"), "torch" in sys.modules)
+    own, shared = os.environ.get("OWN"), os.environ.get("SHARED")
+    print(os.getpgid(0) == os.getpid(), own, shared, "torch" in sys.modules, flush=True)  # before the next, in one file
     print("an error", file=sys.stderr)
 
 

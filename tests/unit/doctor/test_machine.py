@@ -54,7 +54,7 @@ def test_a_recipe_that_records_routes_wants_their_memory(monkeypatch):
     outcome = machine.host_memory(Setting("cuda", 8, "/tmp", recipe))
     assert outcome.status == "fail"
     assert outcome.figures["wanted_gib"]["processes"] == 8 * PROCESS_GIB
-    assert outcome.figures["wanted_gib"]["routes"] > 0
+    assert outcome.figures["wanted_gib"]["responses, routes, packed rows"] > 0
 
 
 def test_a_control_groups_limit_counts(tmp_path):

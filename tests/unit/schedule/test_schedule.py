@@ -208,8 +208,8 @@ def test_the_loop_gives_the_detector_optimizer_steps():
     run_ = SimpleNamespace(learner=learner, generator=MagicMock(), monitor=MagicMock())
     recorded = []
     for step in range(120):
-        tokens = range(1000 if step < 40 else 4000)
-        groups = [SimpleNamespace(rollouts=[SimpleNamespace(tokens=tokens)] * 2)]
+        length = 1000 if step < 40 else 4000
+        groups = [SimpleNamespace(rollouts=[SimpleNamespace(length=length)] * 2)]
         recorded.append(update(run_, SimpleNamespace(step=step), groups))
     t_s = learner.scheduler.length_decay.detector.surge_step
     assert 4 * 40 - 1 <= t_s <= 4 * 45 - 1
