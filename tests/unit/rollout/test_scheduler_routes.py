@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.rollout.process_state import contained
 from tests.support.tiny import MODEL
 
 LAYERS, TOP_K, BLOCK = 4, 2, 4
@@ -86,9 +87,10 @@ def run(is_async: bool, v2: bool, num_blocks: int, chunk: int, caching: bool, mo
     from vllm.v1.request import Request
     from vllm.v1.structured_output import StructuredOutputManager
 
-    config = EngineArgs(
-        model=str(MODEL), skip_tokenizer_init=True, enable_return_routed_experts=True, max_model_len=64
-    ).create_engine_config()
+    with contained(0):  # vLLM's configuration puts libraries into LD_PRELOAD, which later tests' processes would load
+        config = EngineArgs(
+            model=str(MODEL), skip_tokenizer_init=True, enable_return_routed_experts=True, max_model_len=64
+        ).create_engine_config()
     config.scheduler_config.async_scheduling = is_async
     config.scheduler_config.max_num_batched_tokens = config.scheduler_config.max_num_scheduled_tokens = chunk
     config.scheduler_config.enable_chunked_prefill = True
