@@ -39,8 +39,13 @@ from megatron_rl.plan.own_code import DRIVERS, RECORD, OwnCode, own_code
 from megatron_rl.plan.workload import Workload
 from megatron_rl.rewards import Rewarder
 from megatron_rl.types import Group, Prompt, Rollout
-from tools.bench.scale_ranks import TENSOR, run_rank
-from tools.bench.unit_costs import Found, Setting, line, unit_costs
+
+try:
+    from tools.bench.scale_ranks import TENSOR, run_rank
+    from tools.bench.unit_costs import Found, Setting, line, unit_costs
+except ModuleNotFoundError:  # started by its path: as a module it finds its neighbours
+    again = [sys.executable, "-m", "tools.bench.scale", *sys.argv[1:]]
+    sys.exit(subprocess.run(again, cwd=Path(__file__).resolve().parents[2], check=False).returncode)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = REPOSITORY / "recipes" / "router_replay" / "grpo-qwen3-30b-a3b-4n8g-tp4ep8-r3.yaml"
