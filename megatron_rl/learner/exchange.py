@@ -136,7 +136,8 @@ def _move(
 ) -> None:
     shapes = {i: field.shape(batch.sequences[i]) for i in numbers}
     here = {i: array for i in numbers if (array := getattr(batch.sequences[i], field.name)) is not None}
-    leaving = {i for i, source, target in moves if source == world_rank()}
+    rank = world_rank()
+    leaving = {i for i, source, target in moves if source == rank}
     held = {i: np.ascontiguousarray(array, dtype=field.dtype) for i, array in here.items() if i in leaving}
     for i in numbers:
         assert i not in held or held[i].shape == shapes[i], f"{batch.sequences[i].id}: {field.name} {held[i].shape}"

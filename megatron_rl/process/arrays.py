@@ -24,7 +24,7 @@ def gather_rows(rows: Sequence[Sequence[float]], places: Sequence[int], width: i
     in their order. Float64 holds integers up to 2^53 exactly. Collective.
     """
     rows = np.asarray(rows, dtype=np.float64).reshape(-1, width)
-    assert len(rows) == sum(place == world_rank() for place in places), "a row for each item of this rank"
+    assert len(rows) == list(places).count(world_rank()), "a row for each item of this rank"
     if world_size() == 1:
         return rows
     counts = np.bincount(np.asarray(places, dtype=np.int64), minlength=world_size())

@@ -34,7 +34,8 @@ def score_shared(rewarder: Rewarder, groups: list[Group]) -> Scores:
     """
     pairs = [(number, group, rollout) for number, group in enumerate(groups) for rollout in group.rollouts]
     places = [number % world_size() if r.owner is None else r.owner for number, _, r in pairs]
-    held = [(group, r) for (_, group, r), place in zip(pairs, places, strict=True) if place == world_rank()]
+    rank = world_rank()
+    held = [(group, r) for (_, group, r), place in zip(pairs, places, strict=True) if place == rank]
     mine = [Group(group.prompt, [r for _, r in members]) for group, members in _runs(held)]
     counts = together("rewards could not be computed", lambda: rewarder.score(mine))
     rows = gather_rows([(r.raw_reward, r.reward, r.masked) for _, r in held], places, width=3).tolist()

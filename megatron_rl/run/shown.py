@@ -15,7 +15,8 @@ def share_repetition(groups: Sequence[Group], ngram: int) -> None:
     """Fill `Rollout.repetition` on every rank; each computes it for the responses that it holds. Collective."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     places = [i % world_size() if r.owner is None else r.owner for i, r in enumerate(rollouts)]
-    mine = [r for r, place in zip(rollouts, places, strict=True) if place == world_rank()]
+    rank = world_rank()
+    mine = [r for r, place in zip(rollouts, places, strict=True) if place == rank]
     found = gather_rows([[repetition_fraction(r.tokens, ngram)] for r in mine], places, width=1)
     for rollout, value in zip(rollouts, found[:, 0].tolist(), strict=True):
         rollout.repetition = value
