@@ -18,25 +18,18 @@ _NAME = re.compile(
 )
 
 
-def is_name(text: str, kind: Kind) -> bool:
-    """Whether ``text`` has the form OWNER/NAME[@REVISION], and for a dataset perhaps /FILE behind it."""
-    found = _NAME.fullmatch(text)
-    return found is not None and (kind == "dataset" or found["file"] is None)
-
-
 def cached(text: str, kind: Kind) -> Path | None:
     """What the cache of the hub holds under ``text``: the folder of a model, or a file of a dataset.
 
     None where ``text`` is no such name, or is not there. Raises `InputError` where it is there and says too little: a
     dataset of several files, or without that file.
     """
-    if not is_name(text, kind):
+    found = _parse(text, kind)
+    if found is None:
         return None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    found = _NAME.fullmatch(text)
-    assert found is not None, "is_name has matched it"
     try:
         folder = Path(
             snapshot_download(found["repo"], repo_type=kind, revision=found["revision"], local_files_only=True)
@@ -44,6 +37,12 @@ def cached(text: str, kind: Kind) -> Path | None:
     except (LocalEntryNotFoundError, RepositoryNotFoundError, HFValidationError):
         return None
     return folder if kind == "model" else _data_file(text, folder, found["file"])
+
+
+def _parse(text: str, kind: Kind) -> re.Match[str] | None:
+    """The parts of OWNER/NAME[@REVISION], for a dataset perhaps with /FILE behind it; None for any other text."""
+    found = _NAME.fullmatch(text)
+    return found if found is not None and (kind == "dataset" or found["file"] is None) else None
 
 
 def _data_file(text: str, folder: Path, file: str | None) -> Path:
@@ -63,9 +62,8 @@ def _data_file(text: str, folder: Path, file: str | None) -> Path:
 
 def how_to_download(text: str, kind: Kind) -> str:
     """The command that brings ``text`` into the cache; "" where it is no name of the hub."""
-    if not is_name(text, kind):
+    found = _parse(text, kind)
+    if found is None:
         return ""
-    found = _NAME.fullmatch(text)
-    assert found is not None, "is_name has matched it"
     revision = f" --revision {found['revision']}" if found["revision"] else ""
     return f"hf download {found['repo']}{' --repo-type dataset' if kind == 'dataset' else ''}{revision}"
