@@ -17,7 +17,6 @@ from tests.parallel.programs.lora import LORA, OPTIMIZER
 from tests.support.plain_training import Limits, adapters, float32_limits, run
 from tests.support.rounding import bound_from_double
 from tests.support.tiny import stored_rollouts, tiny_recipe
-from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
 
 STEPS = 3
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -32,35 +31,28 @@ def start(world_size: int, jobs: dict) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("dense")
-    save_checkpoint(build_model(build_tiny_config("qwen3", "nano")), path)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def one(model, tmp_path_factory) -> dict:
+def one(dense, tmp_path_factory) -> dict:
     folder = str(tmp_path_factory.mktemp("run"))
     jobs = {
-        "run": ("train", {"model": model, "num_steps": STEPS, "folder": folder}),
-        "recompute": ("train", {"model": model, "num_steps": STEPS, "recompute": "full"}),
-        "fp16": ("train", {"model": model, "num_steps": STEPS, "dtype": "fp16"}),
-        "adapters' gradient": ("first_gradient", {"model": model, "lora": True}),
-        "whole gradient": ("first_gradient", {"model": model, "lora": False}),
+        "run": ("train", {"model": dense, "num_steps": STEPS, "folder": folder}),
+        "recompute": ("train", {"model": dense, "num_steps": STEPS, "recompute": "full"}),
+        "fp16": ("train", {"model": dense, "num_steps": STEPS, "dtype": "fp16"}),
+        "adapters' gradient": ("first_gradient", {"model": dense, "lora": True}),
+        "whole gradient": ("first_gradient", {"model": dense, "lora": False}),
     }
     (results,) = start(1, jobs)
-    (resumed,) = start(1, {"resumed": ("resume", {"model": model, "path": results["run"]["path"]})})
+    (resumed,) = start(1, {"resumed": ("resume", {"model": dense, "path": results["run"]["path"]})})
     return results | resumed
 
 
 @pytest.fixture(scope="module")
-def whole_limits(model) -> Limits:
+def whole_limits(dense) -> Limits:
     """How far rounding may take gradients of the whole weights apart."""
-    return float32_limits(1, path=model)
+    return float32_limits(1, path=dense)
 
 
-def test_the_policy_starts_as_it_was(one, model):
-    checkpoint = load_file(f"{model}/model.safetensors")
+def test_the_policy_starts_as_it_was(one, dense):
+    checkpoint = load_file(f"{dense}/model.safetensors")
     for name, tensor in one["run"]["exported before"].items():
         assert torch.equal(tensor, checkpoint[name]), name
 
@@ -114,11 +106,11 @@ def test_a_checkpoint_continues_the_run(one):
         assert torch.equal(tensor, one["run"]["exported"][name]), name
 
 
-def test_two_ranks_equal_one(one, model):
-    limits = float32_limits(STEPS, **OPTIMIZER, path=model, mutate=adapters(LORA["rank"], SCALE))
+def test_two_ranks_equal_one(one, dense):
+    limits = float32_limits(STEPS, **OPTIMIZER, path=dense, mutate=adapters(LORA["rank"], SCALE))
     jobs = {
-        "dp2": ("train", {"model": model, "num_steps": STEPS}),
-        "pp2": ("train", {"model": model, "num_steps": STEPS, "parallel": {"pipeline": 2}}),
+        "dp2": ("train", {"model": dense, "num_steps": STEPS}),
+        "pp2": ("train", {"model": dense, "num_steps": STEPS, "parallel": {"pipeline": 2}}),
     }
     for rank in start(2, jobs):
         for layout in jobs:
@@ -128,10 +120,10 @@ def test_two_ranks_equal_one(one, model):
             assert np.abs(rank[layout]["after"] - one["run"]["after"]).max() <= limits.logprobs
 
 
-def test_what_adapters_cannot_do_is_refused(model):
+def test_what_adapters_cannot_do_is_refused(dense):
     with pytest.raises(InputError, match=r"learner\.lora: qwen3_moe has experts"):
         check_recipe(tiny_recipe(learner={"lora": LORA}))
     with pytest.raises(InputError, match="adapters are not sharded, use tensor: 1"):
-        check_recipe(tiny_recipe(model={"path": model}, learner={"lora": LORA, "parallel": {"tensor": 2}}))
+        check_recipe(tiny_recipe(model={"path": dense}, learner={"lora": LORA, "parallel": {"tensor": 2}}))
     with pytest.raises(ValidationError, match=r"precision\.export_from: master needs master weights"):
-        tiny_recipe(model={"path": model}, learner={"lora": LORA}, precision={"export_from": "master"})
+        tiny_recipe(model={"path": dense}, learner={"lora": LORA}, precision={"export_from": "master"})

@@ -13,7 +13,6 @@ from megatron_rl.plan.learner import learner_memory
 from tests.parallel.gloo import run_ranks
 from tests.parallel.programs.lora import LORA
 from tests.support.tiny import MODEL, tiny_recipe
-from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
 
 ALL = {"gradients": True, "optimizer": True, "weights": True}
 THROUGHOUT = ALL | {"during_passes": True}
@@ -54,13 +53,6 @@ def jobs_of(cases: dict, folder) -> tuple[dict, dict]:
             if i in (0, len(settings)):
                 second[f"{case} {i}"] = ("resume", {"offload": other, "path": path, **sections})
     return first, second
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("dense")
-    save_checkpoint(build_model(build_tiny_config("qwen3", "nano")), path)
-    return str(path)
 
 
 @pytest.fixture(scope="module")

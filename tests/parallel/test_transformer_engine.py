@@ -44,7 +44,6 @@ from tests.support.rounding import gamma
 from tests.support.routes import random_routes
 from tests.support.tiny import MODEL, stored_rollouts
 from tests.support.zygote import Zygote
-from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
 
 pytestmark = pytest.mark.skipif(te.MISSING is not None, reason=str(te.MISSING))
 
@@ -83,13 +82,6 @@ def helper():
 @pytest.fixture(scope="module")
 def other(tmp_path_factory) -> Path:
     return other_weights(tmp_path_factory.mktemp("other"))
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("dense")
-    save_checkpoint(build_model(build_tiny_config("qwen3", "nano")), path)
-    return str(path)
 
 
 @pytest.fixture(scope="module")

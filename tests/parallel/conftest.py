@@ -1,0 +1,15 @@
+"""What several files of this folder start from."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
+
+
+@pytest.fixture(scope="session")
+def dense(tmp_path_factory) -> str:
+    """Folder of a tiny dense model, for adapters; read only."""
+    path = tmp_path_factory.mktemp("dense")
+    save_checkpoint(build_model(build_tiny_config("qwen3", "nano")), path)
+    return str(path)
