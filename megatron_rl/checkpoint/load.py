@@ -20,7 +20,7 @@ from megatron_rl.checkpoint.sharded import (
     keep_loaded,
     load_optimizer_settings,
     optimizer_slices,
-    weights_to_load,
+    sharded_weights,
 )
 from megatron_rl.errors import InputError
 from megatron_rl.process.ranks import broadcast_object, gather_objects, world_rank, world_size
@@ -42,7 +42,7 @@ def load_checkpoint(path: Path, model: GPTModel, optimizer: MegatronOptimizer, v
     with no_foreign_code(path):
         load_optimizer_settings(optimizer, dist_checkpointing.load_common_state_dict(str(path))["optimizer"])
         allocate_moments(optimizer)
-        weights = weights_to_load(model)
+        weights = sharded_weights(model)
         slices = dict(enumerate(optimizer_slices(optimizer, weights)))
         state = _load({"model": _without_extra_state(weights), "slices": slices}, path)
     _fill(model, state["model"])
@@ -59,7 +59,7 @@ def load_weights(path: Path, model: GPTModel, optimizer: MegatronOptimizer | Non
     if has_manifest and (problem := damage(Path(path), WEIGHTS_FILE)):
         raise InputError(f"checkpoint {path}: {problem}; write it again with to-megatron")
     with no_foreign_code(Path(path)):
-        state = _load({"model": _without_extra_state(weights_to_load(model))}, path)
+        state = _load({"model": _without_extra_state(sharded_weights(model))}, path)
     _fill(model, state["model"])
     if optimizer is not None:
         optimizer.reload_model_params()

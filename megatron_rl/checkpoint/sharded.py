@@ -47,14 +47,14 @@ def sharded_state(model: GPTModel, optimizer: MegatronOptimizer, values: Values 
 
     ``values``: a tensor of the model → its values, wherever they are; the optimizer's own are read as they are.
     """
-    weights = _weights(model)
+    weights = sharded_weights(model)
     return {"model": _own_part(weights, values), "slices": _by_number(optimizer_slices(optimizer, weights))}
 
 
 def optimizer_slices(optimizer: MegatronOptimizer, weights: dict[str, Any]) -> Iterator[ShardedTensor]:
     """Master weights and moments that this rank owns, as boxes of whole tensors; data are views of the live ones."""
     by_parameter = {base.data: base for base in _tensors(weights).values()}
-    for chained in _distributed(optimizer):
+    for chained in distributed_optimizers(optimizer):
         for parameter, owned in _owned_ranges(chained):
             base = by_parameter[parameter]
             # Its data-parallel rank is the only owner; tensor- and pipeline-parallel ranks may hold copies.
@@ -63,15 +63,20 @@ def optimizer_slices(optimizer: MegatronOptimizer, weights: dict[str, Any]) -> I
                 yield from _boxes(base, tensor.detach(), owned.start, owned.end, f"{_OPTIMIZER_PREFIX}.{name}.")
 
 
-def weights_to_load(model: GPTModel) -> dict[str, Any]:
+def sharded_weights(model: GPTModel) -> dict[str, Any]:
     """The weights of this rank's part of the model, by name in memory."""
-    return _weights(model)
+    return unwrap_model(model).sharded_state_dict(metadata=dict(CONTENT_METADATA))
+
+
+def distributed_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
+    """Megatron's `DistributedOptimizer`s that hold something: one for experts, one for other parameters."""
+    return [chained for chained in optimizer.chained_optimizers if not getattr(chained, "is_stub_optimizer", False)]
 
 
 @torch.no_grad()
 def keep_loaded(optimizer: MegatronOptimizer) -> None:
     """After the tensors of `optimizer_slices` were overwritten: tell the optimizer, where it keeps other copies."""
-    for chained in _distributed(optimizer):
+    for chained in distributed_optimizers(optimizer):
         for parameter, _ in _owned_ranges(chained):
             chained._set_main_param_and_optimizer_states(parameter, _states(chained, parameter))
         if hasattr(chained.optimizer, "_sync_hdo_state_to_sub_optimizers"):  # Adam on the host
@@ -90,7 +95,7 @@ def optimizer_settings(optimizer: MegatronOptimizer) -> dict[Any, Any]:
 def load_optimizer_settings(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
     """Load ``state``, which torch's Adam wrote or TransformerEngine's: settings that only one of them has stay as they
     were, and the number of steps is a whole number for TransformerEngine's kernel."""
-    inner = [chained.optimizer for chained in _distributed(optimizer)]
+    inner = [chained.optimizer for chained in distributed_optimizers(optimizer)]
     own = [[{k: v for k, v in group.items() if k != "step"} for group in adam.param_groups] for adam in inner]
     parts = [state] if len(optimizer.chained_optimizers) == 1 else list(state.values())
     for part in parts:
@@ -106,7 +111,7 @@ def load_optimizer_settings(optimizer: MegatronOptimizer, state: dict[Any, Any])
 
 def allocate_moments(optimizer: MegatronOptimizer) -> None:
     """Give Adam its initial zeros where no update has been applied: absent state cannot be written."""
-    for chained in _distributed(optimizer):
+    for chained in distributed_optimizers(optimizer):
         if any(chained.optimizer.state.values()):
             continue
         chained.init_state_fn(chained.optimizer, chained.config)
@@ -220,10 +225,6 @@ def _replicas(is_expert: bool) -> tuple[int, int]:
     )
 
 
-def _weights(model: GPTModel) -> dict[str, Any]:
-    return unwrap_model(model).sharded_state_dict(metadata=dict(CONTENT_METADATA))
-
-
 def _tensors(weights: dict[str, Any]) -> dict[str, Sharded]:
     return {name: value for name, value in weights.items() if isinstance(value, Sharded)}
 
@@ -234,11 +235,6 @@ def _replica(base: Sharded) -> tuple[int, ...]:
 
 def _by_number(shards: Iterator[ShardedTensor]) -> dict[int, ShardedTensor]:
     return dict(enumerate(shards))
-
-
-def _distributed(optimizer: MegatronOptimizer) -> list[Any]:
-    """Megatron's `DistributedOptimizer`s that hold something: one for experts, one for other parameters."""
-    return [chained for chained in optimizer.chained_optimizers if not getattr(chained, "is_stub_optimizer", False)]
 
 
 def _owned_ranges(chained: Any) -> Iterator[tuple[torch.nn.Parameter, Any]]:

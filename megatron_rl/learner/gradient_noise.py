@@ -23,6 +23,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
+from megatron_rl.checkpoint.sharded import distributed_optimizers
+
 CHUNK = 2**24  # elements looked at at once: bounds the temporaries (three of them, fp32) to 192 MiB
 
 
@@ -138,9 +140,7 @@ def update_size(optimizer: MegatronOptimizer) -> dict[str, float]:
     layout.
     """
     sums = torch.zeros(3, dtype=torch.float64, device=optimizer.get_loss_scale().device)
-    for sharded in optimizer.chained_optimizers:
-        if getattr(sharded, "is_stub_optimizer", False):
-            continue
+    for sharded in distributed_optimizers(optimizer):
         for group in sharded.optimizer.param_groups:
             counted = [p for p in group["params"] if _counts_once(p, sharded)]
             states = [(p, state) for p in counted if (state := sharded.optimizer.state.get(p))]

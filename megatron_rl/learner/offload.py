@@ -21,6 +21,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
+from megatron_rl.checkpoint.sharded import distributed_optimizers
 from megatron_rl.config.learner import OffloadConfig
 from megatron_rl.errors import Fault
 
@@ -196,9 +197,7 @@ class Offload:
 
     def _optimizer_tensors(self) -> list[torch.Tensor]:
         found: list[Any] = []
-        for chained in self._optimizer.chained_optimizers:
-            if getattr(chained, "is_stub_optimizer", False):
-                continue
+        for chained in distributed_optimizers(self._optimizer):
             inner = chained.optimizer
             found += [p for group in inner.param_groups for p in group["params"]]
             # Step counters of torch's Adam are scalars on the CPU, whatever the device, and stay.

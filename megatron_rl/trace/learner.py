@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
 from megatron_rl.checkpoint.architecture import Architecture
-from megatron_rl.checkpoint.sharded import CONTENT_METADATA, allocate_moments, sharded_state
+from megatron_rl.checkpoint.sharded import CONTENT_METADATA, allocate_moments, distributed_optimizers, sharded_state
 from megatron_rl.config import Recipe
 from megatron_rl.config.learner import ParallelConfig
 from megatron_rl.learner.learner import Learner
@@ -104,9 +104,7 @@ def _static(learner: Learner, held: int) -> dict[str, int]:
         "master weights": [],
         "moments": [],
     }
-    for chained in learner.optimizer.chained_optimizers:
-        if getattr(chained, "is_stub_optimizer", False):
-            continue
+    for chained in distributed_optimizers(learner.optimizer):
         masters = [part for group in chained.shard_fp32_from_float16_groups for part in group if part is not None]
         kinds["master weights"] += masters
         for state in chained.optimizer.state.values():
