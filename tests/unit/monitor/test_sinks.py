@@ -37,6 +37,7 @@ for file in sorted(Path(sys.argv[1]).glob("run/wandb/offline-run-*/*.wandb")):
         if record.WhichOneof("record_type") == "history":
             items = {i.key or i.nested_key[0]: float(json.loads(i.value_json)) for i in record.history.item}
             step = int(items.pop("_step"))
+            start.setdefault("seconds", []).append(items["_timestamp"])
             start["steps"][step] = {k: v for k, v in items.items() if k[0] != "_"}
     starts.append(start)
 print(json.dumps(starts))
@@ -64,11 +65,12 @@ from mlflow import MlflowClient
 client = MlflowClient(tracking_uri=f"sqlite:///{sys.argv[1]}/run/mlflow.db")
 experiment = client.get_experiment_by_name("megatron_rl")
 runs = client.search_runs([experiment.experiment_id])
-steps = {}
+steps, seconds = {}, []
 for name in runs[0].data.metrics:
     for metric in client.get_metric_history(runs[0].info.run_id, name):
         steps.setdefault(metric.step, {}).setdefault(name.replace("_at_", "@"), []).append(metric.value)
-print(json.dumps([{"runs": len(runs), "name": runs[0].info.run_name, "status": runs[0].info.status,
+        seconds.append(metric.timestamp / 1000)
+print(json.dumps([{"seconds": seconds, "runs": len(runs), "name": runs[0].info.run_name, "status": runs[0].info.status,
                    "recipe": runs[0].data.params, "steps": steps}]))
 """,
 }
@@ -87,6 +89,7 @@ def same(found: dict, wanted: dict) -> bool:
 
 @pytest.mark.parametrize("service", ["wandb", "swanlab"])
 def test_offline_files_hold_the_numbers_of_metrics_jsonl_and_a_resumed_run_goes_on_with_its_id(service, tmp_path):
+    began = time.time()
     run(service, RECORD, str(tmp_path), service, "0", "5")
     first = recorded(tmp_path)
     time.sleep(1.1)  # the clients name a start's folder by the second
@@ -99,15 +102,18 @@ def test_offline_files_hold_the_numbers_of_metrics_jsonl_and_a_resumed_run_goes_
     assert starts[0]["id"] == starts[1]["id"]
     assert all(start["name"] == "run" for start in starts)
     if service == "wandb":
+        assert all(began <= t <= time.time() for start in starts for t in start["seconds"])
         assert starts[0]["recipe"]["learner"] == {"optimizer": {"lr": 1e-6}}
 
 
 def test_mlflow_holds_the_numbers_of_metrics_jsonl_in_one_run_over_both_starts(tmp_path):
+    began = int(time.time())  # MLflow counts milliseconds
     run("mlflow", RECORD, str(tmp_path), "mlflow", "0", "5")
     first = recorded(tmp_path)
     run("mlflow", RECORD, str(tmp_path), "mlflow", "3", "6")
     (found,) = json.loads(run("mlflow", READ["mlflow"], str(tmp_path)))
     assert (found["runs"], found["name"], found["status"]) == (1, "run", "FINISHED")
+    assert all(began <= t <= time.time() for t in found["seconds"])
     assert found["recipe"] == {"name": "unit", "learner.optimizer.lr": "1e-06"}
     steps = {int(step): metrics for step, metrics in found["steps"].items()}
     last = recorded(tmp_path)
