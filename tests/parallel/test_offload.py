@@ -100,6 +100,8 @@ def test_what_leaves_is_gone_while_the_engine_generates(runs, case, number):
         assert rank["after"] == off["after"], "back as it was"
         left = sum(off["after"][part] for part, leaves in own.items() if leaves and part != "gradients")
         assert left <= rank["host"] <= left + 512 * 2000 if left else rank["host"] == 0
+        if not case.startswith("fp32"):  # masters leave at the start, and room for the moments is reserved with them
+            assert rank["host at the start"] == rank["host"]
 
 
 @pytest.mark.parametrize("case", SETTINGS)

@@ -59,6 +59,7 @@ def train(
     learner = Learner(tiny_recipe(batch={"minibatches": minibatches}, **sections))
     engine, found = Engine(learner), {"metrics": [], "sent": [], "before": bytes_of_parts(learner)}
     learner.step_aside()
+    found["host at the start"] = learner.offload.host_bytes
     engine.rollout()
     for step in range(num_steps):
         _one_step(learner, engine, found, step, minibatches)

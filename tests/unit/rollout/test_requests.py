@@ -1,0 +1,20 @@
+"""Which engine samples what, and which of its ranks keeps it."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.rollout.requests import in_order, owners_of, share_of
+
+
+@pytest.mark.parametrize("num_requests", [0, 1, 7, 24])
+@pytest.mark.parametrize("num_engines", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_ranks_of_an_engine_take_turns_over_its_share(num_requests, num_engines, ranks):
+    requests, owners = list(range(num_requests)), owners_of(num_requests, num_engines, ranks)
+    assert len(owners) == num_requests
+    for engine in range(num_engines):
+        share = share_of(requests, engine, num_engines)
+        for rank in range(ranks):
+            assert [i for i in requests if owners[i] == engine * ranks + rank] == share[rank::ranks]
+    assert in_order([share_of(requests, engine, num_engines) for engine in range(num_engines)]) == requests
