@@ -90,7 +90,7 @@ def test_measured_figures_name_what_made_them(name):
         marks = MARK.findall(text)
         assert bool(marks) == bool(DECIMAL.search(MARK.sub("", text))), lines[start]
         for source in ", ".join(marks).split(", ") if marks else []:
-            ancestor = ["git", "merge-base", "--is-ancestor", source, "HEAD"]  # a rebase leaves objects without a branch
+            ancestor = ["git", "merge-base", "--is-ancestor", source, "HEAD"]  # a rebase leaves objects of no branch
             known = subprocess.run(ancestor, cwd=REPOSITORY, capture_output=True, check=False)
             in_git = (REPOSITORY / ".git").exists() and re.fullmatch("[0-9a-f]{7}", source)
             assert source == "test_figures.py" or not in_git or known.returncode == 0, f"{lines[start]}: {source}"
