@@ -32,7 +32,7 @@ class Sampling:
     temperature: float = 1.0  # 0: the most probable token each time
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
-    wants_routes: bool = True  # False: engines in the ranks leave routes out, though they record them
+    wants_routes: bool = True  # False: routes are left out, though the engine records them
 
     @classmethod
     def from_config(cls, config: RolloutConfig) -> Sampling:

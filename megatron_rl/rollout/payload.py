@@ -6,6 +6,7 @@ Shape legend: ``P`` prompt tokens, ``R`` response tokens, ``L`` MoE layers, ``K`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,22 +20,31 @@ from megatron_rl.types import FINISH_REASONS, FinishReason, Rollout
 MAX_LOGPROB = 1e-4
 
 
+@dataclass(frozen=True)
+class SealedRoutes:
+    """Routes of one response with the checksums that tie them to its tokens."""
+
+    routes: np.ndarray  # [P + R - 1, L, K] of `RouteShape.dtype`
+    checksums: np.ndarray  # [P + R - 1 + L] int64
+
+
 def make_rollout(
     request: Request,
-    tokens: Sequence[int],
-    logprobs: Sequence[float],
+    tokens: Sequence[int] | np.ndarray,
+    logprobs: Sequence[float] | np.ndarray,
     finish_reason: str | None,
-    policy_version: int,
-    routes: np.ndarray | None = None,
+    policy_version: int | np.ndarray,
+    routes: np.ndarray | SealedRoutes | None = None,
     architecture: Architecture | None = None,
     text: str = "",
 ) -> Rollout:
     """Check one response and wrap it. Raises `RolloutError` that names the prompt and sample.
 
-    ``routes`` [P + R - 1, all layers, K] as the engine records them: rows of prompt and response tokens but the last;
-    dense layers are dropped from the result. Absent where routes were not asked for, together with ``architecture``.
+    ``policy_version``: of the response, or [R] of each token. ``routes`` [P + R - 1, all layers, K] as the engine
+    records them (see `seal_routes`), or sealed elsewhere. Absent where routes were not asked for, together with
+    ``architecture``.
     """
-    where = f"prompt {request.prompt.id!r}, sample {request.sample}"
+    where = _where(request)
     if finish_reason not in FINISH_REASONS:
         raise RolloutError(f"{where}: unknown finish reason {finish_reason!r}")
     if not len(tokens) or len(tokens) != len(logprobs):
@@ -43,11 +53,11 @@ def make_rollout(
     if not (np.isfinite(inference_logprobs).all() and (inference_logprobs <= MAX_LOGPROB).all()):
         worst = int(np.argmax(~np.isfinite(inference_logprobs) | (inference_logprobs > MAX_LOGPROB)))
         raise RolloutError(f"{where}: log-prob {inference_logprobs[worst]} of response token {worst} is impossible")
-    recorded = None if architecture is None else _routes(where, request, len(tokens), routes, architecture)
-    checksums = None
-    if recorded is not None:  # sealed where the routes arrive, so that every later change is noticed
-        whole = np.concatenate([request.prompt.tokens, tokens])
-        checksums = route_checksums(f"{request.prompt.id}/{request.sample}", whole, recorded)
+    sealed = None
+    if isinstance(routes, SealedRoutes):
+        sealed = _checked(where, request, len(tokens), routes, architecture)
+    elif architecture is not None:  # sealed where the routes arrive, so that every later change is noticed
+        sealed = seal_routes(where, request.sequence_id, request.prompt.tokens, tokens, routes, architecture)
     return Rollout(
         prompt_id=request.prompt.id,
         sample=request.sample,
@@ -55,8 +65,8 @@ def make_rollout(
         inference_logprobs=inference_logprobs,
         finish_reason=finish_reason,
         policy_versions=np.full(len(tokens), policy_version, dtype=np.int32),
-        routed_experts=recorded,
-        route_checksums=checksums,
+        routed_experts=None if sealed is None else sealed.routes,
+        route_checksums=None if sealed is None else sealed.checksums,
         text=text,
     )
 
@@ -66,22 +76,33 @@ def elsewhere(request: Request, length: int, finish_reason: FinishReason) -> Rol
     return Rollout(request.prompt.id, request.sample, None, None, finish_reason, None, length=length)
 
 
-def _routes(
-    where: str, request: Request, num_tokens: int, routes: np.ndarray | None, architecture: Architecture
-) -> np.ndarray:
-    """[P + R - 1, L, K] of `RouteShape.dtype`; rows of -1, the engine's "not recorded", become `missing_id`."""
-    expected = (
-        len(request.prompt.tokens) + num_tokens - 1,
-        architecture.num_layers,
-        architecture.experts_per_token,
-    )
+def seal_routes(
+    where: str,
+    sequence_id: str,
+    prompt: Sequence[int],
+    tokens: Sequence[int] | np.ndarray,
+    routes: np.ndarray | None,
+    architecture: Architecture,
+) -> SealedRoutes:
+    """``routes`` [P + R - 1, all layers, K] as an engine records them, checked and sealed for ``sequence_id``.
+
+    Rows are those of prompt and response tokens but the last. Dense layers are dropped. Rows of -1, the engine's "not
+    recorded", become `missing_id`. Raises `RolloutError`, begun with ``where``, for routes that cannot be true.
+    """
+    expected = (len(prompt) + len(tokens) - 1, architecture.num_layers, architecture.experts_per_token)
     if routes is None or routes.shape != expected:
         found = "none" if routes is None else routes.shape
         raise RolloutError(
             f"{where}: routes of shape {expected} (prompt + response - 1, layers, top-k) due, got {found}"
         )
-    shape = RouteShape.of(architecture)
-    moe_routes = routes if len(shape.layers) == architecture.num_layers else routes[:, list(shape.layers)]
+    recorded = _of_experts(where, routes, RouteShape.of(architecture), architecture.num_layers)
+    whole = np.concatenate([prompt, tokens])
+    return SealedRoutes(recorded, route_checksums(sequence_id, whole, recorded))
+
+
+def _of_experts(where: str, routes: np.ndarray, shape: RouteShape, num_layers: int) -> np.ndarray:
+    """[P + R - 1, L, K] of `RouteShape.dtype`."""
+    moe_routes = routes if len(shape.layers) == num_layers else routes[:, list(shape.layers)]
     if moe_routes.size and moe_routes.min() >= 0 and moe_routes.max() < shape.num_experts:
         return np.ascontiguousarray(moe_routes, dtype=shape.dtype)
     moe_routes = moe_routes.astype(np.int64)
@@ -94,3 +115,24 @@ def _routes(
             f"{shape.num_experts}"
         )
     return np.where(missing, missing_id(shape.dtype), moe_routes).astype(shape.dtype)
+
+
+def _checked(
+    where: str, request: Request, num_tokens: int, sealed: SealedRoutes, architecture: Architecture | None
+) -> SealedRoutes:
+    """``sealed``, whose shape and type are those of the response; its seals are checked where routes are used."""
+    assert architecture is not None, "routes that nobody asked for"
+    shape = RouteShape.of(architecture)
+    rows = len(request.prompt.tokens) + num_tokens - 1
+    expected = (rows, len(shape.layers), shape.topk)
+    found = (sealed.routes.shape, sealed.routes.dtype, sealed.checksums.shape)
+    if found != (expected, shape.dtype, (rows + len(shape.layers),)):
+        raise RolloutError(
+            f"{where}: routes of shape {expected} (prompt + response - 1, MoE layers, top-k) and {shape.dtype} due, "
+            f"with a checksum for each row and layer; got {found[0]} of {found[1]} with {found[2]} checksums"
+        )
+    return sealed
+
+
+def _where(request: Request) -> str:
+    return f"prompt {request.prompt.id!r}, sample {request.sample}"

@@ -22,6 +22,11 @@ class Request:
     sample: int  # 0 … G-1
     seed: int
 
+    @property
+    def sequence_id(self) -> str:
+        """`types.Sequence.id` of what this becomes."""
+        return f"{self.prompt.id}/{self.sample}"
+
 
 def request_seed(seed: int, step: int, prompt_id: str, sample: int) -> int:
     """The seed of one response: 63 bits of a hash of what identifies it.

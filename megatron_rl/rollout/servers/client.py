@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-import numpy as np
 
 from megatron_rl.rollout.generator import Sampling
 from megatron_rl.rollout.requests import Request
 from megatron_rl.rollout.sampling_params import sampling_fields
 from megatron_rl.rollout.servers.rendezvous import Address
+from megatron_rl.rollout.servers.wire import MEDIA_TYPE, Answer, Damaged, unpack
 
 CONNECT_S = 10.0  # to a server that is there, a connection takes milliseconds
 HEALTH_S = 10.0
@@ -48,20 +47,15 @@ class Weights:
     files: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Answer:
-    """One sampled response as the server reports it."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    finish_reason: str | None
-    routes: np.ndarray | None  # [P + R - 1, layers, K]
-
-
 def request_body(request: Request, sampling: Sampling, stop_token_ids: list[int]) -> dict[str, Any]:
     """What is asked of a server for one response; the same numbers that the in-process engine is given."""
     fields = sampling_fields(sampling, request.seed, stop_token_ids)
-    return {"token_ids": request.prompt.tokens, "sampling_params": fields}
+    return {
+        "id": request.sequence_id,
+        "token_ids": request.prompt.tokens,
+        "sampling_params": fields,
+        "wants_routes": sampling.wants_routes,
+    }
 
 
 class ServerClient:
@@ -89,16 +83,15 @@ class ServerClient:
 
     async def generate(self, body: dict[str, Any], version: int) -> Answer:
         """One response from the weights of ``version``, and from no others."""
-        found = await self._call("POST", "/megatron_rl/generate", body, {"X-Policy-Version": str(version)})
-        if found["finish_reason"] == "abort":
+        headers = {"X-Policy-Version": str(version)}
+        found = await self._call("POST", "/megatron_rl/generate", body, headers, read=_whole)
+        try:
+            answer = unpack(found)
+        except Damaged as error:
+            raise ServerLost(f"/megatron_rl/generate: the answer is damaged: {error}") from error
+        if answer.finish_reason == "abort":
             raise StaleServer("the response was aborted")
-        routes = found["routes"]
-        return Answer(
-            tokens=found["tokens"],
-            logprobs=np.frombuffer(base64.b64decode(found["logprobs"]), np.float32).tolist(),
-            finish_reason=found["finish_reason"],
-            routes=np.load(io.BytesIO(base64.b64decode(routes)), allow_pickle=False) if routes else None,
-        )
+        return answer
 
     async def checksums(self) -> dict[str, int]:
         """Checksums of every stored parameter. Closes the server until the next push."""
@@ -109,8 +102,15 @@ class ServerClient:
         await self._session.close()
 
     async def _call(
-        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, limit_s: float = 0.0
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+        limit_s: float = 0.0,
+        read: Callable[[aiohttp.ClientResponse], Awaitable[Any]] | None = None,
     ) -> Any:
+        """What ``read`` makes of the answer; None: its JSON."""
         limit_s = limit_s or self._deadline_s
         try:
             async with (
@@ -118,7 +118,7 @@ class ServerClient:
                 self._session.request(method, self.address.url + path, json=body, headers=headers) as response,
             ):
                 if response.status == 200:
-                    return await response.json() if response.content_type == "application/json" else None
+                    return await (read or _json)(response)
                 text = " ".join((await response.text()).split())[:300]
         except TimeoutError as error:
             raise ServerLost(f"{path.partition('?')[0]}: no answer in {limit_s:g} s") from error
@@ -127,3 +127,18 @@ class ServerClient:
             raise ServerLost(f"{path.partition('?')[0]}: {type(error).__name__}: {error}", refused) from error
         kind = StaleServer if response.status == 409 else ServerLost if response.status >= 500 else RequestRefused
         raise kind(f"{path.partition('?')[0]}: status {response.status}: {text}", is_final=True)
+
+
+async def _json(response: aiohttp.ClientResponse) -> Any:
+    return await response.json() if response.content_type == "application/json" else None
+
+
+async def _whole(response: aiohttp.ClientResponse) -> bytearray:
+    """The body, in memory of its own that is written once."""
+    if response.content_type != MEDIA_TYPE or response.content_length is None:
+        return bytearray()  # what is between us and the server answered in its place
+    body, position = bytearray(response.content_length), 0
+    async for piece, _ in response.content.iter_chunks():
+        body[position : position + len(piece)] = piece
+        position += len(piece)
+    return body

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_rl.rollout.generator import RolloutError
-from megatron_rl.rollout.servers.client import Answer, RequestRefused, ServerError, ServerLost, StaleServer
+from megatron_rl.rollout.servers.client import RequestRefused, ServerError, ServerLost, StaleServer
 from megatron_rl.rollout.servers.pool import Member, ServerPool
+from megatron_rl.rollout.servers.wire import Answer
 
 
 class Dispatch:

@@ -28,9 +28,9 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.rollout.calls import check_lengths, check_version, throughput
 from megatron_rl.rollout.generator import RolloutError, Sampling
-from megatron_rl.rollout.payload import make_rollout
+from megatron_rl.rollout.payload import SealedRoutes, make_rollout
 from megatron_rl.rollout.requests import Request, make_groups, make_requests
-from megatron_rl.rollout.servers.client import Answer, ServerClient, Weights, request_body
+from megatron_rl.rollout.servers.client import ServerClient, Weights, request_body
 from megatron_rl.rollout.servers.dispatch import Dispatch
 from megatron_rl.rollout.servers.local import LocalServers
 from megatron_rl.rollout.servers.main_rank import MainRank
@@ -38,6 +38,7 @@ from megatron_rl.rollout.servers.pool import PoolLimits, ServerPool
 from megatron_rl.rollout.servers.rendezvous import Address, discover, read_token, require_token
 from megatron_rl.rollout.servers.settings import agreed_settings, differences
 from megatron_rl.rollout.servers.weight_files import WeightFolder
+from megatron_rl.rollout.servers.wire import Answer
 from megatron_rl.rollout.weight_check import checked
 from megatron_rl.types import Group, Prompt, Rollout
 
@@ -53,6 +54,7 @@ class Ticket:
     requests: list[Request]
     policy_version: int
     answers: concurrent.futures.Future | None
+    records: bool  # with routes
 
 
 class ServerGenerator:
@@ -138,14 +140,13 @@ class ServerGenerator:
             bodies = [request_body(request, sampling, self._stop_token_ids) for request in requests]
             names = [f"prompt {request.prompt.id!r}, sample {request.sample}" for request in requests]
             answers = self._main.submit(self._sample(bodies, names, policy_version))
-        return Ticket(prompts, num_samples, requests, policy_version, answers)
+        records = self._record_routes and sampling.wants_routes
+        return Ticket(prompts, num_samples, requests, policy_version, answers, records)
 
     def finish(self, ticket: Ticket) -> list[Group]:
         """Wait for a batch that was begun. Every rank calls it, in the order of `begin`."""
         answers, seconds, stats = self._main.wait(ticket.answers)
-        rollouts = [
-            self._to_rollout(r, a, ticket.policy_version) for r, a in zip(ticket.requests, answers, strict=True)
-        ]
+        rollouts = [self._to_rollout(r, a, ticket.records) for r, a in zip(ticket.requests, answers, strict=True)]
         self._stats |= throughput(rollouts, seconds) | stats
         return make_groups(ticket.prompts, ticket.num_samples, rollouts)
 
@@ -165,16 +166,18 @@ class ServerGenerator:
     def _concurrency(self) -> int:
         return self._config.servers.concurrency or self._config.max_num_seqs
 
-    def _to_rollout(self, request: Request, answer: Answer, policy_version: int) -> Rollout:
+    def _to_rollout(self, request: Request, answer: Answer, records: bool) -> Rollout:
+        """Raises `RolloutError` where routes are due (``records``) and absent."""
+        routes = None if answer.routes is None else SealedRoutes(answer.routes, answer.route_checksums)
         return make_rollout(
             request,
             answer.tokens,
             answer.logprobs,
             answer.finish_reason,
-            policy_version,
-            routes=answer.routes,
-            architecture=self._architecture if self._record_routes else None,
-            text=self._decode(answer.tokens) if self._decode else "",
+            answer.versions,
+            routes=routes,
+            architecture=self._architecture if records else None,
+            text=self._decode(answer.tokens.tolist()) if self._decode else "",
         )
 
     # ---------------------------------------------------------------- weights

@@ -23,6 +23,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_rl.rollout.servers.wire import MEDIA_TYPE, Answer, pack
+
 VERSION_HEADER = b"x-policy-version"
 SETTINGS, WEIGHTS, GENERATE = "/megatron_rl/settings", "/megatron_rl/weights", "/megatron_rl/generate"
 HARMLESS = frozenset({"/health", "/weight_info", "/is_paused", "/metrics", "/version"})  # of vLLM; they change nothing
@@ -47,7 +49,7 @@ class GuardState:
     token: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     replace: Callable[[list[str], int], Awaitable[None]] | None = None  # loads files as a policy version
-    sample: Callable[[dict[str, Any]], Coroutine[Any, Any, dict[str, Any]]] | None = None  # see `answering`
+    sample: Callable[[dict[str, Any], int], Coroutine[Any, Any, Answer]] | None = None  # see `answering`
     replacing: asyncio.Lock = field(default_factory=asyncio.Lock)
     max_body_bytes: int = BODY_BYTES
     version: int | None = None  # open for this policy version; None: closed
@@ -115,7 +117,7 @@ class Guard:
         if not wanted.isdigit() or state.version is None or wanted != str(state.version).encode():
             return await _answer(send, CONFLICT, _stale(wanted, state.version))
         try:
-            answer = await _unless_left(receive, state.sample(await _body(receive)))
+            answer = await _unless_left(receive, state.sample(await _body(receive), state.version))
         except _TooLarge:
             raise
         except (ValueError, TypeError, KeyError) as error:  # vLLM's own refusals are ValueErrors
@@ -126,7 +128,7 @@ class Guard:
             return None
         if state.openings != openings:
             return await _answer(send, CONFLICT, _stale(wanted, state.version))
-        return await _answer(send, 200, answer)
+        return await _send_answer(send, answer)
 
 
 class _TooLarge(Exception):
@@ -171,7 +173,7 @@ def _update(body: Any) -> tuple[list[str], int]:
     return files, version
 
 
-async def _unless_left(receive: Receive, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any] | None:
+async def _unless_left(receive: Receive, work: Coroutine[Any, Any, Answer]) -> Answer | None:
     """The result of ``work``; None where the caller hangs up first, which cancels ``work`` and the response."""
     working, leaving = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
     try:
@@ -203,3 +205,12 @@ async def _answer(send: Send, status: int, content: dict[str, Any]) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+async def _send_answer(send: Send, answer: Answer) -> None:
+    pieces = pack(answer)
+    length = str(sum(map(len, pieces))).encode()
+    headers = [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", length)]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for number, piece in enumerate(pieces, 1):
+        await send({"type": "http.response.body", "body": piece, "more_body": number < len(pieces)})

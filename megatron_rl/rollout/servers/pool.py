@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 from megatron_rl.errors import InputError
 from megatron_rl.rollout.generator import RolloutError, RolloutInterrupted
-from megatron_rl.rollout.servers.client import Answer, RequestRefused, ServerError, Weights
+from megatron_rl.rollout.servers.client import RequestRefused, ServerError, Weights
 from megatron_rl.rollout.servers.rendezvous import Address
+from megatron_rl.rollout.servers.wire import Answer
 
 STOP_POLL_S = 0.5  # between looks whether a stop was asked for, while nothing changes
 MISSED_LOOKS = 3  # looks at a server's health without an answer before it counts as lost

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.checkpoint.architecture import read_architecture
 from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
@@ -92,7 +93,9 @@ async def _serve(spec: ServerSpec, listener: socket.socket, say: Callable[[str],
             await engine.collective_rpc("run_eagerly")
         await _prepare_weights(engine, spec)
         guard.STATE.settings = await _settings(engine, spec, address)
-        guard.STATE.replace, guard.STATE.sample = partial(replace_weights, engine), partial(sample, engine)
+        architecture = read_architecture(spec.model_path) if spec.record_routes else None
+        guard.STATE.replace = partial(replace_weights, engine)
+        guard.STATE.sample = partial(sample, engine, architecture)
         guard.STATE.max_body_bytes += guard.BODY_BYTES_PER_TOKEN * engine.model_config.max_model_len
         guard.STATE.token = spec.token
         published = publish(spec.run_dir, address)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from megatron_rl.config.servers import ServersConfig
@@ -15,6 +16,7 @@ from megatron_rl.rollout.servers import replacement
 from megatron_rl.rollout.servers.guard import GENERATE, SETTINGS, WEIGHTS, Guard, GuardState
 from megatron_rl.rollout.servers.rendezvous import Address, discover, folder, publish, read_token, withdraw
 from megatron_rl.rollout.servers.serve import serve
+from megatron_rl.rollout.servers.wire import MAGIC, Answer, unpack
 from tests.support.tiny import tiny_recipe
 
 TOKEN = "a-token-of-tests-0123456789"
@@ -34,13 +36,14 @@ class App:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b'"from vLLM"'})
 
-    async def sample(self, body: dict) -> dict:
+    async def sample(self, body: dict, version: int) -> Answer:
         try:
             await self.go_on.wait()
         except asyncio.CancelledError:
             self.aborted += 1
             raise
-        return {"tokens": body["token_ids"]}
+        ids = body["token_ids"]
+        return Answer(np.array(ids, np.int32), np.zeros(len(ids), np.float32), np.full(len(ids), version), "stop")
 
 
 async def call(
@@ -68,7 +71,14 @@ async def call(
         sent.append(message)
 
     await guard({"type": "http", "path": path, "headers": headers}, receive, send)
-    return (sent[0]["status"], json.loads(sent[1]["body"])) if sent else None
+    if not sent:
+        return None
+    content = b"".join(message["body"] for message in sent[1:])
+    assert [message.get("more_body", False) for message in sent[1:]] == [True] * (len(sent) - 2) + [False]
+    assert int(dict(sent[0]["headers"]).get(b"content-length", len(content))) == len(content)
+    if content[:4] == MAGIC:
+        return sent[0]["status"], {name: getattr(unpack(content), name).tolist() for name in ("tokens", "versions")}
+    return sent[0]["status"], json.loads(content)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +120,7 @@ def test_only_the_version_that_is_open_is_sampled():
         return [*seen, await call(guard, GENERATE, version=4)]
 
     closed, open_, older, unnamed, healthy, updating = asyncio.run(scene())
-    assert open_ == healthy == (200, {"tokens": [1]})
+    assert open_ == healthy == (200, {"tokens": [1], "versions": [4]})
     assert [status for status, _ in (closed, older, unnamed, updating)] == [409] * 4
     assert older[1]["error"] == "policy version 3 was asked for, this server holds 4"
 
@@ -245,7 +255,7 @@ def test_what_vllm_refuses_is_told_from_what_fails(error, status):
     async def scene():
         app = App()
 
-        async def raises(body):
+        async def raises(body, version):
             raise error
 
         app.sample = raises

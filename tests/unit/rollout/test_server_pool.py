@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from megatron_rl.errors import InputError
 from megatron_rl.rollout import RolloutError
 from megatron_rl.rollout.generator import RolloutInterrupted
-from megatron_rl.rollout.servers.client import Answer, RequestRefused, ServerLost, StaleServer, Weights
+from megatron_rl.rollout.servers.client import RequestRefused, ServerLost, StaleServer, Weights
 from megatron_rl.rollout.servers.dispatch import Dispatch
 from megatron_rl.rollout.servers.pool import PoolLimits, ServerPool
 from megatron_rl.rollout.servers.rendezvous import Address
+from megatron_rl.rollout.servers.wire import Answer
 
 LIMITS = PoolLimits(wait_s=1.0, health_every_s=0.01)
 
@@ -85,7 +87,8 @@ class FakeClient:
         if self.name in self.world.dies_after:
             self.world.dies_after[self.name] -= 1
         self.world.answered.append((self.name, body["index"], version))
-        return Answer([body["index"]], [-0.5], "stop", None)
+        tokens = np.array([body["index"]], np.int32)
+        return Answer(tokens, np.full(1, -0.5, np.float32), np.full(1, version, np.int32), "stop")
 
     async def close(self) -> None:
         self.closed.set()
@@ -128,7 +131,7 @@ def ask(pool: ServerPool, number: int, concurrency: int = 4, retries: int = 3) -
 
 
 def tokens(answers: list[Answer]) -> list[int]:
-    return [answer.tokens[0] for answer in answers]
+    return [int(answer.tokens[0]) for answer in answers]
 
 
 def test_every_request_is_answered_once_in_order_and_load_is_shared():
