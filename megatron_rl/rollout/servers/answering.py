@@ -27,8 +27,9 @@ _numbers = itertools.count()
 async def sample(engine: Any, architecture: Architecture | None, body: dict[str, Any], version: int) -> Answer:
     """One response of ``engine`` (vLLM's AsyncLLM), which holds the weights of policy ``version``.
 
-    Body: ``token_ids`` of the prompt; ``sampling_params`` (see `sampling_fields`); ``id`` of the sequence, which its
-    routes are sealed for; ``wants_routes``. ``architecture``: of an engine that records routes. Raises `ValueError`,
+    Body: ``token_ids`` of the prompt; ``sampling_params`` (see `sampling_fields`); where routes are wanted,
+    ``wants_routes`` and the ``id`` of the sequence that they are sealed for. ``architecture``: of an engine that
+    records routes. Raises `ValueError`,
     `TypeError` or `KeyError` for what cannot be sampled, and what vLLM raises where the engine fails.
     """
     model = engine.model_config
@@ -38,7 +39,7 @@ async def sample(engine: Any, architecture: Architecture | None, body: dict[str,
     fields = body["sampling_params"]
     _checked_ids("stop_token_ids", fields.get("stop_token_ids", []), model.get_vocab_size(), MAX_STOP_TOKENS)
     params = sampling_params(fields)
-    wants_routes, sequence_id = architecture is not None and body["wants_routes"], str(body["id"])
+    sequence_id = str(body["id"]) if architecture is not None and body.get("wants_routes") else None
     stream = engine.generate({"prompt_token_ids": prompt}, params, f"response-{next(_numbers)}")
     *_, last = [output async for output in stream]  # FINAL_ONLY: there is one
     (completion,) = last.outputs
@@ -46,7 +47,7 @@ async def sample(engine: Any, architecture: Architecture | None, body: dict[str,
         raise RolloutError("the engine gave this response up")
     sampled, logprobs = sampled_tokens(completion)
     tokens, sealed = np.asarray(sampled, np.int32), None
-    if wants_routes and len(tokens):
+    if sequence_id is not None and len(tokens):
         routes = completion.routed_experts
         # In a thread: at 8k tokens it takes 10 ms, in which the loop passes other responses' tokens on.
         sealed = await asyncio.to_thread(seal_routes, sequence_id, sequence_id, prompt, tokens, routes, architecture)
