@@ -35,7 +35,6 @@ from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.rules import rollout_problems
 from megatron_rl.errors import InputError
-from megatron_rl.process.arrays import gather_rows
 from megatron_rl.process.ranks import gather_objects, world_rank, world_size
 from megatron_rl.process.watchdog import limited
 from megatron_rl.rollout import process_state
@@ -43,11 +42,12 @@ from megatron_rl.rollout.calls import check_lengths, check_version, throughput
 from megatron_rl.rollout.checksums import check_own_refit, parameter_checksums
 from megatron_rl.rollout.engine_arguments import engine_arguments, runs_eagerly
 from megatron_rl.rollout.generator import RolloutError, Sampling
-from megatron_rl.rollout.payload import elsewhere, make_rollout
+from megatron_rl.rollout.ownership import known_everywhere
+from megatron_rl.rollout.payload import make_rollout
 from megatron_rl.rollout.requests import Request, make_groups, make_requests, owners_of, share_of
 from megatron_rl.rollout.sampling_params import sampled_tokens, sampling_fields, sampling_params
 from megatron_rl.rollout.weight_check import checked
-from megatron_rl.types import FINISH_REASONS, Group, Prompt, Rollout
+from megatron_rl.types import Group, Prompt, Rollout
 
 STEPS_PER_DEADLINE_CHECK = 8  # one step is one token of every running response
 
@@ -206,15 +206,7 @@ class VllmGenerator:
             if problem is not None:
                 self._broken = f"rank {rank}: {problem}"
                 raise RolloutError(self._broken)
-        held = iter([rollout for rollout in mine if rollout is not None])
-        rollouts = [next(held) if owner == self._rank else None for owner in owners]
-        rows = [(r.length, FINISH_REASONS.index(r.finish_reason)) for r in rollouts if r is not None]
-        about = gather_rows(rows, owners, width=2).astype(int).tolist()
-        for number, (request, owner, (length, reason)) in enumerate(zip(requests, owners, about, strict=True)):
-            if rollouts[number] is None:
-                rollouts[number] = elsewhere(request, length, FINISH_REASONS[reason])
-            rollouts[number].owner = owner
-        return rollouts
+        return known_everywhere(requests, owners, [rollout for rollout in mine if rollout is not None])
 
     # ---------------------------------------------------------------- weights
 
