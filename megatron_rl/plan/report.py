@@ -9,6 +9,7 @@ from megatron_rl.plan.hardware import GIB
 from megatron_rl.plan.memory import PLACEMENT, MemoryPlan, Phase, memory_plan
 from megatron_rl.plan.own_code import StageTime
 from megatron_rl.plan.parameters import active_parameters, total_parameters
+from megatron_rl.plan.pipeline_report import duration, pipeline_lines
 from megatron_rl.plan.plan import Plan
 from megatron_rl.plan.search import Layout, judge, letters, offload_choices
 from megatron_rl.plan.workload import Workload
@@ -25,6 +26,7 @@ def render(plan: Plan) -> str:
     lines += [*_host(plan.host), ""]
     lines += [*_cache(work, memory), *_placements(work, memory), ""]
     lines += [*_time(plan), _checkpoint(work), "", *_own(plan), ""]
+    lines += [*pipeline_lines(plan.servers), ""] if plan.servers else []
     lines += [*_offload(work), ""]
     lines += [*_layouts(plan), ""]
     return "\n".join(lines + _assumptions(work))
@@ -37,7 +39,7 @@ def summary(plan: Plan) -> str:
     away = f", {plan.time.offload:.1f} s of it offload, {plan.host.total / GIB:.0f} GiB of host memory a node"
     return (
         f"{plan.work.ranks} × {plan.work.gpu.name}: learning {learning.total / GIB:.1f}, generating "
-        f"{generating.total / GIB:.1f} of {capacity:.1f} GiB a GPU; {_duration(plan.time.total)} a step"
+        f"{generating.total / GIB:.1f} of {capacity:.1f} GiB a GPU; {duration(plan.time.total)} a step"
     ) + away * (offload.optimizer or offload.weights)
 
 
@@ -89,7 +91,7 @@ def _offload(work: Workload) -> list[str]:
         mark = "  ← the recipe's" if offload == work.recipe.learner.offload else ""
         lines.append(
             f"  {letters(offload) or 'none':<5}{learning:6.1f}{rest:6.1f}{tokens}{found.time.offload:6.1f}"
-            f"{found.host.total / GIB:6.0f}; {_duration(found.time.total)} a step{share}{state}{mark}"
+            f"{found.host.total / GIB:6.0f}; {duration(found.time.total)} a step{share}{state}{mark}"
         )
     return lines
 
@@ -124,7 +126,7 @@ def _time(plan: Plan) -> list[str]:
         f"  {-t.hidden:8.1f} s  generating and learning at the same time (rollout.max_staleness)"
     ] * t.samples_ahead
     return [
-        f"step time     about {_duration(t.total)} ({tokens / t.total:.0f} response tokens/s), rewards not counted",
+        f"step time     about {duration(t.total)} ({tokens / t.total:.0f} response tokens/s), rewards not counted",
         f"  {t.generate:8.1f} s  generate{_rounds(work)}{_deadline(plan)}",
         f"  {t.old_logprobs:8.1f} s  old log-probs{'' if t.old_logprobs else ' (not needed)'}",
         f"  {t.update:8.1f} s  forward and backward",
@@ -159,8 +161,8 @@ def _checkpoint(work: Workload) -> str:
     cost, every = checkpoint_cost(work), work.recipe.checkpoint.every
     when = f"every {every} steps" if every else "at the end"
     return (
-        f"checkpoint    {cost.size / GIB:.1f} GiB a rank {when}: whole after {_duration(cost.written_s)} at "
-        f"{hw.DISK / 1e9:g} GB/s a node, training waits {_duration(cost.stalled_s)}; meanwhile "
+        f"checkpoint    {cost.size / GIB:.1f} GiB a rank {when}: whole after {duration(cost.written_s)} at "
+        f"{hw.DISK / 1e9:g} GB/s a node, training waits {duration(cost.stalled_s)}; meanwhile "
         f"{cost.host / GIB:.1f} GiB more of host memory a rank, {cost.device / GIB:.1f} on the GPU"
     )
 
@@ -194,7 +196,7 @@ def _layout(layout: Layout) -> str:
     state = "" if layout.fits else "  does not fit"
     return (
         f"{layout!s:<28} learning {learning.total / GIB:6.1f}, generating {generating.total / GIB:6.1f} GiB{engine}; "
-        f"{_duration(layout.time.total)}{state}{mark}"
+        f"{duration(layout.time.total)}{state}{mark}"
     )
 
 
@@ -212,9 +214,3 @@ def _assumptions(work: Workload) -> list[str]:
         f"engine graphs {hw.GRAPHS_GIB:g} GiB, fragmentation {hw.FRAGMENTATION:.0%}, "
         f"busiest expert rank {hw.EXPERT_IMBALANCE:g} × the mean. No figure was measured on a GPU."
     ]
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 600:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from megatron_rl.checkpoint.architecture import Architecture
 from megatron_rl.plan import hardware as hw
 from megatron_rl.plan.activations import BYTES
+from megatron_rl.plan.decoding import Decoding, prefill_costs
 from megatron_rl.plan.generation import EngineMemory
 from megatron_rl.plan.learner import GRADIENT_BYTES
 from megatron_rl.plan.memory import learner_stages
@@ -69,7 +70,7 @@ def step_time(work: Workload, engine: EngineMemory | None) -> StepTime:
         update=update,
         communication=(2 + again + needs_old) * talk * bubble,
         optimizer=updates * _optimizer(work),
-        refit=0.0 if engine is None else _refit(work),
+        refit=0.0 if engine is None else sum(weights_seconds(work)),
         offload=_offload(work),
         samples_ahead=recipe.rollout.max_staleness > 0,
     )
@@ -131,7 +132,7 @@ def _link(work: Workload, group: int) -> float:
 
 def _generation(work: Workload, engine: EngineMemory) -> float:
     """Decoding at the concurrency that the cache allows, then the longest response alone, and prefill."""
-    recipe, a, tp = work.recipe, work.architecture, work.recipe.rollout.tensor_parallel
+    recipe, tp = work.recipe, work.recipe.rollout.tensor_parallel
     colocated = recipe.rollout.engine == "vllm"
     engines = max(1, work.ranks // tp) if colocated else recipe.rollout.servers.num_expected
     num = work.sampled_sequences / engines
@@ -139,23 +140,15 @@ def _generation(work: Workload, engine: EngineMemory) -> float:
     steps = num * work.mean_response / concurrency
     tail = max(0.0, recipe.rollout.max_response_length - steps)
     prompts = num / (recipe.rollout.num_samples if recipe.rollout.enable_prefix_caching else 1)
-    prefill = flops_forward(a, prompts * work.mean_prompt, work.mean_prompt)
-    rate = tp * work.gpu.flops(recipe.rollout.dtype) * hw.PREFILL_MFU[a.is_moe]
-    return steps * _decoding_step(work, engine, concurrency) + tail * _decoding_step(work, engine, 1.0) + prefill / rate
+    token, square = prefill_costs(work)
+    prefill = prompts * work.mean_prompt * (token + square * work.mean_prompt)
+    return steps * _decoding_step(work, engine, concurrency) + tail * _decoding_step(work, engine, 1.0) + prefill
 
 
 def _decoding_step(work: Workload, engine: EngineMemory, sequences: float) -> float:
-    a, rollout, tp = work.architecture, work.recipe.rollout, work.recipe.rollout.tensor_parallel
-    moe = sum(a.moe_layers) * 3 * a.hidden_size * a.moe_ffn_hidden_size * a.num_experts
-    idle = (1 - a.experts_per_token / a.num_experts) ** sequences if a.is_moe else 0.0
-    read = (total_parameters(a) - moe * idle) * BYTES[rollout.dtype] / tp
-    read += sequences * (work.mean_prompt + work.mean_response / 2) * engine.token_bytes
-    flops = 2 * active_parameters(a) * sequences / tp
-    overhead = hw.EAGER_OVERHEAD_S if rollout.enforce_eager else hw.STEP_OVERHEAD_S
-    overhead += 2 * a.num_layers * hw.ALLREDUCE_S * (tp > 1)
-    return overhead + max(
-        read / (work.gpu.bandwidth * hw.DECODE_BANDWIDTH), flops / (work.gpu.flops(rollout.dtype) * hw.DECODE_FLOPS)
-    )
+    """With every sequence half way through its mean response."""
+    context = sequences * (work.mean_prompt + work.mean_response / 2)
+    return Decoding.of(work, engine).step(sequences, context)
 
 
 def _exact_generation(work: Workload) -> float:
@@ -165,14 +158,17 @@ def _exact_generation(work: Workload) -> float:
     return flops_forward(work.architecture, passes, work.mean_sequence / 2) / rate
 
 
-def _refit(work: Workload) -> float:
-    """Every rank gathers the whole model, tensor by tensor; a sleeping engine gives its old weights up uncopied."""
+def weights_seconds(work: Workload) -> tuple[float, float]:
+    """Every rank gathers the whole model, tensor by tensor; a sleeping engine gives its old weights up uncopied.
+
+    Seconds on the links, and of handling tensors.
+    """
     a = work.architecture
     whole = total_parameters(a) * BYTES[work.recipe.rollout.dtype]
     gathered = whole / _link(work, work.ranks) if work.ranks > 1 else 0.0
     matrices = num_expert_matrices(a)
     handling = (num_tensors(a) - matrices) * hw.TENSOR_OVERHEAD_S + matrices * hw.EXPERT_OVERHEAD_S
-    return gathered + handling
+    return gathered, handling
 
 
 def _offload(work: Workload) -> float:

@@ -1,0 +1,148 @@
+"""The pipeline of a recipe with rollout servers: its unit costs by the arithmetic of a plan, its arms simulated."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.errors import InputError
+from megatron_rl.plan import hardware as hw
+from megatron_rl.plan.activations import BYTES
+from megatron_rl.plan.asking import Asking
+from megatron_rl.plan.decoding import Decoding, prefill_costs
+from megatron_rl.plan.fleet import ServerCosts
+from megatron_rl.plan.generation import EngineMemory
+from megatron_rl.plan.lengths import Lengths
+from megatron_rl.plan.parameters import total_parameters
+from megatron_rl.plan.pipeline import Pipeline, PipelineTime, simulate
+from megatron_rl.plan.timing import flops_forward, step_time, weights_seconds
+from megatron_rl.plan.workload import Workload
+
+MODES = ("finish", "abort_and_resume", "keep")
+MEASURED = 100_000  # responses of the steps that are averaged …
+STEPS = (4, 40)  # … and at least and at most so many steps
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to run the recipe, simulated."""
+
+    mode: str
+    max_staleness: int
+    is_recipes: bool
+    time: PipelineTime
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    pipeline: Pipeline  # the recipe's own
+    lengths: Lengths
+    arms: list[Arm]
+
+    def as_json(self) -> dict[str, Any]:
+        sampled = self.lengths.sample()
+        return {
+            "lengths": self.lengths.source,
+            "mean_length": float(sampled.mean()),
+            "num_servers": self.pipeline.num_servers,
+            "learn_s": {"step": self.pipeline.learn[0], "token": self.pipeline.learn[1]},
+            "weights_s": {"learner": self.pipeline.publish_s, "servers": self.pipeline.load_s},
+            "arms": [asdict(arm) for arm in self.arms],
+        }
+
+
+def server_plan(work: Workload, engine: EngineMemory | None, lengths: Lengths, own_seconds: float) -> ServerPlan:
+    """The recipe's own arm first, then synchronous sampling, every mode of `rollout.in_flight` at the recipe's
+    staleness, and `keep` with one step more.
+
+    ``own_seconds``: of a step, beside the engines. Raises `InputError` where the recipe has no servers.
+    """
+    recipe = work.recipe
+    if engine is None or recipe.rollout.engine != "vllm_server":
+        raise InputError(
+            f"--lengths simulates rollout servers, but rollout.engine is {recipe.rollout.engine}; leave it out, or add "
+            "--set rollout.engine=vllm_server --set rollout.servers.count=N"
+        )
+    pipeline = make_pipeline(work, engine, lengths, own_seconds)
+    staleness = max(1, pipeline.max_staleness)
+    own = (pipeline.mode, pipeline.max_staleness)
+    arms = [("finish", 0), *((mode, staleness) for mode in MODES), ("keep", staleness + 1)]
+    others = [arm for arm in arms if arm != own]
+    return ServerPlan(pipeline, lengths, [_arm(pipeline, lengths, *arm, arm == own) for arm in (own, *others)])
+
+
+def _arm(pipeline: Pipeline, lengths: Lengths, mode: str, max_staleness: int, is_recipes: bool) -> Arm:
+    if not max_staleness and pipeline.asking.rest == "carry_over":
+        pipeline = replace(pipeline, asking=replace(pipeline.asking, rest=None, factor=1.0))
+    pipeline = replace(pipeline, mode=mode, max_staleness=max_staleness)
+    asking = pipeline.asking
+    num_steps = min(max(MEASURED // (asking.num_asked * asking.num_samples), STEPS[0]), STEPS[1])
+    time = simulate(pipeline, lengths.again(), num_steps, warm=2 * max_staleness + 2, cool=max_staleness)
+    return Arm(mode, max_staleness, is_recipes, time)
+
+
+def make_pipeline(work: Workload, engine: EngineMemory, lengths: Lengths, own_seconds: float) -> Pipeline:
+    """``work`` has the mean of ``lengths`` as its mean response."""
+    rollout, batch = work.recipe.rollout, work.recipe.batch
+    decoding = Decoding.of(work, engine)
+    publish_s, load_s, joins = _weights(work)
+    return Pipeline(
+        costs=ServerCosts(
+            slots=rollout.max_num_seqs,
+            overhead=decoding.overhead,
+            read=[decoding.read(running) for running in range(rollout.max_num_seqs + 1)],
+            read_token=decoding.read_token,
+            compute=decoding.compute,
+            prefill=prefill_costs(work),
+            capacity=engine.tokens,
+        ),
+        num_servers=rollout.servers.num_expected,
+        mode=_mode(work),
+        max_staleness=rollout.max_staleness,
+        learn=_learning(work, engine, lengths, own_seconds),
+        asking=Asking(
+            num_prompts=batch.prompts,
+            num_samples=rollout.num_samples,
+            prompt_tokens=work.mean_prompt,
+            factor=work.sampled_sequences / work.recipe.num_sequences,
+            rest=_rest(work),
+            refills=batch.filter_groups,
+        ),
+        publish_s=publish_s,
+        load_s=load_s,
+        joins=joins,
+        concurrency=rollout.servers.concurrency,
+    )
+
+
+def _learning(work: Workload, engine: EngineMemory, lengths: Lengths, own_seconds: float) -> tuple[float, float]:
+    """Seconds of a step, and of each of its tokens. Attention goes by the length that a token's sequence has."""
+    time, sequences = step_time(work, engine), work.mean_prompt + lengths.sample()
+    seen = float(np.square(sequences).sum() / sequences.sum())
+    longer = flops_forward(work.architecture, 1, seen) / flops_forward(work.architecture, 1, work.mean_sequence)
+    passes = time.old_logprobs + time.update
+    by_token = (passes - time.communication) * longer + time.communication
+    return time.optimizer + time.offload + own_seconds, by_token / work.trained_tokens
+
+
+def _weights(work: Workload) -> tuple[float, float, bool]:
+    """Seconds in which the learner works alone, in which servers wait, and whether the learner is busy with both."""
+    whole = total_parameters(work.architecture) * BYTES[work.recipe.rollout.dtype]
+    if _by_broadcast(work):
+        gathered, handling = weights_seconds(work)
+        return 0.0, max(gathered, whole / (hw.LINK * work.gpu.network)) + handling, True
+    return sum(weights_seconds(work)) + whole / hw.DISK, whole / hw.DISK, False
+
+
+def _mode(work: Workload) -> str:
+    return getattr(getattr(work.recipe.rollout, "in_flight", None), "mode", "finish")
+
+
+def _by_broadcast(work: Workload) -> bool:
+    return getattr(work.recipe.rollout.servers, "weights", "files") == "broadcast"
+
+
+def _rest(work: Workload) -> Any:
+    return getattr(getattr(work.recipe.batch, "oversample", None), "rest", None)
