@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from megatron_rl.config.base import LookedUp, Section, ShortList
 
@@ -26,6 +27,14 @@ class DataSourceConfig(Section):
     """Column of a unique name of each row. null: `id` where the file has it, else the row's number counted from 0."""
     limit: PositiveInt | None = None
     """Read only the first this many rows. null: all of them."""
+    weight: PositiveFloat | None = None
+    """Under `data.train`: this source's part of every batch, relative to the others' weights; each source then has
+    epochs of its own. Every source has one, or none has. null: all rows are one set, each once an epoch."""
+
+    @property
+    def label(self) -> str:
+        """What the ids of its prompts begin with, before a colon."""
+        return self.name or Path(self.path).stem
 
 
 class PromptConfig(Section):
@@ -79,3 +88,23 @@ class DataConfig(Section):
     """A new order every epoch, drawn from (seed, epoch). false: file order every epoch."""
     seed: NonNegativeInt = 0
     """Seed of that order, and of what `train_fraction` draws."""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Name of each source under `data.train` → its weight; empty where none has one."""
+        return {source.label: source.weight for source in self.train if source.weight is not None}
+
+    @model_validator(mode="after")
+    def _weights_fit(self) -> DataConfig:
+        for source in self.validation:
+            if source.weight is not None:
+                raise ValueError(f"validation: {source.path} has weight {source.weight:g}; weights belong to `train`")
+        without = [source.path for source in self.train if source.weight is None]
+        if without and len(without) < len(self.train):
+            raise ValueError(
+                f"train: {', '.join(without)}: no weight, but other sources have one; give every one its own"
+            )
+        names = [source.label for source in self.train]
+        if not without and (twice := sorted({name for name in names if names.count(name) > 1})):
+            raise ValueError(f"train: two sources are named {twice[0]!r}; weights need a `name` for each")
+        return self

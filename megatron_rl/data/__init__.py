@@ -1,5 +1,6 @@
 """Problems to prompts: files, tokenizer and chat template, and the order in which prompts come."""
 
+from megatron_rl.data.mixture import MixedSampler, make_sampler
 from megatron_rl.data.prompts import (
     check_vocabulary,
     fingerprint,
@@ -14,6 +15,7 @@ from megatron_rl.data.source import check_source, read_problems
 from megatron_rl.data.table import PromptSet
 
 __all__ = [
+    "MixedSampler",
     "PromptSampler",
     "PromptSet",
     "check_source",
@@ -23,6 +25,7 @@ __all__ = [
     "load_tokenizer",
     "load_train",
     "load_validation",
+    "make_sampler",
     "prompts_digest",
     "read_problems",
 ]

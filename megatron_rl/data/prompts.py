@@ -145,8 +145,8 @@ def _load_cached(
 
     def key() -> dict[str, Any]:
         files = [
-            source.model_dump(exclude={"path"})
-            | {"name": source.name or Path(source.path).stem, "kind": Path(source.path).suffix}
+            source.model_dump(exclude={"path", "weight"})
+            | {"name": source.label, "kind": Path(source.path).suffix}
             | {"sha256": cache.file_digest(Path(source.path))}
             for source in sources
         ]

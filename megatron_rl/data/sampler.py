@@ -71,6 +71,11 @@ class PromptSampler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly where ``state`` was taken. InputError where the dataset or the order is another."""
+        if "sources" in state:
+            raise InputError(
+                f"data.train: the checkpoint was trained on a mix of {', '.join(state['sources'])}, and the recipe "
+                "gives no weights; restore them, or start a new run"
+            )
         if state["fingerprint"] != self._fingerprint:
             raise InputError(
                 f"the checkpoint was trained on another dataset: {state['num_prompts']} prompts with fingerprint "

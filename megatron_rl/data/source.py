@@ -55,7 +55,7 @@ def check_source(config: DataSourceConfig) -> Columns:
 def read_problems(config: DataSourceConfig) -> Iterator[Problem]:
     """The rows of a file in order. InputError: file missing or of another kind, no rows, a broken or incomplete row,
     a column that is not there, an id that occurs twice."""
-    name = config.name or Path(config.path).stem
+    name = config.label
     columns: Columns | None = None
     seen: dict[str, str] = {}
     for number, (where, row) in enumerate(islice(_rows(config), config.limit)):

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_rl.data import PromptSampler, PromptSet
+from megatron_rl.data import MixedSampler, PromptSampler, PromptSet
 from megatron_rl.errors import InputError
 from megatron_rl.rollout import Generator
 from megatron_rl.types import Group, Prompt
@@ -49,7 +49,7 @@ class Lookahead:
 
     def __init__(
         self,
-        prompts: PromptSampler,
+        prompts: PromptSampler | MixedSampler,
         generator: Generator | OverlappingGenerator,
         *,
         num_prompts: int,

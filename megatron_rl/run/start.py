@@ -16,7 +16,7 @@ from megatron_rl.checkpoint.save import SaveError
 from megatron_rl.config import Recipe
 from megatron_rl.config.precision_contract import confirm_contract, contract
 from megatron_rl.config.sections import CheckpointConfig
-from megatron_rl.data import PromptSampler, PromptSet
+from megatron_rl.data import MixedSampler, PromptSampler, PromptSet, make_sampler
 from megatron_rl.errors import Fault
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import initialize, shutdown
@@ -63,7 +63,7 @@ class Run:
     learner: Learner
     generator: Generator
     rewarder: Rewarder
-    prompts: PromptSampler
+    prompts: PromptSampler | MixedSampler
     ahead: Lookahead
     validation: PromptSet
     monitor: Monitor
@@ -167,7 +167,7 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
     check_resume(directory, resume)
     with contextlib.ExitStack() as stack:
         prepared = stack.enter_context(prepare(recipe, int(os.environ.get("WORLD_SIZE", 1))))
-        sampler = PromptSampler(prepared.train, seed=recipe.data.seed, shuffle=recipe.data.shuffle)
+        sampler = make_sampler(prepared.train, recipe.data)
         initialize(recipe.learner.parallel, recipe.runtime.device, recipe.seed, recipe.rollout.hang_limit_s)
         stack.callback(shutdown)
         beginning = _begin(stack, recipe, prepared, directory, resume, allow_changes)
