@@ -12,6 +12,9 @@ from megatron_rl.config.servers import ServersConfig
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_EXPERT_MULTIPLE = 32
 
+InFlightMode = Literal["finish", "abort_and_resume", "keep"]
+"""What a weight update does to responses under way: it waits for them, cuts them, or lets them go on."""
+
 
 class RolloutConfig(Section):
     engine: Literal["vllm", "vllm_server", "exact"] = "vllm"

@@ -83,13 +83,15 @@ def seal_routes(
     tokens: Sequence[int] | np.ndarray,
     routes: np.ndarray | None,
     architecture: Architecture,
+    first_row: int = 0,
 ) -> SealedRoutes:
     """``routes`` [P + R - 1, all layers, K] as an engine records them, checked and sealed for ``sequence_id``.
 
-    Rows are those of prompt and response tokens but the last. Dense layers are dropped. Rows of -1, the engine's "not
-    recorded", become `missing_id`. Raises `RolloutError`, begun with ``where``, for routes that cannot be true.
+    Rows are those of prompt and response tokens but the last, without the first ``first_row``. Dense layers are
+    dropped. Rows of -1, the engine's "not recorded", become `missing_id`. Raises `RolloutError`, begun with ``where``,
+    for routes that cannot be true.
     """
-    expected = (len(prompt) + len(tokens) - 1, architecture.num_layers, architecture.experts_per_token)
+    expected = (len(prompt) + len(tokens) - 1 - first_row, architecture.num_layers, architecture.experts_per_token)
     if routes is None or routes.shape != expected:
         found = "none" if routes is None else routes.shape
         raise RolloutError(
@@ -97,7 +99,7 @@ def seal_routes(
         )
     recorded = _of_experts(where, routes, RouteShape.of(architecture), architecture.num_layers)
     whole = np.concatenate([prompt, tokens])
-    return SealedRoutes(recorded, route_checksums(sequence_id, whole, recorded))
+    return SealedRoutes(recorded, route_checksums(sequence_id, whole, recorded, first_row))
 
 
 def _of_experts(where: str, routes: np.ndarray, shape: RouteShape, num_layers: int) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Router replay without an engine: payload, checksums, slicing over layouts, telemetry (algorithms.md §8)."""
 
-from megatron_rl.routing.checksum import route_checksums
+from megatron_rl.routing.checksum import joined_checksums, route_checksums
 from megatron_rl.routing.errors import RouteError
 from megatron_rl.routing.layout import PackedRoutes, RouteSlice, pack_routes, packed_keys
 from megatron_rl.routing.payload import RouteShape, missing_id
@@ -12,6 +12,7 @@ __all__ = [
     "RouteError",
     "RouteShape",
     "RouteSlice",
+    "joined_checksums",
     "missing_id",
     "pack_routes",
     "packed_keys",

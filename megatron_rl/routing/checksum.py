@@ -57,11 +57,22 @@ def route_seals(keys: np.ndarray, routes: np.ndarray, layers: Sequence[int]) -> 
     return seals
 
 
-def route_checksums(sequence_id: str, tokens: np.ndarray, routes: np.ndarray) -> np.ndarray:
-    """Checksums that travel with ``routes`` [S - 1, L, K] of ``tokens`` [S]: [S - 1 + L] int64, rows first."""
-    keys = token_keys(tokens[: len(routes)], np.arange(len(routes)), sequence_key(sequence_id))
+def route_checksums(sequence_id: str, tokens: np.ndarray, routes: np.ndarray, first_row: int = 0) -> np.ndarray:
+    """Checksums that travel with ``routes`` [S - 1, L, K] of ``tokens`` [S]: [S - 1 + L] int64, rows first.
+
+    ``first_row``: ``routes`` [S - 1 - first_row, L, K] lack the rows before it, and the checksums do likewise. Parts
+    of a sequence put together: their rows' checksums one after the other, their layers' added (`joined_checksums`).
+    """
+    positions = np.arange(first_row, first_row + len(routes))
+    keys = token_keys(tokens[first_row : first_row + len(routes)], positions, sequence_key(sequence_id))
     seals = route_seals(keys, routes, range(routes.shape[1]))
     return np.concatenate([seals.sum(axis=1), seals.sum(axis=0)]).view(np.int64)
+
+
+def joined_checksums(parts: Sequence[np.ndarray], num_layers: int) -> np.ndarray:
+    """`route_checksums` of a sequence from those of its parts, which follow each other."""
+    rows, layers = [part[:-num_layers] for part in parts], [part[-num_layers:].view(np.uint64) for part in parts]
+    return np.concatenate([*rows, np.sum(layers, axis=0, dtype=np.uint64).view(np.int64)])
 
 
 def check_checksums(sequence_id: str, seals: np.ndarray, checksums: np.ndarray) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 
+from megatron_rl.config.rollout import InFlightMode
 from megatron_rl.rollout.generator import Sampling
 from megatron_rl.rollout.requests import Request
 from megatron_rl.rollout.sampling_params import sampling_fields
@@ -59,10 +60,13 @@ def request_body(request: Request, sampling: Sampling, stop_token_ids: list[int]
 
 
 class ServerClient:
-    """One server. Made and used inside the event loop. ``deadline_s``: limit of every call that does work."""
+    """One server. Made and used inside the event loop. ``deadline_s``: limit of every call that does work.
 
-    def __init__(self, address: Address, token: str, deadline_s: float) -> None:
-        self.address, self._deadline_s = address, deadline_s
+    ``mode``: what an update does to responses under way (`InFlightMode`).
+    """
+
+    def __init__(self, address: Address, token: str, deadline_s: float, mode: InFlightMode = "finish") -> None:
+        self.address, self._deadline_s, self._mode = address, deadline_s, mode
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {token}"},
             connector=aiohttp.TCPConnector(limit=0),  # the pool bounds how many requests are in flight
@@ -78,19 +82,26 @@ class ServerClient:
         await self._call("GET", "/health", limit_s=HEALTH_S)
 
     async def push(self, weights: Weights) -> None:
-        """Replace the server's weights, then let it answer for this version. Requests in flight are aborted."""
-        await self._call("POST", "/megatron_rl/weights", {"files": list(weights.files), "version": weights.version})
+        """Replace the server's weights, then let it answer for this version."""
+        body = {"files": list(weights.files), "version": weights.version, "mode": self._mode}
+        await self._call("POST", "/megatron_rl/weights", body)
 
     async def generate(self, body: dict[str, Any], version: int) -> Answer:
-        """One response from the weights of ``version``, and from no others."""
+        """One response, begun by the weights of ``version``.
+
+        Under mode `finish` no others sample any of it. Else ones that came meanwhile may have sampled its end (see
+        `Answer.versions`), or it was cut for them (finish reason "abort").
+        """
         headers = {"X-Policy-Version": str(version)}
         found = await self._call("POST", "/megatron_rl/generate", body, headers, read=_whole)
         try:
             answer = unpack(found)
         except Damaged as error:
             raise ServerLost(f"/megatron_rl/generate: the answer is damaged: {error}") from error
-        if answer.finish_reason == "abort":
+        if self._mode == "finish" and answer.finish_reason == "abort":
             raise StaleServer("the response was aborted")
+        if self._mode == "finish" and (answer.versions != version).any():
+            raise StaleServer(f"tokens of other policy versions than {version}")
         return answer
 
     async def checksums(self) -> dict[str, int]:

@@ -6,7 +6,8 @@ who reaches the port. Here every route is closed. A token is compared in constan
 Responses are sampled only while the server is *open* for one policy version, and only for requests that name this
 version. New weights come by one request, which closes the server, has them loaded (`replacement`), and opens it for
 their version. If an update overtakes a response, the response is thrown away and answered with 409, so that no
-rollout mixes two policies.
+rollout mixes two policies: unless the update says that responses under way are cut or go on (`InFlightMode`).
+Their answers say which policy sampled which token.
 
 Of vLLM's routes those pass that the trainer uses. The others sample without a policy version, or hand the engine token
 ids that nobody checked: one id of -1 ends it.
@@ -21,8 +22,10 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
+from megatron_rl.config.rollout import InFlightMode
+from megatron_rl.rollout.servers.under_way import Overtaken
 from megatron_rl.rollout.servers.wire import MEDIA_TYPE, Answer, pack
 
 VERSION_HEADER = b"x-policy-version"
@@ -30,6 +33,7 @@ SETTINGS, WEIGHTS, GENERATE = "/megatron_rl/settings", "/megatron_rl/weights", "
 HARMLESS = frozenset({"/health", "/weight_info", "/is_paused", "/metrics", "/version"})  # of vLLM; they change nothing
 CHANGING = frozenset({"/collective_rpc"})  # of vLLM; closes the server, because it may change weights
 REFUSED, UNAUTHORIZED, NOT_OFFERED, CONFLICT, TOO_LARGE, FAILED = 400, 401, 404, 409, 413, 500
+MODES = get_args(InFlightMode)
 NOT_ACCEPTED = 1008  # close code of a WebSocket
 
 BODY_BYTES = 2**20  # of sampling parameters and names of weight files, with room to spare
@@ -48,12 +52,13 @@ class GuardState:
 
     token: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
-    replace: Callable[[list[str], int], Awaitable[None]] | None = None  # loads files as a policy version
-    sample: Callable[[dict[str, Any], int], Coroutine[Any, Any, Answer]] | None = None  # see `answering`
+    replace: Callable[[list[str], int, bool], Awaitable[None]] | None = None  # files, version, keep: see `replacement`
+    sample: Callable[[dict[str, Any], Callable[[], bool]], Coroutine[Any, Any, Answer]] | None = None  # see `answering`
     replacing: asyncio.Lock = field(default_factory=asyncio.Lock)
     max_body_bytes: int = BODY_BYTES
     version: int | None = None  # open for this policy version; None: closed
     openings: int = 0  # counts up at every change, so that a version that came back is told from one that stayed
+    oldest: int = 0  # responses that came at an earlier opening are thrown away
 
 
 STATE = GuardState()  # global, because vLLM makes the middleware by its class's name and passes no argument
@@ -89,27 +94,33 @@ class Guard:
             return await _answer(send, NOT_OFFERED, {"error": f"{path} is not offered; responses come from {GENERATE}"})
         return await self._app(scope, receive, send)
 
-    def _change(self, version: int | None) -> None:
+    def _change(self, version: int | None, spares: bool = False) -> None:
+        """``spares``: responses under way remain answers."""
         self._state.version, self._state.openings = version, self._state.openings + 1
+        if not spares:
+            self._state.oldest = self._state.openings
 
     async def _replace(self, receive: Receive, send: Send) -> None:
-        """Body: ``version`` and ``files`` (see `extension.FileUpdate`). Answers when the server is open for them."""
+        """Body: ``version``, ``files`` (see `extension.FileUpdate`), and ``mode``: what becomes of responses under way.
+
+        Answers when the server is open for the version.
+        """
         state = self._state
         try:
-            files, version = _update(await _body(receive))
+            files, version, mode = _update(await _body(receive))
         except (ValueError, TypeError, KeyError) as error:
             return await _answer(send, REFUSED, {"error": f"{type(error).__name__}: {error}"})
         async with state.replacing:  # waits for an update that a caller gave up waiting for
-            self._change(None)
+            self._change(None, spares=mode != "finish")
             openings = state.openings
             try:
-                await state.replace(files, version)
+                await state.replace(files, version, mode == "keep")
             except Exception as error:  # noqa: BLE001 - whatever it is, the trainer is waiting to hear of it
                 _log.exception("weight update to version %s failed", version)
                 return await _answer(send, FAILED, {"error": f"{type(error).__name__}: {error}"})
             if state.openings != openings:
                 return await _answer(send, CONFLICT, {"error": "another call changed this server meanwhile"})
-            self._change(version)
+            self._change(version, spares=mode != "finish")
         return await _answer(send, 200, {"version": version})
 
     async def _generate(self, wanted: bytes, receive: Receive, send: Send) -> None:
@@ -117,16 +128,19 @@ class Guard:
         if not wanted.isdigit() or state.version is None or wanted != str(state.version).encode():
             return await _answer(send, CONFLICT, _stale(wanted, state.version))
         try:
-            answer = await _unless_left(receive, state.sample(await _body(receive), state.version))
+            body = await _body(receive)
+            answer = await _unless_left(receive, state.sample(body, lambda: state.openings == openings))
         except _TooLarge:
             raise
+        except Overtaken:
+            return await _answer(send, CONFLICT, _stale(wanted, state.version))
         except (ValueError, TypeError, KeyError) as error:  # vLLM's own refusals are ValueErrors
             return await _answer(send, REFUSED, {"error": f"{type(error).__name__}: {error}"})
         except Exception as error:  # noqa: BLE001 - whatever it is, the trainer is waiting to hear of it
             return await _answer(send, FAILED, {"error": f"{type(error).__name__}: {error}"})
         if answer is None:
             return None
-        if state.openings != openings:
+        if openings < state.oldest:
             return await _answer(send, CONFLICT, _stale(wanted, state.version))
         return await _send_answer(send, answer)
 
@@ -163,14 +177,16 @@ async def _body(receive: Receive) -> Any:
         raise ValueError("the body is nested too deep") from error
 
 
-def _update(body: Any) -> tuple[list[str], int]:
-    """Files and version of a weight update. `TypeError`, `KeyError` or `ValueError` where ``body`` is none."""
-    files, version = body["files"], body["version"]
+def _update(body: Any) -> tuple[list[str], int, str]:
+    """Files, version and mode of a weight update. `TypeError`, `KeyError` or `ValueError` where ``body`` is none."""
+    files, version, mode = body["files"], body["version"], body.get("mode", "finish")
+    if mode not in MODES:
+        raise ValueError(f"mode {mode!r}: expected one of {', '.join(MODES)}")
     if type(version) is not int or version < 0:
         raise ValueError(f"version {version!r}: expected a number of updates")
     if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
         raise ValueError("files: expected a list of paths")
-    return files, version
+    return files, version, mode
 
 
 async def _unless_left(receive: Receive, work: Coroutine[Any, Any, Answer]) -> Answer | None:

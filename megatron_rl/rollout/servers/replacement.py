@@ -2,7 +2,7 @@
 
 Nothing can be sampled while this goes on, so every millisecond of it is one of the step. vLLM offers it as seven HTTP
 calls, of which the one that pauses sleeps for 0.02 s; here it is one, and the engine is paused only where a response is
-still under way. What becomes of that one, the update's mode says (`rollout.in_flight`).
+still under way. What becomes of that one, the update's mode says (`InFlightMode`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ async def replace_weights(engine: Any, under_way: UnderWay, files: list[str], ve
     prompt that comes later finds keys and values of older weights (`UnderWay`). Raises what vLLM raises, after all
     responses were ended, because nobody knows which weights are there.
     """
-    await under_way.hold(keep)
     try:
+        await under_way.hold(keep)
         await engine.collective_rpc("replace_weights", args=(files,))
         await engine.update_weight_version(str(version))
     except BaseException:

@@ -31,6 +31,7 @@ from megatron_rl.rollout.servers.answering import sample
 from megatron_rl.rollout.servers.rendezvous import Address, publish, withdraw
 from megatron_rl.rollout.servers.replacement import replace_weights
 from megatron_rl.rollout.servers.settings import agreed_settings, server_arguments
+from megatron_rl.rollout.servers.under_way import UnderWay
 
 PR_SET_PDEATHSIG = 1
 
@@ -94,8 +95,9 @@ async def _serve(spec: ServerSpec, listener: socket.socket, say: Callable[[str],
         await _prepare_weights(engine, spec)
         guard.STATE.settings = await _settings(engine, spec, address)
         architecture = read_architecture(spec.model_path) if spec.record_routes else None
-        guard.STATE.replace = partial(replace_weights, engine)
-        guard.STATE.sample = partial(sample, engine, architecture)
+        under_way = UnderWay(engine)
+        guard.STATE.replace = partial(replace_weights, engine, under_way)
+        guard.STATE.sample = partial(sample, engine, under_way, architecture)
         guard.STATE.max_body_bytes += guard.BODY_BYTES_PER_TOKEN * engine.model_config.max_model_len
         guard.STATE.token = spec.token
         published = publish(spec.run_dir, address)

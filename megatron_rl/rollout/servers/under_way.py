@@ -91,8 +91,7 @@ class UnderWay:
         self._is_held = True
         await self._engine.engine_core.pause_scheduler_async("keep", False)
         await self._outputs_processed()
-        states = self._engine.output_processor.request_states.values()
-        there = {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
+        there = self._num_tokens()
         for name, runs in self._runs.items():
             runs.append((self._version, there.get(name, ALL)))  # one that is not there has ended
         await self._engine.abort([name for name, count in there.items() if not (keep and count)])
@@ -105,11 +104,13 @@ class UnderWay:
             await self._engine.engine_core.resume_scheduler_async()
 
     async def drop(self) -> None:
-        """End all responses: the engine holds nobody knows which weights."""
-        await self._engine.abort([state.external_req_id for state in self._states()])
+        """End all responses that are held, with the tokens that they have: nobody knows which weights are there."""
+        await self._engine.abort(list(self._num_tokens()))
 
-    def _states(self) -> list[Any]:
-        return list(self._engine.output_processor.request_states.values())
+    def _num_tokens(self) -> dict[str, int]:
+        """Name → tokens so far, of all responses that have not ended."""
+        states = self._engine.output_processor.request_states.values()
+        return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
 
     async def _outputs_processed(self) -> None:
         """Wait until all outputs that have arrived are processed. Raises `RolloutError` where nobody does."""

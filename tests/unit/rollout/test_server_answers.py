@@ -21,9 +21,11 @@ from megatron_rl.rollout.payload import SealedRoutes, make_rollout
 from megatron_rl.rollout.requests import Request
 from megatron_rl.rollout.servers.answering import sample
 from megatron_rl.rollout.servers.client import ServerClient, ServerLost, StaleServer, request_body
+from megatron_rl.rollout.servers.under_way import UnderWay
 from megatron_rl.rollout.servers.wire import Answer, Damaged, pack, unpack
 from megatron_rl.routing import route_checksums
 from megatron_rl.types import Prompt
+from tests.support.made_up_engine import MadeUpEngine
 from tests.support.tiny import MODEL
 
 ARCHITECTURE = read_architecture(MODEL)
@@ -32,33 +34,42 @@ ROUTES = np.arange(6 * 4 * 2, dtype=np.int16).reshape(6, 4, 2) % 8  # as vLLM re
 REQUEST = Request(0, Prompt("p", [3, 4], ""), 1, seed=2**62 + 1)
 
 
-class Engine:
-    """What `sample` asks of vLLM's AsyncLLM."""
+class Engine(MadeUpEngine):
+    """What `sample` asks of vLLM's AsyncLLM: every response is the same."""
 
     def __init__(self, **changes) -> None:
-        self.asked: list[tuple] = []
+        super().__init__()
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 99, max_model_len=12)
         logprobs = SimpleNamespace(token_ids=[5, 6, 7, 8, 2], logprobs=LOGPROBS.tolist())
         fields = {"token_ids": [5, 6, 7, 8, 2], "logprobs": logprobs, "finish_reason": "stop", "routed_experts": ROUTES}
         self._completion = SimpleNamespace(**{**fields, **changes})
 
-    async def generate(self, prompt, params, request_id):
-        self.asked.append((prompt, params, request_id))
-        yield SimpleNamespace(outputs=[self._completion])
+    async def add_request(self, name, prompt, params):
+        collector = await super().add_request(name, prompt, params)
+        collector.put(SimpleNamespace(finished=True, outputs=[self._completion]))
+        return collector
 
 
 def body() -> dict:
     return json.loads(json.dumps(request_body(REQUEST, Sampling(9, 0.7, top_p=0.9, top_k=5), [2])))
 
 
-def through(engine: Engine, wants_routes: bool = True, damage=lambda content: content):
+async def answered(engine: Engine, body: dict) -> Answer:
+    """What a server that holds policy version 3 answers."""
+    under_way = UnderWay(engine)
+    await under_way.release(3)
+    return await sample(engine, under_way, ARCHITECTURE, body)
+
+
+def through(engine: Engine, wants_routes: bool = True, damage=lambda content: content, mode="finish"):
     """The trainer's answer, by way of bytes but without a network."""
     client = ServerClient.__new__(ServerClient)
+    client._mode = mode
 
     async def call(method, path, body, headers, read):
         assert (path, headers) == ("/megatron_rl/generate", {"X-Policy-Version": "3"})
         body = json.loads(json.dumps(body | {"wants_routes": wants_routes}))
-        return damage(b"".join(pack(await sample(engine, ARCHITECTURE, body, 3))))
+        return damage(b"".join(pack(await answered(engine, body))))
 
     client._call = call
     return asyncio.run(client.generate(body(), 3))
@@ -182,17 +193,18 @@ def test_the_engine_is_asked_for_what_the_request_says():
     engine = Engine()
     through(engine)
     through(engine)
-    (prompt, params, first), (_, _, second) = engine.asked
-    assert prompt == {"prompt_token_ids": [3, 4]}
+    (prompt, params, _), _ = engine.asked
+    assert prompt == {"prompt_token_ids": [3, 4], "cache_salt": "0"}
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (9, 0.7, 0.9, 5)
     assert (params.seed, params.stop_token_ids, params.ignore_eos) == (2**62 + 1, [2], True)
     assert (params.logprobs, params.flat_logprobs, params.detokenize) == (0, True, False)
-    assert first != second
+    assert params.routed_experts_prompt_start is None
 
 
 def test_what_is_no_answer():
     with pytest.raises(StaleServer, match="aborted"):
         through(Engine(finish_reason="abort"))
+    assert through(Engine(finish_reason="abort"), mode="keep").finish_reason == "abort"
     with pytest.raises(RolloutError, match="gave this response up"):
         through(Engine(finish_reason="error"))
     with pytest.raises(RolloutError, match="other tokens than were sampled"):
@@ -219,7 +231,7 @@ def test_what_is_no_answer():
 def test_what_would_end_the_engine_does_not_reach_it(change, said):
     engine = Engine()
     with pytest.raises(ValueError, match=re.escape(said)):
-        asyncio.run(sample(engine, ARCHITECTURE, body() | change, 3))
+        asyncio.run(answered(engine, body() | change))
     assert engine.asked == []
 
 
@@ -234,4 +246,4 @@ def test_a_prompt_of_ten_megabytes_is_refused_unread():
             raise AssertionError("read")
 
     with pytest.raises(ValueError, match="found 4000000 of them"):
-        asyncio.run(sample(Engine(), ARCHITECTURE, body() | {"token_ids": Long()}, 3))
+        asyncio.run(answered(Engine(), body() | {"token_ids": Long()}))

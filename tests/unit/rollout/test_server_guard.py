@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from megatron_rl.config.servers import ServersConfig
 from megatron_rl.errors import InputError
-from megatron_rl.rollout.servers import replacement
 from megatron_rl.rollout.servers.guard import GENERATE, SETTINGS, WEIGHTS, Guard, GuardState
 from megatron_rl.rollout.servers.rendezvous import Address, discover, folder, publish, read_token, withdraw
 from megatron_rl.rollout.servers.serve import serve
+from megatron_rl.rollout.servers.under_way import Overtaken
 from megatron_rl.rollout.servers.wire import MAGIC, Answer, unpack
 from tests.support.tiny import tiny_recipe
 
@@ -28,6 +27,7 @@ class App:
     def __init__(self) -> None:
         self.paths: list[str] = []
         self.aborted = 0
+        self.version = 0
         self.go_on = asyncio.Event()
         self.go_on.set()
 
@@ -36,14 +36,16 @@ class App:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b'"from vLLM"'})
 
-    async def sample(self, body: dict, version: int) -> Answer:
+    async def sample(self, body: dict, is_open: Callable[[], bool]) -> Answer:
         try:
             await self.go_on.wait()
         except asyncio.CancelledError:
             self.aborted += 1
             raise
         ids = body["token_ids"]
-        return Answer(np.array(ids, np.int32), np.zeros(len(ids), np.float32), np.full(len(ids), version), "stop")
+        return Answer(
+            np.array(ids, np.int32), np.zeros(len(ids), np.float32), np.full(len(ids), self.version, np.int32), "stop"
+        )
 
 
 async def call(
@@ -96,9 +98,10 @@ def test_a_server_without_a_token_answers_nobody():
     assert asyncio.run(call(Guard(App(), GuardState()), "/health", ""))[0] == 401
 
 
-def guarded(app: App, replace: Callable[[list[str], int], Awaitable[None]] | None = None) -> Guard:
-    async def take(files: list[str], version: int) -> None:
+def guarded(app: App, replace: Callable[[list[str], int, bool], Awaitable[None]] | None = None) -> Guard:
+    async def take(files: list[str], version: int, keep: bool) -> None:
         await asyncio.sleep(0)
+        app.version = version
 
     return Guard(app, GuardState(token=TOKEN, replace=replace or take, sample=app.sample))
 
@@ -140,6 +143,46 @@ def test_an_answer_that_an_update_overtook_is_thrown_away():
         return await asked
 
     assert asyncio.run(scene())[0] == 409
+
+
+@pytest.mark.parametrize("mode", ["abort_and_resume", "keep"])
+@pytest.mark.parametrize("tampered", [False, True])
+def test_an_answer_survives_the_updates_that_spare_it_and_nothing_else(mode, tampered):
+    async def scene():
+        app, modes = App(), []
+
+        async def take(files, version, keep):
+            modes.append(keep)
+
+        guard = guarded(app, take)
+        await call(guard, WEIGHTS, body=weights(1))
+        app.go_on.clear()
+        asked = asyncio.create_task(call(guard, GENERATE, version=1))
+        await asyncio.sleep(0)
+        for version in (2, 3):
+            await call(guard, WEIGHTS, body=weights(version) | {"mode": mode})
+        if tampered:
+            await call(guard, "/collective_rpc")
+        app.go_on.set()
+        return (await asked)[0], modes
+
+    assert asyncio.run(scene()) == (409 if tampered else 200, [False, mode == "keep", mode == "keep"])
+
+
+def test_a_request_whose_weights_went_while_its_body_came_is_not_sampled():
+    async def scene():
+        guard = guarded(App())
+
+        async def overtaken(body, is_open):
+            guard._change(2)
+            assert not is_open()
+            raise Overtaken
+
+        guard._state.sample = overtaken
+        await call(guard, WEIGHTS, body=weights(1))
+        return (await call(guard, GENERATE, version=1))[0]
+
+    assert asyncio.run(scene()) == 409
 
 
 def test_a_route_that_may_change_weights_closes_the_server():
@@ -214,7 +257,17 @@ def test_a_body_that_no_request_needs_is_not_read_to_its_end(path):
 
 
 @pytest.mark.parametrize(
-    "body", [[], 7, {}, {"files": []}, {"files": "x", "version": 1}, {"files": [], "version": True}, weights(-1)]
+    "body",
+    [
+        [],
+        7,
+        {},
+        {"files": []},
+        {"files": "x", "version": 1},
+        {"files": [], "version": True},
+        weights(-1),
+        weights(1) | {"mode": "x"},
+    ],
 )
 def test_an_update_that_is_none_changes_nothing(body):
     async def scene():
@@ -255,7 +308,7 @@ def test_what_vllm_refuses_is_told_from_what_fails(error, status):
     async def scene():
         app = App()
 
-        async def raises(body, version):
+        async def raises(body, is_open):
             raise error
 
         app.sample = raises
@@ -270,7 +323,7 @@ def test_nothing_is_sampled_while_weights_are_replaced_nor_after_that_failed():
     async def scene():
         loading, go_on = asyncio.Event(), asyncio.Event()
 
-        async def fails(files, version):
+        async def fails(files, version, keep):
             loading.set()
             await go_on.wait()
             raise OSError(f"cannot read {files[0]}")
@@ -293,7 +346,7 @@ def test_updates_are_made_one_after_the_other_and_a_change_in_between_keeps_the_
     async def scene():
         running, order = 0, []
 
-        async def take(files, version):
+        async def take(files, version, keep):
             nonlocal running
             running += 1
             assert running == 1
@@ -311,66 +364,6 @@ def test_updates_are_made_one_after_the_other_and_a_change_in_between_keeps_the_
         return order, [status for status, _ in both], version, third[0], guard._state.version
 
     assert asyncio.run(scene()) == ([1, 2, 3], [200, 200], 2, 409, None)
-
-
-class Engine:
-    """What `replace_weights` asks of vLLM's engine. ``blocks``: how often its prefix cache cannot be emptied."""
-
-    def __init__(self, unfinished: bool = False, blocks: int = 0, fails: bool = False) -> None:
-        self.calls: list[str] = []
-        self.output_processor = SimpleNamespace(has_unfinished_requests=lambda: unfinished)
-        self._blocks, self._fails = blocks, fails
-
-    async def pause_generation(self, mode: str) -> None:
-        self.calls.append(f"pause {mode}")
-
-    async def resume_generation(self) -> None:
-        self.calls.append("resume")
-
-    async def collective_rpc(self, method: str, args: tuple) -> None:
-        self.calls.append(f"{method} {args[0]}")
-        if self._fails:
-            raise RuntimeError("lost")
-
-    async def update_weight_version(self, version: str) -> None:
-        self.calls.append(f"version {version}")
-
-    async def reset_prefix_cache(self) -> bool:
-        self.calls.append("reset")
-        self._blocks -= 1
-        return self._blocks < 0
-
-
-REPLACED = ["replace_weights ['f']", "version 7", "reset"]
-
-
-@pytest.mark.parametrize(
-    ("engine", "calls"),
-    [
-        (Engine(), REPLACED),
-        (Engine(unfinished=True), ["pause abort", *REPLACED, "resume"]),
-        (Engine(blocks=2), [*REPLACED, "pause abort", "reset", "reset", "resume"]),
-        (Engine(unfinished=True, blocks=1), ["pause abort", *REPLACED, "reset", "resume"]),
-    ],
-    ids=["idle", "a response under way", "one that came in between", "one that ends slowly"],
-)
-def test_the_engine_is_paused_only_for_responses_that_are_under_way(engine, calls, monkeypatch):
-    monkeypatch.setattr(replacement, "RESET_PAUSE_S", 0.0)
-    asyncio.run(replacement.replace_weights(engine, ["f"], 7))
-    assert engine.calls == calls
-
-
-def test_an_engine_is_not_left_paused():
-    engine = Engine(unfinished=True, fails=True)
-    with pytest.raises(RuntimeError, match="lost"):
-        asyncio.run(replacement.replace_weights(engine, ["f"], 7))
-    assert engine.calls[-1] == "resume"
-
-
-def test_a_cache_that_cannot_be_emptied_fails_the_update(monkeypatch):
-    monkeypatch.setattr(replacement, "RESET_PAUSE_S", 0.0)
-    with pytest.raises(RuntimeError, match="prefix cache could not be emptied"):
-        asyncio.run(replacement.replace_weights(Engine(blocks=100), ["f"], 7))
 
 
 def test_a_token_comes_from_the_environment_or_a_private_file(tmp_path):
