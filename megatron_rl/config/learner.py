@@ -11,12 +11,15 @@ from megatron_rl.config.precision import LossScaleConfig
 
 
 class ParallelConfig(Section):
-    """Sizes of the process groups. Data-parallel size is what remains: ranks / (tensor · pipeline)."""
+    """Sizes of the process groups. Data-parallel size is what remains: ranks / (tensor · pipeline · context)."""
 
     tensor: PositiveInt = 1
     """Tensor-parallel size. Above 1, sequence parallelism is on: Megatron's MoE layers need it."""
     pipeline: PositiveInt = 1
     """Pipeline-parallel size (1F1B schedule)."""
+    context: PositiveInt = 1
+    """Context-parallel size: every sequence is cut over this many ranks, for responses whose activations one rank
+    cannot hold. Experts may be dealt over these ranks as well."""
     expert: PositiveInt = 1
     """Expert-parallel size: experts are dealt over this many of the ranks of one pipeline stage."""
     expert_tensor: PositiveInt = 1
@@ -84,7 +87,8 @@ class LearnerConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     """Layout over ranks."""
     max_tokens_per_microbatch: PositiveInt = 16384
-    """Most tokens (prompts and responses) that one forward pass packs together; a longer sequence goes alone."""
+    """Most tokens (prompts and responses) that one forward pass packs together; a longer sequence goes alone. With
+    learner.parallel.context above 1 each of its ranks has its share of them."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations recomputed in the backward pass: none; attention and experts; or whole layers."""
     fused_head: bool = False

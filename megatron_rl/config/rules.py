@@ -123,7 +123,7 @@ def smallest_world(parallel: ParallelConfig, rollout: RolloutConfig) -> int:
     """The number of ranks that every number of ranks of this layout is a multiple of."""
     engine = rollout.tensor_parallel if rollout.engine != "vllm_server" else 1
     experts = parallel.expert * parallel.expert_tensor * parallel.pipeline
-    return math.lcm(parallel.tensor * parallel.pipeline, experts, engine)
+    return math.lcm(parallel.tensor * parallel.pipeline * parallel.context, experts, engine)
 
 
 def layout_problems(parallel: ParallelConfig, architecture: Architecture, world_size: int | None) -> list[str]:
@@ -145,7 +145,7 @@ def layout_problems(parallel: ParallelConfig, architecture: Architecture, world_
         found.append(f"learner.parallel.expert: {parallel.expert}, but {a.model_type} has no experts; use 1")
     if world_size is not None:
         for size, key in (
-            (parallel.tensor * parallel.pipeline, "tensor · pipeline"),
+            (parallel.tensor * parallel.pipeline * parallel.context, "tensor · pipeline · context"),
             (parallel.expert * parallel.expert_tensor * parallel.pipeline, "expert · expert_tensor · pipeline"),
         ):
             if world_size % size:
@@ -300,6 +300,11 @@ def exact_problems(recipe: RecipeSections) -> list[str]:
             f"learner.parallel.tensor: {parallel.tensor}; a sum over more than {MAX_EXACT_TENSOR_PARALLEL} ranks "
             "depends on the batch, so that rollout.engine exact could not be exact; use 1 or 2, with expert and "
             "data parallelism for the rest"
+        )
+    if parallel.context > 1:
+        found.append(
+            f"learner.parallel.context: {parallel.context}; rollout.engine exact generates token by token, and its "
+            "attention over parts of a sequence would add up in another order; use 1"
         )
     if parallel.pipeline > 1:
         found.append(

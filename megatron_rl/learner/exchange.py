@@ -18,6 +18,7 @@ import numpy as np
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_rl.learner.process_groups import replica_group
 from megatron_rl.process.arrays import Shape, hand_on, send
 from megatron_rl.process.ranks import gather_objects, world_rank
 from megatron_rl.types import Batch, Sequence
@@ -39,7 +40,7 @@ class Replicas:
         own = parallel_state.get_data_parallel_rank()
         found = gather_objects(own if speaks() else None)
         rank_of = {replica: rank for rank, replica in enumerate(found) if replica is not None}
-        group = parallel_state.get_model_parallel_group() if dist.is_initialized() else None
+        group = replica_group() if dist.is_initialized() else None
         return cls(own, tuple(rank_of[replica] for replica in range(len(rank_of))), group)
 
     def hand_on(
@@ -50,8 +51,9 @@ class Replicas:
 
 
 def speaks() -> bool:
-    """One rank per data-parallel replica speaks for it: first of its tensor group, on the last stage."""
-    return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+    """One rank per data-parallel replica speaks for it: first of its tensor and context groups, on the last stage."""
+    first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+    return first and parallel_state.is_pipeline_last_stage()
 
 
 @dataclass(frozen=True)

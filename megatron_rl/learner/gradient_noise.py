@@ -2,7 +2,8 @@
 
 Two squared gradient norms, of a large batch (the mini-batch) and of small ones (its parts), make the gradient noise
 scale [McCandlish et al., arXiv 1812.06162, App. A.1]; the monitor combines them (`monitor.noise_scale`). The parts are
-what each data-parallel rank has before the reduction, or else the first microbatch of each rank.
+what each data-parallel rank has before the reduction, or else the first microbatch of each rank. Under context
+parallelism a part is the sum of what its ranks have, which is reduced for this measurement alone.
 
 Experts are left out of both norms: under expert parallelism a rank's expert gradients are sums over the tokens of all
 of its peers, and no part can be told from the others. An embedding tied over two pipeline stages is left out, too,
@@ -97,11 +98,12 @@ class GradientNoise:
     @torch.no_grad()
     def _measure_local(self, num_sequences: int) -> None:
         counted = [p.main_grad for p in self._whole if param_is_not_tensor_parallel_duplicate(p)]
-        self._local, self._local_size = _sum_of_squares(counted, self._device), num_sequences
+        self._local, self._local_size = _sum_over_context(counted, self._device), num_sequences
         if self._partial:
             summed = torch.cat([p.main_grad.flatten() for p in self._partial])
-            dist.all_reduce(summed, group=parallel_state.get_tensor_model_parallel_group())
-            if parallel_state.get_tensor_model_parallel_rank() == 0:
+            group = parallel_state.get_tensor_and_context_parallel_group()
+            dist.all_reduce(summed, group=group)
+            if group.rank() == 0:
                 self._local += _sum_of_squares([summed], self._device)
 
     def collect(self) -> dict[str, float]:
@@ -114,7 +116,8 @@ class GradientNoise:
         num_parts, part = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         table = torch.zeros(2 * num_parts + 1, dtype=torch.float64, device=self._device)
         table[part], table[-1] = self._local, self._global
-        if parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.is_pipeline_first_stage():
+        first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+        if first and parallel_state.is_pipeline_first_stage():
             table[num_parts + part] = self._local_size
         dist.all_reduce(table)
         squares, sizes = table[:num_parts].tolist(), table[num_parts:-1].tolist()
@@ -203,6 +206,22 @@ def _sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device) -> to
     if not tensors:  # a rank without a shard of what is measured
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(torch._foreach_norm(list(tensors))).double().square().sum()
+
+
+def _sum_over_context(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """This rank's share of the squared norm of the sum of ``gradients`` over context-parallel ranks, each of which has
+    those of its tokens. Collective among them."""
+    group = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        return _sum_of_squares(gradients, device)
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    for (batch,) in _batches([(gradient,) for gradient in gradients]):
+        flat = torch.cat(batch)
+        flat = torch.nn.functional.pad(flat, (0, -len(flat) % group.size()))
+        share = flat.new_empty(len(flat) // group.size())
+        dist.reduce_scatter_tensor(share, flat, group=group)
+        squares += _sum_of_squares([share], device)
+    return squares
 
 
 def counted_shards(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, int]]:

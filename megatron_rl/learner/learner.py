@@ -22,6 +22,7 @@ from megatron_rl.checkpoint.architecture import Architecture, read_architecture
 from megatron_rl.checkpoint.hf_export import write_hf_checkpoint
 from megatron_rl.checkpoint.shards import WeightMap
 from megatron_rl.config import Recipe
+from megatron_rl.learner.context import gathered
 from megatron_rl.learner.exchange import Replicas, distribute, hand_over_logprobs, hand_over_routes, speaks
 from megatron_rl.learner.gradient_noise import GradientNoise, update_size
 from megatron_rl.learner.layers.fused_head import FusedHead
@@ -268,8 +269,14 @@ class Learner:
             "group": parallel_state.get_tensor_model_parallel_group(),
         }
         if self.head is not None:
-            return self.head.token_logprobs(logits, microbatch.positions, microbatch.labels, **options)
-        return token_logprobs(logits.flatten(0, 1), microbatch.positions, microbatch.labels, **options)
+            found = self.head.token_logprobs(logits, microbatch.positions, microbatch.labels, **options)
+        else:
+            found = token_logprobs(logits.flatten(0, 1), microbatch.positions, microbatch.labels, **options)
+        if microbatch.places is None:
+            return found
+        # The objective takes whole sequences, whichever ranks have computed them.
+        logprobs, entropy = gathered(torch.stack(found), microbatch.places, len(microbatch.loss_mask))
+        return logprobs, entropy.detach()
 
     def _routing_mode(self, updating: bool) -> RoutingMode:
         """How tokens are routed in an update, or in a pass for log-probs: R2 has routes only after its own pass."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.objective import ObjectiveConfig
+from megatron_rl.learner.context import WHOLE, ContextShare
 from megatron_rl.learner.layers.attention import PackedSequences
 from megatron_rl.learner.model import use_transformer_engine
 from megatron_rl.objective import Denominators, ObjectiveInputs, compute_denominators
@@ -57,16 +58,39 @@ def _fill(order: list[int], lengths: Seq[int], num_bins: int, max_tokens: int) -
     return bins
 
 
+@dataclass(frozen=True)
+class Row:
+    """Where a packed row's sequences lie in it, before it is cut over context-parallel ranks."""
+
+    lengths: list[int]  # [b] tokens of each sequence
+    after: list[int]  # [b] tokens of padding after each, to whole chunks
+    tail: int  # tokens of padding at the end, a sequence of their own
+    share: ContextShare
+
+    @property
+    def padded(self) -> list[int]:
+        """Lengths with their padding, and of the tail where there is one."""
+        return [n + after for n, after in zip(self.lengths, self.after, strict=True)] + [self.tail] * (self.tail > 0)
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """(start, stop) of what this context-parallel rank has of the row, in order."""
+        return [(0, sum(self.padded))] if self.share.size == 1 else self.share.ranges(self.padded)
+
+
 @dataclass
 class Microbatch:
-    """One packed row of tokens and what the objective needs of its sequences, on the device."""
+    """One packed row of tokens, or this rank's share of it, and what the objective needs of all its sequences, on the
+    device. N is of this rank's share, n of the whole row, m of the n in the share."""
 
     indices: list[int]  # [b] into Batch.sequences
-    tokens: torch.Tensor  # [1, N] int64; the tail is padding to a multiple of the tensor-parallel size
+    tokens: torch.Tensor  # [1, N] int64; sequences and row are padded as the layout needs it (`ContextShare`)
     position_ids: torch.Tensor  # [N] int64, restarting at each sequence
     packed: PackedSequences
-    positions: torch.Tensor  # [n] int64: the row whose logits predict each response token
-    labels: torch.Tensor  # [n] int64: the response tokens
+    row: Row
+    positions: torch.Tensor  # [m] int64: the row here whose logits predict each response token
+    labels: torch.Tensor  # [m] int64: the response tokens
+    places: torch.Tensor | None  # [m] int64: which of the n response tokens they are; None: all, in order
     response_lengths: list[int]  # [b], sum n
     cu_seqlens: torch.Tensor  # [b + 1] int64, offsets of the sequences among the response tokens
     inference_logprobs: torch.Tensor  # [n] float32
@@ -78,39 +102,66 @@ class Microbatch:
 
 
 def build_microbatch(
-    batch: Batch, indices: list[int], *, multiple_of: int, pad_token: int, device: torch.device
+    batch: Batch,
+    indices: list[int],
+    *,
+    multiple_of: int,
+    pad_token: int,
+    device: torch.device,
+    share: ContextShare = WHOLE,
 ) -> Microbatch:
-    """Lay the sequences ``indices`` of ``batch`` out back to back.
+    """Lay the sequences ``indices`` of ``batch`` out back to back, and take this rank's ``share`` of each.
 
-    The tail padding is a sequence of its own: attention, positions and losses of real tokens do not see it.
+    Padding follows the sequence that it belongs to, or is a sequence of its own at the end: attention, positions and
+    losses of real tokens do not see it. ``multiple_of``: ranks that divide the share, under sequence parallelism.
     """
     sequences = [batch.sequences[i] for i in indices]
-    lengths = [len(s.tokens) for s in sequences]
-    total = sum(lengths)
-    tail = -total % multiple_of if total else multiple_of
-    starts = np.cumsum([0, *lengths])
-    rows = lengths + [tail] * (tail > 0)
-    positions = [np.arange(start + s.prompt_length, start + len(s.tokens)) - 1 for start, s in zip(starts, sequences)]
+    row = _lay_out([len(s.tokens) for s in sequences], multiple_of, share)
+    padded = row.padded
+    starts = np.cumsum([0, *padded])
+    rows = [np.arange(start + s.prompt_length, start + len(s.tokens)) - 1 for start, s in zip(starts, sequences)]
 
     def join(pieces: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(pieces or [np.zeros(0)])).to(device=device, dtype=dtype)
 
+    tokens = [x for s, n in zip(sequences, row.after, strict=True) for x in (s.tokens, np.full(n, pad_token))]
+    tokens = join([*tokens, np.full(row.tail, pad_token)], torch.int64)
+    position_ids = join([np.arange(n) for n in padded], torch.int64)
+    positions = join(rows, torch.int64)
+    labels = join([s.tokens[s.prompt_length :] for s in sequences], torch.int64)
+    num_real, places = sum(row.lengths), None
+    if share.size > 1:
+        own = join([np.arange(a, b) for a, b in row.ranges], torch.int64)
+        here = torch.full_like(tokens, -1)  # of each token of the row its place in the share
+        here[own] = torch.arange(len(own), device=device)
+        places = (here[positions] >= 0).nonzero().flatten()
+        positions, labels = here[positions][places], labels[places]
+        tokens, position_ids = tokens[own], position_ids[own]
+        num_real = sum(max(0, min(b, n) - a) for n, p in zip(row.lengths, padded) for a, b in share.chunks(p))
     has_old = bool(sequences) and all(s.old_logprobs is not None for s in sequences)
     return Microbatch(
         indices=indices,
-        tokens=join([s.tokens for s in sequences] + [np.full(tail, pad_token)], torch.int64)[None],
-        position_ids=join([np.arange(n) for n in rows], torch.int64),
-        packed=PackedSequences.from_lengths(rows, device, thd=use_transformer_engine(device)),
-        positions=join(positions, torch.int64),
-        labels=join([s.tokens[s.prompt_length :] for s in sequences], torch.int64),
+        tokens=tokens[None],
+        position_ids=position_ids,
+        packed=PackedSequences.from_lengths(padded, device, use_transformer_engine(device), share),
+        row=row,
+        positions=positions,
+        labels=labels,
+        places=places,
         response_lengths=[s.response_length for s in sequences],
         cu_seqlens=join([np.cumsum([0, *(s.response_length for s in sequences)])], torch.int64),
         inference_logprobs=join([s.inference_logprobs for s in sequences], torch.float32),
         old_logprobs=join([s.old_logprobs for s in sequences], torch.float32) if has_old else None,
         advantages=torch.tensor([s.advantage for s in sequences], dtype=torch.float32, device=device),
         loss_mask=join([s.loss_mask for s in sequences], torch.bool),
-        num_real_tokens=total,
+        num_real_tokens=num_real,
     )
+
+
+def _lay_out(lengths: list[int], tensor: int, share: ContextShare) -> Row:
+    after = [share.padded(n) - n for n in lengths]
+    multiple, total = share.row_multiple(tensor), sum(lengths) + sum(after)
+    return Row(lengths, after, -total % multiple if total else multiple, share)
 
 
 def minibatch_denominators(sequences: list[Sequence], config: ObjectiveConfig) -> Denominators:

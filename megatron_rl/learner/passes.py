@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl.config.learner import LearnerConfig
+from megatron_rl.learner.context import ContextShare
 from megatron_rl.learner.exchange import speaks
 from megatron_rl.learner.layers.invariant import batch_invariant
 from megatron_rl.learner.model import use_transformer_engine
@@ -48,6 +49,7 @@ class Passes:
         Raises:
             RouteError: a sequence's routes are missing or of another model; on every rank.
         """
+        share = ContextShare.of_this_rank()
         found = [
             build_microbatch(
                 batch,
@@ -55,6 +57,7 @@ class Passes:
                 multiple_of=self._config.parallel.tensor,
                 pad_token=0,
                 device=self._device,
+                share=share,
             )
             for chosen in self._deal(batch, indices)[parallel_state.get_data_parallel_rank()]
         ]
@@ -114,7 +117,7 @@ class Passes:
                 data_iterator=iter(microbatches),
                 model=[self._model],
                 num_microbatches=len(microbatches),
-                seq_length=microbatches[0].tokens.numel(),
+                seq_length=microbatches[0].tokens.numel() * self._config.parallel.context,
                 micro_batch_size=1,
                 forward_only=forward_only,
             )

@@ -14,6 +14,7 @@ from megatron_rl.config.learner import ParallelConfig
 from megatron_rl.process.devices import default_device
 
 DEFAULT_TIMEOUT_MINUTES = 30.0
+_replica: dist.ProcessGroup | None = None  # where it is not Megatron's model-parallel group
 
 
 def resolve_device(device: str) -> torch.device:
@@ -59,12 +60,30 @@ def initialize(parallel: ParallelConfig, device: str, seed: int, longest_wait_s:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
+            context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
             expert_tensor_parallel_size=parallel.expert_tensor,
             distributed_timeout_minutes=minutes,
         )
+        _join_replica(parallel, timeout)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return where
+
+
+def _join_replica(parallel: ParallelConfig, timeout: timedelta) -> None:
+    """Megatron has a group of the tensor- and pipeline-parallel ranks, none with the context-parallel ones as well."""
+    global _replica
+    _replica = None
+    if parallel.context == 1:
+        return
+    p, data = parallel, parallel_state.get_data_parallel_world_size()
+    order = parallel_state.RankGenerator(p.tensor, 1, data, p.pipeline, p.context, order="tp-cp-ep-dp-pp")
+    _replica, _ = dist.new_subgroups_by_enumeration(order.get_ranks("tp-cp-pp"), timeout=timeout)
+
+
+def replica_group() -> dist.ProcessGroup:
+    """The ranks of this data-parallel replica: all that have a part of its sequences or of its layers."""
+    return _replica or parallel_state.get_model_parallel_group()
 
 
 def _backend(device: torch.device) -> str:

@@ -27,7 +27,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_rl.checkpoint.architecture import Architecture
 from megatron_rl.config.routing import RoutingConfig
 from megatron_rl.errors import InputError
+from megatron_rl.learner.context import cut
 from megatron_rl.learner.packing import Microbatch
+from megatron_rl.learner.process_groups import replica_group
 from megatron_rl.process.arrays import hand_on
 from megatron_rl.routing import (
     LayerTelemetry,
@@ -38,13 +40,17 @@ from megatron_rl.routing import (
     route_checksums,
     router_metrics,
 )
-from megatron_rl.routing.layout import PADDING_ID, CheckedRoutes
+from megatron_rl.routing.layout import CheckedRoutes, parts_in
 from megatron_rl.routing.payload import malformed_error, malformed_on, missing_id
 from megatron_rl.types import Batch, Sequence
 
 # native: routers decide. watch: they decide, and are compared with the routes on record. replay: those on record are
 # used (and compared). record: routers decide, and what they chose is kept.
 RoutingMode = Literal["native", "watch", "replay", "record"]
+
+# Of one microbatch on one rank: indices of the sequences in the packed row, their lengths there (and of the padding at
+# its end), (start, stop) of the rank's rows, its layers, and ids [n, l, K].
+Piece = tuple[list[int], list[int], list[tuple[int, int]], list[int], np.ndarray]
 
 
 class LayerReplay(RouterReplay):
@@ -111,17 +117,15 @@ class RouterReplayer:
 
         A row that a pass of the same step has had already is the same slice.
         """
-        num_tokens = microbatch.tokens.numel()
+        num_tokens, layout = microbatch.tokens.numel(), microbatch.row
         row = num_tokens, tuple(s.id for s in sequences)
         earlier, of = self._slices.get(row, (None, []))
         if earlier is not None and all(self._known.get(s) is routes for s, routes in zip(sequences, of, strict=True)):
             return earlier
-        packed = pack_routes(sequences, num_tokens - microbatch.num_real_tokens, self.shape, self.config, self._known)
-        size, rank = _sequence_parallel()
-        share = num_tokens // size
-        routes = packed.take(slice(rank * share, (rank + 1) * share), self.layers)
+        packed = pack_routes(sequences, layout.tail, self.shape, self.config, self._known, layout.after)
+        routes = packed.take(_own_ranges(microbatch), self.layers)
         layers = [self.shape.layers.index(router.layer_number - 1) for router in self.routers]
-        routes.verify(self._own_keys(sequences, microbatch), layers, self.shape)
+        routes.verify(self._own_keys(routes.parts, microbatch), layers, self.shape)
         if not self._known.checks_rows:
             self._check_rows(routes)
         routes.settle()
@@ -149,11 +153,12 @@ class RouterReplayer:
         routes.experts = np.where(wrong[..., None], missing_id(self.shape.dtype), routes.experts)
         routes.experts = routes.experts.astype(self.shape.dtype)
 
-    def _own_keys(self, sequences: list[Sequence], microbatch: Microbatch) -> np.ndarray:
-        """[n] keys of the tokens that Megatron's own scatter leaves on this rank, from the tensors the model gets."""
-        padding = microbatch.tokens.numel() - microbatch.num_real_tokens
-        ids = [s.id for s in sequences] + [PADDING_ID] * (padding > 0)
-        lengths = [len(s.tokens) for s in sequences] + [padding] * (padding > 0)
+    def _own_keys(self, parts: list[tuple[str, int]], microbatch: Microbatch) -> np.ndarray:
+        """[n] keys of the tokens that Megatron's own scatter leaves on this rank, from the tensors the model gets.
+
+        ``parts``: ids and lengths of the whole packed row.
+        """
+        ids, lengths = zip(*parts_in(parts, microbatch.row.ranges), strict=True)
         tokens, positions = microbatch.tokens[0].cpu().numpy(), microbatch.position_ids.cpu().numpy()
         keys = packed_keys(tokens, positions, ids, lengths)
         if _sequence_parallel()[0] == 1:
@@ -194,41 +199,38 @@ class RouterReplayer:
 
     # -- recording by the learner itself (R2)
 
-    def recorded(self, microbatch: Microbatch) -> tuple[list[int], int, list[int], np.ndarray]:
+    def recorded(self, microbatch: Microbatch) -> Piece:
         """What the routers chose in the forward pass just done: see `assemble`. Call it inside `forward`."""
         chosen = [router.recorded_topk_idx for router in self.routers]
         shape = (microbatch.tokens.numel() // _sequence_parallel()[0], 0, self.shape.topk)
         ids = torch.stack(chosen, dim=1).cpu().numpy() if chosen else np.zeros(shape)
-        first_row = _sequence_parallel()[1] * len(ids)
-        return microbatch.indices, first_row, self.layers, ids.astype(self.shape.dtype)
+        ids = ids.astype(self.shape.dtype)
+        return microbatch.indices, microbatch.row.padded, _own_ranges(microbatch), self.layers, ids
 
-    def assemble(self, batch: Batch, pieces: list[tuple[list[int], int, list[int], np.ndarray]]) -> None:
-        """Give every sequence of this replica the routes that its ranks recorded. Collective in the replica.
-
-        A piece: indices of the sequences in the packed row, its first row, its layers, and ids [n, l, K].
-        """
+    def assemble(self, batch: Batch, pieces: list[Piece]) -> None:
+        """Give every sequence of this replica the routes that its ranks recorded. Collective in the replica."""
         due = (len(self.shape.layers), self.shape.topk)
-        mine = {index for indices, *_ in pieces for index in indices}
-        routes = {i: np.zeros((batch.sequences[i].length, *due), self.shape.dtype) for i in sorted(mine)}
-        for indices, first_row, layers, ids in self._of_replica(pieces):
-            start = -first_row  # of the sequence, among the rows of the piece
-            for index in indices:
-                stop = start + len(routes[index])
-                begin, end = max(start, 0), min(stop, len(ids))
-                if begin < end:
-                    routes[index][begin - start : end - start, layers] = ids[begin:end]
-                start = stop
-        for i, whole in routes.items():
+        rows = {tuple(indices): padded for indices, padded, *_ in pieces}
+        whole = {row: np.zeros((sum(padded), *due), self.shape.dtype) for row, padded in rows.items()}
+        for indices, _padded, ranges, layers, ids in self._of_replica(pieces):
+            start = 0
+            for first, last in ranges:
+                whole[tuple(indices)][first:last, layers] = ids[start : start + last - first]
+                start += last - first
+        routes = {}
+        for row, padded in rows.items():
+            starts = np.cumsum([0, *padded]).tolist()
+            for i, start in zip(row, starts):  # padding at the end belongs to none
+                routes[i] = whole[row][start : start + batch.sequences[i].length]
+        for i, found in routes.items():
             # As an engine reports them: the last token predicts nothing, so its route is left out.
             sequence = batch.sequences[i]
-            sequence.routed_experts = whole[:-1]
-            sequence.route_checksums = route_checksums(sequence.id, sequence.tokens, whole[:-1])
+            sequence.routed_experts = found[:-1]
+            sequence.route_checksums = route_checksums(sequence.id, sequence.tokens, found[:-1])
 
-    def _of_replica(
-        self, pieces: list[tuple[list[int], int, list[int], np.ndarray]]
-    ) -> Iterator[tuple[list[int], int, list[int], np.ndarray]]:
+    def _of_replica(self, pieces: list[Piece]) -> Iterator[Piece]:
         """The pieces of one rank of this replica after the other."""
-        group = parallel_state.get_model_parallel_group()
+        group = replica_group()
         abouts: list[Any] = [None] * group.size()
         dist.all_gather_object(abouts, [(*about, ids.shape) for *about, ids in pieces], group=group)
         for source, its in zip(dist.get_process_group_ranks(group), abouts, strict=True):
@@ -266,6 +268,13 @@ class RouterReplayer:
         )
 
 
+def _own_ranges(microbatch: Microbatch) -> list[tuple[int, int]]:
+    """(start, stop) in the whole packed row of the tokens that pass this rank's routers."""
+    size, rank = _sequence_parallel()
+    share = microbatch.tokens.numel() // size
+    return cut(microbatch.row.ranges, rank * share, (rank + 1) * share)
+
+
 def _sequence_parallel() -> tuple[int, int]:
     """Into how many shares the packed row is split on its way through the layers, and which is this rank's."""
     # Above tensor-parallel size 1, sequence parallelism is always on (see `learner.model`).
@@ -289,5 +298,3 @@ def refuse_options(config: TransformerConfig) -> None:
     for option in ("moe_router_force_load_balancing", "moe_expert_capacity_factor", "moe_input_jitter_eps"):
         if getattr(config, option):
             raise InputError(f"routing: {option} changes routes after or before replay; not with router replay")
-    if config.context_parallel_size > 1:
-        raise InputError("routing: context parallelism splits sequences in a way that replay does not follow yet")

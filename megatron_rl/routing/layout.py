@@ -1,14 +1,16 @@
 """Routes of a packed row of tokens, the slice of one rank, and the proof that the slice is that of its tokens.
 
-Shapes: N packed tokens of a microbatch, n = N / tp of them on this rank, L MoE layers of the model, l of them on this
-pipeline stage, K experts per token. Layers are counted among the MoE layers of the whole model, from 0.
+Shapes: N packed tokens of a microbatch, n = N / (tp · cp) of them on this rank, L MoE layers of the model, l of them on
+this pipeline stage, K experts per token. Layers are counted among the MoE layers of the whole model, from 0.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -31,7 +33,7 @@ class RouteSlice:
     is_real: np.ndarray  # [n] bool: not padding
     num_due: int  # (token, layer) rows of this slice that should have a route
     parts: list[tuple[str, int]]  # sequence ids and lengths of the whole packed row, for messages
-    first_row: int  # where this slice begins in it
+    ranges: list[tuple[int, int]]  # (start, stop) of the slice's rows in it, in order
     num_missing: int = 0  # (token, layer) rows that should have a route and have none
     gaps: tuple[bool, ...] = ()  # [l]: whether any row of the layer has no record
 
@@ -56,7 +58,11 @@ class RouteSlice:
 
     def owner(self, row: int) -> tuple[str, int]:
         """Sequence id and position of a row of the slice."""
-        row += self.first_row
+        for start, stop in self.ranges:
+            if row < stop - start:
+                row += start
+                break
+            row -= stop - start
         for sequence_id, length in self.parts:
             if row < length:
                 return sequence_id, row
@@ -120,25 +126,25 @@ class PackedRoutes:
 
     parts: list[_Part]
 
-    def take(self, rows: slice, layers: Seq[int]) -> RouteSlice:
-        """The slice of a rank that holds ``rows`` and ``layers``."""
-        taken, real, num_due, start = [], [], 0, 0
-        for part in self.parts:
-            first, last = max(rows.start - start, 0), min(rows.stop - start, part.length)
-            start += part.length
-            if first >= last:
-                continue
-            taken += part.take(first, last, layers)
-            is_real = part.id != PADDING_ID
-            real.append(np.full(last - first, is_real))
-            num_due += (min(last, part.length - 1) - first if is_real else 0) * len(layers)
+    def take(self, ranges: Seq[tuple[int, int]], layers: Seq[int]) -> RouteSlice:
+        """The slice of a rank that holds the rows of ``ranges`` (start, stop), in order, and ``layers``."""
+        taken, real, num_due = [], [], 0
+        starts = np.cumsum([0, *(part.length for part in self.parts)]).tolist()
+        for begin, end in ranges:
+            for number in range(bisect_right(starts, begin) - 1, bisect_left(starts, end)):
+                part, start = self.parts[number], starts[number]
+                first, last = max(begin - start, 0), min(end - start, part.length)
+                taken += part.take(first, last, layers)
+                is_real = part.id != PADDING_ID
+                real.append(np.full(last - first, is_real))
+                num_due += (min(last, part.length - 1) - first if is_real else 0) * len(layers)
         return RouteSlice(
             experts=np.concatenate([experts for experts, _ in taken]),
             seals=np.concatenate([seals for _, seals in taken]),
             is_real=np.concatenate(real),
             num_due=num_due,
             parts=[(part.id, part.length) for part in self.parts],
-            first_row=rows.start,
+            ranges=list(ranges),
         )
 
 
@@ -153,25 +159,34 @@ def pack_routes(
     shape: RouteShape,
     config: RoutingConfig,
     known: CheckedRoutes | None = None,
+    after: Seq[int] = (),
 ) -> PackedRoutes:
     """Routes of ``sequences``, one after another, then ``num_padding`` tokens of padding: as `build_microbatch` does.
+    ``after``: tokens of padding after each sequence, whose positions go on where it ends.
 
     The last token of each sequence has no record. Padding is spread over the experts in turn: left to the router, all
     of it would crowd into the same ones. ``known``: sequences in it are not checked again, the others are entered.
     Raises `RouteError` (see `checked_routes`).
     """
-    known, parts = CheckedRoutes() if known is None else known, []
-    for s in sequences:
+    known, parts, padded = CheckedRoutes() if known is None else known, [], 0
+
+    def pad(number: int, first_position: int) -> None:
+        nonlocal padded
+        keys = token_keys(np.zeros(number), np.arange(number) + first_position, sequence_key(PADDING_ID))
+        parts.append(_Part(PADDING_ID, number, keys, padding_routes(number, shape, padded), None))
+        padded += number
+
+    for s, follows in zip_longest(sequences, after, fillvalue=0):
         routes, seals = known.get(s), None
         if routes is None:
             routes, seals = checked_routes(s, shape, config.malformed, known.checks_rows)
             known.add(s, routes)
         keys = token_keys(s.tokens, np.arange(len(s.tokens)), sequence_key(s.id))
         parts.append(_Part(s.id, len(s.tokens), keys, routes, seals))
+        if follows:
+            pad(follows, len(s.tokens))
     if num_padding:
-        padding = padding_routes(num_padding, shape)
-        keys = token_keys(np.zeros(num_padding), np.arange(num_padding), sequence_key(PADDING_ID))
-        parts.append(_Part(PADDING_ID, num_padding, keys, padding, None))
+        pad(num_padding, 0)
     return PackedRoutes(parts)
 
 
@@ -199,10 +214,20 @@ class CheckedRoutes:
         return sequence.tokens, sequence.routed_experts, sequence.route_checksums
 
 
-def padding_routes(num_padding: int, shape: RouteShape) -> np.ndarray:
-    """[num_padding, L, K]: experts in turn, no two layers beginning at the same one until all have had their turn."""
-    start = np.arange(num_padding)[:, None] * shape.topk + np.arange(len(shape.layers))
+def padding_routes(num_padding: int, shape: RouteShape, before: int = 0) -> np.ndarray:
+    """[num_padding, L, K]: experts in turn, no two layers beginning at the same one until all have had their turn.
+    ``before``: tokens of padding that have had theirs."""
+    start = (before + np.arange(num_padding))[:, None] * shape.topk + np.arange(len(shape.layers))
     return ((start[..., None] + np.arange(shape.topk)) % shape.num_experts).astype(shape.dtype)
+
+
+def parts_in(parts: Seq[tuple[str, int]], ranges: Seq[tuple[int, int]]) -> list[tuple[str, int]]:
+    """Ids and lengths of what the rows of ``ranges`` have of ``parts``, which are those of the whole row."""
+    starts, found = np.cumsum([0, *(length for _, length in parts)]).tolist(), []
+    for begin, end in ranges:
+        for number in range(bisect_right(starts, begin) - 1, bisect_left(starts, end)):
+            found.append((parts[number][0], min(end, starts[number + 1]) - max(begin, starts[number])))
+    return found
 
 
 def packed_keys(tokens: np.ndarray, positions: np.ndarray, ids: list[str], lengths: list[int]) -> np.ndarray:

@@ -29,6 +29,11 @@ LAYOUTS = {
     "tp2ep2": (2, {"tensor": 2, "expert": 2}),
     "tp2etp2": (2, {"tensor": 2, "expert_tensor": 2}),
     "pp2": (2, {"pipeline": 2}),
+    "cp2": (2, {"context": 2}),
+    "cp2ep2": (2, {"context": 2, "expert": 2}),
+    "cp2tp2ep2": (4, {"context": 2, "tensor": 2, "expert": 2}),
+    "cp2pp2": (4, {"context": 2, "pipeline": 2}),
+    "cp4": (4, {"context": 4}),
     "tp2ep2pp2": (4, {"tensor": 2, "expert": 2, "pipeline": 2}),
 }
 VARIANTS = {
@@ -40,12 +45,19 @@ VARIANTS = {
     # Without a C++ compiler the same functions are traced and run by tests/unit/learner/test_cpu_layers.py alone.
     **({"compiled": {"compile": True}} if shutil.which("g++") else {}),
 }
+ON_TWO_CONTEXT_RANKS = {
+    "one sequence each": {"max_tokens_per_microbatch": 1},
+    "recompute full, fused head": {"recompute": "full", "fused_head": True},
+    "recompute selective": {"recompute": "selective"},
+}
 # saved on (ranks, layout), continued on (ranks, layout)
 RESHARDINGS = {
     "same layout": ((1, {}), (1, {})),
     "tp2ep2 to 1": ((2, {"tensor": 2, "expert": 2}), (1, {})),
     "1 to pp2": ((1, {}), (2, {"pipeline": 2})),
     "ep2 to dp2": ((2, {"expert": 2}), (2, {})),
+    "cp2 to 1": ((2, {"context": 2}), (1, {})),
+    "1 to cp2": ((1, {}), (2, {"context": 2})),
 }
 
 
@@ -79,6 +91,8 @@ def runs(tmp_path_factory) -> dict[str, list[dict]]:
     jobs[1] |= {name: train(learner(**overrides)) for name, overrides in VARIANTS.items()}
     for name, (ranks, parallel) in LAYOUTS.items():
         jobs[ranks][name] = train(learner(parallel))
+    for name, overrides in ON_TWO_CONTEXT_RANKS.items():
+        jobs[2][f"cp2, {name}"] = train(learner({"context": 2}, **overrides))
     jobs[4]["fused head, tp2ep2pp2"] = train(learner(LAYOUTS["tp2ep2pp2"][1], fused_head=True))
     for name, ((ranks, parallel), _) in RESHARDINGS.items():
         folder = str(tmp_path_factory.mktemp("checkpoint"))
@@ -133,6 +147,11 @@ def test_several_minibatches_on_two_ranks(runs):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_microbatches_recompute_and_compilation_change_nothing(runs, variant, limits):
     assert_same_run(runs[variant][0], runs["one"][0], limits)
+
+
+@pytest.mark.parametrize("variant", ON_TWO_CONTEXT_RANKS)
+def test_variants_on_two_context_ranks(runs, variant, limits):
+    assert_same_run(runs[f"cp2, {variant}"][0], runs["one"][0], limits)
 
 
 def test_fused_head_on_a_mixed_layout(runs, limits):

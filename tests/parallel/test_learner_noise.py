@@ -24,6 +24,8 @@ LAYOUTS = {
     "ep2": (2, {"parallel": {"expert": 2}}, (2, False)),
     "tp2": (2, {"parallel": {"tensor": 2}, "max_tokens_per_microbatch": SMALL}, (1, True)),
     "pp2": (2, {"parallel": {"pipeline": 2}, "max_tokens_per_microbatch": SMALL}, None),
+    "cp2": (2, {"parallel": {"context": 2}, "max_tokens_per_microbatch": SMALL}, (1, True)),
+    "dp2 cp2 ep2": (4, {"parallel": {"context": 2, "expert": 2}}, (2, False)),
     "dp2 tp2 ep2": (4, {"parallel": {"tensor": 2, "expert": 2}}, (2, False)),
     "dp2 pp2": (4, {"parallel": {"pipeline": 2}}, (2, False)),
 }

@@ -21,6 +21,8 @@ LAYOUTS = {
     "ep2": (2, {"parallel": {"expert": 2}}),
     "tp2ep2": (2, {"parallel": {"tensor": 2, "expert": 2}}),
     "pp2": (2, {"parallel": {"pipeline": 2}}),
+    "cp2": (2, {"parallel": {"context": 2}}),
+    "cp2ep2, recompute full": (2, {"parallel": {"context": 2, "expert": 2}, "recompute": "full"}),
     # Several microbatches in flight, recomputed when later ones have already been routed.
     "pp2, recompute full": (2, {"parallel": {"pipeline": 2}, "recompute": "full", "max_tokens_per_microbatch": 128}),
     "tp2ep2, recompute selective": (2, {"parallel": {"tensor": 2, "expert": 2}, "recompute": "selective"}),

@@ -78,7 +78,7 @@ def step_costs(batch: Batch, shape: RouteShape, repeats: int, device: str = "cpu
     keys = packed_keys(tokens, positions, [s.id for s in sequences], [s.length for s in sequences])
 
     def take() -> RouteSlice:
-        found = packed.take(slice(0, num_tokens), layers)
+        found = packed.take([(0, num_tokens)], layers)
         found.verify(keys, layers, shape)
         found.settle()
         return found

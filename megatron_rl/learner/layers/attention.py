@@ -21,6 +21,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_rl.learner.context import WHOLE, ContextShare
+from megatron_rl.learner.layers.context_attention import ContextKeys, attend
+
 # All sequences go in one padded call while the padded score matrix has at most this many times the entries of the real
 # ones: one call saves about 50 µs of dispatch a sequence, and an entry costs a fraction of a nanosecond.
 _MAX_PADDED_WORK = 4.0
@@ -37,10 +40,14 @@ class PackedSequences(PackedSeqParams):
     lengths: tuple[int, ...] = ()
     pad_index: torch.Tensor | None = None  # [S, M], see `padding_indices`
     unpad_index: torch.Tensor | None = None  # [N]
+    keys: ContextKeys | None = None  # where the row is cut over context-parallel ranks; the indices are then of queries
 
     @classmethod
-    def from_lengths(cls, lengths: list[int], device: torch.device, thd: bool = False) -> PackedSequences:
-        """Parameters for sequences of these lengths (≥ 1), in this order.
+    def from_lengths(
+        cls, lengths: list[int], device: torch.device, thd: bool = False, share: ContextShare = WHOLE
+    ) -> PackedSequences:
+        """Parameters for sequences of these lengths (≥ 1), in this order. ``share``: the part of each that is here;
+        lengths are those of the whole sequences, of whole chunks.
 
         ``thd``: for TransformerEngine's attention and Megatron's own rotary embedding, which tell sequences apart by
         their offsets alone; with "sbhd" they would take the row for one sequence and attend across its parts.
@@ -50,8 +57,14 @@ class PackedSequences(PackedSeqParams):
             longest = max(lengths)
             return cls("thd", offsets, offsets, max_seqlen_q=longest, max_seqlen_kv=longest, lengths=tuple(lengths))
         params = cls(qkv_format="sbhd", max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths), lengths=tuple(lengths))
+        if share.size > 1:
+            params.keys = ContextKeys(lengths, share, device)
+            lengths = params.keys.own
         if len(set(lengths)) > 1 and padding_pays(lengths):
             params.pad_index, params.unpad_index = padding_indices(lengths, max(lengths), device)
+            if params.keys is not None:
+                whole = params.keys.lengths
+                params.keys.padding = padding_indices(whole, max(whole), device)
         return params
 
 
@@ -85,7 +98,6 @@ class SDPACoreAttention(MegatronModule):
         pg_collection: object | None = None,
     ):
         super().__init__(config=config)
-        assert config.context_parallel_size == 1, "context parallelism needs TransformerEngine's attention"
         assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal), attn_mask_type
         self.softmax_scale = softmax_scale
 
@@ -100,6 +112,8 @@ class SDPACoreAttention(MegatronModule):
         packed_seq_params: PackedSequences | None = None,
     ) -> torch.Tensor:
         """``query`` [N, b, H, D], ``key`` and ``value`` [N, b, H/groups, D] → [N, b, H·D]."""
+        if packed_seq_params is not None and packed_seq_params.keys is not None:
+            return self._attend_chunks(query, key, value, packed_seq_params)
         if packed_seq_params is None or len(packed_seq_params.lengths) == 1:
             return self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value))).permute(2, 0, 1, 3).flatten(2)
         assert query.size(1) == 1, "packed sequences are one row"
@@ -117,6 +131,29 @@ class SDPACoreAttention(MegatronModule):
             for qkv in zip(*(x.split(packed_seq_params.lengths) for x in (query, key, value)), strict=True)
         ]
         return torch.cat(pieces).flatten(2)
+
+    def _attend_chunks(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
+    ) -> torch.Tensor:
+        """As `forward` for this rank's chunks of every sequence, whose keys lie on all context-parallel ranks."""
+        keys, width = packed.keys, query.size(-1)
+        both, query = keys.gather(key, value), query.squeeze(1)
+        if packed.pad_index is None and len(set(keys.lengths)) > 1:
+            found = []
+            for i, parts in enumerate(zip(query.split(keys.own), both.split(keys.lengths), strict=True)):
+                q, kv = (x.transpose(0, 1).unsqueeze(0) for x in parts)
+                out = attend(q, *kv.split(width, dim=-1), keys.positions(i, i + 1), self.softmax_scale)
+                found.append(out.squeeze(0).transpose(0, 1))
+            return torch.cat(found).flatten(1).unsqueeze(1)
+        if packed.pad_index is None:
+            q, kv = (x.unflatten(0, (len(keys.lengths), -1)).transpose(1, 2) for x in (query, both))
+        else:
+            q = _Pad.apply(query, packed.pad_index, packed.unpad_index).transpose(1, 2)
+            kv = _Pad.apply(both, *keys.padding).transpose(1, 2)
+        out = attend(q, *kv.split(width, dim=-1), keys.positions(), self.softmax_scale).transpose(1, 2)
+        if packed.pad_index is None:
+            return out.flatten(0, 1).flatten(1).unsqueeze(1)
+        return _Unpad.apply(out, packed.pad_index, packed.unpad_index).flatten(1).unsqueeze(1)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         grouped = query.size(1) != key.size(1)
@@ -170,5 +207,6 @@ class PackedRotaryEmbedding(torch.nn.Module):
         return self.rotary.get_rotary_seq_len(*args, **kwargs)
 
     def forward(self, max_seq_len: int, **kwargs: object) -> torch.Tensor:
-        angles = self.rotary(max_seq_len)  # [M, 1, 1, D]
+        # Not this rank's two ends of one long sequence, which Megatron would cut out under context parallelism.
+        angles = self.rotary(max_seq_len, packed_seq=True)  # [M, 1, 1, D]
         return angles if self.position_ids is None else angles[self.position_ids]

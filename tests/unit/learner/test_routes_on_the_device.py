@@ -28,7 +28,7 @@ def damaged(malformed: str):
     packed = pack_routes(batch.sequences, 0, SHAPE, config, CheckedRoutes(checks_rows=False))
     total = sum(s.length for s in batch.sequences)
     replayer = SimpleNamespace(config=config, shape=SHAPE, layers=[0, 2], device=torch.device("cpu"))
-    return replayer, packed.take(slice(2, total), [0, 2]), batch.sequences
+    return replayer, packed.take([(2, total)], [0, 2]), batch.sequences
 
 
 def test_a_malformed_row_is_an_error_that_names_sequence_layer_and_token():

@@ -48,7 +48,7 @@ def slices(batch, num_padding: int, tensor: int, stages: list[list[int]]):
     for rank in range(tensor):
         rows = slice(rank * share, (rank + 1) * share)
         for layers in stages:
-            yield packed.take(rows, layers), keys[rows], layers
+            yield packed.take([(rows.start, rows.stop)], layers), keys[rows], layers
 
 
 def test_slices_put_together_are_the_routes():
@@ -58,7 +58,7 @@ def test_slices_put_together_are_the_routes():
     parts = {}
     for found, keys, layers in slices(batch, padding, 4, [[0, 1], [2, 3]]):
         found.verify(keys, layers, SHAPE)
-        parts[found.first_row, layers[0]] = found.experts
+        parts[found.ranges[0][0], layers[0]] = found.experts
     whole = np.concatenate(
         [np.concatenate([parts[row, 0], parts[row, 2]], axis=1) for row in sorted({row for row, _ in parts})]
     )
@@ -139,7 +139,7 @@ def test_what_the_engine_hands_over_passes_the_learners_checks():
     _, group = engine_answer(routes)
     (sequence,) = build_batch(0, [group], tiny_recipe()).sequences
     packed = pack_routes([sequence], 0, SHAPE, ON)
-    assert (packed.take(slice(0, 7), range(4)).experts[:-1] == routes).all()
+    assert (packed.take([(0, 7)], range(4)).experts[:-1] == routes).all()
     sequence.id = "train:7/3"  # the routes of another sample of the same prompt
     with pytest.raises(RouteError, match="sequence train:7/3: routes do not belong"):
         pack_routes([sequence], 0, SHAPE, ON)
@@ -150,7 +150,7 @@ def test_rows_that_the_engine_did_not_record_are_left_to_the_router():
     routes[2, 1] = -1
     _, group = engine_answer(routes)
     (sequence,) = build_batch(0, [group], tiny_recipe()).sequences
-    found = pack_routes([sequence], 0, SHAPE, ON).take(slice(0, 7), range(4))
+    found = pack_routes([sequence], 0, SHAPE, ON).take([(0, 7)], range(4))
     found.settle()
     ids, counted = found.on(torch.device("cpu"))
     assert found.num_missing == 1
@@ -208,12 +208,12 @@ def test_what_was_checked_in_a_step_is_not_checked_again():
     total = sum(s.length for s in batch.sequences)
     with mock.patch("megatron_rl.routing.layout.checked_routes", side_effect=AssertionError("checked twice")):
         again = pack_routes(batch.sequences[::-1], 2, SHAPE, ON, known)  # another row of the same sequences
-        taken = again.take(slice(0, total + 2), range(4))
+        taken = again.take([(0, total + 2)], range(4))
         batch.sequences[1].routed_experts = batch.sequences[1].routed_experts.copy()
         with pytest.raises(AssertionError, match="checked twice"):
             pack_routes(batch.sequences, 0, SHAPE, ON, known)
     last = batch.sequences[-1].length
-    before = first.take(slice(total - last, total), range(4))
+    before = first.take([(total - last, total)], range(4))
     assert (taken.experts[:last] == before.experts).all()
     assert (taken.seals[:last] == before.seals).all(), "made of the slice, they are those of the whole sequence"
 
