@@ -88,13 +88,15 @@ def _report(recipe: Recipe, a: Architecture, world_size: int | None) -> list[tup
     parallel, rollout = recipe.learner.parallel, recipe.rollout
     experts = f", {a.num_experts} experts top-{a.experts_per_token}" if a.is_moe else ", dense"
     smallest = smallest_world(parallel, rollout)
-    data = (world_size or smallest) // (parallel.tensor * parallel.pipeline)
+    data = (world_size or smallest) // (parallel.tensor * parallel.pipeline * parallel.context)
+    context = f"context {parallel.context}, " if parallel.context > 1 else ""
     return [
         ("model", f"{a.model_type}: {a.num_layers} layers, width {a.hidden_size}{experts}"),
         (
             "layout",
             (f"{world_size} ranks" if world_size else f"{smallest} ranks or a multiple, which --ranks checks")
-            + f": tensor {parallel.tensor}, pipeline {parallel.pipeline}, expert {parallel.expert}, data {data}",
+            + f": tensor {parallel.tensor}, pipeline {parallel.pipeline}, {context}"
+            f"expert {parallel.expert}, data {data}",
         ),
         (
             "step",

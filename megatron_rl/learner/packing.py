@@ -125,29 +125,29 @@ def build_microbatch(
         return torch.from_numpy(np.concatenate(pieces or [np.zeros(0)])).to(device=device, dtype=dtype)
 
     tokens = [x for s, n in zip(sequences, row.after, strict=True) for x in (s.tokens, np.full(n, pad_token))]
-    tokens = join([*tokens, np.full(row.tail, pad_token)], torch.int64)
-    position_ids = join([np.arange(n) for n in padded], torch.int64)
-    positions = join(rows, torch.int64)
-    labels = join([s.tokens[s.prompt_length :] for s in sequences], torch.int64)
-    num_real, places = sum(row.lengths), None
+    tokens.append(np.full(row.tail, pad_token))
+    position_ids = [np.arange(n) for n in padded]
+    labels = [s.tokens[s.prompt_length :] for s in sequences]
+    places, num_real = None, sum(row.lengths)
     if share.size > 1:
-        own = join([np.arange(a, b) for a, b in row.ranges], torch.int64)
-        here = torch.full_like(tokens, -1)  # of each token of the row its place in the share
-        here[own] = torch.arange(len(own), device=device)
-        places = (here[positions] >= 0).nonzero().flatten()
-        positions, labels = here[positions][places], labels[places]
-        tokens, position_ids = tokens[own], position_ids[own]
+        own = np.concatenate([np.arange(a, b) for a, b in row.ranges])
+        here = np.full(starts[-1], -1)  # of each token of the row its place in the share
+        here[own] = np.arange(len(own))
+        tokens, position_ids = [np.concatenate(tokens)[own]], [np.concatenate(position_ids)[own]]
+        found = here[np.concatenate([*rows, np.zeros(0, np.int64)])]
+        places = np.flatnonzero(found >= 0)
+        rows, labels = [found[places]], [np.concatenate([*labels, np.zeros(0, np.int64)])[places]]
         num_real = sum(max(0, min(b, n) - a) for n, p in zip(row.lengths, padded) for a, b in share.chunks(p))
     has_old = bool(sequences) and all(s.old_logprobs is not None for s in sequences)
     return Microbatch(
         indices=indices,
-        tokens=tokens[None],
-        position_ids=position_ids,
+        tokens=join(tokens, torch.int64)[None],
+        position_ids=join(position_ids, torch.int64),
         packed=PackedSequences.from_lengths(padded, device, use_transformer_engine(device), share),
         row=row,
-        positions=positions,
-        labels=labels,
-        places=places,
+        positions=join(rows, torch.int64),
+        labels=join(labels, torch.int64),
+        places=None if places is None else join([places], torch.int64),
         response_lengths=[s.response_length for s in sequences],
         cu_seqlens=join([np.cumsum([0, *(s.response_length for s in sequences)])], torch.int64),
         inference_logprobs=join([s.inference_logprobs for s in sequences], torch.float32),

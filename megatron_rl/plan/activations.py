@@ -26,7 +26,7 @@ class Activations:
     architecture: Architecture
     parallel: ParallelConfig
     dtype: str
-    tokens: int  # N
+    tokens: int  # N: under context parallelism those of this rank
     fp32_head: bool = False
     fused_head: bool = False
     fused: bool = True  # TransformerEngine's layers; False: those of `learner.layers.cpu_layers`, as on a CPU
@@ -137,3 +137,13 @@ class Activations:
     def gather_buffer(self) -> float:
         """The whole [N, h] row that sequence parallelism gathers for a matrix; kept from then on."""
         return self.tokens * self.architecture.hidden_size * self._b if self.parallel.tensor > 1 else 0.0
+
+    def context_buffer(self) -> float:
+        """Keys, values and their gradients of other context-parallel ranks, while one layer's attention needs them:
+        TransformerEngine's ring holds the rank's turn and the next one's, the other path all ranks' at once."""
+        context = self.parallel.context
+        if context == 1:
+            return 0.0
+        ranks = 2 if self.fused else context
+        row = 2 * key_value_width(self.architecture) * self._b / self.parallel.tensor  # keys and values
+        return 2 * ranks * self.tokens * row

@@ -42,8 +42,9 @@ def checkpoint_cost(work: Workload, disk: float = DISK) -> CheckpointCost:
 def _share(work: Workload, stage: StageParameters) -> float:
     p, learner = work.parallel, work.recipe.learner
     b, experts = BYTES[learner.dtype], max(1, work.ranks // (p.expert * p.expert_tensor * p.pipeline))
+    dense = work.data_parallel * p.context
     trained = MASTER_BYTES + MOMENT_BYTES  # fp32 weights, their own masters, are written under both names
     if learner.lora is not None:
-        weights = stage.dense / work.data_parallel + stage.expert / experts
-        return b * weights + (b + trained) * adapter_parameters(work.architecture, learner.lora) / work.data_parallel
-    return (b + trained) * (stage.dense / work.data_parallel + stage.expert / experts)
+        weights = stage.dense / dense + stage.expert / experts
+        return b * weights + (b + trained) * adapter_parameters(work.architecture, learner.lora) / dense
+    return (b + trained) * (stage.dense / dense + stage.expert / experts)

@@ -32,7 +32,7 @@ class LearnerMemory:
     head: float  # logits and their gradients; 0 where the stage has no head
     layer: float  # recomputed activations and gradients in flight of the layer at hand
     optimizer: float  # temporaries of the update
-    buffers: float  # sequence parallelism's gather buffer
+    buffers: float  # sequence parallelism's gather buffer, and context parallelism's keys and values
 
     @property
     def static(self) -> float:
@@ -71,13 +71,15 @@ def learner_memory(
     imbalance: float = 1.0,
     gradient_noise: bool = True,
 ) -> list[LearnerMemory]:
-    """One entry per pipeline stage. ``world_size``: learner ranks. ``tokens``: of one microbatch.
+    """One entry per pipeline stage. ``world_size``: learner ranks. ``tokens``: of one microbatch, over all
+    context-parallel ranks.
 
     ``fused``: TransformerEngine's layers and fused Adam, as on a GPU; False: the learner's CPU layers and torch's Adam.
     ``imbalance``: see `Activations`.
     """
+    here = -(-tokens // learner.parallel.context)
     kept = Activations(
-        a, learner.parallel, learner.dtype, tokens, fp32_head, learner.fused_head, fused=fused, imbalance=imbalance
+        a, learner.parallel, learner.dtype, here, fp32_head, learner.fused_head, fused=fused, imbalance=imbalance
     )
     stages = stage_parameters(a, learner.parallel)
     return [
@@ -98,7 +100,7 @@ def _stage(
     gradient_noise: bool,
 ) -> LearnerMemory:
     b, p = BYTES[learner.dtype], learner.parallel
-    dp = max(1, world_size // (p.tensor * p.pipeline))
+    dp = max(1, world_size // (p.tensor * p.pipeline))  # over context-parallel ranks, too
     expert_dp = max(1, world_size // (p.expert * p.expert_tensor * p.pipeline))
     trained, sharded, weights = stage.total, stage.dense / dp + stage.expert / expert_dp, stage.total * b
     if learner.lora is not None:
@@ -115,7 +117,7 @@ def _stage(
         head=kept.head_peak() if stage.has_head else 0.0,
         layer=layer,
         optimizer=_update(stage, expert_dp, dp, fused, learner.optimizer.weight_decay, gradient_noise),
-        buffers=kept.gather_buffer(),
+        buffers=kept.gather_buffer() + kept.context_buffer(),
     )
 
 

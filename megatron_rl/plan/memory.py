@@ -162,7 +162,7 @@ def _forward(work: Workload) -> float:
         work.architecture,
         work.parallel,
         recipe.learner.dtype,
-        work.microbatch_tokens,
+        -(-work.microbatch_tokens // work.parallel.context),
         recipe.precision.fp32_head,
         recipe.learner.fused_head,
     )

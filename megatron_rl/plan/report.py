@@ -47,10 +47,11 @@ def _head(work: Workload) -> list[str]:
     a, p, recipe = work.architecture, work.parallel, work.recipe
     active = f", {active_parameters(a) / 1e9:.2f} B active" if a.is_moe else ""
     expert = f" · EP{p.expert} · ETP{p.expert_tensor}" if a.is_moe else ""
+    context = f" · CP{p.context}" if p.context > 1 else ""
     return [
         f"{recipe.name} on {work.nodes} × {work.gpus_per_node} {work.gpu.name}",
         f"  model       {a.model_type}, {total_parameters(a) / 1e9:.2f} B parameters{active}",
-        f"  layout      TP{p.tensor} · PP{p.pipeline} · DP{work.data_parallel}{expert}; "
+        f"  layout      TP{p.tensor} · PP{p.pipeline}{context} · DP{work.data_parallel}{expert}; "
         f"learner {recipe.learner.dtype}, recompute {recipe.learner.recompute}",
         f"  step        {recipe.num_sequences} sequences, mean {work.mean_prompt:.0f} + {work.mean_response:.0f} "
         f"tokens, {recipe.batch.minibatches} update(s) of {work.microbatches} microbatch(es) of up to "

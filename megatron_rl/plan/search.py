@@ -4,6 +4,7 @@ first, fastest first."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 from megatron_rl.config.learner import OffloadConfig, ParallelConfig
 from megatron_rl.config.rules import MAX_EXACT_TENSOR_PARALLEL, layout_problems
@@ -14,8 +15,11 @@ from megatron_rl.plan.timing import StepTime, step_time
 from megatron_rl.plan.workload import Workload
 
 PARTS = ("gradients", "optimizer", "weights", "during_passes")
-_SIZE_KEYS = ("tensor", "pipeline", "expert", "expert_tensor")
+_SIZE_KEYS = ("tensor", "pipeline", "context", "expert", "expert_tensor")
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+MIN_CONTEXT_TOKENS = 4096
+"""Tokens of the longest sequence that a context-parallel rank has at least, in the layouts that are looked at: shorter
+sequences fit on fewer ranks, and are better spread over data-parallel ones."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class Layout:
         p = self.parallel
         expert = f" EP{p.expert} ETP{p.expert_tensor}" if p.expert * p.expert_tensor > 1 else ""
         away = letters(self.offload)
-        return f"TP{p.tensor} PP{p.pipeline}{expert}" + f" -{away}" * bool(away)
+        context = f" CP{p.context}" if p.context > 1 else ""
+        return f"TP{p.tensor} PP{p.pipeline}{context}{expert}" + f" -{away}" * bool(away)
 
 
 def letters(offload: OffloadConfig) -> str:
@@ -96,14 +101,13 @@ def _legal(work: Workload) -> list[ParallelConfig]:
     tensors = [n for n in SIZES if n <= min(work.gpus_per_node, MAX_EXACT_TENSOR_PARALLEL if exact else 8)]
     pipelines = [1] if exact else [n for n in SIZES if n <= work.ranks]
     experts = [n for n in SIZES if n <= min(a.num_experts, work.ranks)] if a.is_moe else [1]
+    contexts = [1] if exact else [1, *(n for n in SIZES if n > 1 and work.longest >= n * MIN_CONTEXT_TOKENS)]
     own = work.parallel
-    candidates = {(own.tensor, own.pipeline, own.expert, own.expert_tensor): own}
-    for tensor in tensors:
-        for pipeline in pipelines:
-            for expert in experts:
-                for expert_tensor in {1, tensor} if a.is_moe else {1}:
-                    sizes = {"tensor": tensor, "pipeline": pipeline, "expert": expert, "expert_tensor": expert_tensor}
-                    candidates.setdefault(tuple(sizes.values()), ParallelConfig(**sizes))
+    candidates = {tuple(getattr(own, key) for key in _SIZE_KEYS): own}
+    for tensor, pipeline, context, expert in product(tensors, pipelines, contexts, experts):
+        for expert_tensor in {1, tensor} if a.is_moe else {1}:
+            sizes = dict(zip(_SIZE_KEYS, (tensor, pipeline, context, expert, expert_tensor), strict=True))
+            candidates.setdefault(tuple(sizes.values()), ParallelConfig(**sizes))
     if work.recipe.learner.lora is not None:
         candidates = {key: parallel for key, parallel in candidates.items() if key[0] == 1}
     return [parallel for parallel in candidates.values() if not layout_problems(parallel, a, work.ranks)]

@@ -15,7 +15,13 @@ from megatron_rl.plan.decoding import Decoding, prefill_costs
 from megatron_rl.plan.generation import EngineMemory
 from megatron_rl.plan.learner import GRADIENT_BYTES
 from megatron_rl.plan.memory import learner_stages
-from megatron_rl.plan.parameters import active_parameters, query_width, stage_parameters, total_parameters
+from megatron_rl.plan.parameters import (
+    active_parameters,
+    key_value_width,
+    query_width,
+    stage_parameters,
+    total_parameters,
+)
 from megatron_rl.plan.workload import Workload
 
 RECOMPUTED = {
@@ -97,17 +103,23 @@ def _forward_seconds(work: Workload) -> float:
 
 
 def _talk(work: Workload) -> float:
-    """Tensor- and expert-parallel exchanges of one forward pass over the step's tokens, none of it hidden.
+    """Tensor-, context- and expert-parallel exchanges of one forward pass over the step's tokens, none of it hidden.
 
-    Per layer, tensor parallelism gathers twice and reduces twice; an MoE block sends k rows a token and gets them back.
+    Per layer, tensor parallelism gathers twice and reduces twice; context parallelism gives every rank all keys and
+    values; an MoE block sends k rows a token and gets them back.
     """
     a, p, b = work.architecture, work.parallel, BYTES[work.recipe.learner.dtype]
-    tokens = work.trained_tokens / work.data_parallel
+    tokens = work.trained_tokens / work.data_parallel / p.context  # of one rank
     row = a.hidden_size * b
     tensor = 4 * a.num_layers / p.pipeline * tokens * row * (p.tensor - 1) / p.tensor
+    others = 2 * a.num_layers / p.pipeline * tokens * (p.context - 1) * key_value_width(a) * b / p.tensor
     rows = tokens / p.tensor * a.experts_per_token * p.expert_tensor
     expert = 2 * sum(a.moe_layers) / p.pipeline * rows * row * (p.expert - 1) / p.expert
-    return tensor / _link(work, p.tensor) + expert / _link(work, p.expert * p.expert_tensor)
+    return (
+        tensor / _link(work, p.tensor)
+        + others / _link(work, p.tensor * p.context)
+        + expert / _link(work, p.expert * p.expert_tensor)
+    )
 
 
 def _optimizer(work: Workload) -> float:
@@ -115,7 +127,7 @@ def _optimizer(work: Workload) -> float:
     p, stage = work.parallel, stage_parameters(work.architecture, work.parallel)[0]
     seconds = 0.0
     expert_dp = max(1, work.ranks // (p.expert * p.expert_tensor * p.pipeline))
-    for number, replicas in ((stage.dense, work.data_parallel), (stage.expert, expert_dp)):
+    for number, replicas in ((stage.dense, work.data_parallel * p.context), (stage.expert, expert_dp)):
         moved = number * (GRADIENT_BYTES + BYTES[work.recipe.learner.dtype]) * (replicas - 1) / replicas
         seconds += moved / _link(work, work.ranks if replicas > 1 else 1)
         seconds += number / replicas * hw.ADAM_BYTES / work.gpu.bandwidth

@@ -45,7 +45,7 @@ class Workload:
 
     @property
     def data_parallel(self) -> int:
-        return max(1, self.ranks // (self.parallel.tensor * self.parallel.pipeline))
+        return max(1, self.ranks // (self.parallel.tensor * self.parallel.pipeline * self.parallel.context))
 
     @property
     def longest(self) -> int:
@@ -77,7 +77,8 @@ class Workload:
 
     @property
     def microbatch_tokens(self) -> int:
-        """Most tokens of one forward pass: a sequence longer than `max_tokens_per_microbatch` goes alone."""
+        """Most tokens of one forward pass over all context-parallel ranks: a sequence longer than
+        `max_tokens_per_microbatch` goes alone."""
         return max(self.recipe.learner.max_tokens_per_microbatch, self.longest)
 
     @cached_property

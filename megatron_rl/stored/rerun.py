@@ -6,6 +6,7 @@ updates are repeated. The user can name other weights.
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -87,7 +88,7 @@ def check_replayable(recipe: Recipe, batch: Batch) -> None:
 def num_ranks(recipe: Recipe) -> int:
     """The fewest ranks that hold the layout."""
     p = recipe.learner.parallel
-    return p.pipeline * max(p.tensor, p.expert * p.expert_tensor)
+    return p.pipeline * math.lcm(p.tensor * p.context, p.expert * p.expert_tensor)
 
 
 def plan_weights(directory: RunDirectory, step: int, weights: str) -> WeightsPlan:

@@ -24,8 +24,9 @@ MIB = 1 << 20
 def render(work: Workload, traces: list[RankTrace]) -> str:
     p = work.parallel
     lines = [
-        f"{work.recipe.name}: {work.ranks} ranks, TP{p.tensor} · PP{p.pipeline} · DP{work.data_parallel} · "
-        f"EP{p.expert} · ETP{p.expert_tensor}, {work.recipe.learner.dtype}; fake tensors, fake process groups"
+        f"{work.recipe.name}: {work.ranks} ranks, TP{p.tensor} · PP{p.pipeline} · CP{p.context} · "
+        f"DP{work.data_parallel} · EP{p.expert} · ETP{p.expert_tensor}, {work.recipe.learner.dtype}; "
+        "fake tensors, fake process groups"
     ]
     for trace in traces:
         lines += ["", *_rank(work, trace)]

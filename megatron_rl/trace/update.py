@@ -6,6 +6,7 @@ import numpy as np
 
 from megatron_rl.checkpoint.sharded import allocate_moments
 from megatron_rl.config.routing import RoutingConfig
+from megatron_rl.learner.context import ContextShare
 from megatron_rl.learner.learner import Learner
 from megatron_rl.plan.workload import Workload
 from megatron_rl.trace.fake_rank import fake_rank
@@ -46,9 +47,10 @@ def trace_update(work: Workload, rank: int) -> list[Phase]:
 def _batch(work: Workload) -> Batch:
     """The fewest sequences that fill one microbatch of each data-parallel rank. They are equally long, and need no
     padding: what padding takes away again is chosen by values."""
-    tokens, tensor = work.microbatch_tokens, work.parallel.tensor
+    tokens, share = work.microbatch_tokens, ContextShare(work.parallel.context)
+    multiple = share.row_multiple(work.parallel.tensor)
     num_sequences = -(-tokens // work.longest)
-    length = tokens // num_sequences // tensor * tensor
+    length = tokens // num_sequences // multiple * multiple
     sequences = [_sequence(i, length, work) for i in range(num_sequences * work.data_parallel)]
     return Batch(0, sequences, [list(range(len(sequences)))])
 

@@ -22,7 +22,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.learner.context import WHOLE, ContextShare
-from megatron_rl.learner.layers.context_attention import ContextKeys, attend
+from megatron_rl.learner.layers.context_attention import ContextKeys
 
 # All sequences go in one padded call while the padded score matrix has at most this many times the entries of the real
 # ones: one call saves about 50 µs of dispatch a sequence, and an entry costs a fraction of a nanosecond.
@@ -142,7 +142,7 @@ class SDPACoreAttention(MegatronModule):
             found = []
             for i, parts in enumerate(zip(query.split(keys.own), both.split(keys.lengths), strict=True)):
                 q, kv = (x.transpose(0, 1).unsqueeze(0) for x in parts)
-                out = attend(q, *kv.split(width, dim=-1), keys.positions(i, i + 1), self.softmax_scale)
+                out = keys.attend(q, *kv.split(width, dim=-1), self.softmax_scale, i)
                 found.append(out.squeeze(0).transpose(0, 1))
             return torch.cat(found).flatten(1).unsqueeze(1)
         if packed.pad_index is None:
@@ -150,7 +150,7 @@ class SDPACoreAttention(MegatronModule):
         else:
             q = _Pad.apply(query, packed.pad_index, packed.unpad_index).transpose(1, 2)
             kv = _Pad.apply(both, *keys.padding).transpose(1, 2)
-        out = attend(q, *kv.split(width, dim=-1), keys.positions(), self.softmax_scale).transpose(1, 2)
+        out = keys.attend(q, *kv.split(width, dim=-1), self.softmax_scale).transpose(1, 2)
         if packed.pad_index is None:
             return out.flatten(0, 1).flatten(1).unsqueeze(1)
         return _Unpad.apply(out, packed.pad_index, packed.unpad_index).flatten(1).unsqueeze(1)

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_rl.learner.context import ContextShare
 
-# Entries of a mask that are made at once: with fp32 scores of one head 128 MiB.
-MASK_ENTRIES = 2**25
+# Entries of a mask that are made at once: 64 MiB in fp32. Smaller ones are made once for all layers of a microbatch.
+MASK_ENTRIES = 2**24
 
 
 class ContextKeys:
@@ -39,10 +39,11 @@ class ContextKeys:
             ranges = ContextShare(share.size, rank).ranges(lengths)
             rows = np.concatenate([np.arange(a, b) for a, b in ranges])
             order[rows] = np.arange(num_own) + rank * num_own
-        self._order = torch.from_numpy(order).to(device)
-        self._place = torch.empty_like(self._order)  # of each gathered key its place in the row
-        self._place[self._order] = torch.arange(len(order), device=device)
+        place = np.empty_like(order)  # of each gathered key its place in the row
+        place[order] = np.arange(len(order))
+        self._order, self._place = (torch.from_numpy(x).to(device) for x in (order, place))
         self.padding: tuple[torch.Tensor, torch.Tensor] | None = None  # as `padding_indices` gives it, of the keys
+        self._masks: dict[int | None, torch.Tensor] = {}
         self._positions = [share.positions(n) for n in lengths]
 
     def gather(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -53,9 +54,34 @@ class ContextKeys:
         )
         return _Permute.apply(both, self._order, self._place)
 
-    def positions(self, first: int = 0, last: int | None = None) -> np.ndarray:
-        """[S, Q] of the sequences ``first`` to ``last`` - 1: the last key that each query sees. Padding sees one."""
-        chosen = self._positions[first:last]
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None,
+        number: int | None = None,
+    ) -> torch.Tensor:
+        """``query`` [S, H, Q, D], ``key`` and ``value`` [S, G, M, D] of all sequences, padded to the longest, or of
+        sequence ``number`` → [S, H, Q, D]."""
+        last_keys, longest = self._last_keys(number), key.size(2)
+        num_sequences, width = last_keys.shape
+        rows = max(1, MASK_ENTRIES // (num_sequences * longest))
+        if rows >= width:
+            if number not in self._masks:
+                self._masks[number] = _mask(torch.from_numpy(last_keys).to(query.device), longest, query.dtype)
+            return _attend(query, key, value, self._masks[number], scale)
+        found, on_device = [], torch.from_numpy(last_keys).to(query.device)
+        for first in range(0, width, rows):
+            block = slice(first, first + rows)
+            seen = int(last_keys[:, block].max()) + 1
+            inputs = (query[:, :, block], key[:, :, :seen], value[:, :, :seen], on_device[:, block], scale)
+            found.append(checkpoint(_block, *inputs, use_reentrant=False, preserve_rng_state=False))
+        return torch.cat(found, dim=2)
+
+    def _last_keys(self, number: int | None) -> np.ndarray:
+        """[S, Q]: the last key that each query sees. Padding sees one."""
+        chosen = self._positions if number is None else [self._positions[number]]
         found = np.zeros((len(chosen), max(len(p) for p in chosen)), dtype=np.int64)
         for row, positions in zip(found, chosen):
             row[: len(positions)] = positions
@@ -75,27 +101,17 @@ class _Permute(torch.autograd.Function):
         return grad.index_select(0, ctx.saved_tensors[0]), None, None
 
 
-def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last_keys: np.ndarray, scale: float | None
-) -> torch.Tensor:
-    """``query`` [S, H, Q, D], ``key`` and ``value`` [S, G, M, D] → [S, H, Q, D]; query (s, q) sees the keys 0 …
-    ``last_keys[s, q]``."""
-    num_sequences, width = last_keys.shape
-    rows = max(1, MASK_ENTRIES // (num_sequences * key.size(2)))
-    on_device = torch.from_numpy(last_keys).to(query.device)
-    if rows >= width:
-        return _block(query, key, value, on_device, scale)
-    found = []
-    for first in range(0, width, rows):
-        block = slice(first, first + rows)
-        seen = int(last_keys[:, block].max()) + 1
-        inputs = (query[:, :, block], key[:, :, :seen], value[:, :, :seen], on_device[:, block], scale)
-        found.append(checkpoint(_block, *inputs, use_reentrant=False, preserve_rng_state=False))
-    return torch.cat(found, dim=2)
+def _mask(last_keys: torch.Tensor, num_keys: int, dtype: torch.dtype) -> torch.Tensor:
+    """[S, 1, Q, M] to be added to scores."""
+    hidden = torch.arange(num_keys, device=last_keys.device) > last_keys[:, None, :, None]
+    return torch.zeros(hidden.shape, dtype=dtype, device=last_keys.device).masked_fill_(hidden, float("-inf"))
 
 
 def _block(query, key, value, last_keys, scale) -> torch.Tensor:
-    mask = torch.arange(key.size(2), device=key.device) <= last_keys[:, None, :, None]
+    return _attend(query, key, value, _mask(last_keys, key.size(2), query.dtype), scale)
+
+
+def _attend(query, key, value, mask, scale) -> torch.Tensor:
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.size(1) != key.size(1)
     )

@@ -15,12 +15,13 @@ from megatron_rl.check import check_recipe
 from megatron_rl.checkpoint.architecture import read_architecture
 from megatron_rl.config.routing import RoutingConfig
 from megatron_rl.errors import InputError
+from megatron_rl.learner.context import ContextShare, cut
 from megatron_rl.monitor.heatmap import disagreement, draw_disagreement
 from megatron_rl.rollout import RolloutError
 from megatron_rl.rollout.payload import make_rollout
 from megatron_rl.rollout.requests import Request
 from megatron_rl.routing import LayerTelemetry, RouteError, RouteShape, missing_id, pack_routes, packed_keys
-from megatron_rl.routing.layout import PADDING_ID, CheckedRoutes, padding_routes
+from megatron_rl.routing.layout import PADDING_ID, CheckedRoutes, padding_routes, parts_in
 from megatron_rl.routing.payload import malformed_on, malformed_rows
 from megatron_rl.routing.telemetry import MARGIN_BINS, margin_quantiles, router_metrics
 from megatron_rl.types import Group, Prompt
@@ -49,6 +50,39 @@ def slices(batch, num_padding: int, tensor: int, stages: list[list[int]]):
         rows = slice(rank * share, (rank + 1) * share)
         for layers in stages:
             yield packed.take([(rows.start, rows.stop)], layers), keys[rows], layers
+
+
+def test_slices_of_context_parallel_ranks_are_those_of_their_tokens():
+    """Padding after each sequence; shares that begin and end inside sequences, cut again by tensor-parallel ranks."""
+    batch, size = batch_with_routes(), 2
+    lengths = [len(s.tokens) for s in batch.sequences]
+    after = [-n % (2 * size) for n in lengths]
+    padded = [n + pad for n, pad in zip(lengths, after)]
+    assert any(after)
+    packed = pack_routes(batch.sequences, 4, SHAPE, ON, after=after)
+    found = {}
+    for rank in range(size):
+        ranges = ContextShare(size, rank).ranges([*padded, 4])
+        half = sum(b - a for a, b in ranges) // 2
+        for own in (cut(ranges, 0, half), cut(ranges, half, 2 * half)):
+            taken = packed.take(own, [1, 3])
+            parts = parts_in(taken.parts, own)
+            ids, sizes = zip(*parts, strict=True)
+            whole = [np.concatenate([s.tokens, np.zeros(n, np.int64)]) for s, n in zip(batch.sequences, after)]
+            tokens, positions = (
+                np.concatenate(row) for row in ([*whole, np.zeros(4, np.int64)], [np.arange(n) for n in [*padded, 4]])
+            )
+            rows = np.concatenate([np.arange(a, b) for a, b in own])
+            taken.verify(packed_keys(tokens[rows], positions[rows], ids, sizes), [1, 3], SHAPE)
+            found |= dict(zip(rows.tolist(), taken.experts))
+            for row in (0, len(rows) - 1):
+                name, position = taken.owner(row)
+                assert name == ids[0 if row == 0 else -1]
+                assert name == PADDING_ID or position == positions[rows[row]]
+    assert sorted(found) == list(range(sum(padded) + 4))
+    for s, start in zip(batch.sequences, np.cumsum([0, *padded])):
+        for token in range(len(s.tokens) - 1):
+            assert (found[start + token] == s.routed_experts[token][[1, 3]]).all()
 
 
 def test_slices_put_together_are_the_routes():
