@@ -84,6 +84,7 @@ _LLAMA_3_2_3B = {
 KNOWN_MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-30B-A3B": _QWEN3_30B_A3B,
     "Qwen3-30B-A3B-Base": {**_QWEN3_30B_A3B, "max_position_embeddings": 32768},
+    "Qwen3-30B-A3B-Thinking-2507": {**_QWEN3_30B_A3B, "max_position_embeddings": 262144, "rope_theta": 1e7},
     "Qwen3-4B-Base": _qwen3(36, 2560, 9728, 32, tied=True),
     "Qwen3-8B-Base": _qwen3(36, 4096, 12288, 32, tied=False),
     "Qwen3-14B-Base": _qwen3(40, 5120, 17408, 40, tied=False),

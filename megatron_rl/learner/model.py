@@ -21,7 +21,7 @@ from megatron_rl.learner.layers.attention import PackedRotaryEmbedding, SDPACore
 from megatron_rl.learner.layers.cpu_layers import finish_few_pass_model, use_few_pass_layers
 from megatron_rl.learner.layers.exact_attention import ExactCoreAttention
 from megatron_rl.learner.mixed_precision import compute_head_in_fp32
-from megatron_rl.learner.packed_attention import refuse_unfused_attention
+from megatron_rl.learner.packed_attention import CONTEXT_COMMUNICATION, refuse_unfused_attention
 
 _EXPERT_SHARD_DIM = {"linear_fc1": 0, "linear_fc2": 1}  # what expert tensor parallelism cuts: outputs, then inputs
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -80,6 +80,7 @@ def transformer_config(
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
         "context_parallel_size": parallel.context,
+        "cp_comm_type": CONTEXT_COMMUNICATION,
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor,
         "sequence_parallel": parallel.tensor > 1,

@@ -14,6 +14,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_rl.errors import InputError
 
 FLASH_ATTN = "flash-attn>=2.7.3,<2.8.4"  # what TransformerEngine 2.20 takes
+CONTEXT_COMMUNICATION = "p2p"
+"""Keys and values go round a ring of context-parallel ranks while attention to those that are here is computed."""
 _SEQUENCES, _LENGTH = 4, 4096  # a row that stands for all: the choice depends on neither
 
 
@@ -35,13 +37,22 @@ def packed_attention(config: TransformerConfig) -> Literal["flash", "fused", "un
         head_dim_v=config.kv_channels,
         attn_mask_type="padding_causal",
         window_size=(-1, 0),
+        context_parallel=config.context_parallel_size > 1,
+        cp_comm_type=CONTEXT_COMMUNICATION,
     )
     flash, _, fused, *_ = get_attention_backend(parameters)
     return "flash" if flash else "fused" if fused else "unfused"
 
 
 def refuse_unfused_attention(config: TransformerConfig) -> None:
-    """Raise `InputError` where TransformerEngine would store every score. fp32 is let through: it has no other."""
+    """Raise `InputError` where TransformerEngine would store every score. fp32 is let through: it has no other, and
+    none at all for parts of sequences."""
+    if config.params_dtype == torch.float32 and config.context_parallel_size > 1:
+        raise InputError(
+            f"learner.parallel.context: {config.context_parallel_size} with learner.dtype fp32, for which "
+            "TransformerEngine has no attention over parts of sequences; use bf16 or fp16, or uninstall "
+            "transformer-engine for torch's attention"
+        )
     if config.params_dtype == torch.float32 or packed_attention(config) != "unfused":
         return
     major, minor = torch.cuda.get_device_capability()

@@ -89,11 +89,17 @@ def limits() -> Limits:
     return float32_limits(1)
 
 
+def of_padding(layout: str, limit: float) -> float:
+    """How far replay of the same routes may move a result. Sequences cut over context-parallel ranks have padding,
+    which replay spreads over the experts: products then have other numbers of rows, and round otherwise."""
+    return limit if "context" in LAYOUTS[layout][1].get("parallel", {}) else 0.0
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_replaying_native_routes_is_native_routing(runs, layout):
+def test_replaying_native_routes_is_native_routing(runs, layout, limits):
     for off, native in zip(runs[f"{layout}: off"], runs[f"{layout}: native"], strict=True):
-        assert worst(native, off) == 0.0
-        assert (native["logprobs"] == off["logprobs"]).all()
+        assert worst(native, off) <= of_padding(layout, limits.tensor_gradients)
+        assert np.abs(native["logprobs"] - off["logprobs"]).max() <= of_padding(layout, limits.logprobs)
         assert native["metrics"]["router/agree_frac"] == 1.0
         assert native["metrics"]["router/replay_coverage"] == 1.0
         assert native["metrics"]["router/fallback_frac"] == 0.0
@@ -115,12 +121,12 @@ def test_replaying_any_routes_gives_the_gradients_of_one_rank(runs, layout, limi
 
 
 @pytest.mark.parametrize("layout", [name for name, (_, section) in LAYOUTS.items() if "recompute" not in section])
-def test_r2_records_what_one_rank_routes_and_changes_nothing(runs, layout):
+def test_r2_records_what_one_rank_routes_and_changes_nothing(runs, layout, limits):
     native = runs["one: native"][0]["routes"]
     for rank, result in enumerate(runs[f"{layout}: r2"]):
         for got, want in zip(result["routes"], native, strict=True):
             assert (np.sort(got, -1) == np.sort(want, -1)).all()
-        assert worst(result, runs[f"{layout}: off"][rank]) == 0.0
+        assert worst(result, runs[f"{layout}: off"][rank]) <= of_padding(layout, limits.tensor_gradients)
         assert result["metrics"]["router/agree_frac"] == 1.0
 
 
