@@ -17,6 +17,7 @@ COMMANDS = {
     "eval-grid": "accuracy of a checkpoint by dtype, temperature, top-p and token budget",
     "serve": "start a rollout server of a run (rollout.engine: vllm_server)",
     "schema": "print the recipe's JSON Schema, for editors",
+    "watch": "watch runs as they go on, in the terminal or on a local page",
     "samples": "print sampled responses of a run",
     "plot": "overlay the curves of several runs",
     "replay": "run the update of a stored batch again, as it was or changed",

@@ -31,7 +31,7 @@ def encode_line(step: int, metrics: Mapping[str, float]) -> str:
     return json.dumps(record, allow_nan=False) + "\n"
 
 
-def _decode_line(line: bytes) -> dict[str, float]:
+def decode_line(line: bytes) -> dict[str, float]:
     """The record of a line. ValueError where it is none: no JSON object of numbers, or one without a step."""
     record = json.loads(line.decode("utf-8"))
     if not isinstance(record, dict):
@@ -57,7 +57,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(_decode_line(line))
+            records.append(decode_line(line))
         except (ValueError, RecursionError) as error:
             if number == len(lines) and isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
                 break

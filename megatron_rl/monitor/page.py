@@ -11,7 +11,8 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from megatron_rl.monitor.curves import Curves, last_values, matching
-from megatron_rl.monitor.plots import VALIDATION, Panel, View, draw_panel, drawable_panels, group_handles, zero_panels
+from megatron_rl.monitor.panels import VALIDATION, Panel
+from megatron_rl.monitor.plots import View, draw_panel, drawable_panels, group_handles, zero_panels
 
 _TABLE_METRICS = (
     "critic/rewards/mean",

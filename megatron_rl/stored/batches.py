@@ -145,11 +145,11 @@ def keep_newest(folder: Path, number: int) -> None:
         described = json.loads(path.read_text())
         if not described["kept"]:
             path.unlink()
-            for part in _parts(path, described):
+            for part in parts_of(path, described):
                 part.unlink()
 
 
-def _parts(path: Path, described: dict[str, Any]) -> list[Path]:
+def parts_of(path: Path, described: dict[str, Any]) -> list[Path]:
     """The files of a batch's arrays."""
     return [path.with_name(part["file"]) for part in described.get("parts", [{"file": f"{path.stem}.safetensors"}])]
 
@@ -188,7 +188,7 @@ def load_batch(path: Path) -> RecordedBatch:
     abouts = described["sequences"]
     sequences: list[Any] = [None] * len(abouts)
     numbers = [part["sequences"] for part in described.get("parts", [{"sequences": range(len(abouts))}])]
-    for file, its in zip(_parts(path, described), numbers, strict=True):
+    for file, its in zip(parts_of(path, described), numbers, strict=True):
         if not file.is_file():
             raise InputError(f"recorded batch {path}: its part {file.name} is missing; was the folder copied whole?")
         arrays = load_file(file)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import PACKAGES, Cluster, Job, missing_programs
+from tests.support.debian import install
 from tests.support.tiny import REPOSITORY
 
 
@@ -63,7 +62,7 @@ class Site:
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     if missing_programs():
-        _install(PACKAGES)
+        install(PACKAGES)
     if missing := missing_programs():
         pytest.skip(f"no {', '.join(missing)}: Debian's {' '.join(PACKAGES)} could not be installed")
     # pytest's own folders have paths too long for a unix socket.
@@ -80,19 +79,3 @@ def site(cluster) -> Iterator[Site]:
     repo.symlink_to(REPOSITORY)
     programs.mkdir()
     return Site(cluster, folder, repo, programs)
-
-
-def _install(packages: tuple[str, ...]) -> None:
-    if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        return
-    apt = ["apt-get", "-q", "-o", "Acquire::Retries=1", "-o", "Acquire::http::Timeout=15"]
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-
-    def succeeds(*arguments: str) -> bool:
-        done = subprocess.run([*apt, *arguments], env=environment, capture_output=True, timeout=200, check=False)
-        return done.returncode == 0
-
-    install = ("install", "-y", "--no-install-recommends", *packages)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        if not succeeds(*install) and succeeds("update"):
-            succeeds(*install)
