@@ -142,10 +142,12 @@ def decimated(x: np.ndarray, y: np.ndarray, points: int) -> dict[str, Any]:
 
     With no more than ``points`` values each is its own, and low and high are absent. What is not finite counts in no
     mean: ``holes`` has the x of the first of those, ``num_holes`` their number; a point of nothing else is None.
+    ``last``: the last value itself.
     """
     finite = np.isfinite(y)
     holes = x[~finite]
     found: dict[str, Any] = {"holes": numbers(holes[:NON_FINITE_SHOWN]), "num_holes": len(holes)}
+    found["last"] = number(float(y[-1])) if len(y) else None
     if len(x) <= points:
         return found | {"x": numbers(x), "y": numbers(y)}
     starts = np.linspace(0, len(x), points, endpoint=False).astype(np.int64)

@@ -155,7 +155,7 @@ def _routes(runs: Sequence[WatchedRun], width: int) -> list[RenderableType]:
         last = [next((value for value in reversed(row) if value is not None), None) for row in found["values"]]
         if not last:
             continue
-        cells = "".join("?" if value is None else _shade(value) for value in last[: max(1, width - 60)])
+        cells = "".join("?" if value is None else _shade(value) for value in last[: max(8, width - 60)])
         worst = max(range(len(last)), key=lambda i: last[i] or 0.0)
         line = Text(f"routes of {run.label}: [", style=_style(index)).append(cells).append("]")
         lines.append(line.append(f" most in layer {found['layers'][worst]}, {(last[worst] or 0.0):.2%} of rows"))

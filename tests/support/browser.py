@@ -98,7 +98,7 @@ class Browser:
     def wait(self, script: str, seconds: float = 30.0) -> Any:
         """The value of ``script`` as soon as it is true; an AssertionError with the page's text after ``seconds``."""
         deadline = time.monotonic() + seconds
-        while not (value := self.run(script)):
+        while not (value := self.run(f"(value => value instanceof Node ? true : value)({script})")):
             assert time.monotonic() < deadline, f"{script}\n{self.run('document.body.innerText')}\n{self.errors}"
             time.sleep(0.05)
         return value

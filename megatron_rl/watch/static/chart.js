@@ -14,6 +14,7 @@ function ticks(low, high, wanted) {
 }
 
 function logTicks(low, high) {
+  if (high - low < 1) return ticks(10 ** low, 10 ** high, 4).filter((value) => value > 0).map(Math.log10);
   const found = [];
   const every = Math.max(1, Math.ceil((high - low) / 5));
   for (let power = Math.ceil(low); power <= high; power += every) found.push(power);
@@ -24,7 +25,7 @@ function scale(values, isLog, from, to) {
   const known = values.filter((value) => value !== null && (!isLog || value > 0)).map((value) => (isLog ? Math.log10(value) : value));
   let low = known.length ? known.reduce((a, b) => Math.min(a, b)) : 0;
   let high = known.length ? known.reduce((a, b) => Math.max(a, b)) : 1;
-  if (high === low) [low, high] = isLog ? [low - 0.5, high + 0.5] : [low - (Math.abs(low) || 1) * 0.1, high + (Math.abs(high) || 1) * 0.1];
+  if (high === low) [low, high] = isLog ? [low - 0.05, high + 0.05] : [low - (Math.abs(low) || 1) * 0.1, high + (Math.abs(high) || 1) * 0.1];
   const at = (value) => {
     if (value === null || (isLog && value <= 0)) return null;
     return from + ((isLog ? Math.log10(value) : value) - low) / (high - low) * (to - from);
@@ -138,11 +139,11 @@ function entry(curve, [stroke, dashes], place, single, metrics, context) {
   const names = [single ? null : context.labels[curve.run], metrics.length > 1 || single ? curve.metric : null];
   const range = place !== null && curve.low ? ` (${format(curve.low[at])} to ${format(curve.high[at])})` : "";
   const holes = curve.num_holes ? `, ${curve.num_holes} not finite` : "";
-  const value = place !== null && curve.x[at] > place ? null : curve.y[at];
+  const value = place === null ? curve.last : curve.x[at] > place ? null : curve.y[at];
   return el("span", {}, swatch(stroke, dashes), `${names.filter(Boolean).join(" ")} ${format(value)}${range}${holes}`);
 }
 
 function describe(panel, curves, context) {
-  const ends = curves.map((curve) => `${context.labels[curve.run]} ${curve.metric} ${format(curve.y.at(-1))}`);
+  const ends = curves.map((curve) => `${context.labels[curve.run]} ${curve.metric} ${format(curve.last)}`);
   return `${panel.title}; last values: ${ends.join(", ")}. Arrow keys move along the curve.`;
 }

@@ -21,7 +21,7 @@ export function format(value) {
   if (typeof value === "string") return value;
   const size = Math.abs(value);
   if (value === 0 || Number.isInteger(value) && size < 1e6) return String(value);
-  if (size < 1e-3 || size >= 1e6) return value.toExponential(2);
+  if (size < 1e-3 || size >= 1e6) return value.toExponential(2).replace(/\.?0+e/, "e");
   return String(Number(value.toPrecision(4)));
 }
 

@@ -77,7 +77,7 @@ function drawRuns(state) {
       el("h2", {}, toggle, several ? swatch(colour(index), dash(Math.floor(index / 8))) : null, run.label, el("span", { class: `status ${run.status}` }, STATUS[run.status])),
       el("progress", { max: run.num_steps || 1, value: run.num_steps ? run.done_steps : 0, "aria-label": `steps of ${run.label}` }),
       el("div", { class: "soft" }, `step ${run.step ?? "–"}${run.num_steps ? ` of ${run.num_steps}` : ""}${times.filter(Boolean).map((text) => ` · ${text}`).join("")}`),
-      el("dl", {}, Object.entries(facts).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, format(value))))), problems);
+      el("dl", {}, Object.entries(facts).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, typeof value === "number" ? format(Number(value.toPrecision(3))) : format(value))))), problems);
   });
   document.getElementById("runs").replaceChildren(...cards);
   if (focused !== undefined) document.querySelector(`[data-run="${focused}"]`)?.focus();
@@ -188,7 +188,7 @@ function alarms(state) {
     if (here.hidden.has(index)) return [];
     const rules = run.rules.length ? el("details", { open: run.events.length ? false : true }, el("summary", {}, `${run.rules.length} rules watch this run`), el("ul", {}, run.rules.map((rule) => el("li", {}, el("strong", {}, rule.name), `: ${rule.text}`)))) : empty(context.hints.alarms);
     const rows = run.events.map((event) => el("tr", {}, el("td", {}, String(event.step)), el("td", { class: "text" }, event.name), el("td", { class: "text" }, event.text || "went off")));
-    const table = rows.length ? el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ["step", "alarm", "what it saw"].map((text) => el("th", { scope: "col" }, text)))), el("tbody", {}, rows))) : el("p", { class: "soft" }, "None has gone off.");
+    const table = rows.length ? el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ["step", "alarm", "what it saw"].map((text) => el("th", { scope: "col", class: "text" }, text)))), el("tbody", {}, rows))) : el("p", { class: "soft" }, "None has gone off.");
     const more = run.num_events > run.events.length ? [el("p", { class: "soft" }, `and ${run.num_events - run.events.length} earlier ones`)] : [];
     return [el("h2", {}, swatch(colour(index), ""), run.label), table, ...more, rules];
   });

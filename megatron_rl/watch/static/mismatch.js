@@ -2,7 +2,7 @@
 
 import { colour, el, empty, format, svg, swatch } from "./dom.js";
 
-const WIDTH = 720, HEIGHT = 260, LEFT = 62, TOP = 10, BOTTOM = 40;
+const WIDTH = 720, HEIGHT = 260, LEFT = 80, TOP = 10, BOTTOM = 40;
 
 /** Means and, where the run has them, the 5% to 95% range of rho: a group of marks for each band, a mark for each run. */
 export function bandChart(bands, labels, hidden) {
