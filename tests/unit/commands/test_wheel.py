@@ -60,6 +60,12 @@ def test_the_wheel_holds_every_file_that_ships(installed):
         assert (installed / "megatron_rl" / "shipped" / name).read_bytes() == (REPOSITORY / name).read_bytes()
 
 
+def test_the_wheel_holds_the_page_of_watch(installed):
+    static = Path("megatron_rl", "watch", "static")
+    for file in (REPOSITORY / static).iterdir():
+        assert (installed / static / file.name).read_bytes() == file.read_bytes()
+
+
 def test_a_shipped_recipe_is_checked_from_elsewhere(call, installed):
     done = call("check", "recipes/tiny/demo.yaml")
     assert done.returncode == 0, done.stderr
