@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron_rl.data import MixedSampler, PromptSampler, PromptSet
 from megatron_rl.errors import InputError
+from megatron_rl.process.ranks import gather_objects
 from megatron_rl.rollout import Generator
 from megatron_rl.types import Group, Prompt
 
@@ -103,9 +104,14 @@ class Lookahead:
 
 
 def staleness_metrics(groups: list[Group], num_updates: int) -> dict[str, float]:
-    """`rollout/staleness_*`: optimizer steps between the weights that tokens were sampled from and ``num_updates``."""
-    versions = [rollout.policy_versions for group in groups for rollout in group.rollouts]
-    if not versions:
+    """`rollout/staleness_*`: optimizer steps between the weights that tokens were sampled from and ``num_updates``.
+
+    Over the responses of all ranks. Collective.
+    """
+    versions = [r.policy_versions for group in groups for r in group.rollouts if r.policy_versions is not None]
+    staleness = num_updates - np.concatenate([*versions, np.empty(0, np.int64)])
+    found = gather_objects((int(staleness.sum()), staleness.size, int(staleness.max(initial=-1))))
+    total, count, largest = (max(column) if i == 2 else sum(column) for i, column in enumerate(zip(*found)))
+    if not count:
         return {}
-    staleness = num_updates - np.concatenate(versions)
-    return {"rollout/staleness_mean": float(staleness.mean()), "rollout/staleness_max": float(staleness.max())}
+    return {"rollout/staleness_mean": total / count, "rollout/staleness_max": float(largest)}

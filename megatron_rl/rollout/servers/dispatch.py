@@ -1,100 +1,143 @@
 """Handing the requests of one call to the servers that are ready, so that each is answered exactly once.
 
-A request waits in the queue, is with one server, or is answered; it is never in two of these states. The server with
-the fewest requests in flight is asked next. Requests that a dead, hanging or outdated server has not answered go back
-to the front of the queue. An answer to a request that was given up is dropped with its task.
+A request waits in the queue, is with one server, is answered, or is given up; it is never in two of these states.
+Requests that a dead, hanging or outdated server has not answered go back to the front of the queue. An answer to a
+request that was taken back is dropped with its task.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 from megatron_rl.rollout.generator import RolloutError
 from megatron_rl.rollout.servers.client import RequestRefused, ServerError, ServerLost, StaleServer
-from megatron_rl.rollout.servers.pool import Member, ServerPool
+from megatron_rl.rollout.servers.members import Member, Members
 from megatron_rl.rollout.servers.wire import Answer
 
 
 class Dispatch:
-    """One call's requests. ``names`` say in errors which request it was."""
+    """One call's requests of one rank. ``names`` say in errors which request it was.
+
+    ``concurrency``: most requests in flight to one server. ``share`` (i, n): this rank is number i of n that ask the
+    same servers. Each has its part of every server's ``concurrency``, so that together they do not pass it.
+    """
 
     def __init__(
-        self, pool: ServerPool, bodies: Sequence[dict[str, Any]], names: Sequence[str], concurrency: int, retries: int
+        self,
+        members: Members,
+        bodies: Sequence[dict[str, Any]],
+        names: Sequence[str],
+        concurrency: int,
+        retries: int,
+        share: tuple[int, int] = (0, 1),
     ) -> None:
-        self._pool, self._bodies, self._names = pool, bodies, names
-        self._concurrency, self._retries = concurrency, retries
+        assert share[1] <= concurrency, "a rank without a part of a server's room would wait for ever"
+        self._members, self._bodies, self._names = members, bodies, names
+        self._concurrency, self._retries, self._share = concurrency, retries, share
         self._waiting = deque(range(len(bodies)))
         self._asked: dict[int, tuple[asyncio.Task, Member]] = {}
-        self._answers: dict[int, Answer] = {}
+        self._left = set(range(len(bodies)))  # neither answered nor given up
         self._failures = [0] * len(bodies)
-        self._ended: asyncio.Queue[int] = asyncio.Queue()  # requests whose task is done
+        self._ended: asyncio.Queue[asyncio.Task | None] = asyncio.Queue()  # tasks that are done; None: look again
+        self._index_of: dict[asyncio.Task, int] = {}
         self.num_requeued = 0
 
     async def run(self) -> list[Answer]:
-        """All answers, in the order of the requests.
+        """All answers, in the order of the requests; see `completions`."""
+        answers = {index: answer async for index, answer in self.completions()}
+        return [answers[index] for index in range(len(self._bodies))]
+
+    async def completions(self) -> AsyncIterator[tuple[int, Answer]]:
+        """Number and answer of each request as they come, until each was answered or given up.
 
         Raises `RolloutError` where a request failed more than `retries` times or was refused, or where no server is
         left and none comes back in time.
         """
         try:
-            while len(self._answers) < len(self._bodies):
+            while self._left:
+                seen = self._members.changes
                 self._ask()
                 if not self._asked:
                     left = f"{len(self._waiting)} of {len(self._bodies)} responses are not there yet"
-                    await self._pool.wait_for(lambda: bool(self._pool.ready), f"a server to sample from ({left})")
+                    can_ask = lambda: bool(self._members.ready) or not self._left  # noqa: E731
+                    await self._members.wait_for(can_ask, f"a server to sample from ({left})")
                     continue
-                await self._take_one()
+                task = await self._next_end(seen)
+                if task in self._index_of:
+                    index, answer = await self._settle(task)
+                    if answer is not None:
+                        yield index, answer
         finally:
-            for task, member in self._asked.values():
-                task.cancel()
-                member.in_flight -= 1
-        return [self._answers[index] for index in range(len(self._bodies))]
+            self.give_up(self._left)
+
+    def give_up(self, indices: Iterable[int]) -> None:
+        """Ask for these no more. A server that is at one is told so; one that is answered stays so."""
+        given_up = self._left.intersection(indices)
+        self._left -= given_up
+        self._waiting = deque(index for index in self._waiting if index not in given_up)
+        for index in given_up & self._asked.keys():
+            task, member = self._asked.pop(index)
+            del self._index_of[task]
+            task.cancel()
+            member.in_flight -= 1
+        self._ended.put_nowait(None)
+        self._members.note()
+
+    def _room(self, member: Member) -> int:
+        """Most requests of this rank to ``member``: its part, and of what does not divide evenly one in turn."""
+        own, ranks = self._share
+        return self._concurrency // ranks + ((own + member.number) % ranks < self._concurrency % ranks)
 
     def _ask(self) -> None:
         """Hand waiting requests to servers that have room."""
         while self._waiting:
-            free = [member for member in self._pool.ready if member.in_flight < self._concurrency]
+            free = [member for member in self._members.ready if member.in_flight < self._room(member)]
             if not free:
                 return
             member = min(free, key=lambda member: member.in_flight)
             index = self._waiting.popleft()
             member.in_flight += 1
             task = asyncio.create_task(member.client.generate(self._bodies[index], member.version))
-            task.add_done_callback(lambda _, index=index: self._ended.put_nowait(index))
-            self._asked[index] = task, member
+            self._asked[index], self._index_of[task] = (task, member), index
+            task.add_done_callback(self._ended.put_nowait)
 
-    async def _take_one(self) -> None:
-        """Wait for the next request to end, or for a change among the servers that may give room for more."""
-        ended, changed = asyncio.create_task(self._ended.get()), asyncio.create_task(self._pool.change())
-        done, _ = await asyncio.wait([ended, changed], return_when=asyncio.FIRST_COMPLETED)
-        changed.cancel()
-        if ended in done:
-            await self._settle(ended.result())
-        else:
+    async def _next_end(self, seen: int) -> asyncio.Task | None:
+        """The next request to end; None where a change of the members may give room for more."""
+        ended, changed = asyncio.create_task(self._ended.get()), asyncio.create_task(self._members.change(seen))
+        try:
+            await asyncio.wait([ended, changed], return_when=asyncio.FIRST_COMPLETED)
+            return ended.result() if ended.done() else None
+        finally:
+            changed.cancel()
             ended.cancel()
 
-    async def _settle(self, index: int) -> None:
-        task, member = self._asked.pop(index)
+    async def _settle(self, task: asyncio.Task) -> tuple[int, Answer | None]:
+        """What became of a request: its answer, or None and it waits again."""
+        index = self._index_of.pop(task)
+        _, member = self._asked.pop(index)
         member.in_flight -= 1
         try:
-            self._answers[index] = task.result()
-            return
+            answer = task.result()
+            self._left.discard(index)
+            return index, answer
         except RequestRefused as error:
             raise RolloutError(f"{self._names[index]}: {member.address.name} refused it: {error}") from error
         except StaleServer as error:
-            self._pool.mark_stale(member)
+            self._members.mark_stale(member)
             failure: ServerError = error
         except ServerLost as error:
-            await self._pool.suspect(member, error)
             failure = error
         self._waiting.appendleft(index)
         self.num_requeued += 1
         self._failures[index] += 1
-        if self._failures[index] > self._retries:
+        if isinstance(failure, ServerLost):
+            await self._members.suspect(member, failure)
+        if self._failures[index] > self._retries and index in self._left:
             raise RolloutError(
                 f"{self._names[index]}: failed {self._failures[index]} times (rollout.servers.retries), last on "
                 f"{member.address.name}: {failure}"
             )
+        return index, None

@@ -1,15 +1,17 @@
 """`Generator` on vLLM servers: the loop's side of `pool` and `dispatch`.
 
-Rank 0 talks to the servers, from an event loop in a thread of its own, and hands results to the other ranks. Work is
-done strictly in the order in which it was requested: a batch, the weights that follow it, the next batch. So a batch is
-sampled from exactly one policy, whatever the timing. `begin` returns at once, so that the learner
-can work while servers sample; `rollout` is `begin` and `finish`.
+One rank of each node talks to the servers, from an event loop in a thread of its own, and keeps what it is answered
+(`fetching`). Rank 0 alone looks after the servers and pushes weights. Work is done strictly in the order in which it
+was requested: a batch, the weights that follow it, the next batch. So a batch is sampled from exactly one policy,
+whatever the timing. `begin` returns at once, so that the learner can work while servers sample; `rollout` is `begin`
+and `finish`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterable
@@ -26,15 +28,20 @@ from megatron_rl.checkpoint.hf_folder import HFFolder, resolve_stop_token_ids
 from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
+from megatron_rl.process.ranks import gather_objects, together, world_rank
 from megatron_rl.rollout.calls import check_lengths, check_version, throughput
 from megatron_rl.rollout.generator import RolloutError, Sampling
+from megatron_rl.rollout.ownership import known_everywhere
 from megatron_rl.rollout.payload import SealedRoutes, make_rollout
 from megatron_rl.rollout.requests import Request, make_groups, make_requests
 from megatron_rl.rollout.servers.client import ServerClient, Weights, request_body
 from megatron_rl.rollout.servers.dispatch import Dispatch
+from megatron_rl.rollout.servers.fetching import Share, fetching_ranks, owners_by_prompt, wait_on_all
+from megatron_rl.rollout.servers.following import Follower, Publisher, StoreBoard
 from megatron_rl.rollout.servers.local import LocalServers
 from megatron_rl.rollout.servers.main_rank import MainRank
-from megatron_rl.rollout.servers.pool import PoolLimits, ServerPool
+from megatron_rl.rollout.servers.members import Members, PoolLimits
+from megatron_rl.rollout.servers.pool import ServerPool
 from megatron_rl.rollout.servers.rendezvous import Address, discover, read_token, require_token
 from megatron_rl.rollout.servers.settings import agreed_settings, differences
 from megatron_rl.rollout.servers.weight_files import WeightFolder
@@ -45,16 +52,25 @@ from megatron_rl.types import Group, Prompt, Rollout
 LAUNCH_CHECK_S = 1.0  # between looks whether a launched server has ended
 
 
+@dataclass(frozen=True)
+class Started:
+    """What rank 0 tells the others when there are servers. The token stays in memory."""
+
+    precision: dict[str, str]
+    token: str
+    board: str  # prefix of the texts in the store
+
+
 @dataclass
 class Ticket:
-    """A requested batch. ``answers``: what `_sample` returns, on rank 0."""
+    """A requested batch. ``answers``: this rank's share of it, on ranks that fetch."""
 
     prompts: list[Prompt]
     num_samples: int
     requests: list[Request]
+    owners: list[int]  # of each request, the rank that fetches and keeps the response
     policy_version: int
-    answers: concurrent.futures.Future | None
-    records: bool  # with routes
+    answers: concurrent.futures.Future[Share] | None
 
 
 class ServerGenerator:
@@ -94,14 +110,22 @@ class ServerGenerator:
         )
         self._policy_version, self._stats = 0, {}
         self._pushed: dict[str, float] = {}  # how long the last push took
-        self._pool: ServerPool | None = None
+        self._pool: ServerPool | None = None  # rank 0's
+        self._publisher: Publisher | None = None  # rank 0's, where others follow it
+        self._members: Members | None = None  # of ranks that fetch: the servers as they know them
         self._folder: WeightFolder | None = None
         self._local: LocalServers | None = None
         self._relaunches = False  # at the start, a server that ends is an error
-        self._main = MainRank()
+        self._num_begun = 0  # batches
+        self._fetchers = fetching_ranks(bool(config.servers.launch), at_most=self._concurrency)
+        self._main = MainRank(works=world_rank() in self._fetchers)
+        self._converter = concurrent.futures.ThreadPoolExecutor(1, "rollouts") if self._main.works else None
         start = time.perf_counter()
         try:
-            self._precision = self._main.share(partial(self._start, recipe_file))
+            started = self._main.share(partial(self._start, recipe_file))
+            self._precision = started.precision
+            together("rollout servers", partial(self._follow, started), fault=RolloutError)
+            self._main.share(self._publish)
         except BaseException:
             self.close()
             raise
@@ -135,32 +159,50 @@ class ServerGenerator:
         check_version("the servers hold", self._policy_version, policy_version)
         check_lengths(prompts, sampling, self._max_prompt_length, self._config.max_response_length)
         requests = make_requests(prompts, num_samples, seed=self._config.seed, step=step)
-        answers = None
-        if self._main.is_this:
-            bodies = [request_body(request, sampling, self._stop_token_ids) for request in requests]
-            names = [f"prompt {request.prompt.id!r}, sample {request.sample}" for request in requests]
-            answers = self._main.submit(self._sample(bodies, names, policy_version))
-        records = self._record_routes and sampling.wants_routes
-        return Ticket(prompts, num_samples, requests, policy_version, answers, records)
+        owners, answers = owners_by_prompt(requests, self._fetchers), None
+        self._num_begun += 1
+        if self._main.works:
+            mine = [request for request, owner in zip(requests, owners, strict=True) if owner == world_rank()]
+            answers = self._main.submit(self._sample(self._num_begun, mine, sampling, policy_version))
+        return Ticket(prompts, num_samples, requests, owners, policy_version, answers)
 
     def finish(self, ticket: Ticket) -> list[Group]:
         """Wait for a batch that was begun. Every rank calls it, in the order of `begin`."""
-        answers, seconds, stats = self._main.wait(ticket.answers)
-        rollouts = [self._to_rollout(r, a, ticket.records) for r, a in zip(ticket.requests, answers, strict=True)]
-        self._stats |= throughput(rollouts, seconds) | stats
+        share = wait_on_all(ticket.answers)
+        rollouts = known_everywhere(ticket.requests, ticket.owners, share.rollouts)
+        shares = gather_objects((share.seconds, share.stats))
+        self._stats |= throughput(rollouts, max(seconds for seconds, _ in shares)) | shares[0][1]
+        self._stats["rollout/requeued"] = sum(stats.get("rollout/requeued", 0.0) for _, stats in shares)
         return make_groups(ticket.prompts, ticket.num_samples, rollouts)
 
-    async def _sample(
-        self, bodies: list[dict[str, Any]], names: list[str], version: int
-    ) -> tuple[list[Answer], float, dict[str, float]]:
-        """Answers, the seconds that servers worked on them (without the wait for their turn), and stats."""
+    async def _sample(self, number: int, requests: list[Request], sampling: Sampling, version: int) -> Share:
+        """This rank's share of batch ``number``."""
+        bodies = [request_body(request, sampling, self._stop_token_ids) for request in requests]
+        names = [f"prompt {request.prompt.id!r}, sample {request.sample}" for request in requests]
+        records, converted = self._record_routes and sampling.wants_routes, {}
         async with self._turn:
-            assert self._pool.weights.version == version
-            start = time.perf_counter()
-            dispatch = Dispatch(self._pool, bodies, names, self._concurrency, self._config.servers.retries)
-            answers = await dispatch.run()
-            stats = {"rollout/requeued": dispatch.num_requeued, "rollout/servers": len(self._pool.ready)} | self._pushed
-            return answers, time.perf_counter() - start, {name: float(value) for name, value in stats.items()}
+            try:
+                await self._members.reach(version)
+                start = time.perf_counter()
+                dispatch = Dispatch(
+                    self._members,
+                    bodies,
+                    names,
+                    self._concurrency,
+                    self._config.servers.retries,
+                    share=(self._fetchers.index(world_rank()), len(self._fetchers)),
+                )
+                async with contextlib.aclosing(dispatch.completions()) as completions:
+                    async for index, answer in completions:  # decoding goes on beside the fetching
+                        converted[index] = asyncio.get_running_loop().run_in_executor(
+                            self._converter, self._to_rollout, requests[index], answer, records
+                        )
+            finally:
+                self._members.share_ended(number)
+            seconds = time.perf_counter() - start
+        rollouts = [await converted[index] for index in range(len(requests))]
+        stats = {"rollout/requeued": dispatch.num_requeued, "rollout/servers": len(self._members.ready)} | self._pushed
+        return Share(rollouts, seconds, {name: float(value) for name, value in stats.items()})
 
     @property
     def _concurrency(self) -> int:
@@ -195,14 +237,17 @@ class ServerGenerator:
         for _ in stream:  # every rank takes part in collecting a tensor, even if rank 0 has no use for it
             pass
         self._main.share(partial(_raise, failure))
-        pushed = self._main.submit(self._push(written)) if self._main.is_this else None
+        pushed = self._main.submit(self._push(written, self._num_begun)) if self._main.is_this else None
         self._policy_version = policy_version
         if not self._config.max_staleness:
             self._main.wait(pushed)
         self._stats["perf/refit_engine_s"] = time.perf_counter() - start
 
-    async def _push(self, weights: Weights) -> None:
+    async def _push(self, weights: Weights, num_begun: int) -> None:
+        """Once all batches up to number ``num_begun`` are sampled, on this rank and on those that follow."""
         async with self._turn:
+            if self._publisher is not None:
+                await self._publisher.all_ended(num_begun)
             start = time.perf_counter()
             await self._pool.push(weights)
             self._pushed = {"perf/push_s": time.perf_counter() - start}
@@ -224,14 +269,22 @@ class ServerGenerator:
         return dict(self._stats)
 
     def close(self) -> None:
-        self._main.close(self._pool.close() if self._pool is not None else None)
+        self._main.close(self._end() if self._main.works else None)
+        if self._converter is not None:
+            self._converter.shutdown(cancel_futures=True)
         if self._folder is not None:
             self._folder.close()
         if self._local is not None:
             self._local.close()
             self._local = None
 
-    def _start(self, recipe_file: Path | None) -> dict[str, str]:
+    async def _end(self) -> None:
+        if self._publisher is not None:
+            await self._publisher.close()
+        if self._members is not None:
+            await self._members.close()
+
+    def _start(self, recipe_file: Path | None) -> Started:
         """On rank 0: launch servers where the recipe says so, find them, and learn what they compute."""
         servers = self._config.servers
         token = (read_token(servers) or secrets.token_hex(32)) if servers.launch else require_token(servers)
@@ -247,7 +300,36 @@ class ServerGenerator:
         described = list(self._described.values())
         if any(one != described[0] for one in described):
             raise InputError(f"the servers do not compute alike: {self._described}")
-        return described[0]
+        self._members, prefix = self._pool, f"servers {secrets.token_hex(8)}"
+        if len(self._fetchers) > 1:
+            board, followers = StoreBoard(prefix), [rank for rank in self._fetchers if rank]
+            self._publisher = Publisher(self._pool, board, followers, self._stop)
+        return Started(described[0], token, prefix)
+
+    def _follow(self, started: Started) -> None:
+        """On the other ranks that fetch: see the servers as rank 0 does."""
+        if not self._main.works or self._main.is_this:
+            return
+        board, servers = StoreBoard(started.board), self._config.servers
+
+        async def follow() -> Follower:
+            follower = Follower(
+                PoolLimits(servers.wait_s, servers.health_every_s),
+                board,
+                world_rank(),
+                connect=lambda address: ServerClient(address, started.token, servers.request_deadline_s),
+                stop=self._stop,
+            )
+            self._turn = asyncio.Lock()
+            follower.start()
+            return follower
+
+        self._members = self._main.submit(follow()).result()
+
+    def _publish(self) -> None:
+        """On rank 0, when all followers are there."""
+        if self._publisher is not None:
+            self._main.submit(self._publisher.start()).result()
 
     async def _find(self, token: str) -> None:
         servers = self._config.servers

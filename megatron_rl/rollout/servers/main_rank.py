@@ -1,4 +1,4 @@
-"""What only rank 0 does, and how the other ranks hear of it: an event loop in a thread, and results for all."""
+"""Work in the background, in an event loop in a thread, and what only rank 0 does, with results for all ranks."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any, TypeVar
 from megatron_rl.errors import InputError
 from megatron_rl.process.ranks import broadcast_object, world_rank
 from megatron_rl.rollout.generator import RolloutError
+from megatron_rl.rollout.servers.fetching import HEARTBEAT_S
 
 T = TypeVar("T")
-# Other ranks wait for rank 0 in a collective that has a time limit, so rank 0 says this often that it is alive.
-HEARTBEAT_S = 60.0
 
 
 class MainRank:
-    """The same object on every rank; coroutines run on rank 0, in the background, in one event loop."""
+    """The same object on every rank. ``works``: whether coroutines run on this rank, as they always do on rank 0."""
 
-    def __init__(self) -> None:
+    def __init__(self, works: bool = False) -> None:
         self.is_this = world_rank() == 0
+        self.works = works or self.is_this
         self._loop: asyncio.AbstractEventLoop | None = None
-        if self.is_this:
+        if self.works:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever, name="rollout servers", daemon=True)
             self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Begin ``work``; on rank 0 only."""
-        assert self._loop is not None, "only rank 0 works, and only until close"
+        """Begin ``work``, on a rank that works."""
+        assert self._loop is not None, "only some ranks work, and only until close"
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def wait(self, future: concurrent.futures.Future | None) -> Any:

@@ -7,53 +7,18 @@ comes back, gets the newest weights first. `dispatch` hands requests to the serv
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_rl.errors import InputError
-from megatron_rl.rollout.generator import RolloutError, RolloutInterrupted
 from megatron_rl.rollout.servers.client import RequestRefused, ServerError, Weights
+from megatron_rl.rollout.servers.members import Client, Member, Members, PoolLimits
 from megatron_rl.rollout.servers.rendezvous import Address
-from megatron_rl.rollout.servers.wire import Answer
 
-STOP_POLL_S = 0.5  # between looks whether a stop was asked for, while nothing changes
 MISSED_LOOKS = 3  # looks at a server's health without an answer before it counts as lost
 
 
-class Client(Protocol):
-    """What the pool asks of a server; `client.ServerClient` is the real one."""
-
-    async def settings(self) -> dict[str, Any]: ...
-    async def check_health(self) -> None: ...
-    async def push(self, weights: Weights) -> None: ...
-    async def generate(self, body: dict[str, Any], version: int) -> Answer: ...
-    async def close(self) -> None: ...
-
-
-@dataclass
-class Member:
-    """A server that has been let in."""
-
-    address: Address
-    client: Client
-    version: int | None = None  # of the weights that it serves; None: it is not used
-    in_flight: int = 0
-    missed: int = 0
-    lost: str = ""  # why it is not used
-    updating: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-
-@dataclass
-class PoolLimits:
-    """See `ServersConfig`, whose names these are."""
-
-    wait_s: float
-    health_every_s: float
-
-
-class ServerPool:
+class ServerPool(Members):
     """All servers of a run. Lives in one event loop; `start` first.
 
     ``discover``: the addresses there are now. ``connect``: a client for one. ``problems``: why a server's settings do
@@ -69,20 +34,20 @@ class ServerPool:
         say: Callable[[str], None],
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._limits, self._discover, self._connect = limits, discover, connect
-        self._problems, self._say, self._stop = problems, say, stop
-        self.members: dict[str, Member] = {}  # by name, lost ones too
+        super().__init__(limits, stop)
+        self._discover, self._connect, self._problems, self._say = discover, connect, problems, say
         self.weights = Weights(0)  # what every server must hold before it is used
         self.refused: dict[str, str] = {}  # why a server that was found does not fit, by name
-        self._changed = asyncio.Event()  # something about the members is new
-        self.keeper: asyncio.Task | None = None
+        self._num_joined = 0
 
     # ---------------------------------------------------------------- who is there
 
     @property
-    def ready(self) -> list[Member]:
-        """Servers that hold the newest policy and may be used."""
-        return [m for m in self.members.values() if not m.lost and m.version == self.weights.version]
+    def due(self) -> int:
+        return self.weights.version
+
+    async def reach(self, version: int) -> None:
+        assert self.due == version, f"rank 0 pushes weights, and holds {self.due} where {version} is asked for"
 
     async def start(self, count: int) -> None:
         """Wait until ``count`` servers can be used.
@@ -93,39 +58,6 @@ class ServerPool:
         await self.wait_for(lambda: len(self.ready) >= count or bool(self.refused), f"{count} servers")
         if self.refused:
             raise InputError("; ".join(f"server {name}: {why}" for name, why in self.refused.items()))
-
-    async def close(self) -> None:
-        if self.keeper is not None:
-            self.keeper.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):  # the waiters have been given the error
-                await self.keeper
-        for member in self.members.values():
-            await member.client.close()
-
-    async def wait_for(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until ``condition``, tested whenever a member changes. Raises `RolloutError` after `wait_s`."""
-        assert self.keeper is not None
-        try:
-            async with asyncio.timeout(self._limits.wait_s):
-                while not condition():
-                    if self.keeper.done():
-                        self.keeper.result()  # raises what ended it
-                    if self._stop():
-                        raise RolloutInterrupted(f"a stop was asked for while waiting for {what}")
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(STOP_POLL_S):
-                            await self.change()
-        except TimeoutError:
-            lost = [f"{m.address.name} is lost ({m.lost})" for m in self.members.values() if m.lost]
-            there = "; ".join([f"{len(self.ready)} can be used", *lost])
-            raise RolloutError(
-                f"waited {self._limits.wait_s:g} s (rollout.servers.wait_s) for {what}: {there}"
-            ) from None
-
-    async def change(self) -> None:
-        """Wait until something about the members changes."""
-        self._changed.clear()
-        await self._changed.wait()
 
     async def _keep(self) -> None:
         """Let new servers in and check the health of members, until cancelled."""
@@ -143,7 +75,7 @@ class ServerPool:
         finally:
             for task in joining.values():
                 task.cancel()
-            self._changed.set()  # wakes the waiters, who find this task done, and its error
+            self.note()  # wakes the waiters, who find this task done, and its error
 
     async def _let_in(self, address: Address) -> None:
         """Give a server the newest weights and use it from now on. One that does not answer is tried again later."""
@@ -157,7 +89,7 @@ class ServerPool:
             if self.refused.get(address.name) != str(error):
                 self.refused[address.name] = str(error)
                 self._say(f"server {address.name} ({address.url}) is not used: {error}")
-                self._changed.set()
+                self.note()
         except ServerError:
             await member.client.close()
         except BaseException:
@@ -165,9 +97,10 @@ class ServerPool:
             raise
         else:
             self.refused.pop(address.name, None)
-            self.members[address.name] = member
+            self._num_joined += 1
+            member.number, self.members[address.name] = self._num_joined, member
             self._say(f"server {address.name} ({address.url}) joined with policy version {member.version}")
-            self._changed.set()
+            self.note()
 
     async def _look_after(self, member: Member) -> None:
         try:
@@ -186,10 +119,9 @@ class ServerPool:
             member.lost, member.version = why, None
             self._say(f"server {member.address.name} is lost: {why}")
             await member.client.close()  # its open requests fail now and go to other servers
-            self._changed.set()
+            self.note()
 
     async def suspect(self, member: Member, error: ServerError) -> None:
-        """A request to ``member`` failed. Find out whether the server did, and stop using it then."""
         if not member.lost and not error.is_final:
             try:
                 await member.client.check_health()
@@ -199,7 +131,6 @@ class ServerPool:
         await self.give_up(member, str(error))
 
     def mark_stale(self, member: Member) -> None:
-        """Stop using a server that does not hold the newest weights. It gets them at the next look."""
         member.version = None
 
     # ---------------------------------------------------------------- weights
@@ -212,6 +143,7 @@ class ServerPool:
         self.weights = weights
         for member in self.members.values():
             member.version = None
+        self.note()
         await asyncio.gather(*(self._bring_up_to_date(m) for m in list(self.members.values()) if not m.lost))
         await self.wait_for(lambda: bool(self.ready), f"a server to take policy version {weights.version}")
 
@@ -220,7 +152,7 @@ class ServerPool:
             await self._update(member)
         except ServerError as error:
             await self.give_up(member, f"weight update {self.weights.version}: {error}")
-        self._changed.set()
+        self.note()
 
     async def _update(self, member: Member) -> None:
         async with member.updating:

@@ -13,7 +13,8 @@ from megatron_rl.rollout import RolloutError
 from megatron_rl.rollout.generator import RolloutInterrupted
 from megatron_rl.rollout.servers.client import RequestRefused, ServerLost, StaleServer, Weights
 from megatron_rl.rollout.servers.dispatch import Dispatch
-from megatron_rl.rollout.servers.pool import PoolLimits, ServerPool
+from megatron_rl.rollout.servers.members import PoolLimits
+from megatron_rl.rollout.servers.pool import ServerPool
 from megatron_rl.rollout.servers.rendezvous import Address
 from megatron_rl.rollout.servers.wire import Answer
 
