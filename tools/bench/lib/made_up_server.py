@@ -59,8 +59,10 @@ def serve(
     import uvicorn
 
     drawn: list[Answer] = []
+    held = 0  # policy version
 
-    async def sample(body: dict[str, Any], version: int) -> Answer:
+    async def sample(body: dict[str, Any], is_open: Any) -> Answer:
+        version = held
         if body["id"].startswith(SLOW):
             await asyncio.sleep(SLOW_S)
         if answers is not None and len(drawn) >= answers:
@@ -69,8 +71,9 @@ def serve(
         drawn.append(response(body, version, architecture, length))
         return drawn.pop() if answers is None else drawn[-1]
 
-    async def replace(*update: Any) -> None:
-        """Nothing to load."""
+    async def replace(files: list[str], version: int, keep: bool) -> None:
+        nonlocal held
+        held = version
 
     async def healthy(scope: dict, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
