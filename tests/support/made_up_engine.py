@@ -100,11 +100,12 @@ class MadeUpEngine:
         self.calls.append("resume")
         self.is_paused = False
 
-    async def collective_rpc(self, method: str, args: tuple) -> None:
-        self.calls.append(f"{method} {args[0]}")
+    async def collective_rpc(self, method: str, args: tuple) -> list[dict]:
+        self.calls.append(f"{method} {args[0]['files']}")
         if self.fails:
             raise RuntimeError("lost")
         self.weights += 1
+        return [{"tensors": 1, "bytes": 4}]
 
     async def update_weight_version(self, version: str) -> None:
         self.calls.append(f"version {version}")

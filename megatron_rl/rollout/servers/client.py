@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import aiohttp
@@ -14,6 +14,7 @@ from megatron_rl.rollout.generator import Sampling
 from megatron_rl.rollout.requests import Request
 from megatron_rl.rollout.sampling_params import sampling_fields
 from megatron_rl.rollout.servers.rendezvous import Address
+from megatron_rl.rollout.servers.weight_group import GroupPlace
 from megatron_rl.rollout.servers.wire import MEDIA_TYPE, Answer, Damaged, unpack
 
 CONNECT_S = 10.0  # to a server that is there, a connection takes milliseconds
@@ -36,16 +37,25 @@ class StaleServer(ServerError):
     """The server holds other weights than the request is for."""
 
 
+class UpdateInterrupted(ServerError):
+    """A broadcast of weights broke off. The server is closed; it can take part in the next one."""
+
+
 class RequestRefused(ServerError):
     """The server understood and said no: asking again, here or elsewhere, would not help."""
 
 
+_KINDS = {409: StaleServer, 503: UpdateInterrupted}
+
+
 @dataclass(frozen=True)
 class Weights:
-    """One policy's weights where servers can read them. ``files`` (): the checkpoint that servers start from."""
+    """One policy's weights and how a server gets them: from ``files`` that it can read (empty: the checkpoint that it
+    started from), or, with ``broadcast``, in a group."""
 
     version: int
     files: tuple[str, ...] = ()
+    broadcast: GroupPlace | None = None
 
 
 def request_body(request: Request, sampling: Sampling, stop_token_ids: list[int]) -> dict[str, Any]:
@@ -81,10 +91,15 @@ class ServerClient:
         """Raises `ServerLost` unless the server's engine is alive."""
         await self._call("GET", "/health", limit_s=HEALTH_S)
 
-    async def push(self, weights: Weights) -> None:
-        """Replace the server's weights, then let it answer for this version."""
-        body = {"files": list(weights.files), "version": weights.version, "mode": self._mode}
-        await self._call("POST", "/megatron_rl/weights", body)
+    async def push(self, weights: Weights) -> dict[str, int]:
+        """Replace the server's weights, then let it answer for this version.
+
+        Returns the number of ``tensors`` and ``bytes`` that every worker of the server got. Raises `UpdateInterrupted`
+        where a broadcast broke off.
+        """
+        how = {"files": list(weights.files)} if weights.broadcast is None else {"broadcast": asdict(weights.broadcast)}
+        body = {"version": weights.version, "mode": self._mode, **how}
+        return await self._call("POST", "/megatron_rl/weights", body)
 
     async def generate(self, body: dict[str, Any], version: int) -> Answer:
         """One response, begun by the weights of ``version``.
@@ -136,7 +151,7 @@ class ServerClient:
         except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: the session was closed
             refused = isinstance(error, aiohttp.ClientConnectorError)
             raise ServerLost(f"{path.partition('?')[0]}: {type(error).__name__}: {error}", refused) from error
-        kind = StaleServer if response.status == 409 else ServerLost if response.status >= 500 else RequestRefused
+        kind = _KINDS.get(response.status, ServerLost if response.status >= 500 else RequestRefused)
         raise kind(f"{path.partition('?')[0]}: status {response.status}: {text}", is_final=True)
 
 

@@ -21,18 +21,19 @@ import hmac
 import json
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, get_args
 
 from megatron_rl.config.rollout import InFlightMode
 from megatron_rl.rollout.servers.under_way import Overtaken
+from megatron_rl.rollout.servers.weight_group import GroupError, GroupPlace
 from megatron_rl.rollout.servers.wire import MEDIA_TYPE, Answer, pack
 
 VERSION_HEADER = b"x-policy-version"
 SETTINGS, WEIGHTS, GENERATE = "/megatron_rl/settings", "/megatron_rl/weights", "/megatron_rl/generate"
 HARMLESS = frozenset({"/health", "/weight_info", "/is_paused", "/metrics", "/version"})  # of vLLM; they change nothing
 CHANGING = frozenset({"/collective_rpc"})  # of vLLM; closes the server, because it may change weights
-REFUSED, UNAUTHORIZED, NOT_OFFERED, CONFLICT, TOO_LARGE, FAILED = 400, 401, 404, 409, 413, 500
+REFUSED, UNAUTHORIZED, NOT_OFFERED, CONFLICT, TOO_LARGE, FAILED, INTERRUPTED = 400, 401, 404, 409, 413, 500, 503
 MODES = get_args(InFlightMode)
 NOT_ACCEPTED = 1008  # close code of a WebSocket
 
@@ -52,7 +53,7 @@ class GuardState:
 
     token: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
-    replace: Callable[[list[str], int, bool], Awaitable[None]] | None = None  # files, version, keep: see `replacement`
+    replace: Callable[[dict[str, Any], int, bool], Awaitable[dict[str, int]]] | None = None  # see `replacement`
     sample: Callable[[dict[str, Any], Callable[[], bool]], Coroutine[Any, Any, Answer]] | None = None  # see `answering`
     replacing: asyncio.Lock = field(default_factory=asyncio.Lock)
     max_body_bytes: int = BODY_BYTES
@@ -101,27 +102,31 @@ class Guard:
             self._state.oldest = self._state.openings
 
     async def _replace(self, receive: Receive, send: Send) -> None:
-        """Body: ``version``, ``files`` (see `extension.FileUpdate`), and ``mode``: what becomes of responses under way.
+        """Body: ``version``, ``files`` or ``broadcast`` (see `extension.ServerUpdate`), and ``mode``: what becomes of
+        responses under way.
 
-        Answers when the server is open for the version.
+        Answers ``version``, ``tensors`` and ``bytes`` when the server is open for the version; `INTERRUPTED` where a
+        broadcast broke off: the server is closed then, and can take part in the next one.
         """
         state = self._state
         try:
-            files, version, mode = _update(await _body(receive))
+            update, version, mode = _update(await _body(receive))
         except (ValueError, TypeError, KeyError) as error:
             return await _answer(send, REFUSED, {"error": f"{type(error).__name__}: {error}"})
         async with state.replacing:  # waits for an update that a caller gave up waiting for
             self._change(None, spares=mode != "finish")
             openings = state.openings
             try:
-                await state.replace(files, version, mode == "keep")
+                amount = await state.replace(update, version, mode == "keep")
+            except GroupError as error:
+                return await _answer(send, INTERRUPTED, {"error": str(error)})
             except Exception as error:  # noqa: BLE001 - whatever it is, the trainer is waiting to hear of it
                 _log.exception("weight update to version %s failed", version)
                 return await _answer(send, FAILED, {"error": f"{type(error).__name__}: {error}"})
             if state.openings != openings:
                 return await _answer(send, CONFLICT, {"error": "another call changed this server meanwhile"})
             self._change(version, spares=mode != "finish")
-        return await _answer(send, 200, {"version": version})
+        return await _answer(send, 200, {"version": version, **amount})
 
     async def _generate(self, wanted: bytes, receive: Receive, send: Send) -> None:
         state, openings = self._state, self._state.openings
@@ -177,16 +182,19 @@ async def _body(receive: Receive) -> Any:
         raise ValueError("the body is nested too deep") from error
 
 
-def _update(body: Any) -> tuple[list[str], int, str]:
-    """Files, version and mode of a weight update. `TypeError`, `KeyError` or `ValueError` where ``body`` is none."""
-    files, version, mode = body["files"], body["version"], body.get("mode", "finish")
+def _update(body: Any) -> tuple[dict[str, Any], int, str]:
+    """Update, version and mode of new weights. `TypeError`, `KeyError` or `ValueError` where ``body`` is none."""
+    version, mode = body["version"], body.get("mode", "finish")
     if mode not in MODES:
         raise ValueError(f"mode {mode!r}: expected one of {', '.join(MODES)}")
     if type(version) is not int or version < 0:
         raise ValueError(f"version {version!r}: expected a number of updates")
+    if "broadcast" in body:
+        return {"broadcast": asdict(GroupPlace(**body["broadcast"]))}, version, mode
+    files = body["files"]
     if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
         raise ValueError("files: expected a list of paths")
-    return files, version, mode
+    return {"files": files}, version, mode
 
 
 async def _unless_left(receive: Receive, work: Coroutine[Any, Any, Answer]) -> Answer | None:

@@ -29,7 +29,7 @@ from megatron_rl.rollout.engine_arguments import runs_eagerly
 from megatron_rl.rollout.servers import guard
 from megatron_rl.rollout.servers.answering import sample
 from megatron_rl.rollout.servers.rendezvous import Address, publish, withdraw
-from megatron_rl.rollout.servers.replacement import replace_weights
+from megatron_rl.rollout.servers.replacement import load, replace_weights
 from megatron_rl.rollout.servers.settings import agreed_settings, server_arguments
 from megatron_rl.rollout.servers.under_way import UnderWay
 
@@ -148,7 +148,7 @@ async def _prepare_weights(engine: Any, spec: ServerSpec) -> None:
     if not spec.config.verify_refit:
         return
     before = (await engine.collective_rpc("checksums"))[0]
-    await engine.collective_rpc("replace_weights", args=([],))
+    await load(engine, {"files": []})
     after = (await engine.collective_rpc("checksums"))[0]
     check_own_refit(before, after)
 
@@ -165,7 +165,14 @@ async def _settings(engine: Any, spec: ServerSpec, address: Address) -> dict[str
         record_routes=spec.record_routes,
         precision=spec.precision,
     )
-    return {"name": address.name, "instance": address.instance, "agreed": agreed, "precision": described}
+    return {
+        "name": address.name,
+        "instance": address.instance,
+        "agreed": agreed,
+        "precision": described,
+        "device": spec.device,
+        "workers": engine.vllm_config.parallel_config.world_size,  # that take weights, each with a rank in a broadcast
+    }
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from megatron_rl.config.servers import ServersConfig
 from megatron_rl.errors import InputError
+from megatron_rl.rollout.servers import replacement
 from megatron_rl.rollout.servers.guard import GENERATE, SETTINGS, WEIGHTS, Guard, GuardState
 from megatron_rl.rollout.servers.rendezvous import Address, discover, folder, publish, read_token, withdraw
 from megatron_rl.rollout.servers.serve import serve
 from megatron_rl.rollout.servers.under_way import Overtaken
+from megatron_rl.rollout.servers.weight_group import GroupError
 from megatron_rl.rollout.servers.wire import MAGIC, Answer, unpack
 from tests.support.tiny import tiny_recipe
 
@@ -98,10 +101,15 @@ def test_a_server_without_a_token_answers_nobody():
     assert asyncio.run(call(Guard(App(), GuardState()), "/health", ""))[0] == 401
 
 
-def guarded(app: App, replace: Callable[[list[str], int, bool], Awaitable[None]] | None = None) -> Guard:
-    async def take(files: list[str], version: int, keep: bool) -> None:
+PLACE = {"name": "n", "host": "h", "port": 1, "rank": 1, "world_size": 2, "backend": "gloo", "stall_s": 1.0}
+AMOUNT = {"tensors": 3, "bytes": 12}
+
+
+def guarded(app: App, replace: Callable[[dict, int, bool], Awaitable[dict]] | None = None) -> Guard:
+    async def take(update: dict, version: int, keep: bool) -> dict:
         await asyncio.sleep(0)
         app.version = version
+        return AMOUNT
 
     return Guard(app, GuardState(token=TOKEN, replace=replace or take, sample=app.sample))
 
@@ -114,7 +122,7 @@ def test_only_the_version_that_is_open_is_sampled():
     async def scene():
         guard = guarded(App())
         seen = [await call(guard, GENERATE, version=0)]
-        assert await call(guard, WEIGHTS, body=weights(4)) == (200, {"version": 4})
+        assert await call(guard, WEIGHTS, body=weights(4)) == (200, {"version": 4, **AMOUNT})
         seen += [await call(guard, GENERATE, version=v) for v in (4, 3, None)]
         assert (await call(guard, SETTINGS))[1]["version"] == 4
         await call(guard, "/health")
@@ -151,8 +159,9 @@ def test_an_answer_survives_the_updates_that_spare_it_and_nothing_else(mode, tam
     async def scene():
         app, modes = App(), []
 
-        async def take(files, version, keep):
+        async def take(update, version, keep):
             modes.append(keep)
+            return AMOUNT
 
         guard = guarded(app, take)
         await call(guard, WEIGHTS, body=weights(1))
@@ -323,10 +332,10 @@ def test_nothing_is_sampled_while_weights_are_replaced_nor_after_that_failed():
     async def scene():
         loading, go_on = asyncio.Event(), asyncio.Event()
 
-        async def fails(files, version, keep):
+        async def fails(update, version, keep):
             loading.set()
             await go_on.wait()
-            raise OSError(f"cannot read {files[0]}")
+            raise OSError(f"cannot read {update['files'][0]}")
 
         guard = guarded(App(), fails)
         guard._state.version = 1
@@ -346,7 +355,7 @@ def test_updates_are_made_one_after_the_other_and_a_change_in_between_keeps_the_
     async def scene():
         running, order = 0, []
 
-        async def take(files, version, keep):
+        async def take(update, version, keep):
             nonlocal running
             running += 1
             assert running == 1
@@ -356,6 +365,7 @@ def test_updates_are_made_one_after_the_other_and_a_change_in_between_keeps_the_
             for _ in range(5):
                 await asyncio.sleep(0)
             running -= 1
+            return AMOUNT
 
         guard = guarded(App(), take)
         both = await asyncio.gather(*(call(guard, WEIGHTS, body=weights(version)) for version in (1, 2)))
@@ -419,3 +429,37 @@ def test_staleness_needs_servers(engine):
     with pytest.raises(ValueError, match=f"max_staleness: 1, but engine `{engine}` works in the learner's own process"):
         tiny_recipe(rollout={"engine": engine, "max_staleness": 1})
     assert tiny_recipe(rollout={"engine": "vllm_server", "max_staleness": 2}).rollout.max_staleness == 2
+
+
+@pytest.mark.parametrize(
+    ("answers", "error"),
+    [
+        ([AMOUNT, {"error": "gone", "interrupted": True}], GroupError),
+        ([AMOUNT, {"error": "no such layer", "interrupted": False}], RuntimeError),
+        ([AMOUNT, {**AMOUNT, "bytes": 8}], RuntimeError),
+    ],
+    ids=["a broadcast broke off", "a worker failed", "workers got different sets"],
+)
+def test_what_one_worker_could_not_load_fails_the_update(answers, error):
+    """The engine's calls return what workers say; see `extension.ServerExtension.replace_weights`."""
+
+    async def rpc(method, args):
+        return answers
+
+    with pytest.raises(error) as raised:
+        asyncio.run(replacement.load(SimpleNamespace(collective_rpc=rpc), {}))
+    assert raised.type is error
+
+
+def test_a_server_whose_broadcast_broke_off_is_closed_and_can_be_told_from_one_that_failed():
+    async def scene():
+        async def interrupted(update, version, keep):
+            assert update == {"broadcast": PLACE}
+            raise GroupError("the trainer gave the group up")
+
+        guard = guarded(App(), interrupted)
+        guard._state.version = 1
+        answered = await call(guard, WEIGHTS, body={"version": 2, "broadcast": PLACE})
+        return answered, guard._state.version
+
+    assert asyncio.run(scene()) == ((503, {"error": "the trainer gave the group up"}), None)

@@ -40,7 +40,7 @@ class Scene:
 
     async def replace(self, keep: bool) -> None:
         self.version += 1
-        await replace_weights(self.engine, self.under_way, ["f"], self.version, keep)
+        await replace_weights(self.engine, self.under_way, {"files": ["f"]}, self.version, keep)
 
     def step(self, number: int = 1) -> None:
         for _ in range(number):
