@@ -47,6 +47,7 @@ REACHED = {
     "megatron_rl/process/devices.py": DEVICES,
     "megatron_rl/rollout/engine_arguments.py": "tests/unit/rollout/test_engine_arguments.py",
     "megatron_rl/rollout/process_state.py": "tests/unit/rollout/test_process_state.py",
+    "megatron_rl/rollout/servers/weight_group.py": "tests/unit/rollout/test_server_broadcast.py::test_a_group_of_gpus",
     "megatron_rl/rollout/vllm_engine.py": "tests/unit/rollout/test_sleep.py",
     "megatron_rl/trace/fake_rank.py": TRACE,
     "megatron_rl/trace/learner.py": TRACE,

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from megatron_rl.rollout.servers.weight_broadcast import Amount, Receiver, Sender
 from megatron_rl.rollout.servers.weight_group import GroupError, GroupPlace, WeightGroup, address_for
@@ -198,6 +201,24 @@ def test_a_place_that_is_none_is_refused(field, value):
     fields = {"name": "n", "host": HOST, "port": 1, "rank": 1, "world_size": 4, "backend": "gloo", "stall_s": 1.0}
     with pytest.raises((TypeError, ValueError), match=field if field == "world_size" else "broadcast"):
         GroupPlace(**{**fields, field: value})
+
+
+def test_a_group_of_gpus(monkeypatch):
+    """torch's watchdog may not end the process over this group, and other groups keep theirs. NCCL is replaced."""
+    made = []
+
+    class Nccl:
+        Options = SimpleNamespace
+
+        def __init__(self, store, rank, size, options) -> None:
+            made.append((rank, size, os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]))
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    group = WeightGroup(GroupPlace("n", HOST, 1, 1, 3, "nccl", 1.0), 2, HashStore())
+    group._make()
+    assert (group.device.type, made) == ("cuda", [(2, 3, "0")])
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
 
 
 def test_the_address_is_one_that_all_servers_reach():
