@@ -14,6 +14,7 @@ from megatron_rl.monitor.jsonl import decode_line
 
 _STEP_SECONDS, _STEP_TOKENS = "perf/time/step", "perf/rollout_tokens"
 NON_FINITE_SHOWN = 50
+PAUSE = 10  # medians: a longer gap is no step
 
 
 @dataclass
@@ -102,9 +103,9 @@ class Columns:
         return self._times[-1] if self._times else None
 
     def seconds_a_step(self, rows: int = 20) -> float | None:
-        """Mean wall time between the newest ``rows`` rows."""
-        recent = self._times[-rows - 1 :]
-        return (recent[-1] - recent[0]) / (len(recent) - 1) if len(recent) > 1 else None
+        """Mean wall time between the newest ``rows`` rows, without gaps in which the run stood still; None: no two."""
+        gaps = np.diff(np.array(self._times[-rows - 1 :]))
+        return float(gaps[gaps <= PAUSE * np.median(gaps)].mean()) if len(gaps) else None
 
     def latest(self, name: str) -> float | None:
         """The last value of a metric, of whatever step."""

@@ -23,6 +23,9 @@ from megatron_rl.monitor.samples import read_samples
 from megatron_rl.rollout.generator import Sampling
 from megatron_rl.stored.batches import batch_path, load_batch
 from megatron_rl.types import Batch
+from megatron_rl.watch import tokens as watched_tokens
+from megatron_rl.watch import views
+from megatron_rl.watch.run import WatchedRun
 from tests.e2e import hf_reference
 from tests.support.plain_training import Limits, float32_limits_on, run_on
 from tests.support.rounding import CLOSED_FORM, adam_largest_update, gamma, rounded, unit_roundoff
@@ -86,6 +89,25 @@ def root(tmp_path_factory) -> Path:
         )
     )
     return root
+
+
+def test_a_watched_run_shows_what_it_recorded(root, batches):
+    """Curves are those of metrics.jsonl; tokens of a batch, put together, are the text that was sampled."""
+    run = WatchedRun("whole", root / "whole")
+    run.refresh()
+    assert views.state([run])["runs"][0]["status"] == "done"
+    rewards = next(panel for panel in views.panels([run], "step", 400)["panels"] if panel["title"] == "reward")
+    recorded = [row["critic/rewards/mean"] for row in metrics(root, "whole") if "critic/rewards/mean" in row]
+    assert rewards["curves"][0]["y"] == [float(f"{reward:.6g}") for reward in recorded]
+    assert run.batch_steps() == list(range(STEPS))
+    assert run.num_samples > 0
+    for sample in views.samples(run, None, 50)["samples"]:
+        ids = [sequence.id for sequence in batches[sample["step"]].sequences]
+        place = ids.index(f"{sample['prompt_id']}/{sample['sample']}")
+        shown = watched_tokens.response(run, sample["step"], place, 0)
+        assert "".join(shown["texts"]).removesuffix("<eos>") == sample["response"]
+        rho = [math.exp(value) for value in shown["log_rho"]]
+        assert sample["rho"]["max"] == pytest.approx(max(rho), rel=1e-5)  # six digits of log rho
 
 
 def test_a_run_leaves_its_whole_record(root, log_rho):

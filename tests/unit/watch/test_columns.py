@@ -124,3 +124,11 @@ def test_points_are_means_between_the_extremes_of_their_neighbours(values, point
         else:  # six digits of each
             wanted = [min(group), math.fsum(group) / len(group), max(group)]
             assert got == pytest.approx(wanted, rel=1e-5, abs=1e-5 * max(map(abs, group)) + 1e-300)
+
+
+def test_a_pause_between_two_lives_of_a_run_is_no_step():
+    times = [0, 2, 4, 6, 1000, 1002, 1006]
+    columns = columns_of(*(f'{{"step": {step}, "time": {at}}}' for step, at in enumerate(times)))
+    assert columns.seconds_a_step() == (2 + 2 + 2 + 2 + 4) / 5
+    assert columns.seconds_a_step(1) == 4
+    assert columns_of('{"step": 0, "time": 5}').seconds_a_step() is None
