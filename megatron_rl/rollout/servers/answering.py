@@ -47,7 +47,7 @@ async def sample(
     sequence_id = str(body["id"]) if architecture is not None and body.get("wants_routes") else None
     first_route = _checked_row(body.get("first_route", 0), len(prompt))
     if sequence_id is not None:
-        params.routed_experts_prompt_start = first_route or None
+        params.routed_experts_prompt_start = first_route
     completion, versions = await under_way.sample(prompt, params, is_open)
     if completion.finish_reason == "error":
         raise RolloutError("the engine gave this response up")

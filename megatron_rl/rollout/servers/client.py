@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import aiohttp
+import numpy as np
 
 from megatron_rl.config.rollout import InFlightMode
 from megatron_rl.rollout.generator import Sampling
@@ -159,11 +160,11 @@ async def _json(response: aiohttp.ClientResponse) -> Any:
     return await response.json() if response.content_type == "application/json" else None
 
 
-async def _whole(response: aiohttp.ClientResponse) -> bytearray:
+async def _whole(response: aiohttp.ClientResponse) -> memoryview:
     """The body, in memory of its own that is written once."""
     if response.content_type != MEDIA_TYPE or response.content_length is None:
-        return bytearray()  # what is between us and the server answered in its place
-    body, position = bytearray(response.content_length), 0
+        return memoryview(b"")  # what is between us and the server answered in its place
+    body, position = memoryview(np.empty(response.content_length, np.uint8)), 0
     async for piece, _ in response.content.iter_chunks():
         body[position : position + len(piece)] = piece
         position += len(piece)

@@ -71,9 +71,10 @@ def serve(
         drawn.append(response(body, version, architecture, length))
         return drawn.pop() if answers is None else drawn[-1]
 
-    async def replace(files: list[str], version: int, keep: bool) -> None:
+    async def replace(update: dict[str, Any], version: int, keep: bool) -> dict[str, int]:
         nonlocal held
         held = version
+        return {"tensors": 0, "bytes": 0}
 
     async def healthy(scope: dict, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
