@@ -198,7 +198,7 @@ def test_the_engine_is_asked_for_what_the_request_says():
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (9, 0.7, 0.9, 5)
     assert (params.seed, params.stop_token_ids, params.ignore_eos) == (2**62 + 1, [2], True)
     assert (params.logprobs, params.flat_logprobs, params.detokenize) == (0, True, False)
-    assert params.routed_experts_prompt_start is None
+    assert params.routed_experts_prompt_start == 0
 
 
 def test_what_is_no_answer():
