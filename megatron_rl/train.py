@@ -8,9 +8,11 @@ from megatron_rl.errors import RunEnded
 from megatron_rl.monitor import AlarmEvent, wanted
 from megatron_rl.monitor.validation import summarise
 from megatron_rl.process.host_memory import FreedMemory
+from megatron_rl.rewards.shared import Scores, merged
 from megatron_rl.rollout import Sampling
 from megatron_rl.run.engines import hand_over
 from megatron_rl.run.lookahead import staleness_metrics
+from megatron_rl.run.oversampling import Oversampling
 from megatron_rl.run.start import Run, start
 from megatron_rl.stored.batches import keep_newest, record_batch
 from megatron_rl.types import Batch, Group
@@ -59,6 +61,8 @@ def _steps(run: Run) -> None:
 
 def sample(run: Run, step: int) -> tuple[list[Group], dict[str, float]]:
     """Scored groups of one step. With `batch.filter_groups`, groups without signal are left out and replaced."""
+    if isinstance(run.ahead, Oversampling):
+        return sample_first(run, run.ahead, step)
     recipe, kept, sampled, counts = run.recipe, [], [], {}
     batch = recipe.batch
     for _ in range(batch.max_generations):
@@ -75,6 +79,33 @@ def sample(run: Run, step: int) -> tuple[list[Group], dict[str, float]]:
     if recipe.rollout.max_staleness:
         counts |= staleness_metrics(sampled, run.learner.num_updates)
     return kept[: batch.prompts], counts | group_metrics(sampled, batch.filter_metric)
+
+
+def sample_first(run: Run, ahead: Oversampling, step: int) -> tuple[list[Group], dict[str, float]]:
+    """`sample` with `batch.oversample`: groups are scored as they become complete, until the batch is filled."""
+    batch, version = run.recipe.batch, run.learner.num_updates
+    sampled: list[Group] = []
+    shares: list[Scores] = []
+    ahead.open(step, version)
+    for number in range(batch.max_generations):
+        if number:
+            ahead.refill(version)
+        while not ahead.is_filled:
+            with run.monitor.phase("generate") as span:
+                groups = ahead.arrivals()
+                span.tokens = sum(rollout.length for group in groups for rollout in group.rollouts)
+            if not groups:
+                break
+            shares.append(run.reward(groups, step))
+            sampled += groups
+            ahead.keep(keep_informative(groups, batch.filter_metric) if batch.filter_groups else groups)
+        if ahead.is_filled:
+            break
+    scores = merged(shares)
+    run.refuse_failures(scores, step)
+    kept, metrics = ahead.close()
+    metrics |= scores.metrics | staleness_metrics(kept, version) | group_metrics(sampled, batch.filter_metric)
+    return kept, metrics
 
 
 def update(run: Run, batch: Batch, groups: list[Group]) -> dict[str, float]:

@@ -18,6 +18,8 @@ from megatron_rl.config.sections import BatchConfig, RecipeSections
 
 MAX_EXACT_TENSOR_PARALLEL = 2
 """a + b = b + a, but a sum over three ranks depends on where it starts, and gloo and NCCL start it by position."""
+MAX_CARRY_OVER_FACTOR = 2
+"""Of f · n groups n are learned from; the other (f - 1) · n have to fit into the next step's n."""
 
 
 def section_problems(recipe: RecipeSections) -> list[str]:
@@ -31,6 +33,7 @@ def section_problems(recipe: RecipeSections) -> list[str]:
         )
     )
     found += exact_problems(recipe) + batch_problems(recipe.batch) + offload_problems(recipe)
+    found += oversample_problems(recipe.batch, recipe.rollout)
     if recipe.num_sequences % recipe.batch.minibatches:
         found.append(
             f"batch.minibatches: {recipe.batch.minibatches} does not divide the {recipe.num_sequences} sequences of a "
@@ -97,6 +100,34 @@ def batch_problems(batch: BatchConfig) -> list[str]:
         found.append(
             f"batch.generation_prompts: {batch.generation_prompts} in at most {batch.max_generations} rounds "
             f"(batch.max_generations) never make the {batch.prompts} of batch.prompts; raise one of the two"
+        )
+    return found
+
+
+def oversample_problems(batch: BatchConfig, rollout: RolloutConfig) -> list[str]:
+    """Why `batch.oversample` cannot be used; empty where it can, or is not set."""
+    oversample, found = batch.oversample, []
+    if oversample is None:
+        return found
+    if rollout.engine != "vllm_server":
+        found.append(
+            f"batch.oversample: set, but rollout.engine {rollout.engine} returns a batch when all of it is complete; "
+            "use null or rollout.engine: vllm_server"
+        )
+    if batch.generation_prompts:
+        found.append(
+            f"batch.generation_prompts: {batch.generation_prompts} and batch.oversample.factor {oversample.factor:g} "
+            "both say how many groups are asked for; remove generation_prompts"
+        )
+    if oversample.rest == "carry_over" and not rollout.max_staleness:
+        found.append(
+            "batch.oversample.rest: carry_over with rollout.max_staleness 0; a group that is carried over is one step "
+            "old when it is learned from; set rollout.max_staleness: 1 or more, or use rest: abort"
+        )
+    if oversample.rest == "carry_over" and oversample.factor > MAX_CARRY_OVER_FACTOR:
+        found.append(
+            f"batch.oversample.factor: {oversample.factor:g} with rest carry_over leaves more groups over than the "
+            f"next step learns from, so that their age would grow; use at most {MAX_CARRY_OVER_FACTOR}, or rest: abort"
         )
     return found
 

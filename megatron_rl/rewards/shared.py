@@ -27,6 +27,15 @@ class Scores:
         return int(sum(self.metrics[name] for name in _FAILURES))
 
 
+def merged(shares: list[Scores]) -> Scores:
+    """The scores of several calls as those of one."""
+    count = sum(share.num_scored for share in shares)
+    metrics = {name: sum(share.metrics[name] for share in shares) for name in _FAILURES}
+    masked = sum(share.metrics["reward/masked_frac"] * share.num_scored for share in shares)
+    metrics["reward/masked_frac"] = masked / max(1, count)
+    return Scores(metrics, merge(failure for share in shares for failure in share.failures), count)
+
+
 def score_shared(rewarder: Rewarder, groups: list[Group]) -> Scores:
     """Reward every rollout: each rank scores what it holds, all ranks hold the result.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -45,6 +45,16 @@ class Sampling:
 
 class RolloutInterrupted(RolloutError):
     """A stop was requested while nothing could be sampled, so the wait was given up."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A complete group. ``ticket`` and ``place``: the call of `begin` that asked for it, and its prompt's there."""
+
+    ticket: Any
+    place: int
+    group: Group
+    age_s: float = 0.0  # since its last response was complete
 
 
 class Generator(Protocol):

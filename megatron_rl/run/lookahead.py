@@ -4,12 +4,13 @@ With `rollout.max_staleness` k = 0 a batch is requested when its step begins. Wi
 are requested while the step's own is still being sampled, so that the engine is never without work. Where a step may
 need more prompts than one batch (`batch.filter_groups`), they are requested after the step is complete, so that its
 further prompts do not queue behind them. Prompts are taken from the sampler in the order of the steps, once each. A
-checkpoint holds which of them were taken for later steps, so that a resumed run requests exactly these again.
+checkpoint holds which of them were taken and not learned from, so that a resumed run requests exactly these again.
+`run.oversampling` is the variant that does not wait for the last groups of a batch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from megatron_rl.data import MixedSampler, PromptSampler, PromptSet
 from megatron_rl.errors import InputError
 from megatron_rl.process.ranks import gather_objects
-from megatron_rl.rollout import Generator
+from megatron_rl.rollout import Arrival, Generator
 from megatron_rl.types import Group, Prompt
 
 
@@ -32,14 +33,33 @@ class OverlappingGenerator(Generator, Protocol):
         """Wait for the batch of ``ticket``, what `begin` returned."""
         ...
 
+    def completed(self, tickets: list[Any]) -> list[Arrival]:
+        """Complete groups of ``tickets`` that this has not returned yet, in the order of their completion, the same on
+        every rank. Waits until there is one; empty where all were returned."""
+        ...
+
+    def cancel(self, ticket: Any) -> int:
+        """End the responses of ``ticket`` that are under way. Returns the tokens of complete responses whose groups
+        `completed` has not returned."""
+        ...
+
 
 @dataclass
 class Begun:
-    """Prompts that were taken for a later step. ``ticket``: None until they are requested from the engine."""
+    """Prompts that were taken for a step. ``ticket``: None until they are requested from the engine."""
 
     step: int
     prompts: list[Prompt]
     ticket: Any = None
+    settled: set[int] = field(default_factory=set)  # places of prompts that were learned from or left out
+
+    @property
+    def num_open(self) -> int:
+        return len(self.prompts) - len(self.settled)
+
+    @property
+    def open_prompts(self) -> list[Prompt]:
+        return [prompt for place, prompt in enumerate(self.prompts) if place not in self.settled]
 
 
 class Lookahead:
@@ -63,12 +83,15 @@ class Lookahead:
         self._num_prompts, self._num_samples = num_prompts, num_samples
         self._max_staleness, self._num_steps, self._refills = max_staleness, num_steps, refills
         self._begun: list[Begun] = []  # in the order of their steps
+        self._owed: list[Prompt] = []  # taken for steps that are over, by a run that carried groups over
 
     def sample(self, num_prompts: int, *, step: int, policy_version: int) -> list[Group]:
         """Responses to the prompts that were taken for ``step``, or to ``num_prompts`` new ones."""
+        while self._begun and self._begun[0].step < step:
+            self._owed += self._begun.pop(0).prompts
         begun = self._begun.pop(0) if self._begun and self._begun[0].step == step else None
         if begun is None:
-            begun = Begun(step, self._prompts.take(num_prompts))
+            begun = Begun(step, self._take(num_prompts))
         if not self._max_staleness:
             return self._generator.rollout(begun.prompts, self._num_samples, policy_version=policy_version, step=step)
         if begun.ticket is None:
@@ -82,17 +105,25 @@ class Lookahead:
         for ahead in range(step + 1, min(step + self._max_staleness, self._num_steps - 1) + 1):
             begun = next((item for item in self._begun if item.step == ahead), None)
             if begun is None:
-                begun = Begun(ahead, self._prompts.take(self._num_prompts))
+                begun = Begun(ahead, self._take(self._num_prompts))
                 self._begun.append(begun)
             if begun.ticket is None:
                 begun.ticket = self._begin(begun, policy_version)
+
+    def _take(self, num_prompts: int) -> list[Prompt]:
+        first, self._owed = self._owed[:num_prompts], self._owed[num_prompts:]
+        return first + self._prompts.take(num_prompts - len(first))
 
     def _begin(self, begun: Begun, policy_version: int) -> Any:
         return self._generator.begin(begun.prompts, self._num_samples, policy_version=policy_version, step=begun.step)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """What was taken from the sampler and not yet learned from; plain JSON values."""
-        return [{"step": begun.step, "prompts": [prompt.id for prompt in begun.prompts]} for begun in self._begun]
+        owed = [Begun(0, self._owed)] if self._owed else []  # step 0 is over for whoever resumes
+        return [
+            {"step": begun.step, "prompts": [prompt.id for prompt in begun.open_prompts]}
+            for begun in owed + self._begun
+        ]
 
     def load_state_dict(self, state: list[dict[str, Any]], prompts: PromptSet) -> None:
         """Restore what a checkpoint had taken for later steps. ``prompts``: all, to find them by their ids."""

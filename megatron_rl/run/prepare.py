@@ -49,7 +49,8 @@ def prepare(recipe: Recipe, world_size: int | None) -> Iterator[Prepared]:
     tokenizer = load_tokenizer(str(recipe.model.path))
     train = load_train(recipe.data, tokenizer)
     if (prompts := recipe.batch.prompts_of_a_round) > len(train):
-        key = "generation_prompts" if recipe.batch.generation_prompts else "prompts"
+        oversampled = "oversample.factor" if recipe.batch.oversample else "prompts"
+        key = "generation_prompts" if recipe.batch.generation_prompts else oversampled
         raise InputError(
             f"batch.{key}: {prompts} prompts a step, but data.train has {len(train)}; a step would "
             f"sample a prompt twice. Lower batch.{key} or add data"

@@ -29,7 +29,7 @@ from megatron_rl.process.ranks import (
 )
 from megatron_rl.rewards import Rewarder
 from megatron_rl.rewards.failures import refuse_too_many
-from megatron_rl.rewards.shared import score_shared
+from megatron_rl.rewards.shared import Scores, score_shared
 from megatron_rl.rollout import Generator
 from megatron_rl.rollout.generator import RolloutInterrupted
 from megatron_rl.run.engines import load_beside, start_generator
@@ -45,6 +45,7 @@ from megatron_rl.run.identity import (
 )
 from megatron_rl.run.lock import RunLock
 from megatron_rl.run.lookahead import Lookahead
+from megatron_rl.run.oversampling import make_lookahead
 from megatron_rl.run.prepare import Prepared, prepare
 from megatron_rl.run.resume import check_resume, find_checkpoint
 from megatron_rl.run.saving import Saving
@@ -94,15 +95,24 @@ class Run:
 
         Raises `RewardFault` where more failed than `reward.max_error_frac` allows.
         """
-        limits = self.recipe.reward.max_error_frac
+        scores = self.reward(groups, step)
+        self.refuse_failures(scores, step)
+        return scores.metrics
+
+    def reward(self, groups: list[Group], step: int) -> Scores:
+        """`score` for a part of a step: whether too many failed is known when all of it is there."""
         with self.monitor.phase("reward"):
             scores = score_shared(self.rewarder, groups)
         for failure in scores.failures:
             if failure.key not in self.failures_said:
                 self.failures_said.add(failure.key)
                 self.monitor.log(f"step {step}: {failure.text}", style="bold red")
+        return scores
+
+    def refuse_failures(self, scores: Scores, step: int) -> None:
+        """Raise `RewardFault` where more of ``scores`` failed than `reward.max_error_frac` allows."""
+        limits = self.recipe.reward.max_error_frac
         refuse_too_many(scores.num_failed, scores.num_scored, limits.later if step else limits.first, scores.failures)
-        return scores.metrics
 
     def save(self, taken: dict[str, Any] | None = None) -> Path:
         """Write a checkpoint that continues the run exactly. Then delete those kept by neither `keep_last` nor
@@ -197,15 +207,7 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
             return
         stack.callback(generator.close)
         _confirm_precision(recipe, prepared, learner, generator, monitor)
-        ahead = Lookahead(
-            sampler,
-            generator,
-            num_prompts=recipe.batch.prompts_of_a_round,
-            num_samples=recipe.rollout.num_samples,
-            max_staleness=recipe.rollout.max_staleness,
-            num_steps=recipe.num_steps,
-            refills=recipe.batch.filter_groups,
-        )
+        ahead = make_lookahead(recipe, sampler, generator)
         saving = Saving(recipe.checkpoint, directory.checkpoints, learner, monitor.log)
         stack.callback(saving.leave)
         run = Run(

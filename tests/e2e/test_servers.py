@@ -23,6 +23,8 @@ from safetensors.torch import save_file
 
 from megatron_rl.checkpoint.hf_folder import HFFolder
 from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.config.sections import OversampleConfig
+from megatron_rl.data import PromptSampler, PromptSet
 from megatron_rl.rollout import RolloutError, Sampling
 from megatron_rl.rollout.checksums import parameter_checksums
 from megatron_rl.rollout.servers import weight_files
@@ -31,6 +33,7 @@ from megatron_rl.rollout.servers.generator import ServerGenerator
 from megatron_rl.rollout.servers.guard import GENERATE
 from megatron_rl.rollout.servers.rendezvous import Address, folder, read
 from megatron_rl.rollout.vllm_engine import VllmGenerator
+from megatron_rl.run.oversampling import Oversampling
 from megatron_rl.types import Group, Prompt
 from tests.e2e.hf_reference import rounding_bound
 from tests.support.tiny import DATA, MODEL, tiny_recipe
@@ -147,6 +150,24 @@ class TestTwoServers:
         with pytest.raises(RolloutError, match="rollouts of 9 were asked for: a refit is missing"):
             generator.begin(prompts(1), 1, policy_version=9, step=0)
 
+    def test_groups_come_as_they_are_complete_and_the_rest_is_cancelled(self, generator):
+        whole = generator.rollout(prompts(8), 4, policy_version=4, step=3)
+        one, two = (generator.begin(part, 4, policy_version=4, step=3) for part in (prompts(8)[:5], prompts(8)[5:]))
+        arrivals = []
+        while news := generator.completed([one, two]):
+            assert [arrival.age_s for arrival in news] == sorted((arrival.age_s for arrival in news), reverse=True)
+            arrivals += news
+        ordered = sorted(arrivals, key=lambda arrival: (arrival.ticket is two, arrival.place))
+        assert [(a.ticket is two, a.place) for a in ordered] == [(i > 4, i % 5) for i in range(8)]
+        assert_same([arrival.group for arrival in ordered], whole)
+        assert generator.cancel(one) == 0, "nothing was left"
+        begun = generator.begin(prompts(16), 8, policy_version=4, step=3)
+        assert 0 < len(generator.completed([begun])) <= 16
+        generator.cancel(begun)
+        assert generator.completed([begun]) == []
+        generator._main.submit(until(lambda: not any(m.in_flight for m in generator._pool.ready))).result(60)
+        assert_same(generator.rollout(prompts(8), 4, policy_version=4, step=3), whole)
+
     def test_throughput_leaves_out_what_a_finished_batch_waited(self, generator):
         start = time.perf_counter()
         begun = generator.begin(prompts(8), 2, policy_version=4, step=4)
@@ -214,6 +235,38 @@ class TestTwoServers:
         assert generator._pool.members[name].lost
         generator.refit(iter(perturbed(3).items()), 5)
         assert len(generator.rollout(prompts(2), 2, policy_version=5, step=6)) == 2
+
+    def test_groups_that_were_carried_over_survive_the_death_of_their_server(self, generator):
+        generator._main.submit(until(lambda: len(generator._pool.ready) == 2)).result(300)
+        sampler = PromptSampler(prompts(16))
+        config = OversampleConfig(factor=1.5, rest="carry_over")
+        ahead = Oversampling(sampler, generator, config, num_prompts=4, num_samples=4, max_staleness=1, num_steps=8)
+        carried, others = (
+            [prompt.id for prompt in part] for part in (sampler.take(2), PromptSampler(prompts(16)).take(6)[2:])
+        )
+        ahead.load_state_dict([{"step": 0, "prompts": carried}], PromptSet.of(prompts(16)))
+        victim = generator._pool.ready[0]
+        stop(victim.address, signal.SIGSTOP)  # so that it cannot answer what it is asked
+        ahead.open(1, 5)
+        generator._main.submit(until(lambda: victim.in_flight > 0)).result(60)
+        stop(victim.address, signal.SIGKILL)
+        learned = []
+        for step in (1, 2):
+            if step > 1:
+                ahead.open(step, 5)
+            while not ahead.is_filled:
+                ahead.keep(ahead.arrivals())
+            kept, metrics = ahead.close()
+            assert metrics["rollout/oversample/carried"] == 2
+            learned.append([group.prompt.id for group in kept])
+            (left,) = ahead.state_dict()
+            if step == 1:
+                assert learned[0][:2] == carried
+                assert sorted(learned[0][2:] + left["prompts"]) == sorted(others)
+                second = left["prompts"]
+        assert set(second) <= set(learned[1])
+        for begun in ahead._begun:
+            generator.cancel(begun.ticket)
 
     def test_a_server_that_was_killed_is_started_again_and_gets_the_newest_weights(self, generator):
         generator._main.submit(until(lambda: len(generator._pool.ready) == 2)).result(300)
