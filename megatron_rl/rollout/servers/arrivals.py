@@ -1,56 +1,157 @@
-"""Groups of one call as they become complete: filled by the event loop's thread, emptied by the main thread.
+"""Groups of batches as they become complete: what one rank has fetched of them, and how all ranks agree on it.
 
-There is one event a group, whatever the number of its tokens.
+A rank's event loop has one event a group, whatever the number of its tokens, and ranks tell each other of groups alone.
 """
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
+
+from megatron_rl.process.ranks import gather_objects
+from megatron_rl.rollout.generator import Arrival
+from megatron_rl.rollout.ownership import known_everywhere
+from megatron_rl.rollout.requests import Request
+from megatron_rl.rollout.servers.dispatch import Dispatch
+from megatron_rl.rollout.servers.fetching import HEARTBEAT_S, Share, raise_any
+from megatron_rl.types import Group, Prompt, Rollout
+
+LOOK_S = 0.1  # where several ranks fetch, each waits this long for groups of its own before it asks the others
 
 
 class Arrivals:
-    """Answers of one call by group. ``places``: the group of each request. ``news`` is notified of complete groups."""
+    """One rank's share of a batch, group by group: filled by the event loop's thread, emptied by the main thread.
 
-    def __init__(self, places: Sequence[int], news: threading.Condition) -> None:
-        self._news, self._places = news, places
-        self._first: dict[int, int] = {}  # group → number of its first request
-        self._missing: dict[int, int] = {}
-        for number, place in enumerate(places):
-            self._first.setdefault(place, number)
-            self._missing[place] = self._missing.get(place, 0) + 1
-        self._size = dict(self._missing)
-        self._answers: dict[int, Any] = {}  # by number of the request
-        self._complete: deque[tuple[int, float]] = deque()  # group, clock
+    ``news`` is notified of every complete group.
+    """
 
-    def answered(self, number: int, answer: Any) -> None:
-        """Request ``number`` has been answered; the samples of a group are next to each other."""
-        place = self._places[number]
+    def __init__(self, requests: Sequence[Request], news: threading.Condition) -> None:
+        self._news = news
+        self._missing = Counter(request.row for request in requests)
+        self._fetched: dict[int, list[Rollout]] = {place: [] for place in self._missing}
+        self._complete: deque[tuple[int, float]] = deque()  # place, clock
+        self._dispatch: Dispatch | None = None
+        self._is_cancelled = False
+
+    # ---------------------------------------------------------------- in the event loop
+
+    def asks(self, dispatch: Dispatch) -> None:
+        """The batch's turn has come, and ``dispatch`` asks for its responses."""
+        self._dispatch = dispatch
+        if self._is_cancelled:
+            dispatch.give_up_all()
+
+    async def cancel(self) -> None:
+        """Ask for nothing more, now and when the batch's turn comes."""
+        self._is_cancelled = True
+        if self._dispatch is not None:
+            self._dispatch.give_up_all()
+
+    def fetched(self, place: int, rollout: asyncio.Future[Rollout]) -> None:
+        """A response of group ``place`` is there. An error in it is the batch's to raise."""
+        if rollout.cancelled() or rollout.exception() is not None:
+            return
         with self._news:
-            self._answers[number] = answer
+            self._fetched[place].append(rollout.result())
             self._missing[place] -= 1
             if not self._missing[place]:
                 self._complete.append((place, time.perf_counter()))
                 self._news.notify_all()
 
+    # ---------------------------------------------------------------- in the main thread
+
     def __bool__(self) -> bool:
         """Whether a complete group waits to be taken."""
         return bool(self._complete)
 
-    def take(self) -> list[tuple[int, list[Any], float]]:
-        """Place, answers and age in seconds of the groups that are complete and were not taken, in that order."""
+    def take(self) -> dict[int, tuple[float, list[Rollout]]]:
+        """By place: age in seconds, and responses, of complete groups that were not taken."""
         with self._news:
             complete, self._complete, now = self._complete, deque(), time.perf_counter()
-            taken = []
-            for place, at in complete:
-                numbers = range(self._first[place], self._first[place] + self._size[place])
-                taken.append((place, [self._answers.pop(number) for number in numbers], now - at))
-            return taken
+            groups = {place: (now - at, self._fetched.pop(place)) for place, at in complete}
+        return {place: (age_s, sorted(group, key=lambda r: r.sample)) for place, (age_s, group) in groups.items()}
 
-    def left(self) -> list[Any]:
-        """Answers that were not taken: those of incomplete groups too."""
+    @property
+    def num_requeued(self) -> int:
+        return self._dispatch.num_requeued if self._dispatch is not None else 0
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Of complete responses in groups that were not taken."""
         with self._news:
-            return list(self._answers.values())
+            return sum(rollout.length for rollouts in self._fetched.values() for rollout in rollouts)
+
+
+class Ticket(Protocol):
+    """A batch that was begun."""
+
+    prompts: list[Prompt]
+    num_samples: int
+    requests: list[Request]
+    owners: list[int]  # of each request, the rank that fetches and keeps the response
+    answers: concurrent.futures.Future[Share] | None  # on ranks that fetch
+    arrivals: Arrivals | None  # on ranks that fetch
+
+
+def next_arrivals(tickets: Sequence[Ticket], news: threading.Condition, num_fetchers: int) -> list[Arrival]:
+    """Groups of ``tickets`` that have become complete on any rank, in the order of completion; waits for one.
+
+    ``tickets``: with groups that were not returned yet. Raises on every rank what ended one's fetching. Collective.
+    """
+    while True:
+        here, problem = {}, None
+        try:
+            here = _complete_here(tickets, news, HEARTBEAT_S if num_fetchers == 1 else LOOK_S)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks are waiting
+            problem = error
+        raise_any(problem)
+        mine = [(-age_s, number, place) for (number, place), (age_s, _) in here.items()]
+        found = sorted(group for share in gather_objects(mine) for group in share)  # oldest first
+        if found:
+            return _known(tickets, found, {key: rollouts for key, (_, rollouts) in here.items()})
+
+
+def _complete_here(
+    tickets: Sequence[Ticket], news: threading.Condition, patience_s: float
+) -> dict[tuple[int, int], tuple[float, list[Rollout]]]:
+    """By number of the ticket and place: age and responses of this rank's complete groups."""
+    fetching = [(number, ticket) for number, ticket in enumerate(tickets) if ticket.arrivals is not None]
+    if fetching:
+        with news:
+            news.wait_for(lambda: any(t.arrivals or _has_failed(t) for _, t in fetching), patience_s)
+    for _, ticket in fetching:
+        if _has_failed(ticket):
+            ticket.answers.result()
+    return {(number, place): group for number, ticket in fetching for place, group in ticket.arrivals.take().items()}
+
+
+def _has_failed(ticket: Ticket) -> bool:
+    return ticket.answers.done() and (ticket.answers.cancelled() or ticket.answers.exception() is not None)
+
+
+def _known(
+    tickets: Sequence[Ticket], found: list[tuple[float, int, int]], here: dict[tuple[int, int], list[Rollout]]
+) -> list[Arrival]:
+    """The groups ``found`` (minus age, ticket, place), with what this rank holds of them."""
+    requests, owners, held = [], [], []
+    for _, number, place in found:
+        ticket = tickets[number]
+        rows = slice(place * ticket.num_samples, (place + 1) * ticket.num_samples)
+        requests += ticket.requests[rows]
+        owners += ticket.owners[rows]
+        held += here.get((number, place), [])
+    rollouts = iter(known_everywhere(requests, owners, held))
+    return [
+        Arrival(
+            ticket := tickets[number],
+            place,
+            Group(ticket.prompts[place], [next(rollouts) for _ in range(ticket.num_samples)]),
+            -minus_age_s,
+        )
+        for minus_age_s, number, place in found
+    ]

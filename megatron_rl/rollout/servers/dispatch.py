@@ -71,7 +71,7 @@ class Dispatch:
                     if answer is not None:
                         yield index, answer
         finally:
-            self.give_up(self._left)
+            self.give_up_all()
 
     def give_up(self, indices: Iterable[int]) -> None:
         """Ask for these no more. A server that is at one is told so; one that is answered stays so."""
@@ -85,6 +85,10 @@ class Dispatch:
             member.in_flight -= 1
         self._ended.put_nowait(None)
         self._members.note()
+
+    def give_up_all(self) -> None:
+        """Ask for nothing more."""
+        self.give_up(self._left)
 
     def _room(self, member: Member) -> int:
         """Most requests of this rank to ``member``: its part, and of what does not divide evenly one in turn."""

@@ -56,11 +56,16 @@ def wait_on_all(own: concurrent.futures.Future[Share] | None) -> Share:
         is_done = own is None or bool(concurrent.futures.wait([own], HEARTBEAT_S).done)
         if not any_rank(not is_done):
             break
-    error = None if own is None else _as_fault(own.exception())
+    raise_any(None if own is None else own.exception())
+    return Share() if own is None else own.result()
+
+
+def raise_any(own: BaseException | None) -> None:
+    """Raise on every rank what one of them has met; a fault before a request to stop. Collective."""
+    error = _as_fault(own)
     problems = [problem for problem in gather_objects(error) if problem is not None]
     if problems:
         raise min(problems, key=lambda problem: isinstance(problem, RolloutInterrupted)) from error
-    return Share() if own is None else own.result()
 
 
 def _as_fault(error: BaseException | None) -> Exception | None:

@@ -13,6 +13,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -30,10 +31,11 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.process.ranks import gather_objects, together, world_rank
 from megatron_rl.rollout.calls import check_lengths, check_version, throughput
-from megatron_rl.rollout.generator import RolloutError, Sampling
+from megatron_rl.rollout.generator import Arrival, RolloutError, Sampling
 from megatron_rl.rollout.ownership import known_everywhere
 from megatron_rl.rollout.payload import SealedRoutes, make_rollout
 from megatron_rl.rollout.requests import Request, make_groups, make_requests
+from megatron_rl.rollout.servers.arrivals import Arrivals, next_arrivals
 from megatron_rl.rollout.servers.client import ServerClient, Weights, request_body
 from megatron_rl.rollout.servers.dispatch import Dispatch
 from megatron_rl.rollout.servers.fetching import Share, fetching_ranks, owners_by_prompt, wait_on_all
@@ -71,6 +73,8 @@ class Ticket:
     owners: list[int]  # of each request, the rank that fetches and keeps the response
     policy_version: int
     answers: concurrent.futures.Future[Share] | None
+    arrivals: Arrivals | None  # group by group, on ranks that fetch
+    num_left: int  # groups that `completed` has not returned
 
 
 class ServerGenerator:
@@ -118,6 +122,7 @@ class ServerGenerator:
         self._relaunches = False  # at the start, a server that ends is an error
         self._num_begun = 0  # batches
         self._fetchers = fetching_ranks(bool(config.servers.launch), at_most=self._concurrency)
+        self._news = threading.Condition()  # a group is complete, or a batch has ended
         self._main = MainRank(works=world_rank() in self._fetchers)
         self._converter = concurrent.futures.ThreadPoolExecutor(1, "rollouts") if self._main.works else None
         start = time.perf_counter()
@@ -159,12 +164,14 @@ class ServerGenerator:
         check_version("the servers hold", self._policy_version, policy_version)
         check_lengths(prompts, sampling, self._max_prompt_length, self._config.max_response_length)
         requests = make_requests(prompts, num_samples, seed=self._config.seed, step=step)
-        owners, answers = owners_by_prompt(requests, self._fetchers), None
+        owners, answers, arrivals = owners_by_prompt(requests, self._fetchers), None, None
         self._num_begun += 1
         if self._main.works:
             mine = [request for request, owner in zip(requests, owners, strict=True) if owner == world_rank()]
-            answers = self._main.submit(self._sample(self._num_begun, mine, sampling, policy_version))
-        return Ticket(prompts, num_samples, requests, owners, policy_version, answers)
+            arrivals = Arrivals(mine, self._news)
+            answers = self._main.submit(self._sample(self._num_begun, mine, sampling, policy_version, arrivals))
+            answers.add_done_callback(self._notify)
+        return Ticket(prompts, num_samples, requests, owners, policy_version, answers, arrivals, len(prompts))
 
     def finish(self, ticket: Ticket) -> list[Group]:
         """Wait for a batch that was begun. Every rank calls it, in the order of `begin`."""
@@ -175,7 +182,40 @@ class ServerGenerator:
         self._stats["rollout/requeued"] = sum(stats.get("rollout/requeued", 0.0) for _, stats in shares)
         return make_groups(ticket.prompts, ticket.num_samples, rollouts)
 
-    async def _sample(self, number: int, requests: list[Request], sampling: Sampling, version: int) -> Share:
+    def completed(self, tickets: list[Ticket]) -> list[Arrival]:
+        """Complete groups of ``tickets`` that this has not returned yet, in the order of their completion.
+
+        Waits until there is one; empty where all were returned. Every rank calls it.
+        """
+        waiting = [ticket for ticket in tickets if ticket.num_left]
+        found = next_arrivals(waiting, self._news, len(self._fetchers)) if waiting else []
+        for arrival in found:
+            arrival.ticket.num_left -= 1
+        self._stats.pop("perf/tokens_per_s/rollout", None)  # of a batch that was waited for as a whole
+        self._stats |= self._servers_now()
+        requeued = sum(ticket.arrivals.num_requeued for ticket in waiting if ticket.arrivals is not None)
+        self._stats["rollout/requeued"] = float(sum(gather_objects(requeued)))
+        return found
+
+    def cancel(self, ticket: Ticket) -> int:
+        """End the responses of ``ticket`` that are under way: connections are closed, and servers drop the requests.
+
+        Returns the tokens of complete responses that `completed` has not returned; of unfinished ones the number is not
+        known. Every rank calls it.
+        """
+        ticket.num_left, tokens = 0, 0
+        if ticket.arrivals is not None:
+            self._main.submit(ticket.arrivals.cancel()).result()
+            tokens = ticket.arrivals.num_tokens_left
+        return sum(gather_objects(tokens))
+
+    def _notify(self, _: concurrent.futures.Future) -> None:
+        with self._news:
+            self._news.notify_all()
+
+    async def _sample(
+        self, number: int, requests: list[Request], sampling: Sampling, version: int, arrivals: Arrivals
+    ) -> Share:
         """This rank's share of batch ``number``."""
         bodies = [request_body(request, sampling, self._stop_token_ids) for request in requests]
         names = [f"prompt {request.prompt.id!r}, sample {request.sample}" for request in requests]
@@ -192,17 +232,24 @@ class ServerGenerator:
                     self._config.servers.retries,
                     share=(self._fetchers.index(world_rank()), len(self._fetchers)),
                 )
+                arrivals.asks(dispatch)
                 async with contextlib.aclosing(dispatch.completions()) as completions:
                     async for index, answer in completions:  # decoding goes on beside the fetching
                         converted[index] = asyncio.get_running_loop().run_in_executor(
                             self._converter, self._to_rollout, requests[index], answer, records
                         )
+                        converted[index].add_done_callback(partial(arrivals.fetched, requests[index].row))
             finally:
                 self._members.share_ended(number)
             seconds = time.perf_counter() - start
-        rollouts = [await converted[index] for index in range(len(requests))]
-        stats = {"rollout/requeued": dispatch.num_requeued, "rollout/servers": len(self._members.ready)} | self._pushed
-        return Share(rollouts, seconds, {name: float(value) for name, value in stats.items()})
+        rollouts = [await converted[index] for index in sorted(converted)]  # of all, unless it was cancelled
+        return Share(rollouts, seconds, {"rollout/requeued": float(dispatch.num_requeued), **self._servers_now()})
+
+    def _servers_now(self) -> dict[str, float]:
+        """Of ranks that fetch: how many servers can be used, and how long the last push took."""
+        if self._members is None:
+            return {}
+        return {"rollout/servers": float(len(self._members.ready)), **self._pushed}
 
     @property
     def _concurrency(self) -> int:

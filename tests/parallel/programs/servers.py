@@ -60,18 +60,35 @@ def fetch(run_dir: str, local_ranks: list[int], config: dict[str, Any]) -> dict[
         generator.refit(HFFolder(MODEL).items(), 2)
         later = generator.begin(prompts(4), 2, policy_version=2, step=2)
         found["begun"], found["later"] = (seen(generator.finish(ticket)) for ticket in (begun, later))
+        tickets = [generator.begin(prompts(n, slow=(1, 2)), 2, policy_version=2, step=6 + n) for n in (5, 3)]
+        arrivals, calls = [], []
+        while news := generator.completed(tickets):
+            arrivals += news
+            calls.append([(tickets.index(arrival.ticket), arrival.place) for arrival in news])
+        found["calls"] = calls
+        arrivals.sort(key=lambda arrival: (tickets.index(arrival.ticket), arrival.place))
+        found["arrived"] = seen([arrival.group for arrival in arrivals])
+        # Of these the first is cancelled while it is asked for, the second before its turn has come.
+        tickets = [generator.begin(prompts(4, slow=range(n, 4)), 2, policy_version=2, step=12 + n) for n in (2, 3)]
+        done = sum(arrival.group.rollouts[0].length > 0 for arrival in generator.completed(tickets[:1]))
+        found["cancelled"] = [generator.cancel(ticket) for ticket in tickets]
+        found["returned"], found["after cancel"] = done, generator.completed(tickets)
+        generator.refit(HFFolder(MODEL).items(), 3)  # waits for nobody who was cancelled
+        found["after cancelling"] = seen(generator.rollout(prompts(4), 2, policy_version=3, step=11))
+        generator.refit(HFFolder(MODEL).items(), 4)
         found["requeued before"] = generator.stats()["rollout/requeued"]
-        begun = generator.begin(prompts(8, slow=range(8)), 2, policy_version=2, step=3)
+        begun = generator.begin(prompts(8, slow=range(8)), 2, policy_version=4, step=3)
         if world_rank() == 0:
             os.kill(discover(generator._config.servers, Path(run_dir))[0].pid, signal.SIGKILL)
         found["killed"] = seen(generator.finish(begun))
         found["requeued"] = generator.stats()["rollout/requeued"]
-        found["after"] = seen(generator.rollout(prompts(4), 2, policy_version=2, step=4))
-        begun = generator.begin(prompts(4, slow=range(4)), 2, policy_version=2, step=5)
+        found["after"] = seen(generator.rollout(prompts(4), 2, policy_version=4, step=4))
+        begun = generator.begin(prompts(4, slow=range(4)), 2, policy_version=4, step=5)
         if world_rank() == 0:
             os.kill(discover(generator._config.servers, Path(run_dir))[1].pid, signal.SIGKILL)
         try:
-            generator.finish(begun)
+            while generator.completed([begun]):
+                continue
         except RolloutError as error:
             found["error"] = str(error)
     finally:
