@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megatron_rl.config import Recipe
 from megatron_rl.config.sections import OversampleConfig
-from megatron_rl.data import PromptSampler
+from megatron_rl.data import MixedSampler, PromptSampler
 from megatron_rl.rollout import Arrival, Generator
 from megatron_rl.run.lookahead import Begun, Lookahead, OverlappingGenerator
 from megatron_rl.types import Group
@@ -39,7 +39,7 @@ class Oversampling(Lookahead):
 
     def __init__(
         self,
-        prompts: PromptSampler,
+        prompts: PromptSampler | MixedSampler,
         generator: OverlappingGenerator,
         config: OversampleConfig,
         *,
@@ -176,7 +176,7 @@ def _mean_length(name: str, ready: list[_Ready]) -> dict[str, float]:
     return {name: sum(lengths) / len(lengths)} if lengths else {}
 
 
-def make_lookahead(recipe: Recipe, prompts: PromptSampler, generator: Generator) -> Lookahead:
+def make_lookahead(recipe: Recipe, prompts: PromptSampler | MixedSampler, generator: Generator) -> Lookahead:
     """What samples the batches of ``recipe``."""
     batch, rollout = recipe.batch, recipe.rollout
     shared = {
