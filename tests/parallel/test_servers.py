@@ -96,8 +96,8 @@ def test_requests_are_dealt_by_prompt(results):
         ("begun", 2, 1, 1, prompts(4, slow=(1, 3))),
         ("later", 2, 2, 2, prompts(4)),
         ("after cancelling", 2, 3, 11, prompts(4)),
-        ("killed", 2, 4, 3, prompts(8, slow=range(8))),
-        ("after", 2, 4, 4, prompts(4)),
+        ("killed", 2, 3, 3, prompts(8, slow=range(8))),
+        ("after", 2, 3, 4, prompts(4)),
     ],
 )
 def test_responses_are_those_that_the_servers_gave(results, scene, samples, version, step, asked):

@@ -75,15 +75,14 @@ def fetch(run_dir: str, local_ranks: list[int], config: dict[str, Any]) -> dict[
         found["returned"], found["after cancel"] = done, generator.completed(tickets)
         generator.refit(HFFolder(MODEL).items(), 3)  # waits for nobody who was cancelled
         found["after cancelling"] = seen(generator.rollout(prompts(4), 2, policy_version=3, step=11))
-        generator.refit(HFFolder(MODEL).items(), 4)
         found["requeued before"] = generator.stats()["rollout/requeued"]
-        begun = generator.begin(prompts(8, slow=range(8)), 2, policy_version=4, step=3)
+        begun = generator.begin(prompts(8, slow=range(8)), 2, policy_version=3, step=3)
         if world_rank() == 0:
             os.kill(discover(generator._config.servers, Path(run_dir))[0].pid, signal.SIGKILL)
         found["killed"] = seen(generator.finish(begun))
         found["requeued"] = generator.stats()["rollout/requeued"]
-        found["after"] = seen(generator.rollout(prompts(4), 2, policy_version=4, step=4))
-        begun = generator.begin(prompts(4, slow=range(4)), 2, policy_version=4, step=5)
+        found["after"] = seen(generator.rollout(prompts(4), 2, policy_version=3, step=4))
+        begun = generator.begin(prompts(4, slow=range(4)), 2, policy_version=3, step=5)
         if world_rank() == 0:
             os.kill(discover(generator._config.servers, Path(run_dir))[1].pid, signal.SIGKILL)
         try:
