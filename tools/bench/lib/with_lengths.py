@@ -1,0 +1,40 @@
+"""`megatron-rl train` with response lengths that are drawn, for `tools.bench.pipeline`; nothing else differs.
+
+python -m tools.bench.lib.with_lengths RECIPE LENGTHS MEDIAN SIGMA LONGEST [a.b=c …]
+
+The body of every request asks for as many tokens as its own random number says, so that the servers do the work of
+these lengths, token by token. The recipe has no stop tokens. LENGTHS gets one length a line, in the order of requests.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import load_recipe
+from megatron_rl.rollout.servers import generator
+from megatron_rl.train import train
+
+
+def main() -> None:
+    recipe_path, written, median, sigma, longest, *overrides = sys.argv[1:]
+    asked, log = generator.request_body, Path(written)
+
+    def with_length(request: Any, *arguments: Any) -> dict[str, Any]:
+        body = asked(request, *arguments)
+        drawn = random.Random(request.seed).lognormvariate(math.log(float(median)), float(sigma))
+        length = min(int(longest), math.ceil(drawn))
+        body["sampling_params"]["max_tokens"] = length
+        with log.open("a") as file:
+            file.write(f"{length}\n")
+        return body
+
+    generator.request_body = with_length
+    train(load_recipe(recipe_path, overrides), "never")
+
+
+if __name__ == "__main__":
+    main()
