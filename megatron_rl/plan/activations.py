@@ -68,7 +68,8 @@ class Activations:
         if self.fused:
             core, angles = core + b * q * a.qk_layernorm, 4 * a.head_dim * b
         else:
-            core, angles = core + b * kv, a.head_dim * b * (b == 2)
+            # Under context parallelism keys and values of all ranks, instead of this rank's.
+            core, angles = core + b * kv * (2 * self.parallel.context - 1), a.head_dim * b * (b == 2)
         return self._norm() + self.tokens * ((core + scales) / tp + angles)
 
     def dense_block(self) -> float:

@@ -42,7 +42,7 @@ def learner_shape(path: Path) -> tuple:
         recipe = load_recipe(path)
     learner, size = recipe.learner, re.search(r"(\d+)n(\d+)g", path.name)
     ranks, p = int(size[1]) * int(size[2]), learner.parallel
-    layout = (p.tensor, p.pipeline, p.expert, p.expert_tensor)
+    layout = (p.tensor, p.pipeline, p.context, p.expert, p.expert_tensor)
     architecture = str(shape_of(recipe.model.path)[0])
     return recipe.rollout.engine == "exact", architecture, ranks, layout, learner.dtype, str(learner.lora)
 
@@ -67,6 +67,7 @@ PASSES: dict[str, tuple[str, list[str]]] = {
     "selective recomputation": (MOE, ["learner.recompute=selective"]),
     "full recomputation": (MOE, []),
     "experts cut in tensors": (MOE, ["learner.recompute=none", "learner.parallel.expert_tensor=4"]),
+    "context": (MOE, ["learner.recompute=none", "learner.parallel.context=2"]),
     "dense": (DENSE["8b"], ["learner.recompute=none"]),
     "fp16": (DENSE["14b"], ["learner.recompute=none"]),
     "adapters": (LORA, []),

@@ -23,6 +23,7 @@ from megatron_rl.config.learner import LoraConfig, ParallelConfig
 from megatron_rl.config.rules import layout_problems
 from megatron_rl.errors import InputError
 from megatron_rl.plan import GPUS, make_plan, make_workload, summary
+from megatron_rl.plan.activations import Activations
 from megatron_rl.plan.checkpoint import checkpoint_cost
 from megatron_rl.plan.hardware import GIB, HOST_LINK, MOST_UTILIZATION, PROCESS_GIB
 from megatron_rl.plan.learner import learner_memory
@@ -121,6 +122,28 @@ def test_static_memory_of_a_rank():
     assert memory.moments + memory.masters == 12 * (stage.dense / 8 + stage.expert / 4)
     (fp32,) = learner_memory(w.architecture, w.recipe.learner.model_copy(update={"dtype": "fp32"}), 32, 1024)
     assert (fp32.weights, fp32.masters) == (2 * memory.weights, 0)
+
+
+def test_context_parallel_ranks_share_a_row_and_adams_states():
+    """Half of the tokens in half of the replicas: activations and communication of the row are halved, Adam's shards
+    stay, and every rank gets the other's keys and values."""
+    one = work()
+    two = one.with_learner(parallel=one.parallel.model_copy(update={"context": 2}))
+    assert (two.data_parallel, two.microbatch_tokens) == (one.data_parallel // 2, one.microbatch_tokens)
+    a, b = (memory_plan(w).learner for w in (one, two))
+    assert (a.weights, a.gradients, a.moments, a.masters) == (b.weights, b.gradients, b.moments, b.masters)
+    assert a.activations == 2 * b.activations
+    row = two.microbatch_tokens // 2
+    kept = Activations(two.architecture, two.parallel, "bf16", row)
+    assert kept.context_buffer() == 4 * row * 2 * 2 * 4 * 128 / 4  # k, v and gradients; two turns; 4 heads over TP4
+    assert b.buffers == row * 2048 * 2 + kept.context_buffer()
+
+
+def test_long_sequences_are_planned_with_context_parallelism():
+    long = ("rollout.max_response_length=30720", "learner.max_tokens_per_microbatch=32768", "learner.recompute=none")
+    wide = {layout.parallel.context for layout in make_plan(work(MOE, "h100-80", *long)).layouts}
+    assert wide == {1, 2, 4, 8}
+    assert {layout.parallel.context for layout in make_plan(work(DENSE)).layouts} == {1, 2}, "short sequences"
 
 
 def test_recomputation_and_microbatches_move_memory_as_they_should():

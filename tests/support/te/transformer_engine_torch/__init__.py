@@ -11,12 +11,17 @@ Megatron's code around them. Nothing is faked: every function here computes what
 | `convert_thd_to_bshd`, `convert_bshd_to_thd` | copies, zeros in the padding |
 | `fused_rope_forward`, `fused_rope_backward` | thd and sbhd, halves (not interleaved); fp32 inside, one rounding |
 | `scaled_masked_softmax_forward`, `…_backward` | fp32 inside, one rounding; a masked score is −10000 |
+| `fused_attn_fwd`, `fused_attn_bwd` | thd; fp32 inside, one rounding of each result; the saved log Σ exp is fp32 |
+| `thd_…` | halves of packed sequences; outputs of two parts weighed in fp32 |
 | `multi_tensor_adam` | Adam and AdamW in fp32 |
 | `multi_tensor_l2norm`, `multi_tensor_scale` | fp32 |
 
-Not here: FP8 and FP4, biases and GELU inside a product, overlap of products with communication, fused and flash
-attention (TransformerEngine then takes its unfused attention, which is PyTorch), layer norm, MoE permutation, context
-parallelism. A name that is not defined is refused with `NotImplementedError` when it is used, not when it is imported.
+`get_fused_attn_backend` says that there is no fused attention: TransformerEngine then takes its unfused attention,
+which is PyTorch. Context parallelism, which has none, is tested with another answer.
+
+Not here: FP8 and FP4, biases and GELU inside a product, overlap of products with communication, flash attention, layer
+norm, MoE permutation. A name that is not defined is refused with `NotImplementedError` when it is used, not when it is
+imported.
 
 What it cannot tell: numerics of cuBLAS and cuDNN, streams, memory, speed, and whether the compiled module agrees.
 """
@@ -38,6 +43,15 @@ from .enums import (
     NVTEQBHistogramMode,
     NVTERoutingMapFormat,
     NVTEScalingMode,
+)
+from .fused import (
+    fused_attn_bwd,
+    fused_attn_fwd,
+    thd_grad_correction,
+    thd_out_correction,
+    thd_read_half_tensor,
+    thd_read_second_half_lse,
+    thd_second_half_lse_correction,
 )
 from .gemm import generic_gemm, te_general_grouped_gemm
 from .lists import multi_tensor_l2norm, multi_tensor_scale
@@ -108,6 +122,8 @@ __all__ = [
     "NVTE_Softmax_Type",
     "convert_bshd_to_thd",
     "convert_thd_to_bshd",
+    "fused_attn_bwd",
+    "fused_attn_fwd",
     "fused_rope_backward",
     "fused_rope_forward",
     "generic_gemm",
@@ -126,4 +142,9 @@ __all__ = [
     "scaled_masked_softmax_backward",
     "scaled_masked_softmax_forward",
     "te_general_grouped_gemm",
+    "thd_grad_correction",
+    "thd_out_correction",
+    "thd_read_half_tensor",
+    "thd_read_second_half_lse",
+    "thd_second_half_lse_correction",
 ]
