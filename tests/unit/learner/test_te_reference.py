@@ -112,6 +112,52 @@ def test_rotary_embedding_of_packed_rows_is_megatrons(extension):
     assert_closed_form(found, rotated, [x, freqs, grad])
 
 
+def test_rotary_embedding_of_parts_of_sequences(extension):
+    """Each of two context-parallel ranks has the first and last, or the inner, quarters of every sequence."""
+    cu_seqlens = torch.tensor([0, 4, 12], dtype=torch.int32)
+    x, freqs = draw(12, 2, 8).detach(), torch.rand(8, 1, 1, 4).repeat(1, 1, 1, 2)
+    thd = extension.NVTE_QKV_Format.NVTE_THD
+    whole = extension.fused_rope_forward(x, freqs, None, thd, False, cu_seqlens, 1, 0)
+    for rank, rows in enumerate(([0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9])):
+        options = (freqs, None, thd, False, cu_seqlens, 2, rank)
+        found = extension.fused_rope_forward(x[rows], *options)
+        assert (found == whole[rows]).all()
+        back = extension.fused_rope_backward(found, *options)
+        assert_rounded(back, x[rows], CLOSED_FORM, 1.0, torch.float32)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_fused_attention_of_packed_rows(extension, causal):
+    """Grouped heads; sequences of unequal length, and as many keys as queries only under a causal mask."""
+    queries, keys = [3, 5], [3, 5] if causal else [4, 2]
+    q, k, v = draw(8, 4, 6), draw(sum(keys), 2, 6), draw(sum(keys), 2, 6)
+    grad = draw(8, 4, 6).detach()
+
+    def attention(q, k, v, grad):
+        parts = [
+            torch.nn.functional.scaled_dot_product_attention(
+                *(x.transpose(0, 1)[None] for x in qkv), is_causal=causal, scale=0.3, enable_gqa=True
+            )[0].transpose(0, 1)
+            for qkv in zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
+        ]
+        out = torch.cat(parts)
+        return [out, *torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)]
+
+    name = "NVTE_PADDING_CAUSAL_MASK" if causal else "NVTE_PADDING_MASK"
+    mask, thd = getattr(extension.NVTE_Mask_Type, name), extension.NVTE_QKV_Format.NVTE_THD
+    plain = [x.detach() for x in (q, k, v)]
+    offsets = [torch.tensor([0, *lengths]).cumsum(0).to(torch.int32) for lengths in (queries, keys)]
+    kinds = (None, mask, None, (-1, -1), False)
+    out, lse, _ = extension.fused_attn_fwd(
+        5, 5, True, 0.3, 0.0, False, None, thd, None, *kinds, *offsets, *plain, torch.float32, None, None
+    )
+    (dq, dk, dv, _) = extension.fused_attn_bwd(
+        5, 5, 0.3, 0.0, False, None, thd, thd, None, None, None, *kinds, True, *offsets, *plain, out, grad,
+        torch.float32, [lse], None, None,
+    )  # fmt: skip
+    assert_closed_form([out, dq, dk, dv], attention, [q, k, v, grad])
+
+
 def test_adam_is_torchs(extension):
     weight, grad = draw(9).detach(), draw(9).detach()
     ours, mean, square = weight.clone(), torch.zeros(9), torch.zeros(9)
