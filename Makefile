@@ -14,7 +14,7 @@ WORKERS ?= auto
 # Oversubscribed OpenMP threads cost up to 20×: one thread a process.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-isa lint bench clean
+.PHONY: help setup demo test test-isa lint bench compare clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -39,9 +39,12 @@ lint: setup ## ruff, shellcheck, both patch series and every recipe
 	$(RUN) -m megatron_rl patch check
 	$(RUN) -m tools.dev.check_recipes
 
-# Left out: `reward` wants files of problems, `trl` another environment; --help says how to start them.
+compare: setup ## the working tree against the baseline commit, side by side: is anything slower?
+	$(RUN) -m tools.bench.compare
+
+# Left out: `compare` has a target; `reward` wants files of problems, `trl` another environment; --help says how to start them.
 bench: setup ## print the benchmarks' tables
-	@for bench in $(filter-out __init__ reward trl,$(basename $(notdir $(wildcard tools/bench/*.py)))); do echo "== $$bench"; $(RUN) -m tools.bench.$$bench; done
+	@for bench in $(filter-out __init__ compare reward trl,$(basename $(notdir $(wildcard tools/bench/*.py)))); do echo "== $$bench"; $(RUN) -m tools.bench.$$bench; done
 
 clean: ## remove what set-up made (not the runs)
 	rm -rf $(VENV) .cache
