@@ -1,10 +1,10 @@
 """Is a commit slower than another? Both at once, side by side, round by round, in one run.
 
-    python -m tools.bench.compare [COMMIT [COMMIT]] [--only CASE …] [--rounds 15] [--allow 1.10]
+    python -m tools.bench.compare --rounds 15 --allow 1.10
+    python -m tools.bench.compare OLDER NEWER --only update
     python -m tools.bench.compare --accept        # the counts and the commit of HEAD become the baseline
 
-The first COMMIT is the older side (default: that of tools/bench/baseline.json), the second the newer one (default: the
-working tree). Each gets a process and a copy of its files; the cases (tools/bench/lib/cases.py) are those of the
+OLDER is a commit (default: that of tools/bench/baseline.json), NEWER another (default: the working tree). Each gets a process and a copy of its files; the cases (tools/bench/lib/cases.py) are those of the
 working tree for both. Sides alternate within a round, and a ratio is of one round: what slows the machine slows both.
 Processor time, so that other programs count little.
 
