@@ -4,9 +4,10 @@
     python -m tools.bench.compare OLDER NEWER --only update
     python -m tools.bench.compare --accept        # the counts and the commit of HEAD become the baseline
 
-OLDER is a commit (default: that of tools/bench/baseline.json), NEWER another (default: the working tree). Each gets a process and a copy of its files; the cases (tools/bench/lib/cases.py) are those of the
-working tree for both. Sides alternate within a round, and a ratio is of one round: what slows the machine slows both.
-Processor time, so that other programs count little.
+OLDER is a commit (default: that of tools/bench/baseline.json), NEWER another (default: the working tree). Each gets a
+process and a copy of its files; the cases (tools/bench/lib/cases.py) are those of the working tree for both. Sides
+alternate within a round, and a ratio is of one round: what slows the machine slows both. Processor time, so that other
+programs count little.
 
 A case fails where even the lower quarter of its ratios is above --allow, or where a count is above the other side's.
 With the baseline as the older side, counts are also compared with the file. Exit status 1 where a case fails.
