@@ -106,7 +106,7 @@ def make_pipeline(work: Workload, engine: EngineMemory, lengths: Lengths, own_se
             num_prompts=batch.prompts,
             num_samples=rollout.num_samples,
             prompt_tokens=work.mean_prompt,
-            factor=work.sampled_sequences / work.recipe.num_sequences,
+            factor=batch.oversample.factor if batch.oversample else work.sampled_sequences / work.recipe.num_sequences,
             rest=_rest(work),
             refills=batch.filter_groups,
         ),
@@ -145,4 +145,5 @@ def _by_broadcast(work: Workload) -> bool:
 
 
 def _rest(work: Workload) -> Any:
-    return getattr(getattr(work.recipe.batch, "oversample", None), "rest", None)
+    oversample = work.recipe.batch.oversample
+    return None if oversample is None else oversample.rest

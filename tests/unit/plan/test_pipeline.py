@@ -342,6 +342,17 @@ def test_the_mean_of_the_lengths_is_the_plans(tmp_path):
     assert same[1] * work.trained_tokens == close(time.update + time.old_logprobs)
 
 
+@pytest.mark.parametrize(("rest", "sampled"), [("carry_over", 1.0), ("abort", 1.5)])
+def test_over_sampling_asks_for_its_factor_and_samples_what_is_not_carried_over(rest, sampled):
+    """In the long run a group that is carried over is sampled for one step, though it is asked for in two."""
+    changes = ["rollout.max_staleness=1", f"batch.oversample={{factor: 1.5, rest: {rest}}}"]
+    recipe = load_recipe(SERVERS, changes)
+    work = make_workload(recipe, shape_of(recipe.model.path)[0], GPUS["h100-80"], mean_response=200.0)
+    assert work.sampled_sequences == sampled * recipe.num_sequences
+    asking = make_plan(work, Lengths("same", 8192, np.array([200]))).servers.pipeline.asking
+    assert (asking.factor, asking.rest) == (1.5, rest)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
