@@ -14,12 +14,14 @@ from megatron_rl.config.rollout import InFlightMode
 from megatron_rl.rollout.generator import Sampling
 from megatron_rl.rollout.requests import Request
 from megatron_rl.rollout.sampling_params import sampling_fields
+from megatron_rl.rollout.servers.load import LOAD_HEADER, Load
 from megatron_rl.rollout.servers.rendezvous import Address
 from megatron_rl.rollout.servers.weight_group import GroupPlace
 from megatron_rl.rollout.servers.wire import MEDIA_TYPE, Answer, Damaged, unpack
 
 CONNECT_S = 10.0  # to a server that is there, a connection takes milliseconds
 HEALTH_S = 10.0
+READ_BYTES = 4 << 20  # of an answer that may wait to be read: 8k tokens with routes are 3.3 MB
 
 
 class ServerError(RuntimeError):
@@ -78,10 +80,13 @@ class ServerClient:
 
     def __init__(self, address: Address, token: str, deadline_s: float, mode: InFlightMode = "finish") -> None:
         self.address, self._deadline_s, self._mode = address, deadline_s, mode
+        self.load, self.elsewhere = Load(), 0  # as the server last said: how busy it is; requests of other ranks
+        self._in_flight = 0
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {token}"},
             connector=aiohttp.TCPConnector(limit=0),  # the pool bounds how many requests are in flight
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            read_bufsize=READ_BYTES,
         )
 
     async def settings(self) -> dict[str, Any]:
@@ -109,7 +114,11 @@ class ServerClient:
         `Answer.versions`), or it was cut for them (finish reason "abort").
         """
         headers = {"X-Policy-Version": str(version)}
-        found = await self._call("POST", "/megatron_rl/generate", body, headers, read=_whole)
+        self._in_flight += 1
+        try:
+            found = await self._call("POST", "/megatron_rl/generate", body, headers, read=self._whole)
+        finally:
+            self._in_flight -= 1
         try:
             answer = unpack(found)
         except Damaged as error:
@@ -155,17 +164,18 @@ class ServerClient:
         kind = _KINDS.get(response.status, ServerLost if response.status >= 500 else RequestRefused)
         raise kind(f"{path.partition('?')[0]}: status {response.status}: {text}", is_final=True)
 
+    async def _whole(self, response: aiohttp.ClientResponse) -> memoryview:
+        """The body, in memory of its own that is written once. Takes note of the server's load."""
+        if response.content_type != MEDIA_TYPE or response.content_length is None:
+            return memoryview(b"")  # what is between us and the server answered in its place
+        self.load = Load.of(response.headers.get(LOAD_HEADER))
+        self.elsewhere = max(0, self.load.queue - (self._in_flight - 1))  # the answered one is not among them
+        body, position = memoryview(np.empty(response.content_length, np.uint8)), 0
+        async for piece, _ in response.content.iter_chunks():
+            body[position : position + len(piece)] = piece
+            position += len(piece)
+        return body
+
 
 async def _json(response: aiohttp.ClientResponse) -> Any:
     return await response.json() if response.content_type == "application/json" else None
-
-
-async def _whole(response: aiohttp.ClientResponse) -> memoryview:
-    """The body, in memory of its own that is written once."""
-    if response.content_type != MEDIA_TYPE or response.content_length is None:
-        return memoryview(b"")  # what is between us and the server answered in its place
-    body, position = memoryview(np.empty(response.content_length, np.uint8)), 0
-    async for piece, _ in response.content.iter_chunks():
-        body[position : position + len(piece)] = piece
-        position += len(piece)
-    return body

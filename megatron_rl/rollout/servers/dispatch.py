@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 from megatron_rl.rollout.generator import RolloutError
+from megatron_rl.rollout.servers.balance import Balance
 from megatron_rl.rollout.servers.client import RequestRefused, ServerError, ServerLost, StaleServer
 from megatron_rl.rollout.servers.members import Member, Members
 from megatron_rl.rollout.servers.wire import Answer
@@ -33,10 +34,12 @@ class Dispatch:
         concurrency: int,
         retries: int,
         share: tuple[int, int] = (0, 1),
+        balance: Balance | None = None,
     ) -> None:
         assert share[1] <= concurrency, "a rank without a part of a server's room would wait for ever"
         self._members, self._bodies, self._names = members, bodies, names
         self._concurrency, self._retries, self._share = concurrency, retries, share
+        self._balance = balance or Balance(range(len(bodies)), slack=0)
         self._waiting = deque(range(len(bodies)))
         self._asked: dict[int, tuple[asyncio.Task, Member]] = {}
         self._left = set(range(len(bodies)))  # neither answered nor given up
@@ -101,8 +104,8 @@ class Dispatch:
             free = [member for member in self._members.ready if member.in_flight < self._room(member)]
             if not free:
                 return
-            member = min(free, key=lambda member: member.in_flight)
             index = self._waiting.popleft()
+            member = self._balance.choose(free, index)
             member.in_flight += 1
             task = asyncio.create_task(member.client.generate(self._bodies[index], member.version))
             self._asked[index], self._index_of[task] = (task, member), index

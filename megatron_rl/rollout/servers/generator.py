@@ -36,6 +36,7 @@ from megatron_rl.rollout.ownership import known_everywhere
 from megatron_rl.rollout.payload import SealedRoutes, make_rollout
 from megatron_rl.rollout.requests import Request, make_groups, make_requests
 from megatron_rl.rollout.servers.arrivals import Arrivals, next_arrivals
+from megatron_rl.rollout.servers.balance import Balance
 from megatron_rl.rollout.servers.client import ServerClient, Weights, request_body
 from megatron_rl.rollout.servers.dispatch import Dispatch
 from megatron_rl.rollout.servers.fetching import Share, fetching_ranks, owners_by_prompt, wait_on_all
@@ -51,6 +52,7 @@ from megatron_rl.rollout.servers.wire import Answer
 from megatron_rl.rollout.weight_check import checked
 from megatron_rl.types import Group, Prompt, Rollout
 
+PREFIX_SLACK = 8  # a queue that is longer by more than an eighth of `concurrency` outweighs a prompt's cache
 LAUNCH_CHECK_S = 1.0  # between looks whether a launched server has ended
 
 
@@ -224,6 +226,8 @@ class ServerGenerator:
             try:
                 await self._members.reach(version)
                 start = time.perf_counter()
+                slack = self._concurrency // PREFIX_SLACK if self._config.enable_prefix_caching else 0
+                balance = Balance([r.row for r in requests], slack)
                 dispatch = Dispatch(
                     self._members,
                     bodies,
@@ -231,6 +235,7 @@ class ServerGenerator:
                     self._concurrency,
                     self._config.servers.retries,
                     share=(self._fetchers.index(world_rank()), len(self._fetchers)),
+                    balance=balance,
                 )
                 arrivals.asks(dispatch)
                 async with contextlib.aclosing(dispatch.completions()) as completions:

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, get_args
 
 from megatron_rl.config.rollout import InFlightMode
+from megatron_rl.rollout.servers.load import LOAD_HEADER, Meter
 from megatron_rl.rollout.servers.under_way import Overtaken
 from megatron_rl.rollout.servers.weight_group import GroupError, GroupPlace
 from megatron_rl.rollout.servers.wire import MEDIA_TYPE, Answer, pack
@@ -59,6 +60,7 @@ class GuardState:
     max_body_bytes: int = BODY_BYTES
     version: int | None = None  # open for this policy version; None: closed
     openings: int = 0  # counts up at every change, so that a version that came back is told from one that stayed
+    meter: Meter = field(default_factory=Meter)  # of responses
     oldest: int = 0  # responses that came at an earlier opening are thrown away
 
 
@@ -82,7 +84,7 @@ class Guard:
         path, receive = scope["path"], _limited(receive, self._state.max_body_bytes)
         try:
             if path == SETTINGS:
-                return await _answer(send, 200, {**self._state.settings, "version": self._state.version})
+                return await _answer(send, 200, {**self._state.settings, **_now(self._state)})
             if path == WEIGHTS:
                 return await self._replace(receive, send)
             if path == GENERATE:
@@ -134,7 +136,8 @@ class Guard:
             return await _answer(send, CONFLICT, _stale(wanted, state.version))
         try:
             body = await _body(receive)
-            answer = await _unless_left(receive, state.sample(body, lambda: state.openings == openings))
+            work = _metered(state.meter, state.sample(body, lambda: state.openings == openings))
+            answer = await _unless_left(receive, work)
         except _TooLarge:
             raise
         except Overtaken:
@@ -147,7 +150,7 @@ class Guard:
             return None
         if openings < state.oldest:
             return await _answer(send, CONFLICT, _stale(wanted, state.version))
-        return await _send_answer(send, answer)
+        return await _send_answer(send, answer, state.meter.header())
 
 
 class _TooLarge(Exception):
@@ -197,6 +200,16 @@ def _update(body: Any) -> tuple[dict[str, Any], int, str]:
     return {"files": files}, version, mode
 
 
+async def _metered(meter: Meter, work: Coroutine[Any, Any, Answer]) -> Answer:
+    answer = None
+    meter.begin()
+    try:
+        answer = await work
+        return answer
+    finally:
+        meter.end(None if answer is None else len(answer.tokens))
+
+
 async def _unless_left(receive: Receive, work: Coroutine[Any, Any, Answer]) -> Answer | None:
     """The result of ``work``; None where the caller hangs up first, which cancels ``work`` and the response."""
     working, leaving = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
@@ -231,10 +244,15 @@ async def _answer(send: Send, status: int, content: dict[str, Any]) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-async def _send_answer(send: Send, answer: Answer) -> None:
+def _now(state: GuardState) -> dict[str, Any]:
+    return {"version": state.version, "load": asdict(state.meter.load())}
+
+
+async def _send_answer(send: Send, answer: Answer, load: str) -> None:
     pieces = pack(answer)
     length = str(sum(map(len, pieces))).encode()
     headers = [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", length)]
+    headers.append((LOAD_HEADER.lower().encode(), load.encode()))
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for number, piece in enumerate(pieces, 1):
         await send({"type": "http.response.body", "body": piece, "more_body": number < len(pieces)})

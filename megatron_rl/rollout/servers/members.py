@@ -44,6 +44,11 @@ class Member:
     doubts: int = 0  # complaints about it that are being looked into; it is not used meanwhile
     updating: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+    @property
+    def queue(self) -> int:
+        """Requests under way there: of this rank now, of others as the server last said."""
+        return self.in_flight + getattr(self.client, "elsewhere", 0)
+
 
 @dataclass
 class PoolLimits:

@@ -28,6 +28,7 @@ from megatron_rl.rollout.checksums import check_own_refit
 from megatron_rl.rollout.engine_arguments import runs_eagerly
 from megatron_rl.rollout.servers import guard
 from megatron_rl.rollout.servers.answering import sample
+from megatron_rl.rollout.servers.load import Meter
 from megatron_rl.rollout.servers.rendezvous import Address, publish, withdraw
 from megatron_rl.rollout.servers.replacement import load, replace_weights
 from megatron_rl.rollout.servers.settings import agreed_settings, server_arguments
@@ -97,6 +98,7 @@ async def _serve(spec: ServerSpec, listener: socket.socket, say: Callable[[str],
         architecture = read_architecture(spec.model_path) if spec.record_routes else None
         under_way = UnderWay(engine)
         guard.STATE.replace = partial(replace_weights, engine, under_way)
+        guard.STATE.meter = Meter(engine, under_way)
         guard.STATE.sample = partial(sample, engine, under_way, architecture)
         guard.STATE.max_body_bytes += guard.BODY_BYTES_PER_TOKEN * engine.model_config.max_model_len
         guard.STATE.token = spec.token

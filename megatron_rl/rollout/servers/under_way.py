@@ -37,6 +37,7 @@ class UnderWay:
         self._engine, self._numbers = engine, itertools.count()
         self._version = 0  # of the weights that sample now
         self._num_updates = 0
+        self.num_prompt_tokens = self.num_cached_tokens = 0  # of all requests; of these, found in the prefix cache
         self._runs: dict[str, list[tuple[int, int]]] = {}  # by name: (policy version, tokens there at its end), …
         self._num_entering, self._entered = 0, asyncio.Event()
         self._is_held = False
@@ -62,6 +63,8 @@ class UnderWay:
             raise
         finally:
             del self._runs[name]
+        self.num_prompt_tokens += len(prompt)
+        self.num_cached_tokens += getattr(output, "num_cached_tokens", None) or 0
         (completion,) = output.outputs
         return completion, _by_token([*runs, (self._version, ALL)], len(completion.token_ids))
 

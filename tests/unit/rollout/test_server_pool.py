@@ -42,6 +42,7 @@ class FakeClient:
 
     def __init__(self, name: str, world: World) -> None:
         self.name, self.world, self.in_flight, self.closed = name, world, 0, asyncio.Event()
+        self.elsewhere = 0
 
     def _check(self) -> None:
         if self.name not in self.world.alive:
