@@ -1,13 +1,15 @@
 """Training-inference mismatch of a checkpoint, per pair of learner and rollout dtype [FP16 §3.5]: JSON, PNG and HTML.
 
-    megatron-rl mismatch RECIPE [--pairs all | bf16/bf16,fp16/fp16] [--prompts 64] [--samples 4] \
+    megatron-rl mismatch RECIPE [--pairs all | bf16/bf16,bf16/bf16+fp8] [--prompts 64] [--samples 4] \
         [--checkpoint RUN/checkpoints/step_00000100] [--set KEY.PATH=VALUE …] --out DIR
 
-For every pair (learner/rollout) the learner's weights go to vLLM as after an update, vLLM generates, the learner scores
-what was generated. Model, prompts (data.validation, else data.train), lengths and the `precision` section are the
-recipe's; `--set model.path=…`, `--set data.validation=…` point it elsewhere. `--set rollout.stop_token_ids=[]` makes
-all responses as long as rollout.max_response_length, so that pairs compare at the same length. Routes are compared
-where the model has experts. Several ranks: under torchrun, laid out as the recipe says.
+A pair is learner/rollout, and the rollout dtype may have a rounding of its weights (`rollout.quantization.weights`)
+behind it: bf16/bf16+fp8. Without one the recipe's holds. For every pair the learner's weights go to vLLM as after an
+update, vLLM generates, the learner scores what was generated. Model, prompts (data.validation, else data.train),
+lengths and the `precision` section are the recipe's; `--set model.path=…`, `--set data.validation=…` point it
+elsewhere. `--set rollout.stop_token_ids=[]` makes all responses as long as rollout.max_response_length, so that pairs
+compare at the same length. Routes are compared where the model has experts. Several ranks: under torchrun, laid out as
+the recipe says.
 """
 
 from __future__ import annotations
@@ -15,20 +17,22 @@ from __future__ import annotations
 import argparse
 import itertools
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from megatron_rl.commands.arguments import add_recipe
+from megatron_rl.config.quantization import WeightType
 from megatron_rl.errors import EXIT_DONE, InputError
 
 if TYPE_CHECKING:
     from megatron_rl.commands.mismatch_pairs import PairResult
 
 DTYPES = ("bf16", "fp16", "fp32")
+ROUNDINGS = get_args(WeightType)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
-    parser.add_argument("--pairs", default="all", help="all, or learner/rollout dtypes: bf16/bf16,fp16/fp16")
+    parser.add_argument("--pairs", default="all", help="all, or learner/rollout dtypes: bf16/bf16,bf16/bf16+fp8")
     parser.add_argument("--prompts", type=int, default=64, help="number of prompts (default 64)")
     parser.add_argument("--samples", type=int, default=4, help="responses per prompt (default 4)")
     parser.add_argument("--checkpoint", type=Path, help="a learner checkpoint (step_…); default: model.path")
@@ -66,22 +70,31 @@ def run(options: argparse.Namespace) -> int:
 
 
 def parse_pairs(text: str) -> list[tuple[str, str]]:
-    """`all` or `learner/rollout,…`. Raises `InputError` on another dtype."""
+    """`all` (of dtypes) or `learner/rollout,…`. Raises `InputError` on another dtype or rounding."""
     if text == "all":
         return list(itertools.product(DTYPES, DTYPES))
     pairs = [tuple(pair.strip().split("/")) for pair in text.split(",")]
     for pair in pairs:
-        if len(pair) != 2 or not set(pair) <= set(DTYPES):
-            raise InputError(f"--pairs: {'/'.join(pair)!r}; expected all, or learner/rollout with {', '.join(DTYPES)}")
+        dtype, plus, rounding = pair[-1].partition("+")
+        known = {pair[0], dtype} <= set(DTYPES) and (rounding in ROUNDINGS if plus else True)
+        if len(pair) != 2 or not known:
+            raise InputError(
+                f"--pairs: {'/'.join(pair)!r}; expected all, or learner/rollout with {', '.join(DTYPES)}, the "
+                f"second with +{', +'.join(ROUNDINGS)} or nothing behind it"
+            )
     return pairs
 
 
 def print_table(results: list[PairResult]) -> None:
-    print("learner/rollout  log-ratio std  (from IQR)   rho std   rho max    k3 KL  1-Pearson  other routes  length")
+    width = max(map(len, ("learner/rollout", *(result.name for result in results))))
+    print(
+        f"{'learner/rollout':>{width}}  log-ratio std  (from IQR)   rho std   rho max    "
+        "k3 KL  1-Pearson  other routes  length"
+    )
     for result in results:
         f = result.figures()
         print(
-            f"{result.name:>15}  {f['sequence_log_ratio_std']:13.2e}  {f['sequence_log_ratio_iqr_std']:10.2e}  "
+            f"{result.name:>{width}}  {f['sequence_log_ratio_std']:13.2e}  {f['sequence_log_ratio_iqr_std']:10.2e}  "
             f"{f['mismatch/rho_std']:8.2e}  "
             f"{f['mismatch/rho_max']:8.4f}  {f['rollout_corr/k3_kl']:7.1e}  {1 - f['pearson']:9.1e}  "
             f"{f.get('routes_differ_frac', float('nan')):12.2%}  {f['mean_length']:6.1f}"

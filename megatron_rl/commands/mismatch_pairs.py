@@ -34,7 +34,7 @@ class PairResult:
     """What one pair of dtypes gave. N response tokens of B sequences."""
 
     learner: str
-    rollout: str
+    rollout: str  # with the rounding of its weights: bf16+fp8
     mu: np.ndarray  # [N] float64, log mu
     po: np.ndarray  # [N] float64, log po
     lengths: np.ndarray  # [B]
@@ -76,7 +76,7 @@ class PairResult:
 def measure(
     recipe: Recipe, prompts: list[Prompt], pairs: Sequence[tuple[str, str]], checkpoint: Path | None
 ) -> Iterator[PairResult]:
-    """Every pair, grouped by rollout dtype: an engine takes longer to start than a learner."""
+    """Every pair, grouped by what the engine rounds: an engine takes longer to start than a learner."""
     version = 0
     for rollout_dtype, members in itertools.groupby(sorted(pairs, key=lambda pair: pair[1]), key=lambda pair: pair[1]):
         variants = [with_dtypes(recipe, learner_dtype, rollout_dtype) for learner_dtype, _ in members]
@@ -99,7 +99,10 @@ def measure(
 
 def with_dtypes(recipe: Recipe, learner: str, rollout: str) -> Recipe:
     values = recipe.model_dump()
-    values["learner"]["dtype"], values["rollout"]["dtype"] = learner, rollout
+    dtype, _, rounding = rollout.partition("+")
+    values["learner"]["dtype"], values["rollout"]["dtype"] = learner, dtype
+    if rounding:
+        values["rollout"]["quantization"]["weights"] = rounding
     values["routing"] = {"telemetry": bool(recipe.routing.telemetry)}
     return Recipe.model_validate(values)
 
@@ -131,7 +134,7 @@ def measure_pair(
         differ = np.concatenate([(a != b).any(axis=-1) for a, b in both])
     return PairResult(
         recipe.learner.dtype,
-        recipe.rollout.dtype,
+        "+".join(filter(None, (recipe.rollout.dtype, recipe.rollout.quantization.weights))),
         mu=np.concatenate([s.inference_logprobs for s in batch.sequences]).astype(np.float64),
         po=np.concatenate(scored).astype(np.float64),
         lengths=np.array([s.response_length for s in batch.sequences]),

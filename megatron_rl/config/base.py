@@ -57,16 +57,18 @@ class _Rewritten:
 
 @dataclass(frozen=True)
 class Short(_Rewritten):
-    """Text stands for a mapping with this text under ``key``."""
+    """Text stands for a mapping with this text under ``key``; with ``or_null``, null for one with null under it."""
 
     key: str
+    or_null: bool = False
 
     @property
     def other(self) -> dict[str, Any]:
-        return {"type": "string"}
+        return {"type": ["string", "null"]} if self.or_null else {"type": "string"}
 
     def expand(self, value: Any) -> Any:
-        return {self.key: value} if isinstance(value, str) else value
+        short = isinstance(value, str) or (self.or_null and value is None)
+        return {self.key: value} if short else value
 
 
 @dataclass(frozen=True)

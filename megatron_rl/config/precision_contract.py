@@ -46,6 +46,10 @@ def contract(recipe: Recipe, architecture: Architecture) -> list[ContractRow]:
     ]
     if architecture.is_moe:
         rows.append(fp32_where(precision.fp32_router, precision.rollout_router, "router"))
+    if rollout.quantization.weights is not None:
+        rows.append(ContractRow("weights", learner_dtype, rollout.quantization.words, "rounding"))
+    if rollout.quantization.kv_cache is not None:
+        rows.append(ContractRow("kv cache", learner_dtype, rollout.quantization.kv_cache, "rounding"))
     rows += [
         ContractRow("attention", _BY_DEVICE, _BY_DEVICE, "rounding"),
         ContractRow("rope", "Megatron, unfused", _BY_DEVICE, "rounding"),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megatron_rl.config.base import Dtype, OffCount, Section
+from megatron_rl.config.base import Dtype, OffCount, Section, Short
+from megatron_rl.config.quantization import QuantizationConfig
 from megatron_rl.config.servers import ServersConfig
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -23,6 +24,9 @@ class RolloutConfig(Section):
     batch-invariant computation, the arm without mismatch; slow, see docs/exact.md."""
     dtype: Dtype = "bf16"
     """Dtype of the engine's weights and activations; weights reach it directly in this dtype at every update."""
+    quantization: Annotated[QuantizationConfig, Short("weights", or_null=True)] = QuantizationConfig()
+    """What the engine rounds beyond `dtype`: weights, at load and at every update, and its key/value cache. The name of
+    a type alone stands for {weights: ...}, null for nothing."""
     num_samples: PositiveInt = 8
     """Responses sampled to each prompt: the group size G."""
     max_response_length: PositiveInt = 1024

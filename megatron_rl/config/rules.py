@@ -11,6 +11,7 @@ from typing import Literal
 
 from megatron_rl.checkpoint.architecture import Architecture
 from megatron_rl.config.learner import ParallelConfig
+from megatron_rl.config.quantization import ON_CUDA
 from megatron_rl.config.rollout import CPU_EXPERT_MULTIPLE, CPU_HEAD_DIMS, RolloutConfig
 from megatron_rl.config.routing import RoutingConfig
 from megatron_rl.config.schedule import ScheduleConfig
@@ -214,12 +215,47 @@ def rollout_problems(
         found.append(
             f"rollout.stop_token_ids: {too_high} are outside the vocabulary (0 … {architecture.vocab_size - 1})"
         )
-    return found + (_cpu_problems(rollout, architecture) if device == "cpu" else [])
+    if device is None:
+        return found
+    return found + (_cpu_problems if device == "cpu" else _cuda_problems)(rollout, architecture)
+
+
+def _cuda_problems(rollout: RolloutConfig, architecture: Architecture) -> list[str]:
+    """Rounding that vLLM on CUDA cannot do again at every weight update."""
+    wanted, found = rollout.quantization, []
+    if wanted.weights in ("int8", "int4"):
+        found.append(
+            f"rollout.quantization.weights: {wanted.weights} on CUDA, where vLLM rounds linear layers and experts "
+            "to fp8 alone while it loads; use fp8, or runtime.device cpu"
+        )
+    elif wanted.weights is not None:
+        if wanted.of_weights not in ON_CUDA:
+            found.append(
+                f"rollout.quantization.block: {wanted.block}; vLLM on CUDA has [128, 128], [1, null] and [null, null]"
+            )
+        if rollout.dtype == "fp32":
+            found.append(
+                "rollout.dtype: fp32 with rollout.quantization.weights; vLLM's fp8 kernels on CUDA give bf16 or fp16"
+            )
+        width = architecture.moe_ffn_hidden_size // rollout.tensor_parallel
+        padded = architecture.is_moe and (width % 128 or architecture.hidden_size % 128)
+        if wanted.of_weights == (128, 128) and padded:
+            found.append(
+                f"rollout.tensor_parallel: {rollout.tensor_parallel} leaves experts of {architecture.hidden_size} × "
+                f"{width}, which rollout.quantization.block [128, 128] does not divide: vLLM would pad them and hold "
+                "those of all layers in full until an update ends; use another tensor_parallel, or block [1, null]"
+            )
+    return found
 
 
 def _cpu_problems(rollout: RolloutConfig, architecture: Architecture) -> list[str]:
     """Shapes that vLLM's CPU kernels do not have."""
     found = []
+    if rollout.quantization.kv_cache is not None and architecture.head_dim % 32:
+        found.append(
+            f"rollout.quantization.kv_cache: fp8 with a head_dim of {architecture.head_dim}; vLLM on a CPU has it for "
+            "multiples of 32"
+        )
     if rollout.engine == "vllm_server" and rollout.tensor_parallel > 1:
         found.append(
             f"rollout.tensor_parallel: {rollout.tensor_parallel}; a server on a CPU is one process, start more servers"
@@ -311,6 +347,10 @@ def exact_problems(recipe: RecipeSections) -> list[str]:
         found.append(
             f"rollout.dtype: {rollout.dtype}, but rollout.engine exact generates with the learner's own weights "
             f"(learner.dtype {recipe.learner.dtype}); set both alike"
+        )
+    if rollout.quantization.weights or rollout.quantization.kv_cache:
+        found.append(
+            "rollout.quantization: set, but rollout.engine exact generates with the learner's own weights; remove it"
         )
     if rollout.top_p < 1 or rollout.top_k:
         found.append(

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from megatron_rl.checkpoint.architecture import Architecture
 from megatron_rl.plan import hardware as hw
-from megatron_rl.plan.activations import BYTES
-from megatron_rl.plan.generation import EngineMemory
-from megatron_rl.plan.parameters import active_parameters, query_width, total_parameters
+from megatron_rl.plan.generation import EngineMemory, weight_bytes, weight_size
+from megatron_rl.plan.parameters import active_parameters, query_width
 from megatron_rl.plan.workload import Workload
 
 
@@ -18,6 +17,8 @@ class Decoding:
 
     architecture: Architecture
     overhead: float  # of a step
+    weights: float  # bytes of them, on all GPUs together
+    expert_weight: float  # bytes of one weight of an expert
     read_byte: float  # of the weights
     read_token: float  # for a token of context
     compute: float  # for a sequence
@@ -31,7 +32,9 @@ class Decoding:
         return cls(
             architecture=a,
             overhead=overhead,
-            read_byte=BYTES[rollout.dtype] / tp / bandwidth,
+            weights=weight_bytes(a, rollout),
+            expert_weight=weight_size(rollout),
+            read_byte=1 / tp / bandwidth,
             read_token=engine.token_bytes / bandwidth,
             compute=2 * active_parameters(a) / tp / (work.gpu.flops(rollout.dtype) * hw.DECODE_FLOPS),
         )
@@ -41,7 +44,7 @@ class Decoding:
         a = self.architecture
         moe = sum(a.moe_layers) * 3 * a.hidden_size * a.moe_ffn_hidden_size * a.num_experts
         idle = (1 - a.experts_per_token / a.num_experts) ** sequences if a.is_moe else 0.0
-        return (total_parameters(a) - moe * idle) * self.read_byte
+        return (self.weights - moe * self.expert_weight * idle) * self.read_byte
 
     def step(self, sequences: float, context: float) -> float:
         """One step of ``sequences`` with ``context`` tokens together."""

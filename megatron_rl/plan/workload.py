@@ -127,7 +127,7 @@ def make_workload(
         host_gib or gpu.host_gib,
     )
     problems = layout_problems(recipe.learner.parallel, architecture, work.ranks)
-    problems += rollout_problems(rollout, architecture, prompt.max_length, work.ranks)
+    problems += rollout_problems(rollout, architecture, prompt.max_length, work.ranks, "cuda")
     if problems:
         raise InputError(f"recipe {recipe.name} on {work.ranks} ranks:\n" + "\n".join(f"  {p}" for p in problems))
     return work

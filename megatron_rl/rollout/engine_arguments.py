@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from megatron_rl.config.quantization import ON_CUDA, QuantizationConfig
 from megatron_rl.config.rollout import RolloutConfig
 
 VLLM_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -60,4 +61,20 @@ def engine_arguments(
             arguments["kernel_config"] = {"ir_op_priority": PRIORITY}
     else:
         arguments["enable_sleep_mode"] = True
+    return arguments | quantization_arguments(config.quantization, device)
+
+
+def quantization_arguments(wanted: QuantizationConfig, device: Device) -> dict[str, Any]:
+    """What makes vLLM round: its own quantization while loading on CUDA, ours on a CPU. Empty where nothing is."""
+    arguments: dict[str, Any] = {}
+    if wanted.kv_cache is not None:
+        arguments["kv_cache_dtype"] = wanted.kv_cache
+    if wanted.weights is not None:
+        from megatron_rl.rollout.quantized_layers import KEPT, KEY, NAME
+
+        if device == "cpu":
+            arguments |= {"quantization": NAME, "additional_config": {KEY: wanted.model_dump(mode="json")}}
+        else:
+            arguments["quantization"] = ON_CUDA[wanted.of_weights]
+            arguments["quantization_config"] = {"ignore": list(KEPT)}
     return arguments

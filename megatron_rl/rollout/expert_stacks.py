@@ -17,8 +17,11 @@ from collections.abc import Iterable, Iterator
 import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 
 _NAME = re.compile(r"(?P<block>.+\.experts)\.(?P<expert>\d+)\.(?P<projection>gate|up|down)_proj\.weight")
+# Experts that arrive in the engine's dtype: they stay as they are, or are quantized once a layer is complete.
+_METHODS = (UnquantizedFusedMoEMethod, OnlineMoEMethodBase)
 # Projection → vLLM's parameter, and which part of it.
 _PLACE = {"gate": ("w13_weight", "w1"), "up": ("w13_weight", "w3"), "down": ("w2_weight", "w2")}
 
@@ -28,7 +31,7 @@ def load_stacks(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Load the experts of ``weights`` (Hugging Face names) into ``model``; yields the tensors that are left to load.
 
-    Tensors of experts that are quantized, or split over ranks expert by expert, are yielded as well: a stack needs all
+    Tensors of experts that come quantized, or split over ranks expert by expert, are yielded as well: a stack needs all
     experts on every rank. Raises `RuntimeError` where a projection did not get all of its experts.
     """
     blocks = stackable_blocks(model)
@@ -58,7 +61,7 @@ def stackable_blocks(model: torch.nn.Module) -> dict[str, RoutedExperts]:
         name[: name.index(".experts") + len(".experts")]: module
         for name, module in model.named_modules()
         if isinstance(module, RoutedExperts)
-        and isinstance(module.quant_method, UnquantizedFusedMoEMethod)
+        and isinstance(module.quant_method, _METHODS)
         and module.local_num_experts == module.global_num_experts
     }
 

@@ -12,12 +12,24 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
-from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
+from vllm.model_executor.layers.quantization.online import fp8 as online
 
 from megatron_rl.config.precision import PrecisionConfig
+from megatron_rl.config.quantization import in_words
 
 _ROUTER_KEY = "router_dtype"  # in the model's configuration; vLLM and transformers do not read it
 _ROUTER_SUFFIX = ".mlp.gate"
+_ONLINE = {
+    online.Fp8PerBlockOnlineLinearMethod: (128, 128),
+    online.Fp8PerBlockOnlineMoEMethod: (128, 128),
+    online.Fp8PtpcOnlineLinearMethod: (1, None),
+    online.Fp8PtpcOnlineMoEMethod: (1, None),
+    online.Fp8PerTensorOnlineLinearMethod: (None, None),
+    online.Fp8PerTensorOnlineMoEMethod: (None, None),
+}
+"""vLLM's methods of quantization while loading → the block that shares a scale."""
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -47,20 +59,35 @@ if ReplicatedLinear.__name__ not in op_registry_oot:  # a re-import must not rai
 
 
 def describe_model(model: torch.nn.Module) -> dict[str, str]:
-    """Router dtype, attention backend, rope and activation of a loaded model, for the precision contract."""
+    """Router dtype, types of weights and cache, attention backend, rope and activation of a loaded model, for the
+    precision contract."""
     found: dict[str, str] = {}
+    weights: set[str] = set()
     for name, module in model.named_modules():
         kind = type(module).__name__
+        if isinstance(module, LinearBase | RoutedExperts) and not name.endswith(_ROUTER_SUFFIX):
+            weights.add(_type_of_weights(module))
         if name.endswith(_ROUTER_SUFFIX):
             in_fp32 = getattr(module, "in_fp32", False)
             found["router"] = "fp32" if in_fp32 else _NAMES[module.params_dtype]
         elif kind == "Attention":
             found["attention"] = f"vLLM {module.attn_backend.get_name()}"
+            found["kv cache"] = "fp8" if module.kv_cache_dtype.startswith("fp8") else module.kv_cache_dtype
         elif "RotaryEmbedding" in kind:
             found["rope"] = _implementation(module)
         elif kind in ("SiluAndMul", "RoutedExperts"):
             found["activation"] = _implementation(module)
-    return found
+    return found | {"weights": ", ".join(sorted(weights))}
+
+
+def _type_of_weights(module: torch.nn.Module) -> str:
+    """As the contract says it: what `rollout.quantized_layers` or vLLM rounds them to, or the engine's dtype."""
+    method = module.quant_method
+    if (ours := getattr(method, "quantization", None)) is not None:
+        return ours.words
+    if type(method) in _ONLINE:
+        return in_words("fp8", _ONLINE[type(method)])
+    return "dtype" if "Unquantized" in type(method).__name__ else type(method).__name__
 
 
 def _implementation(module: torch.nn.Module) -> str:

@@ -52,6 +52,7 @@ def agreed_settings(
     return {
         "model": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
         "dtype": config.dtype,
+        "quantization": config.quantization.model_dump(mode="json"),
         "max_model_len": max_prompt_length + config.max_response_length,
         "record_routes": record_routes,
         "fp32_head": precision.rollout_head,

@@ -187,7 +187,7 @@ def literals(annotation: Any) -> list[Any]:
 
 
 def takes_null(field: FieldInfo) -> bool:
-    by_mark = any(isinstance(mark, NullIsZero | ShortList) for mark in field.metadata)
+    by_mark = any(isinstance(mark, NullIsZero | ShortList) or getattr(mark, "or_null", 0) for mark in field.metadata)
     return by_mark or type(None) in get_args(field.annotation) or field.annotation is Any
 
 
