@@ -37,7 +37,7 @@ def check_recipe(recipe: Recipe, world_size: int | None = None, *, offline: bool
     """
     architecture, assumed = shape_of(recipe.model.path) if offline else (_architecture(recipe.model.path), False)
     absent = [f"model {recipe.model.path} (its shape is known)"] if assumed else []
-    device = "cpu" if recipe.runtime.device == "cpu" else None
+    device = None if recipe.runtime.device == "auto" else recipe.runtime.device
     problems = model_problems(recipe, architecture, world_size, device) + _compiler_problems(recipe)
     try:
         check_reward(recipe.reward, recipe.rollout.max_response_length)

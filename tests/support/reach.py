@@ -44,6 +44,7 @@ REACHED = {
     "megatron_rl/learner/process_groups.py": LEARNER,
     "megatron_rl/monitor/environment.py": LEARNER,
     "megatron_rl/monitor/timing.py": LEARNER,
+    "megatron_rl/plan/workload.py": "tests/unit/plan/test_quantized.py",
     "megatron_rl/process/devices.py": DEVICES,
     "megatron_rl/rollout/engine_arguments.py": "tests/unit/rollout/test_engine_arguments.py",
     "megatron_rl/rollout/process_state.py": "tests/unit/rollout/test_process_state.py",

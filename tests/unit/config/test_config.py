@@ -151,6 +151,18 @@ def test_resolved_recipes_load_again(tmp_path):
                 "nothing is gained; use false or set learner",
             ],
         ),
+        ("rollout.quantization=fp9", ["rollout.quantization.weights: found 'fp9'", "'fp8', 'int8' or 'int4'"]),
+        ("rollout.quantization.block=[1, null]", ["rollout.quantization.block: [1, None], but weights is null"]),
+        ("rollout.quantization=fp8\nrollout.engine=exact", ["rollout.quantization: set, but rollout.engine exact"]),
+        ("runtime.device=cuda\nrollout.quantization=int4", ["weights: int4 on CUDA", "use fp8, or runtime.device cpu"]),
+        (
+            "runtime.device=cuda\nrollout.quantization={weights: fp8, block: [1, 64]}",
+            ["rollout.quantization.block: [1, 64]", "[128, 128], [1, null] and [null, null]"],
+        ),
+        (
+            "runtime.device=cuda\nrollout.quantization=fp8",
+            ["leaves experts of 128 × 64", "use another tensor_parallel", "rollout.dtype: fp32"],
+        ),
         ("name=a/b", ["name: found 'a/b'"]),
         ("batch.max_generations=2", ["batch.max_generations: 2", "set filter_groups: true"]),
         ("batch.generation_prompts=20", ["batch.generation_prompts: 20", "set filter_groups: true"]),

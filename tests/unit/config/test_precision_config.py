@@ -79,3 +79,33 @@ def test_loss_scale_bounds():
         LossScaleConfig(initial=1024.0, minimum=4096.0)
     with pytest.raises(ValidationError):
         LossScaleConfig(backoff_factor=1.0)
+
+
+def test_rounded_weights_and_cache_are_rows_of_the_contract():
+    """Rounding, not another policy: legal and measured. Without the key there are no such rows."""
+    recipe = tiny_recipe(rollout={"quantization": {"weights": "fp8", "block": [1, None], "kv_cache": "fp8"}})
+    stated = contract(recipe, read_architecture(MODEL))
+    found = {row.aspect: (row.rollout, row.verdict) for row in stated}
+    assert (found["weights"], found["kv cache"]) == (("fp8 [1, all]", "rounding"), ("fp8", "rounding"))
+    assert not {"weights", "kv cache"} & rows(tiny_recipe()).keys()
+    engine = {"weights": "fp8 [1, all], dtype", "kv cache": "fp8"}
+    with pytest.raises(
+        InputError, match=r"weights: the rollout engine uses fp8 \[1, all\], dtype, the recipe says fp8"
+    ):
+        confirm_contract(stated, {}, engine)
+
+
+@pytest.mark.parametrize(
+    ("written", "kind", "block"),
+    [
+        (None, None, (128, 128)),
+        ("fp8", "fp8", (128, 128)),
+        ("int8", "int8", (1, None)),
+        ("int4", "int4", (1, 128)),
+        ({"weights": "int4", "block": [1, 32]}, "int4", (1, 32)),
+        ({"weights": "fp8", "block": [None, None]}, "fp8", (None, None)),
+    ],
+)
+def test_a_type_alone_brings_its_own_block(written, kind, block):
+    found = tiny_recipe(rollout={"quantization": written}).rollout.quantization
+    assert (found.weights, found.of_weights) == (kind, block)

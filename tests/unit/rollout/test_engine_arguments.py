@@ -34,3 +34,32 @@ def test_arguments_on_cuda_are_vllms(place, tensor_parallel):
     assert made.enforce_eager is False
     assert made.kv_cache_memory_bytes is None, "the cache is what gpu_memory_utilization leaves"
     assert "block_size" not in arguments, "that of a CPU"
+
+
+@pytest.mark.parametrize(
+    ("block", "name"), [(None, "fp8_per_block"), ([1, None], "fp8_per_channel"), ([None, None], "fp8_per_tensor")]
+)
+@pytest.mark.parametrize("place", ["beside the learner", "server"])
+def test_rounding_is_vllms_own_on_cuda(place, block, name):
+    """Its names of quantization while loading, with routers left out; ours on a CPU; nothing where nothing is asked."""
+    from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
+
+    from megatron_rl.rollout import quantized_layers
+
+    def arguments(device: str, **fields) -> dict:
+        config = RolloutConfig.model_validate(fields)
+        if place == "server":
+            return server_arguments(config, MODEL, device, 16, record_routes=True, precision=PrecisionConfig())
+        return engine_arguments(config, MODEL, device, 16, record_routes=True)
+
+    keys = {"quantization", "quantization_config", "additional_config", "kv_cache_dtype"}
+    assert not keys & arguments("cuda").keys()
+    assert not keys & arguments("cpu").keys()
+    wanted = {"weights": "fp8", "block": block, "kv_cache": "fp8"}
+    found = {key: value for key, value in arguments("cuda", quantization=wanted).items() if key in keys}
+    ignored = {"ignore": ["*.mlp.gate"]}
+    assert found == {"quantization": name, "quantization_config": ignored, "kv_cache_dtype": "fp8"}
+    assert name in ONLINE_QUANT_SHORTHAND_NAMES
+    found = {key: value for key, value in arguments("cpu", quantization=wanted).items() if key in keys}
+    ours = {quantized_layers.KEY: wanted}
+    assert found == {"quantization": quantized_layers.NAME, "additional_config": ours, "kv_cache_dtype": "fp8"}

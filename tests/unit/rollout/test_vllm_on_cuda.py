@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config import Recipe, load_recipe
+from megatron_rl.config.quantization import ON_CUDA
 from megatron_rl.rollout.engine_arguments import VLLM_DTYPE
 from tests.support import cuda_platform
 from tests.support.tiny import REPOSITORY
@@ -71,6 +72,7 @@ def found() -> dict[tuple[str, str], dict[str, Any]]:
 
 def expected(recipe: Recipe, place: str, ranks: int) -> dict[str, Any]:
     rollout = recipe.rollout
+    rounds = rollout.quantization.of_weights if rollout.quantization.weights else None
     in_a_rank = "ExecutorWithExternalLauncher" if ranks > 1 else "UniProcExecutor"
     in_a_server = "MultiprocExecutor" if rollout.tensor_parallel > 1 else "UniProcExecutor"
     return {
@@ -92,6 +94,8 @@ def expected(recipe: Recipe, place: str, ranks: int) -> dict[str, Any]:
         "executor": in_a_rank if place == "learner" else in_a_server,
         "sequences": rollout.max_num_seqs,
         "utilization": rollout.gpu_memory_utilization,
+        "quantization": None if rounds is None else [ON_CUDA[rounds], ["*.mlp.gate"]],
+        "cache type": "fp8" if rollout.quantization.kv_cache else "auto",
         "cache bytes": None if rollout.kv_cache_gib is None else int(rollout.kv_cache_gib * 2**30),
         "prefix caching": rollout.enable_prefix_caching,
         "weight transfer": {"learner": "megatron_rl_stream", "server": "megatron_rl_files"}[place],

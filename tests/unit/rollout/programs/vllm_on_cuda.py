@@ -125,6 +125,16 @@ def attention(config: Any) -> str:
         return get_attn_backend(model.get_head_size(), model.dtype, config.cache_config.cache_dtype).get_name()
 
 
+def quantization(config: Any) -> list[Any] | None:
+    """The name of what vLLM quantizes to while it loads, and the layers that it leaves out."""
+    from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+
+    if config.quant_config is None:
+        return None
+    assert isinstance(config.quant_config, OnlineQuantizationConfig), config.quant_config
+    return [config.model_config.quantization, config.quant_config.ignored_layers]
+
+
 def facts(config: Any) -> dict[str, Any]:
     """What a run relies on, as vLLM has it in the end."""
     from vllm.v1.executor import Executor
@@ -148,6 +158,8 @@ def facts(config: Any) -> dict[str, Any]:
         "executor": Executor.get_class(config).__name__,
         "sequences": config.scheduler_config.max_num_seqs,
         "utilization": config.cache_config.gpu_memory_utilization,
+        "quantization": quantization(config),
+        "cache type": config.cache_config.cache_dtype,
         "cache bytes": config.cache_config.kv_cache_memory_bytes,
         "prefix caching": config.cache_config.enable_prefix_caching,
         "weight transfer": config.weight_transfer_config.backend,
