@@ -24,6 +24,7 @@ from megatron_rl.watch.columns import Columns
 from megatron_rl.watch.lines import LineFollower
 
 LOG_LINES = 200
+RECENT_NS = 5 * 10**9  # so long a folder may change again under the same time of change
 SILENT_S = 20.0  # a run that is alive writes to its LOCK every 5 seconds
 _ALARM = re.compile(r"\d\d:\d\d:\d\d alarm (?P<name>[\w-]+) at step (?P<step>\d+): (?P<text>.*)")
 
@@ -52,6 +53,7 @@ class WatchedRun:
         self._samples = LineFollower(self.directory.samples)
         self._recipe: tuple[Any, dict[str, Any]] = (None, {})
         self._beat: tuple[str, float] = ("", 0.0)
+        self._steps: tuple[int, list[int]] = (0, [])
         self._batch: tuple[Any, BatchSlices | None] = (None, None)
 
     def refresh(self) -> None:
@@ -167,11 +169,14 @@ class WatchedRun:
         return sorted(events, key=lambda event: (-event.step, event.name))
 
     def batch_steps(self) -> list[int]:
-        """Steps whose batches are on disk now."""
+        """Steps whose batches are on disk now. The folder is listed again only where it has changed."""
         try:
-            return recorded_steps(self.directory.batches)
+            changed = self.directory.batches.stat().st_mtime_ns
+            if self._steps[0] != changed or time.time_ns() - changed < RECENT_NS:
+                self._steps = (changed, recorded_steps(self.directory.batches))
         except (OSError, ValueError):
-            return []
+            self._steps = (0, [])
+        return self._steps[1]
 
     def batch(self, step: int) -> BatchSlices:
         """A batch on disk. The description of the one asked for last is kept. `InputError` where it is gone."""

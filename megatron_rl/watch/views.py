@@ -16,7 +16,7 @@ from megatron_rl.watch.columns import decimated, number, numbers
 from megatron_rl.watch.run import WatchedRun
 
 MAX_POINTS, ROUTE_COLUMNS = 2000, 200
-EVENTS_SHOWN = 200
+EVENTS_SHOWN, BATCHES_SHOWN = 200, 300
 BAND, LAYER = "mismatch/rho_count/", "router/agree_frac/layer_"
 BAND_FIGURES = ("count", "mean", "std", "q05", "q50", "q95")
 # What a run records only where its recipe says so, and the words that say so.
@@ -45,7 +45,7 @@ def _run_state(run: WatchedRun) -> dict[str, Any]:
         done = 0 if columns.last_step is None else columns.last_step + 1
         total = total if isinstance(total, int) else None
         is_going = status == "running" and seconds is not None and total is not None
-        events = run.alarm_events()
+        events, batches = run.alarm_events(), run.batch_steps()
         return {
             "label": run.label,
             "folder": printable(str(run.directory.root)),
@@ -62,7 +62,8 @@ def _run_state(run: WatchedRun) -> dict[str, Any]:
             "rules": [_rule(rule) for rule in run.setting("monitor.alarms") or () if isinstance(rule, dict)],
             "events": [vars(event) for event in events[:EVENTS_SHOWN]],
             "num_events": len(events),
-            "batches": run.batch_steps(),
+            "batches": batches[-BATCHES_SHOWN:],
+            "num_batches": len(batches),
             "num_samples": run.num_samples,
         }
 

@@ -8,9 +8,10 @@ import { Samples } from "./samples.js";
 const TABS = { curves: "Curves", mismatch: "Mismatch", routes: "Routes", samples: "Samples", alarms: "Alarms", log: "Log" };
 const AXES = [["step", "steps"], ["time", "hours"], ["tokens", "million tokens"]];
 const POLL_MS = 2000, SLOWEST_MS = 15000;
+const READ_MS = 4000, TYPE_MS = 60000; // so long after the last move or key a view waits for its reader
 const here = { tab: "curves", axis: "step", smoothing: "auto", extra: [], logs: {}, hidden: new Set(), step: null, logRun: 0 };
 const context = { labels: [], hints: {}, state: null, guard };
-let drawn = "", samples = null, wait = POLL_MS;
+let touched = 0, drawn = "", samples = null, wait = POLL_MS;
 const view = document.getElementById("view"), tabs = document.getElementById("tabs"), connection = document.getElementById("connection");
 
 function readAddress() {
@@ -120,16 +121,22 @@ function redraw() {
   }
 }
 
-/** Draws the open view where a run has changed since; a chart that is being read (focus, pointer) waits. */
+/** Draws the open view where a run has changed since; a chart that is being read waits, until nothing has moved for a while. */
 async function drawView(state) {
   const wanted = JSON.stringify([here.tab, here.axis, here.extra, here.step, state.runs.map((run) => run.version)]);
-  const isRead = drawn && (view.querySelector("svg:focus, svg:hover, canvas:focus, canvas:hover, input:focus") !== null);
+  const since = Date.now() - touched;
+  const isRead = drawn && ((since < READ_MS && view.querySelector("svg:focus, svg:hover, canvas:focus, canvas:hover")) || (since < TYPE_MS && view.querySelector("input:focus")));
   if (here.tab === "samples") return drawSamples(state);
   if (wanted === drawn || isRead) return;
   drawn = wanted;
   const nodes = await { curves, mismatch, routes, alarms, log }[here.tab](state);
-  if (drawn === wanted) view.replaceChildren(...nodes);
+  if (drawn !== wanted) return;
+  const focused = focusable().indexOf(document.activeElement);
+  view.replaceChildren(...nodes);
+  if (focused >= 0) focusable()[focused]?.focus();
 }
+
+const focusable = () => [...view.querySelectorAll("svg[tabindex], canvas, button, input, select")];
 
 function drawSamples(state) {
   samples ??= new Samples(context);
@@ -200,6 +207,7 @@ async function log() {
   return [...pick, lines.length ? el("pre", { class: "log" }, lines.join("\n")) : empty("log.txt has nothing yet.")];
 }
 
+["pointermove", "keydown", "input"].forEach((kind) => view.addEventListener(kind, () => { touched = Date.now(); }, { passive: true }));
 addEventListener("hashchange", () => { readAddress(); if (context.state) drawTabs(context.state); redraw(); });
 document.addEventListener("visibilitychange", () => { if (!document.hidden) redraw(); });
 readAddress();

@@ -43,7 +43,11 @@ export class Samples {
     if (labels.length > 1) parts.push(choice("run", labels.map((label, i) => [String(i), label]), String(this.run), (value) => { Object.assign(this, { run: Number(value), step: null }); this.update(this.context.state); }));
     if (batches.length) {
       const steps = batches.includes(step) || step === null ? batches : [...batches, step];
-      parts.push(choice("step", steps.map((at) => [String(at), batches.includes(at) ? String(at) : `${at} (deleted)`]), String(step), (value) => this.choose(Number(value))));
+      parts.push(choice("step", steps.map((at) => [String(at), batches.includes(at) ? String(at) : `${at} ${this.context.state.runs[this.run].num_batches > batches.length ? "" : "(deleted)"}`]), String(step), (value) => this.choose(Number(value))));
+      if (this.context.state.runs[this.run].num_batches > batches.length) {
+        const other = el("input", { type: "number", min: 0, size: 8, onchange: () => other.value !== "" && this.choose(Number(other.value)) });
+        parts.push(el("label", {}, "earlier step ", other));
+      }
       parts.push(choice("order", ORDERS, this.order, (value) => { this.order = value; this.choose(this.step); }));
       parts.push(choice("colours", SCALES, this.scale, (value) => { this.scale = value; this.drawTokens(); }));
     }

@@ -192,8 +192,13 @@ def test_alarms_and_their_rules(page):
 def test_a_run_that_goes_on_and_one_that_starts_again(page, runs):
     full, _ = runs
     page.wait("document.querySelector('#runs').innerText.includes('step 599 of 1200')")
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=200, y=400)  # and left there, over a chart
+    page.wait("document.querySelector('figure svg:hover')")
+    page.run("document.querySelectorAll('figure > svg')[1].focus()")
     full.step(STEPS, reward=0.0625)
-    page.wait("document.querySelector('figure .readout').innerText.includes('full 0.0625')")
+    page.wait("document.querySelector('figure .readout').innerText.includes('0.0625')")
+    assert page.run("[...document.querySelectorAll('figure > svg')].indexOf(document.activeElement)") == 1
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
     with full.directory.metrics.open("a") as file:
         file.write('{"step": 601, "time": 1.0, "critic/re')
     full.resume_at(STEPS - 100)

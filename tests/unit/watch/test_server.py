@@ -15,6 +15,7 @@ import pytest
 
 from megatron_rl.commands.watch import serve
 from megatron_rl.errors import InputError
+from megatron_rl.stored.batches import batch_path
 from megatron_rl.watch.run import WatchedRun, open_runs
 from megatron_rl.watch.server import _ANSWERS, _STATIC, WatchServer
 from tests.support.written_run import BANDS, EVIL, LAYERS, WrittenRun
@@ -225,6 +226,18 @@ def test_what_cannot_be_answered_is_said(server, path, message):
     answer, body = get(server, f"{server.path}api/{path}")
     assert answer.status == 404
     assert message in json.loads(body)["error"]
+
+
+def test_of_thousands_of_batches_the_newest_are_listed_and_every_one_is_answered(tmp_path):
+    written = WrittenRun(tmp_path)
+    written.batch(0)
+    for step in range(1, 400):
+        batch_path(written.directory.batches, step).touch()
+    with serving(tmp_path) as server:
+        state = api(server, "state")["runs"][0]
+        assert state["batches"] == list(range(100, 400))
+        assert state["num_batches"] == 400
+        assert api(server, "batch?step=0")["total"] == 24
 
 
 def test_runs_that_have_not_begun(tmp_path):
