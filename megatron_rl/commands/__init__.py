@@ -16,6 +16,7 @@ COMMANDS = {
     "eval": "score a checkpoint on the recipe's data.validation",
     "eval-grid": "accuracy of a checkpoint by dtype, temperature, top-p and token budget",
     "serve": "start a rollout server of a run (rollout.engine: vllm_server)",
+    "servers": "the rollout servers of a run: what they hold, how busy they are, why one is not used",
     "schema": "print the recipe's JSON Schema, for editors",
     "watch": "watch runs as they go on, in the terminal or on a local page",
     "samples": "print sampled responses of a run",

@@ -148,3 +148,11 @@ def test_with_all_servers_dead_every_rank_hears_the_same_error(results):
 def test_rank_0_alone_speaks_of_servers(results):
     assert any("is lost" in line for line in results[0]["said"])
     assert results[1]["said"] == results[2]["said"] == []
+
+
+def test_the_run_tells_of_its_servers(results):
+    """Two samples of each of a rank's two prompts, on the one server that was left: the second of each is at home."""
+    assert [rank["stats"]["rollout/servers/at_home"] for rank in results] == [0.5] * 3
+    assert results[0]["stats"]["rollout/servers/lost"] == 1
+    assert [(one["name"], one["state"]) for one in results[0]["table"]["servers"]] == [("a", "lost"), ("b", "lost")]
+    assert all(one["lost"] for one in results[0]["table"]["servers"])

@@ -47,6 +47,7 @@ from megatron_rl.rollout.servers.members import Members, PoolLimits
 from megatron_rl.rollout.servers.pool import ServerPool
 from megatron_rl.rollout.servers.rendezvous import Address, discover, read_token, require_token
 from megatron_rl.rollout.servers.settings import agreed_settings, differences
+from megatron_rl.rollout.servers.table import load_metrics, prompt_tokens, table, write_table
 from megatron_rl.rollout.servers.weight_files import WeightFolder
 from megatron_rl.rollout.servers.wire import Answer
 from megatron_rl.rollout.weight_check import checked
@@ -228,6 +229,7 @@ class ServerGenerator:
                 start = time.perf_counter()
                 slack = self._concurrency // PREFIX_SLACK if self._config.enable_prefix_caching else 0
                 balance = Balance([r.row for r in requests], slack)
+                before = prompt_tokens(self._members.members.values())
                 dispatch = Dispatch(
                     self._members,
                     bodies,
@@ -248,7 +250,9 @@ class ServerGenerator:
                 self._members.share_ended(number)
             seconds = time.perf_counter() - start
         rollouts = [await converted[index] for index in sorted(converted)]  # of all, unless it was cancelled
-        return Share(rollouts, seconds, {"rollout/requeued": float(dispatch.num_requeued), **self._servers_now()})
+        stats = load_metrics(self._members, before, balance.num_at_home / max(1, len(requests)))
+        stats |= {"rollout/requeued": float(dispatch.num_requeued), **self._servers_now()}
+        return Share(rollouts, seconds, stats)
 
     def _servers_now(self) -> dict[str, float]:
         """Of ranks that fetch: how many servers can be used, and how long the last push took."""
@@ -330,7 +334,14 @@ class ServerGenerator:
             self._local.close()
             self._local = None
 
+    def _tell_of_servers(self, ended: bool = False) -> None:
+        """On rank 0, for `megatron-rl servers`. A full disk costs the table, not the run."""
+        if self._pool is not None:
+            with contextlib.suppress(OSError):
+                write_table(self._run_dir, table(self._pool, self._pool.refused, ended))
+
     async def _end(self) -> None:
+        self._tell_of_servers(ended=True)
         if self._publisher is not None:
             await self._publisher.close()
         if self._members is not None:
@@ -406,7 +417,11 @@ class ServerGenerator:
         self._relaunches = self._local is not None
 
     def _discover(self) -> list[Address]:
-        """The servers there are; those of our own that have ended are started again first."""
+        """The servers there are; those of our own that have ended are started again first.
+
+        The pool asks every `health_every_s`, so the run directory tells of servers as often.
+        """
+        self._tell_of_servers()
         if self._relaunches:
             self._local.relaunch(self._say)
         return discover(self._config.servers, self._run_dir)

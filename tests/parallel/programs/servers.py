@@ -16,6 +16,7 @@ from megatron_rl.rollout.generator import RolloutError
 from megatron_rl.rollout.requests import everywhere
 from megatron_rl.rollout.servers.generator import ServerGenerator
 from megatron_rl.rollout.servers.rendezvous import discover
+from megatron_rl.rollout.servers.table import read_table
 from megatron_rl.types import Group, Prompt
 from tests.support.tiny import MODEL
 
@@ -92,7 +93,7 @@ def fetch(run_dir: str, local_ranks: list[int], config: dict[str, Any]) -> dict[
             found["error"] = str(error)
     finally:
         generator.close()
-    return found | {"said": said, "stats": generator.stats()}
+    return found | {"said": said, "stats": generator.stats(), "table": read_table(Path(run_dir))}
 
 
 def equal(left: dict[str, list], right: dict[str, list]) -> bool:
