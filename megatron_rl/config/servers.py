@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -36,10 +36,16 @@ class ServersConfig(Section):
     token_file: Annotated[AnyPath | None, LookedUp()] = None
     """File (mode 600) with the token that servers ask for. null: the environment variable MRL_SERVER_TOKEN; with
     `launch`, a random one if that is not set."""
+    weights: Literal["broadcast", "files"] = "broadcast"
+    """How weights reach servers. `broadcast`: straight from the learner's memory, over NCCL, or gloo on a CPU; servers
+    have to reach ports of the learner's first node. Where no group can be formed the log says so, and weights go
+    through files: `files` in `weights_dir`."""
+    weights_stall_s: PositiveFloat = 60.0
+    """A broadcast in which nothing moves for this long is given up."""
     weights_dir: AnyPath | None = None
-    """Folder that weights travel through; the learner's first node and all servers have to see it. The run makes a
-    subfolder of its own in it and removes nothing else. On one machine /dev/shm is fastest. A relative path counts
-    from the working directory. null: servers/weights in the run directory."""
+    """Folder that weights in files travel through; the learner's first node and all servers have to see it. The run
+    makes a subfolder of its own in it and removes nothing else. On one machine /dev/shm is fastest. A relative path
+    counts from the working directory. null: servers/weights in the run directory."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ServersConfig:

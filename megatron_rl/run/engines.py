@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
+
+import torch
 
 from megatron_rl.checkpoint.hf_folder import resolve_stop_token_ids
 from megatron_rl.config import Recipe
@@ -74,6 +76,21 @@ def start_generator(
     )
 
 
+class LearnerWeights:
+    """The learner's weights as `Learner.export_weights` yields them, as often as they are asked for. ``is_current``:
+    whether the learner still has those that it had when this was made."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner, self._version = learner, learner.num_updates
+
+    @property
+    def is_current(self) -> bool:
+        return self._learner.num_updates == self._version
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._learner.export_weights()
+
+
 def hand_over(learner: Learner, generator: Generator, phase: PhaseFn = lambda name: nullcontext()) -> None:
     """Wake the engine with the learner's weights. Collective.
 
@@ -85,7 +102,7 @@ def hand_over(learner: Learner, generator: Generator, phase: PhaseFn = lambda na
         learner.step_aside(weights=False)
     generator.wake()
     with phase("refit"):
-        generator.refit(learner.export_weights(), learner.num_updates)
+        generator.refit(LearnerWeights(learner), learner.num_updates)
     with offload("offload"):
         learner.step_aside()
 

@@ -54,10 +54,10 @@ _KINDS = {409: StaleServer, 503: UpdateInterrupted}
 @dataclass(frozen=True)
 class Weights:
     """One policy's weights and how a server gets them: from ``files`` that it can read (empty: the checkpoint that it
-    started from), or, with ``broadcast``, in a group."""
+    started from), or, with ``broadcast``, in a group. ``files`` None: nobody can read them, they were broadcast."""
 
     version: int
-    files: tuple[str, ...] = ()
+    files: tuple[str, ...] | None = ()
     broadcast: GroupPlace | None = None
 
 
@@ -103,7 +103,11 @@ class ServerClient:
         Returns the number of ``tensors`` and ``bytes`` that every worker of the server got. Raises `UpdateInterrupted`
         where a broadcast broke off.
         """
-        how = {"files": list(weights.files)} if weights.broadcast is None else {"broadcast": asdict(weights.broadcast)}
+        how = (
+            {"files": list(weights.files or ())}
+            if weights.broadcast is None
+            else {"broadcast": asdict(weights.broadcast)}
+        )
         body = {"version": weights.version, "mode": self._mode, **how}
         return await self._call("POST", "/megatron_rl/weights", body)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_rl.errors import InputError
@@ -22,6 +22,7 @@ from megatron_rl.types import Rollout
 
 # Ranks wait for the slowest in a collective that has a time limit, so this often they tell each other that they live.
 HEARTBEAT_S = 60.0
+LOOK_S = 2.0  # and whether a server that came back can be given the weights while all wait for responses
 
 
 @dataclass
@@ -50,12 +51,21 @@ def owners_by_prompt(requests: Sequence[Request], ranks: Sequence[int]) -> list[
     return [ranks[request.row % len(ranks)] for request in requests]
 
 
-def wait_on_all(own: concurrent.futures.Future[Share] | None) -> Share:
-    """This rank's share, once every rank has its own; an error of one is raised on all. Collective."""
+def wait_on_all(
+    own: concurrent.futures.Future[Share] | None,
+    wants: Callable[[], bool] = lambda: False,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Share:
+    """This rank's share, once every rank has its own; an error of one is raised on all. Collective.
+
+    ``meanwhile``: a collective that all ranks call while they wait, when ``wants`` is true on one of them.
+    """
     while True:
-        is_done = own is None or bool(concurrent.futures.wait([own], HEARTBEAT_S).done)
+        is_done = own is None or bool(concurrent.futures.wait([own], LOOK_S).done)
         if not any_rank(not is_done):
             break
+        if any_rank(wants()):
+            meanwhile()
     raise_any(None if own is None else own.exception())
     return Share() if own is None else own.result()
 

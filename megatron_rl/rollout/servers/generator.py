@@ -37,6 +37,7 @@ from megatron_rl.rollout.payload import SealedRoutes, make_rollout
 from megatron_rl.rollout.requests import Request, make_groups, make_requests
 from megatron_rl.rollout.servers.arrivals import Arrivals, next_arrivals
 from megatron_rl.rollout.servers.balance import Balance
+from megatron_rl.rollout.servers.broadcaster import Broadcaster
 from megatron_rl.rollout.servers.client import ServerClient, Weights, request_body
 from megatron_rl.rollout.servers.dispatch import Dispatch
 from megatron_rl.rollout.servers.fetching import Share, fetching_ranks, owners_by_prompt, wait_on_all
@@ -127,6 +128,9 @@ class ServerGenerator:
         self._fetchers = fetching_ranks(bool(config.servers.launch), at_most=self._concurrency)
         self._news = threading.Condition()  # a group is complete, or a batch has ended
         self._main = MainRank(works=world_rank() in self._fetchers)
+        self._broadcaster = Broadcaster(
+            self._main, partial(checked, shapes=self._shapes), config.servers.weights_stall_s, _refused(config)
+        )
         self._converter = concurrent.futures.ThreadPoolExecutor(1, "rollouts") if self._main.works else None
         start = time.perf_counter()
         try:
@@ -178,7 +182,7 @@ class ServerGenerator:
 
     def finish(self, ticket: Ticket) -> list[Group]:
         """Wait for a batch that was begun. Every rank calls it, in the order of `begin`."""
-        share = wait_on_all(ticket.answers)
+        share = wait_on_all(ticket.answers, self._broadcaster.may_fill, self._broadcaster.fill)
         rollouts = known_everywhere(ticket.requests, ticket.owners, share.rollouts)
         shares = gather_objects((share.seconds, share.stats))
         self._stats |= throughput(rollouts, max(seconds for seconds, _ in shares)) | shares[0][1]
@@ -283,6 +287,24 @@ class ServerGenerator:
     def refit(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         """The servers take the weights after all batches that are begun and not finished, or at once."""
         start = time.perf_counter()
+        if self._broadcaster.refused or not self._broadcast(weights, policy_version):
+            self._refit_by_files(weights, policy_version)
+        self._policy_version = policy_version
+        self._stats["perf/refit_engine_s"] = time.perf_counter() - start
+
+    def _broadcast(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> bool:
+        """Sends while the learner has them, so it waits for the servers' turn first. False: files are needed."""
+        self._main.wait(self._main.submit(self._take_turn(self._num_begun)) if self._main.is_this else None)
+        start = time.perf_counter()
+        try:
+            is_done = self._broadcaster.push(weights, policy_version)
+        finally:
+            self._main.share(self._end_turn)
+        self._pushed = {"perf/push_s": time.perf_counter() - start}
+        self._say_files()
+        return is_done
+
+    def _refit_by_files(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         stream = checked(weights, self._shapes)
         written, failure = None, None
         if self._main.is_this:
@@ -294,16 +316,33 @@ class ServerGenerator:
             pass
         self._main.share(partial(_raise, failure))
         pushed = self._main.submit(self._push(written, self._num_begun)) if self._main.is_this else None
-        self._policy_version = policy_version
         if not self._config.max_staleness:
             self._main.wait(pushed)
-        self._stats["perf/refit_engine_s"] = time.perf_counter() - start
+
+    def _say_files(self) -> None:
+        if self._main.is_this and self._config.servers.weights == "broadcast" and self._broadcaster.refused:
+            self._say(f"weights go to the servers through files in {self._folder.root}: {self._broadcaster.refused}")
+
+    async def _take_turn(self, num_begun: int) -> None:
+        """From now on until `_end_turn` nothing else is done: see `_push`."""
+        await self._turn.acquire()
+        try:
+            await self._batches_ended(num_begun)
+        except BaseException:
+            self._turn.release()
+            raise
+
+    def _end_turn(self) -> None:
+        self._main.call(self._turn.release)
+
+    async def _batches_ended(self, num_begun: int) -> None:
+        if self._publisher is not None:
+            await self._publisher.all_ended(num_begun)
 
     async def _push(self, weights: Weights, num_begun: int) -> None:
         """Once all batches up to number ``num_begun`` are sampled, on this rank and on those that follow."""
         async with self._turn:
-            if self._publisher is not None:
-                await self._publisher.all_ended(num_begun)
+            await self._batches_ended(num_begun)
             start = time.perf_counter()
             await self._pool.push(weights)
             self._pushed = {"perf/push_s": time.perf_counter() - start}
@@ -325,6 +364,7 @@ class ServerGenerator:
         return dict(self._stats)
 
     def close(self) -> None:
+        self._broadcaster.close()
         self._main.close(self._end() if self._main.works else None)
         if self._converter is not None:
             self._converter.shutdown(cancel_futures=True)
@@ -360,6 +400,8 @@ class ServerGenerator:
             if self._local is not None:
                 self._local.check()
         started.result()
+        self._broadcaster.use(self._pool)
+        self._say_files()
         described = list(self._described.values())
         if any(one != described[0] for one in described):
             raise InputError(f"the servers do not compute alike: {self._described}")
@@ -425,6 +467,18 @@ class ServerGenerator:
         if self._relaunches:
             self._local.relaunch(self._say)
         return discover(self._config.servers, self._run_dir)
+
+
+def _refused(config: RolloutConfig) -> str:
+    """Why weights go through files from the start; "" where they are broadcast."""
+    if config.servers.weights == "files":
+        return "rollout.servers.weights: files"
+    if config.max_staleness > 1 and getattr(getattr(config, "in_flight", None), "mode", "finish") == "finish":
+        return (
+            f"rollout.max_staleness {config.max_staleness} under rollout.in_flight.mode finish: weights wait behind "
+            "batches that the learner does not wait for"
+        )
+    return ""
 
 
 def _raise(failure: Exception | None) -> None:

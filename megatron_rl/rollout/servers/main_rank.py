@@ -33,6 +33,11 @@ class MainRank:
         assert self._loop is not None, "only some ranks work, and only until close"
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
+    def call(self, action: Callable[[], Any]) -> None:
+        """Have ``action`` done in the event loop, after what is at hand."""
+        assert self._loop is not None, "only some ranks work, and only until close"
+        self._loop.call_soon_threadsafe(action)
+
     def wait(self, future: concurrent.futures.Future | None) -> Any:
         """Rank 0's result, or its error, on every rank. ``future``: None on the other ranks."""
         while True:

@@ -41,6 +41,8 @@ class Member:
     in_flight: int = 0  # requests of this rank
     missed: int = 0
     lost: str = ""  # why it is not used
+    workers: int = 1  # processes of it that take weights
+    backend: str = "gloo"  # of a broadcast to them
     doubts: int = 0  # complaints about it that are being looked into; it is not used meanwhile
     updating: asyncio.Lock = field(default_factory=asyncio.Lock)
 

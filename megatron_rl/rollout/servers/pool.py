@@ -81,8 +81,10 @@ class ServerPool(Members):
         """Give a server the newest weights and use it from now on. One that does not answer is tried again later."""
         member = Member(address, self._connect(address))
         try:
-            if problems := self._problems(await member.client.settings()):
+            settings = await member.client.settings()
+            if problems := self._problems(settings):
                 raise RequestRefused("; ".join(problems))
+            member.workers, member.backend = settings.get("workers", 1), settings.get("backend", "gloo")
             await self._update(member)
         except RequestRefused as error:
             await member.client.close()
@@ -99,7 +101,8 @@ class ServerPool(Members):
             self.refused.pop(address.name, None)
             self._num_joined += 1
             member.number, self.members[address.name] = self._num_joined, member
-            self._say(f"server {address.name} ({address.url}) joined with policy version {member.version}")
+            how = "and waits for" if member.version is None else "with"
+            self._say(f"server {address.name} ({address.url}) joined {how} policy version {self.weights.version}")
             self.note()
 
     async def _look_after(self, member: Member) -> None:
@@ -135,6 +138,11 @@ class ServerPool(Members):
 
     # ---------------------------------------------------------------- weights
 
+    @property
+    def lacking(self) -> list[Member]:
+        """Servers that are there and do not hold the newest weights."""
+        return [m for m in list(self.members.values()) if not m.lost and m.version != self.weights.version]
+
     async def push(self, weights: Weights) -> None:
         """Give every server ``weights``; those that fail are lost, and with none left it waits for one to come back.
 
@@ -158,5 +166,7 @@ class ServerPool(Members):
         async with member.updating:
             while member.version != self.weights.version:  # newer ones may come while it takes some
                 weights = self.weights
+                if weights.files is None:  # `broadcaster` has them
+                    return
                 await member.client.push(weights)
                 member.version = weights.version

@@ -172,7 +172,7 @@ async def _settings(engine: Any, spec: ServerSpec, address: Address) -> dict[str
         "instance": address.instance,
         "agreed": agreed,
         "precision": described,
-        "device": spec.device,
+        "backend": "gloo" if spec.device == "cpu" else "nccl",  # of a broadcast of weights
         "workers": engine.vllm_config.parallel_config.world_size,  # that take weights, each with a rank in a broadcast
     }
 

@@ -1,9 +1,9 @@
 """A stream of tensors from the trainer to all workers of a group, in chunks.
 
-Small tensors are packed into one of two buffers, a copy each; while one is on its way, the other is filled. A tensor
-that is large itself is sent from where it lies. What a chunk holds is written to the group's store, so that nothing is
-agreed on before the first chunk. Workers ask for the next chunk before they load one. The last entry says how many
-tensors and bytes were sent: a worker that has other numbers, or that does not get to it, has no complete set.
+Small tensors are packed into one of two buffers; while one is on its way, the other is filled. A tensor that is large
+itself is sent from where it lies. What a chunk holds is written to the group's store, so that nothing is agreed on
+before the first chunk. Workers ask for the next chunk before they load one. The last entry says how many tensors and
+bytes were sent: a worker that has other numbers, or that does not get to it, has no complete set.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ CHUNK_BYTES = 64 << 20  # of a buffer
 WHOLE_BYTES = 16 << 20  # a tensor from this size on is sent as it is
 NUM_BUFFERS = 2
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -34,67 +35,81 @@ class Amount:
 
 @dataclass
 class _Chunk:
-    """A buffer, what is in it, and the call that sends it."""
+    """A buffer, what it is to hold, and the call that sends it."""
 
     buffer: torch.Tensor  # uint8 [CHUNK_BYTES]
-    used: int = 0
-    entries: list[tuple[str, str, list[int]]] = field(default_factory=list)  # name, dtype, shape
+    size: int = 0  # bytes of `tensors`
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    entries: list[tuple[str, str, torch.Size]] = field(default_factory=list)  # name, dtype, shape
     work: Work | None = None
+
+    def pack(self) -> torch.Tensor:
+        """Copy `tensors` into the buffer, and forget them. uint8 [size]."""
+        packed, flat = self.buffer[: self.size], [tensor.reshape(-1) for tensor in self.tensors]
+        if flat[0].device != packed.device:
+            flat = [tensor.to(packed.device) for tensor in flat]
+        if len({dtype for _, dtype, _ in self.entries}) > 1:
+            torch.cat([tensor.view(torch.uint8) for tensor in flat], out=packed)
+        else:
+            torch.cat(flat, out=packed.view(flat[0].dtype))
+        self.tensors, self.entries, self.size = [], [], 0
+        return packed
 
 
 class Sender:
     """Rank 0's end of a group, for any number of updates. ``chunk_bytes``: of each of its two buffers, which are on the
-    group's device."""
+    group's device; 0: `CHUNK_BYTES`."""
 
-    def __init__(self, group: WeightGroup, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self._group, self._chunk_bytes = group, chunk_bytes
+    def __init__(self, group: WeightGroup, chunk_bytes: int = 0) -> None:
+        self._group, self._chunk_bytes = group, chunk_bytes = group, chunk_bytes or CHUNK_BYTES
         self._chunks = [
             _Chunk(torch.empty(chunk_bytes, dtype=torch.uint8, device=group.device)) for _ in range(NUM_BUFFERS)
         ]
         self._filling = 0
         self._whole: deque[tuple[Work, torch.Tensor]] = deque()  # on their way from where they lie
-        self.sent = Amount(0, 0)
+        self._num_tensors = self._num_bytes = 0
+        self._whole_bytes = min(WHOLE_BYTES, self._chunk_bytes)
 
+    @torch.no_grad()
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Amount:
         """All of ``tensors``; returns when the memory that they lie in may change. Raises `GroupError`."""
         self._group.next_update()
-        self.sent = Amount(0, 0)
+        self._num_tensors = self._num_bytes = 0
         for name, tensor in tensors:
             self._add(name, tensor)
         self._send_filled()
         for chunk in self._chunks:
             self._finish(chunk)
         self._let_go(0)
-        self._say({"sent": [self.sent.tensors, self.sent.bytes]})
-        return self.sent
+        self._say({"sent": [self._num_tensors, self._num_bytes]})
+        return Amount(self._num_tensors, self._num_bytes)
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
-        size = tensor.nbytes
-        entry = (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
-        self.sent = Amount(self.sent.tensors + 1, self.sent.bytes + size)
-        if size >= min(WHOLE_BYTES, self._chunk_bytes):
+        size, shape, chunk = tensor.nbytes, tensor.shape, self._chunks[self._filling]
+        entry = (name, NAMES[tensor.dtype], shape)
+        self._num_tensors += 1
+        self._num_bytes += size
+        if size >= self._whole_bytes:
             self._send_filled()
-            whole = tensor.detach().to(self._group.device).contiguous()
+            whole = tensor.to(self._group.device).contiguous()
             self._say({"tensors": [entry]})
             self._whole.append((self._group.broadcast(whole.view(-1).view(torch.uint8)), whole))
             self._let_go(NUM_BUFFERS)
             return
-        chunk = self._chunks[self._filling]
         # Tensors of other dtypes begin where they can be viewed.
-        if chunk.used + size > self._chunk_bytes or (chunk.entries and chunk.used % tensor.itemsize):
+        if chunk.entries and (chunk.size + size > self._chunk_bytes or chunk.size % tensor.itemsize):
             self._send_filled()
             chunk = self._chunks[self._filling]
-        self._finish(chunk)
-        chunk.buffer[chunk.used : chunk.used + size].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        chunk.used += size
+        chunk.tensors.append(tensor)
         chunk.entries.append(entry)
+        chunk.size += size
 
     def _send_filled(self) -> None:
         chunk = self._chunks[self._filling]
         if chunk.entries:
+            self._finish(chunk)
             self._say({"tensors": chunk.entries})
-            chunk.work = self._group.broadcast(chunk.buffer[: chunk.used])
-            chunk.entries, chunk.used = [], 0
+            chunk.work = self._group.broadcast(chunk.pack())
             self._filling = (self._filling + 1) % NUM_BUFFERS
 
     def _finish(self, chunk: _Chunk) -> None:

@@ -65,6 +65,7 @@ class WeightGroup:
         self.place, self.rank, self.give_up = place, rank, ""
         self.store = PrefixStore(place.name, store)
         self.device = torch.device("cuda" if place.backend == "nccl" else "cpu")
+        self.sent: Any = None  # what was sent, for who waits for the answers
         self._group: Any = None
         self._works: list[Work] = []  # under way
         self._number, self._update = 0, 0  # of the next entry, and of the update that it is of
@@ -169,7 +170,10 @@ class WeightGroup:
                 group.abort()  # does nothing under gloo, whose calls end by themselves, and whose end waits for them
             ending = [group]
             del group
-            threading.Thread(target=_end, args=(ending, self._works), daemon=True).start()
+            if all(work.is_completed() for work in self._works):
+                ending.clear()
+            else:
+                threading.Thread(target=_end, args=(ending, self._works), daemon=True).start()
         self.store = None
 
     def _key(self, ahead: int = 0) -> str:
@@ -203,7 +207,7 @@ class WeightGroup:
             options = ProcessGroupGloo._Options()
             mine = local_address(self.place.host, self.place.port)
             options._devices = [ProcessGroupGloo.create_device(hostname=mine)]
-            options._timeout = timedelta(seconds=self.place.stall_s)
+            options._timeout = timedelta(seconds=2 * self.place.stall_s)  # `wait` is to notice first
             self._group = ProcessGroupGloo(store, self.rank, size, options)
         else:
             self._group = _nccl(store, self.rank, size)
