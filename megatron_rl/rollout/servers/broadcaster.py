@@ -210,8 +210,7 @@ class Broadcaster:
             elif group.sent is None or (answer["tensors"], answer["bytes"]) != (group.sent.tensors, group.sent.bytes):
                 await pool.give_up(member, f"weight update {version}: {answer} of {group.sent} arrived")
             else:
-                member.version = version
-                member.updates += 1
+                pool.took(member, version)
         pool.note()
         if fresh or group.give_up:
             group.close()

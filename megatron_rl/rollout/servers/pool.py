@@ -169,4 +169,8 @@ class ServerPool(Members):
                 if weights.files is None:  # `broadcaster` has them
                     return
                 await member.client.push(weights)
-                member.version = weights.version
+                self.took(member, weights.version)
+
+    def took(self, member: Member, version: int) -> None:
+        """All weights of ``version`` have arrived at ``member``."""
+        member.version = version

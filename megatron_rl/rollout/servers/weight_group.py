@@ -164,17 +164,14 @@ class WeightGroup:
             with contextlib.suppress(RuntimeError):
                 for key in (CLOSED, GO, self._key(), f"{self._update + 1}/0"):  # one of them is what members wait for
                     self.store.set(key, CLOSING)
-        group, self._group = self._group, None
-        if group is not None:
+        if self._group is not None:
             with contextlib.suppress(RuntimeError):
-                group.abort()  # does nothing under gloo, whose calls end by themselves, and whose end waits for them
-            ending = [group]
-            del group
-            if all(work.is_completed() for work in self._works):
-                ending.clear()
-            else:
-                threading.Thread(target=_end, args=(ending, self._works), daemon=True).start()
-        self.store = None
+                self._group.abort()  # does nothing under gloo, whose calls end by themselves, and whose end waits
+        kept = [self._group, self.store]
+        is_sender, self._group, self.store = self.rank == SENDER and self.store is not None, None, None
+        if is_sender or not all(work.is_completed() for work in self._works):
+            linger_s = self.place.stall_s if is_sender else 0.0  # for members that come to the store only now
+            threading.Thread(target=_end, args=(kept, self._works, linger_s), daemon=True).start()
 
     def _key(self, ahead: int = 0) -> str:
         return f"{self._update}/{self._number + ahead}"
@@ -213,12 +210,13 @@ class WeightGroup:
             self._group = _nccl(store, self.rank, size)
 
 
-def _end(group: list, works: list[Work]) -> None:
-    """Drop the only reference in ``group`` when ``works`` are done: its destructor waits for them, and may not be on
-    its way when the process ends."""
+def _end(kept: list, works: list[Work], linger_s: float) -> None:
+    """Drop what ``kept`` holds alone, after ``linger_s`` and when ``works`` are done: the group's destructor waits for
+    them, and may not be on its way when the process ends."""
+    time.sleep(linger_s)
     while not all(work.is_completed() for work in works):
         time.sleep(LOOK_S)
-    group.clear()
+    kept.clear()
 
 
 def _nccl(store: Store, rank: int, size: int) -> Any:
