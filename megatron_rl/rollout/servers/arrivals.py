@@ -10,15 +10,16 @@ import concurrent.futures
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from megatron_rl.process.ranks import gather_objects
+from megatron_rl.process.ranks import any_rank, gather_objects
 from megatron_rl.rollout.generator import Arrival
 from megatron_rl.rollout.ownership import known_everywhere
 from megatron_rl.rollout.requests import Request
 from megatron_rl.rollout.servers.dispatch import Dispatch
-from megatron_rl.rollout.servers.fetching import HEARTBEAT_S, Share, raise_any
+from megatron_rl.rollout.servers.fetching import LOOK_S as WAIT_S
+from megatron_rl.rollout.servers.fetching import Share, raise_any
 from megatron_rl.types import Group, Prompt, Rollout
 
 LOOK_S = 0.1  # where several ranks fetch, each waits this long for groups of its own before it asks the others
@@ -98,15 +99,23 @@ class Ticket(Protocol):
     arrivals: Arrivals | None  # on ranks that fetch
 
 
-def next_arrivals(tickets: Sequence[Ticket], news: threading.Condition, num_fetchers: int) -> list[Arrival]:
+def next_arrivals(
+    tickets: Sequence[Ticket],
+    news: threading.Condition,
+    num_fetchers: int,
+    wants: Callable[[], bool] = lambda: False,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> list[Arrival]:
     """Groups of ``tickets`` that have become complete on any rank, in the order of completion; waits for one.
+
+    ``wants``, ``meanwhile``: see `fetching.wait_on_all`.
 
     ``tickets``: with groups that were not returned yet. Raises on every rank what ended one's fetching. Collective.
     """
     while True:
         here, problem = {}, None
         try:
-            here = _complete_here(tickets, news, HEARTBEAT_S if num_fetchers == 1 else LOOK_S)
+            here = _complete_here(tickets, news, WAIT_S if num_fetchers == 1 else LOOK_S)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks are waiting
             problem = error
         raise_any(problem)
@@ -114,6 +123,8 @@ def next_arrivals(tickets: Sequence[Ticket], news: threading.Condition, num_fetc
         found = sorted(group for share in gather_objects(mine) for group in share)  # oldest first
         if found:
             return _known(tickets, found, {key: rollouts for key, (_, rollouts) in here.items()})
+        if any_rank(wants()):
+            meanwhile()
 
 
 def _complete_here(

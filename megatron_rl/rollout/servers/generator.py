@@ -195,7 +195,8 @@ class ServerGenerator:
         Waits until there is one; empty where all were returned. Every rank calls it.
         """
         waiting = [ticket for ticket in tickets if ticket.num_left]
-        found = next_arrivals(waiting, self._news, len(self._fetchers)) if waiting else []
+        fill = (self._broadcaster.may_fill, self._broadcaster.fill)
+        found = next_arrivals(waiting, self._news, len(self._fetchers), *fill) if waiting else []
         for arrival in found:
             arrival.ticket.num_left -= 1
         self._stats.pop("perf/tokens_per_s/rollout", None)  # of a batch that was waited for as a whole
