@@ -76,7 +76,7 @@ def step_time(work: Workload, engine: EngineMemory | None) -> StepTime:
         update=update,
         communication=(2 + again + needs_old) * talk * bubble,
         optimizer=updates * _optimizer(work),
-        refit=0.0 if engine is None else sum(weights_seconds(work)),
+        refit=0.0 if engine is None else _refit(work),
         offload=_offload(work),
         samples_ahead=recipe.rollout.max_staleness > 0,
     )
@@ -168,6 +168,17 @@ def _exact_generation(work: Workload) -> float:
     passes = work.sampled_sequences * work.mean_response * (work.mean_prompt + work.mean_response / 2)
     rate = work.gpu.flops(work.recipe.learner.dtype) * hw.LEARNER_MFU[work.architecture.is_moe] * work.ranks
     return flops_forward(work.architecture, passes, work.mean_sequence / 2) / rate
+
+
+def _refit(work: Workload) -> float:
+    """To engines in the ranks, or to servers: while it is gathered by broadcast from one rank, or after it by files."""
+    gathered, handling = weights_seconds(work)
+    if work.recipe.rollout.engine != "vllm_server":
+        return gathered + handling
+    whole = total_parameters(work.architecture) * BYTES[work.recipe.rollout.dtype]
+    if work.recipe.rollout.servers.weights == "broadcast":
+        return max(gathered, whole / (hw.LINK * work.gpu.network)) + handling
+    return gathered + handling + 2 * whole / hw.DISK  # written and read
 
 
 def weights_seconds(work: Workload) -> tuple[float, float]:
