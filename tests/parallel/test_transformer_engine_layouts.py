@@ -38,6 +38,7 @@ from tests.parallel.transformer_engine import (
 )
 from tests.support import te
 from tests.support.plain_training import float32_limits, relative_gradient_error, relative_norm_error
+from tests.support.rounding import bound_from_double
 from tests.support.routes import random_routes
 from tests.support.tiny import stored_rollouts
 from tests.support.zygote import Zygote
@@ -58,6 +59,7 @@ NOISE = {
     "tp2etp2": ({"max_tokens_per_microbatch": SMALL}, "microbatches"),
     "pp2ep2": ({}, "ranks"),
 }
+RING = [8, 20, 4, 12]  # lengths of sequences in a row that two context-parallel ranks share
 ADAPTERS = {"dp2": {}, "pp2": {"pipeline": 2}}
 NORMS = {"num_batches": 8, "num_sequences": 8}
 PRECISION = 1e-5  # relative, of a gradient norm
@@ -87,6 +89,7 @@ def local(tmp_path_factory, dense) -> dict:
             "r3": replayed(random_routes(stored_rollouts(0))),
             "fp16": fp16({}, rank=0),
             "head": ("precision.fp32_parts", {"dtype": "bf16"}),
+            "r3, bf16": replayed(random_routes(stored_rollouts(0)), dtype="bf16"),
             "microbatches": parts(SMALL, 1, True),
             "ranks": parts(16384, 2, False),
             "lora": lora(dense),
@@ -117,6 +120,10 @@ def runs(local, other, dense, tmp_path_factory) -> dict[str, list[dict]]:
     for layout in SPLIT_EXPERTS:
         few = norms(LAYOUTS[layout][1], num_batches=2)
         jobs[2] |= {f"{which} {layout}": few for which in ("unmarked", "upstream")}
+    jobs[2] |= {
+        "ring attention": ("transformer_engine.ring_attention", {"lengths": RING}),
+        "ring, cp2": replayed(routes, dtype="bf16", parallel={"context": 2}),
+    }
     jobs[2] |= {f"lora, {name}": lora(dense, parallel=parallel) for name, parallel in ADAPTERS.items()}
     with Zygote({"NVTE_PROJECT_BUILDING": "1"}) as helper:
         started = {n: start(helper, n, jobs[n]) for n in jobs}
@@ -221,6 +228,23 @@ def test_fp32_head_and_router(runs, local, layout):
 def test_noise(runs, local, layout):
     for (metrics,) in runs[f"noise, {layout}"]:
         same_noise(metrics, local[NOISE[layout][1]])
+
+
+def test_ring_attention_is_that_of_whole_sequences(runs):
+    """Output and gradients of each rank's chunks in fp32, whose sums go over a row at most once more in the ring."""
+    for rank in runs["ring attention"]:
+        for error, single, double in zip(rank["errors"], rank["single"], rank["double"], strict=True):
+            assert error <= bound_from_double(single, double, longest_sum=max(RING) * 4 * 8)
+
+
+def test_a_learner_with_ring_attention(runs, local):
+    """In 16 bits, for which alone TransformerEngine has it, with routes that rounding does not change."""
+    one = local["r3, bf16"]
+    for rank in runs["ring, cp2"]:
+        for name in METRICS:
+            ratio = rank["metrics"][name] / one["metrics"][name]
+            assert abs(ratio - 1) <= relative_gradient_error(torch.bfloat16), name
+        assert rank["metrics"]["router/replay_coverage"] == 1.0
 
 
 @pytest.mark.parametrize("layout", ADAPTERS)

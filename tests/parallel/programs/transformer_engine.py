@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ast
 import importlib
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any
 from unittest import mock
@@ -22,7 +23,8 @@ Job = tuple[str, dict[str, Any]]
 
 def run_jobs(jobs: dict[str, Job]) -> dict[str, Any]:
     """name → (program.function, kwargs); what each returned. A job that is named "unmarked …" runs without our marks of
-    expert weights, "upstream …" likewise with a TransformerEngine that has patches/transformer-engine-upstream."""
+    expert weights, "upstream …" likewise with a TransformerEngine that has patches/transformer-engine-upstream, and
+    "ring …" with fused attention, which context parallelism needs."""
     from megatron.core import parallel_state
 
     results = {}
@@ -32,6 +34,8 @@ def run_jobs(jobs: dict[str, Job]) -> dict[str, Any]:
         with ExitStack() as changes:
             if name.startswith(("unmarked", "upstream")):
                 changes.enter_context(_unmarked())
+            if name.startswith("ring"):
+                changes.enter_context(ring_on_a_cpu())
             if name.startswith("upstream"):
                 changes.enter_context(_patched_upstream())
             results[name] = getattr(program, attribute)(**kwargs)
@@ -66,6 +70,109 @@ def _patched_upstream() -> AbstractContextManager:
     # super() of the installed class: its cell goes with the patched code.
     patched = FunctionType(ours.__code__, vars(grouped_linear), None, ours.__defaults__, theirs.__closure__)
     return mock.patch.object(grouped_linear.GroupedLinear, "reset_parameters", patched)
+
+
+@contextmanager
+def ring_on_a_cpu() -> Iterator[None]:
+    """Fused attention for packed rows, of a GPU of compute capability 9.0 whose streams do nothing."""
+    import torch
+    import transformer_engine_torch as extension
+    from transformer_engine.pytorch.attention.dot_product_attention import context_parallel, utils
+
+    def communicate(*args: Any) -> list[_Once]:
+        return [_Once(request) for request in exchange(*args)]
+
+    fused = extension.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
+    exchange = context_parallel.flash_attn_p2p_communicate
+    with ExitStack() as changes:
+        changes.enter_context(mock.patch.object(context_parallel, "flash_attn_p2p_communicate", communicate))
+        for module in (context_parallel, utils):
+            changes.enter_context(mock.patch.object(module, "get_device_compute_capability", return_value=(9, 0)))
+        changes.enter_context(mock.patch.object(extension, "get_fused_attn_backend", return_value=(fused, "")))
+        streams = {"Stream": _Stream, "Event": _Stream, "current_stream": _Stream, "stream": lambda _: nullcontext()}
+        for name, value in streams.items():
+            changes.enter_context(mock.patch.object(torch.cuda, name, value))
+        changes.enter_context(torch.compiler.set_stance("force_eager"))  # there is no GPU to compile for
+        yield
+
+
+class _Once:
+    """A request that may be waited for again, as NCCL's; Gloo's would wait for another message."""
+
+    def __init__(self, request: Any):
+        self._request = request
+
+    def wait(self) -> None:
+        if self._request is not None:
+            self._request.wait()
+        self._request = None
+
+
+class _Stream:
+    """Everything is in order on a CPU."""
+
+    def wait_event(self, _: Any) -> None: ...
+    def wait_stream(self, _: Any) -> None: ...
+    def record_event(self, _: Any) -> None: ...
+
+
+def ring_attention(lengths: list[int]) -> dict[str, Any]:
+    """TransformerEngine's attention in fp32 of this rank's chunks of packed sequences, and its gradients: the largest
+    differences from PyTorch's of whole sequences in float64, with the differences of PyTorch's own in fp32."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from torch.nn.functional import scaled_dot_product_attention
+    from transformer_engine.pytorch.attention.dot_product_attention.context_parallel import attn_forward_func_with_cp
+
+    from megatron_rl.config.learner import ParallelConfig
+    from megatron_rl.learner.context import ContextShare
+    from megatron_rl.learner.process_groups import initialize
+
+    initialize(ParallelConfig(context=dist.get_world_size() if dist.is_initialized() else 2), "cpu", seed=0)
+    group, share = parallel_state.get_context_parallel_group(), ContextShare.of_this_rank()
+    random = torch.Generator().manual_seed(0)
+    heads = {"q": 4, "k": 2, "v": 2}
+    whole = [torch.randn(sum(lengths), n, 8, generator=random) for n in heads.values()]
+    weights = torch.randn(sum(lengths), 4 * 8, generator=random)
+    own = torch.cat([torch.arange(a, b) for a, b in share.ranges(lengths)])
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+    def plain(dtype: torch.dtype) -> list[torch.Tensor]:
+        inputs = [x.to(dtype).requires_grad_() for x in whole]
+        parts = [
+            scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in qkv), is_causal=True, enable_gqa=True)
+            for qkv in zip(*(x.split(lengths) for x in inputs), strict=True)
+        ]
+        out = torch.cat([part[0].transpose(0, 1).flatten(1) for part in parts])
+        grads = torch.autograd.grad((out * weights.to(dtype)).sum(), inputs)
+        return [x.detach()[own].flatten(1) for x in (out, *grads)]
+
+    inputs = [x[own].requires_grad_() for x in whole]
+    longest = max(lengths)
+    out = attn_forward_func_with_cp(
+        True,
+        *inputs,
+        offsets,
+        offsets,
+        longest,
+        longest,
+        offsets,
+        offsets,
+        0.0,
+        group,
+        dist.get_process_group_ranks(group),
+        torch.cuda.Stream(),
+        "p2p",
+        qkv_format="thd",
+        attn_mask_type="padding_causal",
+        use_fused_attention=True,
+        window_size=(-1, 0),
+    ).flatten(1)
+    found = [out.detach(), *torch.autograd.grad((out * weights[own]).sum(), inputs)]
+    single, double = plain(torch.float32), plain(torch.float64)
+    errors = [float((a.flatten(1) - b).abs().max()) for a, b in zip(found, double, strict=True)]
+    return {"errors": errors, "single": [x.numpy() for x in single], "double": [x.numpy() for x in double]}
 
 
 def thd_choices() -> dict[str, str]:

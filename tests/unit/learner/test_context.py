@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +11,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.errors import InputError
 from megatron_rl.learner.context import ContextShare, cut
 from megatron_rl.learner.layers import context_attention
 from megatron_rl.learner.layers.context_attention import ContextKeys
+from megatron_rl.learner.packed_attention import refuse_unfused_attention
 from megatron_rl.learner.packing import build_microbatch
 from megatron_rl.types import Batch, Sequence
 from tests.support.rounding import assert_as_double
@@ -78,6 +82,13 @@ def test_ranks_see_as_many_keys(size):
 def test_one_rank_has_the_row_as_it_lies():
     assert ContextShare().ranges([5, 3]) == [(0, 5), (5, 8)]
     assert (ContextShare().padded(7), ContextShare().row_multiple(4)) == (7, 4)
+
+
+def test_transformer_engine_has_no_attention_over_parts_in_fp32():
+    config = SimpleNamespace(params_dtype=torch.float32, context_parallel_size=2)
+    with pytest.raises(InputError, match=r"learner\.parallel\.context: 2 with learner\.dtype fp32.* use bf16 or fp16"):
+        refuse_unfused_attention(config)
+    refuse_unfused_attention(SimpleNamespace(params_dtype=torch.float32, context_parallel_size=1))
 
 
 def test_cut_takes_rows_across_ranges():
