@@ -17,6 +17,14 @@ InFlightMode = Literal["finish", "abort_and_resume", "keep"]
 """What a weight update does to responses under way: it waits for them, cuts them, or lets them go on."""
 
 
+class InFlightConfig(Section):
+    mode: InFlightMode = "finish"
+    """What an update of the servers' weights does to responses that are under way. `finish`: the update waits until
+    they are complete. `abort_and_resume`: they are cut, and the new weights continue them, reading what is there anew.
+    `keep`: sampling stops for the time of the update and goes on with the new weights and the old ones' keys and
+    values. The last two need `max_staleness` of 1 or more; see docs/servers.md."""
+
+
 class RolloutConfig(Section):
     engine: Literal["vllm", "vllm_server", "exact"] = "vllm"
     """`vllm`: an engine inside every rank, in the learner's own process. `vllm_server`: vLLM servers beside the learner
@@ -66,6 +74,8 @@ class RolloutConfig(Section):
     """How many steps generation may run ahead of the learner. 0: synchronous, every batch is sampled from the weights
     that it updates. k ≥ 1 (engine `vllm_server` only): while the learner works on a step, the batches of the next k are
     sampled, from weights that are up to k steps old when their batch is learned from."""
+    in_flight: InFlightConfig = InFlightConfig()
+    """Responses that are under way when weights change."""
     servers: ServersConfig = ServersConfig()
     """The servers of engine `vllm_server`."""
 
@@ -75,10 +85,15 @@ class RolloutConfig(Section):
         return None if self.deadline_s is None else 1.25 * self.deadline_s + 2.0
 
     @model_validator(mode="after")
-    def _staleness_needs_servers(self) -> RolloutConfig:
+    def _ahead_of_the_learner(self) -> RolloutConfig:
         if self.max_staleness and self.engine != "vllm_server":
             raise ValueError(
                 f"max_staleness: {self.max_staleness}, but engine `{self.engine}` works in the learner's own process "
                 "and cannot sample while it learns; use 0, or engine: vllm_server"
+            )
+        if self.in_flight.mode != "finish" and not self.max_staleness:
+            raise ValueError(
+                f"in_flight.mode: {self.in_flight.mode}, but with max_staleness: 0 no response is under way when "
+                "weights change; use max_staleness: 1 or more, or in_flight.mode: finish"
             )
         return self

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from megatron_rl.errors import InputError
 from megatron_rl.rollout.generator import RolloutError, Sampling
 from megatron_rl.types import Prompt, Rollout
@@ -13,6 +15,19 @@ def check_version(who_holds: str, held: int, wanted: int) -> None:
         raise RolloutError(
             f"{who_holds} the weights of policy version {held}, rollouts of {wanted} were asked for: a refit is missing"
         )
+
+
+def check_token_versions(name: str, versions: np.ndarray, begun_with: int, exactly: bool) -> int:
+    """How many policies sampled a response: ``versions`` [R] of its tokens, each ``begun_with`` or later.
+
+    Raises `RolloutError`, begun with ``name``, for a token of older weights; with ``exactly``, of any others.
+    """
+    wrong = versions != begun_with if exactly else versions < begun_with
+    if wrong.any():
+        token = int(wrong.argmax())
+        due = f"{begun_with}" if exactly else f"{begun_with} or a later one, with which its batch was begun"
+        raise RolloutError(f"{name}: token {token} was sampled by policy version {versions[token]}, expected {due}")
+    return 1 + int(np.count_nonzero(np.diff(versions)))
 
 
 def check_lengths(prompts: list[Prompt], sampling: Sampling, max_prompt_length: int, max_response_length: int) -> None:

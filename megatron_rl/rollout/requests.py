@@ -38,6 +38,11 @@ def request_seed(seed: int, step: int, prompt_id: str, sample: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
+def leg_seed(seed: int, leg: int) -> int:
+    """The seed with which leg 1, 2, … of a response goes on that was cut; ``seed``: the response's own, of leg 0."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/leg {leg}".encode(), digest_size=8).digest(), "big") >> 1
+
+
 def make_requests(prompts: list[Prompt], num_samples: int, *, seed: int, step: int) -> list[Request]:
     """All requests of a call, the samples of one prompt next to each other."""
     return [

@@ -100,7 +100,13 @@ class Publisher:
             "failed": failed,
             "settled": {str(rank): list(numbers) for rank, numbers in self._settled.items()},
             "members": [
-                {"number": m.number, "version": m.version, "lost": m.lost, "address": asdict(m.address)}
+                {
+                    "number": m.number,
+                    "version": m.version,
+                    "updates": m.updates,
+                    "lost": m.lost,
+                    "address": asdict(m.address),
+                }
                 for m in self._members.members.values()
             ],
         }
@@ -134,7 +140,8 @@ class Publisher:
             members = self._members.members.values()
             member = next((m for m in members if m.number == complaint["member"]), None)
             if member is not None and complaint["kind"] == "stale":
-                self._members.mark_stale(member)
+                if member.version == complaint["version"]:
+                    self._members.mark_stale(member)
             elif member is not None:
                 await self._members.suspect(member, ServerLost(complaint["error"], complaint["is_final"]))
         finally:
@@ -155,7 +162,7 @@ class Follower(Members):
     ) -> None:
         super().__init__(limits, lambda: stop() or self._table["stop"])
         self._board, self._name, self._rank, self._connect = board, note_of(rank), str(rank), connect
-        self._ended, self._numbers = 0, 0
+        self._ended, self._numbers, self._must_take = 0, 0, True
         self._complaints: dict[int, dict[str, Any]] = {}
         self._waiting: dict[int, asyncio.Future] = {}
         (self._table,) = board.read([TABLE])
@@ -168,18 +175,18 @@ class Follower(Members):
     def start(self) -> None:
         self.keeper = asyncio.create_task(self._follow())
 
-    async def reach(self, version: int) -> None:
-        await self._until(lambda: self.due >= version, f"policy version {version}")
-        if self.due != version:
-            raise RolloutError(f"rank 0 pushed policy version {self.due} before a batch of {version} was sampled")
-
     async def suspect(self, member: Member, error: ServerError) -> None:
         if not member.lost:
             await self._complain(member, kind="failed", error=str(error), is_final=error.is_final)
 
     def mark_stale(self, member: Member) -> None:
-        task = asyncio.ensure_future(self._complain(member, kind="stale"))
+        task = asyncio.ensure_future(self._complain(member, kind="stale", version=member.version))
         task.add_done_callback(lambda task: task.cancelled() or task.exception())  # the keeper's error says why
+
+    def mark_updated(self, member: Member, version: int) -> None:
+        if member.version == version:
+            member.version = None
+            self._must_take = True  # at the next look: rank 0 has taken note of the update by then, or soon
 
     def share_ended(self, number: int) -> None:
         self._ended = max(self._ended, number)
@@ -223,11 +230,12 @@ class Follower(Members):
 
     async def _take(self, table: dict[str, Any]) -> None:
         """The state is rank 0's from now on."""
-        is_new, self._table = table != self._table or not self.changes, table
+        is_new, self._table = table != self._table or self._must_take, table
         if table["failed"]:
             raise RolloutError(table["failed"])
         if not is_new:
             return
+        self._must_take = False
         known = {member.number: member for member in self.members.values()}
         for item in table["members"]:
             member = known.get(item["number"])

@@ -3,8 +3,9 @@
 One rank of each node talks to the servers, from an event loop in a thread of its own, and keeps what it is answered
 (`fetching`). Rank 0 alone looks after the servers and pushes weights. Work is done strictly in the order in which it
 was requested: a batch, the weights that follow it, the next batch. So a batch is sampled from exactly one policy,
-whatever the timing. `begin` returns at once, so that the learner can work while servers sample; `rollout` is `begin`
-and `finish`.
+whatever the timing. Under the other modes of `rollout.in_flight` batches and weights go to the servers at once: several
+policies may sample a response, none older than the weights that its batch was begun with. `begin` returns at once, so
+that the learner can work while servers sample; `rollout` is `begin` and `finish`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.process.ranks import gather_objects, together, world_rank
-from megatron_rl.rollout.calls import check_lengths, check_version, throughput
+from megatron_rl.rollout.calls import check_lengths, check_token_versions, check_version, throughput
 from megatron_rl.rollout.generator import Arrival, RolloutError, Sampling
 from megatron_rl.rollout.ownership import known_everywhere
 from megatron_rl.rollout.payload import SealedRoutes, make_rollout
@@ -39,7 +40,7 @@ from megatron_rl.rollout.servers.arrivals import Arrivals, next_arrivals
 from megatron_rl.rollout.servers.balance import Balance
 from megatron_rl.rollout.servers.broadcaster import Broadcaster
 from megatron_rl.rollout.servers.client import ServerClient, Weights, request_body
-from megatron_rl.rollout.servers.dispatch import Dispatch
+from megatron_rl.rollout.servers.dispatch import Dispatch, Line
 from megatron_rl.rollout.servers.fetching import Share, fetching_ranks, owners_by_prompt, wait_on_all
 from megatron_rl.rollout.servers.following import Follower, Publisher, StoreBoard
 from megatron_rl.rollout.servers.local import LocalServers
@@ -55,6 +56,7 @@ from megatron_rl.rollout.weight_check import checked
 from megatron_rl.types import Group, Prompt, Rollout
 
 PREFIX_SLACK = 8  # a queue that is longer by more than an eighth of `concurrency` outweighs a prompt's cache
+SUMMED = ("rollout/requeued", "rollout/recomputed_tokens", "legs", "versions")  # over ranks that fetch
 LAUNCH_CHECK_S = 1.0  # between looks whether a launched server has ended
 
 
@@ -117,6 +119,8 @@ class ServerGenerator:
             precision=precision or PrecisionConfig(),
         )
         self._policy_version, self._stats = 0, {}
+        self._overlaps = config.in_flight.mode != "finish"  # batches and weights do not wait for each other
+        self._line = Line()
         self._pushed: dict[str, float] = {}  # how long the last push took
         self._pool: ServerPool | None = None  # rank 0's
         self._publisher: Publisher | None = None  # rank 0's, where others follow it
@@ -124,7 +128,7 @@ class ServerGenerator:
         self._folder: WeightFolder | None = None
         self._local: LocalServers | None = None
         self._relaunches = False  # at the start, a server that ends is an error
-        self._num_begun = 0  # batches
+        self._num_begun, self._sent_version = 0, -1  # batches; weights
         self._fetchers = fetching_ranks(bool(config.servers.launch), at_most=self._concurrency)
         self._news = threading.Condition()  # a group is complete, or a batch has ended
         self._main = MainRank(works=world_rank() in self._fetchers)
@@ -154,7 +158,7 @@ class ServerGenerator:
         step: int,
         sampling: Sampling | None = None,
     ) -> list[Group]:
-        ticket = self.begin(prompts, num_samples, policy_version=policy_version, step=step, sampling=sampling)
+        ticket = self._begin(prompts, num_samples, policy_version, step, sampling, is_awaited=True)
         return self.finish(ticket)
 
     def begin(
@@ -166,7 +170,22 @@ class ServerGenerator:
         step: int,
         sampling: Sampling | None = None,
     ) -> Ticket:
-        """As `rollout`, but returns at once; the batch is `finish`'s. Weights of later refits are not used for it."""
+        """As `rollout`, but returns at once; the batch is `finish`'s.
+
+        Under `in_flight.mode: finish` weights of later refits are not used for it; else they may sample its tokens.
+        """
+        return self._begin(prompts, num_samples, policy_version, step, sampling, is_awaited=False)
+
+    def _begin(
+        self,
+        prompts: list[Prompt],
+        num_samples: int,
+        policy_version: int,
+        step: int,
+        sampling: Sampling | None,
+        is_awaited: bool,
+    ) -> Ticket:
+        """``is_awaited``: no refit comes before `finish`, so all tokens must be of ``policy_version``."""
         sampling = sampling or self._sampling
         check_version("the servers hold", self._policy_version, policy_version)
         check_lengths(prompts, sampling, self._max_prompt_length, self._config.max_response_length)
@@ -176,7 +195,9 @@ class ServerGenerator:
         if self._main.works:
             mine = [request for request, owner in zip(requests, owners, strict=True) if owner == world_rank()]
             arrivals = Arrivals(mine, self._news)
-            answers = self._main.submit(self._sample(self._num_begun, mine, sampling, policy_version, arrivals))
+            answers = self._main.submit(
+                self._sample(self._num_begun, mine, sampling, policy_version, arrivals, is_awaited)
+            )
             answers.add_done_callback(self._notify)
         return Ticket(prompts, num_samples, requests, owners, policy_version, answers, arrivals, len(prompts))
 
@@ -185,8 +206,16 @@ class ServerGenerator:
         share = wait_on_all(ticket.answers, self._broadcaster.may_fill, self._broadcaster.fill)
         rollouts = known_everywhere(ticket.requests, ticket.owners, share.rollouts)
         shares = gather_objects((share.seconds, share.stats))
-        self._stats |= throughput(rollouts, max(seconds for seconds, _ in shares)) | shares[0][1]
-        self._stats["rollout/requeued"] = sum(stats.get("rollout/requeued", 0.0) for _, stats in shares)
+        of_servers = {name: value for name, value in shares[0][1].items() if name not in SUMMED}
+        self._stats |= throughput(rollouts, max(seconds for seconds, _ in shares)) | of_servers
+        sums = {name: sum(stats.get(name, 0.0) for _, stats in shares) for name in SUMMED}
+        self._stats["rollout/requeued"] = sums["rollout/requeued"]
+        if self._overlaps:
+            self._stats |= {
+                "rollout/recomputed_tokens": sums["rollout/recomputed_tokens"],
+                "rollout/legs_mean": sums["legs"] / len(ticket.requests),
+                "rollout/versions_mean": sums["versions"] / len(ticket.requests),
+            }
         return make_groups(ticket.prompts, ticket.num_samples, rollouts)
 
     def completed(self, tickets: list[Ticket]) -> list[Arrival]:
@@ -222,15 +251,22 @@ class ServerGenerator:
             self._news.notify_all()
 
     async def _sample(
-        self, number: int, requests: list[Request], sampling: Sampling, version: int, arrivals: Arrivals
+        self,
+        number: int,
+        requests: list[Request],
+        sampling: Sampling,
+        version: int,
+        arrivals: Arrivals,
+        is_awaited: bool,
     ) -> Share:
-        """This rank's share of batch ``number``."""
+        """This rank's share of batch ``number``; of the weights of ``version`` alone, or also of later ones."""
         bodies = [request_body(request, sampling, self._stop_token_ids) for request in requests]
         names = [f"prompt {request.prompt.id!r}, sample {request.sample}" for request in requests]
-        records, converted = self._record_routes and sampling.wants_routes, {}
-        async with self._turn:
+        records, converted, num_versions = self._record_routes and sampling.wants_routes, {}, 0
+        is_exact = is_awaited or not self._overlaps
+        async with contextlib.nullcontext() if self._overlaps else self._turn:
             try:
-                await self._members.reach(version)
+                await self._members.reach(version, is_exact)
                 start = time.perf_counter()
                 slack = self._concurrency // PREFIX_SLACK if self._config.enable_prefix_caching else 0
                 balance = Balance([r.row for r in requests], slack)
@@ -243,10 +279,13 @@ class ServerGenerator:
                     self._config.servers.retries,
                     share=(self._fetchers.index(world_rank()), len(self._fetchers)),
                     balance=balance,
+                    line=self._line,
+                    place=0 if is_awaited else number,
                 )
                 arrivals.asks(dispatch)
                 async with contextlib.aclosing(dispatch.completions()) as completions:
                     async for index, answer in completions:  # decoding goes on beside the fetching
+                        num_versions += check_token_versions(names[index], answer.versions, version, is_exact)
                         converted[index] = asyncio.get_running_loop().run_in_executor(
                             self._converter, self._to_rollout, requests[index], answer, records
                         )
@@ -256,7 +295,13 @@ class ServerGenerator:
             seconds = time.perf_counter() - start
         rollouts = [await converted[index] for index in sorted(converted)]  # of all, unless it was cancelled
         stats = load_metrics(self._members, before, balance.num_at_home / max(1, len(requests)))
-        stats |= {"rollout/requeued": float(dispatch.num_requeued), **self._servers_now()}
+        counts = {
+            "rollout/requeued": dispatch.num_requeued,
+            "rollout/recomputed_tokens": sum(legs.num_recomputed for legs in dispatch.legs),
+            "legs": sum(len(legs.answers) for legs in dispatch.legs),
+            "versions": num_versions,
+        }
+        stats |= {name: float(count) for name, count in counts.items()} | self._servers_now()
         return Share(rollouts, seconds, stats)
 
     def _servers_now(self) -> dict[str, float]:
@@ -286,11 +331,19 @@ class ServerGenerator:
     # ---------------------------------------------------------------- weights
 
     def refit(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
-        """The servers take the weights after all batches that are begun and not finished, or at once."""
+        """The servers take the weights after all batches that are begun and not finished, or at once.
+
+        Where batches and weights overlap, weights that the servers hold already, after an update of the learner that
+        was skipped, are not sent again: responses would be cut for them.
+        """
+        if self._overlaps and policy_version == self._sent_version:
+            for _ in checked(weights, self._shapes):
+                pass
+            return
         start = time.perf_counter()
         if self._broadcaster.refused or not self._broadcast(weights, policy_version):
             self._refit_by_files(weights, policy_version)
-        self._policy_version = policy_version
+        self._policy_version = self._sent_version = policy_version
         self._stats["perf/refit_engine_s"] = time.perf_counter() - start
 
     def _broadcast(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> bool:
@@ -337,11 +390,11 @@ class ServerGenerator:
         self._main.call(self._turn.release)
 
     async def _batches_ended(self, num_begun: int) -> None:
-        if self._publisher is not None:
+        if self._publisher is not None and not self._overlaps:
             await self._publisher.all_ended(num_begun)
 
     async def _push(self, weights: Weights, num_begun: int) -> None:
-        """Once all batches up to number ``num_begun`` are sampled, on this rank and on those that follow."""
+        """At once, or when all batches up to ``num_begun`` are sampled, on this rank and on those that follow."""
         async with self._turn:
             await self._batches_ended(num_begun)
             start = time.perf_counter()
@@ -423,7 +476,9 @@ class ServerGenerator:
                 PoolLimits(servers.wait_s, servers.health_every_s),
                 board,
                 world_rank(),
-                connect=lambda address: ServerClient(address, started.token, servers.request_deadline_s),
+                connect=lambda address: ServerClient(
+                    address, started.token, servers.request_deadline_s, self._config.in_flight.mode
+                ),
                 stop=self._stop,
             )
             self._turn = asyncio.Lock()
@@ -451,7 +506,9 @@ class ServerGenerator:
         self._pool = ServerPool(
             PoolLimits(servers.wait_s, servers.health_every_s),
             discover=self._discover,
-            connect=lambda address: ServerClient(address, token, servers.request_deadline_s),
+            connect=lambda address: ServerClient(
+                address, token, servers.request_deadline_s, self._config.in_flight.mode
+            ),
             problems=problems,
             say=self._say,
             stop=self._stop,

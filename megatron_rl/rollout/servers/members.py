@@ -38,6 +38,7 @@ class Member:
     client: Client
     number: int = 0  # of its joining, counted over the run: one that comes back has another
     version: int | None = None  # of the weights that it serves; None: it is not used
+    updates: int = 0  # that it took
     in_flight: int = 0  # requests of this rank
     missed: int = 0
     lost: str = ""  # why it is not used
@@ -80,9 +81,11 @@ class Members:
         """Servers that hold the newest policy and may be used."""
         return [m for m in self.members.values() if not m.lost and not m.doubts and m.version == self.due]
 
-    async def reach(self, version: int) -> None:
-        """Wait until the weights of ``version`` are those that are due."""
-        raise NotImplementedError
+    async def reach(self, version: int, exactly: bool = True) -> None:
+        """Wait until the weights of ``version`` are those that are due; without ``exactly``, or newer ones."""
+        await self.until(lambda: self.due >= version, f"policy version {version}")
+        if exactly and self.due != version:
+            raise RolloutError(f"policy version {self.due} was pushed before a batch of {version} was sampled")
 
     async def suspect(self, member: Member, error: ServerError) -> None:
         """A request to ``member`` failed. Find out whether the server did, and stop using it then."""
@@ -90,6 +93,10 @@ class Members:
 
     def mark_stale(self, member: Member) -> None:
         """Stop using a server that does not hold the newest weights. It gets them at the next look."""
+        raise NotImplementedError
+
+    def mark_updated(self, member: Member, version: int) -> None:
+        """The server has had an update since it was asked for ``version``, and is not asked before that is known."""
         raise NotImplementedError
 
     def share_ended(self, number: int) -> None:
@@ -110,7 +117,7 @@ class Members:
         """Wait until ``condition``, tested whenever a member changes. Raises `RolloutError` after `wait_s`."""
         try:
             async with asyncio.timeout(self._limits.wait_s):
-                await self._until(condition, what)
+                await self.until(condition, what)
         except TimeoutError:
             lost = [f"{m.address.name} is lost ({m.lost})" for m in self.members.values() if m.lost]
             there = "; ".join([f"{len(self.ready)} can be used", *lost])
@@ -118,7 +125,7 @@ class Members:
                 f"waited {self._limits.wait_s:g} s (rollout.servers.wait_s) for {what}: {there}"
             ) from None
 
-    async def _until(self, condition: Callable[[], bool], what: str) -> None:
+    async def until(self, condition: Callable[[], bool], what: str) -> None:
         """As `wait_for`, without a limit. Raises what ended the keeper, `RolloutInterrupted` where a stop is asked."""
         assert self.keeper is not None
         while not condition():

@@ -46,9 +46,6 @@ class ServerPool(Members):
     def due(self) -> int:
         return self.weights.version
 
-    async def reach(self, version: int) -> None:
-        assert self.due == version, f"rank 0 pushes weights, and holds {self.due} where {version} is asked for"
-
     async def start(self, count: int) -> None:
         """Wait until ``count`` servers can be used.
 
@@ -136,6 +133,10 @@ class ServerPool(Members):
     def mark_stale(self, member: Member) -> None:
         member.version = None
 
+    def mark_updated(self, member: Member, version: int) -> None:
+        if member.version == version:  # not by this pool: a push that was given up has arrived after all
+            self.mark_stale(member)
+
     # ---------------------------------------------------------------- weights
 
     @property
@@ -174,3 +175,4 @@ class ServerPool(Members):
     def took(self, member: Member, version: int) -> None:
         """All weights of ``version`` have arrived at ``member``."""
         member.version = version
+        member.updates += 1
