@@ -15,6 +15,7 @@ from megatron_rl.check import check_recipe
 from megatron_rl.checkpoint.load import WEIGHTS_FILE, load_weights
 from megatron_rl.checkpoint.manifest import TRAINER_FILE
 from megatron_rl.config import Recipe
+from megatron_rl.config.rollout import InFlightConfig
 from megatron_rl.data import load_tokenizer, load_validation
 from megatron_rl.errors import InputError
 from megatron_rl.learner.learner import Learner
@@ -78,7 +79,8 @@ def open_scorer(recipe: Recipe, checkpoint: Path) -> Iterator[Scorer]:
             )
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": checkpoint})})
     if recipe.rollout.engine == "vllm_server":  # a run's servers are its own; an engine in the ranks samples the same
-        rollout = recipe.rollout.model_copy(update={"engine": "vllm", "max_staleness": 0})
+        in_ranks = {"engine": "vllm", "max_staleness": 0, "in_flight": InFlightConfig()}
+        rollout = recipe.rollout.model_copy(update=in_ranks)
         recipe = recipe.model_copy(update={"rollout": rollout})
     check_recipe(recipe)
     tokenizer = load_tokenizer(str(recipe.model.path))

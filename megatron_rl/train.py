@@ -77,7 +77,9 @@ def sample(run: Run, step: int) -> tuple[list[Group], dict[str, float]]:
         if len(kept) >= batch.prompts:
             break
     if recipe.rollout.max_staleness:
-        counts |= staleness_metrics(sampled, run.learner.num_updates)
+        staleness = staleness_metrics(sampled, run.learner.num_updates)
+        run.ahead.check_staleness(step, staleness)
+        counts |= staleness
     return kept[: batch.prompts], counts | group_metrics(sampled, batch.filter_metric)
 
 

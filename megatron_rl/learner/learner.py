@@ -90,6 +90,7 @@ class Learner:
         self.keep_current_logprobs = False  # leave log pi of the update in the batch, for the flight recorder
         self.step = 0  # rollout steps done
         self.num_updates = 0  # optimizer steps applied: the policy version
+        self._version_of_batch = 0  # before the batch at hand
 
     @cached_property
     def replicas(self) -> Replicas:
@@ -100,6 +101,7 @@ class Learner:
 
     def update(self, batch: Batch) -> dict[str, float]:
         """One optimizer step per mini-batch of ``batch``; metrics over all of it, the same on every rank."""
+        self._version_of_batch = self.num_updates
         records_routes = self.recipe.routing.replay == "r2"
         makes_pass = records_routes or self.recipe.objective.needs_old_logprobs(len(batch.minibatches))
         with self.phase("exchange"):
@@ -204,6 +206,7 @@ class Learner:
             cu_seqlens=microbatch.cu_seqlens,
             sequence_ids=torch.tensor(microbatch.indices, device=logits.device),
             entropy=entropy,
+            distances=self._distances(microbatch),
         )
         noise = NoiseKey(self.recipe.seed, self.num_updates)
         result = compute_objective(inputs, self.recipe.objective, denominators=denominators, noise_key=noise)
@@ -212,6 +215,10 @@ class Learner:
             unit,
             (result.stats, self._pieces(logprobs, microbatch) if self.keep_current_logprobs or self.exact else []),
         )
+
+    def _distances(self, microbatch: Microbatch) -> torch.Tensor | None:
+        """[n] int64: optimizer steps between the weights that sampled a token and those before this batch."""
+        return self._version_of_batch - microbatch.policy_versions if self.recipe.rollout.max_staleness else None
 
     def _reduce_stats(self, local: list[MetricStats]) -> MetricStats:
         """Statistics of the whole mini-batch on every rank. Only the last pipeline stage has any."""

@@ -97,6 +97,7 @@ class Microbatch:
     old_logprobs: torch.Tensor | None  # [n] float32
     advantages: torch.Tensor  # [b] float32
     loss_mask: torch.Tensor  # [n] bool
+    policy_versions: torch.Tensor  # [n] int64
     num_real_tokens: int  # N without padding
     routes: RouteSlice | None = None  # this rank's, where they are replayed or watched
 
@@ -154,6 +155,7 @@ def build_microbatch(
         old_logprobs=join([s.old_logprobs for s in sequences], torch.float32) if has_old else None,
         advantages=torch.tensor([s.advantage for s in sequences], dtype=torch.float32, device=device),
         loss_mask=join([s.loss_mask for s in sequences], torch.bool),
+        policy_versions=join([s.policy_versions for s in sequences], torch.int64),
         num_real_tokens=num_real,
     )
 

@@ -33,6 +33,7 @@ class ObjectiveInputs:
     cu_seqlens: Tensor | None = None  # [B + 1] int offsets, packed form only
     sequence_ids: Tensor | None = None  # [B] int64, the same in every layout; key of the variance noise
     entropy: Tensor | None = None  # tokens, nats; only averaged into actor/entropy
+    distances: Tensor | None = None  # tokens, int: optimizer steps since the weights that sampled; only for metrics
 
 
 class NoiseKey(NamedTuple):
@@ -86,6 +87,7 @@ class Tokens:
     layout: Layout
     sequence_ids: Tensor | None
     entropy: Tensor | None
+    distances: Tensor | None = None  # tokens, int64
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """tokens (zero where masked) → [B]: mean over trained tokens; 0 for a sequence without any."""
@@ -125,6 +127,7 @@ def read_tokens(inputs: ObjectiveInputs, bypass: bool = False) -> Tokens:
         layout=layout,
         sequence_ids=inputs.sequence_ids,
         entropy=None if inputs.entropy is None else inputs.entropy.detach().to(dtype).masked_fill(outside, 0.0),
+        distances=inputs.distances,
     )
 
 
@@ -139,7 +142,7 @@ def _check_shapes(inputs: ObjectiveInputs) -> None:
         form = "[N] with cu_seqlens" if packed else "[B, T] without cu_seqlens"
         raise InputError(f"current_logprobs has shape {list(shape)}; expected {form}")
     num_sequences = inputs.cu_seqlens.numel() - 1 if packed else shape[0]
-    for name in ("old_logprobs", "inference_logprobs", "loss_mask", "entropy"):
+    for name in ("old_logprobs", "inference_logprobs", "loss_mask", "entropy", "distances"):
         tensor = getattr(inputs, name)
         if tensor is not None and tuple(tensor.shape) != shape:
             raise InputError(f"{name} has shape {list(tensor.shape)}, current_logprobs {list(shape)}; they must agree")

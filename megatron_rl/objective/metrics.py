@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.objective import ObjectiveConfig
+from megatron_rl.objective.by_distance import LABELS, collect_by_distance, finalize_by_distance
 from megatron_rl.objective.corrections import Corrected
 from megatron_rl.objective.guards import MAX_LOG_RATIO, safe_exp
 from megatron_rl.objective.inputs import Tokens
@@ -43,6 +44,8 @@ def collect(tokens: Tokens, config: ObjectiveConfig, term: Term, corrected: Corr
         collect_mismatch(collector, tokens, config.prob_bands)
         if config.mismatch_detail:
             collect_detail(collector, tokens, band_labels(config.prob_bands), config.prob_bands)
+        if tokens.distances is not None:
+            collect_by_distance(collector, tokens.old - tokens.inference, tokens.distances, tokens.mask)
         _collect_spurious(collector, tokens, term)
     _collect_corrections(collector, tokens, corrected)
     return collector.stats()
@@ -135,6 +138,8 @@ def finalize_metrics(stats: MetricStats) -> dict[str, float]:
         metrics.update(_mismatch_metrics(sums, maxs))
     if "po - mu" in maxs:
         metrics.update(finalize_detail(sums, maxs, mins))
+    if f"tokens of age {LABELS[0]}" in sums:
+        metrics.update(finalize_by_distance(sums))
     if "x/rho" in sums:
         metrics.update(_spurious_metrics(sums))
     return metrics
