@@ -106,7 +106,9 @@ def sample_first(run: Run, ahead: Oversampling, step: int) -> tuple[list[Group],
     scores = merged(shares)
     run.refuse_failures(scores, step)
     kept, metrics = ahead.close()
-    metrics |= scores.metrics | staleness_metrics(kept, version) | group_metrics(sampled, batch.filter_metric)
+    staleness = staleness_metrics(kept, version)
+    ahead.check_staleness(step, staleness)
+    metrics |= scores.metrics | staleness | group_metrics(sampled, batch.filter_metric)
     return kept, metrics
 
 

@@ -68,6 +68,7 @@ class Oversampling(Lookahead):
     def open(self, step: int, policy_version: int) -> None:
         """Request what is missing of the groups of ``step``."""
         self._step = step
+        self._versions.setdefault(step, policy_version)
         self._fill(step, policy_version, first=step)
         self._metrics = {"rollout/oversample/asked": float(self._num_open(step))}
 
