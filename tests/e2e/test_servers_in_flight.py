@@ -9,11 +9,13 @@ and values that earlier weights left.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import shutil
 import signal
-from itertools import groupby
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,12 +29,12 @@ from megatron_rl.rollout.servers.generator import ServerGenerator
 from megatron_rl.rollout.servers.local import LocalServers
 from megatron_rl.routing import route_checksums
 from megatron_rl.types import Group, Prompt, Rollout
-from tests.e2e.hf_reference import load, score
+from tests.e2e.hf_reference import load
 from tests.support.rounding import bound_from_double
 from tests.support.tiny import MODEL, tiny_recipe
 
 TOKEN = "token-of-the-servers-in-this-test"
-LENGTH, LONGEST_PROMPT = 160, 80
+LENGTH, LONGEST_PROMPT, TOP_K = 160, 80, 2
 SAMPLING = Sampling(LENGTH)
 ROLLOUT = {
     "engine": "vllm_server",
@@ -135,61 +137,83 @@ def flat(groups: list[Group]) -> list[tuple[Prompt, Rollout]]:
 
 
 def runs_of(rollout: Rollout) -> list[tuple[int, int]]:
-    return [(int(version), len(list(tokens))) for version, tokens in groupby(rollout.policy_versions)]
+    return [(int(version), len(list(tokens))) for version, tokens in itertools.groupby(rollout.policy_versions)]
 
 
-def anew(models: list[Path], groups: list[Group], dtype: torch.dtype) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Log-probs and routes of each response, where the policy of a token read everything before it."""
-    scores = [score(load(path, dtype), groups, SAMPLING) for path in models]
-    found = []
-    for number, (prompt, rollout) in enumerate(flat(groups)):
-        which, rows = rollout.policy_versions % 2, len(prompt.tokens) - 1
-        of_row = np.concatenate([np.full(rows, which[0]), which])
-        logprobs = np.where(which == 0, *(logprobs[number] for logprobs, _ in scores))
-        routes = np.where(of_row[:, None, None] == 0, *(routes[number] for _, routes in scores))
-        found.append((logprobs, routes))
-    return found
+@dataclass
+class Expected:
+    """One response as a Hugging Face model has it."""
+
+    logprobs: np.ndarray  # [R]
+    router: np.ndarray  # [P + R - 1, L, E] router logits
+
+    @property
+    def routes(self) -> np.ndarray:
+        """[P + R - 1, L, K], sorted."""
+        return np.sort(np.argsort(-self.router, -1, kind="stable")[..., :TOP_K], -1)
+
+    @property
+    def margin(self) -> float:
+        """Least distance between the last expert that is taken and the first that is not."""
+        ordered = -np.sort(-self.router, -1)
+        return float((ordered[..., TOP_K - 1] - ordered[..., TOP_K]).min())
+
+
+def read(model, tokens: list[int], labels: list[int], past=None) -> tuple[Expected, Any]:
+    """What ``model`` makes of ``tokens`` after ``past``: log-probs of ``labels``, which follow the last ones."""
+    output = model(input_ids=torch.tensor([tokens]), past_key_values=past, use_cache=True, output_router_logits=True)
+    logprobs = output.logits[0, -len(labels) :].double().log_softmax(-1)
+    chosen = logprobs.gather(-1, torch.tensor(labels)[:, None])[:, 0]
+    router = torch.stack([logits.double() for logits in output.router_logits], 1)
+    return Expected(chosen.numpy(), router.numpy()), output.past_key_values
 
 
 @torch.no_grad()
-def with_kept_cache(models: list[Path], groups: list[Group], dtype: torch.dtype) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The same where keys and values stay as they were computed when a token was first read."""
-    found = []
-    for prompt, rollout in flat(groups):
-        tokens, past, done = [*prompt.tokens, *rollout.tokens.tolist()], None, 0
-        logits, routes, read = [], [], 0
-        for version, count in runs_of(rollout):
-            model = load(models[version % 2], dtype)
-            end = len(prompt.tokens) + done + count - 1
-            output = model(
-                input_ids=torch.tensor([tokens[read:end]]),
-                past_key_values=past,
-                use_cache=True,
-                output_router_logits=True,
-            )
-            past, done = output.past_key_values, done + count
-            top_k = model.config.num_experts_per_tok
-            routes.append(torch.stack([x.topk(top_k).indices.sort(-1).values for x in output.router_logits], 1))
-            logits.append(output.logits[0, -count:])
-            read = end
-        logprobs = torch.cat(logits).double().log_softmax(-1)
-        chosen = logprobs.gather(-1, torch.tensor(tokens[len(prompt.tokens) :])[:, None])[:, 0]
-        found.append((chosen.numpy(), torch.cat(routes).numpy()))
-    return found
+def anew(models: list[Path], prompt: Prompt, rollout: Rollout, dtype: torch.dtype) -> Expected:
+    """Where the policy of a token read everything before it."""
+    tokens = rollout.tokens.tolist()
+    both = [read(load(path, dtype), [*prompt.tokens, *tokens[:-1]], tokens)[0] for path in models]
+    which = rollout.policy_versions % 2
+    of_row = np.concatenate([np.full(len(prompt.tokens) - 1, which[0]), which])
+    router = np.where(of_row[:, None, None] == 0, both[0].router, both[1].router)
+    return Expected(np.where(which == 0, both[0].logprobs, both[1].logprobs), router)
+
+
+@torch.no_grad()
+def with_kept_cache(models: list[Path], prompt: Prompt, rollout: Rollout, dtype: torch.dtype) -> Expected:
+    """Where keys and values stay as they were computed when a token was first read."""
+    tokens, past, start, parts = rollout.tokens.tolist(), None, 0, []
+    for version, count in runs_of(rollout):
+        new = [*prompt.tokens, *tokens[: count - 1]] if not start else tokens[start - 1 : start + count - 1]
+        part, past = read(load(models[version % 2], dtype), new, tokens[start : start + count], past)
+        parts.append(part)
+        start += count
+    return Expected(np.concatenate([x.logprobs for x in parts]), np.concatenate([x.router for x in parts]))
 
 
 def assert_sampled_as_said(generator: ServerGenerator, models: list[Path], groups: list[Group]) -> None:
-    """Every token's log-prob and every route is what its version says, and no other version would do."""
+    """Every token's log-prob and every route is what its version says.
+
+    Left out are responses in which two experts are so close that rounding decides between them: whatever follows such a
+    choice depends on it. They are few.
+    """
     reference = with_kept_cache if generator._config.in_flight.mode == "keep" else anew
-    double, single = (reference(models, groups, dtype) for dtype in (torch.float64, torch.float32))
-    expected, rough = (np.concatenate([logprobs for logprobs, _ in found]) for found in (double, single))
-    bound = bound_from_double(rough, expected, longest_sum=LONGEST_PROMPT + LENGTH)
-    found = np.concatenate([rollout.inference_logprobs for _, rollout in flat(groups)])
-    error = np.abs(found - expected)
-    assert error.max() <= bound, (error.max(), bound, int((error > bound).sum()), len(error))
-    for (prompt, rollout), (_, routes) in zip(flat(groups), double, strict=True):
-        assert rollout.routed_experts.shape == routes.shape
-        assert (np.sort(rollout.routed_experts, -1) == routes).all()
+    double, single = (
+        [reference(models, prompt, rollout, dtype) for prompt, rollout in flat(groups)]
+        for dtype in (torch.float64, torch.float32)
+    )
+    clear = [(a.routes == b.routes).all() for a, b in zip(double, single, strict=True)]
+
+    def bound(field: str) -> float:
+        rough, exact = ([getattr(x, field).ravel() for x in itertools.compress(y, clear)] for y in (single, double))
+        return bound_from_double(np.concatenate(rough), np.concatenate(exact), longest_sum=LONGEST_PROMPT + LENGTH)
+
+    of_logprobs, of_router = bound("logprobs"), bound("router")
+    clear = [was and expected.margin > 2 * of_router for was, expected in zip(clear, double, strict=True)]
+    assert sum(clear) >= 0.8 * len(clear)
+    for (prompt, rollout), expected in itertools.compress(zip(flat(groups), double, strict=True), clear):
+        assert np.abs(rollout.inference_logprobs - expected.logprobs).max() <= of_logprobs
+        assert (np.sort(rollout.routed_experts, -1) == expected.routes).all()
         whole = np.concatenate([prompt.tokens, rollout.tokens])
         seals = route_checksums(f"{prompt.id}/{rollout.sample}", whole, rollout.routed_experts)
         assert (rollout.route_checksums == seals).all()
@@ -223,9 +247,7 @@ class TestInFlight:
         """Validation in the middle of a batch, of prompts that the batch has left in the prefix cache."""
         ticket = generator.begin(prompts(6, 2), 2, policy_version=generator.version, step=0)
         cut(generator, models, ticket, times=2)
-        asked = generator.rollout(
-            prompts(6, 2), 2, policy_version=generator.version, step=1, sampling=Sampling(LENGTH, top_k=98)
-        )
+        asked = generator.rollout(prompts(6, 2), 2, policy_version=generator.version, step=1, sampling=SAMPLING)
         versions = {int(v) for _, rollout in flat(asked) for v in rollout.policy_versions}
         assert versions == {generator.version}
         assert_sampled_as_said(generator, models, asked)
