@@ -64,7 +64,7 @@ async def answered(engine: Engine, body: dict) -> Answer:
 def through(engine: Engine, wants_routes: bool = True, damage=lambda content: content, mode="finish"):
     """The trainer's answer, by way of bytes but without a network."""
     client = ServerClient.__new__(ServerClient)
-    client._mode = mode
+    client._mode, client._in_flight = mode, 0
 
     async def call(method, path, body, headers, read):
         assert (path, headers) == ("/megatron_rl/generate", {"X-Policy-Version": "3"})
