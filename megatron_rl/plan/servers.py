@@ -99,7 +99,7 @@ def make_pipeline(work: Workload, engine: EngineMemory, lengths: Lengths, own_se
             capacity=engine.tokens,
         ),
         num_servers=rollout.servers.num_expected,
-        mode=_mode(work),
+        mode=rollout.in_flight.mode,
         max_staleness=rollout.max_staleness,
         learn=_learning(work, engine, lengths, own_seconds),
         asking=Asking(
@@ -107,7 +107,7 @@ def make_pipeline(work: Workload, engine: EngineMemory, lengths: Lengths, own_se
             num_samples=rollout.num_samples,
             prompt_tokens=work.mean_prompt,
             factor=batch.oversample.factor if batch.oversample else work.sampled_sequences / work.recipe.num_sequences,
-            rest=_rest(work),
+            rest=batch.oversample.rest if batch.oversample else None,
             refills=batch.filter_groups,
         ),
         publish_s=publish_s,
@@ -130,20 +130,7 @@ def _learning(work: Workload, engine: EngineMemory, lengths: Lengths, own_second
 def _weights(work: Workload) -> tuple[float, float, bool]:
     """Seconds in which the learner works alone, in which servers wait, and whether the learner is busy with both."""
     whole = total_parameters(work.architecture) * BYTES[work.recipe.rollout.dtype]
-    if _by_broadcast(work):
+    if work.recipe.rollout.servers.weights == "broadcast":
         gathered, handling = weights_seconds(work)
         return 0.0, max(gathered, whole / (hw.LINK * work.gpu.network)) + handling, True
     return sum(weights_seconds(work)) + whole / hw.DISK, whole / hw.DISK, False
-
-
-def _mode(work: Workload) -> str:
-    return getattr(getattr(work.recipe.rollout, "in_flight", None), "mode", "finish")
-
-
-def _by_broadcast(work: Workload) -> bool:
-    return getattr(work.recipe.rollout.servers, "weights", "files") == "broadcast"
-
-
-def _rest(work: Workload) -> Any:
-    oversample = work.recipe.batch.oversample
-    return None if oversample is None else oversample.rest

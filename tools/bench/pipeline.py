@@ -38,7 +38,7 @@ from megatron_rl.plan.lengths import Lengths
 from megatron_rl.plan.pipeline import Pipeline, simulate
 from megatron_rl.rollout import Sampling
 from megatron_rl.rollout.requests import Request
-from megatron_rl.rollout.servers.client import ServerClient, Weights, request_body
+from megatron_rl.rollout.servers.client import ServerClient, ServerLost, Weights, request_body
 from megatron_rl.rollout.servers.rendezvous import Address, discover
 from megatron_rl.types import Prompt
 
@@ -143,11 +143,21 @@ class Probe:
         return [statistics.median(column) for column in zip(*times, strict=True)]
 
 
+async def until_up(client: ServerClient) -> None:
+    """A server says where it is just before it answers."""
+    while True:
+        try:
+            return await client.check_health()
+        except ServerLost:
+            await asyncio.sleep(0.1)
+
+
 async def server_costs(address: Address, token: str, vocab_size: int, rounds: int) -> ServerCosts:
     """Unit costs of an idle server; medians over ``rounds``."""
     client = ServerClient(address, token, 600.0)
     probe, steps = Probe(client, vocab_size), []
     try:
+        await until_up(client)
         await client.push(Weights(0))
         await probe.seconds(SLOTS, LONG)  # compilation and caches
         for number in RUNNING:
