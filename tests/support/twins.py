@@ -15,7 +15,7 @@ from tests.support.tiny import DATA, MODEL
 
 PROMPTS, SAMPLES, MINIBATCHES, STEPS = 4, 4, 2, 2
 LONGEST_RESPONSE = 24
-ROLLOUT_KEPT = ("engine", "dtype", "quantization", "temperature", "top_p", "top_k", "max_staleness")
+ROLLOUT_KEPT = ("engine", "dtype", "quantization", "temperature", "top_p", "top_k", "max_staleness", "in_flight")
 LEARNER_KEPT = ("dtype", "lora", "loss_scale", "optimizer", "offload", "recompute", "max_consecutive_overflows")
 
 
