@@ -14,6 +14,7 @@ SMALL = 2e-3  # a smaller number that something is compared with is a tolerance
 ELSEWHERE = ("support/rounding.py", "unit/support/test_tolerances.py")
 # Function where a number stands for itself → what it states.
 STATEMENTS = {
+    "e2e/test_train.py::test_a_watched_run_shows_what_it_recorded": "six digits are shown",
     "parallel/test_learner_noise.py::test_update_size_is_what_the_weights_did": "the bound itself is small",
     "parallel/transformer_engine.py::same_noise": "the bound itself is small",
     "parallel/test_transformer_engine_layouts.py::error": "the bound is below what is asked for",
@@ -26,7 +27,10 @@ STATEMENTS = {
     "unit/tools/test_scale.py::test_unit_costs_of_steps_that_cost_what_they_hold": "least squares of ones and zeros",
     "unit/monitor/test_noise_and_alarms.py::test_t_quantiles": "what t_quantile_975 allows its series",
     "unit/monitor/test_noise_and_alarms.py::test_slope_and_interval_of_a_worked_example": "the same series",
+    "unit/plan/test_pipeline.py::test_plan_prints_and_writes_the_arms": "a mean of some 1e5 draws",
     "unit/plan/test_head.py::test_the_peak_in_the_output_layer_is_the_one_that_is_planned": "what a plan leaves out",
+    "unit/watch/test_columns.py::test_points_are_means_between_the_extremes_of_their_neighbours": "six digits",
+    "unit/watch/test_page.py::test_tokens_are_coloured_by_rho_and_responses_stay_text": "a colour has three digits",
     "unit/schedule/test_length_decay_recipes.py::test_schedule_is_what_its_name_says": "what the documentation says",
 }
 
