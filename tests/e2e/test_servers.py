@@ -9,9 +9,12 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,11 +30,12 @@ from megatron_rl.config.sections import OversampleConfig
 from megatron_rl.data import PromptSampler, PromptSet
 from megatron_rl.rollout import RolloutError, Sampling
 from megatron_rl.rollout.checksums import parameter_checksums
-from megatron_rl.rollout.servers import weight_files
+from megatron_rl.rollout.servers import broadcaster, weight_broadcast, weight_files
 from megatron_rl.rollout.servers.client import ServerClient
 from megatron_rl.rollout.servers.generator import ServerGenerator
 from megatron_rl.rollout.servers.guard import GENERATE
 from megatron_rl.rollout.servers.rendezvous import Address, folder, read
+from megatron_rl.rollout.servers.weight_group import GroupError
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.run.oversampling import Oversampling
 from megatron_rl.types import Group, Prompt
@@ -42,7 +46,7 @@ from tools.dev.make_tiny_checkpoint import build_tokenizer
 
 TOKEN = "token-of-the-servers-in-this-test"
 ROLLOUT = {"dtype": "fp32", "max_response_length": 24, "kv_cache_gib": 0.0625}
-SERVERS = {"launch": 2, "health_every_s": 0.5, "wait_s": 550.0}
+SERVERS = {"weights": "broadcast", "launch": 2, "health_every_s": 0.5, "wait_s": 550.0}
 
 
 def prompts(number: int) -> list[Prompt]:
@@ -109,11 +113,19 @@ class TestTwoServers:
         yield engine
         engine.close()
 
+    @pytest.fixture
+    def chunks(self, generator, monkeypatch):
+        """Small ones, so that an update has a middle."""
+        generator._broadcaster.close()
+        monkeypatch.setattr(weight_broadcast, "CHUNK_BYTES", 1 << 14)
+        yield
+        generator._broadcaster.close()
+
     def test_updated_servers_equal_a_fresh_engine(self, generator, fresh):
         initial = generator.rollout(prompts(8), 4, policy_version=0, step=0)
         assert "perf/push_s" not in generator.stats()
         for version in (1, 2):
-            generator.refit(iter(perturbed(version).items()), version)
+            generator.refit(perturbed(version).items(), version)
         groups = generator.rollout(prompts(16), 8, policy_version=2, step=0)
         assert 0.0 < generator.stats()["perf/push_s"] < generator.start_s
         assert_same(groups, fresh.rollout(prompts(16), 8, policy_version=0, step=0))
@@ -139,13 +151,13 @@ class TestTwoServers:
 
     def test_a_batch_that_was_begun_is_not_changed_by_later_weights(self, generator):
         begun = generator.begin(prompts(8), 4, policy_version=2, step=3)
-        generator.refit(iter(perturbed(3).items()), 3)
+        generator.refit(perturbed(3).items(), 3)
         next_one = generator.begin(prompts(8), 4, policy_version=3, step=3)
         first, second = generator.finish(begun), generator.finish(next_one)
         assert {int(v[0]) for v in flat(first, "policy_versions")} == {2}
         assert {int(v[0]) for v in flat(second, "policy_versions")} == {3}
         assert flat(first, "tokens") != flat(second, "tokens")
-        generator.refit(iter(perturbed(2).items()), 4)
+        generator.refit(perturbed(2).items(), 4)
         assert_same(first, generator.rollout(prompts(8), 4, policy_version=4, step=3))
         with pytest.raises(RolloutError, match="rollouts of 9 were asked for: a refit is missing"):
             generator.begin(prompts(1), 1, policy_version=9, step=0)
@@ -183,10 +195,102 @@ class TestTwoServers:
 
         stream = iter(perturbed(3).items())
         monkeypatch.setattr(weight_files, "save_file", no_room)
+        monkeypatch.setattr(generator._broadcaster, "refused", "this test")
         with pytest.raises(RolloutError, match=r"weights for the servers could not be written to .*: .*No space"):
             generator.refit(stream, 5)
         assert list(stream) == []  # read to its end: on several ranks every tensor is collective
         assert len(generator.rollout(prompts(1), 1, policy_version=4, step=4)) == 1  # those before are still there
+
+    def test_files_leave_the_same_bits_as_broadcasts(self, generator, fresh, monkeypatch):
+        monkeypatch.setattr(generator._broadcaster, "refused", "this test")
+        for seed in (3, 2):
+            generator.refit(perturbed(seed).items(), 4)
+        assert len(generator.rollout(prompts(1), 1, policy_version=4, step=4)) == 1
+        assert held(generator) == [fresh._llm.apply_model(parameter_checksums)[0]] * 2
+
+    def test_where_no_group_can_be_formed_weights_go_through_files(self, generator, fresh, monkeypatch):
+        said: list[str] = []
+
+        def unreachable(urls):
+            raise GroupError("servers reach this machine at different addresses")
+
+        generator._broadcaster.close()
+        monkeypatch.setattr(broadcaster, "address_for", unreachable)
+        monkeypatch.setattr(generator, "_say", said.append)
+        generator.refit(perturbed(2).items(), 4)
+        (line,) = said
+        assert line.startswith("weights go to the servers through files in ")
+        assert line.endswith("servers reach this machine at different addresses")
+        assert_same(*(e.rollout(prompts(2), 2, policy_version=v, step=4) for e, v in ((generator, 4), (fresh, 0))))
+        generator._broadcaster.refused = ""
+
+    def test_an_update_that_breaks_off_leaves_servers_closed_and_the_next_one_is_whole(self, generator, fresh, chunks):
+        def breaks_off():
+            yield from list(perturbed(3).items())[:70]
+            raise RuntimeError("the learner failed")
+
+        with pytest.raises(RuntimeError, match="the learner failed"):
+            generator.refit(breaks_off(), 5)
+        body = json.dumps({"token_ids": [3, 4], "sampling_params": {"max_tokens": 1}}).encode()
+        for member in generator._pool.members.values():
+            for version in ("4", "5"):
+                assert status(member.address, GENERATE, TOKEN, body=body, **{"X-Policy-Version": version}) == 409
+        generator.refit(perturbed(2).items(), 5)
+        assert generator._broadcaster.amount.bytes == sum(tensor.nbytes for tensor in perturbed(2).values())
+        assert held(generator) == [fresh._llm.apply_model(parameter_checksums)[0]] * 2
+
+    def test_a_trainer_that_is_killed_in_an_update_leaves_servers_that_take_the_next_one(self, generator, fresh):
+        members = list(generator._pool.members.values())
+        program = Path(__file__).parent / "programs" / "dying_trainer.py"
+        urls = [member.address.url for member in members]
+        died = subprocess.run(
+            [sys.executable, program, MODEL, TOKEN, *urls], capture_output=True, text=True, timeout=300
+        )
+        assert died.returncode == -signal.SIGKILL, died.stderr[-2000:]
+        generator.refit(perturbed(2).items(), 5)  # waits until they have given the other one up
+        assert held(generator) == [fresh._llm.apply_model(parameter_checksums)[0]] * 2
+
+    def test_a_server_killed_in_an_update_costs_the_others_nothing_but_time(self, generator, fresh, chunks):
+        victim, survivor = generator._pool.members.values()
+        weights = Disturbed(perturbed(2), lambda: stop(victim.address, signal.SIGKILL))
+        generator.refit(weights, 5)
+        assert weights.passes == 2
+        assert victim.lost
+        assert not survivor.lost
+        assert held(generator) == [fresh._llm.apply_model(parameter_checksums)[0]]
+        generator.refit(perturbed(2).items(), 5)  # the survivor's checksums closed it
+
+    def test_a_server_that_came_back_gets_the_weights_while_all_wait_for_responses(self, generator, fresh):
+        """It is the only one that is left, and the learner sends what it sent before."""
+        pool = generator._pool
+        (survivor,) = pool.ready
+        generator._main.submit(until(lambda: len(pool.lacking) == 1)).result(300)
+        begun = generator.begin(prompts(8), 2, policy_version=5, step=2)
+        stop(survivor.address, signal.SIGKILL)
+        assert_same(generator.finish(begun), fresh.rollout(prompts(8), 2, policy_version=0, step=2))
+        assert pool.ready
+        assert survivor not in pool.ready
+
+    def test_a_server_that_hangs_in_an_update_is_lost_and_comes_back(self, generator, fresh, chunks, monkeypatch):
+        pool = generator._pool
+        generator._main.submit(until(lambda: len(pool.lacking) == 1)).result(300)
+        generator.refit(perturbed(3).items(), 5)
+        victim, survivor = pool.ready
+        generator._broadcaster.close()  # so that the group is made anew, with these limits
+        monkeypatch.setattr(generator._broadcaster, "_stall_s", 2.0)
+        monkeypatch.setattr(broadcaster, "GRACE_S", 3.0)
+        start = time.monotonic()
+        generator.refit(Disturbed(perturbed(2), lambda: stop(victim.address, signal.SIGSTOP)), 5)
+        assert victim.lost
+        assert time.monotonic() - start < 60.0  # of the four times 2 + 3 s; request_deadline_s is 1800
+        assert held(generator) == [fresh._llm.apply_model(parameter_checksums)[0]]
+        assert not survivor.lost
+        stop(victim.address, signal.SIGCONT)
+        generator._main.submit(until(lambda: not any(m.lost for m in pool.members.values()))).result(120)
+        monkeypatch.undo()
+        generator.refit(perturbed(2).items(), 5)
+        assert held(generator) == [fresh._llm.apply_model(parameter_checksums)[0]] * 2
+        generator.refit(perturbed(2).items(), 5)  # their checksums closed them
 
     def test_nothing_answers_without_the_token_and_the_token_is_nowhere(self, generator, run_dir):
         paths = ["/health", "/pause", "/update_weights", "/collective_rpc", "/inference/v1/generate", "/v1/models"]
@@ -222,10 +326,10 @@ class TestTwoServers:
         assert status(address, GENERATE, TOKEN, body=body, **headers) == 200
 
     def test_a_server_killed_in_the_middle_costs_no_response(self, generator, run_dir):
-        expected = generator.rollout(prompts(16), 4, policy_version=4, step=5)
+        expected = generator.rollout(prompts(16), 4, policy_version=5, step=5)
         name, victim = next(iter(generator._pool.members.items()))
         stop(victim.address, signal.SIGSTOP)  # so that it cannot answer what it is asked
-        begun = generator.begin(prompts(16), 4, policy_version=4, step=5)
+        begun = generator.begin(prompts(16), 4, policy_version=5, step=5)
         generator._main.submit(until(lambda: victim.in_flight > 0)).result(60)
         stop(victim.address, signal.SIGKILL)
         groups = generator.finish(begun)
@@ -233,11 +337,12 @@ class TestTwoServers:
         assert generator.stats()["rollout/requeued"] > 0
         assert generator.stats()["rollout/servers"] == 1
         assert generator._pool.members[name].lost
-        generator.refit(iter(perturbed(3).items()), 5)
+        generator.refit(perturbed(3).items(), 5)
         assert len(generator.rollout(prompts(2), 2, policy_version=5, step=6)) == 2
 
     def test_groups_that_were_carried_over_survive_the_death_of_their_server(self, generator):
-        generator._main.submit(until(lambda: len(generator._pool.ready) == 2)).result(300)
+        generator._main.submit(until(lambda: len(generator._pool.lacking) == 1)).result(300)
+        generator.refit(perturbed(3).items(), 5)
         sampler = PromptSampler(prompts(16))
         config = OversampleConfig(factor=1.5, rest="carry_over")
         ahead = Oversampling(sampler, generator, config, num_prompts=4, num_samples=4, max_staleness=1, num_steps=8)
@@ -268,12 +373,13 @@ class TestTwoServers:
         for begun in ahead._begun:
             generator.cancel(begun.ticket)
 
-    def test_a_server_that_was_killed_is_started_again_and_gets_the_newest_weights(self, generator):
-        generator._main.submit(until(lambda: len(generator._pool.ready) == 2)).result(300)
+    def test_a_server_that_was_killed_is_started_again_and_gets_the_next_weights(self, generator):
+        generator._main.submit(until(lambda: len(generator._pool.lacking) == 1)).result(300)
+        generator.refit(perturbed(3).items(), 5)
         assert generator.rollout(prompts(8), 4, policy_version=5, step=6)
         assert generator.stats()["rollout/servers"] == 2
-        held = [generator._main.submit(m.client.checksums()).result(60) for m in generator._pool.ready]
-        assert held[0] == held[1]
+        first, second = held(generator)
+        assert first == second
 
     def test_with_all_servers_dead_the_run_ends_with_one_clear_error(self, generator):
         generator._pool._limits.wait_s = 1.0
@@ -283,6 +389,25 @@ class TestTwoServers:
             RolloutError, match=r"waited 1 s .*4 of 4 responses are not there yet.* is lost .* is lost "
         ):
             generator.rollout(prompts(2), 2, policy_version=5, step=7)
+
+
+class Disturbed:
+    """Weights that can be sent again; in the middle of the first time something happens."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], happens: Callable[[], None]) -> None:
+        self._weights, self._happens, self.passes = weights, happens, 0
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.passes += 1
+        for number, item in enumerate(self._weights.items()):
+            if self.passes == 1 and number == 70:
+                self._happens()
+            yield item
+
+
+def held(generator: ServerGenerator) -> list[dict[str, int]]:
+    """Checksums of every server that may be used. Closes them."""
+    return [generator._main.submit(m.client.checksums()).result(60) for m in generator._pool.ready]
 
 
 def stop(address: Address, number: int) -> None:

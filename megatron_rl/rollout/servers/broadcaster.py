@@ -3,7 +3,8 @@
 A group is kept from update to update while the same servers are there, and made anew when one goes, comes or fails.
 While rank 0 sends, each server's update request is under way; its answer says how much arrived. The first request that
 fails ends the broadcast for all, and the servers that are left stay closed until they get the whole set again, in a new
-group. Where no server was lost by it, the network is taken to allow no group, and weights go through files.
+group. Where a new group fails and no server was lost by it, the network is taken to allow none, and weights go through
+files. A server is in one group at a time: one that gets weights in a group of its own has left the kept one.
 
 Servers that come later wait for the weights until the learner waits for responses, or sends newer ones: all its ranks
 have to take part in collecting a tensor.
@@ -97,7 +98,7 @@ class Broadcaster:
 
     def close(self) -> None:
         """Leave the group."""
-        group, self._group = self._group, None
+        group, self._group, self._joined = self._group, None, []
         if group is not None:
             group.close()
 
@@ -123,8 +124,9 @@ class Broadcaster:
         except GroupError as error:
             return self._main.submit(_said(str(error)))
         delivery = self._main.submit(self._deliver(group, members, version))
+        was_kept = group.is_formed
         try:
-            if not group.is_formed:
+            if not was_kept:
                 group.form()
             self.amount = group.sent = sender.send(stream)
         except GroupError as error:
@@ -132,7 +134,7 @@ class Broadcaster:
         except BaseException:
             group.close("the learner failed")
             raise
-        return self._main.submit(self._settle(group, members, delivery, version, fresh))
+        return self._main.submit(self._settle(group, members, delivery, version, was_kept))
 
     def _group_of(self, members: list[Member], fresh: bool) -> tuple[WeightGroup, Sender]:
         numbers = [member.number for member in members]
@@ -148,6 +150,8 @@ class Broadcaster:
             self._stall_s,
         )
         sender = Sender(group)
+        if fresh and set(numbers) & set(self._joined):
+            self.close()
         if not fresh:
             self.close()
             self._group, self._sender, self._joined = group, sender, numbers
@@ -197,9 +201,14 @@ class Broadcaster:
         return {number: _outcome(task) for number, task in tasks.items()}
 
     async def _settle(
-        self, group: WeightGroup, members: list[Member], delivery: concurrent.futures.Future, version: int, fresh: bool
+        self,
+        group: WeightGroup,
+        members: list[Member],
+        delivery: concurrent.futures.Future,
+        version: int,
+        was_kept: bool,
     ) -> str:
-        """Use who has everything, give up who is gone."""
+        """Use who has everything, give up who is gone. ``was_kept``: the group is of an earlier update."""
         answers, pool = await asyncio.wrap_future(delivery), self._pool
         for member in members:
             answer = answers[member.number]
@@ -212,13 +221,13 @@ class Broadcaster:
             else:
                 pool.took(member, version)
         pool.note()
-        if fresh or group.give_up:
+        if group is not self._group or group.give_up:
             group.close()
             self._group = None if group is self._group else self._group
         lacking = [member for member in members if not member.lost and member.version != version]
         if not lacking and pool.ready:
             return DONE
-        return AGAIN if len(lacking) < len(members) else group.give_up
+        return AGAIN if was_kept or len(lacking) < len(members) else group.give_up
 
 
 async def _ask(member: Member, weights: Weights) -> dict[str, int]:
