@@ -10,10 +10,13 @@ import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.patching import target
 from megatron_rl.patching.errors import PatchError
 from megatron_rl.patching.series import Files, Series, tree_hash
+
+SAFELY: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4 has filters
 
 
 def fetch(series: Series, cache: Path, archive: str | None) -> Path:
@@ -61,7 +64,7 @@ def unpack(archive: Path, folder: Path, top: str) -> Path:
             wheel.extractall(folder)
     else:
         with tarfile.open(archive) as sdist:
-            sdist.extractall(folder, filter="data")
+            sdist.extractall(folder, **SAFELY)
     for root in (folder, *sorted(folder.iterdir())):
         if (root / top).is_dir():
             return root

@@ -35,6 +35,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 BASELINE = Path(__file__).with_name("baseline.json")
 LIB = Path(__file__).with_name("lib")
 WORKING_TREE = "working tree"
+SAFELY: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4 has filters
 
 
 @dataclass
@@ -76,7 +77,7 @@ def files_of(commit: str, folder: Path, repository: Path = REPOSITORY) -> Path:
     if told.returncode:
         raise SystemExit(f"{commit}: {told.stderr.decode().strip()}")
     with tarfile.open(fileobj=io.BytesIO(told.stdout)) as archive:
-        archive.extractall(folder, filter="data")
+        archive.extractall(folder, **SAFELY)
     return folder
 
 
