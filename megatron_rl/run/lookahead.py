@@ -159,7 +159,7 @@ def staleness_metrics(groups: list[Group], num_updates: int) -> dict[str, float]
     versions = [r.policy_versions for group in groups for r in group.rollouts if r.policy_versions is not None]
     staleness = num_updates - np.concatenate([*versions, np.empty(0, np.int64)])
     found = gather_objects((int(staleness.sum()), staleness.size, int(staleness.max(initial=-1))))
-    total, count, largest = (max(column) if i == 2 else sum(column) for i, column in enumerate(zip(*found)))
-    if not count:
+    totals, counts, largest = zip(*found)
+    if not sum(counts):
         return {}
-    return {"rollout/staleness_mean": total / count, "rollout/staleness_max": float(largest)}
+    return {"rollout/staleness_mean": sum(totals) / sum(counts), "rollout/staleness_max": float(max(largest))}

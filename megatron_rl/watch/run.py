@@ -30,7 +30,7 @@ _ALARM = re.compile(r"\d\d:\d\d:\d\d alarm (?P<name>[\w-]+) at step (?P<step>\d+
 
 
 @dataclass(frozen=True)
-class AlarmEvent:
+class SeenAlarm:
     """A rule that went off. ``text``: what the log says of it, "" where that is not there."""
 
     step: int
@@ -157,7 +157,7 @@ class WatchedRun:
             return "running" if time.monotonic() - since < SILENT_S else "silent"
         return "ended" if len(self.columns) else "waiting"
 
-    def alarm_events(self) -> list[AlarmEvent]:
+    def alarm_events(self) -> list[SeenAlarm]:
         """Every alarm that went off in a step that stands, the newest first."""
         events = []
         for metric in self.columns.names:
@@ -165,7 +165,7 @@ class WatchedRun:
                 name = metric.removeprefix("alarm/")
                 _, steps, values = self.columns.series(metric)
                 for step in steps[values > 0].tolist():
-                    events.append(AlarmEvent(step, name, self._alarm_texts.get((name, step), "")))
+                    events.append(SeenAlarm(step, name, self._alarm_texts.get((name, step), "")))
         return sorted(events, key=lambda event: (-event.step, event.name))
 
     def batch_steps(self) -> list[int]:

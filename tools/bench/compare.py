@@ -29,13 +29,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.patching.upstream import SAFELY
 from tools.bench.lib.timing import spread
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BASELINE = Path(__file__).with_name("baseline.json")
 LIB = Path(__file__).with_name("lib")
 WORKING_TREE = "working tree"
-SAFELY: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4 has filters
 
 
 @dataclass

@@ -108,9 +108,8 @@ def next_arrivals(
 ) -> list[Arrival]:
     """Groups of ``tickets`` that have become complete on any rank, in the order of completion; waits for one.
 
-    ``wants``, ``meanwhile``: see `fetching.wait_on_all`.
-
-    ``tickets``: with groups that were not returned yet. Raises on every rank what ended one's fetching. Collective.
+    ``tickets``: with groups that were not returned yet. ``wants``, ``meanwhile``: see `fetching.wait_on_all`. Raises on
+    every rank what ended one's fetching. Collective.
     """
     while True:
         here, problem = {}, None

@@ -72,13 +72,14 @@ def wait_on_all(
 
 def raise_any(own: BaseException | None) -> None:
     """Raise on every rank what one of them has met; a fault before a request to stop. Collective."""
-    error = _as_fault(own)
+    error = as_fault(own)
     problems = [problem for problem in gather_objects(error) if problem is not None]
     if problems:
         raise min(problems, key=lambda problem: isinstance(problem, RolloutInterrupted)) from error
 
 
-def _as_fault(error: BaseException | None) -> Exception | None:
+def as_fault(error: BaseException | None) -> Exception | None:
+    """``error`` as all ranks raise it: a fault or a wrong input as it is, anything else as a `RolloutError`."""
     if error is None or isinstance(error, RolloutError | InputError):
         return error
     fault = RolloutError(f"rollout servers: {type(error).__name__}: {' '.join(str(error).split())}")

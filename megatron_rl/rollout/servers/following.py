@@ -245,16 +245,11 @@ class Follower(Members):
                 member = Member(address, self._connect(address), item["number"])
                 self.members[address.name] = member
                 if replaced is not None:
-                    await self._lose(replaced, "another came in its place")
+                    await self.drop(replaced, "another came in its place")
             member.version = item["version"]
             if item["lost"]:
-                await self._lose(member, item["lost"])
+                await self.drop(member, item["lost"])
         for number in table["settled"].get(self._rank, []):
             if (future := self._waiting.get(number)) is not None and not future.done():
                 future.set_result(None)
         self.note()
-
-    async def _lose(self, member: Member, why: str) -> None:
-        if not member.lost:
-            member.lost, member.version = why, None
-            await member.client.close()  # its open requests fail now and go to other servers

@@ -476,9 +476,7 @@ class ServerGenerator:
                 PoolLimits(servers.wait_s, servers.health_every_s),
                 board,
                 world_rank(),
-                connect=lambda address: ServerClient(
-                    address, started.token, servers.request_deadline_s, self._config.in_flight.mode
-                ),
+                connect=partial(self._client, started.token),
                 stop=self._stop,
             )
             self._turn = asyncio.Lock()
@@ -506,15 +504,16 @@ class ServerGenerator:
         self._pool = ServerPool(
             PoolLimits(servers.wait_s, servers.health_every_s),
             discover=self._discover,
-            connect=lambda address: ServerClient(
-                address, token, servers.request_deadline_s, self._config.in_flight.mode
-            ),
+            connect=partial(self._client, token),
             problems=problems,
             say=self._say,
             stop=self._stop,
         )
         await self._pool.start(servers.num_expected)
         self._relaunches = self._local is not None
+
+    def _client(self, token: str, address: Address) -> ServerClient:
+        return ServerClient(address, token, self._config.servers.request_deadline_s, self._config.in_flight.mode)
 
     def _discover(self) -> list[Address]:
         """The servers there are; those of our own that have ended are started again first.
@@ -531,7 +530,7 @@ def _refused(config: RolloutConfig) -> str:
     """Why weights go through files from the start; "" where they are broadcast."""
     if config.servers.weights == "files":
         return "rollout.servers.weights: files"
-    if config.max_staleness > 1 and getattr(getattr(config, "in_flight", None), "mode", "finish") == "finish":
+    if config.max_staleness > 1 and config.in_flight.mode == "finish":
         return (
             f"rollout.max_staleness {config.max_staleness} under rollout.in_flight.mode finish: weights wait behind "
             "batches that the learner does not wait for"

@@ -8,10 +8,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from megatron_rl.errors import InputError
 from megatron_rl.process.ranks import broadcast_object, world_rank
-from megatron_rl.rollout.generator import RolloutError
-from megatron_rl.rollout.servers.fetching import HEARTBEAT_S
+from megatron_rl.rollout.servers.fetching import HEARTBEAT_S, as_fault
 
 T = TypeVar("T")
 
@@ -51,11 +49,8 @@ class MainRank:
         if self.is_this:
             try:
                 outcome[0] = action()
-            except (RolloutError, InputError) as error:
-                outcome[1] = error
             except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks are waiting
-                outcome[1] = RolloutError(f"rollout servers: {type(error).__name__}: {' '.join(str(error).split())}")
-                outcome[1].__cause__ = error
+                outcome[1] = as_fault(error)
         result, error = broadcast_object(outcome)
         if error is not None:
             raise error

@@ -102,6 +102,15 @@ class Members:
     def share_ended(self, number: int) -> None:
         """This rank asks nothing more for batch ``number``, nor for those before."""
 
+    @staticmethod
+    async def drop(member: Member, why: str) -> bool:
+        """Use the server no more, until it comes back. False where it was lost before."""
+        if member.lost:
+            return False
+        member.lost, member.version = why, None
+        await member.client.close()  # its open requests fail now and go to other servers
+        return True
+
     def note(self) -> None:
         """Something about the members is new."""
         self.changes += 1

@@ -115,10 +115,8 @@ class ServerPool(Members):
 
     async def give_up(self, member: Member, why: str) -> None:
         """Stop using a server until it comes back and gets the newest weights."""
-        if not member.lost:
-            member.lost, member.version = why, None
+        if await self.drop(member, why):
             self._say(f"server {member.address.name} is lost: {why}")
-            await member.client.close()  # its open requests fail now and go to other servers
             self.note()
 
     async def suspect(self, member: Member, error: ServerError) -> None:

@@ -25,27 +25,27 @@ def member(number: int, in_flight: int = 0, elsewhere: int = 0) -> Member:
     return Member(address, SimpleNamespace(elsewhere=elsewhere), number, in_flight=in_flight)
 
 
+def chosen(balance: Balance, members: list[Member], num_requests: int) -> list[int]:
+    """Numbers of the servers that are asked, when none of them answers."""
+    numbers = []
+    for index in range(num_requests):
+        one = balance.choose(members, index)
+        one.in_flight += 1
+        numbers.append(one.number)
+    return numbers
+
+
 def test_samples_of_a_prompt_go_to_one_server_until_its_queue_is_much_longer():
     first, second = member(1), member(2)
-    balance, chosen = Balance(["p"] * 9, slack=3), []
-    for index in range(9):
-        one = balance.choose([first, second], index)
-        one.in_flight += 1
-        chosen.append(one.number)
+    balance = Balance(["p"] * 9, slack=3)
     # four on the first, where the fifth would find a queue longer by 4; then the second is the prompt's server
-    assert chosen == [1, 1, 1, 1, 2, 2, 2, 2, 2]
+    assert chosen(balance, [first, second], 9) == [1, 1, 1, 1, 2, 2, 2, 2, 2]
     assert balance.num_at_home == 7
     assert [Balance(["p", "q"], 3).choose([first, second], i).number for i in range(2)] == [1, 1]
 
 
 def test_without_a_cache_the_shortest_queue_is_asked():
-    first, second = member(1), member(2)
-    balance, chosen = Balance(["p"] * 6, slack=0), []
-    for index in range(6):
-        one = balance.choose([first, second], index)
-        one.in_flight += 1
-        chosen.append(one.number)
-    assert sorted(chosen) == [1, 1, 1, 2, 2, 2]
+    assert sorted(chosen(Balance(["p"] * 6, slack=0), [member(1), member(2)], 6)) == [1, 1, 1, 2, 2, 2]
 
 
 def test_requests_of_other_ranks_count():
