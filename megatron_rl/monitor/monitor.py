@@ -175,8 +175,17 @@ class Monitor:
         except Exception as error:  # noqa: BLE001 - whatever a sink raises, the run is worth more than its record
             if name not in self._broken:
                 self._broken.add(name)
-                message = f"monitor: {name} failed ({error}); training goes on without it"
-                warnings.warn(message, OwnWarning, stacklevel=2)
+                self._say_broken(name, f"monitor: {name} failed ({error}); training goes on without it")
+
+    def _say_broken(self, name: str, message: str) -> None:
+        """In the terminal and in log.txt; as a warning where the terminal is off or is what broke.
+
+        Another thread inside `warnings.catch_warnings` swallows a warning, so the terminal comes first.
+        """
+        if name != "terminal":
+            self.log(message, style="bold red")
+        if name == "terminal" or self.config.terminal == "off":
+            warnings.warn(message, OwnWarning, stacklevel=3)
 
     def state_dict(self) -> dict[str, Any]:
         """What the monitor remembers of earlier steps, as plain JSON values; the main rank's is the one to keep."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import tracemalloc
+from collections.abc import Callable
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from megatron_rl.batch import build_batch
@@ -134,7 +135,10 @@ def numbers(num_items: int) -> list[list[float]]:
 
 
 def held_bytes(per_rank: int) -> dict[str, int]:
-    """Peak of what NumPy and PyTorch hold of a rank's share while it is exchanged, ``per_rank`` sequences a rank."""
+    """Bytes that a rank holds of its share after the exchange, and of the largest collective's buffers.
+
+    ``per_rank``: sequences a rank. `tracemalloc` cannot be asked: gloo's threads end the process under CPython 3.11's.
+    """
     world = dist.get_world_size()
     here = replicas(world)
     lengths = [6000] * (per_rank * world)
@@ -164,13 +168,11 @@ def held_bytes(per_rank: int) -> dict[str, int]:
         )
     batch = Batch(0, sequences, [list(range(len(sequences)))])
     counted = _count_buffers()
-    tracemalloc.start()
     distribute(batch, [[home[i]] for i in range(len(lengths))], here)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
     mine = [s for i, s in enumerate(batch.sequences) if home[i] == here.own]
     assert all((s.routed_experts == int(s.id) % 100).all() for s in mine)
-    return {"arrays": peak, "buffers": max(counted), "sequences": len(mine)}
+    held = {id(owner := _owner(array)): owner.nbytes for s in batch.sequences for array in _arrays(s)}
+    return {"arrays": sum(held.values()), "buffers": max(counted), "sequences": len(mine)}
 
 
 def denominators(upper: float) -> dict[str, list[float]]:
@@ -240,15 +242,30 @@ def scored(owners: list[int | None]) -> dict[str, Any]:
     }
 
 
+def _arrays(sequence: Sequence) -> list[np.ndarray]:
+    return [value for value in vars(sequence).values() if isinstance(value, np.ndarray)]
+
+
+def _owner(array: np.ndarray) -> np.ndarray:
+    """The array whose memory ``array`` is a view of; it lives as long as the view."""
+    while isinstance(base := getattr(array.base, "obj", array.base), np.ndarray):
+        array = base
+    return array
+
+
 def _count_buffers() -> list[int]:
-    """Bytes of every buffer that arrives by all_to_all, as they come."""
-    seen, own = [0], dist.all_to_all_single
+    """Bytes of the buffers of every collective of tensors, as they come."""
+    seen = [0]
 
-    def counting(arriving, leaving, *arguments: Any, **options: Any) -> Any:
-        seen.append(arriving.nbytes + leaving.nbytes)
-        return own(arriving, leaving, *arguments, **options)
+    def counted(own: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*arguments: Any, **options: Any) -> Any:
+            seen.append(sum(each.nbytes for each in arguments if isinstance(each, torch.Tensor)))
+            return own(*arguments, **options)
 
-    dist.all_to_all_single = counting
+        return counting
+
+    for name in ("all_to_all_single", "all_gather_into_tensor", "broadcast"):
+        setattr(dist, name, counted(getattr(dist, name)))
     return seen
 
 

@@ -218,3 +218,19 @@ def test_a_failing_service_becomes_one_warning(tmp_path):
     (warning,) = caught
     assert warning.category is OwnWarning
     assert str(warning.message).startswith("monitor: wandb failed (ConnectionError: no route to host)")
+
+
+def test_a_broken_sink_is_said_although_a_thread_hides_warnings(tmp_path, capsys):
+    """`warnings.catch_warnings` of any thread hides the warnings of all."""
+    config = MonitorConfig(terminal="plain", plots=False, tensorboard=False)
+    monitor = Monitor(tmp_path, config, {}, True)
+    service = Slow()
+    service.answers.set()
+    monitor._sinks["wandb"] = ServiceSink(service, RunDirectory(tmp_path).recipe)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(3):
+            monitor.record(step, {"x": 1.0})
+        monitor.close()
+    for text in (capsys.readouterr().out, (tmp_path / "log.txt").read_text()):
+        assert text.count("monitor: wandb failed (ConnectionError: no route to host)") == 1
