@@ -9,8 +9,8 @@ from megatron_rl.checkpoint.architecture import Architecture, read_architecture
 from megatron_rl.checkpoint.known_models import KNOWN_MODELS, how_to_get, shape_of
 from megatron_rl.config import Recipe
 from megatron_rl.config.hub import how_to_download
+from megatron_rl.config.model_rules import model_problems, smallest_world
 from megatron_rl.config.precision_contract import contract
-from megatron_rl.config.rules import model_problems, smallest_world
 from megatron_rl.data import check_source
 from megatron_rl.errors import InputError
 from megatron_rl.process.compiler import compiler_problem

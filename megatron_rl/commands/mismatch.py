@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     from megatron_rl.checkpoint.architecture import read_architecture
     from megatron_rl.commands.mismatch_pairs import measure, write
     from megatron_rl.config import Recipe, load_recipe
-    from megatron_rl.config.rules import precision_problems
+    from megatron_rl.config.model_rules import precision_problems
     from megatron_rl.data import load_prompts, load_tokenizer
     from megatron_rl.learner.process_groups import shutdown
     from megatron_rl.process.ranks import world_rank

@@ -1,4 +1,4 @@
-"""All sections of a recipe in one model. What may not go together stands in `config.rules`."""
+"""All sections of a recipe in one model. What may not go together stands in `rules` and `model_rules`."""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import product
 
 from megatron_rl.config.learner import OffloadConfig, ParallelConfig
-from megatron_rl.config.rules import MAX_EXACT_TENSOR_PARALLEL, layout_problems
+from megatron_rl.config.model_rules import layout_problems
+from megatron_rl.config.rules import MAX_EXACT_TENSOR_PARALLEL
 from megatron_rl.plan.hardware import MOST_UTILIZATION
 from megatron_rl.plan.host import host_phase
 from megatron_rl.plan.memory import MemoryPlan, Phase, largest_utilization, memory_plan

@@ -10,7 +10,7 @@ from functools import cached_property
 from megatron_rl.checkpoint.architecture import Architecture
 from megatron_rl.config import Recipe
 from megatron_rl.config.learner import ParallelConfig
-from megatron_rl.config.rules import layout_problems, rollout_problems
+from megatron_rl.config.model_rules import layout_problems, rollout_problems
 from megatron_rl.errors import InputError
 from megatron_rl.plan.hardware import PROMPT_SHARE, REFILL_ROUNDS, RESPONSE_SHARE, Gpu
 

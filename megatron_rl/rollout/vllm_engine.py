@@ -31,9 +31,9 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoint.architecture import read_architecture
 from megatron_rl.checkpoint.hf_folder import HFFolder, resolve_stop_token_ids
+from megatron_rl.config.model_rules import rollout_problems
 from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.config.rules import rollout_problems
 from megatron_rl.errors import InputError
 from megatron_rl.process.ranks import gather_objects, world_rank, world_size
 from megatron_rl.process.watchdog import limited

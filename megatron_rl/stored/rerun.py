@@ -20,7 +20,7 @@ import numpy as np
 from megatron_rl.checkpoint.architecture import read_architecture
 from megatron_rl.checkpoint.manifest import TRAINER_FILE, list_checkpoints
 from megatron_rl.config import Recipe, load_recipe
-from megatron_rl.config.rules import layout_problems, routing_problems
+from megatron_rl.config.model_rules import layout_problems, routing_problems
 from megatron_rl.errors import InputError
 from megatron_rl.learner.learner import Learner
 from megatron_rl.monitor import RunDirectory

@@ -116,10 +116,10 @@ class TestTwoServers:
     @pytest.fixture
     def chunks(self, generator, monkeypatch):
         """Small ones, so that an update has a middle."""
-        generator._broadcaster.close()
+        generator._updates.broadcaster.close()
         monkeypatch.setattr(weight_broadcast, "CHUNK_BYTES", 1 << 14)
         yield
-        generator._broadcaster.close()
+        generator._updates.broadcaster.close()
 
     def test_updated_servers_equal_a_fresh_engine(self, generator, fresh):
         initial = generator.rollout(prompts(8), 4, policy_version=0, step=0)
@@ -139,7 +139,7 @@ class TestTwoServers:
         assert_same(*again)
         assert set(flat(again[0], "finish_reason")) == {"stop", "length"}
         assert generator.stats()["rollout/servers"] == 2
-        for member in generator._pool.ready:
+        for member in generator._servers.pool.ready:
             there = generator._main.submit(member.client.checksums()).result(60)
             assert there == fresh._llm.apply_model(parameter_checksums)[0]
 
@@ -177,7 +177,7 @@ class TestTwoServers:
         assert 0 < len(generator.completed([begun])) <= 16
         generator.cancel(begun)
         assert generator.completed([begun]) == []
-        generator._main.submit(until(lambda: not any(m.in_flight for m in generator._pool.ready))).result(60)
+        generator._main.submit(until(lambda: not any(m.in_flight for m in generator._servers.pool.ready))).result(60)
         assert_same(generator.rollout(prompts(8), 4, policy_version=4, step=3), whole)
 
     def test_throughput_leaves_out_what_a_finished_batch_waited(self, generator):
@@ -195,14 +195,14 @@ class TestTwoServers:
 
         stream = iter(perturbed(3).items())
         monkeypatch.setattr(weight_files, "save_file", no_room)
-        monkeypatch.setattr(generator._broadcaster, "refused", "this test")
+        monkeypatch.setattr(generator._updates.broadcaster, "refused", "this test")
         with pytest.raises(RolloutError, match=r"weights for the servers could not be written to .*: .*No space"):
             generator.refit(stream, 5)
         assert list(stream) == []  # read to its end: on several ranks every tensor is collective
         assert len(generator.rollout(prompts(1), 1, policy_version=4, step=4)) == 1  # those before are still there
 
     def test_files_leave_the_same_bits_as_broadcasts(self, generator, fresh, monkeypatch):
-        monkeypatch.setattr(generator._broadcaster, "refused", "this test")
+        monkeypatch.setattr(generator._updates.broadcaster, "refused", "this test")
         for seed in (3, 2):
             generator.refit(perturbed(seed).items(), 4)
         assert len(generator.rollout(prompts(1), 1, policy_version=4, step=4)) == 1
@@ -214,7 +214,7 @@ class TestTwoServers:
         def unreachable(urls):
             raise GroupError("servers reach this machine at different addresses")
 
-        generator._broadcaster.close()
+        generator._updates.broadcaster.close()
         monkeypatch.setattr(broadcaster, "address_for", unreachable)
         monkeypatch.setattr(generator, "_say", said.append)
         generator.refit(perturbed(2).items(), 4)
@@ -222,7 +222,7 @@ class TestTwoServers:
         assert line.startswith("weights go to the servers through files in ")
         assert line.endswith("servers reach this machine at different addresses")
         assert_same(*(e.rollout(prompts(2), 2, policy_version=v, step=4) for e, v in ((generator, 4), (fresh, 0))))
-        generator._broadcaster.refused = ""
+        generator._updates.broadcaster.refused = ""
 
     def test_an_update_that_breaks_off_leaves_servers_closed_and_the_next_one_is_whole(self, generator, fresh, chunks):
         def breaks_off():
@@ -232,15 +232,15 @@ class TestTwoServers:
         with pytest.raises(RuntimeError, match="the learner failed"):
             generator.refit(breaks_off(), 5)
         body = json.dumps({"token_ids": [3, 4], "sampling_params": {"max_tokens": 1}}).encode()
-        for member in generator._pool.members.values():
+        for member in generator._servers.pool.members.values():
             for version in ("4", "5"):
                 assert status(member.address, GENERATE, TOKEN, body=body, **{"X-Policy-Version": version}) == 409
         generator.refit(perturbed(2).items(), 5)
-        assert generator._broadcaster.amount.bytes == sum(tensor.nbytes for tensor in perturbed(2).values())
+        assert generator._updates.broadcaster.amount.bytes == sum(tensor.nbytes for tensor in perturbed(2).values())
         assert held(generator) == [fresh._llm.apply_model(parameter_checksums)[0]] * 2
 
     def test_a_trainer_that_is_killed_in_an_update_leaves_servers_that_take_the_next_one(self, generator, fresh):
-        members = list(generator._pool.members.values())
+        members = list(generator._servers.pool.members.values())
         program = Path(__file__).parent / "programs" / "dying_trainer.py"
         urls = [member.address.url for member in members]
         died = subprocess.run(
@@ -251,7 +251,7 @@ class TestTwoServers:
         assert held(generator) == [fresh._llm.apply_model(parameter_checksums)[0]] * 2
 
     def test_a_server_killed_in_an_update_costs_the_others_nothing_but_time(self, generator, fresh, chunks):
-        victim, survivor = generator._pool.members.values()
+        victim, survivor = generator._servers.pool.members.values()
         weights = Disturbed(perturbed(2), lambda: stop(victim.address, signal.SIGKILL))
         generator.refit(weights, 5)
         assert weights.passes == 2
@@ -262,7 +262,7 @@ class TestTwoServers:
 
     def test_a_server_that_came_back_gets_the_weights_while_all_wait_for_responses(self, generator, fresh):
         """It is the only one that is left, and the learner sends what it sent before."""
-        pool = generator._pool
+        pool = generator._servers.pool
         (survivor,) = pool.ready
         generator._main.submit(until(lambda: len(pool.lacking) == 1)).result(300)
         begun = generator.begin(prompts(8), 2, policy_version=5, step=2)
@@ -272,12 +272,12 @@ class TestTwoServers:
         assert survivor not in pool.ready
 
     def test_a_server_that_hangs_in_an_update_is_lost_and_comes_back(self, generator, fresh, chunks, monkeypatch):
-        pool = generator._pool
+        pool = generator._servers.pool
         generator._main.submit(until(lambda: len(pool.lacking) == 1)).result(300)
         generator.refit(perturbed(3).items(), 5)
         victim, survivor = pool.ready
-        generator._broadcaster.close()  # so that the group is made anew, with these limits
-        monkeypatch.setattr(generator._broadcaster, "_stall_s", 2.0)
+        generator._updates.broadcaster.close()  # so that the group is made anew, with these limits
+        monkeypatch.setattr(generator._updates.broadcaster, "_stall_s", 2.0)
         monkeypatch.setattr(broadcaster, "GRACE_S", 3.0)
         start = time.monotonic()
         generator.refit(Disturbed(perturbed(2), lambda: stop(victim.address, signal.SIGSTOP)), 5)
@@ -295,7 +295,7 @@ class TestTwoServers:
     def test_nothing_answers_without_the_token_and_the_token_is_nowhere(self, generator, run_dir):
         paths = ["/health", "/pause", "/update_weights", "/collective_rpc", "/inference/v1/generate", "/v1/models"]
         paths += ["/megatron_rl/generate", "/megatron_rl/weights"]
-        for member in generator._pool.ready:
+        for member in generator._servers.pool.ready:
             for token in (None, "another-token-altogether"):
                 assert {status(member.address, path, token) for path in paths} == {401}
             assert status(member.address, "/is_paused", TOKEN, method="GET") == 200
@@ -310,7 +310,7 @@ class TestTwoServers:
 
     def test_hostile_requests_are_refused_and_the_engine_lives(self, generator):
         """vLLM without a tokenizer takes an id of -1, and its engine ends."""
-        address = generator._pool.ready[0].address
+        address = generator._servers.pool.ready[0].address
         headers = {"X-Policy-Version": str(asyncio.run(settings_of(address))["version"])}
         for ids in ([-1], [10**6], [3] * 4_000, []):
             body = json.dumps({"token_ids": ids, "sampling_params": {"max_tokens": 1}}).encode()
@@ -327,7 +327,7 @@ class TestTwoServers:
 
     def test_a_server_killed_in_the_middle_costs_no_response(self, generator, run_dir):
         expected = generator.rollout(prompts(16), 4, policy_version=5, step=5)
-        name, victim = next(iter(generator._pool.members.items()))
+        name, victim = next(iter(generator._servers.pool.members.items()))
         stop(victim.address, signal.SIGSTOP)  # so that it cannot answer what it is asked
         begun = generator.begin(prompts(16), 4, policy_version=5, step=5)
         generator._main.submit(until(lambda: victim.in_flight > 0)).result(60)
@@ -336,12 +336,12 @@ class TestTwoServers:
         assert_same(groups, expected)
         assert generator.stats()["rollout/requeued"] > 0
         assert generator.stats()["rollout/servers"] == 1
-        assert generator._pool.members[name].lost
+        assert generator._servers.pool.members[name].lost
         generator.refit(perturbed(3).items(), 5)
         assert len(generator.rollout(prompts(2), 2, policy_version=5, step=6)) == 2
 
     def test_groups_that_were_carried_over_survive_the_death_of_their_server(self, generator):
-        generator._main.submit(until(lambda: len(generator._pool.lacking) == 1)).result(300)
+        generator._main.submit(until(lambda: len(generator._servers.pool.lacking) == 1)).result(300)
         generator.refit(perturbed(3).items(), 5)
         sampler = PromptSampler(prompts(16))
         config = OversampleConfig(factor=1.5, rest="carry_over")
@@ -350,7 +350,7 @@ class TestTwoServers:
             [prompt.id for prompt in part] for part in (sampler.take(2), PromptSampler(prompts(16)).take(6)[2:])
         )
         ahead.load_state_dict([{"step": 0, "prompts": carried}], PromptSet.of(prompts(16)))
-        victim = generator._pool.ready[0]
+        victim = generator._servers.pool.ready[0]
         stop(victim.address, signal.SIGSTOP)  # so that it cannot answer what it is asked
         ahead.open(1, 5)
         generator._main.submit(until(lambda: victim.in_flight > 0)).result(60)
@@ -374,7 +374,7 @@ class TestTwoServers:
             generator.cancel(begun.ticket)
 
     def test_a_server_that_was_killed_is_started_again_and_gets_the_next_weights(self, generator):
-        generator._main.submit(until(lambda: len(generator._pool.lacking) == 1)).result(300)
+        generator._main.submit(until(lambda: len(generator._servers.pool.lacking) == 1)).result(300)
         generator.refit(perturbed(3).items(), 5)
         assert generator.rollout(prompts(8), 4, policy_version=5, step=6)
         assert generator.stats()["rollout/servers"] == 2
@@ -382,8 +382,8 @@ class TestTwoServers:
         assert first == second
 
     def test_with_all_servers_dead_the_run_ends_with_one_clear_error(self, generator):
-        generator._pool._limits.wait_s = 1.0
-        for member in list(generator._pool.members.values()):
+        generator._servers.pool._limits.wait_s = 1.0
+        for member in list(generator._servers.pool.members.values()):
             stop(member.address, signal.SIGKILL)
         with pytest.raises(
             RolloutError, match=r"waited 1 s .*4 of 4 responses are not there yet.* is lost .* is lost "
@@ -407,7 +407,7 @@ class Disturbed:
 
 def held(generator: ServerGenerator) -> list[dict[str, int]]:
     """Checksums of every server that may be used. Closes them."""
-    return [generator._main.submit(m.client.checksums()).result(60) for m in generator._pool.ready]
+    return [generator._main.submit(m.client.checksums()).result(60) for m in generator._servers.pool.ready]
 
 
 def stop(address: Address, number: int) -> None:

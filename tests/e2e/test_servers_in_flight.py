@@ -114,7 +114,9 @@ def update(generator: ServerGenerator, models: list[Path]) -> None:
     """The next version, and wait until some server holds it."""
     generator.version += 1
     generator.refit(weights(models, generator.version), generator.version)
-    reached = until(lambda: generator._pool.weights.version == generator.version and generator._pool.ready)
+    reached = until(
+        lambda: generator._servers.pool.weights.version == generator.version and generator._servers.pool.ready
+    )
     generator._main.submit(reached).result(120)
 
 
@@ -274,7 +276,7 @@ class TestInFlight:
     @pytest.mark.parametrize("fault", ["tampered", "killed"])
     def test_a_fault_costs_no_response_and_doubles_none(self, generator, models, servers, fault):
         ticket = generator.begin(prompts(6, 5), 4, policy_version=generator.version, step=0)
-        victim = next(member for member in generator._pool.members.values() if not member.lost)
+        victim = next(member for member in generator._servers.pool.members.values() if not member.lost)
         generator._main.submit(until(lambda: victim.in_flight > 0)).result(60)
         cut(generator, models, ticket, times=1)
         if fault == "killed":

@@ -51,7 +51,7 @@ def fetch(run_dir: str, local_ranks: list[int], config: dict[str, Any]) -> dict[
         decode=lambda tokens: f"{len(tokens)} tokens",
         say=said.append,
     )
-    found: dict[str, Any] = {"fetchers": generator._fetchers}
+    found: dict[str, Any] = {"fetchers": generator._servers.fetchers}
     try:
         found["first"] = seen(generator.rollout(prompts(7), 3, policy_version=0, step=0))
         found["none for some"] = seen(generator.rollout(prompts(1), 1, policy_version=0, step=0))

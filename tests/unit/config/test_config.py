@@ -15,8 +15,8 @@ from megatron_rl.check import check_recipe
 from megatron_rl.checkpoint.architecture import read_architecture
 from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.config.learner import ParallelConfig
+from megatron_rl.config.model_rules import layout_problems
 from megatron_rl.config.objective import ObjectiveWarning
-from megatron_rl.config.rules import layout_problems
 from megatron_rl.errors import InputError
 from tests.support.tiny import DATA, MODEL, REPOSITORY, tiny_recipe
 

@@ -20,7 +20,7 @@ from megatron_rl.checkpoint.known_models import KNOWN_MODELS, shape_of
 from megatron_rl.commands.arguments import GPU_NAMES
 from megatron_rl.config import load_recipe
 from megatron_rl.config.learner import LoraConfig, ParallelConfig
-from megatron_rl.config.rules import layout_problems
+from megatron_rl.config.model_rules import layout_problems
 from megatron_rl.errors import InputError
 from megatron_rl.plan import GPUS, make_plan, make_workload, summary
 from megatron_rl.plan.activations import Activations

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 from megatron_rl.checkpoint.architecture import read_architecture
 from megatron_rl.checkpoint.hf_folder import HFFolder, read_stop_token_ids, resolve_stop_token_ids
+from megatron_rl.config.model_rules import rollout_problems
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.config.rules import rollout_problems
 from megatron_rl.errors import InputError
 from megatron_rl.rollout.calls import check_lengths, check_version
 from megatron_rl.rollout.generator import RolloutError, Sampling

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import load_recipe
-from megatron_rl.rollout.servers import generator
+from megatron_rl.rollout.servers import sampling
 from megatron_rl.train import train
 
 
 def main() -> None:
     recipe_path, written, median, sigma, longest, *overrides = sys.argv[1:]
-    asked, log = generator.request_body, Path(written)
+    asked, log = sampling.request_body, Path(written)
 
     def with_length(request: Any, *arguments: Any) -> dict[str, Any]:
         body = asked(request, *arguments)
@@ -32,7 +32,7 @@ def main() -> None:
             file.write(f"{length}\n")
         return body
 
-    generator.request_body = with_length
+    sampling.request_body = with_length
     train(load_recipe(recipe_path, overrides), "never")
 
 
