@@ -33,7 +33,6 @@ TRACE = "tests/parallel/test_trace.py"
 REACHED = {
     "megatron_rl/checkpoint/save.py": "tests/unit/checkpoint/test_save.py",
     "megatron_rl/commands/doctor.py": DOCTOR,
-    "megatron_rl/config/model_rules.py": CONFIG,
     "megatron_rl/config/rules.py": CONFIG,
     "megatron_rl/doctor/learner.py": BITS,
     "megatron_rl/doctor/machine.py": "tests/unit/doctor/test_machine.py",
