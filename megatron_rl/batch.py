@@ -26,7 +26,7 @@ def build_batch(step: int, groups: list[Group], recipe: Recipe) -> Batch:
         lengths=torch.tensor([0 if rollout.masked else rollout.length for _, rollout in pairs]),
     )
     sequences = [
-        _sequence(group, rollout, float(advantage))
+        _sequence(group, rollout, float(advantage) * group.prompt.weight)
         for (group, rollout), advantage in zip(pairs, advantages, strict=True)
     ]
     parts = np.array_split(np.arange(len(sequences)), min(recipe.batch.minibatches, len(sequences) or 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,8 +21,9 @@ from megatron_rl.data import load_tokenizer, load_validation
 from megatron_rl.errors import InputError
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import shutdown
+from megatron_rl.monitor.evaluation import check_names, file_rows, table
 from megatron_rl.monitor.samples import SampleFile, describe
-from megatron_rl.monitor.validation import summarise
+from megatron_rl.monitor.validation import success_rates, summarise
 from megatron_rl.process.ranks import world_rank
 from megatron_rl.rewards import Rewarder
 from megatron_rl.rewards.failures import refuse_too_many
@@ -29,6 +31,7 @@ from megatron_rl.rewards.shared import score_shared
 from megatron_rl.rollout import Generator, Sampling
 from megatron_rl.run.engines import load_beside, start_generator
 from megatron_rl.run.shown import share_samples
+from megatron_rl.stored.rerun import format_table
 from megatron_rl.types import Group, Prompt, Rollout
 
 
@@ -70,6 +73,7 @@ def open_scorer(recipe: Recipe, checkpoint: Path) -> Iterator[Scorer]:
     """
     if not recipe.data.validation:
         raise InputError("data.validation: names no file; eval has nothing to score")
+    check_names(recipe.data.validation)
     is_ours, is_weights = (checkpoint / TRAINER_FILE).is_file(), (checkpoint / WEIGHTS_FILE).is_file()
     if not is_ours and not is_weights:
         if not (checkpoint / "config.json").is_file():
@@ -101,20 +105,25 @@ def open_scorer(recipe: Recipe, checkpoint: Path) -> Iterator[Scorer]:
 
 
 def evaluate(recipe: Recipe, checkpoint: Path, output: Path | None = None) -> dict[str, float]:
-    """`val/*` figures of ``checkpoint`` with the recipe's validation settings; printed, and written to ``output``.
+    """`val/*` figures of ``checkpoint`` with the recipe's validation settings; printed as a table of the files.
 
-    The responses go to a file beside it (….samples.jsonl), within `max_chars` and `max_mib` of `monitor.samples`.
-    ``checkpoint`` and errors: see `open_scorer`.
+    ``output``: JSON of all figures and of the table. Beside it go the responses (….samples.jsonl), within `max_chars`
+    and `max_mib` of `monitor.samples`, and every prompt's success rate (….prompts.jsonl), which
+    `data.curriculum.success_rates` reads. ``checkpoint`` and errors: see `open_scorer`.
     """
     with open_scorer(recipe, checkpoint) as scorer:
         groups = scorer.sample(Sampling.of_validation(scorer.recipe.rollout, scorer.recipe.validation))
         figures = scorer.score(groups)
         if world_rank() == 0:
+            rows = file_rows(groups, recipe.data.validation)
             for name, value in figures.items():
                 print(f"{name:<44} {value:.4f}")
+            print(format_table(*table(rows)))
             if output is not None:
-                about = {"checkpoint": str(checkpoint), "recipe": recipe.name, **figures}
+                files = {"files": [row.to_json() for row in rows]}
+                about = {"checkpoint": str(checkpoint), "recipe": recipe.name, **figures, **files}
                 output.write_text(json.dumps(about, indent=2) + "\n")
+                write_success_rates(output.with_suffix(".prompts.jsonl"), groups)
         if output is not None:
             _write_samples(output.with_suffix(".samples.jsonl"), groups, scorer.step, recipe)
     return figures
@@ -178,6 +187,18 @@ def within_budget(groups: list[Group], budget: int, decode: Callable[[list[int]]
         )
 
     return [Group(group.prompt, [cut(rollout) for rollout in group.rollouts]) for group in groups]
+
+
+def write_success_rates(path: Path, groups: Sequence[Group]) -> None:
+    """One line a prompt: id, source, responses, share of them that was solved, mean raw reward."""
+    rates = success_rates(groups)
+    with path.open("w", encoding="utf-8") as file:
+        for group in groups:
+            rewards = [rollout.raw_reward for rollout in group.rollouts]
+            about = {"prompt_id": group.prompt.id, "data_source": group.prompt.data_source, "samples": len(rewards)}
+            if rewards:
+                about |= {"success_rate": rates[group.prompt.id], "reward": math.fsum(rewards) / len(rewards)}
+                file.write(json.dumps(about) + "\n")
 
 
 def _write_samples(path: Path, groups: Sequence[Group], step: int, recipe: Recipe) -> None:

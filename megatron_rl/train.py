@@ -6,7 +6,7 @@ from megatron_rl.batch import build_batch, group_metrics, keep_informative, rele
 from megatron_rl.config import Recipe
 from megatron_rl.errors import RunEnded
 from megatron_rl.monitor import AlarmEvent, wanted
-from megatron_rl.monitor.validation import summarise
+from megatron_rl.monitor.validation import success_rates, summarise
 from megatron_rl.process.host_memory import FreedMemory
 from megatron_rl.rewards.shared import Scores, merged
 from megatron_rl.rollout import Sampling
@@ -37,6 +37,7 @@ def _steps(run: Run) -> None:
             metrics = validate(run, step) if _due(step, recipe.validation.every) else {}
             groups, sampling_metrics = sample(run, step)
             run.ahead.look_ahead(step, learner.num_updates)
+            sampling_metrics |= run.prompts.metrics()
         with monitor.phase("pack"):
             batch = build_batch(step, groups, recipe)
             release_routes(groups)
@@ -71,6 +72,7 @@ def sample(run: Run, step: int) -> tuple[list[Group], dict[str, float]]:
             groups = run.ahead.sample(wanted_prompts, step=step, policy_version=run.learner.num_updates)
             span.tokens = sum(rollout.length for group in groups for rollout in group.rollouts)
         new_counts = run.score(groups, step)
+        run.prompts.observe(success_rates(groups))
         counts = {name: counts.get(name, 0.0) + value for name, value in new_counts.items()}
         sampled += groups
         kept += keep_informative(groups, batch.filter_metric) if batch.filter_groups else groups
@@ -99,6 +101,7 @@ def sample_first(run: Run, ahead: Oversampling, step: int) -> tuple[list[Group],
             if not groups:
                 break
             shares.append(run.reward(groups, step))
+            run.prompts.observe(success_rates(groups))
             sampled += groups
             ahead.keep(keep_informative(groups, batch.filter_metric) if batch.filter_groups else groups)
         if ahead.is_filled:

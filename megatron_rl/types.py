@@ -28,6 +28,7 @@ class Prompt:
     text: str = ""  # what was tokenized, for logs and batches on disk
     data_source: str = ""  # chooses the reward where a recipe says `reward.name: by_source`
     extra: dict[str, Any] = field(default_factory=dict)
+    weight: float = 1.0  # of its responses' advantages; see `data.curriculum.unbiased`
 
 
 @dataclass

@@ -1,11 +1,16 @@
-"""Score a checkpoint on the recipe's data.validation: avg@n and pass@n with confidence intervals.
+"""Score a checkpoint on held-out problems: a table with a row for each file, with 95% confidence intervals.
 
-megatron-rl eval RECIPE --checkpoint DIR [--output FILE]
+    megatron-rl eval RECIPE --checkpoint DIR --data aime.jsonl --data math500.jsonl --output results.json
+
+Without `--data` the files are the recipe's data.validation. A row has the problems, n (responses to each), the mean
+reward, pass@k, mean tokens of a response and the share that was cut. `--output` also writes ….samples.jsonl (responses)
+and ….prompts.jsonl (each prompt's success rate, which data.curriculum.success_rates reads).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from megatron_rl.checkpoint.manifest import list_checkpoints
@@ -27,7 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="also write the figures there, as JSON, and the responses to ….samples.jsonl",
+        help="also write the figures there, as JSON, and responses and success rates beside it",
+    )
+    parser.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="problems in place of data.validation; may be given several times",
     )
 
 
@@ -44,7 +56,8 @@ def newest(path: Path) -> Path:
 def run(options: argparse.Namespace) -> int:
     from megatron_rl.config import load_recipe
 
-    recipe = load_recipe(options.recipe, options.overrides)
+    files = [f"data.validation={json.dumps([{'path': path} for path in options.data])}"] if options.data else []
+    recipe = load_recipe(options.recipe, [*files, *options.overrides])
     from megatron_rl.evaluate import evaluate  # the engines: not for a recipe that is refused
 
     evaluate(recipe, newest(options.checkpoint.resolve()), options.output)

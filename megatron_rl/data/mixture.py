@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.config.data import DataConfig
+from megatron_rl.data.curriculum import CurriculumSampler, read_success_rates
 from megatron_rl.data.sampler import PromptSampler
 from megatron_rl.data.table import PromptSet
 from megatron_rl.errors import InputError
@@ -15,17 +19,25 @@ from megatron_rl.types import Prompt
 
 def make_sampler(prompts: PromptSet, data: DataConfig) -> PromptSampler | MixedSampler:
     """The order in which ``prompts``, those of `data.train`, come."""
-    weights = data.weights
+    weights, curriculum = data.weights, data.curriculum
+    rates = np.full(len(prompts), np.nan, dtype=np.float32)
+    if curriculum is not None and curriculum.success_rates is not None:
+        rates = read_success_rates(Path(curriculum.success_rates), prompts)
+
+    def walk(part: PromptSet, rates: np.ndarray) -> PromptSampler:
+        if curriculum is None:
+            return PromptSampler(part, seed=data.seed, shuffle=data.shuffle)
+        return CurriculumSampler(part, curriculum, rates, seed=data.seed, shuffle=data.shuffle)
+
     if not weights:
-        return PromptSampler(prompts, seed=data.seed, shuffle=data.shuffle)
+        return walk(prompts, rates)
     rows = prompts.rows_of_names(list(weights))
     if absent := [name for name, found in rows.items() if not len(found)]:
         raise InputError(
             f"data.train: no prompt of source {absent[0]!r} is left, but it has a weight; remove the source"
         )
     parts = {name: prompts.choose(found, f"source-{number}") for number, (name, found) in enumerate(rows.items())}
-    samplers = {name: PromptSampler(part, seed=data.seed, shuffle=data.shuffle) for name, part in parts.items()}
-    return MixedSampler(samplers, weights)
+    return MixedSampler({name: walk(part, rates[rows[name]]) for name, part in parts.items()}, weights)
 
 
 class MixedSampler:
@@ -53,6 +65,16 @@ class MixedSampler:
         names = [self._next() for _ in range(num_prompts)]
         taken = {name: iter(sampler.take(names.count(name))) for name, sampler in self._samplers.items()}
         return [next(taken[name]) for name in names]
+
+    def observe(self, success_rates: Mapping[str, float]) -> None:
+        """See `PromptSampler.observe`. Each source knows what was taken from it."""
+        for sampler in self._samplers.values():
+            sampler.observe(success_rates)
+
+    def metrics(self) -> dict[str, float]:
+        """`curriculum/*`, sums over the sources."""
+        found = [sampler.metrics() for sampler in self._samplers.values()]
+        return {name: sum(metrics[name] for metrics in found) for name in found[0]}
 
     def _next(self) -> str:
         """The source of the next prompt: of those that are behind far enough the one whose next draw is due first."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,8 @@ class PromptSampler:
     in the new one. Only a batch larger than the dataset repeats prompts.
     """
 
+    curriculum: dict[str, Any] | None = None  # the settings that decide which prompts an epoch visits
+
     def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, shuffle: bool = True) -> None:
         if not prompts:
             raise InputError("the dataset is empty: there are no prompts to sample")
@@ -30,12 +32,19 @@ class PromptSampler:
         self._window = 0  # how many places of this epoch that batch took
         self._order = self._make_order()
 
-    def _make_order(self) -> np.ndarray:
+    def _visits(self) -> np.ndarray:
+        """[visits] int64, the rows of this epoch in their order."""
         count = len(self._prompts)
         if not self._shuffle:
-            order = np.arange(count)
-        else:
-            order = np.random.Generator(np.random.PCG64([self._seed, self.epoch])).permutation(count)
+            return np.arange(count)
+        return np.random.Generator(np.random.PCG64([self._seed, self.epoch])).permutation(count)
+
+    def _prompt(self, row: int) -> Prompt:
+        """The prompt of ``row`` as this epoch gives it."""
+        return self._prompts[row]
+
+    def _make_order(self) -> np.ndarray:
+        order = self._visits()
         if not self._window:
             return order
         first = order[~np.isin(order, self._delayed)][: self._window]
@@ -44,6 +53,7 @@ class PromptSampler:
     def take(self, num_prompts: int) -> list[Prompt]:
         """The next ``num_prompts`` prompts."""
         taken: list[int] = []
+        prompts: list[Prompt] = []
         while len(taken) < num_prompts:
             if self._position == len(self._order):
                 missing = num_prompts - len(taken)
@@ -52,9 +62,18 @@ class PromptSampler:
                 self._delayed, self._window = (sorted(taken), missing) if fits and self._shuffle else ([], 0)
                 self._order = self._make_order()
             stop = min(len(self._order), self._position + num_prompts - len(taken))
-            taken += self._order[self._position : stop].tolist()
+            rows = self._order[self._position : stop].tolist()
+            prompts += map(self._prompt, rows)
+            taken += rows
             self._position = stop
-        return [self._prompts[index] for index in taken]
+        return prompts
+
+    def observe(self, success_rates: Mapping[str, float]) -> None:
+        """Told after sampling: prompt id → share of its responses that was solved. Here it changes nothing."""
+
+    def metrics(self) -> dict[str, float]:
+        """`curriculum/*`, where there is one."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides what comes next; plain JSON values."""
@@ -67,6 +86,7 @@ class PromptSampler:
             "shuffle": self._shuffle,
             "num_prompts": len(self._prompts),
             "fingerprint": self._fingerprint,
+            "curriculum": self.curriculum,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -85,6 +105,11 @@ class PromptSampler:
         for key, now in (("seed", self._seed), ("shuffle", self._shuffle)):
             if state[key] != now:
                 raise InputError(f"data.{key}: the checkpoint was trained with {state[key]}, the recipe says {now}")
+        if (before := state.get("curriculum")) != self.curriculum:
+            raise InputError(
+                f"data.curriculum: the checkpoint was trained with {before}, the recipe says {self.curriculum}; "
+                "restore it, or start a new run"
+            )
         self.epoch, self._position = state["epoch"], state["position"]
         self._delayed, self._window = list(state["delayed"]), state["window"]
         self._order = self._make_order()

@@ -225,6 +225,18 @@ class PromptSet(Sequence[Prompt]):
             found[prompt.id] = prompt
         return found
 
+    def rows_of(self, ids: Sequence[str]) -> np.ndarray:
+        """[ids] int64, the row in this set of each prompt; -1 where it is not here."""
+        import pyarrow.compute as pc  # a tenth of a second to import
+
+        wanted = pa.array(ids, type=pa.large_string())
+        here = pa.chunked_array([batch.column("id") for batch in self._batches], type=pa.large_string())
+        places = self._whole([pc.index_in(here, wanted).fill_null(-1).to_numpy()])
+        rows = np.full(len(ids), -1, dtype=np.int64)
+        found = np.flatnonzero(places >= 0)
+        rows[places[found]] = found
+        return rows
+
     def rows_of_names(self, names: Sequence[str]) -> dict[str, np.ndarray]:
         """Name of a source → its rows in this set, int64. A row's id begins with the name of its source and a colon.
 

@@ -43,6 +43,15 @@ def confidence_interval(means: Sequence[float]) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
+def success_rates(groups: Iterable[Group]) -> dict[str, float]:
+    """Prompt id → share of its responses that solved the problem."""
+    return {
+        group.prompt.id: sum(rollout.raw_reward >= CORRECT for rollout in group.rollouts) / len(group.rollouts)
+        for group in groups
+        if group.rollouts
+    }
+
+
 def summarise(groups: Iterable[Group]) -> dict[str, float]:
     """``val/<source>/…`` of every `data_source` among ``groups``.
 
@@ -60,6 +69,11 @@ def summarise(groups: Iterable[Group]) -> dict[str, float]:
     return metrics
 
 
+def numbers_of_k(n: int) -> list[int]:
+    """The k of pass@k that n samples are shown by: 1, 2, 4, … and n."""
+    return sorted({1 << power for power in range(n.bit_length())} | {n})
+
+
 def _of_source(groups: Sequence[Group]) -> dict[str, float]:
     rewards = [[rollout.raw_reward for rollout in group.rollouts] for group in groups]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -68,7 +82,7 @@ def _of_source(groups: Sequence[Group]) -> dict[str, float]:
     if all(0.0 <= reward <= 1.0 for samples in rewards for reward in samples):
         low, high = confidence_interval([math.fsum(samples) / len(samples) for samples in rewards])
         figures |= {f"avg@{n}_ci95_low": low, f"avg@{n}_ci95_high": high}
-    for k in sorted({1 << power for power in range(n.bit_length())} | {n}):
+    for k in numbers_of_k(n):
         counts = [(len(samples), sum(reward >= CORRECT for reward in samples)) for samples in rewards]
         figures[f"pass@{k}"] = math.fsum(pass_at_k(total, correct, k) for total, correct in counts) / len(counts)
     lengths = [rollout.length for rollout in rollouts]

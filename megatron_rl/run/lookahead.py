@@ -10,7 +10,8 @@ checkpoint holds which of them were taken and not learned from, so that a resume
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -60,6 +61,21 @@ class Begun:
     @property
     def open_prompts(self) -> list[Prompt]:
         return [prompt for place, prompt in enumerate(self.prompts) if place not in self.settled]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is open; plain JSON values. ``weights`` where one is not 1."""
+        left = self.open_prompts
+        state: dict[str, Any] = {"step": self.step, "prompts": [prompt.id for prompt in left]}
+        if any(prompt.weight != 1.0 for prompt in left):
+            state["weights"] = [prompt.weight for prompt in left]
+        return state
+
+    @classmethod
+    def of(cls, state: dict[str, Any], by_id: Mapping[str, Prompt]) -> Begun:
+        """From `state_dict`. Raises `KeyError` for a prompt that is not in ``by_id``."""
+        names = state["prompts"]
+        weights = state.get("weights", [1.0] * len(names))
+        return cls(state["step"], [replace(by_id[name], weight=weight) for name, weight in zip(names, weights)])
 
 
 class Lookahead:
@@ -137,16 +153,13 @@ class Lookahead:
     def state_dict(self) -> list[dict[str, Any]]:
         """What was taken from the sampler and not yet learned from; plain JSON values."""
         owed = [Begun(0, self._owed)] if self._owed else []  # step 0 is over for whoever resumes
-        return [
-            {"step": begun.step, "prompts": [prompt.id for prompt in begun.open_prompts]}
-            for begun in owed + self._begun
-        ]
+        return [begun.state_dict() for begun in owed + self._begun]
 
     def load_state_dict(self, state: list[dict[str, Any]], prompts: PromptSet) -> None:
         """Restore what a checkpoint had taken for later steps. ``prompts``: all, to find them by their ids."""
         by_id = prompts.named(name for item in state for name in item["prompts"]) if state else {}
         try:
-            self._begun = [Begun(item["step"], [by_id[name] for name in item["prompts"]]) for item in state]
+            self._begun = [Begun.of(item, by_id) for item in state]
         except KeyError as error:
             raise InputError(f"the checkpoint had begun with prompt {error}, which is not in data.train") from error
 

@@ -288,6 +288,20 @@ def test_filtered_groups_are_refilled(root):
     assert max(row["groups/sampled"] for row in rows) > 4
 
 
+def test_a_run_with_a_curriculum_is_resumed_bit_for_bit(root):
+    settings = ["data.train.0.limit=7", "data.curriculum={easy_fraction: 0.1, hard_fraction: 0.1, unbiased: true}"]
+    succeeded(train(root, "curriculum", *settings))
+    succeeded(train(root, "curriculum_resumed", *settings, "num_steps=2"))
+    resumed = succeeded(train(root, "curriculum_resumed", *settings))
+    assert "resumed at step 2" in resumed.stdout
+    rows = metrics(root, "curriculum")
+    assert without_times(metrics(root, "curriculum_resumed")) == without_times(rows)
+    assert [row["curriculum/unmeasured"] for row in rows] == [3, 0, 0, 0]
+    left_out = rows[1]["curriculum/easy"] + rows[1]["curriculum/hard"]
+    assert left_out > 2, "too few to see an epoch without them"
+    assert rows[-1]["training/epoch"] > 2, "16 prompts are more than two epochs of 7"
+
+
 def test_a_second_run_in_the_same_directory_is_refused(root):
     done = train(root, "whole", resume="never")
     assert done.returncode == 2
@@ -297,11 +311,15 @@ def test_a_second_run_in_the_same_directory_is_refused(root):
 
 def test_eval_scores_checkpoints_of_both_kinds(root, tmp_path):
     """A run's own checkpoint (its newest, where the run is named) and its Hugging Face export hold the same weights, so
-    they score the same."""
+    they score the same. Two files have a row each."""
+    lines = (REPOSITORY / "recipes/tiny/data/validation.jsonl").read_text().splitlines(keepends=True)
+    files = [tmp_path / "first.jsonl", tmp_path / "second.jsonl"]
+    for file, part in zip(files, (lines[:6], lines[6:16]), strict=True):
+        file.write_text("".join(part))
 
     def evaluate(checkpoint: Path) -> subprocess.CompletedProcess:
         arguments = ["eval", GRPO, "--checkpoint", str(checkpoint), "--output", str(tmp_path / "figures.json")]
-        arguments += ["--set", "validation.num_samples=2", "--set", "validation.limit=16"]
+        arguments += ["--set", "validation.num_samples=2"] + [f"--data={file}" for file in files]
         return run_command("megatron_rl", arguments, tmp_path)
 
     figures = []
@@ -314,8 +332,15 @@ def test_eval_scores_checkpoints_of_both_kinds(root, tmp_path):
     assert len(samples) == 16 * 2
     assert {sample["finish"] for sample in samples} <= {"stop", "length"}
     correct = sum(sample["raw_reward"] for sample in samples) / len(samples)
-    assert correct == rounded(figures[1]["val/validation/avg@2"])
-    assert 0.0 < figures[0]["val/validation/avg@2"] <= figures[0]["val/validation/pass@2"] <= 1.0
+    first, second, both = figures[1]["files"]
+    assert [row["problems"] for row in (first, second, both)] == [6, 10, 16]
+    assert [row["reward"] for row in (first, second)] == [
+        figures[1][f"val/{name}/avg@2"] for name in ("first", "second")
+    ]
+    assert correct == rounded(both["reward"])
+    assert 0.0 < both["reward"] <= both["pass_at"]["2"] <= 1.0
+    rates = [json.loads(line) for line in (tmp_path / "figures.prompts.jsonl").read_text().splitlines()]
+    assert sum(row["success_rate"] for row in rates[:6]) / 6 == rounded(first["pass_at"]["1"])
     refused = evaluate(tmp_path)
     assert refused.returncode == 2
     assert "neither a Hugging Face folder" in refused.stderr

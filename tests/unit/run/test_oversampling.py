@@ -96,6 +96,7 @@ class Training:
         for step in range(self.first, self.num_steps if until is None else until):
             recipe = SimpleNamespace(batch=self.batch)
             run = SimpleNamespace(
+                prompts=SimpleNamespace(observe=lambda rates: None),
                 recipe=recipe,
                 monitor=SimpleNamespace(phase=lambda name: nullcontext(SimpleNamespace(tokens=0))),
                 ahead=self.ahead,
@@ -366,6 +367,7 @@ def test_failed_rewards_are_judged_over_the_step():
 
         limits = SimpleNamespace(first=limit, later=limit)
         run = SimpleNamespace(
+            prompts=SimpleNamespace(observe=lambda rates: None),
             recipe=SimpleNamespace(batch=training.batch, reward=SimpleNamespace(max_error_frac=limits)),
             monitor=SimpleNamespace(phase=lambda name: nullcontext(SimpleNamespace(tokens=0))),
             ahead=training.ahead,

@@ -48,6 +48,7 @@ def sampled():
             monitor=monitor,
             ahead=SimpleNamespace(sample=sample),
             score=lambda groups, step: {"scored": float(len(groups))},
+            prompts=SimpleNamespace(observe=lambda rates: None),
             learner=SimpleNamespace(num_updates=0),
         )
         kept, metrics = train.sample(run, 0)
