@@ -48,6 +48,29 @@ class RolloutInterrupted(RolloutError):
 
 
 @dataclass(frozen=True)
+class LegCounts:
+    """How weight updates met some responses that were under way (`rollout.in_flight`): sums over the responses."""
+
+    legs: int = 0  # requests whose tokens make them up
+    versions: int = 0  # policies that sampled them
+    recomputed_tokens: int = 0  # tokens of theirs that later legs read again
+
+    def __add__(self, other: LegCounts) -> LegCounts:
+        return LegCounts(
+            self.legs + other.legs,
+            self.versions + other.versions,
+            self.recomputed_tokens + other.recomputed_tokens,
+        )
+
+    def metrics(self, num_responses: int) -> dict[str, float]:
+        return {
+            "rollout/recomputed_tokens": float(self.recomputed_tokens),
+            "rollout/legs_mean": self.legs / num_responses,
+            "rollout/versions_mean": self.versions / num_responses,
+        }
+
+
+@dataclass(frozen=True)
 class Arrival:
     """A complete group. ``ticket`` and ``place``: the call of `begin` that asked for it, and its prompt's there."""
 
@@ -55,6 +78,7 @@ class Arrival:
     place: int
     group: Group
     age_s: float = 0.0  # since its last response was complete
+    counts: LegCounts | None = None  # of its responses; None where no update meets responses under way
 
 
 class Generator(Protocol):

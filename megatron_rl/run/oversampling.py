@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megatron_rl.config import Recipe
 from megatron_rl.config.sections import OversampleConfig
 from megatron_rl.data import MixedSampler, PromptSampler
-from megatron_rl.rollout import Arrival, Generator
+from megatron_rl.rollout import Arrival, Generator, LegCounts
 from megatron_rl.run.lookahead import Begun, Lookahead, OverlappingGenerator
 from megatron_rl.types import Group
 
@@ -28,6 +28,7 @@ class _Ready:
     begun: Begun
     place: int
     group: Group
+    counts: LegCounts | None
 
 
 class Oversampling(Lookahead):
@@ -97,7 +98,7 @@ class Oversampling(Lookahead):
         for arrival in self._arrived:
             begun = next(item for item in self._begun if item.ticket is arrival.ticket)
             if id(arrival.group) in kept:
-                self._ready.append(_Ready(begun, arrival.place, arrival.group))
+                self._ready.append(_Ready(begun, arrival.place, arrival.group, arrival.counts))
             else:
                 begun.settled.add(arrival.place)
             if begun.step < self._step and self._closed_at is not None:
@@ -126,6 +127,7 @@ class Oversampling(Lookahead):
             "rollout/oversample/aborted_tokens": float(0 if goes_on else self._cancel(over)),
             **_mean_length("rollout/oversample/length_first", [r for r in kept if r.begun.step == self._step]),
             **_mean_length("rollout/oversample/length_carried", [r for r in kept if r.begun.step < self._step]),
+            **_leg_metrics(kept),
         }
         self._ready = over if goes_on else []
         self._begun = [begun for begun in self._begun if begun.num_open]
@@ -175,6 +177,12 @@ class Oversampling(Lookahead):
 def _mean_length(name: str, ready: list[_Ready]) -> dict[str, float]:
     lengths = [rollout.length for item in ready for rollout in item.group.rollouts]
     return {name: sum(lengths) / len(lengths)} if lengths else {}
+
+
+def _leg_metrics(kept: list[_Ready]) -> dict[str, float]:
+    """How updates met the responses that are learned from; empty where none meets responses under way."""
+    counts = [item.counts for item in kept if item.counts is not None]
+    return sum(counts, LegCounts()).metrics(sum(len(item.group.rollouts) for item in kept)) if counts else {}
 
 
 def make_lookahead(recipe: Recipe, prompts: PromptSampler | MixedSampler, generator: Generator) -> Lookahead:

@@ -11,10 +11,11 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_rl.process.ranks import any_rank, gather_objects
-from megatron_rl.rollout.generator import Arrival
+from megatron_rl.rollout.generator import Arrival, LegCounts
 from megatron_rl.rollout.ownership import known_everywhere
 from megatron_rl.rollout.requests import Request
 from megatron_rl.rollout.servers.dispatch import Dispatch
@@ -23,6 +24,15 @@ from megatron_rl.rollout.servers.fetching import Share, raise_any
 from megatron_rl.types import Group, Prompt, Rollout
 
 LOOK_S = 0.1  # where several ranks fetch, each waits this long for groups of its own before it asks the others
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A complete group."""
+
+    age_s: float  # since its last response was complete
+    counts: LegCounts
+    rollouts: list[Rollout]  # in the order of their samples
 
 
 class Arrivals:
@@ -35,6 +45,7 @@ class Arrivals:
         self._news = news
         self._missing = Counter(request.row for request in requests)
         self._fetched: dict[int, list[Rollout]] = {place: [] for place in self._missing}
+        self._counts: dict[int, LegCounts] = {place: LegCounts() for place in self._missing}
         self._complete: deque[tuple[int, float]] = deque()  # place, clock
         self._dispatch: Dispatch | None = None
         self._is_cancelled = False
@@ -53,12 +64,13 @@ class Arrivals:
         if self._dispatch is not None:
             self._dispatch.give_up_all()
 
-    def fetched(self, place: int, rollout: asyncio.Future[Rollout]) -> None:
-        """A response of group ``place`` is there. An error in it is the batch's to raise."""
+    def fetched(self, place: int, counts: LegCounts, rollout: asyncio.Future[Rollout]) -> None:
+        """A response of group ``place`` is there, and its ``counts``. An error in it is the batch's to raise."""
         if rollout.cancelled() or rollout.exception() is not None:
             return
         with self._news:
             self._fetched[place].append(rollout.result())
+            self._counts[place] += counts
             self._missing[place] -= 1
             if not self._missing[place]:
                 self._complete.append((place, time.perf_counter()))
@@ -70,12 +82,17 @@ class Arrivals:
         """Whether a complete group waits to be taken."""
         return bool(self._complete)
 
-    def take(self) -> dict[int, tuple[float, list[Rollout]]]:
-        """By place: age in seconds, and responses, of complete groups that were not taken."""
+    def take(self, now: float) -> dict[int, Taken]:
+        """By place: complete groups that were not taken, in the order of their completion. ``now``: on the clock
+        `time.perf_counter`, the same for all batches, whose groups are compared by age."""
         with self._news:
-            complete, self._complete, now = self._complete, deque(), time.perf_counter()
-            groups = {place: (now - at, self._fetched.pop(place)) for place, at in complete}
-        return {place: (age_s, sorted(group, key=lambda r: r.sample)) for place, (age_s, group) in groups.items()}
+            complete, self._complete = self._complete, deque()
+            return {
+                place: Taken(
+                    now - at, self._counts.pop(place), sorted(self._fetched.pop(place), key=lambda r: r.sample)
+                )
+                for place, at in complete
+            }
 
     @property
     def num_requeued(self) -> int:
@@ -118,18 +135,18 @@ def next_arrivals(
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks are waiting
             problem = error
         raise_any(problem)
-        mine = [(-age_s, number, place) for (number, place), (age_s, _) in here.items()]
-        found = sorted(group for share in gather_objects(mine) for group in share)  # oldest first
-        if found:
-            return _known(tickets, found, {key: rollouts for key, (_, rollouts) in here.items()})
+        mine = [(-taken.age_s, number, place, taken.counts) for (number, place), taken in here.items()]
+        found = sorted((group for share in gather_objects(mine) for group in share), key=lambda group: group[:3])
+        if found:  # oldest first
+            return _known(tickets, found, {key: taken.rollouts for key, taken in here.items()})
         if any_rank(wants()):
             meanwhile()
 
 
 def _complete_here(
     tickets: Sequence[Ticket], news: threading.Condition, patience_s: float
-) -> dict[tuple[int, int], tuple[float, list[Rollout]]]:
-    """By number of the ticket and place: age and responses of this rank's complete groups."""
+) -> dict[tuple[int, int], Taken]:
+    """By number of the ticket and place: this rank's complete groups."""
     fetching = [(number, ticket) for number, ticket in enumerate(tickets) if ticket.arrivals is not None]
     if fetching:
         with news:
@@ -137,7 +154,8 @@ def _complete_here(
     for _, ticket in fetching:
         if _has_failed(ticket):
             ticket.answers.result()
-    return {(number, place): group for number, ticket in fetching for place, group in ticket.arrivals.take().items()}
+    now = time.perf_counter()
+    return {(number, place): group for number, ticket in fetching for place, group in ticket.arrivals.take(now).items()}
 
 
 def _has_failed(ticket: Ticket) -> bool:
@@ -145,11 +163,13 @@ def _has_failed(ticket: Ticket) -> bool:
 
 
 def _known(
-    tickets: Sequence[Ticket], found: list[tuple[float, int, int]], here: dict[tuple[int, int], list[Rollout]]
+    tickets: Sequence[Ticket],
+    found: list[tuple[float, int, int, LegCounts]],
+    here: dict[tuple[int, int], list[Rollout]],
 ) -> list[Arrival]:
-    """The groups ``found`` (minus age, ticket, place), with what this rank holds of them."""
+    """The groups ``found`` (minus age, ticket, place, counts), with what this rank holds of them."""
     requests, owners, held = [], [], []
-    for _, number, place in found:
+    for _, number, place, _ in found:
         ticket = tickets[number]
         rows = slice(place * ticket.num_samples, (place + 1) * ticket.num_samples)
         requests += ticket.requests[rows]
@@ -162,6 +182,7 @@ def _known(
             place,
             Group(ticket.prompts[place], [next(rollouts) for _ in range(ticket.num_samples)]),
             -minus_age_s,
+            counts,
         )
-        for minus_age_s, number, place in found
+        for minus_age_s, number, place, counts in found
     ]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from megatron_rl.errors import InputError
 from megatron_rl.process.ranks import any_rank, gather_objects, world_rank
-from megatron_rl.rollout.generator import RolloutError, RolloutInterrupted
+from megatron_rl.rollout.generator import LegCounts, RolloutError, RolloutInterrupted
 from megatron_rl.rollout.requests import Request
 from megatron_rl.types import Rollout
 
@@ -31,7 +31,9 @@ class Share:
 
     rollouts: list[Rollout] = field(default_factory=list)  # in the order of the batch's requests
     seconds: float = 0.0  # that servers worked on them, without the wait for their turn
-    stats: dict[str, float] = field(default_factory=dict)
+    stats: dict[str, float] = field(default_factory=dict)  # of the servers, as this rank sees them
+    num_requeued: int = 0
+    counts: LegCounts = field(default_factory=LegCounts)
 
 
 def fetching_ranks(on_this_machine: bool, at_most: int) -> list[int]:

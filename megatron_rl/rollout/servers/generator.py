@@ -14,7 +14,7 @@ import concurrent.futures
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.process.ranks import gather_objects, together, world_rank
 from megatron_rl.rollout.calls import check_lengths, check_version, throughput
-from megatron_rl.rollout.generator import Arrival, RolloutError, Sampling
+from megatron_rl.rollout.generator import Arrival, LegCounts, RolloutError, Sampling
 from megatron_rl.rollout.ownership import known_everywhere
 from megatron_rl.rollout.requests import Request, make_groups, make_requests
 from megatron_rl.rollout.servers.arrivals import Arrivals, next_arrivals
@@ -36,8 +36,6 @@ from megatron_rl.rollout.servers.sampling import Sampler
 from megatron_rl.rollout.servers.settings import agreed_settings
 from megatron_rl.rollout.servers.updates import WeightUpdates
 from megatron_rl.types import Group, Prompt
-
-SUMMED = ("rollout/requeued", "rollout/recomputed_tokens", "legs", "versions")  # over ranks that fetch
 
 
 @dataclass
@@ -175,17 +173,11 @@ class ServerGenerator:
         """Wait for a batch that was begun. Every rank calls it, in the order of `begin`."""
         share = wait_on_all(ticket.answers, self._updates.broadcaster.may_fill, self._updates.broadcaster.fill)
         rollouts = known_everywhere(ticket.requests, ticket.owners, share.rollouts)
-        shares = gather_objects((share.seconds, share.stats))
-        of_servers = {name: value for name, value in shares[0][1].items() if name not in SUMMED}
-        self._stats |= throughput(rollouts, max(seconds for seconds, _ in shares)) | of_servers
-        sums = {name: sum(stats.get(name, 0.0) for _, stats in shares) for name in SUMMED}
-        self._stats["rollout/requeued"] = sums["rollout/requeued"]
+        shares = gather_objects((share.seconds, share.stats, share.num_requeued, share.counts))
+        seconds, stats, requeued, counts = zip(*shares, strict=True)
+        self._stats |= throughput(rollouts, max(seconds)) | stats[0] | {"rollout/requeued": float(sum(requeued))}
         if self._overlaps:
-            self._stats |= {
-                "rollout/recomputed_tokens": sums["rollout/recomputed_tokens"],
-                "rollout/legs_mean": sums["legs"] / len(ticket.requests),
-                "rollout/versions_mean": sums["versions"] / len(ticket.requests),
-            }
+            self._stats |= sum(counts, LegCounts()).metrics(len(ticket.requests))
         return make_groups(ticket.prompts, ticket.num_samples, rollouts)
 
     def completed(self, tickets: list[Ticket]) -> list[Arrival]:
@@ -198,6 +190,8 @@ class ServerGenerator:
         found = next_arrivals(waiting, self._news, len(self._servers.fetchers), *fill) if waiting else []
         for arrival in found:
             arrival.ticket.num_left -= 1
+        if not self._overlaps:
+            found = [replace(arrival, counts=None) for arrival in found]
         self._stats.pop("perf/tokens_per_s/rollout", None)  # of a batch that was waited for as a whole
         self._stats |= self._servers_now()
         requeued = sum(ticket.arrivals.num_requeued for ticket in waiting if ticket.arrivals is not None)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.rollout.generator import LegCounts
 from megatron_rl.rollout.requests import leg_seed
 from megatron_rl.rollout.servers.wire import Answer
 from megatron_rl.routing import joined_checksums
@@ -56,6 +57,10 @@ class Legs:
             self.num_recomputed += self.num_tokens
             self.answers.append(answer)
         return answer.finish_reason != "abort"
+
+    def counts(self, num_versions: int) -> LegCounts:
+        """Of the complete response, which ``num_versions`` policies sampled."""
+        return LegCounts(len(self.answers), num_versions, self.num_recomputed)
 
     def whole(self) -> Answer:
         """The response, when it is complete."""

@@ -13,7 +13,7 @@ from megatron_rl.checkpoint.architecture import Architecture
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.process.ranks import world_rank
 from megatron_rl.rollout.calls import check_token_versions
-from megatron_rl.rollout.generator import Sampling
+from megatron_rl.rollout.generator import LegCounts, Sampling
 from megatron_rl.rollout.payload import SealedRoutes, make_rollout
 from megatron_rl.rollout.requests import Request
 from megatron_rl.rollout.servers.arrivals import Arrivals
@@ -63,7 +63,7 @@ class Sampler:
         """This rank's share of batch ``number``; of the weights of ``version`` alone, or also of later ones."""
         bodies = [request_body(request, sampling, self._stop_token_ids) for request in requests]
         names = [f"prompt {request.prompt.id!r}, sample {request.sample}" for request in requests]
-        records, converted, num_versions = self._architecture is not None and sampling.wants_routes, {}, 0
+        records, converted, counts = self._architecture is not None and sampling.wants_routes, {}, LegCounts()
         is_exact, servers, members = is_awaited or not self._overlaps, self._servers, self._servers.members
         async with contextlib.nullcontext() if self._overlaps else servers.turn:
             try:
@@ -86,24 +86,19 @@ class Sampler:
                 arrivals.asks(dispatch)
                 async with contextlib.aclosing(dispatch.completions()) as completions:
                     async for index, answer in completions:  # decoding goes on beside the fetching
-                        num_versions += check_token_versions(names[index], answer.versions, version, is_exact)
+                        num_versions = check_token_versions(names[index], answer.versions, version, is_exact)
+                        own = dispatch.legs[index].counts(num_versions)
+                        counts += own
                         converted[index] = asyncio.get_running_loop().run_in_executor(
                             self._converter, self._to_rollout, requests[index], answer, records
                         )
-                        converted[index].add_done_callback(partial(arrivals.fetched, requests[index].row))
+                        converted[index].add_done_callback(partial(arrivals.fetched, requests[index].row, own))
             finally:
                 members.share_ended(number)
             seconds = time.perf_counter() - start
         rollouts = [await converted[index] for index in sorted(converted)]  # of all, unless it was cancelled
         stats = load_metrics(members, before, balance.num_at_home / max(1, len(requests)))
-        counts = {
-            "rollout/requeued": dispatch.num_requeued,
-            "rollout/recomputed_tokens": sum(legs.num_recomputed for legs in dispatch.legs),
-            "legs": sum(len(legs.answers) for legs in dispatch.legs),
-            "versions": num_versions,
-        }
-        stats |= {name: float(count) for name, count in counts.items()} | self._servers_now()
-        return Share(rollouts, seconds, stats)
+        return Share(rollouts, seconds, stats | self._servers_now(), dispatch.num_requeued, counts)
 
     def _to_rollout(self, request: Request, answer: Answer, records: bool) -> Rollout:
         """Raises `RolloutError` where routes are due (``records``) and absent."""

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from megatron_rl.rollout import RolloutError
+from megatron_rl.rollout import LegCounts, RolloutError
 from megatron_rl.rollout.requests import make_requests
 from megatron_rl.rollout.servers.arrivals import Arrivals, next_arrivals
 from megatron_rl.rollout.servers.generator import Ticket
@@ -36,30 +36,30 @@ def begun(num_prompts: int, num_samples: int, news: threading.Condition | None =
     )
 
 
-def fetch(ticket: Ticket, number: int, length: int = 1) -> None:
+def fetch(ticket: Ticket, number: int, length: int = 1, counts: LegCounts = LegCounts(1, 1)) -> None:  # noqa: B008
     """The answer to request ``number`` arrives."""
     request, done = ticket.requests[number], Future()
     tokens = np.ones(length, np.int32)
     done.set_result(
         Rollout(request.prompt.id, request.sample, tokens, np.zeros(length, np.float32), "stop", np.zeros(length))
     )
-    ticket.arrivals.fetched(request.row, done)
+    ticket.arrivals.fetched(request.row, counts, done)
 
 
 def test_a_group_arrives_with_its_last_answer_and_only_once():
     ticket = begun(3, 2)
     for number in (3, 0, 5, 2):
         fetch(ticket, number)
-    (place,), ((age_s, rollouts),) = zip(*ticket.arrivals.take().items(), strict=True)
-    assert (place, [rollout.sample for rollout in rollouts]) == (1, [0, 1])
-    assert age_s >= 0
+    (place,), (taken,) = zip(*ticket.arrivals.take(time.perf_counter()).items(), strict=True)
+    assert (place, [rollout.sample for rollout in taken.rollouts]) == (1, [0, 1])
+    assert taken.age_s >= 0
     assert not ticket.arrivals
-    assert ticket.arrivals.take() == {}
+    assert ticket.arrivals.take(time.perf_counter()) == {}
     for number in (4, 1):
         fetch(ticket, number)
-    taken = ticket.arrivals.take()
+    taken = ticket.arrivals.take(time.perf_counter())
     assert list(taken) == [2, 0], "the order of completion"
-    assert taken[2][0] >= taken[0][0] >= 0
+    assert taken[2].age_s >= taken[0].age_s >= 0
 
 
 def test_groups_of_several_batches_come_in_the_order_of_completion():
@@ -73,12 +73,28 @@ def test_groups_of_several_batches_come_in_the_order_of_completion():
     assert {rollout.owner for arrival in found for rollout in arrival.group.rollouts} == {0}
 
 
+def test_a_group_brings_how_updates_met_its_responses():
+    news = threading.Condition()
+    ticket = begun(2, 2, news)
+    for number, counts in enumerate([LegCounts(1, 1), LegCounts(3, 2, 9), LegCounts(1, 1), LegCounts(2, 2, 5)]):
+        fetch(ticket, number, counts=counts)
+    assert [arrival.counts for arrival in next_arrivals([ticket], news, num_fetchers=1)] == [
+        LegCounts(4, 3, 9),
+        LegCounts(3, 3, 5),
+    ]
+    assert LegCounts(4, 3, 9).metrics(2) == {
+        "rollout/legs_mean": 2.0,
+        "rollout/versions_mean": 1.5,
+        "rollout/recomputed_tokens": 9.0,
+    }
+
+
 def test_tokens_of_complete_responses_in_groups_that_were_not_taken():
     ticket = begun(3, 2)
     for number in (0, 1, 3):
         fetch(ticket, number, length=10 + number)
     assert ticket.arrivals.num_tokens_left == 10 + 11 + 13
-    assert list(ticket.arrivals.take()) == [0]
+    assert list(ticket.arrivals.take(time.perf_counter())) == [0]
     assert ticket.arrivals.num_tokens_left == 13
 
 
@@ -114,7 +130,7 @@ def test_what_ended_the_fetching_is_raised_although_a_group_is_there():
 def test_a_response_that_is_wrong_completes_no_group():
     ticket, broken = begun(1, 1), Future()
     broken.set_exception(RolloutError("log-prob nan"))
-    ticket.arrivals.fetched(0, broken)
+    ticket.arrivals.fetched(0, LegCounts(), broken)
     assert not ticket.arrivals
 
 
@@ -128,7 +144,7 @@ def test_there_is_one_event_a_group():
             is_ready.set()
             while len(woken) < 2:
                 assert news.wait(60)
-                woken.append(len(ticket.arrivals.take()))
+                woken.append(len(ticket.arrivals.take(time.perf_counter())))
 
     waiter = threading.Thread(target=wait)
     waiter.start()

@@ -15,7 +15,7 @@ from megatron_rl.data import PromptSampler, PromptSet
 from megatron_rl.errors import InputError
 from megatron_rl.rewards.failures import Failure, RewardFault
 from megatron_rl.rewards.shared import Scores, merged
-from megatron_rl.rollout import Arrival
+from megatron_rl.rollout import Arrival, LegCounts
 from megatron_rl.run import oversampling
 from megatron_rl.run.lookahead import Lookahead
 from megatron_rl.run.oversampling import Oversampling, make_lookahead
@@ -38,6 +38,7 @@ class Servers:
 
     def __init__(self) -> None:
         self.now, self.cancelled, self.tickets = 0.0, [], []
+        self.counts = lambda name: None
 
     def begin(self, prompts, num_samples, *, policy_version, step):
         ticket = SimpleNamespace(left={}, begun=self.now, version=policy_version)
@@ -53,7 +54,11 @@ class Servers:
             return []
         self.now = max(self.now, min(at for at, *_ in left))
         due = sorted((item for item in left if item[0] <= self.now), key=lambda item: item[0])
-        return [Arrival(ticket, place, ticket.left.pop(place)[1], self.now - at) for at, place, ticket in due]
+        groups = [(at, place, ticket, ticket.left.pop(place)[1]) for at, place, ticket in due]
+        return [
+            Arrival(ticket, place, group, self.now - at, self.counts(group.prompt.id))
+            for at, place, ticket, group in groups
+        ]
 
     def cancel(self, ticket):
         done = [group for at, group in ticket.left.values() if at <= self.now]
@@ -381,3 +386,19 @@ def test_failed_rewards_are_judged_over_the_step():
     assert metrics["reward/errors"] == 1 > 0.1 * calls[0], "of the first arrivals alone it would be too many"
     with pytest.raises(RewardFault, match=r"1 of \d+ responses could not be scored"):
         sample(0.0)
+
+
+@pytest.mark.parametrize("rest", ["carry_over", "abort"])
+def test_metrics_of_legs_are_of_what_is_learned_from(rest):
+    """Those of a group that was carried over belong to the step that learns from it."""
+    training = Training(oversample={"rest": rest})
+    training.servers.counts = lambda name: LegCounts(2 + length(name), 2, 3 * length(name))
+    for names, metrics in zip(training.run().steps, training.metrics, strict=True):
+        lengths = [length(name) for name in names]
+        assert metrics["rollout/versions_mean"] == 1  # two of a group, which has two responses
+        assert metrics["rollout/legs_mean"] == (16 + sum(lengths)) / 16
+        assert metrics["rollout/recomputed_tokens"] == 3 * sum(lengths)
+
+
+def test_where_no_update_meets_responses_there_are_no_metrics_of_legs():
+    assert not any("rollout/legs_mean" in metrics for metrics in Training().run().metrics)
