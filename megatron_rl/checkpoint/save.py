@@ -12,6 +12,7 @@ interpreter free for training. The thread joins in no collective: those belong t
 
 from __future__ import annotations
 
+import inspect
 import json
 import queue
 import shutil
@@ -25,7 +26,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.models.gpt import GPTModel
@@ -59,6 +60,9 @@ __all__ = [
 ]
 
 _FORMAT = ("torch_dist", 1)  # backend and version, in metadata.json
+# megatron-core 0.19 has two planners, and takes NVIDIA's resiliency extension unless told.
+_HAS_TWO_PLANNERS = "async_strategy" in inspect.signature(TorchDistSaveShardedStrategy.async_save).parameters
+_OWN_PLAN = {"async_strategy": "mcore"} if _HAS_TWO_PLANNERS else {}
 
 T = TypeVar("T")
 Together = Callable[[Callable[[], Any]], Any]
@@ -116,8 +120,8 @@ def begin_save(
     try:
         all_ranks(lambda: _make_empty(partial))
         shards, common = all_ranks(lambda: _state(model, optimizer, values, in_background))
-        all_ranks(lambda: TorchCommonSaveStrategy("torch", 1).save_common(common, partial))
-        writer, index = all_ranks(lambda: _Strategy(*_FORMAT).async_save(shards, partial))
+        all_ranks(lambda: _on_main(lambda: torch.save(common, partial / COMMON_STATE_FNAME)))
+        writer, index = all_ranks(lambda: _Strategy(*_FORMAT).async_save(shards, partial, **_OWN_PLAN))
     except SaveError:
         _on_main(lambda: shutil.rmtree(partial, ignore_errors=True))
         raise
@@ -224,16 +228,16 @@ class _Strategy(TorchDistSaveShardedStrategy):
     """Megatron's plan of the files, in which every part of every tensor occurs once, but not its writers: they are
     forked, one for each file, and waited for without a limit, so that a killed writer stops the run."""
 
-    def _get_save_and_finalize_callbacks(self, writer: Any, prepared: Any) -> Any:
+    def _get_save_and_finalize_callbacks(self, writer: Any, prepared: Any, *_: Any) -> Any:
         index = prepared[1]
         if index is not None:
             del index.all_local_plans  # Megatron puts a second copy of the index into it, for saves that reuse it
         return writer, index
 
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, **options: Any) -> Any:
         # A queue for writers in other processes. There are none here, and upstream would start a process to make it.
         filesystem_async._results_queue = queue.Queue()
-        return super().async_save(sharded_state_dict, checkpoint_dir)
+        return super().async_save(sharded_state_dict, checkpoint_dir, **options)
 
 
 def _write(writer: FileSystemWriterAsync) -> list[Any]:

@@ -12,6 +12,8 @@ are sorted by expert.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -41,9 +43,21 @@ def use_few_pass_layers(block: TransformerBlockSubmodules) -> None:
         if parts.pre_mlp_layernorm is not IdentityOp:
             parts.pre_mlp_layernorm = FewPassRMSNorm
         parts.self_attention.module = FewPassSelfAttention
-        experts = getattr(parts.mlp.submodules, "experts", None)
-        if experts is not None:
-            experts.module = FewPassExperts
+        feed_forward = _parts_of(parts.mlp)
+        if hasattr(feed_forward, "experts"):
+            feed_forward.experts = _few_pass_experts(feed_forward.experts)
+
+
+def _parts_of(layer: Any) -> Any:
+    """The submodules of a specification: a ModuleSpec in megatron-core 0.16, a partial call in 0.19."""
+    return layer.keywords["submodules"] if isinstance(layer, functools.partial) else layer.submodules
+
+
+def _few_pass_experts(experts: Any) -> Any:
+    """``experts`` with the class replaced."""
+    if isinstance(experts, functools.partial):
+        return functools.partial(FewPassExperts, *experts.args, **experts.keywords)
+    return dataclasses.replace(experts, module=FewPassExperts)
 
 
 def finish_few_pass_model(model: GPTModel, compile: bool = False) -> None:
