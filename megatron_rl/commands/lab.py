@@ -1,12 +1,17 @@
 """The instability lab: run a study's arms over its seeds, and report them against their matched controls.
 
     megatron-rl lab check  STUDY…                                every arm is a recipe that `check` accepts
-    megatron-rl lab run    STUDY [--jobs N] [--seeds 0 1] [--arms A B]
+    megatron-rl lab power  STUDY                                 what effect each primary can see; no engine
+    megatron-rl lab plan   STUDY --gpu h100-80 [--nodes 4]       GPU-hours of every arm, by arithmetic
+    megatron-rl lab run    STUDY [--jobs N] [--seeds 0 1] [--arms A B] [--slurm --sbatch=--nodes=4 …]
+    megatron-rl lab verify STUDY --arm A --seed S | --random N   run again, compare bit for bit
     megatron-rl lab report STUDY [--docs]                        figure and table; --docs: those of docs/lab
 
 STUDY is a study file or its folder, e.g. recipes/lab/hacking. Runs lie below runs/lab/STUDY (--out: another folder);
-`run` leaves finished ones alone and continues interrupted ones, so the same command resumes. Exit status: 0 all runs
-finished (ended by an alarm is finished), 1 some failed or were interrupted, 2 bad study or input.
+`run` leaves finished ones alone and continues interrupted ones, so the same command resumes. It notes what the study
+fixes and the commit before the first run, and refuses another study file (unless --amend REASON) or other code (unless
+--other-code). Exit status: 0 all runs finished (ended by an alarm is finished) or submitted, 1 some failed, were
+interrupted or differ, 2 bad study or input.
 """
 
 from __future__ import annotations
@@ -15,16 +20,21 @@ import argparse
 import os
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from megatron_rl.commands.arguments import GPU_NAMES, gpu_name
 from megatron_rl.errors import EXIT_DONE, InputError
 from megatron_rl.lab import load_study
 from megatron_rl.shipped import checkout
+
+if TYPE_CHECKING:
+    from megatron_rl.lab.runner import StudyRunner
 
 EXIT_INCOMPLETE = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(required=True, metavar="check|run|report")
+    commands = parser.add_subparsers(required=True, metavar="check|power|plan|run|verify|report")
     check = commands.add_parser("check", help="check studies and their arms; no engine")
     check.add_argument("studies", nargs="+", type=Path, metavar="STUDY", help="study file or its folder")
     check.set_defaults(action=_check)
@@ -41,13 +51,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folders of other studies' runs: take over what is the same",
     )
     start.set_defaults(action=_run)
+    start.add_argument("--amend", metavar="REASON", help="go on with a study file that was changed since the first run")
+    start.add_argument("--other-code", action="store_true", help="go on with another commit than that of the first run")
+    start.add_argument("--slurm", action="store_true", help="submit the runs through slurm/submit.sh, and return")
+    start.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="an option of sbatch, such as --sbatch=--nodes=4",
+    )
+    again = commands.add_parser("verify", help="run arms and seeds again and compare their metrics bit for bit")
+    which = again.add_mutually_exclusive_group(required=True)
+    which.add_argument("--arm", help="of the run; with --seed")
+    which.add_argument("--random", type=int, metavar="N", help="N finished runs, drawn from the study's hash")
+    again.add_argument("--seed", type=int, help="of the run")
+    again.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: one per core)")
+    again.set_defaults(action=_verify)
+    power = commands.add_parser("power", help="the smallest effect that each primary sees with 80% power")
+    power.set_defaults(action=_power)
+    plan = commands.add_parser("plan", help="GPU-hours of every arm; no engine")
+    plan.add_argument("--gpu", required=True, type=gpu_name, choices=GPU_NAMES, help="what it is to run on")
+    plan.add_argument("--nodes", type=int, help="nodes of a run (default: as the base recipe's name says)")
+    plan.add_argument(
+        "--gpus-per-node", type=int, help="GPUs of a node (default: as the base recipe's name says, else 8)"
+    )
+    plan.add_argument("--mean-response", type=float, metavar="TOKENS", help="default: half of the longest allowed")
+    plan.set_defaults(action=_plan)
     report = commands.add_parser("report", help="figure and table from what was run")
     report.add_argument(
         "--docs", action="store_true", help="write docs/images/lab-STUDY.png and the tables of docs/lab/STUDY.md"
     )
     report.set_defaults(action=_report)
-    for command in (start, report):
+    for command in (start, again, power, plan, report):
         command.add_argument("study", type=Path, metavar="STUDY", help="study file or its folder")
+    for command in (start, again, power, report):
         command.add_argument("--out", type=Path, help="folder of the study's runs (default: runs/lab/STUDY)")
 
 
@@ -64,21 +102,89 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from megatron_rl.lab.registration import register
     from megatron_rl.lab.runner import FINISHED, StudyRunner
 
+    if options.sbatch and not options.slurm:
+        raise InputError(f"--sbatch={options.sbatch[0]}: an option of Slurm's sbatch; give --slurm with it")
     loaded = load_study(options.study)
     loaded.check()
     root = _root(options, loaded.study.name)
     jobs = loaded.jobs(root, options.seeds, options.arms)
-    runner = StudyRunner(loaded, root, max(1, options.jobs), say=lambda line: print(line, flush=True))
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: runner.stop())
+    runner = StudyRunner(loaded, root, max(1, options.jobs), say=_say)
+    num_finished = sum(runner.state(job) in FINISHED for job in loaded.jobs(root))
+    register(loaded, root, num_finished, options.amend, options.other_code)
+    if options.slurm:
+        from megatron_rl.lab.cluster import submit
+
+        states = submit(runner, jobs, options.sbatch, _say)
+        _say_states(states)
+        return EXIT_DONE
+    _stop_on_signals(runner)
     runner.reuse(jobs, options.reuse)
     states = runner.run(jobs)
+    _say_states(states)
+    return EXIT_DONE if all(state in FINISHED for state in states.values()) else EXIT_INCOMPLETE
+
+
+def _stop_on_signals(runner: StudyRunner) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: runner.stop())
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _say_states(states: dict[str, str]) -> None:
     for state in sorted(set(states.values())):
         names = [name for name, found in states.items() if found == state]
-        print(f"{state}: {len(names)}" + ("" if state == "done" else f" ({', '.join(names)})"))
-    return EXIT_DONE if all(state in FINISHED for state in states.values()) else EXIT_INCOMPLETE
+        _say(f"{state}: {len(names)}" + ("" if state == "done" else f" ({', '.join(names)})"))
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from megatron_rl.lab.registration import code_version, read_registration, sha256_of
+    from megatron_rl.lab.runner import FINISHED, StudyRunner
+    from megatron_rl.lab.verify import drawn, verify
+
+    if (options.arm is None) != (options.seed is None):
+        raise InputError("verify: --arm and --seed name one run together; or give --random N")
+    loaded = load_study(options.study)
+    root = _root(options, loaded.study.name)
+    if options.arm is not None:
+        jobs = loaded.jobs(root, [options.seed], [options.arm])
+    else:
+        runner = StudyRunner(loaded, root, 1)
+        finished = [job for job in loaded.jobs(root) if runner.state(job) in FINISHED]
+        jobs = drawn(finished, options.random, sha256_of(loaded.study.commitment()))
+    if not jobs:
+        raise InputError(f"{root}: no finished run to verify; `megatron-rl lab run` makes them")
+    registered = read_registration(root)
+    if registered is not None and registered.code != code_version():
+        _say(f"the runs were made by {registered.code}, this is {code_version()}")
+    found = verify(loaded, root, jobs, max(1, options.jobs), _say)
+    for name, difference in found.items():
+        _say(f"{name}: " + (difference or "every metric of every step is the same, bit for bit"))
+    return EXIT_INCOMPLETE if any(found.values()) else EXIT_DONE
+
+
+def _power(options: argparse.Namespace) -> int:
+    from megatron_rl.lab.foresight import foresee, render
+
+    loaded = load_study(options.study)
+    for line in render(loaded.study, foresee(loaded, _root(options, loaded.study.name))):
+        print(line)
+    return EXIT_DONE
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from megatron_rl.lab.compute import cost, render
+
+    loaded = load_study(options.study)
+    costs = cost(loaded, options.gpu, options.nodes, options.gpus_per_node, options.mean_response)
+    for line in render(loaded, options.gpu, costs):
+        print(line)
+    return EXIT_DONE
 
 
 def _report(options: argparse.Namespace) -> int:

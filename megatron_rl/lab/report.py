@@ -12,7 +12,7 @@ import numpy as np
 from megatron_rl.errors import InputError
 from megatron_rl.lab.figure import draw_study, save_small
 from megatron_rl.lab.results import Results, read_results
-from megatron_rl.lab.statistics import Effect, interval_half_width
+from megatron_rl.lab.statistics import Effect
 from megatron_rl.lab.study import LoadedStudy
 
 
@@ -56,10 +56,9 @@ def write_docs(loaded: LoadedStudy, root: Path, docs: Path) -> list[Path]:
 
 
 def render(results: Results) -> str:
-    """The report's text: what was run, the tables, and how little the number of seeds allows to say."""
-    return "\n".join(
-        [*_what_was_run(results), "", *_values_table(results), "", *_effects_table(results), "", *_caveat(results), ""]
-    )
+    """The report's text: what was run, what was decided, all values, what else differs, and how little that says."""
+    parts = (_what_was_run, _decisions_table, _values_table, _effects_table, _caveat)
+    return "\n".join(line for part in parts for line in [*part(results), ""])
 
 
 def _what_was_run(results: Results) -> Iterator[str]:
@@ -70,6 +69,11 @@ def _what_was_run(results: Results) -> Iterator[str]:
     yield f"Claim: {study.claim}\n"
     yield f"Setting: {study.setting}\n"
     yield f"{len(study.arms)} arms, seeds {', '.join(map(str, seeds))}, {results.num_steps} steps each{cores}."
+    if results.registration is not None:
+        yield from results.registration.said(study)
+    if len(results.code) > 1:
+        runs = ", ".join(f"{count} of {version}" for version, count in results.code.items())
+        yield f"**Runs of more than one code: {runs}.**"
     if results.ended:
         yield f"Ended by an alarm or limit: {', '.join(results.ended)}."
     if results.reused:
@@ -94,17 +98,42 @@ def _mean_and_deviation(values: list[float]) -> str:
     return f"{np.mean(values):.3g}{spread}"
 
 
+def _decisions_table(results: Results) -> Iterator[str]:
+    """The verdicts: primaries and trends, corrected by Holm for all of them."""
+    study = results.study.study
+    yield (
+        "| decides | against | outcome | difference, ratio (×) or slope | 95% interval | d | predicted | p (Holm) | "
+        "verdict |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for found in results.decisions():
+        cells = "– | – | –" if found.effect is None else _effect_cells(found.effect)
+        yield (
+            f"| {found.name} | {found.against} | {found.outcome} | {cells} | {found.expected} | {found.p_holm:.2g} | "
+            f"{found.verdict} |"
+        )
+    margins = [f"{name} {how.margin:g}" for name, how in study.outcomes.items() if how.margin is not None]
+    margins += [f"{name} {trend.margin:g}" for name, trend in study.trends.items() if trend.margin is not None]
+    if margins:
+        yield f"\nLargest difference that counts as none: {', '.join(margins)}."
+
+
 def _effects_table(results: Results) -> Iterator[str]:
-    """Every prediction, and whatever else has an interval that excludes no effect."""
-    yield "| arm | control | outcome | difference or ratio (×) | 95% interval | d | predicted | verdict |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for name, arm in results.study.study.arms.items():
-        for outcome in results.study.study.outcomes:
+    """What describes: other predictions, and whatever else has an interval that excludes no effect."""
+    study = results.study.study
+    decisive = {(primary.arm, primary.outcome) for primary in study.decisive()}
+    rows = []
+    for name, arm in study.arms.items():
+        for outcome in study.outcomes:
             effect, expected = results.effect(name, outcome), arm.expect.get(outcome)
-            if effect is None or (expected is None and not effect.excludes_none):
+            if effect is None or (name, outcome) in decisive or (expected is None and not effect.excludes_none):
                 continue
-            verdict = effect.verdict(expected) if expected else "not predicted"
-            yield f"| {name} | {arm.control} | {outcome} | {_effect_cells(effect)} | {expected or '–'} | {verdict} |"
+            rows.append(f"| {name} | {arm.control} | {outcome} | {_effect_cells(effect)} | {expected or '–'} |")
+    if rows:
+        yield "What follows describes and decides nothing; no interval is corrected for the number of comparisons.\n"
+        yield "| arm | control | outcome | difference or ratio (×) | 95% interval | d | predicted |"
+        yield "|---|---|---|---|---|---|---|"
+        yield from rows
 
 
 def _effect_cells(effect: Effect) -> str:
@@ -115,20 +144,11 @@ def _effect_cells(effect: Effect) -> str:
 
 
 def _caveat(results: Results) -> Iterator[str]:
-    study = results.study.study
-    effects = [results.effect(arm, outcome) for arm in study.arms for outcome in study.outcomes]
-    effects = [effect for effect in effects if effect is not None]
+    decisions = results.decisions()
+    effects = [found.effect for found in decisions if found.effect is not None]
     if not effects:
         return
-    num_seeds = min(effect.num_seeds for effect in effects)
-    found = sum(effect.excludes_none for effect in effects)
-    if num_seeds > 1:
-        yield (
-            f"With {num_seeds} seeds an interval excludes no effect only where the mean difference is above "
-            f"{interval_half_width(num_seeds):.2f} standard deviations of the differences: "
-            f"undecided is what most true effects look like."
-        )
     yield (
-        f"{found} of {len(effects)} comparisons exclude no effect; about {0.05 * len(effects):.0f} would by chance, "
-        "and nothing is corrected for that."
+        f"Among {len(decisions)} primaries and trends, one or more false findings have a probability of at most "
+        f"{results.study.study.level:g} (Holm). `megatron-rl lab power` says what effect such a study can see."
     )

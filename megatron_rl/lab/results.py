@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import InputError
+from megatron_rl.lab.outcomes import collapse_of, outcome_of
+from megatron_rl.lab.registration import Registration, read_registration
 from megatron_rl.lab.runner import FINISHED, REUSED, StudyRunner
-from megatron_rl.lab.statistics import Effect, outcome_of, paired_effect
-from megatron_rl.lab.study import LoadedStudy
+from megatron_rl.lab.statistics import Effect, Verdict, holm, paired_effect, restricted_mean_values, trend_effect
+from megatron_rl.lab.study import Direction, LoadedStudy, Outcome, Trend
 from megatron_rl.monitor.jsonl import read_metrics
 from megatron_rl.monitor.run_directory import RunDirectory
 
 Records = list[dict[str, float]]
+Values = dict[int, float]  # seed → value
+
+
+class NothingFinished(InputError):
+    """A study without a finished run."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A primary or a trend with its verdict, corrected for all of them."""
+
+    name: str
+    outcome: str
+    against: str  # the control, or the dose
+    expected: Direction
+    effect: Effect | None  # None: nothing to compare yet
+    p: float  # 1 without an effect
+    p_holm: float
+    verdict: Verdict
 
 
 @dataclass
@@ -23,28 +45,75 @@ class Results:
 
     study: LoadedStudy
     records: dict[str, dict[int, Records]]  # arm → seed → metrics.jsonl
-    outcomes: dict[str, dict[str, dict[int, float]]]
+    outcomes: dict[str, dict[str, Values]]
     num_steps: int
     environment: dict[str, Any]  # of the first run
     ended: list[str] = field(default_factory=list)  # runs that an alarm or limit ended
     unfinished: list[str] = field(default_factory=list)
     reused: list[str] = field(default_factory=list)  # taken over from another study's run of the same recipe
+    registration: Registration | None = None
+    code: dict[str, int] = field(default_factory=dict)  # commit → number of runs
 
     def effect(self, arm: str, outcome: str) -> Effect | None:
         """``arm`` against its control; None for a control and where seeds or values are missing."""
         control = self.study.study.arms[arm].control
         if control is None:
             return None
-        ratio = self.study.study.outcomes[outcome].ratio
-        return paired_effect(self.outcomes[arm][outcome], self.outcomes[control][outcome], ratio)
+        how = self.study.study.outcomes[outcome]
+        return paired_effect(self.outcomes[arm][outcome], self.outcomes[control][outcome], how.ratio, how.margin)
+
+    def trend_runs(self, trend: Trend) -> list[tuple[int, float, float]]:
+        """Seed, dose and outcome (of a ratio, its logarithm) of every finished run of the trend's arms."""
+        how = self.study.study.outcomes[trend.outcome]
+        runs = [
+            (seed, self.outcomes[arm][trend.dose][seed], _linear(value, how))
+            for arm in trend.arms
+            for seed, value in self.outcomes[arm][trend.outcome].items()
+            if seed in self.outcomes[arm][trend.dose]
+        ]
+        return [run for run in runs if math.isfinite(run[2])]
+
+    def trend(self, trend: Trend) -> Effect | None:
+        """The slope of the outcome over the dose in all finished runs of the trend's arms."""
+        runs = self.trend_runs(trend)
+        return trend_effect(*zip(*runs, strict=True), margin=trend.margin) if runs else None
+
+    def decisions(self) -> list[Decision]:
+        """Every primary and trend. Those without runs stay in the family with p = 1: it is fixed by the study file."""
+        study = self.study.study
+        rows = [
+            (
+                p.arm,
+                p.outcome,
+                str(study.arms[p.arm].control),
+                study.arms[p.arm].expect[p.outcome],
+                self.effect(p.arm, p.outcome),
+            )
+            for p in study.decisive()
+        ]
+        rows += [(name, t.outcome, t.dose, t.expect, self.trend(t)) for name, t in study.trends.items()]
+        p_values = [1.0 if effect is None else effect.p_of(expected) for *_, expected, effect in rows]
+        found = []
+        for (*names, expected, effect), p, adjusted in zip(rows, p_values, holm(p_values), strict=True):
+            verdict: Verdict = effect.verdict(expected, study.level, adjusted, len(rows)) if effect else "undecided"
+            found.append(Decision(*names, expected, effect, p, adjusted, verdict))
+        return found
 
     def as_json(self) -> str:
-        """Outcomes of every run, one arm a line."""
+        """Outcomes of every run, one arm a line; the hash of what was fixed and the code, before them."""
         rows = [f"  {json.dumps(arm)}: {json.dumps(_rounded(found))}" for arm, found in self.outcomes.items()]
-        return "{\n" + ",\n".join(rows) + "\n}\n"
+        fixed = None if self.registration is None else self.registration.sha256
+        head = f'  "study": {json.dumps({"sha256": fixed, "code": self.code})},\n  "arms": {{\n'
+        return "{\n" + head + ",\n".join("  " + row for row in rows) + "\n  }\n}\n"
 
 
-def _rounded(outcomes: dict[str, dict[int, float]]) -> dict[str, dict[int, float]]:
+def _linear(value: float, outcome: Outcome) -> float:
+    if not outcome.ratio:
+        return value
+    return math.log(value) if value > 0 else math.nan
+
+
+def _rounded(outcomes: dict[str, Values]) -> dict[str, Values]:
     return {
         name: {seed: float(f"{value:.6g}") for seed, value in by_seed.items()} for name, by_seed in outcomes.items()
     }
@@ -53,12 +122,12 @@ def _rounded(outcomes: dict[str, dict[int, float]]) -> dict[str, dict[int, float
 def read_results(loaded: LoadedStudy, root: Path) -> Results:
     """Read what is finished below ``root``; runs made with other recipes than the study's are refused.
 
-    Raises `InputError` where nothing is finished.
+    Raises `NothingFinished`, an `InputError`.
     """
     runner, jobs = StudyRunner(loaded, root, num_parallel=1), loaded.jobs(root)
     runner.refuse_other_recipes(jobs)
     records: dict[str, dict[int, Records]] = {arm: {} for arm in loaded.study.arms}
-    ended, unfinished, reused, first = [], [], [], None
+    ended, unfinished, reused, code, first = [], [], [], {}, None
     for job in jobs:
         state = runner.state(job)
         if state not in FINISHED:
@@ -67,23 +136,42 @@ def read_results(loaded: LoadedStudy, root: Path) -> Results:
         if state == "ended":
             ended.append(job.name)
         directory = RunDirectory(root / job.name)
-        first = first or directory
         if (directory.root / REUSED).is_file():
             reused.append(job.name)
+        environment = json.loads(directory.environment.read_text()) if directory.environment.is_file() else {}
+        first = environment if first is None else first
+        version = _version(environment)
+        code[version] = code.get(version, 0) + 1
         records[job.arm][job.seed] = read_metrics(directory.metrics)
     if first is None:
-        raise InputError(f"{root}: no finished run of study {loaded.study.name}; start it with `megatron-rl lab run`")
+        raise NothingFinished(
+            f"{root}: no finished run of study {loaded.study.name}; start it with `megatron-rl lab run`"
+        )
+    num_steps = loaded.recipe(jobs[0]).num_steps
     outcomes = {
-        arm: {
-            name: {
-                seed: value
-                for seed, records_of_run in by_seed.items()
-                if (value := outcome_of(records_of_run, outcome)) is not None
-            }
-            for name, outcome in loaded.study.outcomes.items()
-        }
+        arm: {name: values_of(by_seed, how, num_steps) for name, how in loaded.study.outcomes.items()}
         for arm, by_seed in records.items()
     }
-    num_steps = loaded.recipe(jobs[0]).num_steps
-    environment = json.loads(first.environment.read_text()) if first.environment.is_file() else {}
-    return Results(loaded, records, outcomes, num_steps, environment, ended, unfinished, reused)
+    registration = read_registration(root)
+    return Results(loaded, records, outcomes, num_steps, first, ended, unfinished, reused, registration, code)
+
+
+def _version(environment: dict[str, Any]) -> str:
+    """The commit that a run was made from, as its environment.json has it."""
+    state = environment.get("git")
+    if not state:
+        return "unknown"
+    return state["commit"][:12] + ("+changes" if state["changed"] else "")
+
+
+def values_of(by_seed: dict[int, Records], outcome: Outcome, num_steps: int) -> Values:
+    """Seed → outcome of an arm. Collapse steps are a run's share of the arm's restricted mean up to ``num_steps``."""
+    if outcome.statistic != "collapse_step":
+        found = {seed: outcome_of(records, outcome) for seed, records in by_seed.items()}
+        return {seed: value for seed, value in found.items() if value is not None}
+    seen = {seed: collapse_of(records, outcome) for seed, records in by_seed.items()}
+    known = {seed: pair for seed, pair in seen.items() if pair is not None}
+    if not known:
+        return {}
+    times, collapsed = zip(*known.values(), strict=True)
+    return dict(zip(known, restricted_mean_values(times, collapsed, float(num_steps)), strict=True))

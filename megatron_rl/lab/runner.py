@@ -47,7 +47,7 @@ def only_one(root: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InputError(f"{root}: another `lab.py run` works here; wait for it, or give another --out") from None
+            raise InputError(f"{root}: another `lab run` works here; wait for it, or give another --out") from None
         yield
 
 
@@ -81,13 +81,20 @@ class StudyRunner:
         directory = RunDirectory(self.root / job.name)
         if directory.done.is_file():
             return "done"
+        statuses = self._exit_statuses(job)
+        if EXIT_ENDED_BY_LIMIT in statuses:
+            return "ended"
+        if statuses:
+            return "interrupted" if all(status <= EXIT_DONE for status in statuses) else "failed"
+        return "interrupted" if directory.root.is_dir() else "missing"
+
+    def _exit_statuses(self, job: Job) -> list[int]:
+        """Of the last attempt: of the process that this runner started, or of each rank of a Slurm job."""
         exit_file = self._exit_file(job)
         if exit_file.is_file():
-            status = json.loads(exit_file.read_text())["status"]
-            if status == EXIT_ENDED_BY_LIMIT:
-                return "ended"
-            return "interrupted" if status == EXIT_DONE or status < 0 else "failed"
-        return "interrupted" if directory.root.is_dir() else "missing"
+            return [json.loads(exit_file.read_text())["status"]]
+        files = sorted((self.root / job.name / "slurm" / "latest" / "status").glob("*"))
+        return [int(file.read_text()) for file in files]
 
     def refuse_other_recipes(self, jobs: Sequence[Job]) -> None:
         """Raise `InputError` where a run on disk was made with another recipe than the study now asks for."""

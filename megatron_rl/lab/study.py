@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from megatron_rl.check import check_recipe
 from megatron_rl.config import Recipe, load_recipe
@@ -43,8 +43,27 @@ class Outcome(Section):
     `window` steps is below half of the best so far; the number of steps where that never happens."""
     window: PositiveInt = 5
     """Steps of the running mean of collapse_step."""
+    first_step: NonNegativeInt = 0
+    """Records from this step on count."""
+    last_step: NonNegativeInt | None = None
+    """Records up to this step count; null: all."""
     ratio: bool = False
     """Compare as a ratio to the control (logarithms are subtracted) instead of as a difference."""
+    margin: PositiveFloat | None = None
+    """Largest difference that counts as none (of a ratio, a factor above 1): what two runs of one recipe differ by.
+    `same` is shown by two one-sided tests against it, and a difference within it is no finding. null: `same` can only
+    be contradicted."""
+    spread: PositiveFloat | None = None
+    """Standard deviation over seeds of the paired differences (of a ratio, of their logarithms) where runs of this
+    setting were measured before the study: what `lab power` reckons with until the study has runs of its own."""
+
+    @model_validator(mode="after")
+    def _fits_the_statistic(self) -> Outcome:
+        if self.last_step is not None and self.last_step < self.first_step:
+            raise ValueError(f"last_step: {self.last_step} is before first_step ({self.first_step}); swap them")
+        if self.ratio and self.margin is not None and self.margin <= 1:
+            raise ValueError(f"margin: {self.margin}, but of a ratio it is a factor above 1, such as 1.1")
+        return self
 
 
 class Arm(Section):
@@ -57,9 +76,38 @@ class Arm(Section):
     control: str | None = None
     """The arm to compare with; null: this arm is a control itself."""
     expect: dict[str, Direction] = {}
-    """Outcome → what the claim predicts against the control. `same` can be contradicted, never shown."""
+    """Outcome → what the claim predicts against the control."""
     label: str | None = None
     """Name in figures; null: the arm's own."""
+
+
+class Primary(Section):
+    """One comparison that the study was made for."""
+
+    arm: str
+    """The arm, which has a prediction for the outcome."""
+    outcome: str
+    """What it is compared in."""
+
+
+class Trend(Section):
+    """Does an outcome follow the dose? A regression over the runs of several arms, runs of one seed sharing an
+    intercept."""
+
+    outcome: str
+    """The outcome that is explained; of a ratio outcome, its logarithm."""
+    dose: str
+    """The outcome that measures each run's dose."""
+    arms: list[str] = Field(min_length=2)
+    """Arms whose runs count, the control among them."""
+    expect: Direction
+    """Sign of the slope."""
+    margin: PositiveFloat | None = None
+    """Largest slope that counts as none, per unit of the dose."""
+    doses: list[float] = []
+    """Doses of the arms as the pilots had them: what `lab power` reckons with until the study has runs."""
+    spread: PositiveFloat | None = None
+    """Standard deviation of the regression's residuals in pilots, for `lab power`."""
 
 
 class FigureRow(Section):
@@ -84,8 +132,16 @@ class Study(Section):
     """Why this base: how it was chosen, and that it was before arms were compared."""
     base: AnyPath
     """Recipe that all arms share, relative to the study file."""
+    pilots: list[str] = []
+    """Runs that were made before the study, and what was chosen by them: on controls and doses, never on outcomes."""
     seeds: list[NonNegativeInt] = Field([0, 1, 2], min_length=1)
     """Repetitions; arms are compared seed by seed."""
+    level: float = Field(0.05, gt=0, lt=1)
+    """Probability of one or more false findings among all primaries and trends, by Holm's correction."""
+    primaries: list[Primary] = []
+    """The comparisons that decide, fixed before the runs; empty: every prediction."""
+    trends: dict[str, Trend] = {}
+    """Regressions that decide with them, by name."""
     outcomes: dict[str, Outcome] = Field(min_length=1)
     """What is compared, by name."""
     arms: dict[str, Arm] = Field(min_length=2)
@@ -114,11 +170,40 @@ class Study(Section):
             found += [
                 f"{at}.set.{key}: set by the study itself" for key in (*SEED_KEYS, *IDENTITY_KEYS) if key in arm.set
             ]
+        for index, primary in enumerate(self.primaries):
+            found += self._wrong_primary(f"primaries.{index}", primary)
+        for name, trend in self.trends.items():
+            at = f"trends.{name}"
+            found += _unknown(f"{at}.outcome", [trend.outcome], self.outcomes)
+            found += _unknown(f"{at}.dose", [trend.dose], self.outcomes)
+            found += _unknown(f"{at}.arms", trend.arms, self.arms)
         for index, row in enumerate(self.figure):
             found += _unknown(f"figure.{index}.arms", row.arms, self.arms)
         if found:
             raise ValueError("\n".join(found))
         return self
+
+    def _wrong_primary(self, at: str, primary: Primary) -> list[str]:
+        found = [
+            *_unknown(f"{at}.arm", [primary.arm], self.arms),
+            *_unknown(f"{at}.outcome", [primary.outcome], self.outcomes),
+        ]
+        if not found and primary.outcome not in self.arms[primary.arm].expect:
+            found.append(f"{at}: arms.{primary.arm}.expect has no {primary.outcome!r}; predict before you test")
+        return found
+
+    def decisive(self) -> list[Primary]:
+        """The primaries, or every prediction where none is named."""
+        predicted = [Primary(arm=arm, outcome=name) for arm, values in self.arms.items() for name in values.expect]
+        return self.primaries or predicted
+
+    def commitment(self) -> dict[str, Any]:
+        """What is fixed before the runs: all but words and drawings."""
+        words = {"title", "source", "claim", "setting", "pilots", "figure", "panels"}
+        values = self.model_dump(mode="json", exclude=words)
+        for arm in values["arms"].values():
+            del arm["label"]
+        return values
 
 
 def _unknown(at: str, names: Sequence[str] | Mapping[str, Any], allowed: Mapping[str, Any]) -> Iterator[str]:

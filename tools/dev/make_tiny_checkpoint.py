@@ -18,6 +18,7 @@ import json
 import math
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +117,15 @@ def save_checkpoint(model: Any, out: Path) -> None:
     build_tokenizer().save_pretrained(out)
 
 
-def make_splits(num_train: int, num_validation: int, seed: int) -> tuple[list[ModsumProblem], list[ModsumProblem]]:
-    """Distinct problems, dealt to the two splits at random so that both have the same mix of lengths."""
+def make_splits(
+    num_train: int, num_validation: int, seed: int, digits: Sequence[int] = (3, 7)
+) -> tuple[list[ModsumProblem], list[ModsumProblem]]:
+    """Distinct problems of at least ``digits[0]`` and at most ``digits[1]`` digits, dealt to the two splits at random
+    so that both have the same mix of lengths."""
     rng = random.Random(f"splits {seed}")
     problems: dict[str, ModsumProblem] = {}
     while len(problems) < num_train + num_validation:
-        problem = make_problem(rng)
+        problem = make_problem(rng, min_digits=digits[0], max_digits=digits[1])
         problems.setdefault(problem.text, problem)
     dealt = list(problems.values())
     rng.shuffle(dealt)
@@ -141,7 +145,7 @@ def demonstration_batch(rng: random.Random, tokenizer: Any, held_out: set[str], 
     """``args.batch_size`` problems with demonstrations: tokens [B, T] int64, labels [B, T], -100 off the response."""
     rows = []
     while len(rows) < args.batch_size:
-        problem = make_problem(rng)
+        problem = make_problem(rng, min_digits=args.digits[0], max_digits=args.digits[1])
         if problem.text not in held_out:
             response = make_demonstration(rng, problem, think_prob=args.think_prob, slip_prob=args.slip_prob)
             rows.append((tokenizer.encode(problem.text), tokenizer.encode(response, add_special_tokens=False)))
@@ -188,12 +192,15 @@ def sample_responses(model: Any, tokenizer: Any, prompts: list[str], max_new_tok
     return tokenizer.batch_decode(output[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def accuracy(model: Any, tokenizer: Any, problems: list[ModsumProblem], num_samples: int) -> tuple[float, float]:
+def accuracy(
+    model: Any, tokenizer: Any, problems: list[ModsumProblem], num_samples: int, max_new_tokens: int = 24
+) -> tuple[float, float]:
     """Mean reward and mean length in characters over ``num_samples`` responses to each problem."""
     model.eval()
     rewards, lengths = [], []
     for sample in range(num_samples):
-        responses = sample_responses(model, tokenizer, [problem.text for problem in problems], 24, seed=sample)
+        prompts = [problem.text for problem in problems]
+        responses = sample_responses(model, tokenizer, prompts, max_new_tokens, seed=sample)
         rewards += [modsum_reward(response, problem.answer) for response, problem in zip(responses, problems)]
         lengths += [len(response) for response in responses]
     return sum(rewards) / len(rewards), sum(lengths) / len(lengths)
@@ -210,6 +217,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--think-prob", type=float, default=0.62, help="share of step-by-step demonstrations")
     parser.add_argument("--slip-prob", type=float, default=0.1, help="probability of a wrong running sum")
+    parser.add_argument(
+        "--digits", type=int, nargs=2, default=(3, 7), metavar=("LEAST", "MOST"), help="digits of a problem"
+    )
+    parser.add_argument("--max-response", type=int, default=24, help="longest response in tokens when measuring")
     parser.add_argument("--num-train", type=int, default=2048, help="training problems")
     parser.add_argument("--num-validation", type=int, default=256, help="held-out problems")
     parser.add_argument("--samples", type=int, default=8, help="responses to each held-out problem when measuring")
@@ -220,14 +231,14 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     args = parse_args()
     torch.set_num_threads(1)
-    train, validation = make_splits(args.num_train, args.num_validation, args.seed)
+    train, validation = make_splits(args.num_train, args.num_validation, args.seed, args.digits)
     tokenizer = build_tokenizer()
     model = build_model(build_tiny_config(args.family, args.size), args.seed)
     print(f"{sum(parameter.numel() for parameter in model.parameters())} parameters")
     start = time.process_time()
     warm_up(model, tokenizer, {problem.text for problem in validation}, args)
     print(f"warm-up: {time.process_time() - start:.0f} CPU s")
-    reward, length = accuracy(model, tokenizer, validation, args.samples)
+    reward, length = accuracy(model, tokenizer, validation, args.samples, args.max_response)
     print(f"held-out accuracy at temperature 1: {reward:.3f}, mean response length {length:.1f} characters")
     if args.steps and not args.accept[0] <= reward <= args.accept[1]:
         print(f"nothing written: accuracy is outside {args.accept}; change --steps, --think-prob or --seed")

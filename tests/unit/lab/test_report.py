@@ -11,9 +11,11 @@ import pytest
 
 from megatron_rl.errors import InputError
 from megatron_rl.lab import load_study
+from megatron_rl.lab.outcomes import outcome_of
+from megatron_rl.lab.registration import register
 from megatron_rl.lab.report import write_docs, write_report
 from megatron_rl.lab.results import read_results
-from megatron_rl.lab.statistics import interval_half_width, outcome_of, paired_effect
+from megatron_rl.lab.statistics import interval_half_width, paired_effect
 from megatron_rl.lab.study import Outcome
 from megatron_rl.monitor.jsonl import encode_line
 from tests.support.rounding import printed, rounded, standard_errors
@@ -51,6 +53,14 @@ def test_collapse_is_half_of_the_best_running_mean():
     assert outcome("collapse_step", [0.8, 0.41], window=1) == 2
     assert outcome("collapse_step", [0.8, 0.39], window=1) == 1
     assert outcome("collapse_step", [0.8], window=2) is None
+
+
+def test_an_outcome_is_of_its_steps():
+    curve = [9.0, 1.0, 2.0, 3.0, 9.0]
+    assert outcome("mean", curve, first_step=1, last_step=3) == 2.0
+    assert outcome("max", curve, first_step=1, last_step=3) == 3.0
+    assert outcome("last", curve, last_step=2) == 2.0
+    assert outcome("mean", curve, first_step=9) is None
 
 
 def test_paired_effect_is_students_t_of_the_differences():
@@ -104,23 +114,58 @@ def test_a_verdict_needs_an_interval_that_excludes_no_effect(differences, verdic
         assert {expected: effect.verdict(expected) for expected in verdicts} == verdicts
 
 
+STUDY = """
+name: made-up
+title: A made-up study
+source: nowhere
+claim: two are better than one
+setting: any
+base: {base}
+outcomes:
+  reward: {{metric: val/reward/mean, statistic: last, margin: 0.05, spread: 0.02}}
+  rho: {{metric: mismatch/rho_std, statistic: mean, ratio: true}}
+  growth of rho: {{metric: mismatch/rho_std, statistic: log_slope}}
+  collapse: {{metric: critic/rewards/mean, statistic: collapse_step}}
+arms:
+  none: {{}}
+  one:
+    set: {{num_steps: 79}}
+    control: none
+    differs_in: [num_steps]
+    expect: {{reward: higher, growth of rho: same}}
+  two: {{set: {{num_steps: 78}}, control: none, differs_in: [num_steps], expect: {{reward: same}}}}
+  later: {{set: {{num_steps: 77}}, control: none, differs_in: [num_steps], expect: {{collapse: higher}}}}
+primaries:
+  - {{arm: one, outcome: reward}}
+  - {{arm: two, outcome: reward}}
+  - {{arm: later, outcome: collapse}}
+trends:
+  reward on rho: {{outcome: reward, dose: rho, arms: [none, one, two], expect: higher, doses: [0, 1], spread: 1}}
+figure: [{{title: all, arms: [none, one, two]}}]
+"""
+NUM_STEPS = 12
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Made-up finished runs of the length-decay study: the arm `auto` ends 0.2 higher, `small` lacks a seed."""
+    """Made-up finished runs: the arm `one` ends 0.2 higher, `two` where the control does and lacks a seed."""
     root = tmp_path_factory.mktemp("runs")
-    study = load_study(LAB / "length_decay")
+    file = tmp_path_factory.mktemp("study") / "study.yaml"
+    file.write_text(STUDY.format(base=LAB / "base.yaml"))
+    study = load_study(file)
     for job in study.jobs(root):
-        if (job.arm, job.seed) == ("small", 2):
+        if job.arm == "later" or (job.arm, job.seed) == ("two", 2):
             continue
         folder = root / job.name
         folder.mkdir()
-        final = 0.4 + 0.01 * job.seed**2 + (0.2 + 0.001 * job.seed if job.arm == "auto" else 0)
+        final = 0.4 + 0.01 * job.seed**2 + {"none": 0.0, "one": 0.2, "two": 0.0}[job.arm] + 0.001 * job.seed
+        rho = {"none": 0.01, "one": 0.02, "two": 0.01}[job.arm]
         lines = [
-            encode_line(step, {"critic/rewards/mean": 0.5, "mismatch/rho_std": 0.01 * 1.02**step, "actor/lr": 3e-4})
-            for step in range(80)
+            encode_line(step, {"critic/rewards/mean": 0.5, "mismatch/rho_std": rho * 1.02**step})
+            for step in range(NUM_STEPS)
         ]
-        (folder / "metrics.jsonl").write_text("".join([*lines, encode_line(80, {"val/reward/mean": final})]))
-        (folder / "DONE").write_text("80\n")
+        (folder / "metrics.jsonl").write_text("".join([*lines, encode_line(NUM_STEPS, {"val/reward/mean": final})]))
+        (folder / "DONE").write_text(f"{NUM_STEPS}\n")
     return study, root
 
 
@@ -129,37 +174,70 @@ def test_report_holds_the_numbers_and_a_figure(runs):
     figure, text, values = write_report(study, root)
     assert figure.read_bytes().startswith(b"\x89PNG")
     report = text.read_text()
-    # mean of 0.4, 0.41, 0.44 is 0.417, deviation 0.021; differences are 0.2, 0.201, 0.202
-    assert "| constant | 0.417 ± 0.021 |" in report
-    assert (
-        "| auto | constant | val reward, end | +0.201 | +0.199 to +0.203 | +201.0 | higher | as predicted |" in report
-    )
-    assert "| auto | constant | growth of rho_std | +0 |" in report
-    assert "Not finished and not counted: small-seed2." in report
+    # mean of 0.4, 0.411, 0.442 is 0.418, deviation 0.022; the differences of `one` are all 0.2
+    assert "| none | 0.418 ± 0.022 |" in report
+    assert "| one | none | reward | +0.2 | +0.2 to +0.2 |" in report
+    assert "Not finished and not counted: later-seed0, later-seed1, two-seed2, later-seed2." in report
+    # not a primary, and described
+    assert "| one | none | growth of rho |" in report.partition("decides nothing")[2]
     stored = json.loads(values.read_text())
-    assert stored["auto"]["val reward, end"] == {"0": 0.6, "1": 0.611, "2": 0.642}
-    assert stored["small"]["growth of rho_std"]["0"] == printed(math.log(1.02), 7)
+    assert stored["arms"]["one"]["reward"] == {"0": 0.6, "1": 0.611, "2": 0.642}
+    assert stored["arms"]["none"]["growth of rho"]["0"] == printed(math.log(1.02), 7)
+    assert stored["study"]["code"] == {"unknown": 8}
+
+
+def test_primaries_are_decided_together(runs):
+    study, root = runs
+    found = {decision.name: decision for decision in read_results(study, root).decisions()}
+    assert list(found) == ["one", "two", "later", "reward on rho"]
+    # No spread: p is 0 for a difference, and for equivalence where there is none.
+    assert (found["one"].p, found["one"].verdict) == (printed(0.0, 12), "as predicted")
+    assert (found["two"].expected, found["two"].p, found["two"].verdict) == ("same", 0.0, "as predicted")
+    # Nothing was run: it stays in the family.
+    assert (found["later"].effect, found["later"].p_holm, found["later"].verdict) == (None, 1.0, "undecided")
+    slope = found["reward on rho"].effect
+    rho = 0.01 * sum(1.02**t for t in range(NUM_STEPS)) / NUM_STEPS
+    # The outcome rho is a ratio; as a dose it counts as it is: 0.2 more reward over one more rho.
+    assert slope.mean == printed(0.2 / rho, 5)  # files hold six digits
+    rest = found["reward on rho"].p
+    assert found["reward on rho"].p_holm == min(1.0, 2 * rest)
+
+
+def test_the_report_says_what_was_fixed_and_when(runs, tmp_path):
+    study, root = runs
+    fixed = register(study, root, num_finished=8)
+    try:
+        text = write_report(study, root)[1].read_text()
+        assert f"Fixed before the runs: study {fixed.sha256[:12]}" in text
+        assert "8 runs were finished before the study was registered." in text
+        assert "changed after the runs began" not in text
+        other = study.path.with_name("other.yaml")
+        other.write_text(study.path.read_text().replace("margin: 0.05", "margin: 0.5"))
+        text = write_report(load_study(other), root)[1].read_text()
+        assert "changed after the runs began, and not amended: outcomes.reward.margin" in text
+    finally:
+        (root / "registered.json").unlink()
 
 
 def test_docs_tables_go_between_the_marks(runs, tmp_path):
     study, root = runs
-    page = tmp_path / "lab" / "length_decay.md"
-    with pytest.raises(InputError, match="lab: length_decay"):
+    page = tmp_path / "lab" / "made-up.md"
+    with pytest.raises(InputError, match="lab: made-up"):
         write_docs(study, root, tmp_path)
     page.parent.mkdir()
     page.write_text("before\n")
-    with pytest.raises(InputError, match="lab: length_decay"):
+    with pytest.raises(InputError, match="lab: made-up"):
         write_docs(study, root, tmp_path)
-    page.write_text("before\n<!-- lab: length_decay -->\nold\n<!-- /lab: length_decay -->\nafter\n")
+    page.write_text("before\n<!-- lab: made-up -->\nold\n<!-- /lab: made-up -->\nafter\n")
     write_docs(study, root, tmp_path)
     once = page.read_text()
     write_docs(study, root, tmp_path)
     assert page.read_text() == once
-    assert once.startswith("before\n<!-- lab: length_decay -->\n![")
-    assert once.endswith("<!-- /lab: length_decay -->\nafter\n")
+    assert once.startswith("before\n<!-- lab: made-up -->\n![")
+    assert once.endswith("<!-- /lab: made-up -->\nafter\n")
     assert "old" not in once
-    assert json.loads((tmp_path / "lab" / "length_decay.json").read_text()).keys() == study.study.arms.keys()
-    assert (tmp_path / "images" / "lab-length_decay.png").stat().st_size < 200_000
+    assert json.loads((tmp_path / "lab" / "made-up.json").read_text())["arms"].keys() == study.study.arms.keys()
+    assert (tmp_path / "images" / "lab-made-up.png").stat().st_size < 200_000
 
 
 def test_nothing_finished_is_said(tmp_path):

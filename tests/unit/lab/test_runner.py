@@ -103,7 +103,7 @@ def test_stop_ends_what_runs_in_order_and_starts_nothing_more(lab):
     while not all((lab.root / "beside" / f"{arm}-seed0").exists() for arm in ("constant", "auto")):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    with pytest.raises(InputError, match=r"another `lab\.py run` works here"):
+    with pytest.raises(InputError, match=r"another `lab run` works here"):
         lab.run()
     runner.stop()
     thread.join(30)
