@@ -30,6 +30,8 @@ def model_problems(
     found = architecture.problems() + layout_problems(recipe.learner.parallel, architecture, world_size)
     found += rollout_problems(recipe.rollout, architecture, recipe.data.prompt.max_length, world_size, device)
     found += routing_problems(recipe.routing, architecture) + precision_problems(recipe, architecture)
+    if recipe.exact.dose is not None and recipe.exact.dose.kind == "router" and not architecture.is_moe:
+        found.append(f"exact.noise.kind: router, but the model ({architecture.model_type}) has none; use another kind")
     if recipe.learner.lora is not None:
         found += lora_problems(architecture, recipe.learner.parallel)
     return found

@@ -150,12 +150,19 @@ def exact_problems(recipe: RecipeSections) -> list[str]:
     """Why ``recipe`` cannot run with the engine `exact`, or why its `exact` section has no effect."""
     rollout, parallel, found = recipe.rollout, recipe.learner.parallel, []
     if rollout.engine != "exact":
-        if recipe.exact.noise_std:
+        if recipe.exact.dose is not None:
+            std = recipe.exact.noise_std
             found.append(
-                f"exact.noise_std: {recipe.exact.noise_std:g} needs rollout.engine exact, found {rollout.engine}; "
-                "other engines bring their own mismatch"
+                f"{f'exact.noise_std: {std:g}' if std else f'exact.noise: {recipe.exact.dose.kind}'} needs "
+                f"rollout.engine exact, found {rollout.engine}; other engines bring their own mismatch"
             )
         return found
+    dose = recipe.exact.dose
+    if dose is not None and dose.kind == "weights" and recipe.learner.lora is not None:
+        found.append(
+            "exact.noise.kind: weights with learner.lora, whose adapters are merged in every pass and would not be "
+            "rounded; use another kind, or no adapters"
+        )
     if rollout.dtype != recipe.learner.dtype:
         found.append(
             f"rollout.dtype: {rollout.dtype}, but rollout.engine exact generates with the learner's own weights "

@@ -11,14 +11,18 @@ Shapes: n running sequences, V/tp this rank's share of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
+from megatron_rl.exact.doses import Dose
+from megatron_rl.learner.exchange import speaks
 from megatron_rl.learner.layers.exact_attention import CachedPrompts, CachedStep, KeyValueCache, PackedSequences
 from megatron_rl.learner.layers.invariant import batch_invariant
 from megatron_rl.learner.layers.logprobs import token_logprobs
@@ -56,6 +60,7 @@ class Decoder:
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
         self._wave = range(0)  # numbers of the wave's sequences
         self.row_owners: list[tuple[int, int]] = []  # (sequence, position) of each row of the pass at hand
+        self._dose: Dose | None = None
 
     @classmethod
     def of(cls, learner: Learner) -> Decoder:
@@ -73,6 +78,7 @@ class Decoder:
         """Continue every prompt until ``pick`` ends it, at most by ``max_new_tokens``: this replica's share of them,
         ``max_sequences`` at a time. Returns the numbers of that share; ``pick`` is asked for no others.
         """
+        self._given = [len(prompt) for prompt in prompts]
         mine = share_of(range(len(prompts)), self._replica, self._num_replicas)
         most = -(-len(prompts) // self._num_replicas)  # as many waves on every replica: each pass is collective
         for start in range(0, most, self.max_sequences):
@@ -121,15 +127,50 @@ class Decoder:
             )
         return found
 
+    @contextmanager
+    def dosed(self, dose: Dose, seeds: list[int], prompt_seeds: list[int]) -> Iterator[None]:
+        """Passes within are the sampler's under ``dose``. ``seeds``: of each sequence's response; ``prompt_seeds``: of
+        its prompt's tokens."""
+        self._dose, self._seeds, self._prompt_seeds = dose, seeds, prompt_seeds
+        try:
+            with dose.on(self.module):
+                yield
+        finally:
+            self._dose = None
+
+    def new_weights(self, dose: Dose, version: int) -> None:
+        dose.new_weights(self.module, version)
+
+    def score(self, prompts: list[list[int]], responses: list[list[int]], temperature: float) -> list[np.ndarray]:
+        """log po [R] float32 of given responses, those of this replica, from passes over whole sequences."""
+        sequences = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+        self._wave, found = range(len(sequences)), []
+        was_training = self.module.training
+        self.module.eval()
+        with torch.no_grad(), batch_invariant(self.device):
+            for part in self._parts(list(range(len(sequences))), sequences):
+                logits = self._rows_over(part, sequences)
+                start = 0
+                for i in part:
+                    first, end = start + len(prompts[i]) - 1, start + len(sequences[i]) - 1
+                    found.append(self.logprobs(logits[first:end], responses[i], temperature).numpy(force=True))
+                    start += len(sequences[i])
+        self.module.train(was_training)
+        return found
+
     def whole_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """[n, V/tp] → [n, vocabulary] float32, the same on every rank of the replica."""
         whole = gather_from_tensor_model_parallel_region(logits, group=self._tensor_group)
         return whole[:, : self.vocab_size].float()
 
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank tells the others what its replica has found."""
+        return speaks()
+
     def share(self, mine: list[Any]) -> list[Any]:
         """The replicas' results in the order of the prompts, on every rank."""
-        speaks = parallel_state.get_tensor_model_parallel_rank() == 0
-        found = gather_objects((self._replica, mine) if speaks else None)
+        found = gather_objects((self._replica, mine) if self.speaks else None)
         by_replica = dict(item for item in found if item is not None)
         return in_order([by_replica[replica] for replica in sorted(by_replica)])
 
@@ -137,16 +178,23 @@ class Decoder:
 
     def _whole_rows(self, running: list[int], sequences: list[list[int]]) -> torch.Tensor:
         """Logits after the last token of each running sequence, from passes over all of their tokens."""
+        found = []
+        for part in self._parts(running, sequences):
+            ends = torch.tensor([len(sequences[i]) for i in part], dtype=torch.int64).cumsum(0) - 1
+            found.append(self._rows_over(part, sequences)[ends.to(self.device)])
+        return torch.cat(found)
+
+    def _parts(self, chosen: list[int], sequences: list[list[int]]) -> list[list[int]]:
+        """``chosen`` in passes of at most ``max_tokens``, as many passes on every replica."""
         parts: list[list[int]] = [[]]
-        for i in running:
+        for i in chosen:
             if parts[-1] and sum(len(sequences[k]) for k in parts[-1]) + len(sequences[i]) > self.max_tokens:
                 parts.append([])
             parts[-1].append(i)
-        num_passes = max(gather_objects(len(parts)))
-        parts += [[]] * (num_passes - len(parts))
-        return torch.cat([self._pass_over(part, sequences) for part in parts])
+        return parts + [[]] * (max(gather_objects(len(parts))) - len(parts))
 
-    def _pass_over(self, chosen: list[int], sequences: list[list[int]]) -> torch.Tensor:
+    def _rows_over(self, chosen: list[int], sequences: list[list[int]]) -> torch.Tensor:
+        """Logits after every token of the chosen sequences, back to back."""
         lengths = [len(sequences[i]) for i in chosen]
         tail = self._padding(sum(lengths))
         rows = [*lengths, tail] if tail else lengths
@@ -162,9 +210,8 @@ class Decoder:
                 slots=torch.tensor(slots).repeat_interleave(torch.tensor(rows)).to(self.device),
                 positions=positions,
             )
-        ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1
         self.row_owners = [(self._wave[i], position) for i, n in zip(chosen, lengths) for position in range(n)]
-        return self._forward(tokens, positions, packed)[ends.to(self.device)]
+        return self._forward(tokens, positions, packed)
 
     def _next_rows(self, running: list[int], sequences: list[list[int]]) -> torch.Tensor:
         if self._cache is None:
@@ -182,6 +229,13 @@ class Decoder:
 
     def _forward(self, tokens: list[int], positions: torch.Tensor, packed: Any) -> torch.Tensor:
         """[1, N] tokens → logits [N, V/tp]."""
+        if self._dose is not None and self._dose.changes_model:
+            seeds = [
+                self._prompt_seeds[i] if self._given[i] > position else self._seeds[i]
+                for i, position in self.row_owners
+            ]
+            seeds += [0] * (len(tokens) - len(seeds))
+            self._dose.before_pass(torch.tensor(seeds, device=self.device), positions)
         if not self._thd:
             self.module.rotary_pos_emb.position_ids = positions
         logits = self.module(

@@ -49,7 +49,7 @@ from megatron_rl.process.ranks import gather_objects
 from megatron_rl.types import Batch
 
 BIT_CHECK_METRIC = "exact/max_abs_prob_diff"
-"""max |exp(log mu) - exp(log po)| over the step's sampled tokens, noise of `exact.noise_std` left out."""
+"""max |exp(log mu) - exp(log po)| over the step's sampled tokens, the dose of `exact.noise` left out."""
 
 BitCheck = Callable[[Batch, dict[int, np.ndarray], str], float]
 """Called with a batch, log-probs [R] by sequence index, and the name of the pass that found them. Returns

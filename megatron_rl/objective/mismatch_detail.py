@@ -48,6 +48,8 @@ def collect_detail(collector: Collector, tokens: Tokens, bands: Sequence[str], b
     difference = tokens.old.exp() - tokens.inference.exp()
     collector.range_of("po - mu", difference, tokens.mask, smallest=True)
     collector.add("|rho - 1|", log_rho.expm1().abs())
+    collector.add("|d|", log_rho.abs())
+    collector.add_moments("d", log_rho)
     band = _bins(tokens.old, [math.log(edge) for edge in band_edges])
     for i, label in enumerate(bands):
         inside = log_rho.expm1() * ((band == i) & tokens.mask)
@@ -106,6 +108,8 @@ def finalize_detail(sums: dict[str, float], maxs: dict[str, float], mins: dict[s
         "mismatch/prob_diff_max": _finite(maxs["po - mu"]),
         "mismatch/prob_diff_min": _finite(mins["po - mu"]),
         "mismatch/total_variation": total_variation,
+        "mismatch/abs_log_rho_sum": sums["|d|"] / max(sums["sequences"], 1.0),
+        "mismatch/log_rho_std": math.sqrt(max(sums["d²"] - sums["d"] ** 2 / num_tokens, 0.0) / max(num_tokens - 1, 1)),
     }
     size = 2 * NUM_LOG_RHO_EDGES + 1
     for i, label in enumerate(name.removeprefix("rho² in ") for name in sums if name.startswith("rho² in ")):

@@ -13,6 +13,7 @@ from megatron_rl.checkpoint.hf_folder import resolve_stop_token_ids
 from megatron_rl.config import Recipe
 from megatron_rl.exact import bit_check
 from megatron_rl.exact.decode import Decoder
+from megatron_rl.exact.doses import make_dose
 from megatron_rl.exact.generator import ExactGenerator
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.offload import OffloadError
@@ -42,7 +43,7 @@ def start_generator(
         learner.bit_check = partial(bit_check.check, learner)
         return ExactGenerator(
             recipe.rollout,
-            recipe.exact,
+            make_dose(recipe.exact, recipe.rollout.seed),
             Decoder.of(learner),
             stop_token_ids=resolve_stop_token_ids(recipe.rollout.stop_token_ids, recipe.model.path),
             decode=decode,

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.parallel.gloo import run_ranks
 from tests.parallel.programs.exact import prompts
+from tests.support.rounding import rounded
 
 MODULE = "tests.parallel.programs.exact"
 BOTH = {"tensor": 2, "expert": 2}
 SIZES = {1: [1, 3, 64], 2: [1, 3, 24]}  # 1: with two replicas one has nothing to generate
+DOSES = {
+    "logits 0.001": {"kind": "logits", "std": 1e-3},
+    "logits 0.1": {"kind": "logits", "std": 1e-1},
+    "frozen": {"kind": "frozen", "std": 1e-1, "context": 3},
+    "router": {"kind": "router", "std": 0.5},
+    "hidden": {"kind": "hidden", "std": 0.02},
+    "fp8": {"kind": "weights", "bits": "fp8", "block": [32, 32]},
+    "int4": {"kind": "weights", "bits": "int4"},
+    "stale": {"kind": "stale", "updates": 2},
+}
+IN_LAYOUTS = ("router", "hidden", "int4", "stale")
 LAYOUTS = {1: [({}, "fp32"), ({}, "bf16")], 2: [(BOTH, "fp32"), (BOTH, "bf16"), ({"expert": 2}, "bf16")]}
 
 
@@ -26,7 +39,9 @@ def jobs_for(world_size: int) -> dict:
         jobs["broken wave"] = ("broken_layer", {"parallel": {}, "layer": 2, "wave": 5})
         jobs["cache"] = ("cache_and_waves", {"dtype": "bf16"})
         jobs["changed"] = ("changed_weights", {})
-        jobs["doses"] = ("doses", {"stds": [1e-3, 1e-1]})
+        jobs["doses"] = ("doses", {"kinds": DOSES})
+    else:
+        jobs["doses"] = ("doses", {"kinds": {name: DOSES[name] for name in IN_LAYOUTS}, "parallel": BOTH})
     return jobs
 
 
@@ -79,14 +94,31 @@ def test_the_gate_generates_again_in_the_same_waves(results):
 
 
 @pytest.mark.parametrize("results", [1], indirect=True)
-def test_cache_waves_and_doses(results):
+def test_cache_and_waves(results):
     _, found = results
     cached, without_cache, in_waves = zip(*found["cache"].values(), strict=True)
     assert cached == without_cache == in_waves
     assert "the weights changed between generation and update" in found["changed"]
-    for std, dose in found["doses"].items():
-        assert dose["gate"] == 0.0
-        assert dose["repeatable"]
+
+
+def test_doses_stand_apart_from_what_is_computed_without_them(results):
+    _, found = results
+    for name, dose in found["doses"].items():
+        assert dose["gate"] == 0.0, name
+        assert dose["same in other batches"], name
+        assert dose["same weights"], name
+        assert dose["bits of mu"] is (True if name in ("fp8", "int4", "stale") else None), name
+        assert dose["std"] > 0, name
+        for of_metrics, of_stats in zip(dose["metrics"], dose["stats"], strict=True):
+            assert of_metrics == rounded(of_stats, scale=of_stats, dtype=torch.float32), name
+    assert found["doses"].get("fp8", {"std": 0})["std"] < found["doses"]["int4"]["std"]
+
+
+@pytest.mark.parametrize("results", [1], indirect=True)
+def test_noise_on_logits_has_the_size_that_was_asked_for(results):
+    _, found = results
+    for std in (1e-3, 1e-1):
+        dose = found["doses"][f"logits {std:g}"]
         # log mu moves by the token's own noise minus the policy's mean of it: between 0 and about 1.4 std
         assert 0.2 * std < dose["std"] < 1.5 * std
         assert dose["rho_std"] > 0.2 * std

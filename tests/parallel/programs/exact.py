@@ -148,21 +148,61 @@ def changed_weights() -> str:
     return "no difference was found"
 
 
-def doses(stds: list[float]) -> dict[float, dict[str, float]]:
-    """Spread of log rho per dose of noise, and the gate, which looks at what was computed before the noise."""
+def doses(kinds: dict[str, dict[str, Any]], parallel: dict[str, int] | None = None) -> dict[str, dict[str, Any]]:
+    """Per dose its size, and the gate, which looks at what is computed without it."""
     found = {}
-    for std in stds:
-        learner, generator = start("fp32", exact={"noise_std": std})
-        groups = sample(generator, 16, 4)
-        twice = sample(generator, 16, 4)
-        metrics = learner.update(batch_of(learner, groups))
-        rollouts = [r for group in groups for r in group.rollouts]
-        differences = np.concatenate([r.inference_logprobs - r.exact_logprobs for r in rollouts])
-        found[std] = {
-            "std": float(differences.std()),
-            "gate": metrics["exact/max_abs_prob_diff"],
-            "rho_std": metrics["mismatch/rho_std"],
-            "repeatable": [r.tokens.tolist() for r in rollouts]
-            == [r.tokens.tolist() for group in twice for r in group.rollouts],
-        }
+    for name, noise in kinds.items():
+        learner, generator = start("fp32", parallel, exact={"noise": noise}, objective={"mismatch_detail": True})
+        own = [p.detach().clone() for p in learner.module.parameters()]
+        generator.refit(iter(()), 0)
+        if noise["kind"] == "stale":
+            learner.update(batch_of(learner, sample(generator, 4, 4)))
+            learner.num_updates = 0  # for the age of what the next update learns from
+            generator.refit(iter(()), 1)
+            generator.refit(iter(()), 2)
+        weights = [p.detach().clone() for p in learner.module.parameters()]
+        found[name] = _dose(learner, generator, own)
+        found[name]["same weights"] = all(map(torch.equal, weights, found[name].pop("weights")))
     return found
+
+
+def _dose(learner: Learner, generator: Generator, own: list[torch.Tensor]) -> dict[str, Any]:
+    version = generator._policy_version
+    groups = generator.rollout(prompts(8), 4, policy_version=version, step=0)
+    stats = generator.stats()
+    learner.recipe.exact.kv_cache = False
+    learner.recipe.rollout.max_num_seqs = 7
+    other = generator_of(learner)
+    other._dose = generator._dose
+    other._policy_version = version
+    twice = other.rollout(prompts(8), 4, policy_version=version, step=0)
+    for group in groups:
+        for rollout in group.rollouts:
+            rollout.reward = float(rollout.tokens[0] % 2)
+    rollouts = [r for group in groups for r in group.rollouts]
+    batch = batch_of(learner, groups)
+    weights = [p.detach().clone() for p in learner.module.parameters()]
+    under_dose = None
+    if generator._dose.config.kind in ("weights", "stale"):  # mu is what passes with the sampler's weights compute
+        with generator._dose.on(learner.module):
+            under_dose = learner.compute_logprobs(batch)
+        if generator._dose.config.kind == "stale":
+            with torch.no_grad():
+                for parameter, value in zip(learner.module.parameters(), own, strict=True):
+                    parameter.copy_(value)
+                under_dose = learner.compute_logprobs(batch)
+                for parameter, value in zip(learner.module.parameters(), weights, strict=True):
+                    parameter.copy_(value)
+    metrics = learner.update(batch)
+    differences = np.concatenate([r.exact_logprobs.astype(np.float64) - r.inference_logprobs for r in rollouts])
+    return {
+        "std": float(differences.std(ddof=1)),
+        "stats": [stats["exact/log_rho_std"], stats["exact/abs_log_rho_sum"]],
+        "metrics": [metrics["mismatch/log_rho_std"], metrics["mismatch/abs_log_rho_sum"]],
+        "gate": metrics["exact/max_abs_prob_diff"],
+        "rho_std": metrics["mismatch/rho_std"],
+        "weights": weights,
+        "bits of mu": under_dose and all(map(np.array_equal, under_dose, [r.inference_logprobs for r in rollouts])),
+        "same in other batches": [(r.tokens.tolist(), r.inference_logprobs.tolist()) for r in rollouts]
+        == [(r.tokens.tolist(), r.inference_logprobs.tolist()) for group in twice for r in group.rollouts],
+    }

@@ -1,22 +1,28 @@
-"""The exact engine on a policy of fixed logits: where the dose of noise falls."""
+"""The exact engine on a policy of fixed logits: where a dose falls, what it is a function of, and how large it is."""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_rl.config.exact import ExactConfig
+from megatron_rl.config.exact import ExactConfig, NoiseConfig
 from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.exact.doses import make_dose
 from megatron_rl.exact.generator import ExactGenerator
 from megatron_rl.rollout.generator import Sampling
 from megatron_rl.types import Prompt
+from tests.support.rounding import rounded
 
 LOGITS = torch.tensor([0.0, 1.0, 2.0, -1.0])
 
 
 class FixedPolicy:
     """The same distribution after every prefix; one replica."""
+
+    speaks = True
 
     def run(self, prompts, max_new_tokens, pick):
         running = list(range(len(prompts)))
@@ -34,19 +40,90 @@ class FixedPolicy:
     def share(self, mine):
         return mine
 
+    def dosed(self, dose, seeds, prompt_seeds):
+        return nullcontext()
 
-@pytest.mark.parametrize("validates", [False, True])
-def test_the_dose_falls_on_training_and_not_on_validation(validates):
-    generator = ExactGenerator(
+
+def generator_of(exact: ExactConfig) -> ExactGenerator:
+    return ExactGenerator(
         RolloutConfig(engine="exact", max_response_length=8),
-        ExactConfig(noise_std=0.5),
+        make_dose(exact, seed=3),
         FixedPolicy(),
         stop_token_ids=[],
         decode=str,
         describe=dict,
     )
+
+
+def rollouts_of(generator: ExactGenerator, step: int = 0, sampling: Sampling | None = None) -> list:
     prompts = [Prompt(f"p:{i}", [1], "0") for i in range(4)]
-    (group, *_) = generator.rollout(prompts, 2, policy_version=0, step=0, sampling=Sampling(8) if validates else None)
-    for rollout in group.rollouts:
-        differs = np.abs(rollout.inference_logprobs - rollout.exact_logprobs)
-        assert differs.max() == 0 if validates else differs.min() > 0
+    groups = generator.rollout(prompts, 2, policy_version=0, step=step, sampling=sampling)
+    return [rollout for group in groups for rollout in group.rollouts]
+
+
+def differences(rollouts: list) -> np.ndarray:
+    """log rho in float64."""
+    return np.concatenate([r.exact_logprobs.astype(np.float64) - r.inference_logprobs for r in rollouts])
+
+
+@pytest.mark.parametrize(
+    ("exact", "in_validation"),
+    [
+        (ExactConfig(noise_std=0.5), False),
+        (ExactConfig(noise=NoiseConfig(kind="frozen", std=0.5)), False),
+        (ExactConfig(noise=NoiseConfig(kind="logits", std=0.5, in_validation=True)), True),
+    ],
+)
+def test_the_dose_falls_on_training_and_on_validation_where_asked(exact, in_validation):
+    generator = generator_of(exact)
+    assert np.abs(differences(rollouts_of(generator, sampling=Sampling(8)))).max() > 0 or not in_validation
+    assert (np.abs(differences(rollouts_of(generator, sampling=Sampling(8)))).min() > 0) == in_validation
+    assert "exact/log_rho_std" not in generator.stats(), "of validation"
+    trained = rollouts_of(generator)
+    assert np.abs(differences(trained)).min() > 0
+    count = differences(trained).size  # of terms in each sum; the root halves what the squares add
+    assert generator.stats()["exact/log_rho_std"] == rounded(differences(trained).std(ddof=1), 4 * count)
+    total = np.mean([np.abs(differences([rollout])).sum() for rollout in trained])
+    assert generator.stats()["exact/abs_log_rho_sum"] == rounded(total, 2 * count)
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_frozen_noise_is_a_function_of_the_last_tokens(context):
+    """The same dose after the same tokens, in every response and step; another after others."""
+    generator = generator_of(ExactConfig(noise=NoiseConfig(kind="frozen", std=0.5, context=context)))
+    seen: dict[tuple[int, ...], set[float]] = {}
+    for step in range(6):
+        for rollout in rollouts_of(generator, step):
+            tokens = [1, *rollout.tokens.tolist()]
+            for i, size in enumerate(rollout.inference_logprobs - rollout.exact_logprobs):
+                seen.setdefault((*tokens[max(0, i + 1 - context) : i + 1], tokens[i + 1]), set()).add(float(size))
+    assert {len(sizes) for sizes in seen.values()} == {1}
+    assert len(seen) > 4**context
+    assert len(set.union(*seen.values())) == len(seen)
+
+
+def test_independent_noise_is_another_one_at_every_token():
+    found = differences(rollouts_of(generator_of(ExactConfig(noise_std=0.5))))
+    assert len(set(found.tolist())) > len(found) // 2
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kind": "weights", "std": 0.1}, "kind weights needs bits"),
+        ({"kind": "router"}, "kind router needs std"),
+        ({"kind": "stale", "updates": 4, "bits": "int4"}, "bits: int4 has no effect with kind stale"),
+        (
+            {"kind": "logits", "std": 0.1, "context": 2},
+            "context: 2 has no effect with kind logits; remove it, or use kind frozen",
+        ),
+    ],
+)
+def test_a_dose_has_the_size_of_its_kind_and_no_other(values, message):
+    with pytest.raises(ValueError, match=message):
+        ExactConfig(noise=NoiseConfig(**values))
+
+
+def test_the_short_form_stands_alone():
+    with pytest.raises(ValueError, match=r"noise_std: 0\.1 beside noise"):
+        ExactConfig(noise_std=0.1, noise=NoiseConfig(std=0.2))

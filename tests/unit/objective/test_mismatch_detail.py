@@ -34,6 +34,8 @@ def reference(batch) -> dict[str, float]:
         "mismatch/prob_diff_max": (np.exp(po) - np.exp(mu)).max(),
         "mismatch/prob_diff_min": (np.exp(po) - np.exp(mu)).min(),
         "mismatch/total_variation": np.abs(rho - 1).mean() / 2,
+        "mismatch/log_rho_std": d.std(ddof=1),
+        "mismatch/abs_log_rho_sum": np.abs(d).sum() / sum(len(s) > 0 for s in batch),
     }
     for label, (low, high) in BANDS.items():
         inside = (np.exp(po) >= low) & (np.exp(po) < high)

@@ -1,0 +1,236 @@
+"""Doses of mismatch: what the sampler is made to do otherwise than the learner (`exact.noise`).
+
+Noise on logits is added to what was computed. The other kinds change the model while responses are sampled
+(`Dose.on`); log po of their tokens then takes one more pass over the whole responses, without the dose.
+
+Noise of a token is a function of its response's seed and of its place, so that it depends neither on the batch nor on
+the layout. Shapes: N rows of a pass, n sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
+
+from megatron_rl.config.exact import ExactConfig, NoiseConfig
+from megatron_rl.process.ranks import gather_objects
+from megatron_rl.rollout.rounding import rounded
+from megatron_rl.types import Rollout
+
+PROMPT_SAMPLE = 0
+"""Tokens of a prompt take the noise of this sample, in all samples of the prompt: they may share a cache."""
+_MATRICES = re.compile(r"\.(linear_qkv|linear_proj|linear_fc1|linear_fc2)\.weight\d*$")
+_GATED = re.compile(r"\.experts\..*linear_fc1\.weight\d*$")
+
+
+class Dose:
+    """No dose, or one on the logits; what the other kinds are told and asked."""
+
+    changes_model = False
+
+    def __init__(self, config: NoiseConfig | None, seed: int):
+        self.config, self.seed = config, seed
+
+    def logit_noise(
+        self, random: np.random.Generator, last: Callable[[int], list[int]], size: int
+    ) -> np.ndarray | None:
+        """[V] float64 for one token, or None: none. ``random``: the response's own stream. ``last``: number → so many
+        tokens before it."""
+        if self.config is None or self.config.kind not in ("logits", "frozen"):
+            return None
+        if self.config.kind == "frozen":
+            random = _frozen_stream(self.seed, last(self.config.context or 1))
+        return self.config.std * random.standard_normal(size)
+
+    def on(self, module: torch.nn.Module) -> AbstractContextManager:
+        """``with dose.on(module):`` passes of the module are the sampler's."""
+        return nullcontext()
+
+    def before_pass(self, seeds: torch.Tensor, positions: torch.Tensor) -> None:
+        """What the next pass computes: [N] int64 seed of each row's response, and its place in the sequence."""
+
+    def new_weights(self, module: torch.nn.Module, version: int) -> None:
+        """The module has got the weights of policy ``version``."""
+
+
+class RowNoise(Dose):
+    """Noise inside the model: on the routers' logits or on what layers put out."""
+
+    changes_model = True
+
+    def before_pass(self, seeds: torch.Tensor, positions: torch.Tensor) -> None:
+        self._keys = _mixed(seeds + positions * _STEP)
+
+    @contextmanager
+    def on(self, module: torch.nn.Module) -> Iterator[None]:
+        undo = []
+        for number, layer in enumerate(module.decoder.layers):
+            salt = getattr(layer, "layer_number", number + 1)
+            if self.config.kind == "hidden":
+                undo.append(layer.register_forward_hook(partial(self._on_hidden, salt)).remove)
+                continue
+            for router in (part for part in layer.modules() if isinstance(part, TopKRouter)):
+                router.gating = partial(self._on_router, salt, router.gating)
+                undo.append(partial(delattr, router, "gating"))
+        try:
+            yield
+        finally:
+            for restore in undo:
+                restore()
+
+    def _on_router(self, salt: int, gating: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        logits = gating(x)
+        noise = self._noise(salt, logits.numel() // logits.size(-1), logits.size(-1))
+        return logits + self.config.std * noise.view_as(logits).to(logits.dtype)
+
+    def _on_hidden(self, salt: int, _layer: torch.nn.Module, _args: tuple, output: torch.Tensor | tuple):
+        hidden = output[0] if isinstance(output, tuple) else output
+        noise = self._noise(salt, hidden.numel() // hidden.size(-1), hidden.size(-1)).view_as(hidden)
+        size = hidden.float().square().mean(-1, keepdim=True).sqrt()
+        changed = (hidden.float() + self.config.std * size * noise).to(hidden.dtype)
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+    def _noise(self, salt: int, num_rows: int, width: int) -> torch.Tensor:
+        """[num_rows, width] float32 of the rows that are here: all, or this rank's share of sequence parallelism."""
+        keys = self._keys
+        if len(keys) != num_rows:
+            group = parallel_state.get_tensor_model_parallel_group()
+            keys = keys.chunk(group.size())[group.rank()]
+        return row_gaussian(_mixed(keys + (salt * _SALT + 2**63) % 2**64 - 2**63), width)
+
+
+class RoundedWeights(Dose):
+    changes_model = True
+
+    @contextmanager
+    def on(self, module: torch.nn.Module) -> Iterator[None]:
+        config = self.config.quantization
+        through = partial(rounded, kind=config.weights, block=config.of_weights)
+        with _replaced(
+            (p, _in_halves(through, p.detach()) if _GATED.search(name) else through(p.detach()))
+            for name, p in module.named_parameters()
+            if _MATRICES.search(name)
+        ):
+            yield
+
+
+class StaleWeights(Dose):
+    """Keeps in host memory what the policy's weights were, as far back as they are wanted. A resumed run begins anew
+    with the weights of its checkpoint."""
+
+    changes_model = True
+
+    def __init__(self, config: NoiseConfig, seed: int):
+        super().__init__(config, seed)
+        self._kept: deque[tuple[int, list[torch.Tensor]]] = deque()
+
+    def new_weights(self, module: torch.nn.Module, version: int) -> None:
+        while self._kept and self._kept[-1][0] >= version:  # a run that was taken back
+            self._kept.pop()
+        self._kept.append((version, [p.detach().cpu().clone() for p in module.parameters()]))
+        while len(self._kept) > 1 and self._kept[1][0] <= version - self.config.updates:
+            self._kept.popleft()
+
+    @property
+    def version(self) -> int:
+        """Of the weights that `on` puts in place."""
+        return self._kept[0][0]
+
+    @contextmanager
+    def on(self, module: torch.nn.Module) -> Iterator[None]:
+        with _replaced(zip(module.parameters(), self._kept[0][1], strict=True)):
+            yield
+
+
+_KINDS: dict[str, type[Dose]] = {
+    "router": RowNoise,
+    "hidden": RowNoise,
+    "weights": RoundedWeights,
+    "stale": StaleWeights,
+}
+
+
+def make_dose(config: ExactConfig, seed: int) -> Dose:
+    """``seed``: `rollout.seed`, of which `frozen` noise is a function."""
+    dose = config.dose
+    return Dose(None, seed) if dose is None else _KINDS.get(dose.kind, Dose)(dose, seed)
+
+
+def size_of(rollouts: list[Rollout]) -> dict[str, float]:
+    """Standard deviation (n - 1) of log rho = log po - log mu over all sampled tokens, and the mean over responses of
+    Σ |log rho|. ``rollouts``: those that this rank speaks for. Collective."""
+    differences = [(r.exact_logprobs.astype(np.float64) - r.inference_logprobs) for r in rollouts]
+    joined = np.concatenate(differences) if differences else np.zeros(0)
+    mine = (len(rollouts), joined.size, joined.sum(), np.square(joined).sum(), np.abs(joined).sum())
+    count, tokens, total, square, absolute = np.sum(gather_objects(mine), axis=0).tolist()
+    variance = max(square - total**2 / max(tokens, 1), 0.0) / max(tokens - 1, 1)
+    return {"exact/log_rho_std": math.sqrt(variance), "exact/abs_log_rho_sum": absolute / max(count, 1)}
+
+
+# -- random numbers
+
+
+def _frozen_stream(seed: int, context: list[int]) -> np.random.Generator:
+    text = f"{seed}/frozen/{','.join(map(str, context))}".encode()
+    key = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+    return np.random.Generator(np.random.Philox(key=key))
+
+
+_STEP, _SALT = -7046029254386353131, -4417276706812531889
+"""Odd constants of SplitMix64 and its kin, as signed numbers: keys of neighbouring places are far apart."""
+_MULTIPLIERS = (-4658895280553007687, -7723592293110705685)
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's finalizer of int64 numbers, elementwise; products wrap around."""
+    for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
+        x = (x ^ _shifted(x, shift)) * multiplier
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift to the right."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def row_gaussian(keys: torch.Tensor, width: int) -> torch.Tensor:
+    """Standard normal numbers [N, width] float32; row i is a function of ``keys`` [N] int64 [i] alone (Box-Muller)."""
+    columns = torch.arange(1, width + 1, device=keys.device) * _STEP
+    bits = _mixed(keys[:, None] + columns)
+    first = (_shifted(bits, 32) + 1).double() * 2.0**-32  # (0, 1]
+    second = (bits & 0xFFFFFFFF).double() * (2.0 * math.pi * 2.0**-32)
+    return (torch.sqrt(-2.0 * torch.log(first)) * torch.cos(second)).float()
+
+
+# -- weights
+
+
+def _in_halves(through: Callable[[torch.Tensor], torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
+    """Gate and up of an expert each by itself, as vLLM has them."""
+    return torch.cat([through(half) for half in weight.chunk(2)])
+
+
+@contextmanager
+def _replaced(pairs) -> Iterator[None]:
+    """Parameters with other values, in the memory they have; their own come back."""
+    kept = []
+    try:
+        with torch.no_grad():
+            for parameter, values in pairs:
+                kept.append((parameter, parameter.detach().clone()))
+                parameter.copy_(values)
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, values in kept:
+                parameter.copy_(values)
