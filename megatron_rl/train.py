@@ -12,6 +12,7 @@ from megatron_rl.rewards.shared import Scores, merged
 from megatron_rl.rollout import Sampling
 from megatron_rl.run.engines import hand_over
 from megatron_rl.run.lookahead import staleness_metrics
+from megatron_rl.run.model_card import write_model_card
 from megatron_rl.run.oversampling import Oversampling
 from megatron_rl.run.start import Run, start
 from megatron_rl.stored.batches import keep_newest, record_batch
@@ -186,8 +187,11 @@ def finish(run: Run) -> None:
         run.record(recipe.num_steps, metrics)
     run.save()
     if recipe.checkpoint.export_hf:
-        run.learner.export_hf(run.directory.checkpoints / "hf")
-        run.monitor.log(f"Hugging Face checkpoint: {run.directory.checkpoints / 'hf'}")
+        folder = run.directory.checkpoints / "hf"
+        run.learner.export_hf(folder)
+        if run.monitor.is_main_rank:
+            write_model_card(folder, run.directory, recipe.num_steps)
+        run.monitor.log(f"Hugging Face checkpoint: {folder}")
     if run.monitor.is_main_rank:
         run.directory.done.write_text(f"{recipe.num_steps}\n")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -39,7 +39,7 @@ def write_hf_checkpoint(
 
 
 def _write(folder: Path, weights: Iterator[tuple[str, torch.Tensor]], source: Path, file_bytes: int) -> None:
-    copy_companions(source, folder)
+    copy_companions(source, folder, leave_out=("README.md",))  # a model card speaks of other weights
     weight_map: dict[str, str] = {}
     total_size = 0
     dtypes: set[torch.dtype] = set()
@@ -72,11 +72,11 @@ def _state_dtype(file: Path, dtype: torch.dtype) -> None:
     file.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def copy_companions(source: Path, folder: Path) -> None:
+def copy_companions(source: Path, folder: Path, leave_out: Collection[str] = ()) -> None:
     """Copy what belongs to a checkpoint besides its weights: configuration, tokenizer, licence."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in Path(source).iterdir():
-        if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
+        if file.is_file() and not file.name.endswith(_WEIGHT_FILES) and file.name not in leave_out:
             shutil.copy2(file, folder / file.name)
 
 

@@ -4,8 +4,9 @@
     megatron-rl convert to-megatron HF OUT
 
 `to-hf` reads what a run wrote (or `to-megatron`). START is the Hugging Face folder that the run started from (the
-recipe's model.path): its config.json and tokenizer go into OUT. `--master` takes the fp32 master weights, which a bf16
-or fp16 run keeps beside the rounded ones, as `precision.export_from: master` does for the rollout engine.
+recipe's model.path): its config.json and tokenizer go into OUT, and from a run's folder a model card (README.md).
+`--master` takes the fp32 master weights, which a bf16 or fp16 run keeps beside the rounded ones, as
+`precision.export_from: master` does for the rollout engine.
 
 `to-megatron` writes weights alone (no optimizer): `megatron-rl eval RECIPE --checkpoint OUT` reads it under every
 layout. A new run needs no conversion: its model.path is a Hugging Face folder.
@@ -53,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from megatron_rl.checkpoint import conversion
+    from megatron_rl.checkpoint.manifest import checkpoint_step
     from megatron_rl.learner.model import DTYPES
+    from megatron_rl.run.model_card import run_of_checkpoint, write_model_card
 
     if options.logits and (options.dtype or getattr(options, "master", False)):
         raise InputError(
@@ -64,6 +67,8 @@ def run(options: argparse.Namespace) -> int:
     if options.direction == "to-hf":
         model = options.model or source / conversion.HF_FOLDER
         digests = conversion.to_hf(source, target, model.resolve(), dtype=dtype, master=options.master)
+        if (directory := run_of_checkpoint(source)) is not None:
+            write_model_card(target, directory, checkpoint_step(source))
         hf, megatron = target, source
     else:
         digests = conversion.to_megatron(source, target, dtype=dtype)

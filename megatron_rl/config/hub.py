@@ -60,6 +60,17 @@ def _data_file(text: str, folder: Path, file: str | None) -> Path:
     )
 
 
+_SNAPSHOT = re.compile(
+    r".*/(models|datasets)--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<revision>[^/]+)(?P<file>/.+)?"
+)
+
+
+def name_of_cached(path: Path) -> str | None:
+    """OWNER/NAME@REVISION[/FILE] of a path in the hub's cache; None for any other."""
+    found = _SNAPSHOT.fullmatch(str(path))
+    return f"{found['owner']}/{found['name']}@{found['revision']}{found['file'] or ''}" if found else None
+
+
 def how_to_download(text: str, kind: Kind) -> str:
     """The command that brings ``text`` into the cache; "" where it is no name of the hub."""
     found = _parse(text, kind)

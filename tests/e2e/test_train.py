@@ -223,6 +223,7 @@ def test_resume_from_an_older_checkpoint_rewrites_what_came_after(root):
 
 
 def test_exported_checkpoint_loads_and_holds_the_trained_weights(root):
+    from huggingface_hub import ModelCard
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = root / "whole" / "checkpoints" / "hf"
@@ -234,6 +235,11 @@ def test_exported_checkpoint_loads_and_holds_the_trained_weights(root):
     updates = [adam_largest_update(number, LR, *BETAS) for number in range(1, STEPS + 1)]
     assert 0 < max(moved) <= sum(updates) * (1 + gamma(CLOSED_FORM, torch.float32)) + STEPS * rounding_of_a_weight
     assert AutoTokenizer.from_pretrained(folder)("^12=").input_ids
+    card = ModelCard.load(folder / "README.md")
+    validated = metrics(root, "whole")[-1]
+    assert {result.metric_type: result.metric_value for result in card.data.eval_results} == {
+        name.rpartition("/")[2]: round(value, 4) for name, value in validated.items() if "/pass@" in name
+    }
 
 
 @pytest.mark.parametrize(
