@@ -1,4 +1,4 @@
-"""Score a checkpoint on held-out problems: a table with a row for each file, with 95% confidence intervals.
+"""Score a checkpoint on held-out problems: a table with a row for each file, with confidence intervals.
 
     megatron-rl eval RECIPE --checkpoint DIR --data aime.jsonl --data math500.jsonl --output results.json
 
