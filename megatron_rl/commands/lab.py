@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     again.add_argument("--seed", type=int, help="of the run")
     again.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: one per core)")
     again.set_defaults(action=_verify)
-    power = commands.add_parser("power", help="the smallest effect that each primary sees with 80% power")
+    power = commands.add_parser("power", help="the smallest effect that each primary sees with 80%% power")
     power.set_defaults(action=_power)
     plan = commands.add_parser("plan", help="GPU-hours of every arm; no engine")
     plan.add_argument("--gpu", required=True, type=gpu_name, choices=GPU_NAMES, help="what it is to run on")
