@@ -7,15 +7,12 @@ Both computations are then repeated layer by layer, so that the message names th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import torch
-from megatron.core import parallel_state
 
 from megatron_rl.errors import RunEnded
-from megatron_rl.exact.decode import Decoder
+from megatron_rl.exact.decode import Decoder, watched
+from megatron_rl.exact.draws import GivenTokens
 from megatron_rl.learner.layers.invariant import batch_invariant
 from megatron_rl.learner.learner import Learner
 from megatron_rl.process.ranks import gather_objects
@@ -100,7 +97,7 @@ def _trained_rows(learner: Learner, batch: Batch, index: int) -> Rows:
             for position in range(length if start is not None else 0):
                 rows.setdefault(position, {})[name] = hidden[start + position].clone()
 
-        with _watch(learner.module, keep), torch.no_grad(), batch_invariant(learner.device):
+        with watched(learner.module, keep), torch.no_grad(), batch_invariant(learner.device):
             learner.passes.forward(microbatch)
     return rows
 
@@ -111,48 +108,14 @@ def _generated_rows(learner: Learner, batch: Batch, index: int) -> Rows:
     They are batched as in generation, without the groups that `batch.filter_groups` has left out.
     """
     decoder, rows = Decoder.of(learner), {}
+    responses = [s.tokens[s.prompt_length :] for s in batch.sequences]
 
     def keep(name: str, hidden: torch.Tensor) -> None:
         for row, (sequence, position) in enumerate(decoder.row_owners):
-            if sequence == index:
+            if sequence == index and position < batch.sequences[index].length:
                 rows.setdefault(position, {})[name] = hidden[row].clone()
 
-    given = [iter(s.tokens[s.prompt_length :].tolist()) for s in batch.sequences]
-    left = [s.response_length for s in batch.sequences]
-
-    def pick(running: list[int], logits: torch.Tensor) -> list[tuple[int, bool]]:
-        for i in running:
-            left[i] -= 1
-        return [(next(given[i]), left[i] == 0) for i in running]
-
-    with _watch(learner.module, keep):
+    with decoder.watched(keep):
         prompts = [s.tokens[: s.prompt_length].tolist() for s in batch.sequences]
-        decoder.run(prompts, learner.recipe.rollout.max_response_length, pick)
+        decoder.run(prompts, [len(response) for response in responses], GivenTokens(responses, learner.device))
     return rows
-
-
-@contextmanager
-def _watch(module: torch.nn.Module, keep: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
-    """Call ``keep`` with the rows [N, …] that come out of every layer, in the order of the forward pass."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    parts = [("embedding", module.embedding)]
-    parts += [(f"layer {i}", layer) for i, layer in enumerate(module.decoder.layers)]
-    parts += [("final norm", module.decoder.final_layernorm), ("output layer", module.output_layer)]
-
-    def hook(name: str) -> Callable:
-        def on_output(_module: torch.nn.Module, _args: tuple, output: torch.Tensor | tuple) -> None:
-            hidden = (output[0] if isinstance(output, tuple) else output).detach()
-            if group.size() > 1 and name != "output layer":  # rows are shared out over tensor-parallel ranks
-                parts = [torch.empty_like(hidden) for _ in range(group.size())]
-                torch.distributed.all_gather(parts, hidden.contiguous(), group=group)
-                hidden = torch.cat(parts)
-            keep(name, hidden.flatten(0, 1))
-
-        return on_output
-
-    handles = [part.register_forward_hook(hook(name)) for name, part in parts]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -37,16 +37,21 @@ class Dose:
     """No dose, or one on the logits; what the other kinds are told and asked."""
 
     changes_model = False
+    is_inside_layers = False  # what a layer computes, and not its weights
 
     def __init__(self, config: NoiseConfig | None, seed: int):
         self.config, self.seed = config, seed
+
+    @property
+    def is_on_logits(self) -> bool:
+        return self.config is not None and self.config.kind in ("logits", "frozen")
 
     def logit_noise(
         self, random: np.random.Generator, last: Callable[[int], list[int]], size: int
     ) -> np.ndarray | None:
         """[V] float64 for one token, or None: none. ``random``: the response's own stream. ``last``: number → so many
         tokens before it."""
-        if self.config is None or self.config.kind not in ("logits", "frozen"):
+        if not self.is_on_logits:
             return None
         if self.config.kind == "frozen":
             random = _frozen_stream(self.seed, last(self.config.context or 1))
@@ -66,7 +71,7 @@ class Dose:
 class RowNoise(Dose):
     """Noise inside the model: on the routers' logits or on what layers put out."""
 
-    changes_model = True
+    changes_model = is_inside_layers = True
 
     def before_pass(self, seeds: torch.Tensor, positions: torch.Tensor) -> None:
         self._keys = _mixed(seeds + positions * _STEP)

@@ -36,8 +36,8 @@ def jobs_for(world_size: int) -> dict:
     if world_size == 1:
         jobs["bits fp16"] = ("bits_over_batches", {"dtype": "fp16", "parallel": {}, "sizes": [1, 16]})
         jobs["gate one update"] = ("update_with_gate", {"dtype": "bf16", "parallel": {}, "minibatches": 1})
-        jobs["broken wave"] = ("broken_layer", {"parallel": {}, "layer": 2, "wave": 5})
-        jobs["cache"] = ("cache_and_waves", {"dtype": "bf16"})
+        jobs["broken step"] = ("broken_step", {"layer": 2})
+        jobs["schedules"] = ("schedules", {"dtype": "bf16"})
         jobs["changed"] = ("changed_weights", {})
         jobs["doses"] = ("doses", {"kinds": DOSES})
     else:
@@ -87,17 +87,26 @@ def test_the_gate_names_what_differs(results):
 
 
 @pytest.mark.parametrize("results", [1], indirect=True)
-def test_the_gate_generates_again_in_the_same_waves(results):
+def test_the_gate_names_what_a_step_computes_otherwise(results):
     _, found = results
     first_step = len(prompts(1)[0].tokens)
-    assert f"token {first_step} of the sequence, output of the layer 2" in found["broken wave"]
+    assert f"token {first_step} of the sequence, output of the layer 2" in found["broken step"]
 
 
 @pytest.mark.parametrize("results", [1], indirect=True)
-def test_cache_and_waves(results):
+def test_every_schedule_gives_the_same_responses(results):
     _, found = results
-    cached, without_cache, in_waves = zip(*found["cache"].values(), strict=True)
-    assert cached == without_cache == in_waves
+    plain, *others = found["schedules"]["found"].items()
+    assert len(others) == 6
+    for name, responses in others:
+        assert responses == plain[1], name
+    assert found["schedules"]["preempted"] > 0
+    assert max(found["schedules"]["lengths"]) == 100 > min(found["schedules"]["lengths"])
+
+
+@pytest.mark.parametrize("results", [1], indirect=True)
+def test_weights_that_changed_are_told_apart(results):
+    _, found = results
     assert "the weights changed between generation and update" in found["changed"]
 
 

@@ -14,49 +14,74 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.learner.layers.attention import PackedSequences, SDPACoreAttention, padding_indices, padding_pays
-from megatron_rl.learner.layers.invariant import KEY_BLOCK, attention
+from megatron_rl.learner.layers.invariant import KEY_BLOCK, attention, step_attention
 
 
-class KeyValueCache:
-    """Keys and values of the tokens that were seen, per layer, in the slot of each sequence."""
+class PagedCache:
+    """Keys and values of the tokens that were seen, per layer, in pages of `KEY_BLOCK` tokens.
 
-    def __init__(self, num_slots: int, num_tokens: int):
-        self.num_slots, self.num_tokens = num_slots, _whole_blocks(num_tokens)
-        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    Whoever writes says in which page; sequences may share the pages of a common prompt. Page 0 is for rows of padding.
+    What was never written is zero: attention multiplies what its mask hides by zero, and so it must be finite.
+    """
+
+    SCRATCH = 0
+
+    def __init__(self, num_pages: int, num_layers: int, kv_heads: int, width: int, like: torch.Tensor):
+        """``like``: has the device and the dtype of keys and values."""
+        shape = (num_pages, kv_heads, KEY_BLOCK, width)
+        self.num_pages = num_pages
+        self._layers = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(num_layers)]
+
+    @staticmethod
+    def page_bytes(num_layers: int, kv_heads: int, width: int, element: int) -> int:
+        """Of one page in all layers; ``element``: bytes of a number."""
+        return 2 * num_layers * kv_heads * KEY_BLOCK * width * element
 
     def write(
-        self, layer: int, slots: torch.Tensor, positions: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, layer: int, pages: torch.Tensor, offsets: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """``slots`` and ``positions`` [N] int64; ``key`` and ``value`` [N, H/groups, D]."""
-        if layer not in self._layers:
-            shape = (self.num_slots, self.num_tokens, *key.shape[1:])
-            self._layers[layer] = (key.new_zeros(shape), value.new_zeros(shape))
+        """``pages`` and ``offsets`` [N] int64, where each token goes; ``key`` and ``value`` [N, H/groups, D]."""
         for stored, new in zip(self._layers[layer], (key, value)):
-            stored[slots, positions] = new
+            stored[pages, :, offsets] = new
 
-    def read(self, layer: int, slots: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [len(slots), H/groups, M, D] of the first ``num_tokens``, rounded up to whole blocks."""
-        end = _whole_blocks(num_tokens)
-        key, value = (stored[slots, :end].transpose(1, 2) for stored in self._layers[layer])
-        return key, value
+    def read(self, layer: int, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [n, P, H/groups, `KEY_BLOCK`, D] of the pages ``tables`` [n, P] int64."""
+        key, value = self._layers[layer]
+        return key[tables], value[tables]
+
+    def copy(self, source: list[int], target: list[int]) -> None:
+        """Pages to pages, in all layers."""
+        for stored in (part for pair in self._layers for part in pair):
+            stored[target] = stored[source]
 
 
 @dataclass
 class CachedPrompts(PackedSequences):
     """Packed whole prompts, whose keys and values go into the cache."""
 
-    cache: KeyValueCache | None = None
-    slots: torch.Tensor | None = None  # [N] int64, of each token
-    positions: torch.Tensor | None = None  # [N] int64
+    cache: PagedCache | None = None
+    pages: torch.Tensor | None = None  # [N] int64, of each token
+    offsets: torch.Tensor | None = None  # [N] int64
 
 
 @dataclass
 class CachedStep(PackedSeqParams):
-    """One further token of each of N sequences; ``max_seqlen_kv``: the longest of them, this token included."""
+    """One further token of each of N sequences."""
 
-    cache: KeyValueCache | None = None
-    slots: torch.Tensor | None = None  # [N] int64
+    cache: PagedCache | None = None
+    tables: torch.Tensor | None = None  # [N, P] int64, pages of each sequence from its first token on
     positions: torch.Tensor | None = None  # [N] int64
+
+    @classmethod
+    def of(cls, cache: PagedCache, tables: torch.Tensor, positions: torch.Tensor) -> CachedStep:
+        longest = tables.size(1) * KEY_BLOCK  # a bound that the host knows: what Megatron makes rotary angles for
+        return cls("sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, cache=cache, tables=tables, positions=positions)
+
+    def keys(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put ``key`` and ``value`` [N, H/groups, D] into the cache; those of all tokens, as `PagedCache.read`."""
+        page = self.tables.gather(1, (self.positions // KEY_BLOCK)[:, None]).squeeze(1)
+        self.cache.write(layer, page, self.positions % KEY_BLOCK, key, value)
+        return self.cache.read(layer, self.tables)
 
 
 class ExactCoreAttention(SDPACoreAttention):
@@ -79,13 +104,12 @@ class ExactCoreAttention(SDPACoreAttention):
         """``query`` [N, 1, H, D], ``key`` and ``value`` [N, 1, H/groups, D] → [N, 1, H·D]."""
         packed = packed_seq_params
         query, key, value = (x.squeeze(1) for x in (query, key, value))
-        if isinstance(packed, (CachedPrompts, CachedStep)):
-            packed.cache.write(self.layer_number, packed.slots, packed.positions, key, value)
+        layer = self.layer_number - 1
         if isinstance(packed, CachedStep):
-            keys, values = packed.cache.read(self.layer_number, packed.slots, packed.max_seqlen_kv)
-            scale = self._scale(query)
-            out = attention(query.unsqueeze(2), keys, values, packed.positions[:, None], scale).squeeze(2)
+            out = step_attention(query, *packed.keys(layer, key, value), packed.positions, self._scale(query))
         else:
+            if isinstance(packed, CachedPrompts):
+                packed.cache.write(layer, packed.pages, packed.offsets, key, value)
             out = torch.cat([self._attend_packed(*qkv) for qkv in self._parts(packed, query, key, value)])
         return out.flatten(1).unsqueeze(1)
 

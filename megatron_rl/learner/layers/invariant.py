@@ -109,6 +109,65 @@ def attention(
     return result.reshape(query.shape).to(query.dtype)
 
 
+def step_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """`attention` of one query a sequence to keys in pages of `KEY_BLOCK`: the same arithmetic, all pages in one call.
+
+    Args:
+        query: [n, H, D].
+        key, value: [n, P, H/groups, `KEY_BLOCK`, D].
+        positions: [n] int64, the last key that each query sees.
+        scale: of the scores.
+
+    Returns:
+        [n, H, D] in the dtype of ``query``.
+    """
+    num_sequences, num_heads, width = query.shape
+    num_pages, kv_heads = key.size(1), key.size(2)
+    groups = num_heads // kv_heads
+    if groups > TILE:
+        last_key = positions[:, None]
+        whole = (x.transpose(1, 2).flatten(2, 3) for x in (key, value))
+        return attention(query.unsqueeze(2), *whole, last_key, scale).squeeze(2)
+    rows = query.new_zeros(num_sequences, kv_heads, TILE, width, dtype=torch.float32)
+    rows[:, :, :groups] = query.view(num_sequences, kv_heads, groups, width)
+    rows = rows[:, None].expand(-1, num_pages, -1, -1, -1).reshape(-1, TILE, width)
+    keys, values = (x.reshape(-1, KEY_BLOCK, width).float() for x in (key, value))
+    pages = (num_sequences, num_pages, kv_heads)
+    scores = torch.bmm(rows, keys.transpose(1, 2)).view(*pages, TILE, KEY_BLOCK)[..., :groups, :] * scale
+    places = torch.arange(num_pages * KEY_BLOCK, device=query.device).view(num_pages, 1, 1, KEY_BLOCK)
+    scores = scores.masked_fill(places > positions.view(-1, 1, 1, 1, 1), float("-inf"))
+    tops = scores.amax(-1, keepdim=True).cummax(1).values  # [n, P, H/groups, groups, 1]
+    weights = padded(torch.exp)(scores - tops)
+    totals = weights.sum(-1, keepdim=True)
+    tiles = F.pad(weights, (0, 0, 0, TILE - groups)).view(-1, TILE, KEY_BLOCK)
+    parts = torch.bmm(tiles, values).view(*pages, TILE, width)[..., :groups, :]
+    total, result = totals[:, 0], parts[:, 0]
+    if num_pages > 1:
+        keep = padded(torch.exp)(tops[:, :-1] - tops[:, 1:])
+        for page in range(1, num_pages):
+            total = total * keep[:, page - 1] + totals[:, page]
+            result = result * keep[:, page - 1] + parts[:, page]
+    return (result / total).reshape(query.shape).to(query.dtype)
+
+
+def grouped_matmul(tiles: torch.Tensor, counts: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+    """Tiles of rows [T, `TILE`, K] times the weight [N, K] of the expert that each belongs to, [T, `TILE`, N].
+
+    ``counts``: [E] int64, tiles of each expert, which lie in the order of the experts; what follows them is 0. A row
+    has the bits of `matmul`.
+    """
+    out = tiles.new_zeros(len(tiles), TILE, weights[0].size(0))
+    first = 0
+    for weight, count in zip(weights, counts.tolist(), strict=True):
+        if count:
+            mine = slice(first, first + count)
+            torch.bmm(tiles[mine], weight.t().expand(count, -1, -1), out=out[mine])
+            first += count
+    return out
+
+
 def padded(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
     """``function`` of every element, on whole vector registers, so that none falls to the scalar rest of a loop."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -10,8 +11,11 @@ import torch
 from megatron_rl.batch import build_batch
 from megatron_rl.data import load_tokenizer
 from megatron_rl.errors import RunEnded
+from megatron_rl.exact.generator import ExactGenerator
+from megatron_rl.exact.room import GIB, CacheShape
+from megatron_rl.exact.step import StepForward
 from megatron_rl.learner.learner import Learner
-from megatron_rl.rollout import Generator
+from megatron_rl.rollout import Generator, Sampling
 from megatron_rl.run.engines import start_generator
 from megatron_rl.types import Group, Prompt
 from tests.support.tiny import tiny_recipe
@@ -75,20 +79,48 @@ def bits_over_batches(dtype: str, parallel: dict[str, int], sizes: list[int]) ->
     return {"differing": differing, "lengths": lengths}
 
 
-def cache_and_waves(dtype: str) -> dict[str, Any]:
-    """The same responses with and without a cache, at once and a few at a time."""
-    learner, generator = start(dtype)
-    results = [sample(generator, 12, 2)]
-    learner.recipe.exact.kv_cache = False
-    results.append(sample(generator_of(learner), 12, 2))
-    learner.recipe.exact.kv_cache = True
-    learner.recipe.rollout.max_num_seqs = 5
-    results.append(sample(generator_of(learner), 12, 2))
-    rollouts = [[r for group in groups for r in group.rollouts] for groups in results]
+def schedules(dtype: str) -> dict[str, Any]:
+    """The same responses from every schedule: with and without a cache, a few rows at a time, several steps between two
+    looks, a cache so small that sequences give way to each other, and the module itself in the place of `StepForward`.
+    """
+    learner, _ = start(dtype)
+
+    def long_ones(generator: ExactGenerator) -> list[Group]:
+        generator._stop = frozenset({STOP})
+        sampling = Sampling(100)
+        return generator.rollout(prompts(6), 2, policy_version=0, step=0, sampling=sampling)
+
+    found = {"plain": long_ones(generator_of(learner))}
+    for name, changes in SCHEDULES.items():
+        generator = generator_of(learner)
+        decoder = generator._policy
+        for key, value in changes.items():
+            setattr(decoder, key, value)
+        if name == "small cache":  # twelve sequences of up to four pages
+            decoder._cache_gib = 8 * CacheShape.of(learner.module).page_bytes / GIB
+        found[name] = long_ones(generator)
+        if name == "small cache":
+            preempted = decoder.stats["perf/rollout_preempted"]
+    rollouts = {name: [r for group in groups for r in group.rollouts] for name, groups in found.items()}
     return {
-        "tokens": [[r.tokens.tolist() for r in some] for some in rollouts],
-        "logprobs": [[r.inference_logprobs.tolist() for r in some] for some in rollouts],
+        "preempted": preempted,
+        "lengths": [r.length for r in rollouts["plain"]],
+        "found": {
+            name: [(r.tokens.tolist(), r.inference_logprobs.tolist(), r.exact_logprobs.tolist()) for r in some]
+            for name, some in rollouts.items()
+        },
     }
+
+
+STOP = 5  # not the tokenizer's: some responses end by it, others are cut
+SCHEDULES = {
+    "without cache": {"kv_cache": False},
+    "five rows": {"max_sequences": 5},
+    "seven steps": {"steps": 7},
+    "small cache": {"steps": 3},
+    "module": {"_step": None},
+    "one prompt a pass": {"max_tokens": 1},
+}
 
 
 def update_with_gate(dtype: str, parallel: dict[str, int], minibatches: int) -> list[float]:
@@ -106,24 +138,17 @@ def update_with_gate(dtype: str, parallel: dict[str, int], minibatches: int) -> 
     return found
 
 
-def broken_layer(parallel: dict[str, int], layer: int, wave: int = 0) -> str:
-    """What the gate says of a layer whose output depends on how many rows it is given.
-
-    Without ``wave`` it breaks after generation, for more than 64 rows; with it before, for the steps of a wave.
-    """
-    learner, generator = start("fp32", parallel, max_num_seqs=wave or 256)
+def broken_layer(parallel: dict[str, int], layer: int) -> str:
+    """What the gate says of a layer whose output depends on how many rows it is given, once responses are there."""
+    learner, generator = start("fp32", parallel)
 
     def depends_on_the_batch(_module, _args, output):
         hidden = output[0] if isinstance(output, tuple) else output
-        changed = hidden + 1e-3 * (hidden.size(0) <= wave if wave else hidden.size(0) > 64)
+        changed = hidden + 1e-3 * (hidden.size(0) > 64)
         return (changed, *output[1:]) if isinstance(output, tuple) else changed
 
-    def break_it():
-        return learner.module.decoder.layers[layer].register_forward_hook(depends_on_the_batch)
-
-    handle = break_it() if wave else None
     groups = sample(generator, 8, 2)
-    handle = handle or break_it()
+    handle = learner.module.decoder.layers[layer].register_forward_hook(depends_on_the_batch)
     before = [p.detach().clone() for p in learner.module.parameters()]
     try:
         learner.update(batch_of(learner, groups))
@@ -132,6 +157,23 @@ def broken_layer(parallel: dict[str, int], layer: int, wave: int = 0) -> str:
         return f"{error}{' THE WEIGHTS MOVED' * moved}"
     finally:
         handle.remove()
+    return "no difference was found"
+
+
+def broken_step(layer: int) -> str:
+    """What the gate says where steps compute a layer otherwise than passes over whole rows do."""
+    learner, generator = start("fp32", max_num_seqs=5)
+    feed_forward = StepForward._feed_forward
+
+    def wrong(self, part, x):
+        return feed_forward(self, part, x) + 1e-3 * (part is learner.module.decoder.layers[layer])
+
+    with patch.object(StepForward, "_feed_forward", wrong):
+        groups = sample(generator, 8, 2)
+        try:
+            learner.update(batch_of(learner, groups))
+        except RunEnded as error:
+            return str(error)
     return "no difference was found"
 
 

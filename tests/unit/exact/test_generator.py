@@ -10,6 +10,7 @@ import torch
 
 from megatron_rl.config.exact import ExactConfig, NoiseConfig
 from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.exact.decode import Responses
 from megatron_rl.exact.doses import make_dose
 from megatron_rl.exact.generator import ExactGenerator
 from megatron_rl.rollout.generator import Sampling
@@ -23,16 +24,20 @@ class FixedPolicy:
     """The same distribution after every prefix; one replica."""
 
     speaks = True
+    vocab_size = len(LOGITS)
 
-    def run(self, prompts, max_new_tokens, pick):
-        running = list(range(len(prompts)))
-        while running:
-            picked = pick(running, LOGITS.expand(len(running), -1))
-            running = [i for i, (_, ended) in zip(running, picked, strict=True) if not ended]
-        return range(len(prompts))
+    def run(self, prompts, limits, chooser, stop):
+        found = Responses.empty(len(prompts), max(limits))
+        everyone = np.arange(len(prompts))
+        for place in range(max(limits)):
+            needed = chooser.ahead(everyone.tolist(), np.full(len(prompts), place), 1)
+            columns = chooser.choose(LOGITS.expand(len(prompts), -1), torch.from_numpy(needed[:, 0]))
+            found.add(everyone, place, *(column.numpy() for column in columns))
+        found.lengths = np.array(limits)
+        return range(len(prompts)), found
 
     def logprobs(self, logits, tokens, temperature):
-        return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        return (logits / temperature).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 
     def whole_vocabulary(self, logits):
         return logits

@@ -1,0 +1,164 @@
+"""One further token of every row, straight on the learner's weights: what `exact.decode` runs once a token.
+
+Megatron's modules take a row of padding and a packed row alike; in steps of a few dozen rows what they do around their
+products costs more than the products. Here a step is these products and what lies between them, with the arithmetic
+of `learner.layers.invariant`: each row has the bits that the modules compute. No shape depends on a value: experts get
+their rows in tiles of a number that the rows alone determine.
+
+Shapes: n rows, H hidden size, D head width, K experts of a token, E experts, F expert width, T tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_rl.learner.layers.exact_attention import CachedStep
+from megatron_rl.learner.layers.invariant import (
+    TILE,
+    batch_invariant,
+    grouped_matmul,
+    linear,
+    padded,
+    step_attention,
+)
+
+Watch = Callable[[str, torch.Tensor], None]
+"""(layer, what came out of it [n, …])"""
+
+
+class StepForward:
+    """Steps of ``module``, which has all of the model's weights. They are read anew in every step."""
+
+    def __init__(self, module: GPTModel):
+        self._module, self._config = module, module.config
+        self._angles = None
+        self.watch: Watch | None = None
+
+    @staticmethod
+    def takes(module: GPTModel) -> bool:
+        """Whether the module has all of the weights, and what lies between them is known here."""
+        config = module.config
+        sizes = (
+            config.tensor_model_parallel_size,
+            config.pipeline_model_parallel_size,
+            config.expert_model_parallel_size,
+            config.expert_tensor_parallel_size or 1,
+        )
+        return max(sizes) == 1
+
+    def begin(self, longest: int) -> None:
+        """For sequences of at most ``longest`` tokens: cosine and sine of the angle of every position."""
+        device = next(self._module.parameters()).device
+        with torch.no_grad(), batch_invariant(device):
+            angles = self._module.rotary_pos_emb.rotary(longest, packed_seq=True).squeeze(1)  # [M, 1, D]
+            self._cos, self._sin = (f(angles).to(self._config.params_dtype) for f in (torch.cos, torch.sin))
+
+    @torch.no_grad()
+    def __call__(self, tokens: torch.Tensor, step: CachedStep) -> torch.Tensor:
+        """``tokens`` [n] int64, n a multiple of `TILE` → logits [n, V]."""
+        module = self._module
+        x = F.embedding(tokens, module.embedding.word_embeddings.weight)
+        self._see("embedding", x)
+        cos, sin = self._cos[step.positions], self._sin[step.positions]
+        for number, layer in enumerate(module.decoder.layers):
+            x = x + self._attention(number, layer, x, cos, sin, step)
+            x = x + self._feed_forward(layer, _norm(layer.pre_mlp_layernorm, x))
+            self._see(f"layer {number}", x)
+        x = _norm(module.decoder.final_layernorm, x)
+        self._see("final norm", x)
+        weight = module.shared_embedding_or_output_weight() if module.share_embeddings_and_output_weights else None
+        with batch_invariant(x.device):
+            logits, _ = module.output_layer(x[:, None], weight=weight)
+        self._see("output layer", logits.squeeze(1))
+        return logits.squeeze(1)
+
+    def _see(self, name: str, x: torch.Tensor) -> None:
+        if self.watch is not None:
+            self.watch(name, x)
+
+    def _attention(
+        self,
+        number: int,
+        layer: TransformerLayer,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        step: CachedStep,
+    ) -> torch.Tensor:
+        part = layer.self_attention
+        groups, width = part.num_query_groups_per_partition, part.hidden_size_per_attention_head
+        mixed = linear(_norm(layer.input_layernorm, x), part.linear_qkv.weight, part.linear_qkv.bias)
+        mixed = mixed.view(len(x), groups, -1, width)
+        query, key, value = mixed.split([mixed.size(2) - 2, 1, 1], dim=2)
+        query = _rotate(_norm(part.q_layernorm, query.reshape(len(x), -1, width)), cos, sin)
+        key = _rotate(_norm(part.k_layernorm, key.squeeze(2)), cos, sin)
+        scale = part.core_attention.softmax_scale or width**-0.5
+        out = step_attention(query, *step.keys(number, key, value.squeeze(2)), step.positions, scale)
+        return linear(out.flatten(1), part.linear_proj.weight)
+
+    def _feed_forward(self, layer: TransformerLayer, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(layer.mlp, MoELayer):
+            return self._experts(layer.mlp, x)
+        mlp = layer.mlp
+        return linear(_gated(linear(x, mlp.linear_fc1.weight)), mlp.linear_fc2.weight)
+
+    def _experts(self, moe: MoELayer, x: torch.Tensor) -> torch.Tensor:
+        """Each row through its experts, whose results are added in the order of the experts."""
+        probs, chosen = self._route(moe, x)
+        experts = moe.experts.local_experts
+        is_there = chosen.flatten()[:, None] == torch.arange(len(experts), device=x.device)  # [nK, E]
+        before = is_there.cumsum(0)
+        counts = (before[-1] + TILE - 1) // TILE  # [E], tiles
+        first = (counts.cumsum(0) - counts) * TILE
+        places = first[chosen] + before.gather(1, chosen.view(-1, 1)).view_as(chosen) - 1  # [n, K]
+        # Tiles that there can be: every one of E experts has at most one that is not full.
+        num_tiles = chosen.numel() // TILE + len(experts)
+        rows = x.new_zeros(num_tiles * TILE, x.size(1))
+        rows[places.flatten()] = x.repeat_interleave(chosen.size(1), 0)
+        scale = probs.new_zeros(num_tiles * TILE, 1)
+        scale[places.flatten(), 0] = probs.flatten()
+        hidden = grouped_matmul(rows.view(num_tiles, TILE, -1), counts, [e.linear_fc1.weight for e in experts])
+        hidden = (_gated(hidden.flatten(0, 1)) * scale).to(x.dtype)
+        out = grouped_matmul(hidden.view(num_tiles, TILE, -1), counts, [e.linear_fc2.weight for e in experts])
+        parts = out.flatten(0, 1)[places]  # [n, K, H]
+        total = torch.zeros_like(x)
+        for k in range(parts.size(1)):
+            total = total + parts[:, k]
+        return total
+
+    def _route(self, moe: MoELayer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and numbers [n, K] of each row's experts, in the order of the experts."""
+        router, config = moe.router, self._config
+        dtype = torch.float32 if config.moe_router_dtype == "fp32" else x.dtype
+        logits = linear(x.to(dtype), router.weight.to(dtype))
+        if config.moe_router_pre_softmax:
+            scores, chosen = torch.softmax(logits, -1, dtype=torch.float32).type_as(logits).topk(router.topk)
+        else:
+            top, chosen = logits.topk(router.topk)
+            scores = torch.softmax(top, -1, dtype=torch.float32).type_as(logits)
+        chosen, order = chosen.sort(1)
+        return scores.gather(1, order), chosen
+
+
+def _norm(norm: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return norm(x) if isinstance(norm, torch.nn.RMSNorm) else x
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """``x`` [n, heads, D], ``cos`` and ``sin`` [n, 1, D]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def _gated(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return _silu(gate) * up
+
+
+_silu = padded(F.silu)
