@@ -112,7 +112,7 @@ def schedules(dtype: str) -> dict[str, Any]:
     }
 
 
-STOP = 5  # not the tokenizer's: some responses end by it, others are cut
+STOP = 6  # not the tokenizer's: some responses end by it, others are cut
 SCHEDULES = {
     "without cache": {"kv_cache": False},
     "five rows": {"max_sequences": 5},
