@@ -25,21 +25,18 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 
 from megatron_rl.exact.doses import Dose
 from megatron_rl.exact.pages import Pages
-from megatron_rl.exact.room import CacheShape, num_cache_pages
+from megatron_rl.exact.room import CacheShape, num_cache_pages, rows_and_steps
 from megatron_rl.exact.schedule import Schedule, Whole, num_pages
 from megatron_rl.exact.step import StepForward, Watch
 from megatron_rl.learner.exchange import speaks
 from megatron_rl.learner.layers.exact_attention import CachedPrompts, CachedStep, PackedSequences, PagedCache
-from megatron_rl.learner.layers.invariant import KEY_BLOCK, TILE, batch_invariant
+from megatron_rl.learner.layers.invariant import KEY_BLOCK, batch_invariant
 from megatron_rl.learner.layers.logprobs import token_logprobs
 from megatron_rl.learner.learner import Learner
 from megatron_rl.process.ranks import gather_objects
 from megatron_rl.rollout.requests import in_order, share_of
 
 T = TypeVar("T")
-
-CUDA_BUCKET = 64  # rows: with fewer, kernels of other shapes sum in another order
-CUDA_STEPS = 16  # between two looks at what was sampled; on a CPU looking costs nothing
 
 
 class Chooser(Protocol):
@@ -117,14 +114,11 @@ class Decoder:
         kv_cache: bool,
         cache_gib: float | None = None,
         utilization: float = 0.9,
-        steps: int | None = None,
     ):
         self.module, self.vocab_size, self.device = module, vocab_size, device
         self.max_tokens, self.max_sequences, self.kv_cache = max_tokens, max_sequences, kv_cache
         self._cache_gib, self._utilization = cache_gib, utilization
-        on_cuda = device.type == "cuda"
-        self.bucket = CUDA_BUCKET if on_cuda else TILE
-        self.steps = steps or (CUDA_STEPS if on_cuda else 1)
+        self.bucket, self.steps = rows_and_steps(device)
         self._replica = parallel_state.get_data_parallel_rank()
         self._num_replicas = parallel_state.get_data_parallel_world_size()
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()

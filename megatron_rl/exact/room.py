@@ -1,4 +1,4 @@
-"""How many pages of keys and values a rank has room for."""
+"""What a device has room for: pages of keys and values, rows of a step, steps between two looks at the results."""
 
 from __future__ import annotations
 
@@ -11,12 +11,21 @@ from megatron.core.models.gpt import GPTModel
 from megatron_rl.errors import InputError
 from megatron_rl.exact.schedule import num_pages
 from megatron_rl.learner.layers.exact_attention import PagedCache
-from megatron_rl.learner.layers.invariant import KEY_BLOCK
+from megatron_rl.learner.layers.invariant import KEY_BLOCK, TILE
 from megatron_rl.process.ranks import gather_objects
 from megatron_rl.rollout.engine_arguments import CPU_KV_CACHE_GIB, GIB
 
 LEAST_BESIDE = 2
 """Pages beside those of the longest sequence: the scratch page, and the copy of a prompt's last page."""
+
+CUDA_ROWS = 64  # with fewer, kernels of other shapes sum in another order
+CUDA_STEPS = 16
+
+
+def rows_and_steps(device: torch.device) -> tuple[int, int]:
+    """What the number of rows is a multiple of, and steps between two looks at what was sampled, which wait for a GPU
+    and cost nothing on a CPU. Neither changes a response."""
+    return (CUDA_ROWS, CUDA_STEPS) if device.type == "cuda" else (TILE, 1)
 
 
 @dataclass(frozen=True)
