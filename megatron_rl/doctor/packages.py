@@ -42,6 +42,8 @@ def compare(text: str, needed: set[str]) -> tuple[list[str], dict[str, dict[str,
 
     wrong, table = [], {}
     for requirement in map(Requirement, pins(text)):
+        if requirement.marker is not None and not requirement.marker.evaluate():  # another Python's
+            continue
         found = installed(requirement.name)
         wanted = str(requirement.specifier) or "any"
         if found is None and requirement.name in needed:

