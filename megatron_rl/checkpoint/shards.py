@@ -1,15 +1,14 @@
 """Weights between Hugging Face names and the shards of a model in memory, in both directions. The table is `names`.
 
 Export yields whole tensors in Hugging Face names, one at a time, on every rank, for a rollout engine or a checkpoint.
-It holds one tensor at a time.
+It holds the tensors of one parameter at a time.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,6 +31,13 @@ class Entry:
     sharding: Sharding
     local_expert: int | None  # number among this rank's experts
     stage: int  # pipeline rank that owns it
+    shape: tuple[int, ...]  # of the shard that each rank holds
+    dtype: torch.dtype
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the tensors of Hugging Face lie in a whole parameter one after another."""
+        return self.sharding != "qkv"
 
     def names(self, expert: int | None = None) -> tuple[str, ...]:
         return tuple(name.replace(EXPERT, str(expert)) for name in self.hf_names)
@@ -47,13 +53,23 @@ class WeightMap:
         self.pp = parallel_state.get_pipeline_model_parallel_group()
         self.ep = parallel_state.get_expert_model_parallel_group()
         self.expert_tp = parallel_state.get_expert_tensor_parallel_group()
-        self.num_local_experts = architecture.num_experts // self.ep.size() if architecture.is_moe else 0
+        self._tp, self._pp, self._ep, self._etp = (g.size() for g in (self.tp, self.pp, self.ep, self.expert_tp))
+        self._device = next(iter(self.parameters.values())).device
+        self.num_local_experts = architecture.num_experts // self._ep if architecture.is_moe else 0
         self.entries = [self._entry(name) for name in self.parameters]
         stages: list[list[Entry]] = [self.entries]
-        if self.pp.size() > 1:
-            stages = [[] for _ in range(self.pp.size())]
+        if self._pp > 1:
+            stages = [[] for _ in range(self._pp)]
             dist.all_gather_object(stages, self.entries, group=self.pp)
         self.all_entries = [entry for stage in stages for entry in stage]
+        self._made: dict[str, tuple[int, Sequence[torch.Tensor]]] = {}  # parameter → where it lies, and views of it
+        self._exported = [(entry, self._exported_names(entry)) for entry in self.all_entries]
+
+    def _exported_names(self, entry: Entry) -> list[tuple[str, ...]]:
+        """Of the tensors that `export` makes of ``entry``; for experts by expert-parallel rank."""
+        if entry.local_expert is None:
+            return [entry.names()]
+        return [entry.names(rank * self.num_local_experts + entry.local_expert) for rank in range(self._ep)]
 
     def _entry(self, name: str) -> Entry:
         in_layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
@@ -64,7 +80,8 @@ class WeightMap:
         if in_layer:  # layer_number counts over all stages, from 1
             prefix = f"model.layers.{self.model.decoder.layers[int(in_layer[1])].layer_number - 1}."
         hf_names = tuple(prefix + hf_name for hf_name in weight.hf)
-        return Entry(name, hf_names, weight.sharding, expert, self.pp.rank())
+        parameter = self.parameters[name]
+        return Entry(name, hf_names, weight.sharding, expert, self.pp.rank(), tuple(parameter.shape), parameter.dtype)
 
     # -- Hugging Face → Megatron
 
@@ -111,68 +128,91 @@ class WeightMap:
             for entry in self.entries
         ]
 
-    @torch.no_grad()
     def export(
         self, read: Callable[[torch.nn.Parameter], torch.Tensor] | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """``(Hugging Face name, whole tensor)``, in the same order on every rank.
 
-        ``read``: parameter → the values to send, of its shape; None: its own. ``dtype``: rounded to; None: as read.
-        Every rank must consume all of it: gathering is collective.
+        Args:
+            read: parameter → the values to send, of its shape and dtype unless ``dtype`` is given; None: its own.
+            dtype: what to round to; None: as read.
+
+        Every rank must consume all of it: gathering is collective. A tensor that no rank has to join is a view of the
+        parameter, so one that is kept has to be cloned.
         """
-        local = partial(self._local, read=read or torch.nn.Parameter.detach, dtype=dtype)
-        for entry in self.all_entries:
+        stage = self.pp.rank()
+        for entry, names in self._exported:
             if entry.parameter == "output_layer.weight" and self.architecture.tie_embeddings:
                 continue
-            mine = entry.stage == self.pp.rank()
-            if entry.local_expert is None:
-                tensors = self._merge(entry.sharding, self._gather(local(entry), self.tp)) if mine else None
-                yield from zip(entry.names(), self._broadcast(tensors, entry.stage), strict=True)
-            else:
-                shards = self._gather(local(entry), self.expert_tp) if mine else None
-                merged = torch.stack(self._merge(entry.sharding, shards)) if mine else None
-                per_rank = self._gather(merged, self.ep) if mine else None
-                (stacked,) = self._broadcast([torch.stack(per_rank)] if mine else None, entry.stage)
-                for ep_rank, tensors in enumerate(stacked):
-                    yield from zip(entry.names(ep_rank * self.num_local_experts + entry.local_expert), tensors)
+            if read is None and dtype is None and entry.is_view and self._is_whole(entry):
+                yield from zip(names[0], self._views(entry), strict=True)
+                continue
+            values = self._local(entry, read, dtype) if entry.stage == stage else None
+            for ep_rank, shards in enumerate(self._all_shards(entry, values, dtype)):
+                yield from zip(names[ep_rank], self._merge(entry.sharding, shards), strict=True)
 
-    def _local(self, entry: Entry, read: Callable, dtype: torch.dtype | None) -> torch.Tensor:
-        values = read(self.parameters[entry.parameter])
+    def _local(self, entry: Entry, read: Callable | None, dtype: torch.dtype | None) -> torch.Tensor:
+        parameter = self.parameters[entry.parameter]
+        values = (parameter if read is None else read(parameter)).detach()
         return values if dtype is None else values.to(dtype)
 
-    def _gather(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-        if group.size() == 1:
-            return [tensor]
-        pieces = [torch.empty_like(tensor) for _ in range(group.size())]
-        dist.all_gather(pieces, tensor.contiguous(), group=group)
-        return pieces
+    def _is_whole(self, entry: Entry) -> bool:
+        """Whether every rank holds all of the tensors that ``entry`` stands for."""
+        is_expert = entry.local_expert is not None
+        tp = self._etp if is_expert else self._tp
+        return self._pp == 1 and (tp == 1 or entry.sharding == "replicated") and (self._ep == 1 or not is_expert)
 
-    def _merge(self, sharding: Sharding, shards: list[torch.Tensor]) -> list[torch.Tensor]:
-        a = self.architecture
+    def _views(self, entry: Entry) -> Sequence[torch.Tensor]:
+        """Of this rank's parameter, which holds all: made once, as long as the parameter stays where it is."""
+        parameter = self.parameters[entry.parameter]
+        place, views = self._made.get(entry.parameter, (0, ()))
+        if place != parameter.data_ptr():
+            views = self._merge(entry.sharding, [parameter.detach()])
+            self._made[entry.parameter] = parameter.data_ptr(), views
+        return views
+
+    def _all_shards(
+        self, entry: Entry, values: torch.Tensor | None, dtype: torch.dtype | None
+    ) -> Iterable[list[torch.Tensor]]:
+        """The shards of every tensor that ``entry`` stands for: of one, or of one expert of each expert-parallel rank.
+
+        ``values``: this rank's, None on ranks of other stages. A gathered byte is written once.
+        """
+        if self._is_whole(entry):
+            return [[values]]
+        if entry.local_expert is None:
+            tp_group, tp, ep = self.tp, self._tp if entry.sharding != "replicated" else 1, 1
+        else:
+            tp_group, tp, ep = self.expert_tp, self._etp, self._ep
+        if values is not None:
+            values = self._gather(self._gather(values, tp_group, tp), self.ep, ep)
+        else:
+            values = torch.empty((ep, tp, *entry.shape), dtype=dtype or entry.dtype, device=self._device)
+        if self._pp > 1:
+            values = values.contiguous()
+            dist.broadcast(values, src=dist.get_global_rank(self.pp, entry.stage), group=self.pp)
+        return [list(shards.unbind()) for shards in values.unbind()]
+
+    def _gather(self, tensor: torch.Tensor, group: dist.ProcessGroup, size: int) -> torch.Tensor:
+        """[size, *shape], by rank of ``group``."""
+        if size == 1:
+            return tensor.unsqueeze(0)
+        whole = tensor.new_empty(size * len(tensor), *tensor.shape[1:])
+        dist.all_gather_into_tensor(whole, tensor.contiguous(), group=group)
+        return whole.view(size, *tensor.shape)
+
+    def _merge(self, sharding: Sharding, shards: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        a, is_whole = self.architecture, len(shards) == 1
         if sharding == "vocab":
-            return [torch.cat(shards)[: a.vocab_size]]
-        if sharding == "row":
+            return [(shards[0] if is_whole else torch.cat(shards))[: a.vocab_size]]
+        if sharding == "row" and not is_whole:
             return [torch.cat(shards, dim=1)]
         if sharding == "gated":
-            halves = [shard.chunk(2, dim=0) for shard in shards]
-            return [torch.cat([half[i] for half in halves]) for i in range(2)]
+            halves = [shard.chunk(2) for shard in shards]
+            return halves[0] if is_whole else [torch.cat([half[i] for half in halves]) for i in range(2)]
         if sharding == "qkv":
-            return split_qkv(torch.cat(shards), a)
-        return [shards[0]]
-
-    def _broadcast(self, tensors: list[torch.Tensor] | None, stage: int) -> list[torch.Tensor]:
-        if self.pp.size() == 1:
-            return tensors
-        source = dist.get_global_rank(self.pp, stage)
-        shapes = [[(tuple(t.shape), t.dtype) for t in tensors] if tensors is not None else None]
-        dist.broadcast_object_list(shapes, src=source, group=self.pp)
-        device = next(iter(self.parameters.values())).device
-        if tensors is None:
-            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes[0]]
-        tensors = [tensor.contiguous() for tensor in tensors]
-        for tensor in tensors:
-            dist.broadcast(tensor, src=source, group=self.pp)
-        return tensors
+            return split_qkv(shards[0] if is_whole else torch.cat(shards), a)
+        return shards
 
 
 def join_qkv(tensors: list[torch.Tensor], num_groups: int) -> torch.Tensor:

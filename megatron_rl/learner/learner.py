@@ -315,13 +315,16 @@ class Learner:
         that are in host memory stay there."""
         dtype, wanted = self.config.dtype, self.recipe.rollout.dtype
         if self.adapters is not None or self.recipe.precision.export_from == "learner" or dtype in ("fp32", wanted):
-            return self.weights.export(self._current)
+            return self.weights.export(None if self.adapters is None and self.offload.is_all_here else self._current)
         return self.weights.export(master_reader(self.optimizer, self.offload.device_values), DTYPES[wanted])
 
     def _current(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Its values on the device, with its adapter."""
         read = self.offload.device_values
-        return read(parameter.detach()) if self.adapters is None else self.adapters.merged(parameter, read)
+        if self.adapters is None:
+            return read(parameter.detach())
+        with torch.no_grad():
+            return self.adapters.merged(parameter, read)
 
     def export_hf(self, folder: Path) -> None:
         """Write the weights as a Hugging Face checkpoint, with config and tokenizer of the starting one. Collective."""

@@ -70,8 +70,12 @@ class HostCopy:
             _bytes(storage).copy_(self._places[key], non_blocking=True)
         self._away = {}
 
+    @property
+    def is_away(self) -> bool:
+        return bool(self._away)
+
     def holds(self, tensor: torch.Tensor) -> bool:
-        return _key(tensor) in self._away
+        return self.is_away and _key(tensor) in self._away
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
         """A view of the host memory with the values of ``tensor``, which is away."""
@@ -150,10 +154,17 @@ class Offload:
 
     # -- reading what is away
 
+    @property
+    def is_all_here(self) -> bool:
+        """Whether every tensor has its values where it is."""
+        return not (self._states.is_away or self._weights.is_away)
+
     def host_values(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, or a view of the host memory where it is away."""
-        copy = next((copy for copy in (self._states, self._weights) if copy.holds(tensor)), None)
-        return tensor if copy is None else copy.values(tensor)
+        for copy in (self._states, self._weights):
+            if copy.holds(tensor):
+                return copy.values(tensor)
+        return tensor
 
     def device_values(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, or a copy on the device where it is away."""

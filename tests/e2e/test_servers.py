@@ -216,7 +216,7 @@ class TestTwoServers:
 
         generator._updates.broadcaster.close()
         monkeypatch.setattr(broadcaster, "address_for", unreachable)
-        monkeypatch.setattr(generator, "_say", said.append)
+        monkeypatch.setattr(generator._updates, "_say", said.append)
         generator.refit(perturbed(2).items(), 4)
         (line,) = said
         assert line.startswith("weights go to the servers through files in ")

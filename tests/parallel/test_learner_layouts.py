@@ -84,7 +84,11 @@ def start(world_size: int, jobs: dict) -> list[dict]:
 def runs(tmp_path_factory) -> dict[str, list[dict]]:
     """Result of every job on every rank: ``runs[job][rank]``."""
     jobs: dict[int, dict[str, tuple[str, dict]]] = {
-        1: {"one": train(learner()), "one, minibatches": train(learner(), 2, 4)},
+        1: {
+            "one": train(learner()),
+            "one, minibatches": train(learner(), 2, 4),
+            "exported": ("exported", {"learner": learner()}),
+        },
         2: {"ep2, minibatches": train(learner({"expert": 2}), 2, 4)},
         4: {"round trip": train(learner(LAYOUTS["tp2ep2pp2"][1]), 0)},
     }
@@ -207,6 +211,13 @@ def test_weights_survive_the_round_trip(runs):
 
     original = {name: tensor.float() for name, tensor in load_file(MODEL / "model.safetensors").items()}
     assert all(largest_difference(rank["weights"], original) == 0.0 for rank in runs["round trip"])
+
+
+def test_one_rank_exports_views_of_its_parameters(runs):
+    """Only fused queries, keys and values are copied. A view is made anew where a parameter has moved."""
+    (found,) = runs["exported"]
+    assert {name.split(".")[-2] for name in found["copied"]} == {"q_proj", "k_proj", "v_proj"}
+    assert found["follow"]
 
 
 @pytest.mark.parametrize("resharding", RESHARDINGS)

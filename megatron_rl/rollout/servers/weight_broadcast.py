@@ -9,6 +9,7 @@ bytes were sent: a worker that has other numbers, or that does not get to it, ha
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -33,27 +34,65 @@ class Amount:
     bytes: int
 
 
+Entry = tuple[str, str, torch.Size]  # name, dtype, shape
+Kind = tuple[str, tuple[int, ...]]  # dtype, and shape but for the first axis
+
+
 @dataclass
 class _Chunk:
-    """A buffer, what it is to hold, and the call that sends it."""
+    """A buffer, what it is to hold, and the call that sends it.
+
+    Tensors of one kind lie one after another, so that one call copies them as they are. `_places` says where.
+    """
 
     buffer: torch.Tensor  # uint8 [CHUNK_BYTES]
-    size: int = 0  # bytes of `tensors`
-    tensors: list[torch.Tensor] = field(default_factory=list)
-    entries: list[tuple[str, str, torch.Size]] = field(default_factory=list)  # name, dtype, shape
+    size: int = 0  # bytes of all tensors
+    entries: list[Entry] = field(default_factory=list)
+    kinds: dict[Kind, list[torch.Tensor]] = field(default_factory=dict)
     work: Work | None = None
 
-    def pack(self) -> torch.Tensor:
-        """Copy `tensors` into the buffer, and forget them. uint8 [size]."""
-        packed, flat = self.buffer[: self.size], [tensor.reshape(-1) for tensor in self.tensors]
-        if flat[0].device != packed.device:
-            flat = [tensor.to(packed.device) for tensor in flat]
-        if len({dtype for _, dtype, _ in self.entries}) > 1:
-            torch.cat([tensor.view(torch.uint8) for tensor in flat], out=packed)
-        else:
-            torch.cat(flat, out=packed.view(flat[0].dtype))
-        self.tensors, self.entries, self.size = [], [], 0
-        return packed
+    def add(self, name: str, tensor: torch.Tensor, size: int) -> None:
+        shape, dtype = tensor.shape, NAMES[tensor.dtype]
+        self.entries.append((name, dtype, shape))
+        kind = dtype, shape[1:]
+        if kind not in self.kinds:
+            self.kinds[kind] = []
+        self.kinds[kind].append(tensor if shape else tensor.reshape(1))
+        self.size += size
+
+    def pack(self) -> tuple[list[Entry], torch.Tensor]:
+        """Copy all tensors into the buffer, in one pass, and forget them: what it holds, and uint8 [size]."""
+        place = 0
+        for dtype, rest in sorted(self.kinds, key=_wider_first):
+            tensors = self.kinds[dtype, rest]
+            if tensors[0].device != self.buffer.device:
+                tensors = [tensor.to(self.buffer.device) for tensor in tensors]
+            rows = sum(map(len, tensors))
+            end = place + rows * math.prod(rest) * DTYPES[dtype].itemsize
+            torch.cat(tensors, out=self.buffer[place:end].view(DTYPES[dtype]).view(rows, *rest))
+            place = end
+        entries, packed = self.entries, self.buffer[: self.size]
+        self.size, self.entries, self.kinds = 0, [], {}
+        return entries, packed
+
+
+def _wider_first(kind: Kind) -> int:
+    """Tensors with wider elements come first, so that every one begins where it can be viewed."""
+    return -DTYPES[kind[0]].itemsize
+
+
+def _places(entries: list[Entry]) -> list[tuple[int, int]]:
+    """Of each entry of a chunk, where its bytes begin and how many they are."""
+    kinds: dict[Kind, list[int]] = {}
+    for number, (_, dtype, shape) in enumerate(entries):
+        kinds.setdefault((dtype, tuple(shape[1:])), []).append(number)
+    found, place = [(0, 0)] * len(entries), 0
+    for kind in sorted(kinds, key=_wider_first):
+        for number in kinds[kind]:
+            size = DTYPES[kind[0]].itemsize * math.prod(entries[number][2])
+            found[number] = place, size
+            place += size
+    return found
 
 
 class Sender:
@@ -67,50 +106,50 @@ class Sender:
         ]
         self._filling = 0
         self._whole: deque[tuple[Work, torch.Tensor]] = deque()  # on their way from where they lie
-        self._num_tensors = self._num_bytes = 0
+        self._said: list[tuple[list[Entry], str]] = []  # entries and their text, by chunk
+        self._num_said = 0
         self._whole_bytes = min(WHOLE_BYTES, self._chunk_bytes)
 
     @torch.no_grad()
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Amount:
         """All of ``tensors``; returns when the memory that they lie in may change. Raises `GroupError`."""
         self._group.next_update()
-        self._num_tensors = self._num_bytes = 0
+        self._num_said = num_tensors = num_bytes = 0
+        chunk = self._chunks[self._filling]
         for name, tensor in tensors:
-            self._add(name, tensor)
+            size = tensor.nbytes
+            num_tensors += 1
+            num_bytes += size
+            if size >= self._whole_bytes:
+                chunk = self._send_filled()
+                self._send_whole(name, tensor)
+                continue
+            if chunk.size + size > self._chunk_bytes:
+                chunk = self._send_filled()
+            chunk.add(name, tensor, size)
         self._send_filled()
         for chunk in self._chunks:
             self._finish(chunk)
         self._let_go(0)
-        self._say({"sent": [self._num_tensors, self._num_bytes]})
-        return Amount(self._num_tensors, self._num_bytes)
+        self._group.write(json.dumps({"sent": [num_tensors, num_bytes]}))
+        return Amount(num_tensors, num_bytes)
 
-    def _add(self, name: str, tensor: torch.Tensor) -> None:
-        size, shape, chunk = tensor.nbytes, tensor.shape, self._chunks[self._filling]
-        entry = (name, NAMES[tensor.dtype], shape)
-        self._num_tensors += 1
-        self._num_bytes += size
-        if size >= self._whole_bytes:
-            self._send_filled()
-            whole = tensor.to(self._group.device).contiguous()
-            self._say({"tensors": [entry]})
-            self._whole.append((self._group.broadcast(whole.view(-1).view(torch.uint8)), whole))
-            self._let_go(NUM_BUFFERS)
-            return
-        # Tensors of other dtypes begin where they can be viewed.
-        if chunk.entries and (chunk.size + size > self._chunk_bytes or chunk.size % tensor.itemsize):
-            self._send_filled()
-            chunk = self._chunks[self._filling]
-        chunk.tensors.append(tensor)
-        chunk.entries.append(entry)
-        chunk.size += size
+    def _send_whole(self, name: str, tensor: torch.Tensor) -> None:
+        whole = tensor.to(self._group.device).contiguous()
+        self._say([(name, NAMES[tensor.dtype], tensor.shape)])
+        self._whole.append((self._group.broadcast(whole.view(-1).view(torch.uint8)), whole))
+        self._let_go(NUM_BUFFERS)
 
-    def _send_filled(self) -> None:
+    def _send_filled(self) -> _Chunk:
+        """The chunk to fill next, while this one is on its way."""
         chunk = self._chunks[self._filling]
         if chunk.entries:
             self._finish(chunk)
-            self._say({"tensors": chunk.entries})
-            chunk.work = self._group.broadcast(chunk.pack())
+            entries, packed = chunk.pack()
+            self._say(entries)
+            chunk.work = self._group.broadcast(packed)
             self._filling = (self._filling + 1) % NUM_BUFFERS
+        return self._chunks[self._filling]
 
     def _finish(self, chunk: _Chunk) -> None:
         if chunk.work is not None:
@@ -122,8 +161,13 @@ class Sender:
             self._group.wait(self._whole[0][0])
             self._whole.popleft()
 
-    def _say(self, content: dict) -> None:
-        self._group.write(json.dumps(content))
+    def _say(self, entries: list[Entry]) -> None:
+        """What the next chunk holds; the text of the update before, where that held the same there."""
+        said, number = self._said, self._num_said
+        if number == len(said) or said[number][0] != entries:
+            said[number:] = [(entries, json.dumps({"tensors": entries}))]
+        self._group.write(said[number][1])
+        self._num_said += 1
 
 
 class Receiver:
@@ -142,13 +186,9 @@ class Receiver:
             buffer, entries, work = coming
             self._group.wait(work)
             coming = self._begin()
-            place = 0
-            for name, dtype, shape in entries:
-                kind = DTYPES[dtype]
-                size = kind.itemsize * torch.Size(shape).numel()
+            for (name, dtype, shape), (place, size) in zip(entries, _places(entries), strict=True):
                 self.received = Amount(self.received.tensors + 1, self.received.bytes + size)
-                yield name, buffer[place : place + size].view(kind).view(shape)
-                place += size
+                yield name, buffer[place : place + size].view(DTYPES[dtype]).view(shape)
 
     def _begin(self) -> tuple[torch.Tensor, list, Work] | None:
         """The next chunk, on its way; None after the last."""

@@ -22,6 +22,17 @@ def train_on_stored_rollouts(num_steps: int = 5, minibatches: int = 1, **section
     return {"metrics": metrics, "before": before, "after": after, "weights": weights}
 
 
+def exported(**sections: Any) -> dict[str, Any]:
+    """Names of exported tensors that are no views of parameters, and whether all follow a parameter that moves."""
+    learner = Learner(tiny_recipe(**sections))
+    places = {parameter.untyped_storage().data_ptr() for parameter in learner.model.parameters()}
+    before = {name: (tensor.untyped_storage().data_ptr(), tensor.clone()) for name, tensor in learner.export_weights()}
+    for parameter in learner.model.parameters():
+        parameter.data = parameter.data + 1
+    follow = all(torch.equal(tensor, before[name][1] + 1) for name, tensor in learner.export_weights())
+    return {"copied": [name for name, (place, _) in before.items() if place not in places], "follow": follow}
+
+
 def save_after(folder: str, num_steps: int, **sections: Any) -> dict[str, Any]:
     """Train, save, train on: what a run that loads the checkpoint must reproduce."""
     learner = Learner(tiny_recipe(**sections))
