@@ -84,6 +84,18 @@ class RolloutConfig(Section):
         """Beyond this a step of the engine does not return: `deadline_s` is looked at between steps."""
         return None if self.deadline_s is None else 1.25 * self.deadline_s + 2.0
 
+    @property
+    def why_files(self) -> str:
+        """Why weights go to servers through files from the start; "" where they are broadcast."""
+        if self.servers.weights == "files":
+            return "rollout.servers.weights: files"
+        if self.max_staleness > 1 and self.in_flight.mode == "finish":
+            return (
+                f"rollout.max_staleness {self.max_staleness} under rollout.in_flight.mode finish: weights wait behind "
+                "batches that the learner does not wait for"
+            )
+        return ""
+
     @model_validator(mode="after")
     def _ahead_of_the_learner(self) -> RolloutConfig:
         if self.max_staleness and self.engine != "vllm_server":

@@ -36,10 +36,10 @@ class ServersConfig(Section):
     token_file: Annotated[AnyPath | None, LookedUp()] = None
     """File (mode 600) with the token that servers ask for. null: the environment variable MRL_SERVER_TOKEN; with
     `launch`, a random one if that is not set."""
-    weights: Literal["broadcast", "files"] = "files"
-    """How weights reach servers. `files`: through `weights_dir`. `broadcast`: straight from the learner's memory, over
-    NCCL, or gloo on a CPU; servers have to reach ports of the learner's first node. Where no group can be formed the
-    log says so, and weights go through files."""
+    weights: Literal["broadcast", "files"] = "broadcast"
+    """How weights reach servers. `broadcast`: straight from the learner's memory, over NCCL, or gloo on a CPU; servers
+    have to reach ports of the learner's first node. Where no group can be formed the log says so, and weights go
+    through files. `files`: through `weights_dir`."""
     weights_stall_s: PositiveFloat = 60.0
     """A broadcast in which nothing moves for this long is given up."""
     weights_dir: AnyPath | None = None

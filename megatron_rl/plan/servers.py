@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.config.rollout import InFlightConfig
 from megatron_rl.errors import InputError
 from megatron_rl.plan import hardware as hw
 from megatron_rl.plan.activations import BYTES
@@ -70,13 +71,18 @@ def server_plan(work: Workload, engine: EngineMemory | None, lengths: Lengths, o
     own = (pipeline.mode, pipeline.max_staleness)
     arms = [("finish", 0), *((mode, staleness) for mode in MODES), ("keep", staleness + 1)]
     others = [arm for arm in arms if arm != own]
-    return ServerPlan(pipeline, lengths, [_arm(pipeline, lengths, *arm, arm == own) for arm in (own, *others)])
+    return ServerPlan(pipeline, lengths, [_arm(work, pipeline, lengths, *arm, arm == own) for arm in (own, *others)])
 
 
-def _arm(pipeline: Pipeline, lengths: Lengths, mode: str, max_staleness: int, is_recipes: bool) -> Arm:
+def _arm(work: Workload, pipeline: Pipeline, lengths: Lengths, mode: str, max_staleness: int, is_recipes: bool) -> Arm:
     if not max_staleness and pipeline.asking.rest == "carry_over":
         pipeline = replace(pipeline, asking=replace(pipeline.asking, rest=None, factor=1.0))
-    pipeline = replace(pipeline, mode=mode, max_staleness=max_staleness)
+    changes = {"max_staleness": max_staleness, "in_flight": InFlightConfig(mode=mode)}
+    by_files = bool(work.recipe.rollout.model_copy(update=changes).why_files)
+    publish_s, load_s, joins = _weights(work, by_files)
+    pipeline = replace(
+        pipeline, mode=mode, max_staleness=max_staleness, publish_s=publish_s, load_s=load_s, joins=joins
+    )
     asking = pipeline.asking
     num_steps = min(max(MEASURED // (asking.num_asked * asking.num_samples), STEPS[0]), STEPS[1])
     time = simulate(pipeline, lengths.again(), num_steps, warm=2 * max_staleness + 2, cool=max_staleness)
@@ -87,7 +93,7 @@ def make_pipeline(work: Workload, engine: EngineMemory, lengths: Lengths, own_se
     """``work`` has the mean of ``lengths`` as its mean response."""
     rollout, batch = work.recipe.rollout, work.recipe.batch
     decoding = Decoding.of(work, engine)
-    publish_s, load_s, joins = _weights(work)
+    publish_s, load_s, joins = _weights(work, by_files=bool(rollout.why_files))
     return Pipeline(
         costs=ServerCosts(
             slots=rollout.max_num_seqs,
@@ -127,10 +133,10 @@ def _learning(work: Workload, engine: EngineMemory, lengths: Lengths, own_second
     return time.optimizer + time.offload + own_seconds, by_token / work.trained_tokens
 
 
-def _weights(work: Workload) -> tuple[float, float, bool]:
+def _weights(work: Workload, by_files: bool) -> tuple[float, float, bool]:
     """Seconds in which the learner works alone, in which servers wait, and whether the learner is busy with both."""
     whole = total_parameters(work.architecture) * BYTES[work.recipe.rollout.dtype]
-    if work.recipe.rollout.servers.weights == "broadcast":
+    if not by_files:
         gathered, handling = weights_seconds(work)
         return 0.0, max(gathered, whole / (hw.LINK * work.gpu.network)) + handling, True
     return sum(weights_seconds(work)) + whole / hw.DISK, whole / hw.DISK, False

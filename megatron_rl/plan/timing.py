@@ -176,7 +176,7 @@ def _refit(work: Workload) -> float:
     if work.recipe.rollout.engine != "vllm_server":
         return gathered + handling
     whole = total_parameters(work.architecture) * BYTES[work.recipe.rollout.dtype]
-    if work.recipe.rollout.servers.weights == "broadcast":
+    if not work.recipe.rollout.why_files:
         return max(gathered, whole / (hw.LINK * work.gpu.network)) + handling
     return gathered + handling + 2 * whole / hw.DISK  # written and read
 

@@ -43,7 +43,7 @@ class WeightUpdates:
         self._folder: WeightFolder | None = None
         self.last_push: dict[str, float] = {}  # how long it took
         self.broadcaster = Broadcaster(
-            self._main, partial(checked, shapes=shapes), config.servers.weights_stall_s, _refused(config)
+            self._main, partial(checked, shapes=shapes), config.servers.weights_stall_s, config.why_files
         )
 
     def open_folder(self) -> None:
@@ -136,18 +136,6 @@ class WeightUpdates:
         """When no server reads them any more."""
         if self._folder is not None:
             self._folder.close()
-
-
-def _refused(config: RolloutConfig) -> str:
-    """Why weights go through files from the start; "" where they are broadcast."""
-    if config.servers.weights == "files":
-        return "rollout.servers.weights: files"
-    if config.max_staleness > 1 and config.in_flight.mode == "finish":
-        return (
-            f"rollout.max_staleness {config.max_staleness} under rollout.in_flight.mode finish: weights wait behind "
-            "batches that the learner does not wait for"
-        )
-    return ""
 
 
 def _raise(failure: Exception | None) -> None:
