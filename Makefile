@@ -39,8 +39,9 @@ setup-next: ## create .venv-next: Python 3.12 (PYTHON_NEXT=…), megatron-core 0
 
 test-next: setup-next ## the learner's tests, parallel ones included, under the newest Megatron-Core
 	@VENV=$(VENV_NEXT) TEST_CACHE=.cache/next tools/setup_tests.sh transformer-engine
-	TEST_CACHE=.cache/next $(VENV_NEXT)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadscope \
-	  tests/parallel tests/patches tests/unit/learner tests/unit/checkpoint
+	TEST_CACHE=.cache/next OTHER_PYTHON=$(abspath $(wildcard $(RUN))) \
+	  $(VENV_NEXT)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadscope \
+	  tests/parallel tests/patches tests/unit/learner tests/unit/checkpoint tests/unit/schedule
 
 test-isa: setup ## the computing tests under other instruction sets, two threads, deterministic kernels
 	tests/isa/run.sh $(RUN)

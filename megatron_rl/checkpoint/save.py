@@ -120,8 +120,8 @@ def begin_save(
     try:
         all_ranks(lambda: _make_empty(partial))
         shards, common = all_ranks(lambda: _state(model, optimizer, values, in_background))
-        all_ranks(lambda: _on_main(lambda: torch.save(common, partial / COMMON_STATE_FNAME)))
-        writer, index = all_ranks(lambda: _Strategy(*_FORMAT).async_save(shards, partial, **_OWN_PLAN))
+        all_ranks(lambda: _on_main(lambda: _write_common(common, partial)))
+        writer, index = all_ranks(lambda: _Strategy(*_FORMAT).async_save(shards, partial))
     except SaveError:
         _on_main(lambda: shutil.rmtree(partial, ignore_errors=True))
         raise
@@ -214,6 +214,11 @@ def _state(
     return shards, {"optimizer": optimizer_settings(optimizer), "content_metadata": dict(CONTENT_METADATA)}
 
 
+def _write_common(common: dict[str, Any], partial: Path) -> None:
+    """In a file of its own, which every release reads; megatron-core 0.19 itself writes it into the shards."""
+    torch.save(common, partial / COMMON_STATE_FNAME)
+
+
 def _copy_to_host(shards: list[ShardedTensor]) -> None:
     """Give ``shards`` copies of their data; pinned where they come from a GPU, so that all are under way at once."""
     from_gpu = [shard.data.is_cuda for shard in shards]
@@ -234,10 +239,10 @@ class _Strategy(TorchDistSaveShardedStrategy):
             del index.all_local_plans  # Megatron puts a second copy of the index into it, for saves that reuse it
         return writer, index
 
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, **options: Any) -> Any:
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
         # A queue for writers in other processes. There are none here, and upstream would start a process to make it.
         filesystem_async._results_queue = queue.Queue()
-        return super().async_save(sharded_state_dict, checkpoint_dir, **options)
+        return super().async_save(sharded_state_dict, checkpoint_dir, **_OWN_PLAN)
 
 
 def _write(writer: FileSystemWriterAsync) -> list[Any]:

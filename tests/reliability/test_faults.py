@@ -209,7 +209,7 @@ def test_a_stop_file_is_used_up(runs, whole):
     ("at", "message"),
     [
         (
-            "megatron.core.dist_checkpointing.strategies.common:TorchCommonSaveStrategy.save_common",
+            CHECKPOINT + "_write_common",
             "No space left on device",
         ),
         (CHECKPOINT + "_write", "No space left on device"),

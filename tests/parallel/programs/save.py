@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint import save as checkpoint
@@ -24,7 +23,7 @@ from tests.support.tiny import stored_rollouts, tiny_recipe
 
 PLACES = {
     "state on rank 1": (checkpoint, "sharded_state", 1),
-    "common.pt on rank 0": (TorchCommonSaveStrategy, "save_common", 0),
+    "common.pt on rank 0": (checkpoint, "_write_common", 0),
     "shards on rank 1": (checkpoint, "_write", 1),
     "index on rank 0": (checkpoint.FileSystemWriterAsync, "finish", 0),
     "manifest on rank 0": (manifest, "write_manifest", 0),

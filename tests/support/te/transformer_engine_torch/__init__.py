@@ -14,7 +14,7 @@ Megatron's code around them. Nothing is faked: every function here computes what
 | `fused_attn_fwd`, `fused_attn_bwd` | thd; fp32 inside, one rounding of each result; the saved log Σ exp is fp32 |
 | `thd_…` | halves of packed sequences; outputs of two parts weighed in fp32 |
 | `multi_tensor_adam` | Adam and AdamW in fp32 |
-| `multi_tensor_l2norm`, `multi_tensor_scale` | fp32 |
+| `multi_tensor_l2norm`, `multi_tensor_scale`, `multi_tensor_scale_tensor` | fp32 |
 
 `get_fused_attn_backend` says that there is no fused attention: TransformerEngine then takes its unfused attention,
 which is PyTorch. Context parallelism, which has none, is tested with another answer.
@@ -54,7 +54,7 @@ from .fused import (
     thd_second_half_lse_correction,
 )
 from .gemm import generic_gemm, te_general_grouped_gemm
-from .lists import multi_tensor_l2norm, multi_tensor_scale
+from .lists import multi_tensor_l2norm, multi_tensor_scale, multi_tensor_scale_tensor
 from .norm import rmsnorm_bwd, rmsnorm_fwd
 from .packed import convert_bshd_to_thd, convert_thd_to_bshd
 from .rope import fused_rope_backward, fused_rope_forward
@@ -137,6 +137,7 @@ __all__ = [
     "multi_tensor_adam",
     "multi_tensor_l2norm",
     "multi_tensor_scale",
+    "multi_tensor_scale_tensor",
     "rmsnorm_bwd",
     "rmsnorm_fwd",
     "scaled_masked_softmax_backward",
