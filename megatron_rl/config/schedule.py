@@ -46,6 +46,9 @@ class ScheduleConfig(Section):
     `decay_period` is given) or auto would have set is logged as lr_sched/shadow_lr."""
     decay_period: PositiveInt | None = None
     """Steps between halvings, counted from step 0 (T_decay)."""
+    decay_phase: NonNegativeInt = 0
+    """Length-decay only: the halvings come this many steps earlier, at n · T_decay − decay_phase. An instrument: a
+    clock of the same period that no surge has set."""
     period_factor: float = Field(1.8, gt=1)
     """T_decay over the step of the surge, in mode auto; above 1, so that the first halving comes after the surge."""
     detector: DetectorConfig = DetectorConfig()
@@ -64,6 +67,8 @@ class ScheduleConfig(Section):
                         f"{key}: {getattr(self, key)!r} has no effect with style {self.style!r}; "
                         f"remove it or set style: length-decay"
                     )
+            if self.decay_phase:
+                raise ValueError(f"decay_phase: {self.decay_phase} has no effect with style {self.style!r}; remove it")
         elif self.mode is None:
             raise ValueError("mode: missing; style length-decay needs mode manual, auto or shadow")
         elif self.mode == "manual" and self.decay_period is None:

@@ -38,7 +38,8 @@ def foresee(loaded: LoadedStudy, root: Path) -> list[Foresight]:
         results = read_results(loaded, root)
     primaries = study.decisive()
     level = study.level / (len(primaries) + len(study.trends))  # what the smallest p-value has to pass
-    found = [_of_pairs(study, p.arm, p.outcome, level, results) for p in primaries]
+    found = [] if study.gate is None else [_of_pairs(study, study.gate.arm, study.gate.outcome, study.level, results)]
+    found += [_of_pairs(study, p.arm, p.outcome, level, results) for p in primaries]
     return found + [_of_trend(study, name, trend, level, results) for name, trend in study.trends.items()]
 
 

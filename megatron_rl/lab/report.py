@@ -121,7 +121,8 @@ def _decisions_table(results: Results) -> Iterator[str]:
 def _effects_table(results: Results) -> Iterator[str]:
     """What describes: other predictions, and whatever else has an interval that excludes no effect."""
     study = results.study.study
-    decisive = {(primary.arm, primary.outcome) for primary in study.decisive()}
+    gate = [] if study.gate is None else [study.gate]
+    decisive = {(primary.arm, primary.outcome) for primary in [*gate, *study.decisive()]}
     rows = []
     for name, arm in study.arms.items():
         for outcome in study.outcomes:

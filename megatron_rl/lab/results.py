@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,13 @@ from megatron_rl.lab.outcomes import collapse_of, outcome_of
 from megatron_rl.lab.registration import Registration, read_registration
 from megatron_rl.lab.runner import FINISHED, REUSED, StudyRunner
 from megatron_rl.lab.statistics import Effect, Verdict, holm, paired_effect, restricted_mean_values, trend_effect
-from megatron_rl.lab.study import Direction, LoadedStudy, Outcome, Trend
+from megatron_rl.lab.study import Direction, LoadedStudy, Outcome, Primary, Trend
 from megatron_rl.monitor.jsonl import read_metrics
 from megatron_rl.monitor.run_directory import RunDirectory
 
 Records = list[dict[str, float]]
 Values = dict[int, float]  # seed → value
+_Row = tuple[str, str, str, Direction, Effect | None]  # as the first fields of a `Decision`
 
 
 class NothingFinished(InputError):
@@ -79,23 +80,29 @@ class Results:
         return trend_effect(*zip(*runs, strict=True), margin=trend.margin) if runs else None
 
     def decisions(self) -> list[Decision]:
-        """Every primary and trend. Those without runs stay in the family with p = 1: it is fixed by the study file."""
+        """The gate, then every primary and trend. Those without runs stay in the family with p = 1: it is fixed by the
+        study file."""
         study = self.study.study
-        rows = [
-            (
-                p.arm,
-                p.outcome,
-                str(study.arms[p.arm].control),
-                study.arms[p.arm].expect[p.outcome],
-                self.effect(p.arm, p.outcome),
-            )
-            for p in study.decisive()
-        ]
+        gate = [] if study.gate is None else self._judged([self._compared(study.gate)])
+        rows = [self._compared(primary) for primary in study.decisive()]
         rows += [(name, t.outcome, t.dose, t.expect, self.trend(t)) for name, t in study.trends.items()]
+        found = self._judged(rows)
+        if any(decision.verdict != "as predicted" for decision in gate):
+            found = [replace(decision, verdict="not testable") for decision in found]
+        return gate + found
+
+    def _compared(self, primary: Primary) -> _Row:
+        arm = self.study.study.arms[primary.arm]
+        effect = self.effect(primary.arm, primary.outcome)
+        return primary.arm, primary.outcome, str(arm.control), arm.expect[primary.outcome], effect
+
+    def _judged(self, rows: list[_Row]) -> list[Decision]:
+        """Verdicts of a family of tests."""
         p_values = [1.0 if effect is None else effect.p_of(expected) for *_, expected, effect in rows]
         found = []
         for (*names, expected, effect), p, adjusted in zip(rows, p_values, holm(p_values), strict=True):
-            verdict: Verdict = effect.verdict(expected, study.level, adjusted, len(rows)) if effect else "undecided"
+            level = self.study.study.level
+            verdict: Verdict = effect.verdict(expected, level, adjusted, len(rows)) if effect else "undecided"
             found.append(Decision(*names, expected, effect, p, adjusted, verdict))
         return found
 

@@ -15,8 +15,9 @@ from scipy import optimize, stats
 
 from megatron_rl.lab.study import Direction
 
-Verdict = Literal["as predicted", "contrary", "no effect", "undecided", "not contradicted"]
-"""no effect: a difference was predicted, and one as large as the margin is excluded."""
+Verdict = Literal["as predicted", "contrary", "no effect", "undecided", "not contradicted", "not testable"]
+"""no effect: a difference was predicted, and one as large as the margin is excluded. not testable: the study's gate did
+not come out as predicted."""
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,9 @@ class Study(Section):
     """The comparisons that decide, fixed before the runs; empty: every prediction."""
     trends: dict[str, Trend] = {}
     """Regressions that decide with them, by name."""
+    gate: Primary | None = None
+    """What must come out as predicted before anything else can be tested, such as harm before its cure. It is tested
+    first, at the full level, and not among the primaries; where it fails, every other verdict is "not testable"."""
     outcomes: dict[str, Outcome] = Field(min_length=1)
     """What is compared, by name."""
     arms: dict[str, Arm] = Field(min_length=2)
@@ -172,6 +175,10 @@ class Study(Section):
             ]
         for index, primary in enumerate(self.primaries):
             found += self._wrong_primary(f"primaries.{index}", primary)
+        if self.gate is not None:
+            found += self._wrong_primary("gate", self.gate)
+            if self.gate in self.primaries:
+                found.append(f"primaries: {self.gate.arm}, {self.gate.outcome} is the gate; name it there alone")
         for name, trend in self.trends.items():
             at = f"trends.{name}"
             found += _unknown(f"{at}.outcome", [trend.outcome], self.outcomes)
@@ -193,9 +200,9 @@ class Study(Section):
         return found
 
     def decisive(self) -> list[Primary]:
-        """The primaries, or every prediction where none is named."""
+        """The primaries, or every prediction but the gate's where none is named."""
         predicted = [Primary(arm=arm, outcome=name) for arm, values in self.arms.items() for name in values.expect]
-        return self.primaries or predicted
+        return self.primaries or [primary for primary in predicted if primary != self.gate]
 
     def commitment(self) -> dict[str, Any]:
         """What is fixed before the runs: all but words and drawings."""

@@ -62,11 +62,11 @@ class LengthDecay:
 
     def lr(self, step: int, max_lr: float, min_lr: float) -> float:
         """The rate in force at ``step`` between ``max_lr`` and ``min_lr``."""
-        return length_decay_lr(step, max_lr, min_lr, self.decay_period)
+        return length_decay_lr(step + self.config.decay_phase, max_lr, min_lr, self.decay_period)
 
     def shadow_lr(self, step: int, max_lr: float, min_lr: float) -> float:
         """The rate that the planned period gives at ``step``; differs from `lr` in mode shadow only."""
-        return length_decay_lr(step, max_lr, min_lr, self.planned_period)
+        return length_decay_lr(step + self.config.decay_phase, max_lr, min_lr, self.planned_period)
 
     def metrics(self, step: int) -> dict[str, float]:
         """`lr_sched/*` of ``step``, less the rates themselves. -1 stands for "none yet".
@@ -74,12 +74,12 @@ class LengthDecay:
         `length` is what the detector was shown last, `length_ema` its smoothed form, `length_baseline` the minimum it
         is compared with.
         """
-        detector, period = self.detector, self.planned_period
+        detector, period, clock = self.detector, self.planned_period, step + self.config.decay_phase
         found = {
             "lr_sched/step": float(step),
             "lr_sched/surge_step": float(-1 if detector.surge_step is None else detector.surge_step),
             "lr_sched/decay_period": float(-1 if period is None else period),
-            "lr_sched/decay_count": float(0 if self.decay_period is None else step // self.decay_period),
+            "lr_sched/decay_count": float(0 if self.decay_period is None else clock // self.decay_period),
         }
         if detector.length is not None:
             found["lr_sched/length"] = detector.length

@@ -203,6 +203,22 @@ def test_primaries_are_decided_together(runs):
     assert found["reward on rho"].p_holm == min(1.0, 2 * rest)
 
 
+def test_behind_a_gate_that_fails_nothing_is_testable(runs):
+    study, root = runs
+    text = study.path.read_text().replace("primaries:\n  - {arm: one, outcome: reward}\n", "primaries:\n")
+    verdicts = []
+    for arm, outcome in (("one", "reward"), ("later", "collapse")):
+        file = study.path.with_name(f"gate-{arm}.yaml")
+        both = text if arm == "one" else study.path.read_text().replace("  - {arm: later, outcome: collapse}\n", "")
+        file.write_text(both + f"gate: {{arm: {arm}, outcome: {outcome}}}\n")
+        verdicts.append([(d.name, d.verdict) for d in read_results(load_study(file), root).decisions()])
+    through, shut = verdicts
+    assert through[0] == ("one", "as predicted")
+    assert ("two", "as predicted") in through
+    assert shut[0] == ("later", "undecided")
+    assert {verdict for _, verdict in shut[1:]} == {"not testable"}
+
+
 def test_the_report_says_what_was_fixed_and_when(runs, tmp_path):
     study, root = runs
     fixed = register(study, root, num_finished=8)

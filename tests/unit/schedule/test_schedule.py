@@ -178,6 +178,20 @@ def test_surge_latches_one_period_and_shadow_only_reports_it():
     assert auto.metrics()["lr_sched/decay_period"] == metrics["lr_sched/decay_period"]
 
 
+def test_a_phase_moves_every_halving_and_nothing_else():
+    manual, moved = ({"mode": "manual", "decay_period": 204, "decay_phase": phase} for phase in (0, 60))
+    expected, early = run(build(config(**manual), lr=1e-6)), build(config(**moved), lr=1e-6)
+    rates = run(early)
+    assert rates[: STEPS - 60] == expected[60:]
+    assert early.metrics()["lr_sched/decay_count"] == (STEPS + 60) // 204
+    # auto: the surge and the period are what they were
+    auto, moved = build(config(mode="auto")), build(config(mode="auto", decay_phase=60))
+    run(auto), run(moved)
+    period = auto.metrics()["lr_sched/decay_period"]
+    assert moved.metrics()["lr_sched/decay_period"] == period
+    assert moved.metrics()["lr_sched/decay_count"] == (STEPS + 60) // period
+
+
 class CountingLearner:
     """The learner's counters and its real scheduler; an update of ``num_updates`` optimizer steps, some skipped."""
 
@@ -308,6 +322,7 @@ def test_decay_now_never_raises_a_rate_below_the_floor():
         ({"style": "length-decay", "mode": "auto", "decay_period": 204}, "mode auto finds it"),
         ({"style": "cosine", "mode": "auto"}, "has no effect with style 'cosine'"),
         ({"style": "constant", "decay_steps": 10}, "decay_steps: has no effect"),
+        ({"style": "cosine", "decay_phase": 10}, "decay_phase: 10 has no effect with style 'cosine'"),
         ({"style": "length-decay", "mode": "manual", "decay_period": 50, "warmup_steps": 50}, "shorten the warm-up"),
         ({"style": "stairs"}, "length-decay"),
     ],
