@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="check|power|plan|run|verify|report")
     check = commands.add_parser("check", help="check studies and their arms; no engine")
     check.add_argument("studies", nargs="+", type=Path, metavar="STUDY", help="study file or its folder")
+    check.add_argument("--offline", action="store_true", help="go without models and data that are not at hand")
     check.set_defaults(action=_check)
     start = commands.add_parser("run", help="run what is missing of a study")
     start.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: one per core)")
@@ -96,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     for path in options.studies:
         loaded = load_study(path)
-        loaded.check()
+        loaded.check(options.offline)
         print(f"{loaded.path}: {len(loaded.study.arms)} arms × {len(loaded.study.seeds)} seeds, checked")
     return EXIT_DONE
 

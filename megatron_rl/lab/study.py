@@ -274,13 +274,13 @@ class LoadedStudy:
         except (InputError, UserWarning) as error:
             raise InputError(f"study {self.path}, arm {job.arm}: {error}") from error
 
-    def check(self) -> None:
+    def check(self, offline: bool = False) -> None:
         """Check every arm as `megatron_rl check` does, and that it differs from its control as declared."""
         problems, recipes = [], {}
         for job in self.jobs(Path("runs"), seeds=self.study.seeds[:1]):
             try:
                 recipes[job.arm] = self.recipe(job)
-                check_recipe(recipes[job.arm])
+                check_recipe(recipes[job.arm], offline=offline)
             except InputError as error:
                 problems.append(str(error))
         if not problems:

@@ -153,7 +153,7 @@ def test_a_complete_run_of_the_same_recipe_is_reused_and_no_other(lab, study, tm
 
 
 def test_the_command_is_the_ordinary_train(study, tmp_path):
-    job = study.jobs(tmp_path)[1]
+    (job,) = study.jobs(tmp_path, seeds=[0], arms=["auto"])
     command = StudyRunner(study, tmp_path, 1).command(job)
     assert command[:4] == [sys.executable, "-m", "megatron_rl", "train"]
     assert command[4] == str(LAB / "length_decay" / "base.yaml")
