@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.utils import unwrap_model
 
 CONTENT_METADATA = {
@@ -65,7 +66,38 @@ def optimizer_slices(optimizer: MegatronOptimizer, weights: dict[str, Any]) -> I
 
 def sharded_weights(model: GPTModel) -> dict[str, Any]:
     """The weights of this rank's part of the model, by name in memory."""
-    return unwrap_model(model).sharded_state_dict(metadata=dict(CONTENT_METADATA))
+    bare = unwrap_model(model)
+    weights = bare.sharded_state_dict(metadata=dict(CONTENT_METADATA))
+    return weights | dict(_adapters(bare, weights))
+
+
+def _adapters(model: GPTModel, weights: dict[str, Any]) -> Iterator[tuple[str, Sharded]]:
+    """Adapters (`learner.lora`) of which Megatron's modules do not know that ranks share them, or that leave them out.
+
+    A factor that tensor-parallel ranks share has its axis in ``adapter_cut``. Whatever the layout is, a file holds it
+    whole under the name of its layer, gate before up.
+    """
+    for name, parameter in model.named_parameters():
+        layer, _, own = name.rpartition(".")
+        if not own.startswith("lora_"):
+            continue
+        if name not in weights:  # of a grouped layer, whose modules list their weights one by one
+            number = own[len("lora_A") :]
+            weight = weights[f"{layer}.weight{number}"]
+            key = f"{weight.key.removesuffix('.weight')}.{own.removesuffix(number)}"
+            yield name, ShardedTensor.from_rank_offsets(key, parameter, replica_id=weight.replica_id)
+        elif (cut := getattr(parameter, "adapter_cut", None)) is not None:
+            shared = _shared(weights[name], cut)
+            is_gated = layer.endswith("linear_fc1")
+            yield name, apply_swiglu_sharded_factory(shared, ()) if is_gated else shared
+
+
+def _shared(whole: ShardedTensor, axis: int) -> ShardedTensor:
+    """``whole``, said to be on every tensor-parallel rank, as this rank's part along ``axis``."""
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    offsets = (axis, parallel_state.get_tensor_model_parallel_rank(), size)
+    pipeline, _, data = whole.replica_id
+    return ShardedTensor.from_rank_offsets(whole.key, whole.data, offsets, replica_id=(pipeline, 0, data))
 
 
 def distributed_optimizers(optimizer: MegatronOptimizer) -> list[Any]:

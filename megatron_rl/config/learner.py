@@ -53,8 +53,8 @@ class OptimizerConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters on the linear layers of the blocks of a dense model; everything else is frozen. They are merged
-    into the weights in every forward pass, and so the rollout engine gets merged weights."""
+    """Low-rank adapters on the linear layers of the blocks, one for each expert; everything else is frozen. They are
+    merged into the weights in every forward pass, and so the rollout engine gets merged weights."""
 
     rank: PositiveInt = 32
     """Inner dimension of an adapter."""

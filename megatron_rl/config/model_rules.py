@@ -169,14 +169,12 @@ def routing_problems(routing: RoutingConfig, architecture: Architecture) -> list
 
 def lora_problems(architecture: Architecture, parallel: ParallelConfig) -> list[str]:
     """Why adapters cannot be used; empty where they can."""
-    found = []
-    if architecture.is_moe:
-        found.append(f"learner.lora: {architecture.model_type} has experts; adapters are for dense models")
-    if parallel.tensor > 1:
-        found.append(
-            f"learner.lora: with learner.parallel.tensor {parallel.tensor}; adapters are not sharded, use tensor: 1"
-        )
-    return found
+    if architecture.is_moe and parallel.expert_tensor > 1:
+        return [
+            f"learner.lora: with learner.parallel.expert_tensor {parallel.expert_tensor}; adapters of one expert are "
+            "not cut, use expert_tensor: 1 and spread experts by learner.parallel.expert"
+        ]
+    return []
 
 
 def precision_problems(recipe: RecipeSections, architecture: Architecture) -> list[str]:

@@ -79,6 +79,13 @@ CHECKS = (
         ranks="node",
     ),
     Check(
+        "context",
+        "Do ranks that share each sequence find the gradient of whole sequences?",
+        "learner.context",
+        120,
+        ranks="node",
+    ),
+    Check(
         "checkpoint",
         "Does a run that is saved and loaded go on as one that is not?",
         "learner.checkpoint",

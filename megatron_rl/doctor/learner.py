@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # Where no recipe is named, the packed attention of this one is asked for.
 PAPER_RECIPE = "recipes/router_replay/grpo-qwen3-30b-a3b-4n8g-tp4ep8-r3.yaml"
 NORM_TOLERANCE = 1e-5  # relative, fp32: another order of additions over a million weights
+BF16_NORM_TOLERANCE = 2.0**-6  # relative: four units of bf16's last place, of a norm over a million gradients
 _SEQUENCES, _TOKENS = 16, (3, 98)  # of a batch; the tiny model's tokens that are no special ones
 
 
@@ -164,6 +165,47 @@ def judge_experts(unmarked: list[str], norms: dict[str, float]) -> Outcome:
     told = " and ".join(norms)
     what = f"marked; the gradient norm is {first[1]:.6f} under {told}" if others else f"marked under {told}; one rank"
     return passed(f"expert weights are {what}", grad_norm=norms)
+
+
+# -- context parallelism
+
+
+def context(setting: Setting) -> Outcome:
+    """Two ranks that share each sequence, in attention and in the exchange of keys and values, find the gradient of
+    ranks that have whole sequences."""
+    from megatron_rl.learner.learner import Learner
+
+    ranks = setting.ranks
+    if ranks % 2:
+        return not_run(f"context parallelism needs an even number of ranks; here is {ranks}")
+    norms: dict[str, float] = {}
+    for size in (1, 2):
+        if norms:
+            rejoin()
+        learner = Learner(tiny(setting, *overrides({"context": size}, context_dtype(setting))))
+        norms[f"CP{size}·DP{ranks // size}"] = float(learner.update(made_up_batch(0))["actor/grad_norm"])
+    return judge_context(norms, context_dtype(setting))
+
+
+def context_dtype(setting: Setting) -> str:
+    """TransformerEngine has the exchange of keys and values for 16-bit learners only."""
+    from megatron_rl.learner.model import use_transformer_engine
+    from megatron_rl.learner.process_groups import resolve_device
+
+    return "bf16" if use_transformer_engine(resolve_device(setting.device)) else "fp32"
+
+
+def judge_context(norms: dict[str, float], dtype: str) -> Outcome:
+    (whole, expected), (shared, found) = norms.items()
+    tolerance = {"fp32": NORM_TOLERANCE, "bf16": BF16_NORM_TOLERANCE}[dtype]
+    if not abs(found - expected) <= tolerance * expected:
+        return failed(
+            f"gradient norm {found:.6f} under {shared}, {expected:.6f} under {whole} ({dtype})",
+            "Attention over shared sequences is wrong here: use learner.parallel.context: 1, and see the checks "
+            "`packages` and `attention`.",
+            grad_norm=norms,
+        )
+    return passed(f"the gradient norm is {expected:.6f} under {whole} and {shared} ({dtype})", grad_norm=norms)
 
 
 # -- checkpoints

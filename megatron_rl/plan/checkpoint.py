@@ -46,5 +46,6 @@ def _share(work: Workload, stage: StageParameters) -> float:
     trained = MASTER_BYTES + MOMENT_BYTES  # fp32 weights, their own masters, are written under both names
     if learner.lora is not None:
         weights = stage.dense / dense + stage.expert / experts
-        return b * weights + (b + trained) * adapter_parameters(work.architecture, learner.lora) / dense
+        adapters = adapter_parameters(work.architecture, learner.lora, p, stage)
+        return b * weights + (b + trained) * (adapters[0] / dense + adapters[1] / experts)
     return (b + trained) * (stage.dense / dense + stage.expert / experts)

@@ -104,8 +104,9 @@ def _stage(
     expert_dp = max(1, world_size // (p.expert * p.expert_tensor * p.pipeline))
     trained, sharded, weights = stage.total, stage.dense / dp + stage.expert / expert_dp, stage.total * b
     if learner.lora is not None:
-        trained = adapter_parameters(a, learner.lora)
-        sharded, weights = trained / dp, weights + trained * b
+        dense, expert = adapter_parameters(a, learner.lora, p, stage)
+        trained, sharded = dense + expert, dense / dp + expert / expert_dp
+        weights += trained * b
     activations, layer = _activations(stage, kept, learner, in_flight)
     return LearnerMemory(
         stage=index,
@@ -128,28 +129,31 @@ def _activations(
     kinds = [True] * (stage.moe_layers > 0) + [False] * (stage.moe_layers < stage.layers)
     dense_layers = stage.layers - stage.moe_layers
     whole = stage.moe_layers * kept.layer(True) + dense_layers * kept.layer(False)
-    merged = _merged_weights(kept.architecture, learner)
+    merged = {moe: _merged_weights(kept.architecture, learner, moe) for moe in kinds}
+    all_merged = stage.moe_layers * merged.get(True, 0.0) + dense_layers * merged.get(False, 0.0)
     at_hand = max(kept.layer_backward(moe) for moe in kinds)
     if learner.recompute == "full":
         each = stage.layers * kept.layer_input()
-        at_hand += max(kept.layer(moe) for moe in kinds) + merged
+        at_hand += max(kept.layer(moe) for moe in kinds) + max(merged.values())
         if kept.parallel.expert * kept.parallel.expert_tensor > 1 or kept.fused:
             # Megatron's token dispatcher holds on to what the recomputed layer was given, and to its gradient.
             at_hand += stage.moe_layers * kept.layer_input()
     elif learner.recompute == "selective" and stage.moe_layers:
-        each = whole - stage.moe_layers * kept.expert_block() + stage.layers * merged
+        each = whole - stage.moe_layers * kept.expert_block() + all_merged
         at_hand += kept.expert_block()
     else:
-        each = whole + stage.layers * merged
+        each = whole + all_merged
     return in_flight * (each + kept.outside_layers(stage.has_embedding, stage.has_head)), at_hand
 
 
-def _merged_weights(a: Architecture, learner: LearnerConfig) -> float:
+def _merged_weights(a: Architecture, learner: LearnerConfig, moe: bool) -> float:
     """One layer's merged copy of its adapted weights, which lives from its forward to its backward pass."""
     if learner.lora is None:
         return 0.0
-    width = (2 * a.num_heads + 2 * a.num_kv_heads) * a.head_dim
-    return a.hidden_size * (width + 3 * a.ffn_hidden_size) * BYTES[learner.dtype]
+    p, width = learner.parallel, (2 * a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+    width //= p.tensor
+    width += 3 * a.moe_ffn_hidden_size * (a.num_experts // p.expert) if moe else 3 * a.ffn_hidden_size // p.tensor
+    return a.hidden_size * width * BYTES[learner.dtype]
 
 
 def _update(stage: StageParameters, expert_dp: int, dp: int, fused: bool, weight_decay: float, watched: bool) -> float:

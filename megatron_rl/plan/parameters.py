@@ -54,11 +54,17 @@ def stage_parameters(a: Architecture, parallel: ParallelConfig) -> list[StagePar
     return stages
 
 
-def adapter_parameters(a: Architecture, lora: LoraConfig) -> int:
-    """Trained parameters with `learner.lora` (dense models, tp 1): A and B of the four linear layers of a block."""
-    q, kv = query_width(a), key_value_width(a)
-    widths = (a.hidden_size + q + 2 * kv, q + a.hidden_size, a.hidden_size + 2 * a.ffn_hidden_size)
-    return a.num_layers * lora.rank * (sum(widths) + a.ffn_hidden_size + a.hidden_size)
+def adapter_parameters(
+    a: Architecture, lora: LoraConfig, parallel: ParallelConfig, stage: StageParameters
+) -> tuple[int, int]:
+    """(dense, expert): trained parameters of one rank of ``stage`` with `learner.lora`, A and B of each linear layer.
+    Tensor parallelism cuts the factor on the side of the weight that it cuts."""
+    h, tp, dense_layers = a.hidden_size, parallel.tensor, stage.layers - stage.moe_layers
+    attention = 2 * h + (2 * query_width(a) + 2 * key_value_width(a)) // tp
+    dense = stage.layers * attention + dense_layers * (2 * h + 3 * a.ffn_hidden_size // tp)
+    # fc1 [2f, h] and fc2 [h, f] of every expert of this rank
+    expert = stage.moe_layers * (a.num_experts // parallel.expert) * (2 * h + 3 * a.moe_ffn_hidden_size)
+    return lora.rank * dense, lora.rank * expert
 
 
 def total_parameters(a: Architecture) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from megatron_rl.config.learner import OffloadConfig, ParallelConfig
-from megatron_rl.config.model_rules import layout_problems
+from megatron_rl.config.model_rules import layout_problems, lora_problems
 from megatron_rl.config.rules import MAX_EXACT_TENSOR_PARALLEL
 from megatron_rl.plan.hardware import MOST_UTILIZATION
 from megatron_rl.plan.host import host_phase
@@ -109,9 +109,12 @@ def _legal(work: Workload) -> list[ParallelConfig]:
         for expert_tensor in {1, tensor} if a.is_moe else {1}:
             sizes = dict(zip(_SIZE_KEYS, (tensor, pipeline, context, expert, expert_tensor), strict=True))
             candidates.setdefault(tuple(sizes.values()), ParallelConfig(**sizes))
-    if work.recipe.learner.lora is not None:
-        candidates = {key: parallel for key, parallel in candidates.items() if key[0] == 1}
-    return [parallel for parallel in candidates.values() if not layout_problems(parallel, a, work.ranks)]
+    has_adapters = work.recipe.learner.lora is not None
+    return [
+        parallel
+        for parallel in candidates.values()
+        if not layout_problems(parallel, a, work.ranks) and not (has_adapters and lora_problems(a, parallel))
+    ]
 
 
 def judge(work: Workload, parallel: ParallelConfig, offload: OffloadConfig) -> Layout:

@@ -42,6 +42,7 @@ def test_figures_of_the_engines(report):
     assert rounding == sorted(rounding, reverse=True)
     assert figures["refit"]["|mu - old|"] > 10 * figures["refit"]["|mu - new|"]
     assert set(figures["experts"]["grad_norm"]) == {"TP1·EP1·DP2", "TP2·EP2·DP1"}
+    assert set(figures["context"]["grad_norm"]) == {"CP1·DP2", "CP2·DP1"}
     assert figures["collectives"]["GiB/s"]["ranks 0-1"]["all_reduce"] > 0
 
 
@@ -49,6 +50,7 @@ def test_figures_of_the_engines(report):
     ("program", "told"),
     [
         ("unmarked_experts", "expert weights are not marked"),
+        ("lost_keys", "under CP2·DP1"),
         ("lost_moments", "loading a checkpoint changes the weights after the next update"),
     ],
 )

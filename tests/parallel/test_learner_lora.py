@@ -1,4 +1,5 @@
-"""Adapters on a dense model: the gradient in closed form, merged weights on both ends, layouts and checkpoints."""
+"""Adapters on a dense model and on experts: the gradient in closed form, merged weights on both ends, layouts and
+checkpoints."""
 
 from __future__ import annotations
 
@@ -16,12 +17,14 @@ from tests.parallel.gloo import run_ranks
 from tests.parallel.programs.lora import LORA, OPTIMIZER
 from tests.support.plain_training import Limits, adapters, float32_limits, run
 from tests.support.rounding import bound_from_double
-from tests.support.tiny import stored_rollouts, tiny_recipe
+from tests.support.tiny import MODEL, stored_rollouts, tiny_recipe
 
 STEPS = 3
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LONGEST_SUM = sum(len(s.tokens) for s in stored_rollouts(0).sequences)
 SCALE = LORA["alpha"] / LORA["rank"]
+EXPERTS = str(MODEL)
+PRECISION = 1e-5  # relative, of a gradient or a movement: what is asked for of every layout
 
 
 def start(world_size: int, jobs: dict) -> list[dict]:
@@ -37,6 +40,8 @@ def one(dense, tmp_path_factory) -> dict:
         "run": ("train", {"model": dense, "num_steps": STEPS, "folder": folder}),
         "recompute": ("train", {"model": dense, "num_steps": STEPS, "recompute": "full"}),
         "fp16": ("train", {"model": dense, "num_steps": STEPS, "dtype": "fp16"}),
+        "experts": ("train", {"model": EXPERTS, "num_steps": STEPS, "folder": str(tmp_path_factory.mktemp("run"))}),
+        "experts, recomputed": ("train", {"model": EXPERTS, "num_steps": STEPS, "recompute": "selective"}),
         "adapters' gradient": ("first_gradient", {"model": dense, "lora": True}),
         "whole gradient": ("first_gradient", {"model": dense, "lora": False}),
     }
@@ -106,24 +111,96 @@ def test_a_checkpoint_continues_the_run(one):
         assert torch.equal(tensor, one["run"]["exported"][name]), name
 
 
-def test_two_ranks_equal_one(one, dense):
-    limits = float32_limits(STEPS, **OPTIMIZER, path=dense, mutate=adapters(LORA["rank"], SCALE))
+@pytest.fixture(scope="module")
+def two(one, dense, tmp_path_factory) -> list[dict]:
+    """Every layout of two ranks, and checkpoints of one rank read by them."""
+
+    def train(model: str, folder: str = "", **parallel: int) -> tuple[str, dict]:
+        return "train", {"model": model, "num_steps": STEPS, "parallel": parallel, "folder": folder}
+
+    folders = {name: str(tmp_path_factory.mktemp("layout")) for name in ("tp2", "experts tp2 ep2")}
     jobs = {
-        "dp2": ("train", {"model": dense, "num_steps": STEPS}),
-        "pp2": ("train", {"model": dense, "num_steps": STEPS, "parallel": {"pipeline": 2}}),
+        "dp2": train(dense),
+        "pp2": train(dense, pipeline=2),
+        "tp2": train(dense, folders["tp2"], tensor=2),
+        "experts ep2": train(EXPERTS, expert=2),
+        "experts tp2 ep2": train(EXPERTS, folders["experts tp2 ep2"], tensor=2, expert=2),
+        "experts tp2": train(EXPERTS, tensor=2),
+        "resumed tp2": ("resume", {"model": dense, "path": one["run"]["path"], "parallel": {"tensor": 2}}),
+        "resumed tp2 ep2": (
+            "resume",
+            {"model": EXPERTS, "path": one["experts"]["path"], "parallel": {"tensor": 2, "expert": 2}},
+        ),
     }
-    for rank in start(2, jobs):
-        for layout in jobs:
-            for step, (got, want) in enumerate(zip(rank[layout]["metrics"], one["run"]["metrics"], strict=True)):
-                difference = abs(got["actor/grad_norm"] - want["actor/grad_norm"])
-                assert difference <= limits.of_metric("actor/grad_norm", step)
-            assert np.abs(rank[layout]["after"] - one["run"]["after"]).max() <= limits.logprobs
+    return start(2, jobs)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "pp2", "tp2"])
+def test_two_ranks_equal_one(one, two, dense, layout):
+    limits = float32_limits(STEPS, **OPTIMIZER, path=dense, mutate=adapters(LORA["rank"], SCALE))
+    for rank in two:
+        for step, (got, want) in enumerate(zip(rank[layout]["metrics"], one["run"]["metrics"], strict=True)):
+            difference = abs(got["actor/grad_norm"] - want["actor/grad_norm"])
+            assert difference <= limits.of_metric("actor/grad_norm", step)
+        assert np.abs(rank[layout]["after"] - one["run"]["after"]).max() <= limits.logprobs
+
+
+def moved(run: dict, name: str) -> torch.Tensor:
+    return run["exported"][name].double() - run["exported before"][name].double()
+
+
+@pytest.mark.parametrize("layout", ["experts ep2", "experts tp2 ep2", "experts tp2"])
+def test_adapters_of_experts_equal_those_of_one_rank(one, two, layout):
+    """Gradient norms of three updates, and how far each kind of weight moved in them."""
+    expected = one["experts"]
+    for rank in two:
+        found = rank[layout]
+        assert all(torch.equal(found["exported before"][name], t) for name, t in expected["exported before"].items())
+        for got, want in zip(found["metrics"], expected["metrics"], strict=True):
+            assert abs(got["actor/grad_norm"] - want["actor/grad_norm"]) <= PRECISION * want["actor/grad_norm"]
+        for target in TARGETS:
+            names = [name for name in expected["exported"] if target in name]
+            differences = [moved(found, name) - moved(expected, name) for name in names]
+            whole = sum(float(moved(expected, name).square().sum()) for name in names) ** 0.5
+            assert whole > 0, f"{target} did not move"
+            assert sum(float(part.square().sum()) for part in differences) ** 0.5 <= PRECISION * whole, target
+
+
+def test_every_expert_has_an_adapter_of_its_own(one):
+    names = [name for name in one["experts"]["adapters"] if "mlp.experts" in name and name.endswith("fc1.lora_A")]
+    starts = [one["experts"]["adapters"][name] for name in names]
+    assert len(names) == sum("experts" in name and "gate_proj" in name for name in one["experts"]["exported"]) > 0
+    assert not any(torch.equal(a, b) for i, a in enumerate(starts) for b in starts[:i])
+    for name, after in one["experts"]["exported"].items():
+        before = one["experts"]["exported before"][name]
+        assert torch.equal(after, before) or any(target in name for target in TARGETS), name
+
+
+def test_recomputed_experts_are_merged_again(one):
+    assert (one["experts, recomputed"]["after"] == one["experts"]["after"]).all()
+
+
+@pytest.fixture(scope="module")
+def back(two, dense) -> dict:
+    """Checkpoints of two ranks, read by one."""
+    jobs = {
+        "tp2": ("resume", {"model": dense, "path": two[0]["tp2"]["path"]}),
+        "experts tp2 ep2": ("resume", {"model": EXPERTS, "path": two[0]["experts tp2 ep2"]["path"]}),
+    }
+    return start(1, jobs)[0]
+
+
+def test_a_checkpoint_goes_on_under_another_layout(one, two, back):
+    pairs = [(rank["resumed tp2"], one["run"]) for rank in two]
+    pairs += [(rank["resumed tp2 ep2"], one["experts"]) for rank in two]
+    pairs += [(back[layout], two[0][layout]) for layout in back]
+    for got, want in pairs:
+        norm = want["metrics"][-1]["actor/grad_norm"]
+        assert abs(got["metrics"]["actor/grad_norm"] - norm) <= PRECISION * norm
 
 
 def test_what_adapters_cannot_do_is_refused(dense):
-    with pytest.raises(InputError, match=r"learner\.lora: qwen3_moe has experts"):
-        check_recipe(tiny_recipe(learner={"lora": LORA}))
-    with pytest.raises(InputError, match="adapters are not sharded, use tensor: 1"):
-        check_recipe(tiny_recipe(model={"path": dense}, learner={"lora": LORA, "parallel": {"tensor": 2}}))
+    with pytest.raises(InputError, match="adapters of one expert are not cut, use expert_tensor: 1"):
+        check_recipe(tiny_recipe(learner={"lora": LORA, "parallel": {"tensor": 2, "expert_tensor": 2}}))
     with pytest.raises(ValidationError, match=r"precision\.export_from: master needs master weights"):
         tiny_recipe(model={"path": dense}, learner={"lora": LORA}, precision={"export_from": "master"})

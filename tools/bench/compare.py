@@ -2,6 +2,7 @@
 
     python -m tools.bench.compare --rounds 15 --allow 1.10
     python -m tools.bench.compare OLDER NEWER --only update
+    python -m tools.bench.compare --noise         # HEAD against itself: which differences can be seen here?
     python -m tools.bench.compare --accept        # the counts and the commit of HEAD become the baseline
 
 OLDER is a commit (default: that of tools/bench/baseline.json), NEWER another (default: the working tree). Each gets a
@@ -46,6 +47,7 @@ class Outcome:
     shown: tuple[str, str, str]
     problem: str = ""
     count: float | None = None
+    band: tuple[float, float] | None = None  # middle half of the ratios newer / older
 
 
 class Side:
@@ -108,10 +110,23 @@ def compare_counts(name: str, older: float, newer: float) -> Outcome:
 def compare_times(name: str, older: Sequence[float], newer: Sequence[float], allow: float) -> Outcome:
     """It fails where the lower quarter of the ratios newer / older is above ``allow``."""
     ratios = sorted(new / old for old, new in zip(older, newer, strict=True))
-    low = ratios[len(ratios) // 4]
+    low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
     shown = (f"{1e3 * sorted(older)[len(older) // 2]:.2f} ms", f"{1e3 * sorted(newer)[len(newer) // 2]:.2f} ms")
     problem = f"three of four rounds are more than {low:.2f} times as slow" if low > allow else ""
-    return Outcome(name, (*shown, spread(newer, older)), problem)
+    return Outcome(name, (*shown, spread(newer, older)), problem, band=(low, high))
+
+
+def noise(outcomes: Sequence[Outcome], allow: float) -> list[str]:
+    """What a comparison of a commit with itself says of each case.
+
+    A slowdown by s multiplies every ratio by s, so that the case fails from s = ``allow`` / (lower quarter) on.
+    """
+    return [
+        f"{outcome.name:20}{outcome.band[0]:.3f} to {outcome.band[1]:.3f} without a difference; fails from "
+        f"{allow / outcome.band[0]:.3f} times as slow"
+        for outcome in outcomes
+        if outcome.band is not None
+    ]
 
 
 def against_baseline(outcomes: Sequence[Outcome], counts: dict[str, float]) -> None:
@@ -151,16 +166,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--allow", type=float, default=1.10, help="ratio up to which a case passes (default 1.10)")
     parser.add_argument("--accept", action="store_true", help="write the baseline")
+    parser.add_argument("--noise", action="store_true", help="compare a commit (default: HEAD) with itself")
     parser.add_argument("--cases", type=Path, default=LIB / "cases.py", help=argparse.SUPPRESS)
     parser.add_argument("--repository", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
     parser.add_argument("--baseline", type=Path, default=BASELINE, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if len(options.commits) > 2 or options.rounds < 1:
-        parser.error("at most two commits, and at least one round")
+    if len(options.commits) > (1 if options.noise else 2) or options.rounds < 1:
+        parser.error("at most two commits (with --noise one), and at least one round")
+    if options.noise and options.accept:
+        parser.error("--noise measures, --accept writes the baseline; give one of them")
     baseline = (
         json.loads(options.baseline.read_text()) if options.baseline.exists() else {"commit": "HEAD", "counts": {}}
     )
-    given = ["HEAD", "HEAD"] if options.accept else options.commits
+    given = options.commits
+    if options.accept or options.noise:
+        given = 2 * (given if options.noise and given else ["HEAD"])
     commits = (given[0] if given else baseline["commit"], given[1] if len(given) > 1 else WORKING_TREE)
     known = names_of(options.cases)
     if unknown := [name for name in options.only or () if name not in known]:
@@ -171,6 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return accept(options, outcomes)
     if not given:
         against_baseline(outcomes, baseline["counts"])
+    if options.noise:
+        print("\n".join(["", *noise(outcomes, options.allow)]))
     failed = [outcome for outcome in outcomes if outcome.problem]
     for outcome in failed:
         print(f"FAILED {outcome.name}: {outcome.problem}")

@@ -25,6 +25,15 @@ def unmarked_experts(setting: Setting) -> Outcome:
     return learner.experts(setting)
 
 
+def lost_keys(setting: Setting) -> Outcome:
+    """Ranks that share a sequence lose the gradients of their keys and values."""
+    from megatron_rl.learner.layers.context_attention import ContextKeys
+
+    own = ContextKeys.gather
+    ContextKeys.gather = lambda self, key, value: own(self, key, value).detach()
+    return learner.context(setting)
+
+
 def lost_moments(setting: Setting) -> Outcome:
     """A load that brings the weights back and leaves Adam's second moments at half."""
     import torch

@@ -105,6 +105,29 @@ def test_one_rank_has_no_other_layout():
     assert "one rank" in learner.judge_experts([], {"TP1·EP1·DP1": 1.0}).reason
 
 
+# -- context parallelism
+
+
+@pytest.mark.parametrize(
+    ("norm", "dtype", "status"),
+    [
+        (41.48169, "fp32", "pass"),
+        (41.48300, "fp32", "fail"),
+        (41.48300, "bf16", "pass"),
+        (42.48169, "bf16", "fail"),
+        (float("nan"), "bf16", "fail"),
+    ],
+)
+def test_a_norm_of_shared_sequences_is_held_to_the_types_rounding(norm, dtype, status):
+    outcome = learner.judge_context({"CP1·DP2": 41.48169, "CP2·DP1": norm}, dtype)
+    assert outcome.status == status
+
+
+def test_an_odd_number_of_ranks_shares_no_sequences():
+    outcome = learner.context(SimpleNamespace(ranks=3))
+    assert (outcome.status, "even number" in outcome.reason) == ("not run", True)
+
+
 # -- checkpoints
 
 SAME = {"uninterrupted": "a", "saved on the way": "a", "loaded": "a"}

@@ -106,7 +106,24 @@ def test_adapters():
     a = architecture_from(KNOWN_MODELS["Qwen2.5-Math-1.5B"])
     h, q, kv, f, r = 1536, 1536, 256, 8960, 32
     layer = r * (h + q + 2 * kv) + r * (q + h) + r * (h + 2 * f) + r * (f + h)
-    assert adapter_parameters(a, LoraConfig(rank=r)) == 28 * layer
+
+    def of(parallel: ParallelConfig) -> list[tuple[int, int]]:
+        return [adapter_parameters(a, LoraConfig(rank=r), parallel, stage) for stage in stage_parameters(a, parallel)]
+
+    assert of(ParallelConfig()) == [(28 * layer, 0)]
+    assert of(ParallelConfig(pipeline=2)) == [(14 * layer, 0)] * 2
+    cut = r * (h + (q + 2 * kv) // 2) + r * (q // 2 + h) + r * (h + 2 * f // 2) + r * (f // 2 + h)
+    assert of(ParallelConfig(tensor=2)) == [(28 * cut, 0)]
+
+
+def test_adapters_of_experts():
+    a = architecture_from(KNOWN_MODELS["Qwen3-30B-A3B"])
+    h, q, kv, f, r = 2048, 4096, 512, 768, 8
+    parallel = ParallelConfig(tensor=4, expert=8)
+    (stage,) = stage_parameters(a, parallel)
+    attention = r * (h + (q + 2 * kv) // 4) + r * (q // 4 + h)
+    expert = r * (h + 2 * f) + r * (f + h)
+    assert adapter_parameters(a, LoraConfig(rank=r), parallel, stage) == (48 * attention, 48 * 16 * expert)
 
 
 # ---------------------------------------------------------------- memory

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench.compare import LIB, compare_times, main, names_of
+from tools.bench.compare import LIB, compare_times, main, names_of, noise
 
 CASES = """
 import importlib
@@ -97,3 +97,22 @@ def test_every_case_says_what_it_measures():
     text = (LIB / "cases.py").read_text()
     for name in ("import tests", "from tests", "from tools", "import tools"):
         assert name not in text
+
+
+def test_the_noise_of_a_comparison_says_from_where_on_a_case_fails():
+    older = [1.0] * 8
+    same = [0.8, 0.9, 0.95, 1.0, 1.0, 1.0, 1.25, 2.0]
+    (line,) = noise([compare_times("case", older, same, 1.1)], 1.1)
+    assert " ".join(line.split()) == "case 0.950 to 1.000 without a difference; fails from 1.158 times as slow"
+    for slowdown, fails in ((1.15, False), (1.17, True)):
+        slower = [slowdown * seconds for seconds in same]
+        assert bool(compare_times("case", older, slower, 1.1).problem) == fails
+
+
+def test_noise_compares_a_commit_with_itself(repository, capsys):
+    assert compare(repository, "--noise", "HEAD~1", "--only", "timed", "--only", "cost") == 0
+    said = capsys.readouterr().out
+    assert "older: HEAD~1, newer: HEAD~1" in said
+    assert "without a difference; fails from inf times as slow" in said
+    with pytest.raises(SystemExit):
+        compare(repository, "--noise", "HEAD", "HEAD~1")

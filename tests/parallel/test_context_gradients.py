@@ -1,0 +1,45 @@
+"""Every gradient under context parallelism, alone and with tensor and expert parallelism, is that of one rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.parallel.gloo import run_ranks
+
+LAYOUTS = {
+    "cp2": (2, {"context": 2}),
+    "cp2ep2": (2, {"context": 2, "expert": 2}),
+    "cp2tp2": (4, {"context": 2, "tensor": 2}),
+}
+BATCHES = {"num_batches": 2, "num_sequences": 8}
+PRECISION = 1e-5  # relative: what is asked for
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[dict]]:
+    """Norms and one whole gradient of every layout, on every rank."""
+    layouts = {"one": (1, {}), **LAYOUTS}
+    started = {}
+    for size in sorted({ranks for ranks, _ in layouts.values()}):
+        jobs = {
+            name: ("gradient_norm.norms_and_clipped_update", {**BATCHES, **parallel})
+            for name, (ranks, parallel) in layouts.items()
+            if ranks == size
+        }
+        module = "tests.parallel.programs"
+        ranks = run_ranks("tests.parallel.jobs", "run_jobs", size, module=module, jobs=jobs, timeout_s=500)
+        started |= {name: [rank[name] for rank in ranks] for name in jobs}
+    return started
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_those_of_one_rank(found, layout):
+    (one,) = found["one"]
+    whole = torch.cat([gradient.flatten() for gradient in one["clipped"].values()])
+    for rank in found[layout]:
+        assert rank["clipped"].keys() == one["clipped"].keys()
+        here = torch.cat([rank["clipped"][name].flatten() for name in one["clipped"]])
+        assert float((here - whole).norm()) <= PRECISION * float(whole.norm())
+        for got, want in zip(rank["norms"], one["norms"], strict=True):
+            assert abs(got - want) <= PRECISION * want
