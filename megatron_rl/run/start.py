@@ -316,6 +316,8 @@ def _resume(run: Run, checkpoint: Path, train: PromptSet) -> None:
     run.monitor.load_state_dict(state["monitor"])
     run.monitor.resume_at(run.learner.step)
     run.monitor.log(f"resumed at step {run.learner.step} from {checkpoint}")
+    if begun := sum(len(item["prompts"]) for item in run.ahead.state_dict()):
+        run.monitor.log(f"{begun} prompts that were begun for later steps are sampled anew, from these weights")
 
 
 def applied_patches() -> dict[str, Any]:

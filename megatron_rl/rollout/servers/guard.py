@@ -245,7 +245,7 @@ async def _answer(send: Send, status: int, content: dict[str, Any]) -> None:
 
 
 def _now(state: GuardState) -> dict[str, Any]:
-    return {"version": state.version, "load": asdict(state.meter.load())}
+    return {"version": state.version, "replacing": state.replacing.locked(), "load": asdict(state.meter.load())}
 
 
 async def _send_answer(send: Send, answer: Answer, load: str) -> None:

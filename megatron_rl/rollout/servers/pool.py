@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_rl.errors import InputError
-from megatron_rl.rollout.servers.client import RequestRefused, ServerError, Weights
+from megatron_rl.rollout.servers.client import RequestRefused, ServerError, ServerLost, Weights
 from megatron_rl.rollout.servers.members import Client, Member, Members, PoolLimits
 from megatron_rl.rollout.servers.rendezvous import Address
 
@@ -79,6 +79,8 @@ class ServerPool(Members):
         member = Member(address, self._connect(address))
         try:
             settings = await member.client.settings()
+            if settings.get("replacing"):
+                raise ServerLost("an earlier weight update there has not ended")
             if problems := self._problems(settings):
                 raise RequestRefused("; ".join(problems))
             member.workers, member.backend = settings.get("workers", 1), settings.get("backend", "gloo")

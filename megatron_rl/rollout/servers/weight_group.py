@@ -9,6 +9,7 @@ the group, those of all others.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import socket
@@ -210,13 +211,20 @@ class WeightGroup:
             self._group = _nccl(store, self.rank, size)
 
 
+END_S = 10.0
+# A destructor in C++ that takes the lock of an interpreter which ends meanwhile would abort the process.
+_dropping = threading.Lock()
+atexit.register(_dropping.acquire, timeout=END_S)
+
+
 def _end(kept: list, works: list[Work], linger_s: float) -> None:
     """Drop what ``kept`` holds alone, after ``linger_s`` and when ``works`` are done: the group's destructor waits for
     them, and may not be on its way when the process ends."""
     time.sleep(linger_s)
     while not all(work.is_completed() for work in works):
         time.sleep(LOOK_S)
-    kept.clear()
+    with _dropping:
+        kept.clear()
 
 
 def _nccl(store: Store, rank: int, size: int) -> Any:

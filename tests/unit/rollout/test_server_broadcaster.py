@@ -222,6 +222,40 @@ def test_where_nobody_is_lost_by_it_the_group_is_at_fault_and_files_are_wanted(w
     assert not any(member.lost for member in world.pool.members.values())
 
 
+def breaks() -> None:
+    raise GroupError("connection reset")
+
+
+def test_a_new_group_that_breaks_without_a_loss_is_at_fault(world):
+    source = Source(breaks)
+    assert not world.broadcaster.push(source, 1)
+    assert (world.broadcaster.refused, source.passes) == ("connection reset", 1)
+
+
+def test_a_kept_group_that_breaks_without_a_loss_is_made_anew(world):
+    assert world.broadcaster.push(Source(), 1)
+    kept, source = world.broadcaster._group, Source(breaks)
+    assert world.broadcaster.push(source, 2)
+    assert (world.broadcaster.refused, source.passes) == ("", 2)
+    assert world.broadcaster._group is not kept
+    assert world.ready == ["a", "b"]
+    assert all(holds_all(world.servers[name]) for name in "ab")
+
+
+def test_a_group_that_a_server_left_for_one_of_its_own_is_not_used_again(world):
+    source = Source()
+    assert world.broadcaster.push(source, 1)
+    member = world.pool.members["a"]
+    world.pool.mark_stale(member)
+    assert world.broadcaster.may_fill()
+    world.broadcaster.fill()
+    assert world.ready == ["a", "b"]
+    passes = source.passes
+    assert world.broadcaster.push(source, 2)
+    assert source.passes == passes + 1, "the new group is made before anything is sent"
+    assert world.ready == ["a", "b"]
+
+
 def test_a_stream_that_cannot_be_repeated_is_one_error_or_goes_without_those_that_failed(world):
     assert world.broadcaster.push(iter(TENSORS.items()), 1)
     for name in "ab":

@@ -342,11 +342,14 @@ def test_nothing_is_sampled_while_weights_are_replaced_nor_after_that_failed():
         update = asyncio.create_task(call(guard, WEIGHTS, body=weights(2)))
         await loading.wait()
         meanwhile = [await call(guard, GENERATE, version=version) for version in (1, 2)]
+        replacing = [(await call(guard, SETTINGS))[1]["replacing"]]
         go_on.set()
         failed = await update
-        return meanwhile, failed, [await call(guard, GENERATE, version=version) for version in (1, 2)]
+        replacing.append((await call(guard, SETTINGS))[1]["replacing"])
+        return meanwhile, replacing, failed, [await call(guard, GENERATE, version=version) for version in (1, 2)]
 
-    meanwhile, failed, after = asyncio.run(scene())
+    meanwhile, replacing, failed, after = asyncio.run(scene())
+    assert replacing == [True, False]
     assert [status for status, _ in meanwhile + after] == [409] * 4
     assert failed == (500, {"error": "OSError: cannot read /weights/2"})
 

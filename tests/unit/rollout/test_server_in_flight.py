@@ -189,6 +189,22 @@ def test_a_server_that_dies_loses_what_it_had_not_returned_and_nothing_else(keep
         assert {int(answer.versions[0]) for answer in answers} == {0}
 
 
+def test_a_server_that_others_updated_is_given_the_weights_that_are_due_before_it_is_asked():
+    async def scene(pool, servers, clock):
+        dispatch = ask(pool, 3)
+        running = asyncio.create_task(dispatch.run())
+        await clock.tick(4)
+        servers["s0"].held, servers["s0"].num_updates = 9, 9
+        return await clock.until(running), dispatch.num_requeued, servers["s0"].num_updates
+
+    answers, num_requeued, num_updates = play(scene, keeps=False, number=1)
+    for answer in answers:
+        assert_whole(answer)
+        assert set(answer.versions.tolist()) == {0}
+    assert num_requeued == 0
+    assert num_updates >= 10
+
+
 def test_earlier_calls_get_room_first():
     async def scene(pool, servers, clock):
         line, ended = Line(), []

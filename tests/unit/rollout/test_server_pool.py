@@ -35,6 +35,7 @@ class World:
     most_in_flight: dict[str, int] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=lambda: {"dtype": "fp32"})
     pushes: list[tuple[str, int]] = field(default_factory=list)
+    looks: list[str] = field(default_factory=list)  # servers that were asked for their settings
 
 
 class FakeClient:
@@ -50,6 +51,7 @@ class FakeClient:
 
     async def settings(self) -> dict:
         self._check()
+        self.world.looks.append(self.name)
         return self.world.settings
 
     async def check_health(self) -> None:
@@ -210,6 +212,25 @@ def test_a_server_that_comes_back_gets_the_newest_weights_before_it_is_asked():
     assert ("a", 1) not in world.pushes
 
 
+def test_a_server_in_an_update_that_was_given_up_is_let_in_when_that_has_ended():
+    """It answers, and would take no other update before."""
+    world = World()
+
+    async def scene(pool):
+        await pool.start(1)
+        world.settings = {"replacing": True}
+        world.alive.add("b")
+        looks = len(world.looks)
+        await pool.until(lambda: world.looks[looks:].count("b") >= 3, "some looks")
+        assert "b" not in pool.members
+        world.settings = {"replacing": False}
+        await pool.wait_for(lambda: len(pool.ready) == 2, "both")
+
+    world.alive.add("a")
+    play(world, scene, PATIENT)
+    assert world.pushes == [("a", 0), ("b", 0)]
+
+
 def test_a_server_that_lost_its_weights_is_not_used_until_it_has_them_again():
     """Restarted behind the pool's back: it holds nothing, says so, and is given the version that is due."""
     world = World()
@@ -227,6 +248,31 @@ def test_a_server_that_lost_its_weights_is_not_used_until_it_has_them_again():
     assert tokens(answers) == list(range(30))
     assert {version for _, _, version in world.answered} == {3}
     assert world.held["a"] == 3
+
+
+def test_an_update_that_is_quicker_than_a_request_is_no_failure_of_it():
+    async def scene(pool):
+        await pool.start(1)
+        world.held["a"] = -1  # until the pool looks at it
+        return await ask(pool, 6, retries=0).run()
+
+    world = World()
+    assert tokens(play(world, scene, PATIENT, names=("a",))[0]) == list(range(6))
+
+
+def test_a_server_that_never_holds_what_it_was_given_ends_the_call(monkeypatch):
+    async def forgets(client, weights):
+        world.pushes.append((client.name, weights.version))
+
+    async def scene(pool):
+        await pool.start(1)
+        await ask(pool, 1).run()
+
+    world = World(held={"a": -1})
+    monkeypatch.setattr(FakeClient, "push", forgets)
+    with pytest.raises(RolloutError, match=r"prompt 0: failed 4 times .*last on a: other weights"):
+        play(world, scene, PATIENT, names=("a",))
+    assert len(world.pushes) == 5, "the first time may be an update that was quicker than the request"
 
 
 def test_a_request_that_always_fails_ends_the_call_with_its_name():

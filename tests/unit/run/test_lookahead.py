@@ -8,6 +8,7 @@ import pytest
 from megatron_rl.data import PromptSampler, PromptSet
 from megatron_rl.errors import InputError
 from megatron_rl.rollout import RolloutError
+from megatron_rl.run import lookahead
 from megatron_rl.run.lookahead import Lookahead, staleness_metrics
 from megatron_rl.types import Group, Prompt, Rollout
 
@@ -146,3 +147,11 @@ def test_a_resumed_run_has_nothing_older_than_its_own_weights():
     ahead.check_staleness(5, staleness_metrics(sampled(7), num_updates=7))
     with pytest.raises(RolloutError, match="allows 0: those of step 5 or later"):
         ahead.check_staleness(5, staleness_metrics(sampled(6), num_updates=7))
+
+
+def test_staleness_is_of_the_responses_of_all_ranks(monkeypatch):
+    """Another rank has three tokens, of age 2, 3 and 7; this one has two."""
+    monkeypatch.setattr(lookahead, "gather_objects", lambda own: [own, (12, 3, 7)])
+    rollout = Rollout("toy:0", 0, [5, 6], np.zeros(2), "stop", np.array([8, 9], np.int32))
+    found = staleness_metrics([Group(PROMPTS[0], [rollout])], num_updates=10)
+    assert found == {"rollout/staleness_mean": (2 + 1 + 12) / 5, "rollout/staleness_max": 7.0}
