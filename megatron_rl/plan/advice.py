@@ -103,7 +103,7 @@ def _fits_learning(work: Workload, **changes: object) -> bool:
 
 
 def _cache_problem(work: Workload, plan: MemoryPlan) -> str:
-    engine, rollout = plan.engine, work.recipe.rollout
+    engine, rollout = plan.cache, work.recipe.rollout
     lacking = engine.longest * engine.token_bytes - engine.cache
     text = (
         f"generating: the engine's cache holds {engine.tokens} tokens, one longest sequence has {engine.longest} "
@@ -113,6 +113,8 @@ def _cache_problem(work: Workload, plan: MemoryPlan) -> str:
         return text + f"Raise rollout.kv_cache_gib to {math.ceil(4 * engine.longest * engine.token_bytes / GIB) / 4}"
     needed = rollout.gpu_memory_utilization + lacking / GIB / work.gpu.memory_gib
     if plan.placement == "colocated" and needed <= largest_utilization(work):
+        return text + f"Raise rollout.gpu_memory_utilization to {math.ceil(20 * needed) / 20:.2f}"
+    if plan.placement == "exact":
         return text + f"Raise rollout.gpu_memory_utilization to {math.ceil(20 * needed) / 20:.2f}"
     return text + f"Raise rollout.tensor_parallel above {rollout.tensor_parallel}"
 

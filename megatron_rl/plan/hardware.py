@@ -22,6 +22,7 @@ class Gpu:
     network: float  # bytes/s to other nodes, its share of the node's adapters
     batched_tokens: int  # vLLM's default `max_num_batched_tokens` for offline use: fixes its activations
     host_link: float  # bytes/s between host memory and one GPU, one direction: PCIe 4 or 5, 16 lanes
+    processors: int  # streaming multiprocessors
     host_gib: float  # host memory of a node, where `--host-memory` does not say it: that of the vendor's DGX
 
     def flops(self, dtype: str) -> float:
@@ -31,11 +32,11 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100-40", 39.4, 312e12, 19.5e12, 1.555e12, 300e9, 25e9, 8192, 32e9, 1024),
-        Gpu("a100-80", 79.1, 312e12, 19.5e12, 2.039e12, 300e9, 25e9, 8192, 32e9, 2048),
-        Gpu("h100-80", 79.1, 989e12, 67e12, 3.35e12, 450e9, 50e9, 16384, 64e9, 2048),
-        Gpu("h800-80", 79.1, 989e12, 67e12, 3.35e12, 200e9, 50e9, 16384, 64e9, 2048),
-        Gpu("h200-141", 139.8, 989e12, 67e12, 4.8e12, 450e9, 50e9, 16384, 64e9, 2048),
+        Gpu("a100-40", 39.4, 312e12, 19.5e12, 1.555e12, 300e9, 25e9, 8192, 32e9, 108, 1024),
+        Gpu("a100-80", 79.1, 312e12, 19.5e12, 2.039e12, 300e9, 25e9, 8192, 32e9, 108, 2048),
+        Gpu("h100-80", 79.1, 989e12, 67e12, 3.35e12, 450e9, 50e9, 16384, 64e9, 132, 2048),
+        Gpu("h800-80", 79.1, 989e12, 67e12, 3.35e12, 200e9, 50e9, 16384, 64e9, 132, 2048),
+        Gpu("h200-141", 139.8, 989e12, 67e12, 4.8e12, 450e9, 50e9, 16384, 64e9, 132, 2048),
     )
 }
 
@@ -57,6 +58,11 @@ LINK = 0.7  # share of a link's rate that collectives reach
 STEP_OVERHEAD_S = 1.5e-3  # vLLM's scheduler and sampler, per decoding step with CUDA graphs
 EAGER_OVERHEAD_S = 20e-3  # the same without graphs
 ALLREDUCE_S = 12e-6  # latency of one small all-reduce over NVLink; two a layer and decoding step
+EXACT_ATTENTION_BANDWIDTH = 0.5  # share of memory bandwidth of attention that does not split keys
+EXACT_FP32 = 0.5  # share of the fp32 rate of its product of weights and values
+EXACT_STEPS = 16  # between two looks of the exact engine at what was sampled: exact/room.py
+KEY_BLOCK_S = 1e-6  # of a block of keys in the chain of one program of attention
+KERNEL_S = 2.5e-6  # of a kernel in a graph beside its work: launch and tail
 HOST_LINK = 0.6  # share of a bus's rate that page-locked copies reach while all GPUs of a node copy
 HOST_NETWORK = 2e9  # bytes/s that a rank receives over the hosts' network, where responses travel
 DISK = 2e9  # bytes/s that a node writes to the file system of its checkpoints

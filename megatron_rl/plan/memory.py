@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from megatron_rl.config.learner import OffloadConfig
 from megatron_rl.plan.activations import BYTES, Activations
+from megatron_rl.plan.exact import cache_beside
 from megatron_rl.plan.generation import EngineMemory, engine_memory
 from megatron_rl.plan.hardware import EXPERT_IMBALANCE, FRAGMENTATION, GIB, GRAPHS_GIB, RUNTIME_GIB, SERVER_UTILIZATION
 from megatron_rl.plan.learner import LearnerMemory, learner_memory
@@ -43,11 +44,16 @@ class MemoryPlan:
     learner: LearnerMemory  # of the stage with the highest peak
     engine: EngineMemory | None
     phases: tuple[Phase, ...]
+    own_cache: EngineMemory | None = None  # of an exact engine, which has nothing else of its own
+
+    @property
+    def cache(self) -> EngineMemory:
+        return self.engine or self.own_cache
 
     @property
     def holds_longest(self) -> bool:
         """Whether the engine's cache holds one longest sequence."""
-        return self.engine is None or self.engine.tokens >= self.engine.longest
+        return self.cache.tokens >= self.cache.longest
 
     @property
     def fits(self) -> bool:
@@ -84,8 +90,11 @@ def memory_plan(work: Workload, placement: str | None = None, utilization: float
         return Phase(name, tuple(items), capacity)
 
     if placement == "exact":
-        generating = [at_rest, ("forward pass", _forward(work)), runtime]
-        return MemoryPlan(placement, learner, None, (phase("learning", learning), phase("generating", generating)))
+        own = exact_cache(work)
+        cache = ("key/value cache", max(own.cache, 0.0))
+        generating = [at_rest, ("forward pass", _forward(work)), cache, runtime]
+        phases = (phase("learning", learning), phase("generating", generating))
+        return MemoryPlan(placement, learner, None, phases, own)
     if utilization is None:
         own = placement == PLACEMENT[work.recipe.rollout.engine]
         alone = placement == "servers" and not own
@@ -103,6 +112,11 @@ def memory_plan(work: Workload, placement: str | None = None, utilization: float
         phase("handing over the weights", [*handover, runtime]),
     )
     return MemoryPlan(placement, learner, engine, phases)
+
+
+def exact_cache(work: Workload) -> EngineMemory:
+    """Of an exact engine beside the learner at rest."""
+    return cache_beside(work, max(stage.at_rest(work.recipe.learner.offload) for stage in learner_stages(work)))
 
 
 def _learning(learner: LearnerMemory, offload: OffloadConfig) -> list[tuple[str, float]]:

@@ -100,7 +100,11 @@ def _offload(work: Workload) -> list[str]:
 def _cache(work: Workload, memory: MemoryPlan) -> list[str]:
     engine, rollout = memory.engine, work.recipe.rollout
     if engine is None:
-        return ["cache         none: the exact engine runs the whole prefix for every token"]
+        cache = memory.cache
+        return [
+            f"cache         {cache.tokens} tokens a replica of the exact engine: {cache.tokens / cache.longest:.1f} "
+            f"longest sequences (rollout.max_num_seqs {rollout.max_num_seqs})"
+        ]
     at_once = min(rollout.max_num_seqs, int(engine.tokens / work.mean_sequence))
     return [
         f"cache         {engine.tokens} tokens an engine: {engine.tokens / engine.longest:.1f} longest sequences, "
@@ -201,6 +205,16 @@ def _layout(layout: Layout) -> str:
     )
 
 
+def _exact(work: Workload) -> str:
+    if work.recipe.rollout.engine != "exact":
+        return ""
+    return (
+        f"exact attention at {hw.EXACT_ATTENTION_BANDWIDTH:.0%} of bandwidth, {hw.EXACT_FP32:.0%} of the fp32 peak "
+        f"and {1e6 * hw.KEY_BLOCK_S:g} µs a block of keys, {1e6 * hw.KERNEL_S:g} µs a kernel, every layout's steps in "
+        "CUDA graphs, "
+    )
+
+
 def _assumptions(work: Workload) -> list[str]:
     moe, gpu = work.architecture.is_moe, work.gpu
     return [
@@ -213,5 +227,6 @@ def _assumptions(work: Workload) -> list[str]:
         f"host copies at "
         f"{hw.HOST_LINK:.0%} of {gpu.host_link / 1e9:.0f} GB/s; runtime {hw.RUNTIME_GIB:g} GiB, "
         f"engine graphs {hw.GRAPHS_GIB:g} GiB, fragmentation {hw.FRAGMENTATION:.0%}, "
+        f"{_exact(work)}"
         f"busiest expert rank {hw.EXPERT_IMBALANCE:g} × the mean. No figure was measured on a GPU."
     ]

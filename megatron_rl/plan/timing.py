@@ -12,9 +12,10 @@ from megatron_rl.checkpoint.architecture import Architecture
 from megatron_rl.plan import hardware as hw
 from megatron_rl.plan.activations import BYTES
 from megatron_rl.plan.decoding import Decoding, prefill_costs
+from megatron_rl.plan.exact import exact_generation
 from megatron_rl.plan.generation import EngineMemory
 from megatron_rl.plan.learner import GRADIENT_BYTES
-from megatron_rl.plan.memory import learner_stages
+from megatron_rl.plan.memory import exact_cache, learner_stages
 from megatron_rl.plan.parameters import (
     active_parameters,
     key_value_width,
@@ -60,7 +61,7 @@ class StepTime:
 def step_time(work: Workload, engine: EngineMemory | None) -> StepTime:
     """``engine`` None: the learner generates by itself (exact)."""
     recipe, updates = work.recipe, work.recipe.batch.minibatches
-    generate = _exact_generation(work) if engine is None else _generation(work, engine)
+    generate = exact_generation(work, exact_cache(work)) if engine is None else _generation(work, engine)
     forward = _forward_seconds(work)
     talk = _talk(work)  # of one forward pass over the step's tokens
     again = RECOMPUTED[recipe.learner.recompute]
@@ -161,13 +162,6 @@ def _decoding_step(work: Workload, engine: EngineMemory, sequences: float) -> fl
     """With every sequence half way through its mean response."""
     context = sequences * (work.mean_prompt + work.mean_response / 2)
     return Decoding.of(work, engine).step(sequences, context)
-
-
-def _exact_generation(work: Workload) -> float:
-    """The learner's forward pass over the whole prefix for every token: quadratic in length, no cache on CUDA."""
-    passes = work.sampled_sequences * work.mean_response * (work.mean_prompt + work.mean_response / 2)
-    rate = work.gpu.flops(work.recipe.learner.dtype) * hw.LEARNER_MFU[work.architecture.is_moe] * work.ranks
-    return flops_forward(work.architecture, passes, work.mean_sequence / 2) / rate
 
 
 def _refit(work: Workload) -> float:

@@ -2,7 +2,8 @@
 
     python -m tools.bench.exact [--dtype fp32] [--sequences 8 32 128] [--tokens 64] [--rounds 5]
 
-Processor time of one thread, forced lengths, both sides in alternating rounds of one run. The physical limit of exact
+Processor time of one thread, forced lengths, all sides in alternating rounds of one run. `modules` is exact generation
+whose steps are passes of Megatron's modules, as those of layouts that share out the weights are. The physical limit of exact
 generation is a forward pass of the same tokens in whole rows, which the last column gives: what generating token by
 token in Python adds to it. Then: how many rows of plain kernels change bits with the batch on this machine, which is
 what the exact engine is there to prevent.
@@ -41,17 +42,21 @@ def recipe(engine: str, dtype: str, tokens: int) -> Recipe:
     return load_recipe(ROOT / "recipes" / "tiny" / "grpo.yaml", [*values, "learner.optimizer.lr=1e-9"])
 
 
-def generator_of(learner: Learner, kv_cache: bool = True) -> Generator:
+def generator_of(learner: Learner, kv_cache: bool = True, modules: bool = False) -> Generator:
     """The engine of the learner's recipe. Text is left out: no side needs it."""
     learner.recipe.exact.kv_cache = kv_cache
-    return start_generator(learner.recipe, SimpleNamespace(decode=lambda tokens, **_: ""), learner)
+    generator = start_generator(learner.recipe, SimpleNamespace(decode=lambda tokens, **_: ""), learner)
+    if modules:
+        generator._policy._step = None
+    return generator
 
 
 def compare_engines(dtype: str, sizes: list[int], tokens: int, rounds: int) -> None:
     exact, plain = Learner(recipe("exact", dtype, tokens)), Learner(recipe("vllm", dtype, tokens))
-    cached, uncached, vllm = generator_of(exact), generator_of(exact, kv_cache=False), generator_of(plain)
+    cached, modules, vllm = generator_of(exact), generator_of(exact, modules=True), generator_of(plain)
+    uncached = generator_of(exact, kv_cache=False)
     print(f"{dtype}, prompts of {PROMPT}, {tokens} forced tokens; thousand tokens per second, and times its cost")
-    print("sequences    vllm   exact  without cache  exact/vllm  exact/forward  update  exact update  ratio")
+    print("sequences    vllm   exact  modules  without cache  exact/vllm  exact/forward  update  exact update  ratio")
     for size in sizes:
         random = np.random.default_rng(size)
         prompts = [Prompt(f"p:{i}", random.integers(3, 98, PROMPT).tolist(), "") for i in range(size)]
@@ -63,6 +68,7 @@ def compare_engines(dtype: str, sizes: list[int], tokens: int, rounds: int) -> N
         sides = {
             "vllm": partial(generate, vllm),
             "cached": partial(generate, cached),
+            "modules": partial(generate, modules),
             "uncached": partial(generate, uncached),
             "forward": partial(exact.compute_logprobs, batch),
             "update": partial(plain._update_minibatch, batch, 0),
@@ -71,7 +77,8 @@ def compare_engines(dtype: str, sizes: list[int], tokens: int, rounds: int) -> N
         times = medians(alternate(rounds, sides))
         rate = {name: size * tokens / seconds / 1000 for name, seconds in times.items()}
         print(
-            f"{size:9} {rate['vllm']:7.2f} {rate['cached']:7.2f} {rate['uncached']:14.2f} "
+            f"{size:9} {rate['vllm']:7.2f} {rate['cached']:7.2f} {rate['modules']:8.2f} "
+            f"{rate['uncached']:14.2f} "
             f"{times['cached'] / times['vllm']:11.1f} {times['cached'] / times['forward']:14.1f} "
             f"{rate['update']:7.2f} {rate['exact update']:13.2f} {times['exact update'] / times['update']:6.2f}",
             flush=True,

@@ -226,7 +226,6 @@ def test_time_follows_the_hardware():
     assert slow.generate / 2 < wide.generate < slow.generate
     assert slow.old_logprobs == 0  # one update a step
     assert step_time(work(MOE, "h100-80", "batch.minibatches=4"), engine).old_logprobs > 0
-    assert step_time(w, None).generate > 20 * slow.generate  # the exact engine has no cache on CUDA
 
 
 def test_servers_that_sample_ahead_hide_the_shorter_of_generating_and_learning():

@@ -1,0 +1,166 @@
+"""Seconds and memory of exact generation on GPUs: the learner's own layout, `exact.schedule` and the kernels of
+`learner.layers.kernels`.
+
+A step of one replica is a chain of kernels, each as long as the larger of its memory traffic and its computation. What
+makes them exact costs: products have tiles of 64 rows and are not split along K, so that a narrow one leaves processors
+idle; attention takes all keys of a sequence in one program, 64 rows of which a single query fills one head group, and
+multiplies weights and values in fp32; sums over ranks are gathered whole and added in order.
+
+Symbols: n rows of a replica, t tensor-parallel size, k experts of a token, E experts, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_rl.plan import hardware as hw
+from megatron_rl.plan.activations import BYTES
+from megatron_rl.plan.generation import EngineMemory
+from megatron_rl.plan.parameters import active_parameters, key_value_width, query_width
+from megatron_rl.plan.workload import Workload
+
+TILE = 64  # rows and columns of a product's tile; rows of a program of attention: learner/layers/kernels
+KEY_BLOCK = 32
+KERNELS = 26
+"""Of a layer: two norms, three products, split with norm and rotation, two writes to the cache, attention, two sums
+with the residual, routing, ten that sort rows by expert, two grouped products with SiLU between, the sum over experts
+and its copy."""
+
+
+@dataclass(frozen=True)
+class ExactStep:
+    """Seconds of one step of one replica, by part."""
+
+    dense: float  # products that every token takes, the head among them
+    experts: float
+    attention: float
+    kernels: float  # what each costs beside its work
+    exchanges: float  # between ranks
+    sampling: float
+
+    @property
+    def total(self) -> float:
+        return self.dense + self.experts + self.attention + self.kernels + self.exchanges + self.sampling
+
+
+def cache_beside(work: Workload, at_rest: float) -> EngineMemory:
+    """Keys and values beside a learner that takes ``at_rest`` bytes of a GPU: what `rollout.kv_cache_gib` or
+    `rollout.gpu_memory_utilization` leaves, and no more than the sequences of a replica can fill."""
+    a, rollout = work.architecture, work.recipe.rollout
+    heads = max(1, a.num_kv_heads // work.parallel.tensor)
+    token = 2.0 * a.num_layers * heads * a.head_dim * BYTES[work.recipe.learner.dtype]
+    room = rollout.gpu_memory_utilization * work.gpu.memory_gib * hw.GIB - at_rest - hw.RUNTIME_GIB * hw.GIB
+    if rollout.kv_cache_gib is not None:
+        room = rollout.kv_cache_gib * hw.GIB
+    wanted = min(rollout.max_num_seqs, math.ceil(work.sampled_sequences / work.data_parallel)) * work.longest * token
+    return EngineMemory(0.0, 0.0, 0.0, min(room, wanted), token, work.longest)
+
+
+def exact_generation(work: Workload, cache: EngineMemory) -> float:
+    """Prompts, once a replica that has samples of them; steps at the concurrency that the cache allows; and the longest
+    response alone."""
+    recipe, replicas = work.recipe, work.data_parallel
+    num = work.sampled_sequences / replicas
+    concurrency = max(1.0, min(num, recipe.rollout.max_num_seqs, cache.tokens / work.mean_sequence))
+    steps = num * work.mean_response / concurrency
+    tail = max(0.0, recipe.rollout.max_response_length - steps)
+    prompt, longest = work.mean_prompt, recipe.rollout.max_response_length
+    begun_together = concurrency == num
+    prompts = num / max(1.0, recipe.rollout.num_samples / replicas)  # `requests.share_of` deals samples to replicas
+    # Context of the longest response half way: of the steps that all take together, and of those that it takes alone.
+    halfway, alone = (steps if begun_together else longest) / 2, prompt + (steps + longest) / 2
+    a = work.architecture
+    rate = work.parallel.tensor * work.gpu.flops(recipe.learner.dtype) * hw.LEARNER_MFU[a.is_moe]
+    flops = 2 * active_parameters(a) + 2 * a.num_layers * query_width(a) * work.mean_prompt
+    return (
+        steps * exact_step(work, concurrency, prompt + work.mean_response / 2, prompt + halfway).total
+        + tail * exact_step(work, 1.0, alone, alone).total
+        + prompts * work.mean_prompt * flops / rate
+    )
+
+
+def exact_step(work: Workload, sequences: float, context: float, longest: float) -> ExactStep:
+    """One step of ``sequences`` on each replica, ``context`` tokens in each, ``longest`` in the longest of them."""
+    a, p, b = work.architecture, work.parallel, BYTES[work.recipe.learner.dtype]
+    rows = _whole(sequences)
+    moe, width = sum(a.moe_layers), query_width(a) + 2 * key_value_width(a)
+    layer = _product(work, rows, a.hidden_size, width // p.tensor)
+    layer += _product(work, rows, query_width(a) // p.tensor, a.hidden_size)
+    dense = a.num_layers * layer + moe * _product(work, rows, a.hidden_size, a.num_experts or 1)
+    feed_forward = _product(work, rows, a.hidden_size, 2 * a.ffn_hidden_size // p.tensor)
+    feed_forward += _product(work, rows, a.ffn_hidden_size // p.tensor, a.hidden_size)
+    dense += (a.num_layers - moe) * feed_forward
+    dense += _product(work, rows, a.hidden_size, -(-a.vocab_size // p.tensor))
+    return ExactStep(
+        dense=dense,
+        experts=moe * _experts(work, sequences) if moe else 0.0,
+        attention=a.num_layers * _attention(work, sequences, context, longest),
+        kernels=hw.STEP_OVERHEAD_S / hw.EXACT_STEPS + a.num_layers * KERNELS * hw.KERNEL_S,
+        exchanges=_exchanges(work, rows, b),
+        # Float64 logits, and what is made of them: scaled, shifted, exponentiated and cumulated, read and written.
+        sampling=8 * 8 * rows * a.vocab_size / (work.gpu.bandwidth * hw.DECODE_BANDWIDTH),
+    )
+
+
+def _product(work: Workload, rows: int, inner: int, columns: int) -> float:
+    """[rows, inner] · [inner, columns] in whole tiles: fewer tiles than processors leave bandwidth and rate unused."""
+    used = min(1.0, rows // TILE * math.ceil(columns / TILE) / work.gpu.processors)
+    dtype = work.recipe.learner.dtype
+    traffic = inner * columns * BYTES[dtype] / (work.gpu.bandwidth * hw.DECODE_BANDWIDTH)
+    return max(traffic, 2.0 * rows * inner * columns / (work.gpu.flops(dtype) * hw.DECODE_FLOPS)) / used
+
+
+def _experts(work: Workload, sequences: float) -> float:
+    """The grouped products of one layer on one rank, whose experts see the tokens of all replicas of their group."""
+    a, p, dtype = work.architecture, work.parallel, work.recipe.learner.dtype
+    tokens = sequences * _replicas_of_experts(work)
+    local, weights = a.num_experts / p.expert, 3 * a.hidden_size * a.moe_ffn_hidden_size / p.expert_tensor
+    seen = 1.0 - (1.0 - a.experts_per_token / a.num_experts) ** tokens
+    rows = _whole(tokens * a.experts_per_token / a.num_experts)  # of an expert
+    traffic = local * seen * weights * BYTES[dtype] / (work.gpu.bandwidth * hw.DECODE_BANDWIDTH)
+    computation = 2.0 * local * seen * rows * weights / (work.gpu.flops(dtype) * hw.DECODE_FLOPS)
+    return max(traffic, computation)
+
+
+def _attention(work: Workload, sequences: float, context: float, longest: float) -> float:
+    """One layer: traffic, computation over tiles that are mostly padding, and the longest chain of one program."""
+    a, dtype, gpu = work.architecture, work.recipe.learner.dtype, work.gpu
+    heads = max(1, a.num_kv_heads // work.parallel.tensor)
+    used = min(1.0, sequences * heads / gpu.processors)
+    keys = sequences * heads * context
+    traffic = keys * 2 * a.head_dim * BYTES[dtype] / (gpu.bandwidth * hw.EXACT_ATTENTION_BANDWIDTH)
+    half = 2.0 * keys * TILE * a.head_dim
+    computation = half / (gpu.flops(dtype) * hw.DECODE_FLOPS) + half / (gpu.flops_fp32 * hw.EXACT_FP32)
+    return max(max(traffic, computation) / used, longest / KEY_BLOCK * hw.KEY_BLOCK_S)
+
+
+def _exchanges(work: Workload, rows: int, b: float) -> float:
+    """Of one step: partial sums of attention over tensor-parallel ranks, gathered whole; rows to the experts and back;
+    the rows that tensor-parallel ranks share out, gathered again; and the logits."""
+    a, p, seconds = work.architecture, work.parallel, 0.0
+    row = rows * a.hidden_size * b
+    if p.tensor > 1:
+        link = hw.LINK * _rate(work, p.tensor)
+        gathers = 3 if a.is_moe else 2
+        seconds += a.num_layers * gathers * (hw.ALLREDUCE_S + (p.tensor - 1) * row / p.tensor / link)
+        seconds += a.num_layers * (p.tensor - 1) * row / link  # the partial sums, whole ones of every other rank
+        seconds += hw.ALLREDUCE_S + (p.tensor - 1) / p.tensor * rows * a.vocab_size * b / link
+    if p.expert > 1:
+        sent = row / p.tensor * a.experts_per_token * (p.expert - 1) / p.expert
+        link = hw.LINK * _rate(work, p.expert * p.expert_tensor)
+        seconds += sum(a.moe_layers) * 2 * (hw.ALLREDUCE_S + sent / link)
+    return seconds
+
+
+def _replicas_of_experts(work: Workload) -> float:
+    p = work.parallel
+    return max(1.0, p.expert * p.expert_tensor / p.tensor)
+
+
+def _rate(work: Workload, group: int) -> float:
+    return work.gpu.nvlink if group <= work.gpus_per_node else work.gpu.network
+
+
+def _whole(rows: float) -> int:
+    return TILE * max(1, math.ceil(rows / TILE))
