@@ -3,10 +3,10 @@
     python -m tools.bench.exact [--dtype fp32] [--sequences 8 32 128] [--tokens 64] [--rounds 5]
 
 Processor time of one thread, forced lengths, all sides in alternating rounds of one run. `modules` is exact generation
-whose steps are passes of Megatron's modules, as those of layouts that share out the weights are. The physical limit of exact
-generation is a forward pass of the same tokens in whole rows, which the last column gives: what generating token by
-token in Python adds to it. Then: how many rows of plain kernels change bits with the batch on this machine, which is
-what the exact engine is there to prevent.
+whose steps are passes of Megatron's modules, as those of layouts that share out the weights are. The physical limit of
+exact generation is a forward pass of the same tokens in whole rows, which the column exact/forward gives: what
+generating token by token in Python adds to it. Then: how many rows of plain kernels change bits with the batch on this
+machine, which is what the exact engine is there to prevent.
 """
 
 from __future__ import annotations
