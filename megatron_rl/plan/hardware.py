@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GIB = 1 << 30
+BROADCAST_BYTES = 128 << 20  # two chunks in which the learner's first rank sends weights to servers
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,15 @@ from megatron_rl.config.learner import OffloadConfig
 from megatron_rl.plan.activations import BYTES, Activations
 from megatron_rl.plan.exact import cache_beside
 from megatron_rl.plan.generation import EngineMemory, engine_memory
-from megatron_rl.plan.hardware import EXPERT_IMBALANCE, FRAGMENTATION, GIB, GRAPHS_GIB, RUNTIME_GIB, SERVER_UTILIZATION
+from megatron_rl.plan.hardware import (
+    BROADCAST_BYTES,
+    EXPERT_IMBALANCE,
+    FRAGMENTATION,
+    GIB,
+    GRAPHS_GIB,
+    RUNTIME_GIB,
+    SERVER_UTILIZATION,
+)
 from megatron_rl.plan.learner import LearnerMemory, learner_memory
 from megatron_rl.plan.workload import Workload
 
@@ -101,6 +109,8 @@ def memory_plan(work: Workload, placement: str | None = None, utilization: float
         utilization = SERVER_UTILIZATION if alone else work.recipe.rollout.gpu_memory_utilization
     engine = engine_memory(work.recipe, work.architecture, work.gpu, utilization)
     if placement == "servers":
+        if placement == PLACEMENT[work.recipe.rollout.engine] and not work.recipe.rollout.why_files:
+            learning.append(("weights on their way to servers", float(BROADCAST_BYTES)))
         phases = (phase("learning", learning), phase("generating", _engine_items(engine)))
         return MemoryPlan(placement, learner, engine, phases)
     learning.append(("engine asleep", GRAPHS_GIB * GIB))

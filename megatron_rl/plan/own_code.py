@@ -20,13 +20,16 @@ from megatron_rl.plan.workload import Workload
 DRIVERS = ("token", "route byte", "own sequence", "sequence", "rank")
 """What costs are of: tokens, bytes of routes and sequences of one rank; sequences of the step; ranks of the job."""
 OF_OWNER = frozenset({"responses", "rewards", "metrics"})  # by what a rank sampled; the rest by what its replica learns
+FETCHED = "answers of servers"
+"""In place of `responses` with rollout servers: one rank a node takes their answers, while they sample."""
 OF_A_PASS = frozenset({"pack", "routes"})  # measured for one pass over the step's sequences
 RECORD = Path(__file__).with_name("own_units.json")
 ASIDE = frozenset({"recorder"})  # not part of every step
 
 Record = Mapping[str, Any]
 """``stages``: stage → seconds, received, peak → cost of each driver; ``reward_s``: of one response in a worker;
-``sockets``: of a rank, [constant, per rank]; ``origin``."""
+``fetch``: seconds of the rank that fetches for a response, a token and a byte of routes; ``sockets``: of a rank,
+[constant, per rank]; ``origin``."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class StageTime:
     seconds: float  # processor and network
     received: float  # bytes from other ranks
     peak: float  # bytes of host memory, above what was there before the step
+    ranks_of_node: int  # that have as much to do
 
 
 @dataclass(frozen=True)
@@ -44,12 +48,11 @@ class OwnCode:
     stages: list[StageTime]
     aside: list[StageTime]  # where the recipe asks for them
     sockets: float  # of one rank
-    gpus_per_node: int
 
     @property
     def seconds(self) -> float:
         """On the critical path of a step."""
-        return sum(stage.seconds for stage in self.stages)
+        return sum(stage.seconds for stage in self.stages if stage.name != FETCHED)
 
     @property
     def host_rank(self) -> float:
@@ -58,7 +61,7 @@ class OwnCode:
 
     @property
     def host_node(self) -> float:
-        return self.host_rank * self.gpus_per_node
+        return max(stage.peak * stage.ranks_of_node for stage in self.stages)
 
 
 @cache
@@ -68,10 +71,19 @@ def on_record() -> Record:
 
 
 def drivers(
-    stage: str, tokens: float, route_bytes: float, sequences: float, ranks: int, replicas: int
+    stage: str,
+    tokens: float,
+    route_bytes: float,
+    sequences: float,
+    ranks: int,
+    replicas: int,
+    owners: int | None = None,
 ) -> tuple[float, ...]:
-    """[5] what the costs of a stage go by. Tokens, route bytes and sequences are those of the whole step."""
-    holders = ranks if stage in OF_OWNER else replicas
+    """[5] what the costs of a stage go by. Tokens, route bytes and sequences are those of the whole step.
+
+    ``owners``: ranks that hold what was sampled; None: all.
+    """
+    holders = (owners or ranks) if stage in OF_OWNER else replicas
     return (tokens / holders, route_bytes / holders, sequences / holders, sequences, float(ranks))
 
 
@@ -80,19 +92,33 @@ def own_code(work: Workload, record: Record | None = None) -> OwnCode:
     recipe, known = work.recipe, record or on_record()
     routes = route_bytes(recipe, work.architecture, work.trained_tokens)
     passes = 1 + recipe.objective.needs_old_logprobs(recipe.batch.minibatches)
-    found = []
+    has_servers, node = recipe.rollout.engine == "vllm_server", work.gpus_per_node
+    nodes = -(-work.ranks // node)
+    owners, found, aside = nodes if has_servers else work.ranks, [], []
     for name, costs in known["stages"].items():
-        by = drivers(name, work.trained_tokens, routes, recipe.num_sequences, work.ranks, work.data_parallel)
+        of_step = (work.trained_tokens, routes, recipe.num_sequences)
+        by = drivers(name, *of_step, work.ranks, work.data_parallel, owners)
         seconds, received, peak = (
             sum(unit * amount for unit, amount in zip(costs[what], by)) for what in ("seconds", "received", "peak")
         )
         seconds *= passes if name in OF_A_PASS else 1
-        found.append(StageTime(name, seconds + received / hw.HOST_NETWORK, received, peak))
+        same = 1 if has_servers and name in OF_OWNER else node
+        if has_servers and name == "responses":
+            name, seconds = FETCHED, _fetching(work, known) / nodes
+        stage = StageTime(name, seconds + received / hw.HOST_NETWORK, received, peak, same)
+        (aside if name in ASIDE else found).append(stage)
     scoring = recipe.num_sequences / work.ranks / recipe.reward.num_workers
-    found.append(StageTime("reward workers", known["reward_s"] * -(-scoring // 1) * _is_math(recipe), 0.0, 0.0))
-    every_step = [stage for stage in found if stage.name not in ASIDE]
+    found.append(StageTime("reward workers", known["reward_s"] * -(-scoring // 1) * _is_math(recipe), 0.0, 0.0, node))
     sockets = sum(unit * amount for unit, amount in zip(known["sockets"], (1.0, float(work.ranks))))
-    return OwnCode(every_step, [s for s in found if s.name in ASIDE], sockets, work.gpus_per_node)
+    return OwnCode(found, aside, sockets)
+
+
+def _fetching(work: Workload, known: Record) -> float:
+    """Processor seconds of the ranks that fetch, together."""
+    tokens = work.sampled_sequences * work.mean_response
+    routes = route_bytes(work.recipe, work.architecture, tokens)
+    by = (work.sampled_sequences, tokens, routes)
+    return sum(unit * amount for unit, amount in zip(known["fetch"], by))
 
 
 def _is_math(recipe: Any) -> bool:

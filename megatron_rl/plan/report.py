@@ -7,7 +7,7 @@ from megatron_rl.plan.advice import deadline_problem
 from megatron_rl.plan.checkpoint import checkpoint_cost
 from megatron_rl.plan.hardware import GIB
 from megatron_rl.plan.memory import PLACEMENT, MemoryPlan, Phase, memory_plan
-from megatron_rl.plan.own_code import StageTime
+from megatron_rl.plan.own_code import FETCHED, StageTime
 from megatron_rl.plan.parameters import active_parameters, total_parameters
 from megatron_rl.plan.pipeline_report import duration, pipeline_lines
 from megatron_rl.plan.plan import Plan
@@ -150,7 +150,10 @@ def _own(plan: Plan) -> list[str]:
         f"own code      about {own.seconds:.1f} s a step beside the engines ({share:.1%}); host memory: "
         f"{own.host_rank / GIB:.1f} GiB a rank, {own.host_node / GIB:.1f} GiB a node"
     ]
-    lines += [f"  {stage.seconds:8.2f} s  {stage.name}{_bytes(stage)}" for stage in own.stages]
+    lines += [
+        f"  {stage.seconds:8.2f} s  {stage.name}{_bytes(stage)}" + ", while they sample" * (stage.name == FETCHED)
+        for stage in own.stages
+    ]
     lines += [
         f"  {stage.seconds:8.2f} s  {stage.name}{_bytes(stage)}, where the recipe asks for it" for stage in own.aside
     ]

@@ -37,6 +37,7 @@ from megatron_rl.rollout.servers.pool import ServerPool
 from megatron_rl.rollout.servers.rendezvous import Address, folder, read
 from megatron_rl.types import Prompt, Rollout
 from tools.bench.lib import made_up_server
+from tools.bench.unit_costs import fit
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "token-of-a-measurement"
@@ -51,9 +52,12 @@ def architecture() -> Architecture:
     return replace(tiny, num_layers=48, moe_layers=(True,) * 48, num_experts=128, experts_per_token=8)
 
 
-def start_servers(run_dir: Path, number: int, length: int) -> tuple[list, list[Address]]:
+def start_servers(
+    run_dir: Path, number: int, length: int, shape: Architecture | None = None
+) -> tuple[list, list[Address]]:
+    """``shape``: of the routes that answers bring; None: they bring none."""
     context = multiprocessing.get_context("spawn")
-    arguments = {"agreed": {}, "architecture": architecture(), "length": length, "answers": DIFFERENT}
+    arguments = {"agreed": {}, "architecture": shape, "length": length, "answers": DIFFERENT}
     processes = [
         context.Process(target=made_up_server.serve, args=(str(run_dir), f"s{i}", TOKEN), kwargs=arguments, daemon=True)
         for i in range(number)
@@ -67,12 +71,12 @@ def start_servers(run_dir: Path, number: int, length: int) -> tuple[list, list[A
     return processes, [read(path) for path in paths]
 
 
-async def fetch(pool: ServerPool, requests: list, sampling: Sampling, shape: Architecture) -> list[Rollout]:
+async def fetch(pool: ServerPool, requests: list, sampling: Sampling, shape: Architecture | None) -> list[Rollout]:
     bodies = [request_body(request, sampling, []) for request in requests]
     dispatch = Dispatch(pool, bodies, [request.sequence_id for request in requests], concurrency=16, retries=0)
     rollouts = []
     async for index, answer in dispatch.completions():
-        sealed = SealedRoutes(answer.routes, answer.route_checksums)
+        sealed = None if shape is None else SealedRoutes(answer.routes, answer.route_checksums)
         rollouts.append(
             make_rollout(
                 requests[index],
@@ -87,7 +91,9 @@ async def fetch(pool: ServerPool, requests: list, sampling: Sampling, shape: Arc
     return rollouts
 
 
-async def measure(addresses: list[Address], responses: int, length: int, rounds: int) -> dict[str, list[float]]:
+async def measure(
+    addresses: list[Address], responses: int, length: int, rounds: int, shape: Architecture | None
+) -> dict[str, list[float]]:
     """Microseconds for each token of a response, by round; the first round, in which servers draw, does not count."""
     pool = ServerPool(
         PoolLimits(20.0, 5.0),
@@ -98,7 +104,7 @@ async def measure(addresses: list[Address], responses: int, length: int, rounds:
     )
     prompts = [Prompt(f"p{i}", [1] * PROMPT, "") for i in range(-(-responses // GROUP))]
     requests = make_requests(prompts, GROUP, seed=0, step=0)[:responses]
-    sampling, shape, found = Sampling(length), architecture(), {"processor": [], "wall": []}
+    sampling, found = Sampling(length), {"processor": [], "wall": []}
     await pool.start(len(addresses))
     await pool.push(Weights(0))
     try:
@@ -114,6 +120,33 @@ async def measure(addresses: list[Address], responses: int, length: int, rounds:
     finally:
         await pool.close()
     return {name: values[1:] for name, values in found.items()}
+
+
+def measured(
+    servers: int, responses: int, length: int, rounds: int, shape: Architecture | None
+) -> dict[str, list[float]]:
+    """`measure` with servers of its own."""
+    with tempfile.TemporaryDirectory() as directory:
+        processes, addresses = start_servers(Path(directory), servers, length, shape)
+        try:
+            return asyncio.run(measure(addresses, responses, length, rounds, shape))
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def unit_costs(quick: bool = False) -> list[float]:
+    """Processor seconds of the rank that fetches, for a response, a token of it and a byte of its routes."""
+    shape, length = architecture(), 1024 if quick else 4096
+    settings = ((32, length, shape), (32, length, None), (32, 4 * length, None), (512, 16, None))
+    rows, seconds = [], []
+    for number, tokens, routes in settings:
+        found = measured(2, number, tokens, 3 if quick else 5, routes)
+        num_routes = (PROMPT + tokens - 1) * shape.num_layers * shape.experts_per_token * (routes is not None)
+        rows.append((number, number * tokens, number * num_routes))
+        seconds.append(1e-6 * statistics.median(found["processor"]) * number * tokens)
+    return [float(f"{unit:.3g}") for unit in fit(np.array(rows, float), np.array(seconds))]
 
 
 def sealing(length: int) -> float:
@@ -187,14 +220,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--compress", action="store_true", help="measure compressors too; starts an engine")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        processes, addresses = start_servers(Path(directory), options.servers, options.length)
-        try:
-            found = asyncio.run(measure(addresses, options.responses, options.length, options.rounds))
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+    found = measured(options.servers, options.responses, options.length, options.rounds, architecture())
     middle = {name: statistics.median(values) for name, values in found.items()} | {"seal": sealing(options.length)}
     if options.json:
         print(json.dumps(middle))

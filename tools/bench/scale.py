@@ -10,8 +10,8 @@ time, memory and bytes received, of the rank that has most, are fitted by non-ne
 
 and these unit costs give the time at any size. A: 2048 responses of 8k tokens on 32 ranks, B: 8192 of 32k on 256.
 Bytes from other ranks take their time over the hosts' network (`plan.hardware`). Reward functions run in worker
-processes and are measured by themselves. Waiting for slower ranks is not counted, nor are checkpoints, which do not
-come with every step.
+processes and are measured by themselves, and so is taking the answers of rollout servers (`tools.bench.answers`).
+Waiting for slower ranks is not counted, nor are checkpoints, which do not come with every step.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from megatron_rl.rewards import Rewarder
 from megatron_rl.types import Group, Prompt, Rollout
 
 try:
+    from tools.bench import answers
     from tools.bench.scale_ranks import TENSOR, run_rank
     from tools.bench.unit_costs import Found, Setting, line, unit_costs
 except ModuleNotFoundError:  # started by its path: as a module it finds its neighbours
@@ -188,7 +189,12 @@ def main() -> int:
         found |= costs
         print(f"{ranks} ranks: {time.perf_counter() - start:.0f} s", file=sys.stderr)
     units = unit_costs(found, ROUTE_BYTES, TENSOR)
-    record = {"reward_s": reward_seconds(options.quick), "sockets": line(sockets), "stages": units}
+    record = {
+        "reward_s": reward_seconds(options.quick),
+        "fetch": answers.unit_costs(options.quick),
+        "sockets": line(sockets),
+        "stages": units,
+    }
     if options.write:
         write(record)
     works = {name: workload(*size) for name, size in SIZES.items()}

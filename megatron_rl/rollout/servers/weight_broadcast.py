@@ -22,6 +22,7 @@ from megatron_rl.rollout.servers.weight_group import GroupError, WeightGroup
 CHUNK_BYTES = 64 << 20  # of a buffer
 WHOLE_BYTES = 16 << 20  # a tensor from this size on is sent as it is
 NUM_BUFFERS = 2
+SAME = json.dumps({"tensors": None})  # a chunk holds what the one of its number held in the group's last update
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -106,7 +107,7 @@ class Sender:
         ]
         self._filling = 0
         self._whole: deque[tuple[Work, torch.Tensor]] = deque()  # on their way from where they lie
-        self._said: list[tuple[list[Entry], str]] = []  # entries and their text, by chunk
+        self._said: list[list[Entry]] = []  # entries, by chunk
         self._num_said = 0
         self._whole_bytes = min(WHOLE_BYTES, self._chunk_bytes)
 
@@ -162,11 +163,13 @@ class Sender:
             self._whole.popleft()
 
     def _say(self, entries: list[Entry]) -> None:
-        """What the next chunk holds; the text of the update before, where that held the same there."""
+        """What the next chunk holds, or that it holds the same as in the update before."""
         said, number = self._said, self._num_said
-        if number == len(said) or said[number][0] != entries:
-            said[number:] = [(entries, json.dumps({"tensors": entries}))]
-        self._group.write(said[number][1])
+        if number < len(said) and said[number] == entries:
+            self._group.write(SAME)
+        else:
+            said[number:] = [entries]
+            self._group.write(json.dumps({"tensors": entries}))
         self._num_said += 1
 
 
@@ -176,6 +179,7 @@ class Receiver:
     def __init__(self, group: WeightGroup) -> None:
         self._group = group
         group.next_update()
+        self._number = 0  # of the next chunk
         self.received = Amount(0, 0)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -196,7 +200,10 @@ class Receiver:
         if "sent" in content:
             self._due = Amount(*content["sent"])
             return None
-        entries = content["tensors"]
+        heard, number = self._group.heard, self._number
+        if content["tensors"] is not None:
+            heard[number:] = [content["tensors"]]
+        entries, self._number = heard[number], number + 1
         size = sum(DTYPES[dtype].itemsize * torch.Size(shape).numel() for _, dtype, shape in entries)
         buffer = torch.empty(size, dtype=torch.uint8, device=self._group.device)
         return buffer, entries, self._group.broadcast(buffer)

@@ -67,6 +67,7 @@ class WeightGroup:
         self.store = PrefixStore(place.name, store)
         self.device = torch.device("cuda" if place.backend == "nccl" else "cpu")
         self.sent: Any = None  # what was sent, for who waits for the answers
+        self.heard: list[Any] = []  # on workers: what each chunk of the last update held
         self._group: Any = None
         self._works: list[Work] = []  # under way
         self._number, self._update = 0, 0  # of the next entry, and of the update that it is of

@@ -11,7 +11,7 @@ from megatron_rl.checkpoint.known_models import shape_of
 from megatron_rl.config import load_recipe
 from megatron_rl.plan import GPUS, make_plan, make_workload
 from megatron_rl.plan.hardware import HOST_NETWORK
-from megatron_rl.plan.own_code import DRIVERS, OF_A_PASS, on_record, own_code
+from megatron_rl.plan.own_code import DRIVERS, FETCHED, OF_A_PASS, OF_OWNER, on_record, own_code
 from tests.support.rounding import rounded
 from tests.support.tiny import REPOSITORY
 from tests.unit.plan.test_plan import work
@@ -22,7 +22,7 @@ NOTHING = [0.0] * 5
 
 def record(stage: str, **costs: list[float]) -> dict:
     full = {what: costs.get(what, NOTHING) for what in ("seconds", "received", "peak")}
-    return {"stages": {stage: full}, "reward_s": 0.0, "sockets": [3.0, 2.0]}
+    return {"stages": {stage: full}, "reward_s": 0.0, "fetch": [0.0] * 3, "sockets": [3.0, 2.0]}
 
 
 @pytest.mark.parametrize(("stage", "holders"), [("responses", 32), ("exchange", 8)])
@@ -37,6 +37,28 @@ def test_a_stage_goes_by_what_its_rank_holds(stage, holders, driver):
     assert found.seconds == rounded(1e-6 * amount)
     assert found.host_rank == rounded(1e-6 * amount)
     assert found.host_node == 8 * found.host_rank
+
+
+SERVED = ("rollout.engine=vllm_server", "rollout.servers.count=4")
+
+
+@pytest.mark.parametrize("driver", range(3))
+def test_one_rank_a_node_fetches_answers_while_they_are_sampled(driver):
+    """As above, with servers: 4 ranks fetch 2048 responses of 4096 tokens with their routes."""
+    units = record("responses", seconds=[1.0] * 5, peak=[1.0, 0, 0, 0, 0])
+    units["fetch"] = [1e-6 * (i == driver) for i in range(3)]
+    found = own_code(work(R3, "h100-80", *SERVED), units)
+    (stage,) = [stage for stage in found.stages if stage.name == FETCHED]
+    mean = work(R3).mean_response
+    assert stage.seconds == rounded(1e-6 * 2048 / 4 * [1, mean, mean * 48 * 8][driver])
+    assert found.seconds == 0.0  # servers sample meanwhile
+    assert found.host_node == found.host_rank == rounded(2048 * 4352 / 4)
+
+
+@pytest.mark.parametrize("stage", sorted(OF_OWNER - {"responses"}))
+def test_ranks_that_fetch_own_all_responses(stage):
+    units = record(stage, seconds=[1e-6, 0, 0, 0, 0])
+    assert own_code(work(R3, "h100-80", *SERVED), units).seconds == rounded(8 * own_code(work(R3), units).seconds)
 
 
 def test_bytes_take_their_time_over_the_network():

@@ -37,6 +37,7 @@ from megatron_rl.plan.parameters import (
 from megatron_rl.plan.report import render
 from megatron_rl.plan.timing import num_expert_matrices, num_tensors, step_time
 from megatron_rl.plan.workload import Workload
+from megatron_rl.rollout.servers.weight_broadcast import CHUNK_BYTES, NUM_BUFFERS
 from tests.support.rounding import printed, rounded
 from tests.support.tiny import MODEL, REPOSITORY
 
@@ -226,6 +227,16 @@ def test_time_follows_the_hardware():
     assert slow.generate / 2 < wide.generate < slow.generate
     assert slow.old_logprobs == 0  # one update a step
     assert step_time(work(MOE, "h100-80", "batch.minibatches=4"), engine).old_logprobs > 0
+
+
+def test_weights_that_are_broadcast_to_servers_need_room_for_two_chunks():
+    servers = ("rollout.engine=vllm_server", "rollout.servers.count=4")
+    kinds = [
+        memory_plan(work(MOE, "h100-80", *servers, f"rollout.servers.weights={w}")) for w in ("broadcast", "files")
+    ]
+    sent, through_files = (dict(plan.phases[0].items) for plan in kinds)
+    assert sent.pop("weights on their way to servers") == NUM_BUFFERS * CHUNK_BYTES
+    assert sent == through_files
 
 
 def test_servers_that_sample_ahead_hide_the_shorter_of_generating_and_learning():

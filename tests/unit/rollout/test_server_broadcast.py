@@ -104,6 +104,23 @@ def test_received_tensors_keep_their_values_while_later_ones_come(three):
         assert all(bool((tensor == float(name)).all()) for name, tensor in found.items())
 
 
+def test_what_a_chunk_holds_is_said_when_it_differs(three, monkeypatch):
+    """The second update has another shape in the middle, the third that of the first, the fourth nothing new."""
+    texts, write = [], WeightGroup.write
+    monkeypatch.setattr(WeightGroup, "write", lambda group, text: (texts.append(text), write(group, text))[1])
+    sender, counts = three.form(), []
+    for width in (CHUNK // 8, CHUNK // 16, CHUNK // 8, CHUNK // 8):
+        given = {f"{i}": torch.full((width if i == 5 else CHUNK // 8,), float(width + i)) for i in range(12)}
+        texts.clear()
+        taken = three.take()
+        sender.send(iter(given.items()))
+        counts.append(sum('"tensors": [' in text for text in texts))
+        for found, _ in (future.result() for future in taken):
+            assert all(torch.equal(found[name], given[name]) for name in given)
+    assert 0 < counts[1] < counts[0]
+    assert counts[2:] == [counts[1], 0]
+
+
 def test_the_store_holds_one_update_at_a_time(three):
     sender = three.form()
     keys = []
