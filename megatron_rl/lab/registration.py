@@ -88,9 +88,12 @@ def register(
 ) -> Registration:
     """Note what the study fixes, before the first run; or hold the study and the code against what was noted.
 
-    Raises `InputError` where what decides was changed and ``amend`` gives no reason, and where the code is another and
-    ``other_code`` does not allow it.
+    Raises `InputError` where values are pending, where what decides was changed and ``amend`` gives no reason, and
+    where the code is another and ``other_code`` does not allow it.
     """
+    if loaded.study.pending:
+        open_values = "\n".join(f"  {value}" for value in loaded.study.pending)
+        raise InputError(f"study {loaded.path}: pending: pilots have still to set\n{open_values}\n  set them first")
     commitment, code = loaded.study.commitment(), code_version()
     found = read_registration(root)
     if found is None:

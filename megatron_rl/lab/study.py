@@ -134,6 +134,8 @@ class Study(Section):
     """Recipe that all arms share, relative to the study file."""
     pilots: list[str] = []
     """Runs that were made before the study, and what was chosen by them: on controls and doses, never on outcomes."""
+    pending: list[str] = []
+    """Values that a pilot has still to set, and how; `lab run` refuses the study until the list is empty."""
     seeds: list[NonNegativeInt] = Field([0, 1, 2], min_length=1)
     """Repetitions; arms are compared seed by seed."""
     level: float = Field(0.05, gt=0, lt=1)
@@ -206,7 +208,7 @@ class Study(Section):
 
     def commitment(self) -> dict[str, Any]:
         """What is fixed before the runs: all but words and drawings."""
-        words = {"title", "source", "claim", "setting", "pilots", "figure", "panels"}
+        words = {"title", "source", "claim", "setting", "pilots", "pending", "figure", "panels"}
         values = self.model_dump(mode="json", exclude=words)
         for arm in values["arms"].values():
             del arm["label"]

@@ -53,6 +53,12 @@ def test_words_may_change_and_what_decides_may_not(write, tmp_path):
     assert read_registration(root) == first
 
 
+def test_a_study_with_values_to_be_set_does_not_begin(write, tmp_path):
+    with pytest.raises(InputError, match=r"(?s)pilots have still to set\n  arms\.large: the rate\n"):
+        register(write(pending=["arms.large: the rate"]), tmp_path / "runs", 0)
+    assert read_registration(tmp_path / "runs") is None
+
+
 def test_an_amendment_keeps_its_reason_and_how_much_was_known(write, tmp_path):
     root = tmp_path / "runs"
     first = register(write(), root, 0)
