@@ -177,7 +177,8 @@ def test_every_expert_has_an_adapter_of_its_own(one):
 
 
 def test_recomputed_experts_are_merged_again(one):
-    assert (one["experts, recomputed"]["after"] == one["experts"]["after"]).all()
+    for got, want in zip(one["experts, recomputed"]["metrics"], one["experts"]["metrics"], strict=True):
+        assert abs(got["actor/grad_norm"] - want["actor/grad_norm"]) <= PRECISION * want["actor/grad_norm"]
 
 
 @pytest.fixture(scope="module")

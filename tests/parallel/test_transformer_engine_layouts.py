@@ -40,7 +40,7 @@ from tests.support import te
 from tests.support.plain_training import float32_limits, relative_gradient_error, relative_norm_error
 from tests.support.rounding import bound_from_double
 from tests.support.routes import random_routes
-from tests.support.tiny import stored_rollouts
+from tests.support.tiny import MODEL, stored_rollouts
 from tests.support.zygote import Zygote
 
 pytestmark = pytest.mark.skipif(te.MISSING is not None, reason=str(te.MISSING))
@@ -61,6 +61,7 @@ NOISE = {
 }
 RING = [8, 20, 4, 12]  # lengths of sequences in a row that two context-parallel ranks share
 ADAPTERS = {"dp2": {}, "pp2": {"pipeline": 2}}
+ADAPTERS_OF_EXPERTS = {"ep2": {"expert": 2}, "tp2ep2": {"tensor": 2, "expert": 2}}
 NORMS = {"num_batches": 8, "num_sequences": 8}
 PRECISION = 1e-5  # relative, of a gradient norm
 METRICS = ("actor/grad_norm", "actor/entropy", "mismatch/rho_std")
@@ -93,6 +94,7 @@ def local(tmp_path_factory, dense) -> dict:
             "microbatches": parts(SMALL, 1, True),
             "ranks": parts(16384, 2, False),
             "lora": lora(dense),
+            "lora, experts": lora(str(MODEL)),
             "saved": save_after(tmp_path_factory.mktemp("run"), learner()),
         }
     )
@@ -125,6 +127,9 @@ def runs(local, other, dense, tmp_path_factory) -> dict[str, list[dict]]:
         "ring, cp2": replayed(routes, dtype="bf16", parallel={"context": 2}),
     }
     jobs[2] |= {f"lora, {name}": lora(dense, parallel=parallel) for name, parallel in ADAPTERS.items()}
+    jobs[2] |= {
+        f"lora, experts {name}": lora(str(MODEL), parallel=parallel) for name, parallel in ADAPTERS_OF_EXPERTS.items()
+    }
     with Zygote({"NVTE_PROJECT_BUILDING": "1"}) as helper:
         started = {n: start(helper, n, jobs[n]) for n in jobs}
     return {name: [rank[name] for rank in started[n]] for n in jobs for name in jobs[n]}
@@ -252,6 +257,22 @@ def test_adapters(runs, local, dense, layout):
     for rank in runs[f"lora, {layout}"]:
         assert any("lora_" in name for name in rank["adapters"])
         same_adapters(rank, local["lora"], dense)
+
+
+@pytest.mark.parametrize("layout", ADAPTERS_OF_EXPERTS)
+def test_adapters_of_grouped_experts(runs, local, layout):
+    """Layers that hold all experts of a rank have the adapters of Megatron's layers of one expert each."""
+    want = local["lora, experts"]
+    for rank in runs[f"lora, experts {layout}"]:
+        assert "decoder.layers.0.mlp.experts.linear_fc1.lora_A3" in rank["adapters"]
+        for got, expected in zip(rank["metrics"], want["metrics"], strict=True):
+            assert abs(got["actor/grad_norm"] - expected["actor/grad_norm"]) <= PRECISION * expected["actor/grad_norm"]
+        assert all(torch.equal(rank["exported before"][name], t) for name, t in want["exported before"].items())
+        differences = [rank["exported"][name].double() - t for name, t in want["exported"].items()]
+        moved = [t.double() - want["exported before"][name] for name, t in want["exported"].items()]
+        error, size = (torch.cat([part.flatten() for part in parts]).norm() for parts in (differences, moved))
+        assert 0 < size
+        assert error <= PRECISION * size
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
