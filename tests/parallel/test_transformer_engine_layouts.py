@@ -271,7 +271,7 @@ def test_adapters_of_grouped_experts(runs, local, layout):
         differences = [rank["exported"][name].double() - t for name, t in want["exported"].items()]
         moved = [t.double() - want["exported before"][name] for name, t in want["exported"].items()]
         error, size = (torch.cat([part.flatten() for part in parts]).norm() for parts in (differences, moved))
-        assert 0 < size
+        assert size > 0
         assert error <= PRECISION * size
 
 
