@@ -25,6 +25,9 @@ DOSES = {
 IN_LAYOUTS = ("router", "hidden", "int4", "stale")
 LAYOUTS = {1: [({}, "fp32"), ({}, "bf16")], 2: [(BOTH, "fp32"), (BOTH, "bf16"), ({"expert": 2}, "bf16")]}
 
+DTYPES = ("fp32", "bf16", "fp16")
+STEPS = [1, 2, 7, 16, 33, 64]  # responses of each update
+
 
 def jobs_for(world_size: int) -> dict:
     jobs, sizes = {}, SIZES[world_size]
@@ -36,6 +39,7 @@ def jobs_for(world_size: int) -> dict:
     if world_size == 1:
         jobs["bits fp16"] = ("bits_over_batches", {"dtype": "fp16", "parallel": {}, "sizes": [1, 16]})
         jobs["gate one update"] = ("update_with_gate", {"dtype": "bf16", "parallel": {}, "minibatches": 1})
+        jobs |= {f"sizes {dtype}": ("gate_over_sizes", {"dtype": dtype, "sizes": STEPS}) for dtype in DTYPES}
         jobs["broken step"] = ("broken_step", {"layer": 2})
         jobs["schedules"] = ("schedules", {"dtype": "bf16"})
         jobs["changed"] = ("changed_weights", {})
@@ -91,6 +95,13 @@ def test_the_gate_names_what_a_step_computes_otherwise(results):
     _, found = results
     first_step = len(prompts(1)[0].tokens)
     assert f"token {first_step} of the sequence, output of the layer 2" in found["broken step"]
+
+
+@pytest.mark.parametrize("results", [1], indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gate_is_zero_for_any_number_of_responses(results, dtype):
+    _, found = results
+    assert found[f"sizes {dtype}"] == [0.0] * len(STEPS)
 
 
 @pytest.mark.parametrize("results", [1], indirect=True)

@@ -138,6 +138,19 @@ def update_with_gate(dtype: str, parallel: dict[str, int], minibatches: int) -> 
     return found
 
 
+def gate_over_sizes(dtype: str, sizes: list[int]) -> list[float]:
+    """`exact/max_abs_prob_diff` of updates in a row, on so many fresh responses each."""
+    learner, generator = start(dtype)
+    found = []
+    for step, number in enumerate(sizes):
+        groups = generator.rollout(prompts(number), 1, policy_version=learner.num_updates, step=step)
+        for group in groups:
+            group.rollouts[0].reward = float(group.rollouts[0].tokens[0] % 2)
+        found.append(learner.update(batch_of(learner, groups))["exact/max_abs_prob_diff"])
+        generator.refit(iter(()), learner.num_updates)
+    return found
+
+
 def broken_layer(parallel: dict[str, int], layer: int) -> str:
     """What the gate says of a layer whose output depends on how many rows it is given, once responses are there."""
     learner, generator = start("fp32", parallel)
