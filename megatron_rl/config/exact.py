@@ -74,6 +74,9 @@ class ExactConfig(Section):
     not a paper's; docs/exact.md."""
     noise_std: NonNegativeFloat = 0.0
     """Short for `noise: {kind: logits, std: …}`."""
+    gate: Literal["all"] | PositiveInt = "all"
+    """Sequences that each pass is compared on by the bit check: `all`, or this many, drawn anew in every step from the
+    recipe's seed."""
     kv_cache: bool = True
     """Keep keys and values of earlier tokens; the probabilities are the same either way. On CUDA always false:
     attention kernels that are invariant with a cache are not at hand there."""

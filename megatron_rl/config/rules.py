@@ -10,8 +10,6 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.schedule import ScheduleConfig
 from megatron_rl.config.sections import BatchConfig, RecipeSections
 
-MAX_EXACT_TENSOR_PARALLEL = 2
-"""a + b = b + a, but a sum over three ranks depends on where it starts, and gloo and NCCL start it by position."""
 MAX_CARRY_OVER_FACTOR = 2
 """Of f · n groups n are learned from; the other (f - 1) · n have to fit into the next step's n."""
 
@@ -186,20 +184,11 @@ def exact_problems(recipe: RecipeSections) -> list[str]:
             f"rollout.tensor_parallel: {rollout.tensor_parallel}, but rollout.engine exact has the learner's "
             "layout (learner.parallel); leave it at 1"
         )
-    if parallel.tensor > MAX_EXACT_TENSOR_PARALLEL:
-        found.append(
-            f"learner.parallel.tensor: {parallel.tensor}; a sum over more than {MAX_EXACT_TENSOR_PARALLEL} ranks "
-            "depends on the batch, so that rollout.engine exact could not be exact; use 1 or 2, with expert and "
-            "data parallelism for the rest"
-        )
     if parallel.context > 1:
         found.append(
             f"learner.parallel.context: {parallel.context}; rollout.engine exact generates token by token, and its "
-            "attention over parts of a sequence would add up in another order; use 1"
-        )
-    if parallel.pipeline > 1:
-        found.append(
-            f"learner.parallel.pipeline: {parallel.pipeline}; rollout.engine exact generates on one stage; use 1"
+            "attention over parts of a sequence would add up in another order; use 1, with tensor or pipeline for the "
+            "rest"
         )
     if recipe.routing.needs_engine_routes:
         key = "replay: r3" if recipe.routing.replay == "r3" else "telemetry: true"

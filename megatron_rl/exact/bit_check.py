@@ -7,29 +7,35 @@ Both computations are then repeated layer by layer, so that the message names th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
+from megatron.core import parallel_state
 
 from megatron_rl.errors import RunEnded
 from megatron_rl.exact.decode import Decoder, watched
 from megatron_rl.exact.draws import GivenTokens
+from megatron_rl.exact.stages import forward
 from megatron_rl.learner.layers.invariant import batch_invariant
 from megatron_rl.learner.learner import Learner
 from megatron_rl.process.ranks import gather_objects
 from megatron_rl.types import Batch
 
 
-def check(learner: Learner, batch: Batch, found: dict[int, np.ndarray], where: str) -> float:
+def check(learner: Learner, batch: Batch, found: dict[int, np.ndarray], where: str, among: Sequence[int]) -> float:
     """Compare sequences ``found`` (index → log-probs [R] of a pass) with what generation recorded.
 
-    ``found``: those of this rank's replica. ``where``: the pass, for the message. Collective, the same on all ranks.
+    ``found``: those of this rank's replica. ``where``: the pass, for the message. ``among``: the sequences of the pass
+    on all replicas, of which `exact.gate` says how many are compared. Collective, the same on all ranks.
     Returns `BIT_CHECK_METRIC` over all sequences, which is 0.0 where it returns at all.
 
     Raises:
         RunEnded: a token differs; names sequence, token, both values and the first layer that computes differently.
     """
     largest, wrong = 0.0, None
-    for index in sorted(found):
+    compared = sample(among, learner.recipe.exact.gate, learner.recipe.seed, batch.step)
+    for index in sorted(compared.intersection(found)):
         sequence = batch.sequences[index]
         recorded = sequence.exact_logprobs
         assert recorded is not None, (
@@ -46,6 +52,13 @@ def check(learner: Learner, batch: Batch, found: dict[int, np.ndarray], where: s
         index, message = first
         raise RunEnded(f"{message} {first_divergence(learner, batch, index)}")
     return max(gap for gap, _ in shares)
+
+
+def sample(among: Sequence[int], gate: int | str, seed: int, step: int) -> set[int]:
+    """The sequences that the gate compares: all of ``among``, or ``gate`` of them."""
+    if gate == "all" or gate >= len(among):
+        return set(among)
+    return set(np.random.default_rng((seed, step)).choice(np.asarray(among), gate, replace=False).tolist())
 
 
 def _message(batch: Batch, index: int, token: int, found: np.ndarray, where: str) -> str:
@@ -66,12 +79,12 @@ def first_divergence(learner: Learner, batch: Batch, index: int) -> str:
     mine = None
     if trained and generated:
         for position in sorted(generated):
-            for name, value in generated[position].items():
+            for place, (name, value) in enumerate(generated[position].items()):
                 if mine is None and not torch.equal(value, trained[position][name]):
-                    mine = (position, name)
+                    mine = (position, parallel_state.get_pipeline_model_parallel_rank(), place, name)
     both = [item for item in gather_objects(mine) if item is not None]
     if both:
-        position, name = min(both)
+        position, _, _, name = min(both)
         return f"First difference when both are computed again: token {position} of the sequence, output of the {name}"
     return (
         "Computed again, both agree in every layer: the weights changed between generation and update, or a kernel is "
@@ -98,7 +111,7 @@ def _trained_rows(learner: Learner, batch: Batch, index: int) -> Rows:
                 rows.setdefault(position, {})[name] = hidden[start + position].clone()
 
         with watched(learner.module, keep), torch.no_grad(), batch_invariant(learner.device):
-            learner.passes.forward(microbatch)
+            forward(learner.module, microbatch.tokens, microbatch.position_ids, microbatch.packed)
     return rows
 
 

@@ -27,6 +27,7 @@ from megatron_rl.exact.doses import Dose
 from megatron_rl.exact.pages import Pages
 from megatron_rl.exact.room import CacheShape, num_cache_pages, rows_and_steps
 from megatron_rl.exact.schedule import Schedule, Whole, num_pages
+from megatron_rl.exact.stages import forward
 from megatron_rl.exact.step import StepForward, Watch
 from megatron_rl.learner.exchange import speaks
 from megatron_rl.learner.layers.exact_attention import CachedPrompts, CachedStep, PackedSequences, PagedCache
@@ -184,7 +185,8 @@ class Decoder:
             shape = CacheShape.of(self.module)
             pages = num_cache_pages(shape, pages, longest, self.device, self._cache_gib, self._utilization)
             like = next(self.module.parameters())
-            self._cache = PagedCache(pages, shape.num_layers, shape.kv_heads, shape.width, like)
+            first = self.module.decoder.layers[0].layer_number - 1
+            self._cache = PagedCache(pages, shape.num_layers, shape.kv_heads, shape.width, like, first)
             if self._step is not None:
                 self._step.begin(longest)
         numbers: dict[tuple[int, ...], int] = {}
@@ -356,11 +358,7 @@ class Decoder:
             seeds = [(self._prompt_seeds if place < self._given[i] else self._seeds)[i] for i, place in self._owners()]
             seeds += [0] * (len(tokens) - len(seeds))
             self._dose.before_pass(torch.tensor(seeds, device=self.device), positions)
-        self.module.rotary_pos_emb.position_ids = positions
-        logits = self.module(
-            input_ids=tokens[None], position_ids=positions[None], attention_mask=None, packed_seq_params=packed
-        )
-        return logits.flatten(0, 1)
+        return forward(self.module, tokens[None], positions, packed).flatten(0, 1)
 
     def _padding(self, num_rows: int) -> int:
         """Rows to add for sequence parallelism; a replica without rows takes part with padding alone."""
@@ -450,11 +448,12 @@ class Decoder:
 
 @contextmanager
 def watched(module: torch.nn.Module, watch: Watch) -> Iterator[None]:
-    """``watch`` is told the rows [N, …] that come out of every layer of ``module``, in the order of the pass."""
+    """``watch`` is told the rows [N, …] that come out of every layer of this stage, in the order of the pass."""
     group = parallel_state.get_tensor_model_parallel_group()
-    parts = [("embedding", module.embedding)]
-    parts += [(f"layer {i}", layer) for i, layer in enumerate(module.decoder.layers)]
-    parts += [("final norm", module.decoder.final_layernorm), ("output layer", module.output_layer)]
+    parts = [("embedding", module.embedding)] if module.pre_process else []
+    parts += [(f"layer {layer.layer_number - 1}", layer) for layer in module.decoder.layers]
+    if module.post_process:
+        parts += [("final norm", module.decoder.final_layernorm), ("output layer", module.output_layer)]
 
     def hook(name: str) -> Callable:
         def on_output(_module: torch.nn.Module, _args: tuple, output: torch.Tensor | tuple) -> None:

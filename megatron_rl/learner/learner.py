@@ -7,7 +7,7 @@ microbatch size, packing or layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
@@ -51,9 +51,9 @@ from megatron_rl.types import Batch
 BIT_CHECK_METRIC = "exact/max_abs_prob_diff"
 """max |exp(log mu) - exp(log po)| over the step's sampled tokens, the dose of `exact.noise` left out."""
 
-BitCheck = Callable[[Batch, dict[int, np.ndarray], str], float]
-"""Called with a batch, log-probs [R] by sequence index, and the name of the pass that found them. Returns
-`BIT_CHECK_METRIC` over these sequences, or raises `RunEnded`."""
+BitCheck = Callable[[Batch, dict[int, np.ndarray], str, Sequence[int]], float]
+"""Called with a batch, log-probs [R] by sequence index, the name of the pass that found them, and the indices of that
+pass on all replicas. Returns `BIT_CHECK_METRIC` over what it compares, or raises `RunEnded`."""
 
 
 class Learner:
@@ -113,7 +113,9 @@ class Learner:
             with self.phase("old_logprobs"):
                 found = self._logprobs(batch, "record" if records_routes else None)
                 if self.bit_check is not None:
-                    gaps.append(self.bit_check(batch, found, "pass for old log-probs"))
+                    with self.phase("gate"):
+                        everything = range(len(batch.sequences))
+                        gaps.append(self.bit_check(batch, found, "pass for old log-probs", everything))
                 found = hand_over_logprobs(batch, found, *homes, self.replicas)
                 for i, sequence in enumerate(batch.sequences):
                     sequence.old_logprobs = found.get(i)
@@ -148,7 +150,7 @@ class Learner:
                 batch.sequences[i].current_logprobs = kept.get(i)
         if check_is_due:
             with self.phase("gate"):
-                bit_metric = {BIT_CHECK_METRIC: self.bit_check(batch, kept, "forward pass of the update")}
+                bit_metric = {BIT_CHECK_METRIC: self.bit_check(batch, kept, "forward pass of the update", indices)}
         with self.phase("optimizer"):
             self.offload.before_update()
             lr = self.optimizer.param_groups[0]["lr"]

@@ -8,7 +8,6 @@ from itertools import product
 
 from megatron_rl.config.learner import OffloadConfig, ParallelConfig
 from megatron_rl.config.model_rules import layout_problems, lora_problems
-from megatron_rl.config.rules import MAX_EXACT_TENSOR_PARALLEL
 from megatron_rl.plan.hardware import MOST_UTILIZATION
 from megatron_rl.plan.host import host_phase
 from megatron_rl.plan.memory import MemoryPlan, Phase, largest_utilization, memory_plan
@@ -99,7 +98,7 @@ def _rank(layout: Layout) -> tuple[float, float, int, str]:
 
 def _legal(work: Workload) -> list[ParallelConfig]:
     a, exact = work.architecture, work.recipe.rollout.engine == "exact"
-    tensors = [n for n in SIZES if n <= min(work.gpus_per_node, MAX_EXACT_TENSOR_PARALLEL if exact else 8)]
+    tensors = [n for n in SIZES if n <= min(work.gpus_per_node, 8)]
     pipelines = [1] if exact else [n for n in SIZES if n <= work.ranks]
     experts = [n for n in SIZES if n <= min(a.num_experts, work.ranks)] if a.is_moe else [1]
     contexts = [1] if exact else [1, *(n for n in SIZES if n > 1 and work.longest >= n * MIN_CONTEXT_TOKENS)]

@@ -56,9 +56,9 @@ def test_the_gate_is_zero_in_every_step_and_the_run_repeats(tmp_path, settings, 
 
 
 def test_what_cannot_be_exact_is_refused(tmp_path):
-    settings = ["rollout.top_p=0.9", "rollout.dtype=fp32", "routing.replay=r3", "learner.parallel.tensor=4"]
+    settings = ["rollout.top_p=0.9", "rollout.dtype=fp32", "routing.replay=r3", "learner.parallel.context=2"]
     _, output = train(tmp_path, "bad", *settings, status=2)
-    for part in ("rollout.top_p 0.9", "rollout.dtype: fp32", "routing.replay: r3", "learner.parallel.tensor: 4"):
+    for part in ("rollout.top_p 0.9", "rollout.dtype: fp32", "routing.replay: r3", "learner.parallel.context: 2"):
         assert part in output, output
     _, output = train(tmp_path, "bad", "rollout.engine=vllm", "exact.noise_std=0.1", status=2)
     assert "exact.noise_std: 0.1 needs rollout.engine exact" in output

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.parallel.gloo import run_ranks
 from tests.parallel.programs.exact import prompts
 from tests.support.rounding import rounded
+from tests.support.tiny import MODEL
 
 MODULE = "tests.parallel.programs.exact"
 BOTH = {"tensor": 2, "expert": 2}
-SIZES = {1: [1, 3, 64], 2: [1, 3, 24]}  # 1: with two replicas one has nothing to generate
+SIZES = {1: [1, 3, 64], 2: [1, 3, 24], 4: [1, 6]}  # 1: with two replicas one has nothing to generate
 DOSES = {
     "logits 0.001": {"kind": "logits", "std": 1e-3},
     "logits 0.1": {"kind": "logits", "std": 1e-1},
@@ -23,19 +28,28 @@ DOSES = {
     "stale": {"kind": "stale", "updates": 2},
 }
 IN_LAYOUTS = ("router", "hidden", "int4", "stale")
-LAYOUTS = {1: [({}, "fp32"), ({}, "bf16")], 2: [(BOTH, "fp32"), (BOTH, "bf16"), ({"expert": 2}, "bf16")]}
+STAGES = {"pipeline": 2}
+WIDE = {"tensor": 4, "expert": 4}
+EXPERTS_CUT = {"tensor": 4, "expert": 2, "expert_tensor": 2}
+LAYOUTS = {
+    1: [({}, "fp32"), ({}, "bf16")],
+    2: [(BOTH, "fp32"), (BOTH, "bf16"), ({"expert": 2}, "bf16"), (BOTH, "fp16"), (STAGES, "fp32"), (STAGES, "fp16")],
+    4: [(WIDE, "fp32"), (WIDE, "bf16"), (WIDE, "fp16"), (EXPERTS_CUT, "bf16"), ({"tensor": 2, "pipeline": 2}, "bf16")],
+}
 
 DTYPES = ("fp32", "bf16", "fp16")
 STEPS = [1, 2, 7, 16, 33, 64]  # responses of each update
 
 
-def jobs_for(world_size: int) -> dict:
-    jobs, sizes = {}, SIZES[world_size]
+def jobs_for(world_size: int, model: str = str(MODEL)) -> dict:
+    jobs, sizes, sections = {}, SIZES[world_size], {"model": {"path": model}}
     for parallel, dtype in LAYOUTS[world_size]:
         name = f"{parallel} {dtype}"
-        jobs[f"bits {name}"] = ("bits_over_batches", {"dtype": dtype, "parallel": parallel, "sizes": sizes})
-        jobs[f"gate {name}"] = ("update_with_gate", {"dtype": dtype, "parallel": parallel, "minibatches": 2})
-    jobs["broken"] = ("broken_layer", {"parallel": LAYOUTS[world_size][0][0], "layer": 2})
+        jobs[f"bits {name}"] = ("bits_over_batches", {"dtype": dtype, "parallel": parallel, "sizes": sizes} | sections)
+        jobs[f"gate {name}"] = ("update_with_gate", {"dtype": dtype, "parallel": parallel, "minibatches": 2} | sections)
+    jobs["broken"] = ("broken_layer", {"parallel": LAYOUTS[world_size][-1][0], "layer": 2} | sections)
+    if world_size > 1:
+        jobs["sums"] = ("sums_in_order", {"world_size": world_size})
     if world_size == 1:
         jobs["bits fp16"] = ("bits_over_batches", {"dtype": "fp16", "parallel": {}, "sizes": [1, 16]})
         jobs["gate one update"] = ("update_with_gate", {"dtype": "bf16", "parallel": {}, "minibatches": 1})
@@ -44,13 +58,28 @@ def jobs_for(world_size: int) -> dict:
         jobs["schedules"] = ("schedules", {"dtype": "bf16"})
         jobs["changed"] = ("changed_weights", {})
         jobs["doses"] = ("doses", {"kinds": DOSES})
-    else:
+    elif world_size == 2:
         jobs["doses"] = ("doses", {"kinds": {name: DOSES[name] for name in IN_LAYOUTS}, "parallel": BOTH})
     return jobs
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
-def results(request):
+@pytest.fixture(scope="module")
+def four_key_heads(tmp_path_factory) -> str:
+    """The tiny model, the same function, with each key head twice: four ranks can share them."""
+    folder = tmp_path_factory.mktemp("model") / "model"
+    shutil.copytree(MODEL, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 4}))
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("k_proj.weight", "v_proj.weight"))]:
+        heads = tensors[name].unflatten(0, (config["num_key_value_heads"], -1))
+        tensors[name] = heads.repeat_interleave(4 // len(heads), 0).flatten(0, 1).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4], ids=["1 rank", "2 ranks", "4 ranks"])
+def results(request, four_key_heads):
     world_size = request.param
     ranks = run_ranks(
         "tests.parallel.jobs",
@@ -59,7 +88,7 @@ def results(request):
         init_process_group=False,
         timeout_s=500,
         module=MODULE,
-        jobs=jobs_for(world_size),
+        jobs=jobs_for(world_size, four_key_heads if world_size == 4 else str(MODEL)),
     )
     for rank in ranks[1:]:
         for name in ranks[0]:
@@ -88,6 +117,13 @@ def test_the_gate_names_what_differs(results):
         assert "response token" in message
         assert "output of the layer 2" in message
         assert "MOVED" not in message
+
+
+@pytest.mark.parametrize("results", [2, 4], indirect=True)
+def test_ranks_are_added_in_their_order(results):
+    _, found = results
+    assert found["sums"]
+    assert set(found["sums"].values()) == {True}, found["sums"]
 
 
 @pytest.mark.parametrize("results", [1], indirect=True)
@@ -121,6 +157,7 @@ def test_weights_that_changed_are_told_apart(results):
     assert "the weights changed between generation and update" in found["changed"]
 
 
+@pytest.mark.parametrize("results", [1, 2], indirect=True)
 def test_doses_stand_apart_from_what_is_computed_without_them(results):
     _, found = results
     for name, dose in found["doses"].items():

@@ -26,8 +26,11 @@ class PagedCache:
 
     SCRATCH = 0
 
-    def __init__(self, num_pages: int, num_layers: int, kv_heads: int, width: int, like: torch.Tensor):
-        """``like``: has the device and the dtype of keys and values."""
+    def __init__(
+        self, num_pages: int, num_layers: int, kv_heads: int, width: int, like: torch.Tensor, first_layer: int = 0
+    ):
+        """``like``: has the device and the dtype of keys and values. ``first_layer``: of this pipeline stage."""
+        self._first_layer = first_layer
         shape = (num_pages, kv_heads, KEY_BLOCK, width)
         self.num_pages = num_pages
         self._layers = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(num_layers)]
@@ -41,12 +44,12 @@ class PagedCache:
         self, layer: int, pages: torch.Tensor, offsets: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
         """``pages`` and ``offsets`` [N] int64, where each token goes; ``key`` and ``value`` [N, H/groups, D]."""
-        for stored, new in zip(self._layers[layer], (key, value)):
+        for stored, new in zip(self._layers[layer - self._first_layer], (key, value)):
             stored[pages, :, offsets] = new
 
     def read(self, layer: int, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [n, P, H/groups, `KEY_BLOCK`, D] of the pages ``tables`` [n, P] int64."""
-        key, value = self._layers[layer]
+        key, value = self._layers[layer - self._first_layer]
         return key[tables], value[tables]
 
     def copy(self, source: list[int], target: list[int]) -> None:

@@ -9,11 +9,11 @@ such call is made in one fixed shape:
 * functions without a correctly rounded result (exp, log, silu, …) on whole vector registers, the last one padded;
 * attention in blocks of `KEY_BLOCK` keys from the first key on, with a running softmax, so that keys that a mask hides
   add exactly nothing, whether they are there (a training pass) or not (generation with a cache);
-* sums over a token's experts in the order of the experts.
+* sums over a token's experts in the order of the experts;
+* sums over tensor-parallel ranks in the order of the ranks (`rank_sums`).
 
-Backward passes are left as they are: nothing compares gradients bit for bit with another engine. Sums over ranks are
-out of reach here: `config.rules` limits layouts to those with one order of summation. `exact.bit_check` compares every
-sampled token in every step, so that nothing rests on trust in a given machine.
+Backward passes are left as they are: nothing compares gradients bit for bit with another engine. `exact.bit_check`
+compares sampled tokens in every step, so that nothing rests on trust in a given machine.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+
+from megatron_rl.learner.layers import rank_sums
 
 TILE = 16
 """Rows of a matrix product: with fewer, libraries switch to matrix-vector kernels; more would be padding in
@@ -218,4 +221,7 @@ _REPLACEMENTS: dict[Callable, Callable] = {
     torch.sigmoid: padded(torch.sigmoid),
     F.silu: padded(F.silu),
     F.gelu: padded(F.gelu),
+    dist.all_reduce: rank_sums.all_reduce,
+    dist.reduce_scatter: rank_sums.reduce_scatter,
+    dist.reduce_scatter_single: rank_sums.reduce_scatter_single,
 }

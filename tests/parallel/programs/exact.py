@@ -7,14 +7,22 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 
 from megatron_rl.batch import build_batch
+from megatron_rl.config.learner import ParallelConfig
 from megatron_rl.data import load_tokenizer
 from megatron_rl.errors import RunEnded
 from megatron_rl.exact.generator import ExactGenerator
 from megatron_rl.exact.room import GIB, CacheShape
 from megatron_rl.exact.step import StepForward
+from megatron_rl.learner.layers.invariant import BatchInvariant
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.process_groups import initialize
 from megatron_rl.rollout import Generator, Sampling
 from megatron_rl.run.engines import start_generator
 from megatron_rl.types import Group, Prompt
@@ -58,9 +66,9 @@ def batch_of(learner: Learner, groups: list[Group]):
     return build_batch(0, groups, learner.recipe)
 
 
-def bits_over_batches(dtype: str, parallel: dict[str, int], sizes: list[int]) -> dict[str, Any]:
+def bits_over_batches(dtype: str, parallel: dict[str, int], sizes: list[int], **sections: Any) -> dict[str, Any]:
     """Differing tokens between generation and passes over other packings, for batches of ``sizes`` prompts."""
-    learner, generator = start(dtype, parallel)
+    learner, generator = start(dtype, parallel, **sections)
     differing, lengths, alone = {}, [], {}
     for number in sizes:
         groups = sample(generator, number)
@@ -123,9 +131,9 @@ SCHEDULES = {
 }
 
 
-def update_with_gate(dtype: str, parallel: dict[str, int], minibatches: int) -> list[float]:
+def update_with_gate(dtype: str, parallel: dict[str, int], minibatches: int, **sections: Any) -> list[float]:
     """`exact/max_abs_prob_diff` and the spread of rho in two updates on fresh rollouts."""
-    learner, generator = start(dtype, parallel, batch={"minibatches": minibatches})
+    learner, generator = start(dtype, parallel, batch={"minibatches": minibatches}, **sections)
     found = []
     for step in range(2):
         groups = generator.rollout(prompts(12), 4, policy_version=learner.num_updates, step=step)
@@ -151,9 +159,9 @@ def gate_over_sizes(dtype: str, sizes: list[int]) -> list[float]:
     return found
 
 
-def broken_layer(parallel: dict[str, int], layer: int) -> str:
+def broken_layer(parallel: dict[str, int], layer: int, **sections: Any) -> str:
     """What the gate says of a layer whose output depends on how many rows it is given, once responses are there."""
-    learner, generator = start("fp32", parallel)
+    learner, generator = start("fp32", parallel, **sections)
 
     def depends_on_the_batch(_module, _args, output):
         hidden = output[0] if isinstance(output, tuple) else output
@@ -161,7 +169,8 @@ def broken_layer(parallel: dict[str, int], layer: int) -> str:
         return (changed, *output[1:]) if isinstance(output, tuple) else changed
 
     groups = sample(generator, 8, 2)
-    handle = learner.module.decoder.layers[layer].register_forward_hook(depends_on_the_batch)
+    here = [part for part in learner.module.decoder.layers if part.layer_number == layer + 1]
+    handles = [part.register_forward_hook(depends_on_the_batch) for part in here]
     before = [p.detach().clone() for p in learner.module.parameters()]
     try:
         learner.update(batch_of(learner, groups))
@@ -169,7 +178,8 @@ def broken_layer(parallel: dict[str, int], layer: int) -> str:
         moved = any(not torch.equal(a, b) for a, b in zip(before, learner.module.parameters(), strict=True))
         return f"{error}{' THE WEIGHTS MOVED' * moved}"
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
     return "no difference was found"
 
 
@@ -188,6 +198,29 @@ def broken_step(layer: int) -> str:
         except RunEnded as error:
             return str(error)
     return "no difference was found"
+
+
+def sums_in_order(world_size: int) -> dict[str, bool]:
+    """Sums over ranks as Megatron asks for them, against sums from the first rank on in fp32, rounded once."""
+    initialize(ParallelConfig(tensor=world_size, expert_tensor=world_size), "cpu", 0, None)
+    found: dict[str, bool] = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        terms = torch.randn(world_size, 6 * world_size, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+        total = terms[0].float()
+        for term in terms[1:]:
+            total = total + term.float()
+        expected, rank = total.to(dtype), parallel_state.get_tensor_model_parallel_rank()
+        mine, uneven = terms[rank].clone(), [3, 9, *[6] * (world_size - 2)]
+        with BatchInvariant():
+            found[f"all {dtype}"] = torch.equal(reduce_from_tensor_model_parallel_region(mine.clone()), expected)
+            part = reduce_scatter_to_sequence_parallel_region(mine)
+            found[f"part {dtype}"] = torch.equal(part, expected.chunk(world_size)[rank])
+            part = reduce_scatter_to_sequence_parallel_region(mine, input_split_sizes=uneven)
+            found[f"uneven part {dtype}"] = torch.equal(part, expected.split(uneven)[rank])
+            replicas = torch.ones(1)
+            torch.distributed.all_reduce(replicas, group=parallel_state.get_data_parallel_group())
+            found["other groups"] = replicas.item() == 1
+    return found
 
 
 def changed_weights() -> str:

@@ -1,6 +1,8 @@
-"""The gate of exact mode, without a model: what it lets through, what it measures, and what it cannot do without."""
+"""The gate of exact mode, without a model: what it lets through, what it compares, and what it cannot do without."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from megatron_rl.errors import RunEnded
 from megatron_rl.exact import bit_check as gate
 from megatron_rl.types import Batch
-from tests.support.tiny import stored_rollouts
+from tests.support.tiny import stored_rollouts, tiny_recipe
 
 
 @pytest.fixture
@@ -19,12 +21,17 @@ def batch() -> Batch:
     return batch
 
 
+def check(batch: Batch, found: dict[int, np.ndarray], compare: int | str = "all") -> float:
+    recipe = tiny_recipe(exact={"gate": compare})
+    return gate.check(SimpleNamespace(recipe=recipe), batch, found, "pass", range(len(batch.sequences)))
+
+
 def recorded(batch: Batch) -> dict[int, np.ndarray]:
     return {i: sequence.exact_logprobs.copy() for i, sequence in enumerate(batch.sequences)}
 
 
 def test_equal_bits_pass(batch):
-    assert gate.check(None, batch, recorded(batch), "pass") == 0.0
+    assert check(batch, recorded(batch)) == 0.0
 
 
 @pytest.mark.parametrize("change", [lambda x: np.nextafter(x, np.float32(0)), lambda x: np.float32("nan")])
@@ -33,11 +40,28 @@ def test_one_bit_and_nan_end_the_run(batch, change, monkeypatch):
     found = recorded(batch)
     found[1][0] = change(found[1][0])
     with pytest.raises(RunEnded, match=r"sequence 'train:1/0', response token 0 .* 1 of \d+ .*Somewhere"):
-        gate.check(None, batch, found, "pass")
+        check(batch, found)
 
 
 def test_nothing_recorded_is_no_agreement(batch):
     found = recorded(batch)
     batch.sequences[2].exact_logprobs = None
     with pytest.raises(AssertionError, match="sequence 'train:2/0' has no exact_logprobs"):
-        gate.check(None, batch, found, "pass")
+        check(batch, found)
+
+
+@pytest.mark.parametrize("compare", [1, 2, 3, 4])
+def test_a_sample_is_drawn_anew_in_every_step(batch, compare, monkeypatch):
+    """A wrong sequence ends the run in the steps whose sample has it, and in no other."""
+    monkeypatch.setattr(gate, "first_divergence", lambda *_: "Somewhere")
+    caught = []
+    for batch.step in range(30):
+        for wrong in range(3):
+            found = recorded(batch)
+            found[wrong] = found[wrong] + 1
+            try:
+                check(batch, found, compare)
+            except RunEnded:
+                caught.append((batch.step, wrong))
+    assert len(caught) == 30 * min(compare, 3)
+    assert {wrong for _, wrong in caught} == {0, 1, 2}
