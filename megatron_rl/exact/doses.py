@@ -85,8 +85,8 @@ class RowNoise(Dose):
                 undo.append(layer.register_forward_hook(partial(self._on_hidden, salt)).remove)
                 continue
             for router in (part for part in layer.modules() if isinstance(part, TopKRouter)):
+                undo.append(partial(setattr, router, "gating", router.gating))
                 router.gating = partial(self._on_router, salt, router.gating)
-                undo.append(partial(delattr, router, "gating"))
         try:
             yield
         finally:

@@ -25,7 +25,7 @@ from megatron_rl.learner.layers.invariant import (
     grouped_matmul,
     linear,
     padded,
-    step_attention,
+    rms_norm,
 )
 
 Watch = Callable[[str, torch.Tensor], None]
@@ -99,7 +99,7 @@ class StepForward:
         query = _rotate(_norm(part.q_layernorm, query.reshape(len(x), -1, width)), cos, sin)
         key = _rotate(_norm(part.k_layernorm, key.squeeze(2)), cos, sin)
         scale = part.core_attention.softmax_scale or width**-0.5
-        out = step_attention(query, *step.keys(number, key, value.squeeze(2)), step.positions, scale)
+        out = step.attend(number, query, key, value.squeeze(2), scale)
         return linear(out.flatten(1), part.linear_proj.weight)
 
     def _feed_forward(self, layer: TransformerLayer, x: torch.Tensor) -> torch.Tensor:
@@ -147,7 +147,7 @@ class StepForward:
 
 
 def _norm(norm: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return norm(x) if isinstance(norm, torch.nn.RMSNorm) else x
+    return rms_norm(x, norm.normalized_shape, norm.weight, norm.eps) if isinstance(norm, torch.nn.RMSNorm) else x
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

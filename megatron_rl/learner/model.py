@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE, get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -29,13 +31,14 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TRANSFORMER_ENGINE_DEVICES = {"cuda"}  # types of device that its kernels run on
 
 
-def use_transformer_engine(device: torch.device) -> bool:
-    """TransformerEngine's layers where they can run, Megatron's own with SDPA elsewhere.
+def use_transformer_engine(device: torch.device, exact: bool = False) -> bool:
+    """TransformerEngine's layers where they can run, Megatron's own elsewhere, and where two passes must agree bit for
+    bit (``exact``).
 
     Raises:
         InputError: TransformerEngine is installed, but Megatron-Core could not import it.
     """
-    if device.type not in TRANSFORMER_ENGINE_DEVICES:
+    if exact or device.type not in TRANSFORMER_ENGINE_DEVICES:
         return False
     if not HAVE_TE and importlib.util.find_spec("transformer_engine") is not None:
         raise InputError(
@@ -50,10 +53,11 @@ def transformer_config(
     learner: LearnerConfig,
     device: torch.device,
     precision: PrecisionConfig,
+    exact: bool = False,
 ) -> TransformerConfig:
     """Megatron's configuration for this architecture, layout and precision."""
     a, parallel, dtype = architecture, learner.parallel, DTYPES[learner.dtype]
-    te = use_transformer_engine(device)
+    te = use_transformer_engine(device, exact)
     config = {
         "num_layers": a.num_layers,
         "hidden_size": a.hidden_size,
@@ -134,7 +138,7 @@ def _recompute(mode: str, is_moe: bool) -> dict[str, object]:
 def layer_spec(config: TransformerConfig, device: torch.device, exact: bool = False) -> TransformerBlockSubmodules:
     """Layers of this pipeline stage: TransformerEngine's, or Megatron's own with SDPA (or, where two passes must agree
     bit for bit, our own attention) as core attention."""
-    te = use_transformer_engine(device)
+    te = use_transformer_engine(device, exact)
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=te, normalization="RMSNorm")
     if not te:
         for layer in block.layer_specs:
@@ -159,19 +163,18 @@ def build_model(
     """
     if problems := architecture.problems():
         raise InputError("; ".join(problems))
-    if learner.compile and use_transformer_engine(device):
+    if learner.compile and use_transformer_engine(device, exact):
         raise InputError(
             "learner.compile: true, but TransformerEngine's layers bring their own kernels; use compile: false"
         )
-    if exact and device.type != "cpu":
+    if exact and device.type == "cuda" and importlib.util.find_spec("triton") is None:
         raise InputError(
-            f"rollout.engine: exact on {device.type}, where nothing makes every kernel of the learner independent of "
-            "the batch: Megatron's batch-invariant mode leaves out grouped expert products. Use rollout.engine: vllm, "
-            "or runtime.device: cpu"
+            "rollout.engine: exact on cuda runs Triton kernels, and Triton is not installed. Install triton, "
+            "which PyTorch's builds for CUDA bring, or use runtime.device: cpu"
         )
     precision = precision or PrecisionConfig()
-    config = transformer_config(architecture, learner, device, precision)
-    if use_transformer_engine(device) and device.type == "cuda":
+    config = transformer_config(architecture, learner, device, precision, exact)
+    if use_transformer_engine(device, exact) and device.type == "cuda":
         refuse_unfused_attention(config)
     model = GPTModel(
         config=config,
@@ -188,9 +191,11 @@ def build_model(
         rope_scaling=architecture.llama3_factor is not None,
         rope_scaling_factor=architecture.llama3_factor or 1.0,
     )
-    if not use_transformer_engine(device):
+    if not use_transformer_engine(device, exact):
         if exact:
             model.rotary_pos_emb = PackedRotaryEmbedding(model.rotary_pos_emb)
+            for router in (part for part in model.modules() if isinstance(part, TopKRouter)):
+                router.gating = partial(_gating, router)
         else:
             finish_few_pass_model(model, learner.compile)
     model = model.to(device=device, dtype=DTYPES[learner.dtype])
@@ -198,6 +203,12 @@ def build_model(
         compute_head_in_fp32(model.output_layer)
     mark_expert_parameters(model)
     return model
+
+
+def _gating(router: TopKRouter, x: torch.Tensor) -> torch.Tensor:
+    """A router's logits by PyTorch's product, which exact mode computes; Megatron's own asks TransformerEngine."""
+    dtype = torch.float32 if router.config.moe_router_dtype == "fp32" else x.dtype
+    return F.linear(x.to(dtype), router.weight.to(dtype))
 
 
 def mark_expert_parameters(model: torch.nn.Module) -> None:

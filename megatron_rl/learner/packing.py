@@ -110,11 +110,13 @@ def build_microbatch(
     pad_token: int,
     device: torch.device,
     share: ContextShare = WHOLE,
+    exact: bool = False,
 ) -> Microbatch:
     """Lay the sequences ``indices`` of ``batch`` out back to back, and take this rank's ``share`` of each.
 
     Padding follows the sequence that it belongs to, or is a sequence of its own at the end: attention, positions and
     losses of real tokens do not see it. ``multiple_of``: ranks that divide the share, under sequence parallelism.
+    ``exact``: for a model of `rollout.engine: exact`.
     """
     sequences = [batch.sequences[i] for i in indices]
     row = _lay_out([len(s.tokens) for s in sequences], multiple_of, share)
@@ -144,7 +146,7 @@ def build_microbatch(
         indices=indices,
         tokens=join(tokens, torch.int64)[None],
         position_ids=join(position_ids, torch.int64),
-        packed=PackedSequences.from_lengths(padded, device, use_transformer_engine(device), share),
+        packed=PackedSequences.from_lengths(padded, device, use_transformer_engine(device, exact), share),
         row=row,
         positions=join(rows, torch.int64),
         labels=join(labels, torch.int64),

@@ -58,6 +58,7 @@ class Passes:
                 pad_token=0,
                 device=self._device,
                 share=share,
+                exact=self._exact,
             )
             for chosen in self._deal(batch, indices)[parallel_state.get_data_parallel_rank()]
         ]
@@ -124,7 +125,7 @@ class Passes:
 
     def forward(self, microbatch: Microbatch, model: torch.nn.Module | None = None) -> torch.Tensor:
         """One pass over a packed row: logits [1, N, V/tp] on the last stage. ``model``: wrapped; None: the bare one."""
-        if not use_transformer_engine(self._device):
+        if not use_transformer_engine(self._device, self._exact):
             self._module.rotary_pos_emb.position_ids = microbatch.position_ids
         return (model or self._module)(
             input_ids=microbatch.tokens,

@@ -201,6 +201,52 @@ def log_prob(dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
+def row_sums(dtype: torch.dtype) -> dict[str, Any]:
+    """Of fp32 alone, which the statistics of logits are."""
+    from megatron_rl.learner.layers.kernels import rows as kernels
+
+    x = torch.randn(60, 2100)
+    whole = kernels.row_sums(x)
+    return {
+        "different": compositions(whole, lambda rows: kernels.row_sums(x[rows])),
+        "error": error(whole, x.double().sum(1), gamma(2100, torch.float32) * x.double().abs().sum(1)),
+    }
+
+
+def gradients(dtype: torch.dtype) -> dict[str, Any]:
+    """Of what exact mode calls: those of PyTorch's functions at the same place, bit for bit."""
+    from megatron_rl.learner.layers import kernel_ops
+
+    def of(function: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+        leaves = [x.detach().clone().requires_grad_() for x in tensors]
+        out = function(*leaves)
+        gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+        return torch.autograd.grad(out, leaves, gradient)
+
+    def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = []
+        for qkv in zip(*(x.split([9, 20]) for x in (q, k, v)), strict=True):
+            heads = [x.transpose(0, 1)[None] for x in qkv]
+            out = F.scaled_dot_product_attention(*heads, is_causal=True, scale=0.3, enable_gqa=True)
+            parts.append(out[0].transpose(0, 1))
+        return torch.cat(parts)
+
+    x, weight, scale = (torch.randn(shape).to(dtype) for shape in ((12, 32), (20, 32), (32,)))
+    qkv = [torch.randn(29, heads, 16).to(dtype) for heads in (4, 2, 2)]
+    pairs = {
+        "product": (of(kernel_ops.product, x, weight), of(F.linear, x, weight)),
+        "norm": (
+            of(lambda x, w: kernel_ops.rms_norm(x, (32,), w, 1e-6), x, scale),
+            of(lambda x, w: F.rms_norm(x, (32,), w, 1e-6), x, scale),
+        ),
+        "attention": (
+            of(lambda q, k, v: kernel_ops.packed_attention(q, k, v, [9, 20], 0.3), *qkv),
+            of(plain_attention, *qkv),
+        ),
+    }
+    return {"different": 0} | {name: all(map(torch.equal, *pair)) for name, pair in pairs.items()}
+
+
 def _sequences(lengths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     sequences = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     positions = torch.cat([torch.arange(length) for length in lengths])
@@ -308,7 +354,20 @@ def layer(dtype: torch.dtype) -> dict[str, Any]:
     return {"different": int(not torch.equal(found, whole)), "finite": bool(whole.isfinite().all())}
 
 
-KERNELS = (linear, grouped, rms_norm, rotate, gated_silu, route, combine, log_prob, attention, layer)
+KERNELS = (
+    linear,
+    grouped,
+    rms_norm,
+    rotate,
+    gated_silu,
+    route,
+    combine,
+    log_prob,
+    row_sums,
+    gradients,
+    attention,
+    layer,
+)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.learner.layers.attention import PackedSequences, SDPACoreAttention, padding_indices, padding_pays
-from megatron_rl.learner.layers.invariant import KEY_BLOCK, attention, step_attention
+from megatron_rl.learner.layers.invariant import KEY_BLOCK, attention, on_kernels, step_attention
 
 
 class PagedCache:
@@ -46,6 +46,10 @@ class PagedCache:
         """``pages`` and ``offsets`` [N] int64, where each token goes; ``key`` and ``value`` [N, H/groups, D]."""
         for stored, new in zip(self._layers[layer - self._first_layer], (key, value)):
             stored[pages, :, offsets] = new
+
+    def whole(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [pages, H/groups, `KEY_BLOCK`, D]."""
+        return self._layers[layer - self._first_layer]
 
     def read(self, layer: int, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [n, P, H/groups, `KEY_BLOCK`, D] of the pages ``tables`` [n, P] int64."""
@@ -80,11 +84,19 @@ class CachedStep(PackedSeqParams):
         longest = tables.size(1) * KEY_BLOCK  # a bound that the host knows: what Megatron makes rotary angles for
         return cls("sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, cache=cache, tables=tables, positions=positions)
 
-    def keys(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put ``key`` and ``value`` [N, H/groups, D] into the cache; those of all tokens, as `PagedCache.read`."""
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Put ``key`` and ``value`` [N, H/groups, D] into the cache, and attend to those of all tokens there: ``query``
+        [N, H, D] → [N, H, D]."""
         page = self.tables.gather(1, (self.positions // KEY_BLOCK)[:, None]).squeeze(1)
         self.cache.write(layer, page, self.positions % KEY_BLOCK, key, value)
-        return self.cache.read(layer, self.tables)
+        if on_kernels(query):
+            from megatron_rl.learner.layers import kernel_ops  # imports Triton, which a CPU does without
+
+            keys, values = self.cache.whole(layer)
+            return kernel_ops.paged_attention(query, keys, values, self.tables, self.positions, scale)
+        return step_attention(query, *self.cache.read(layer, self.tables), self.positions, scale)
 
 
 class ExactCoreAttention(SDPACoreAttention):
@@ -109,11 +121,17 @@ class ExactCoreAttention(SDPACoreAttention):
         query, key, value = (x.squeeze(1) for x in (query, key, value))
         layer = self.layer_number - 1
         if isinstance(packed, CachedStep):
-            out = step_attention(query, *packed.keys(layer, key, value), packed.positions, self._scale(query))
+            out = packed.attend(layer, query, key, value, self._scale(query))
         else:
             if isinstance(packed, CachedPrompts):
                 packed.cache.write(layer, packed.pages, packed.offsets, key, value)
-            out = torch.cat([self._attend_packed(*qkv) for qkv in self._parts(packed, query, key, value)])
+            if on_kernels(query):
+                from megatron_rl.learner.layers import kernel_ops  # imports Triton, which a CPU does without
+
+                lengths = list(packed.lengths) if packed is not None else [len(query)]
+                out = kernel_ops.packed_attention(query, key, value, lengths, self._scale(query))
+            else:
+                out = torch.cat([self._attend_packed(*qkv) for qkv in self._parts(packed, query, key, value)])
         return out.flatten(1).unsqueeze(1)
 
     def _parts(self, packed: PackedSequences | None, *qkv: torch.Tensor) -> Any:

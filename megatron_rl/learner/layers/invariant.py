@@ -12,14 +12,16 @@ such call is made in one fixed shape:
 * sums over a token's experts in the order of the experts;
 * sums over tensor-parallel ranks in the order of the ranks (`rank_sums`).
 
+On CUDA the same algorithm runs in Triton kernels (`kernel_ops`); their tiles are others, and with them the bits.
+
 Backward passes are left as they are: nothing compares gradients bit for bit with another engine. `exact.bit_check`
 compares sampled tokens in every step, so that nothing rests on trust in a given machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -38,8 +40,27 @@ VECTOR = 64
 """Elements that any CPU's vector loop handles whole: two 512-bit registers of 16-bit numbers."""
 
 
+_forced = False
+
+
+def on_kernels(x: torch.Tensor) -> bool:
+    """Whether ``x`` is computed with by the Triton kernels: on CUDA."""
+    return x.is_cuda or _forced
+
+
+@contextmanager
+def forced_kernels() -> Iterator[None]:
+    """Kernels on a CPU as well, in Triton's interpreter (``TRITON_INTERPRET=1``): what tests run."""
+    global _forced
+    _forced, before = True, _forced
+    try:
+        yield
+    finally:
+        _forced = before
+
+
 class BatchInvariant(TorchFunctionMode):
-    """``with BatchInvariant():`` forward passes on a CPU are batch-invariant, autograd works as before."""
+    """``with BatchInvariant():`` forward passes are batch-invariant, autograd works as before."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         replacement = _REPLACEMENTS.get(func, func)
@@ -47,8 +68,16 @@ class BatchInvariant(TorchFunctionMode):
 
 
 def batch_invariant(device: torch.device) -> AbstractContextManager:
-    """`BatchInvariant` on a CPU, the only device that `learner.model` builds an exact model on."""
-    return BatchInvariant() if device.type == "cpu" else nullcontext()
+    """`BatchInvariant` for passes on ``device``; loads the kernels before the first of them."""
+    if device.type == "cuda":
+        _kernel_ops()
+    return BatchInvariant()
+
+
+def _kernel_ops() -> Any:
+    from megatron_rl.learner.layers import kernel_ops  # imports Triton, which a CPU does without
+
+    return kernel_ops
 
 
 def matmul(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -57,10 +86,37 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | None = 
         raise NotImplementedError(f"batch-invariant product of {tuple(x.shape)} and {tuple(weight.shape)}")
     rows = x.reshape(-1, x.size(-1))
     num_rows = len(rows)
+    if on_kernels(x):
+        if _is_of_a_gradient(weight):
+            return torch.matmul(x, weight)
+        product = _kernel_ops().product(rows, weight.t()).view(*x.shape[:-1], weight.size(1))
+        return product if out is None else out.copy_(product)
     tiles = F.pad(rows, (0, 0, 0, -num_rows % TILE)).view(-1, TILE, x.size(-1))
     product = torch.bmm(tiles, weight.expand(len(tiles), -1, -1)).flatten(0, 1)[:num_rows]
     product = product.view(*x.shape[:-1], weight.size(1))
     return product if out is None else out.copy_(product)
+
+
+def _is_of_a_gradient(weight: torch.Tensor) -> bool:
+    """A product within a backward pass, where weights come as they lie in memory; a layer that is computed again there
+    has them transposed, as in its first pass."""
+    return torch._C._current_graph_task_id() != -1 and weight.stride(0) != 1
+
+
+def rms_norm(
+    x: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    norm = _kernel_ops().rms_norm if on_kernels(x) else F.rms_norm
+    return norm(x, normalized_shape, weight, eps)
+
+
+def sum_of(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`torch.Tensor.sum`; on kernels those of the rows of an fp32 matrix in a fixed order, where no gradient is due."""
+    dims = (*args, *kwargs.values())
+    is_of_rows = dims in ((1,), (-1,)) and kwargs.keys() <= {"dim"} and x.dim() == 2 and x.dtype == torch.float32
+    if is_of_rows and on_kernels(x) and not (x.requires_grad and torch.is_grad_enabled()):
+        return _kernel_ops().row_sums(x.contiguous())
+    return torch.Tensor.sum(x, *args, **kwargs)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -166,6 +222,10 @@ def grouped_matmul(tiles: torch.Tensor, counts: torch.Tensor, weights: list[torc
     for weight, count in zip(weights, counts.tolist(), strict=True):
         if count:
             mine = slice(first, first + count)
+            if on_kernels(tiles):
+                out[mine] = linear(tiles[mine], weight)
+                first += count
+                continue
             torch.bmm(tiles[mine], weight.t().expand(count, -1, -1), out=out[mine])
             first += count
     return out
@@ -175,6 +235,8 @@ def padded(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., to
     """``function`` of every element, on whole vector registers, so that none falls to the scalar rest of a loop."""
 
     def on_whole_registers(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if x.is_cuda:  # one thread an element, each by the same code
+            return function(x, *args, **kwargs)
         flat = x.reshape(-1)
         return function(F.pad(flat, (0, -len(flat) % VECTOR)), *args, **kwargs)[: len(flat)].view(x.shape)
 
@@ -210,6 +272,8 @@ _REPLACEMENTS: dict[Callable, Callable] = {
     torch.Tensor.mm: matmul,
     torch.Tensor.__matmul__: matmul,
     F.linear: linear,
+    F.rms_norm: rms_norm,
+    torch.Tensor.sum: sum_of,
     torch.Tensor.scatter_add_: add_rows,
     torch.exp: padded(torch.exp),
     torch.Tensor.exp: padded(torch.exp),

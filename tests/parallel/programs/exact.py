@@ -31,7 +31,12 @@ from tests.support.tiny import tiny_recipe
 
 def start(dtype: str, parallel: dict[str, int] | None = None, **sections: Any) -> tuple[Learner, Generator]:
     recipe = tiny_recipe(
-        rollout={"engine": "exact", "dtype": dtype, "max_num_seqs": sections.pop("max_num_seqs", 256)},
+        rollout={
+            "engine": "exact",
+            "dtype": dtype,
+            "max_num_seqs": sections.pop("max_num_seqs", 256),
+            **sections.pop("rollout", {}),
+        },
         learner={"dtype": dtype, "parallel": parallel or {}},
         **sections,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from datetime import timedelta
 from typing import Any
@@ -87,9 +88,11 @@ def test_no_deadline_is_no_wait_to_wait_for():
     assert RolloutConfig(deadline_s=None).hang_limit_s is None
 
 
-def test_exact_mode_is_refused_on_a_gpu():
-    """Megatron's batch-invariant mode is a flag there, and its grouped expert products depend on the batch."""
-    with pytest.raises(InputError, match=r"rollout\.engine: exact on cuda.*Use rollout\.engine: vllm, or runtime\.dev"):
+def test_exact_mode_wants_triton_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        InputError, match=r"rollout\.engine: exact on cuda.*Triton is not installed.*or use runtime\.dev"
+    ):
         model.build_model(read_architecture(MODEL), LearnerConfig(), GPU, exact=True)
 
 

@@ -189,6 +189,27 @@ def combine(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
+def _row_sums(x, out, width, stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    total = 0.0
+    for start in range(0, width, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        total += tl.sum(tl.load(x + row * stride + place, mask=place < width, other=0.0), axis=0)
+    tl.store(out + row, total)
+
+
+def row_sums(x: torch.Tensor) -> torch.Tensor:
+    """Sums [N] of the rows of ``x`` [N, V] fp32, in blocks from the first column on."""
+    check("row_sums", x)
+    if x.dim() != 2 or x.dtype != torch.float32 or x.stride(1) != 1:
+        raise ValueError(f"row_sums: {tuple(x.shape)} {x.dtype}; expected [N, V] float32, rows contiguous")
+    out = x.new_empty(len(x))
+    if len(x):
+        _row_sums[(len(x),)](x, out, x.size(1), x.stride(0), VOCABULARY_BLOCK, num_warps=NUM_WARPS)
+    return out
+
+
+@triton.jit
 def _log_prob(logits, tokens, out, vocabulary, inverse_temperature, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     top = float("-inf")

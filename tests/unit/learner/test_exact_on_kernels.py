@@ -1,0 +1,39 @@
+"""Exact mode on its Triton kernels, in Triton's interpreter: generation, gate and gradients of a small model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.exact_on_kernels import DTYPES, run
+from tests.support.rounding import gamma
+from tests.support.te import MISSING
+
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+SUMS = 20 * 128
+"""Roundings in fp32 on the longest way: twenty products, forward and back, whose sums have 128 terms."""
+STORED = 64
+"""Roundings to 16 bits on it: what each of them and of the functions between them puts out."""
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gate_is_zero_on_kernels(found, dtype):
+    result = found[dtype]
+    assert result["gate"] == result["rho_std"] == 0.0
+    assert set(result["calls"]) == {"product", "rms_norm", "row_sums", "packed_attention", "paged_attention"}
+    assert not result["calls after"], "the CPU's functions call kernels"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [("fp32", gamma(SUMS, torch.float32)), ("bf16", gamma(STORED, torch.bfloat16))]
+)
+def test_gradients_are_those_of_the_cpu(found, dtype, bound):
+    """Where forward passes differ by rounding, gradients do. Not in fp16, whose range the cut model's leave."""
+    assert found[dtype]["nonzero"] > 10
+    assert found[dtype]["error"] <= bound
