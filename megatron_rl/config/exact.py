@@ -78,8 +78,7 @@ class ExactConfig(Section):
     """Sequences that each pass is compared on by the bit check: `all`, or this many, drawn anew in every step from the
     recipe's seed."""
     kv_cache: bool = True
-    """Keep keys and values of earlier tokens; the probabilities are the same either way. On CUDA always false:
-    attention kernels that are invariant with a cache are not at hand there."""
+    """Keep keys and values of earlier tokens; the probabilities are the same either way."""
 
     @property
     def dose(self) -> NoiseConfig | None:
