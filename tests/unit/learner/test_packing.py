@@ -68,7 +68,7 @@ def test_layout_of_a_microbatch():
 
 def test_transformer_engine_is_told_where_sequences_end(monkeypatch):
     """Without offsets its attention would run across the sequences of a row, silently."""
-    monkeypatch.setattr("megatron_rl.learner.packing.use_transformer_engine", lambda device: True)
+    monkeypatch.setattr("megatron_rl.learner.packing.use_transformer_engine", lambda *_: True)
     batch = Batch(0, [_sequence([10, 11], [12, 13, 14]), _sequence([20], [21])], [[0, 1]])
     packed = build_microbatch(batch, [0, 1], multiple_of=4, pad_token=0, device=torch.device("cpu")).packed
     assert packed.qkv_format == "thd"
