@@ -18,6 +18,7 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.learner import learner as learner_module
 from megatron_rl.learner import model, optimizer, packed_attention, process_groups
+from megatron_rl.learner.layers import invariant
 from megatron_rl.monitor import environment
 from megatron_rl.monitor.timing import PhaseTimer, peak_memory_gib
 from tests.support.tiny import MODEL, tiny_recipe
@@ -86,6 +87,15 @@ def test_the_learner_says_how_long_a_rollout_may_take(monkeypatch):
 
 def test_no_deadline_is_no_wait_to_wait_for():
     assert RolloutConfig(deadline_s=None).hang_limit_s is None
+
+
+def test_exact_modes_kernels_are_loaded_before_the_first_pass_on_a_gpu(monkeypatch):
+    loaded: list[str] = []
+    monkeypatch.setattr(invariant, "_kernel_ops", lambda: loaded.append("kernels"))
+    assert isinstance(invariant.batch_invariant(torch.device("cpu")), invariant.BatchInvariant)
+    assert not loaded
+    assert isinstance(invariant.batch_invariant(GPU), invariant.BatchInvariant)
+    assert loaded == ["kernels"]
 
 
 def test_exact_mode_wants_triton_on_a_gpu(monkeypatch):
