@@ -296,7 +296,8 @@ def test_filtered_groups_are_refilled(root):
 
 
 def test_a_run_with_a_curriculum_is_resumed_bit_for_bit(root):
-    settings = ["data.train.0.limit=7", "data.curriculum={easy_fraction: 0.1, hard_fraction: 0.1, unbiased: true}"]
+    curriculum = "{easy_threshold: 0.51, hard_threshold: 0.49, easy_fraction: 0.1, hard_fraction: 0.1, unbiased: true}"
+    settings = ["data.train.0.limit=7", f"data.curriculum={curriculum}"]
     succeeded(train(root, "curriculum", *settings))
     succeeded(train(root, "curriculum_resumed", *settings, "num_steps=2"))
     resumed = succeeded(train(root, "curriculum_resumed", *settings))
@@ -304,9 +305,7 @@ def test_a_run_with_a_curriculum_is_resumed_bit_for_bit(root):
     rows = metrics(root, "curriculum")
     assert without_times(metrics(root, "curriculum_resumed")) == without_times(rows)
     assert [row["curriculum/unmeasured"] for row in rows] == [3, 0, 0, 0]
-    left_out = rows[1]["curriculum/easy"] + rows[1]["curriculum/hard"]
-    assert left_out > 2, "too few to see an epoch without them"
-    assert rows[-1]["training/epoch"] > 2, "16 prompts are more than two epochs of 7"
+    assert rows[1]["curriculum/easy"] + rows[1]["curriculum/hard"] > 2, "too few to see an epoch without them"
 
 
 def test_a_second_run_in_the_same_directory_is_refused(root):
