@@ -305,7 +305,7 @@ def test_a_run_with_a_curriculum_is_resumed_bit_for_bit(root):
     rows = metrics(root, "curriculum")
     assert without_times(metrics(root, "curriculum_resumed")) == without_times(rows)
     assert [row["curriculum/unmeasured"] for row in rows] == [3, 0, 0, 0]
-    assert rows[1]["curriculum/easy"] + rows[1]["curriculum/hard"] > 2, "too few to see an epoch without them"
+    assert rows[1]["curriculum/easy"] + rows[1]["curriculum/hard"] > 0, "an epoch has every prompt"
 
 
 def test_a_second_run_in_the_same_directory_is_refused(root):
