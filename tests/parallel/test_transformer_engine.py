@@ -42,6 +42,7 @@ from tests.support import te
 from tests.support.plain_training import float32_limits
 from tests.support.rounding import gamma
 from tests.support.routes import random_routes
+from tests.support.series import megatron_core
 from tests.support.tiny import MODEL, stored_rollouts
 from tests.support.zygote import Zygote
 
@@ -137,6 +138,7 @@ def test_equals_megatrons_own_layers_on_one_rank(runs, local, name):
         assert largest_difference(result["weights"], reference["weights"]) <= limits.weights
 
 
+@pytest.mark.skipif(megatron_core().name != "megatron-core-0.16", reason="megatron-core 0.19 marks the experts itself")
 def test_without_the_marks_of_experts_the_gradient_norm_leaves_some_out(runs, local):
     for got, want in zip(runs["unmarked tp2ep2"][0]["metrics"], local["one"]["metrics"], strict=True):
         assert got["actor/grad_norm"] < 0.99 * want["actor/grad_norm"]
