@@ -178,15 +178,6 @@ def test_without_the_marks_of_experts_norms_and_clipping_are_wrong(runs, local, 
 
 
 @pytest.mark.parametrize("layout", SPLIT_EXPERTS)
-def test_megatron_core_marks_experts_from_0_19_on(runs, local, error, layout):
-    if megatron_core().name == "megatron-core-0.16":
-        pytest.skip("0.16.1 leaves the marks to us")
-    for rank in runs[f"unmarked {layout}"]:
-        same_norms(rank, local["norms"], error)
-        same_clipped_update(rank, local["norms"], error)
-
-
-@pytest.mark.parametrize("layout", SPLIT_EXPERTS)
 def test_the_patch_for_upstream_marks_experts_as_well_as_we_do(runs, local, error, layout):
     for rank in runs[f"upstream {layout}"]:
         same_norms(rank, local["norms"], error)
