@@ -205,6 +205,11 @@ def test_what_is_no_answer():
     with pytest.raises(StaleServer, match="aborted"):
         through(Engine(finish_reason="abort"))
     assert through(Engine(finish_reason="abort"), mode="keep").finish_reason == "abort"
+    mixed = np.array([3, 3, 3, 4, 4], np.int32)
+    mix = lambda content: b"".join(pack(replace(unpack(content), versions=mixed)))  # noqa: E731
+    with pytest.raises(StaleServer, match="tokens of other policy versions than 3"):
+        through(Engine(), damage=mix)
+    assert (through(Engine(), damage=mix, mode="keep").versions == mixed).all()
     with pytest.raises(RolloutError, match="gave this response up"):
         through(Engine(finish_reason="error"))
     with pytest.raises(RolloutError, match="other tokens than were sampled"):
