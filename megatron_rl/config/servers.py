@@ -36,7 +36,7 @@ class ServersConfig(Section):
     token_file: Annotated[AnyPath | None, LookedUp()] = None
     """File (mode 600) with the token that servers ask for. null: the environment variable MRL_SERVER_TOKEN; with
     `launch`, a random one if that is not set."""
-    weights: Literal["broadcast", "files"] = "broadcast"
+    weights: Literal["broadcast", "files"] = "files"
     """How weights reach servers. `broadcast`: straight from the learner's memory, over NCCL, or gloo on a CPU; servers
     have to reach ports of the learner's first node. Where no group can be formed the log says so, and weights go
     through files. `files`: through `weights_dir`."""
