@@ -145,10 +145,10 @@ def attention(
     # Queries of one group of heads share their keys: [S · H/groups · tiles, TILE, D]
     rows = query.float().reshape(num_sequences * kv_heads, groups * num_queries, width)
     pad = -rows.size(1) % TILE
-    rows = F.pad(rows, (0, 0, 0, pad)).view(-1, TILE, width)
+    rows = F.pad(rows, (0, 0, 0, pad)).contiguous().view(-1, TILE, width)
     tiles_each = rows.size(0) // (num_sequences * kv_heads)
     last = last_key[:, None, None, :].expand(-1, kv_heads, groups, -1).reshape(num_sequences * kv_heads, -1)
-    last = F.pad(last, (0, pad)).view(-1, TILE, 1)
+    last = F.pad(last, (0, pad)).reshape(-1, TILE, 1)
     top = torch.full((rows.size(0), TILE, 1), float("-inf"), device=query.device)
     total, result = torch.zeros_like(top), torch.zeros_like(rows)
     columns = torch.arange(KEY_BLOCK, device=query.device)

@@ -6,6 +6,7 @@ PyTorch's. Importing this imports Triton.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -63,19 +64,25 @@ def row_sums(x: Tensor) -> Tensor:
     return rows.row_sums(x)
 
 
+@functools.lru_cache(maxsize=2)
+def _layout(lengths: tuple[int, ...], groups: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Of a packed row, for all layers: tiles of queries; of each token its sequence and place; first tokens."""
+    sizes = torch.tensor(lengths)
+    starts = sizes.cumsum(0) - sizes
+    sequences = torch.arange(len(lengths)).repeat_interleave(sizes)
+    positions = torch.arange(len(sequences)) - starts[sequences]
+    tiles = attention_kernels.query_tiles(list(lengths), groups, device)
+    return tiles, *(x.to(device) for x in (sequences, positions, starts))
+
+
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.lengths, ctx.scale = lengths, scale
         query, key, value = (x.contiguous() for x in (query, key, value))
-        device = query.device
-        sizes = torch.tensor(lengths)
-        starts = (sizes.cumsum(0) - sizes).to(device)
-        sequences = torch.arange(len(lengths)).repeat_interleave(sizes).to(device)
-        positions = torch.arange(len(query), device=device) - starts[sequences]
-        tiles = attention_kernels.query_tiles(lengths, query.size(1) // key.size(1), device)
-        return attention_kernels.packed_attention(query, key, value, tiles, sequences, positions, starts, scale)
+        layout = _layout(tuple(lengths), query.size(1) // key.size(1), query.device)
+        return attention_kernels.packed_attention(query, key, value, *layout, scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

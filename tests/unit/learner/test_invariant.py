@@ -128,3 +128,13 @@ def test_one_query_with_a_cache_equals_the_same_query_among_all(dtype):
         assert torch.equal(alone, whole[one]), position
         late = torch.cat([key[:, :, : position + 1], torch.full_like(key, 7.0)[:, :, position + 1 :]], 2)
         assert torch.equal(attention(query, late, value, last, 0.3)[one], whole[one]), "a hidden key shows"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_head_of_whole_tiles_lies_in_memory_as_it_comes(dtype):
+    """One sequence, one head, no padding: what a rank has where as many ranks share the heads."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 32, 2, 8).to(dtype).transpose(1, 2)[:, :1] for _ in "qkv")
+    last = torch.arange(32)[None]
+    whole = [x.contiguous() for x in (query, key, value)]
+    assert torch.equal(attention(query, key, value, last, 0.3), attention(*whole, last, 0.3))
