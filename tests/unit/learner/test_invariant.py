@@ -131,10 +131,10 @@ def test_one_query_with_a_cache_equals_the_same_query_among_all(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_head_of_whole_tiles_lies_in_memory_as_it_comes(dtype):
-    """One sequence, one head, no padding: what a rank has where as many ranks share the heads."""
+def test_whole_tiles_of_one_sequence_lie_in_memory_as_they_come(dtype):
+    """No padding, and a key head for each head: nothing on the way has copied the queries."""
     torch.manual_seed(0)
-    query, key, value = (torch.randn(1, 32, 2, 8).to(dtype).transpose(1, 2)[:, :1] for _ in "qkv")
+    query, key, value = (torch.randn(1, 32, 2, 8).to(dtype).transpose(1, 2) for _ in "qkv")
     last = torch.arange(32)[None]
     whole = [x.contiguous() for x in (query, key, value)]
     assert torch.equal(attention(query, key, value, last, 0.3), attention(*whole, last, 0.3))
