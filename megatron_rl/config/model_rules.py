@@ -142,10 +142,6 @@ def _cpu_problems(rollout: RolloutConfig, architecture: Architecture) -> list[st
             f"rollout.quantization.kv_cache: fp8 with a head_dim of {architecture.head_dim}; vLLM on a CPU has it for "
             "multiples of 32"
         )
-    if rollout.engine == "vllm_server" and rollout.tensor_parallel > 1:
-        found.append(
-            f"rollout.tensor_parallel: {rollout.tensor_parallel}; a server on a CPU is one process, start more servers"
-        )
     if architecture.head_dim not in CPU_HEAD_DIMS:
         found.append(
             f"model.path: head_dim is {architecture.head_dim}; vLLM on a CPU has attention for {CPU_HEAD_DIMS}"

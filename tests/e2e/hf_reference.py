@@ -104,3 +104,19 @@ def distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         dropped = probabilities.cumsum(-1) - probabilities >= sampling.top_p
         logits = logits.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -torch.inf)
     return logits.log_softmax(-1)
+
+
+def flat(groups: list[Group], field: str) -> list:
+    values = [getattr(rollout, field) for group in groups for rollout in group.rollouts]
+    return [value.tolist() for value in values] if field == "tokens" else values
+
+
+def assert_same(first: list[Group], second: list[Group], sampling: Sampling) -> None:
+    """Equal but for the rounding of matrix products over batches of another shape."""
+    assert flat(first, "tokens") == flat(second, "tokens")
+    assert flat(first, "finish_reason") == flat(second, "finish_reason")
+    bound = 2 * rounding_bound(first, sampling)
+    left, right = (np.concatenate(flat(groups, "inference_logprobs")) for groups in (first, second))
+    assert np.abs(left - right).max() <= bound
+    for left, right in zip(flat(first, "routed_experts"), flat(second, "routed_experts"), strict=True):
+        assert (np.sort(left, -1) == np.sort(right, -1)).all()

@@ -1,0 +1,367 @@
+"""Every fault of real servers that docs/reliability.md lists, under each mode of `rollout.in_flight`, while responses
+are under way: each response is there once, whole, and every token is of the weights that are said to have sampled it.
+
+Servers are started once, and again where they were killed; a scene with two servers waits for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import SafetensorError
+
+from megatron_rl.config.sections import OversampleConfig
+from megatron_rl.data import PromptSampler, PromptSet
+from megatron_rl.rollout.generator import RolloutError, RolloutInterrupted, Sampling
+from megatron_rl.rollout.servers import broadcaster, weight_broadcast, weight_files
+from megatron_rl.rollout.servers.client import ServerClient
+from megatron_rl.rollout.servers.generator import ServerGenerator
+from megatron_rl.rollout.servers.local import LocalServers
+from megatron_rl.rollout.servers.members import Member
+from megatron_rl.rollout.servers.weight_group import GroupError
+from megatron_rl.run.lookahead import staleness_metrics
+from megatron_rl.run.oversampling import Oversampling
+from megatron_rl.types import Group
+from tests.e2e.hf_reference import assert_same
+from tests.e2e.in_flight import (
+    LONGEST_PROMPT,
+    TOKEN,
+    assert_sampled_as_said,
+    flat,
+    generator_on,
+    prompts,
+    served_recipe,
+    two_models,
+    update,
+    wait,
+    weights,
+)
+from tests.parallel.gloo import run_ranks
+from tests.support.tiny import MODEL
+from tests.support.zygote import surroundings, zygote
+
+LENGTH = 72
+MODES = ("finish", "abort_and_resume", "keep")
+MIDDLE = 70  # tensors of an update; chunks are small, so that some have been sent before
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> list[Path]:
+    return two_models(tmp_path_factory.mktemp("other"))
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("run") / "served"
+    recipe, file = served_recipe(run_dir, LENGTH)
+    local = LocalServers(2, file, run_dir, TOKEN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_broadcast, "CHUNK_BYTES", 1 << 14)
+        yield run_dir, recipe, local
+    local.close()
+
+
+@pytest.fixture(scope="module", params=MODES)
+def generator(request, servers):
+    run_dir, recipe, local = servers
+    local.relaunch(print)  # what the mode before has killed at its end
+    made = generator_on(run_dir, recipe, request.param, weights="broadcast")
+    made._servers._local, made._servers._relaunches = local, True
+    yield made
+    made._servers._local = None  # the next mode's
+    made.close()
+
+
+@pytest.fixture
+def both(generator, models) -> tuple[Member, Member]:
+    """The servers, when both are there and hold the newest weights."""
+    pool, broadcast = generator._servers.pool, generator._updates.broadcaster
+    broadcast.refused = ""
+    wait(generator, lambda: sum(not member.lost for member in pool.members.values()) == 2)
+    while len(pool.ready) < 2:
+        update(generator, models)
+    return tuple(pool.ready)
+
+
+class Asked:
+    """A batch that was begun by the weights of the moment, and what must come of it."""
+
+    def __init__(self, generator: ServerGenerator, seed: int) -> None:
+        self.generator, self.begun_with = generator, generator.version
+        self.ticket = generator.begin(prompts(5, seed), 2, policy_version=generator.version, step=seed)
+
+    def until_at(self, *members: Member) -> Asked:
+        """Wait until each of ``members`` has some of it."""
+        for member in members:
+            wait(self.generator, lambda member=member: member.in_flight > 0 or self.ticket.answers.done())
+        return self
+
+    def assert_once_and_as_said(self, models: list[Path]) -> None:
+        groups = self.generator.finish(self.ticket)
+        assert [(prompt.id, rollout.sample) for prompt, rollout in flat(groups)] == [
+            (prompt.id, sample) for prompt in self.ticket.prompts for sample in range(2)
+        ]
+        assert_as_said(self.generator, models, groups, self.begun_with)
+
+
+def assert_as_said(generator: ServerGenerator, models: list[Path], groups: list[Group], begun_with: int) -> None:
+    assert {(rollout.length, rollout.finish_reason) for _, rollout in flat(groups)} == {(LENGTH, "length")}
+    versions = np.concatenate([rollout.policy_versions for _, rollout in flat(groups)])
+    newest = begun_with if generator._config.in_flight.mode == "finish" else generator.version
+    assert begun_with <= versions.min() <= versions.max() <= newest
+    assert_sampled_as_said(generator, models, groups)
+
+
+class Disturbed:
+    """Weights that can be sent again; in the middle of the first time something happens."""
+
+    def __init__(self, items, happens: Callable[[], None]) -> None:
+        self._items, self._happens, self._is_first = items, happens, True
+
+    def __iter__(self) -> Iterator:
+        is_first, self._is_first = self._is_first, False
+        for number, item in enumerate(self._items):
+            if is_first and number == MIDDLE:
+                self._happens()
+            yield item
+
+
+def disturbed_update(generator: ServerGenerator, models: list[Path], happens: Callable[[], None]) -> None:
+    generator.refit(Disturbed(weights(models, generator.version + 1), happens), generator.version + 1)
+    generator.version += 1
+
+
+def engine_of(member: Member) -> int:
+    """The process in which the server's engine samples and takes weights."""
+    pid = member.address.pid
+    (child,) = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return child
+
+
+class TestFaults:
+    def test_an_answer_that_arrives_damaged_counts_as_none(self, generator, models, both, monkeypatch):
+        whole, damaged = ServerClient._whole, []
+
+        async def flipped(client, response):
+            body = await whole(client, response)
+            if not damaged:
+                damaged.append(client)
+                body[len(body) // 2] ^= 1
+            return body
+
+        monkeypatch.setattr(ServerClient, "_whole", flipped)
+        asked = Asked(generator, 1).until_at(*both)
+        update(generator, models)
+        asked.assert_once_and_as_said(models)
+        assert generator.stats()["rollout/requeued"] >= 1
+        assert not any(member.lost for member in both)
+
+    def test_a_server_that_was_tampered_with_is_not_asked_before_it_has_new_weights(self, generator, models, both):
+        asked = Asked(generator, 2).until_at(*both)
+        os.kill(both[0].address.pid, signal.SIGSTOP)  # so that it cannot answer what it is asked
+        checksums = generator._main.submit(both[0].client.checksums())  # may have changed weights: it closes
+        os.kill(both[0].address.pid, signal.SIGCONT)
+        checksums.result(60)
+        asked.assert_once_and_as_said(models)
+
+    def test_a_server_that_cannot_load_new_weights_is_lost_until_it_can(self, generator, models, both, monkeypatch):
+        victim, other = both
+        push = victim.client.push
+        monkeypatch.setattr(
+            victim.client, "push", lambda new: push(replace(new, files=("/absent.safetensors",), broadcast=None))
+        )
+        asked = Asked(generator, 3).until_at(*both)
+        update(generator, models)
+        assert "/megatron_rl/weights: status 500" in victim.lost
+        assert not other.lost
+        asked.assert_once_and_as_said(models)
+
+    def test_a_learner_that_fails_in_an_update_leaves_servers_closed_until_one_is_whole(self, generator, models, both):
+        def breaks_off():
+            yield from itertools.islice(weights(models, generator.version + 1), MIDDLE)
+            raise RuntimeError("the learner failed")
+
+        asked = Asked(generator, 4).until_at(*both)
+        with pytest.raises(RuntimeError, match="the learner failed"):
+            generator.refit(breaks_off(), generator.version + 1)
+        assert not generator._servers.pool.ready
+        update(generator, models)
+        asked.assert_once_and_as_said(models)
+
+    def test_a_trainer_that_is_killed_in_an_update_leaves_servers_that_go_on(self, generator, models, both, tmp_path):
+        """Another trainer's: what it left is thrown away, and servers are given the weights that are due again."""
+        asked = Asked(generator, 5).until_at(*both)
+        call = {"name": "tests.e2e.programs.dying_trainer"}
+        call["arguments"] = [str(MODEL), TOKEN, *(member.address.url for member in both)]
+        died = zygote().start("tests.support.zygote", "run_module", call, log=tmp_path / "log")
+        assert died.wait() == -signal.SIGKILL, died.output
+        asked.assert_once_and_as_said(models)
+
+    def test_where_no_group_can_be_formed_weights_go_through_files(self, generator, models, both, monkeypatch):
+        def unreachable(urls):
+            raise GroupError("servers reach this machine at different addresses")
+
+        generator._updates.broadcaster.close()
+        monkeypatch.setattr(broadcaster, "address_for", unreachable)
+        asked = Asked(generator, 6).until_at(*both)
+        update(generator, models)
+        assert generator._updates.broadcaster.refused == "servers reach this machine at different addresses"
+        asked.assert_once_and_as_said(models)
+
+    def test_weights_in_files_that_find_no_room_are_an_error_and_change_no_server(
+        self, generator, models, both, monkeypatch
+    ):
+        def no_room(*_):
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+        monkeypatch.setattr(weight_files, "save_file", no_room)
+        generator._updates.broadcaster.refused = "this test"
+        asked = Asked(generator, 7).until_at(*both)
+        with pytest.raises(RolloutError, match=r"weights for the servers could not be written to .*No space"):
+            generator.refit(weights(models, generator.version + 1), generator.version + 1)
+        asked.assert_once_and_as_said(models)
+        assert generator.stats()["rollout/requeued"] == 0
+
+    def test_a_server_whose_engine_hangs_in_an_update_comes_back_when_that_has_ended(
+        self, generator, models, both, monkeypatch
+    ):
+        victim, engine = both[0], engine_of(both[0])
+        generator._updates.broadcaster.close()  # so that the group is made anew, with these limits
+        monkeypatch.setattr(generator._updates.broadcaster, "_stall_s", 3.0)
+        monkeypatch.setattr(broadcaster, "GRACE_S", 1.0)
+        asked = Asked(generator, 8).until_at(*both)
+        try:
+            disturbed_update(generator, models, lambda: os.kill(engine, signal.SIGSTOP))
+            assert victim.lost
+            asked.assert_once_and_as_said(models)
+            assert victim is generator._servers.pool.members[victim.address.name], "it has not come back yet"
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        monkeypatch.undo()
+        wait(generator, lambda: not any(member.lost for member in generator._servers.pool.members.values()))
+
+    def test_groups_that_were_carried_over_survive_a_server_that_dies_before_an_update(self, generator, models, both):
+        """Every prompt is learned from once, carried over or not."""
+        step, everything = generator.version + 1, prompts(16, 9)
+        config = OversampleConfig(factor=1.5, rest="carry_over")
+        ahead = Oversampling(
+            PromptSampler(everything),
+            generator,
+            config,
+            num_prompts=4,
+            num_samples=2,
+            max_staleness=1,
+            num_steps=step + 9,
+        )
+        carried = [prompt.id for prompt in ahead._prompts.take(2)]
+        ahead.load_state_dict([{"step": step - 1, "prompts": carried}], PromptSet.of(everything))
+        begun_with = {step: generator.version}
+        ahead.open(step, generator.version)
+        os.kill(both[0].address.pid, signal.SIGSTOP)  # so that it cannot answer what it is asked
+        wait(generator, lambda: both[0].in_flight > 0)
+        os.kill(both[0].address.pid, signal.SIGKILL)
+        update(generator, models)
+        learned = []
+        for now in (step, step + 1):
+            if now > step:
+                begun_with[now] = generator.version
+                ahead.open(now, generator.version)
+            while not ahead.is_filled:
+                ahead.keep(ahead.arrivals())
+            kept, metrics = ahead.close()
+            assert_as_said(generator, models, kept, begun_with[step])
+            ahead.check_staleness(now, staleness_metrics(kept, begun_with[now]))
+            learned.append([group.prompt.id for group in kept])
+            number = np.mean([len(set(rollout.policy_versions.tolist())) for _, rollout in flat(kept)])
+            overlaps = generator._config.in_flight.mode != "finish"
+            assert metrics.get("rollout/versions_mean", 0.0) == (number if overlaps else 0.0)
+            assert (metrics.get("rollout/legs_mean", 0.0) >= 1.0) == overlaps
+        assert learned[0][:2] == carried
+        (left,) = ahead.state_dict()
+        taken = learned[0] + learned[1] + left["prompts"]
+        assert Counter(taken) == Counter(prompt.id for prompt in PromptSampler(everything).take(len(taken)))
+        for begun in ahead._begun:
+            generator.cancel(begun.ticket)
+
+    def test_a_server_that_comes_back_gets_the_weights_while_all_wait_for_responses(self, generator, models):
+        """Of these the other server can give none before."""
+        pool = generator._servers.pool
+        wait(generator, lambda: len(pool.ready) == len(pool.lacking) == 1)
+        (other,), (newcomer,) = pool.ready, pool.lacking
+        os.kill(other.address.pid, signal.SIGSTOP)
+        asked = Asked(generator, 10)
+
+        async def go_on():
+            while newcomer not in pool.ready:
+                await asyncio.sleep(0.01)
+            os.kill(other.address.pid, signal.SIGCONT)
+
+        going_on = generator._main.submit(go_on())
+        asked.assert_once_and_as_said(models)
+        going_on.result(60)
+
+    def test_a_server_that_dies_in_an_update_costs_the_others_nothing_but_time(self, generator, models, both):
+        victim, other = both
+        asked = Asked(generator, 11).until_at(*both)
+        disturbed_update(generator, models, lambda: os.kill(victim.address.pid, signal.SIGKILL))
+        assert victim.lost
+        assert other in generator._servers.pool.ready
+        asked.assert_once_and_as_said(models)
+
+    def test_two_nodes_that_fetch_get_what_one_gets_and_lose_nothing_when_a_server_dies(
+        self, generator, models, both, servers
+    ):
+        """Two ranks that are the first of a node each; the same seeds, so the same responses up to rounding."""
+        calm, hard, sampling = (prompts(6, 14), 14), (prompts(6, 15), 15), Sampling(24)
+        if generator.version % 2:  # the ranks begin with the weights that servers started from
+            update(generator, models)
+        alone = generator.rollout(calm[0], 2, policy_version=generator.version, step=calm[1], sampling=sampling)
+        ranks = run_ranks(
+            "tests.e2e.programs.fetchers",
+            "fetch",
+            2,
+            helper=zygote(),
+            env=surroundings() | {"MRL_SERVER_TOKEN": TOKEN},
+            run_dir=str(servers[0]),
+            config=generator._config.model_dump(),
+            models=models,
+            max_prompt_length=LONGEST_PROMPT,
+            calm=calm,
+            hard=hard,
+            sampling=sampling,
+        )
+        for rank in ranks:
+            assert rank["fetchers"] == [0, 1]
+            assert rank["owners"] == [0, 0, 1, 1] * 3, "all samples of a prompt by one rank"
+            assert_same(alone, rank["calm"], sampling)
+            assert_as_said(generator, models, rank["hard"], begun_with=0)
+        update(generator, models)  # the ranks have changed them
+
+    def test_with_no_server_left_a_stop_ends_the_wait_and_the_time_limit_is_one_clear_error(
+        self, generator, both, monkeypatch
+    ):
+        """One is killed, of the other the engine's process."""
+        pool = generator._servers.pool
+        generator._servers._relaunches = False
+        asked = Asked(generator, 12).until_at(*both)
+        os.kill(engine_of(both[0]), signal.SIGKILL)
+        os.kill(both[1].address.pid, signal.SIGKILL)
+        wait(generator, lambda: all(member.lost for member in pool.members.values()))
+        monkeypatch.setattr(pool, "_stop", lambda: True)
+        with pytest.raises(RolloutInterrupted):
+            generator.finish(asked.ticket)
+        monkeypatch.undo()
+        monkeypatch.setattr(pool._limits, "wait_s", 0.5)
+        with pytest.raises(
+            RolloutError, match=r"waited 0\.5 s .*2 of 2 responses are not there yet.* is lost .* is lost"
+        ):
+            generator.rollout(prompts(1, 13), 2, policy_version=generator.version, step=13)

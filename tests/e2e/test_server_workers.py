@@ -1,0 +1,57 @@
+"""A real server of two workers (`rollout.tensor_parallel: 2`): what it samples while weights are broadcast to both, and
+what happens when one of them dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from tests.e2e.in_flight import (
+    assert_sampled_as_said,
+    flat,
+    generator_on,
+    prompts,
+    served_recipe,
+    two_models,
+    update,
+    wait,
+)
+
+LENGTH = 48
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def workers_of(server: int) -> list[int]:
+    """Processes below the engine's that are vLLM's workers."""
+    below = [child for engine in children(server) for child in children(engine)]
+    return [pid for pid in below if b"Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_a_server_whose_worker_dies_is_lost_started_again_and_costs_no_response(tmp_path):
+    models, run_dir = two_models(tmp_path), tmp_path / "served"
+    recipe, file = served_recipe(run_dir, LENGTH, tensor_parallel=2)
+    generator = generator_on(run_dir, recipe, "keep", file, launch=1, weights="broadcast")
+    try:
+        pool = generator._servers.pool
+        (member,) = pool.ready
+        assert member.workers == 2
+        for dies in (False, True):
+            ticket = generator.begin(prompts(4, dies), 2, policy_version=generator.version, step=int(dies))
+            wait(generator, lambda: pool.ready[0].in_flight > 0)
+            update(generator, models)
+            if dies:
+                workers = workers_of(member.address.pid)
+                assert len(workers) == 2
+                os.kill(workers[1], signal.SIGKILL)
+                wait(generator, lambda: bool(member.lost))
+            groups = generator.finish(ticket)
+            assert [(rollout.length, rollout.sample) for _, rollout in flat(groups)] == [(LENGTH, 0), (LENGTH, 1)] * 4
+            assert_sampled_as_said(generator, models, groups)
+        (newcomer,) = pool.ready
+        assert (newcomer.number, newcomer.workers, newcomer.version) == (2, 2, generator.version)
+    finally:
+        generator.close()
