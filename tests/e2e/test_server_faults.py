@@ -249,6 +249,28 @@ class TestFaults:
         monkeypatch.undo()
         wait(generator, lambda: not any(member.lost for member in generator._servers.pool.members.values()))
 
+    def test_groups_that_are_cut_off_leave_nothing_on_servers(self, generator, models, both):
+        step, everything = generator.version, prompts(16, 16)
+        ahead = Oversampling(
+            PromptSampler(everything),
+            generator,
+            OversampleConfig(factor=2, rest="abort"),
+            num_prompts=3,
+            num_samples=2,
+            max_staleness=1,
+            num_steps=step + 9,
+        )
+        ahead.open(step, generator.version)
+        if generator._config.in_flight.mode != "finish":  # which waits for all of them
+            update(generator, models)
+        while not ahead.is_filled:
+            ahead.keep(ahead.arrivals())
+        kept, metrics = ahead.close()
+        assert (len(kept), metrics["rollout/oversample/aborted"]) == (3, 3)
+        assert_as_said(generator, models, kept, begun_with=step)
+        wait(generator, lambda: not any(member.in_flight for member in generator._servers.pool.members.values()))
+        Asked(generator, 17).assert_once_and_as_said(models)
+
     def test_groups_that_were_carried_over_survive_a_server_that_dies_before_an_update(self, generator, models, both):
         """Every prompt is learned from once, carried over or not."""
         step, everything = generator.version + 1, prompts(16, 9)
@@ -295,7 +317,9 @@ class TestFaults:
     def test_a_server_that_comes_back_gets_the_weights_while_all_wait_for_responses(self, generator, models):
         """Of these the other server can give none before."""
         pool = generator._servers.pool
-        wait(generator, lambda: len(pool.ready) == len(pool.lacking) == 1)
+        wait(generator, lambda: sum(not member.lost for member in pool.members.values()) == 2)
+        if not pool.lacking:  # it came while the scene before waited for responses
+            pool.mark_stale(pool.ready[0])
         (other,), (newcomer,) = pool.ready, pool.lacking
         os.kill(other.address.pid, signal.SIGSTOP)
         asked = Asked(generator, 10)
@@ -365,3 +389,5 @@ class TestFaults:
             RolloutError, match=r"waited 0\.5 s .*2 of 2 responses are not there yet.* is lost .* is lost"
         ):
             generator.rollout(prompts(1, 13), 2, policy_version=generator.version, step=13)
+        processes = generator._servers._local._processes.values()
+        wait(generator, lambda: all(process.poll() is not None for process in processes))  # the next mode's start
