@@ -8,10 +8,11 @@ and values that earlier weights left.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import shutil
-from collections.abc import Callable, ItemsView
+from collections.abc import Callable, ItemsView, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from safetensors.torch import save_file
 from megatron_rl.checkpoint.hf_folder import HFFolder
 from megatron_rl.config import Recipe
 from megatron_rl.rollout.servers.generator import ServerGenerator
+from megatron_rl.rollout.servers.legs import Legs
+from megatron_rl.rollout.servers.wire import Answer
 from megatron_rl.routing import route_checksums
 from megatron_rl.types import Group, Prompt, Rollout
 from tests.e2e.hf_reference import load
@@ -182,14 +185,38 @@ def anew(models: list[Path], prompt: Prompt, rollout: Rollout, dtype: torch.dtyp
 
 @torch.no_grad()
 def with_kept_cache(models: list[Path], prompt: Prompt, rollout: Rollout, dtype: torch.dtype) -> Expected:
-    """Where keys and values stay as they were computed when a token was first read."""
-    tokens, past, start, parts = rollout.tokens.tolist(), None, 0, []
-    for version, count in runs_of(rollout):
-        new = [*prompt.tokens, *tokens[: count - 1]] if not start else tokens[start - 1 : start + count - 1]
-        part, past = read(load(models[version % 2], dtype), new, tokens[start : start + count], past)
-        parts.append(part)
-        start += count
+    """Where keys and values stay as they were computed when a token was first read, until an update that fails cuts the
+    response: its next leg reads everything anew."""
+    tokens, past, parts, start = rollout.tokens.tolist(), None, [], 0
+    starts = np.cumsum([0, *LEGS.get(f"{prompt.id}/{rollout.sample}", [])])
+    changes = 1 + np.flatnonzero(np.diff(rollout.policy_versions))
+    for end in sorted({*starts[1:].tolist(), *changes.tolist(), len(tokens)}):
+        model, first = load(models[rollout.policy_versions[start] % 2], dtype), 0
+        if start in starts:
+            new, past, first = [*prompt.tokens, *tokens[: end - 1]], None, start and len(prompt.tokens) + start - 1
+        else:
+            new = tokens[start - 1 : end - 1]
+        part, past = read(model, new, tokens[start:end], past)
+        parts.append(Expected(part.logprobs, part.router[first:]))
+        start = end
     return Expected(np.concatenate([x.logprobs for x in parts]), np.concatenate([x.router for x in parts]))
+
+
+LEGS: dict[str, list[int]] = {}  # of responses that were put together under `recorded_legs`: tokens of each leg
+
+
+@contextlib.contextmanager
+def recorded_legs() -> Iterator[None]:
+    """Note the legs of every response of several, by its name."""
+    whole = Legs.whole
+
+    def noted(legs: Legs) -> Answer:
+        LEGS[legs.body["id"]] = [len(answer.tokens) for answer in legs.answers]
+        return whole(legs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Legs, "whole", noted)
+        yield
 
 
 def assert_sampled_as_said(generator: ServerGenerator, models: list[Path], groups: list[Group]) -> None:

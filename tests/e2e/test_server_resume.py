@@ -73,7 +73,7 @@ class Interrupted:
         settings = [*SETTINGS, f"name={mode}", f"run_root={root}", f"rollout.in_flight.mode={mode}"]
         settings += ["rollout.servers.launch=0", f"rollout.servers.addresses={json.dumps(urls)}"]
         arguments = [str(RECIPE), *(part for setting in settings for part in ("--set", setting))]
-        self.outputs, self.after = [], []
+        self.outputs, self.after, self.ahead = [], [], []  # after each start
         for number, (faults, status) in enumerate(FAULTS):
             child = zygote().start(
                 "tests.e2e.programs.interrupted",
@@ -85,6 +85,8 @@ class Interrupted:
             assert child.wait(500) == status, child.output[-4000:]
             self.outputs.append(child.output)
             self.after.append(self.batches())
+            saved = max((self.run_dir / "checkpoints").glob("step_*")) / "trainer.json"
+            self.ahead.append(json.loads(saved.read_text())["ahead"])
 
     def batches(self) -> dict[int, RecordedBatch]:
         recorded = self.run_dir / "batches"
@@ -128,9 +130,9 @@ def test_nothing_is_learned_twice_and_nothing_is_left_out(run):
     for step in run.after[1]:  # what was learned before the stop stays
         assert ids(run.after[1][step]) == ids(batches[step])
         assert (versions(run.after[1][step]) == versions(batches[step])).all()
-    saved = json.loads((run.run_dir / "checkpoints" / f"step_{5:08d}" / "trainer.json").read_text())
-    assert [item["step"] for item in saved["ahead"]] == [5]
-    assert list(dict.fromkeys(name.rpartition("/")[0] for name in ids(batches[5]))) == saved["ahead"][0]["prompts"]
+    for step, ahead in zip(RESUMED_AT, run.ahead, strict=False):
+        assert [item["step"] for item in ahead] == [step]
+        assert list(dict.fromkeys(name.rpartition("/")[0] for name in ids(batches[step]))) == ahead[0]["prompts"]
 
 
 def test_every_token_is_of_weights_that_the_run_had_when_its_batch_was_sampled(run):
