@@ -1,5 +1,5 @@
-"""Every fault of real servers that docs/reliability.md lists, under each mode of `rollout.in_flight`, while responses
-are under way: each response is there once, whole, and every token is of the weights that are said to have sampled it.
+"""Faults of real servers that docs/reliability.md lists, under `rollout.in_flight.mode: keep`, while responses are
+under way: each response is there once, whole, and every token is of the weights that are said to have sampled it.
 
 Servers are started once, and again where they were killed; a scene with two servers waits for that.
 """
@@ -51,7 +51,7 @@ from tests.support.tiny import MODEL
 from tests.support.zygote import surroundings, zygote
 
 LENGTH = 72
-MODES = ("finish", "abort_and_resume", "keep")
+MODES = ("keep",)  # `finish`: test_servers.py; both others in part: test_servers_in_flight.py
 MIDDLE = 70  # tensors of an update; chunks are small, so that some have been sent before
 
 
