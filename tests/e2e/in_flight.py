@@ -217,6 +217,7 @@ def recorded_legs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Legs, "whole", noted)
         yield
+    LEGS.clear()  # other files have responses of the same names
 
 
 def assert_sampled_as_said(generator: ServerGenerator, models: list[Path], groups: list[Group]) -> None:

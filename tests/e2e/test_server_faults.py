@@ -1,5 +1,5 @@
-"""Faults of real servers that docs/reliability.md lists, under `rollout.in_flight.mode: keep`, while responses are
-under way: each response is there once, whole, and every token is of the weights that are said to have sampled it.
+"""Every fault of real servers that docs/reliability.md lists, under each mode of `rollout.in_flight`, while responses
+are under way: each response is there once, whole, and every token is of the weights that are said to have sampled it.
 
 Servers are started once, and again where they were killed; a scene with two servers waits for that.
 """
@@ -51,7 +51,7 @@ from tests.support.tiny import MODEL
 from tests.support.zygote import surroundings, zygote
 
 LENGTH = 72
-MODES = ("keep",)  # `finish`: test_servers.py; both others in part: test_servers_in_flight.py
+MODES = ("finish", "abort_and_resume", "keep")
 MIDDLE = 70  # tensors of an update; chunks are small, so that some have been sent before
 
 
@@ -114,10 +114,14 @@ class Asked:
         assert_as_said(self.generator, models, groups, self.begun_with)
 
 
-def assert_as_said(generator: ServerGenerator, models: list[Path], groups: list[Group], begun_with: int) -> None:
+def assert_as_said(
+    generator: ServerGenerator, models: list[Path], groups: list[Group], begun_with: int, last_with: int | None = None
+) -> None:
+    """``begun_with``, ``last_with``: weights with which the first and the last of ``groups`` were begun."""
     assert {(rollout.length, rollout.finish_reason) for _, rollout in flat(groups)} == {(LENGTH, "length")}
     versions = np.concatenate([rollout.policy_versions for _, rollout in flat(groups)])
-    newest = begun_with if generator._config.in_flight.mode == "finish" else generator.version
+    last_with = begun_with if last_with is None else last_with
+    newest = last_with if generator._config.in_flight.mode == "finish" else generator.version
     assert begun_with <= versions.min() <= versions.max() <= newest
     assert_sampled_as_said(generator, models, groups)
 
@@ -302,7 +306,7 @@ class TestFaults:
             while not ahead.is_filled:
                 ahead.keep(ahead.arrivals())
             kept, metrics = ahead.close()
-            assert_as_said(generator, models, kept, begun_with[step])
+            assert_as_said(generator, models, kept, begun_with[step], begun_with[now])
             ahead.check_staleness(now, staleness_metrics(kept, begun_with[now]))
             learned.append([group.prompt.id for group in kept])
             number = np.mean([len(set(rollout.policy_versions.tolist())) for _, rollout in flat(kept)])

@@ -17,7 +17,6 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -39,7 +38,8 @@ from megatron_rl.rollout.servers.weight_group import GroupError
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.run.oversampling import Oversampling
 from megatron_rl.types import Group, Prompt
-from tests.e2e.hf_reference import rounding_bound
+from tests.e2e.hf_reference import assert_same as assert_same_by
+from tests.e2e.hf_reference import flat
 from tests.support.tiny import DATA, MODEL, tiny_recipe
 from tests.support.zygote import run_command
 from tools.dev.make_tiny_checkpoint import build_tokenizer
@@ -64,20 +64,8 @@ def perturbed(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def flat(groups: list[Group], field: str) -> list:
-    values = [getattr(rollout, field) for group in groups for rollout in group.rollouts]
-    return [value.tolist() for value in values] if field == "tokens" else values
-
-
 def assert_same(first: list[Group], second: list[Group]) -> None:
-    """Equal but for the rounding of matrix products over batches of another shape."""
-    assert flat(first, "tokens") == flat(second, "tokens")
-    assert flat(first, "finish_reason") == flat(second, "finish_reason")
-    bound = 2 * rounding_bound(first, Sampling(ROLLOUT["max_response_length"]))
-    left, right = (np.concatenate(flat(groups, "inference_logprobs")) for groups in (first, second))
-    assert np.abs(left - right).max() <= bound
-    for left, right in zip(flat(first, "routed_experts"), flat(second, "routed_experts"), strict=True):
-        assert (np.sort(left, -1) == np.sort(right, -1)).all()
+    assert_same_by(first, second, Sampling(ROLLOUT["max_response_length"]))
 
 
 class TestTwoServers:
