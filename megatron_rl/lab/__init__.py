@@ -1,5 +1,5 @@
 """The instability lab: a paper's causal claim as arms that differ in one key, run over seeds and compared in pairs."""
 
-from megatron_rl.lab.study import Job, LoadedStudy, Study, load_study
+from megatron_rl.lab.study import Job, LoadedStudy, Study, is_study, load_study
 
-__all__ = ["Job", "LoadedStudy", "Study", "load_study"]
+__all__ = ["Job", "LoadedStudy", "Study", "is_study", "load_study"]

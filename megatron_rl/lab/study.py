@@ -332,6 +332,11 @@ def _without_folders(value: Any) -> Any:
     return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 
+def is_study(path: Path) -> bool:
+    """Whether a shipped file holds a study: of this machine's size, or of the papers'."""
+    return path.name in ("study.yaml", "scale.yaml")
+
+
 def load_study(path: str | Path) -> LoadedStudy:
     """Read and validate a study file, or the study.yaml of a folder.
 

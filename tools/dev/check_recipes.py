@@ -19,7 +19,7 @@ from megatron_rl.checkpoint.known_models import shape_of
 from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.config.loader import is_base
 from megatron_rl.errors import InputError
-from megatron_rl.lab import load_study
+from megatron_rl.lab import is_study, load_study
 from megatron_rl.plan import GPUS, make_plan, make_workload, summary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,9 +46,9 @@ def main() -> int:
 
 def check(path: Path, write: bool = False) -> str:
     """What was done with a file below `recipes/`. Raises `InputError` for what is wrong with it."""
-    if path.name == "study.yaml":
+    if is_study(path):
         study = load_study(path)
-        study.check()
+        study.check(offline=path.name == "scale.yaml")
         return f"study, {len(study.study.arms)} arms checked"
     if is_base(path):
         return "base, parsed"

@@ -12,11 +12,12 @@ from megatron_rl.__main__ import main
 from megatron_rl.config import load_recipe
 from megatron_rl.config.json_schema import recipe_schema
 from megatron_rl.config.loader import is_base, read_yaml
+from megatron_rl.lab.study import is_study
 from tests.support.tiny import REPOSITORY
 
 SCHEMA = recipe_schema()
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
-RECIPES = sorted(path for path in (REPOSITORY / "recipes").rglob("*.yaml") if path.name != "study.yaml")
+RECIPES = sorted(path for path in (REPOSITORY / "recipes").rglob("*.yaml") if not is_study(path))
 
 
 def problems(values: dict) -> list[str]:
