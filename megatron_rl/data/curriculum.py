@@ -133,7 +133,7 @@ def read_success_rates(path: Path, prompts: PromptSet) -> np.ndarray:
                 row = json.loads(line)
                 rate = float(row["success_rate"])
                 if not 0 <= rate <= 1:
-                    raise InputError(f"{where}, line {number}: success_rate {rate:g}; must be in [0, 1]")
+                    raise ValueError(f"success_rate {rate:g} is outside [0, 1]")
                 found[str(row["prompt_id"])] = rate
     except OSError as error:
         raise InputError(f"{where} cannot be read ({error.strerror}); is the path right?") from error

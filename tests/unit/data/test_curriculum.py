@@ -201,7 +201,7 @@ def test_rates_of_a_file_are_found_by_id(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('{"prompt_id": "x:1", "success_rate": 2}', r"line 1: success_rate 2; must be in \[0, 1\]"),
+        ('{"prompt_id": "x:1", "success_rate": 2}', r"line 1: ValueError\('success_rate 2 is outside"),
         ('{"prompt_id": "x:1"}', "line 1: KeyError"),
         ("{", "line 1: JSONDecodeError"),
         ("[]", "line 1: TypeError"),
