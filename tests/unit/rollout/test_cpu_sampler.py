@@ -8,7 +8,7 @@ import pytest
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import random_sample
 
-from megatron_rl.exact.generator import _Draw
+from megatron_rl.exact.draws import Draws
 from megatron_rl.rollout import cpu_sampler
 from megatron_rl.rollout.cpu_sampler import forward_cpu, gather_logprobs, select
 from megatron_rl.rollout.uniforms import BLOCK, UniformStream
@@ -34,8 +34,9 @@ class TestUniformStream:
         assert [stream.next() for _ in range(number)] == expected.tolist()
 
     def test_is_what_the_exact_engine_draws(self):
-        stream, draw = UniformStream(5), _Draw(5)
-        assert [stream.next() for _ in range(40)] == [draw.uniform() for _ in range(40)]
+        stream, draws = UniformStream(5), Draws(None, [[1]], [5], 1.0, SimpleNamespace(is_on_logits=False))
+        numbers = np.concatenate([draws.ahead([0], np.zeros(1), steps)[0] for steps in (1, 16, 23)])
+        assert [stream.next() for _ in range(40)] == numbers.tolist()
 
 
 class TestSelect:
