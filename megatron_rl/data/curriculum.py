@@ -127,7 +127,7 @@ def read_success_rates(path: Path, prompts: PromptSet) -> np.ndarray:
     where, found = f"data.curriculum.success_rates: {path}", {}
     try:
         with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
+            for number, line in enumerate(lines, start=1):  # noqa: B007 - the error below names it
                 if not line.strip():
                     continue
                 row = json.loads(line)
