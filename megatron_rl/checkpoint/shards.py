@@ -165,7 +165,7 @@ class WeightMap:
     def _views(self, entry: Entry) -> Sequence[torch.Tensor]:
         """Of this rank's parameter, which holds all: made once, as long as the parameter stays where it is."""
         parameter = self.parameters[entry.parameter]
-        place, views = self._made.get(entry.parameter, (0, ()))
+        place, views = self._made.get(entry.parameter, (None, ()))
         if place != parameter.data_ptr():
             views = self._merge(entry.sharding, [parameter.detach()])
             self._made[entry.parameter] = parameter.data_ptr(), views
