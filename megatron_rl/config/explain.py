@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from megatron_rl.config.walk import Place, locate, paths_to, sections_of, tag_key, tag_of
+from megatron_rl.config.walk import Place, is_plain_union, locate, paths_to, sections_of, tag_key, tag_of
 from megatron_rl.config.yaml12 import Where
 
 Origins = Mapping[Where, str]
@@ -29,12 +29,27 @@ _KEY_PATH = re.compile(r"\b[a-z_]\w*(?:\.\w+)+\b")
 def explain(error: ValidationError, schema: type[BaseModel], origins: Origins | None = None) -> str:
     """What is wrong with values for ``schema``, a line for each problem."""
     lines = []
-    for item in error.errors(include_url=False):
-        place = locate(schema, item["loc"])
+    told = [(item, locate(schema, item["loc"])) for item in error.errors(include_url=False)]
+    for item, place in _merged(told):
         tag = (tag_key(sections_of(place.field.annotation)) or "name",) if item["type"] in _TAG_ERRORS else ()
         for line in _describe(item, place, schema):
             lines.append(line + _set_in(line, place.keys + tag, origins or {}))
     return "\n".join(f"  {line}" for line in dict.fromkeys(lines))
+
+
+def _merged(told: list[tuple[Any, Place]]) -> list[tuple[Any, Place]]:
+    """``told`` with what each type of a plain union says of one value in one message."""
+    found: list[tuple[Any, Place]] = []
+    for item, place in told:
+        if place.field is not None and is_plain_union(place.field.annotation):
+            says = f"allowed: {item['ctx']['expected']}" if item["type"] == "literal_error" else item["msg"]
+            says = f"{says[0].lower()}{says[1:]}"
+            if found and found[-1][1].keys == place.keys:
+                found[-1][0]["msg"] += f", or {says}"
+                continue
+            item = {**item, "type": "union", "msg": says}
+        found.append((item, place))
+    return found
 
 
 def _describe(item: Any, place: Place, schema: type[BaseModel]) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -23,6 +24,12 @@ def sections_of(annotation: Any) -> list[type[BaseModel]]:
     if is_section(annotation):
         return [annotation]
     return [section for argument in get_args(annotation) for section in sections_of(argument)]
+
+
+def is_plain_union(annotation: Any) -> bool:
+    """Whether a value may have one of several types, none of them a section: `all | n`. Null does not count."""
+    union = get_origin(annotation) in (Union, UnionType) and not sections_of(annotation)
+    return union and len([kind for kind in get_args(annotation) if kind is not type(None)]) > 1
 
 
 def tag_key(variants: list[type[BaseModel]]) -> str | None:
@@ -54,6 +61,8 @@ def locate(schema: type[BaseModel], location: tuple[Any, ...]) -> Place:
         if by_tag:
             variants, tag = tuple(by_tag), None
             continue
+        if field is not None and is_plain_union(field.annotation) and isinstance(part, str):
+            continue  # the name of a type of the union
         keys.append(part)
         found = next((v.model_fields[part] for v in variants if part in v.model_fields), None)
         if isinstance(part, int) or (field is not None and not found and get_origin(field.annotation) is dict):

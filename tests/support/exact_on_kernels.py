@@ -7,9 +7,6 @@ takes 30 ms.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,21 +15,15 @@ from unittest.mock import patch
 
 import torch
 
-from tests.support.te import FOLDER, REPOSITORY
+from tests.support.te import run_interpreted
 
 DTYPES = ("fp32", "bf16", "fp16")
 LAYERS = 1
 
 
 def run() -> dict[str, Any]:
-    """What the program prints, from a process of its own, whose path holds Triton and nothing else of the folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "triton").symlink_to(FOLDER / "triton")
-        environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{folder}{os.pathsep}{REPOSITORY}"}
-        command = [sys.executable, "-m", "tests.support.exact_on_kernels"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    """What the program prints, from a process of its own."""
+    return json.loads(run_interpreted("tests.support.exact_on_kernels").splitlines()[-1])
 
 
 def small_model(folder: Path) -> str:

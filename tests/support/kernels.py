@@ -7,8 +7,6 @@ Triton: the tests' folder for TransformerEngine does.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.rounding import gamma, unit_roundoff
-from tests.support.te import FOLDER, REPOSITORY
+from tests.support.te import run_interpreted
 
 COMPOSITIONS = 70  # of the batch, for each of three types
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,11 +25,7 @@ Tensor = torch.Tensor
 
 def run(name: str) -> dict[str, Any]:
     """What the program prints for ``name``, from a process of its own."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{FOLDER}{os.pathsep}{REPOSITORY}"}
-    command = [sys.executable, "-m", "tests.support.kernels", name]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return json.loads(run_interpreted("tests.support.kernels", name))
 
 
 def some_rows(total: int, most: int = 12) -> Tensor:

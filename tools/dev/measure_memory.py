@@ -17,6 +17,7 @@ import argparse
 import gc
 import sys
 import tempfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,7 +93,7 @@ def measure(
         replicas = parallel_state.get_data_parallel_world_size()
         for step in range(2):
             learner.update(_batch(step, replicas * microbatches * tokens // LENGTH))
-    peak = peak_bytes(profiler)
+    peak = peak_bytes(profiler, {file.stat().st_size for file in path.glob("*.safetensors")})
     architecture, stage = learner.architecture, parallel_state.get_pipeline_model_parallel_rank()
     del learner
     predicted = learner_memory(architecture, recipe.learner, world_size(), tokens, microbatches, fused=False)[stage]
@@ -107,11 +108,12 @@ def measure(
     )
 
 
-def peak_bytes(profiler: profile) -> int:
+def peak_bytes(profiler: profile, mapped: Collection[int] = ()) -> int:
     """Most that torch's allocator had given out at one time while ``profiler`` (with ``profile_memory``) watched, above
-    what there was before."""
+    what there was before. ``mapped``: sizes of files that were mapped; their pages are the page cache's."""
     events = profiler.profiler.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    changes = [(when, nbytes) for when, nbytes in changes if abs(nbytes) not in mapped]
     return int(np.cumsum([nbytes for _, nbytes in changes]).max())
 
 

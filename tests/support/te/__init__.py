@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,3 +52,16 @@ def install() -> None:
     from megatron_rl.learner import model
 
     model.TRANSFORMER_ENGINE_DEVICES.add("cpu")
+
+
+def run_interpreted(module: str, *arguments: str) -> str:
+    """What `python -m module` prints with Triton's interpreter, in a process of its own: Triton decides at its import
+    whether it interprets. The path holds Triton and nothing else of the folder: megatron-core would import its
+    TransformerEngine."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "triton").symlink_to(FOLDER / "triton")
+        environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{folder}{os.pathsep}{REPOSITORY}"}
+        command = [sys.executable, "-m", module, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
