@@ -138,10 +138,16 @@ def test_equals_megatrons_own_layers_on_one_rank(runs, local, name):
         assert largest_difference(result["weights"], reference["weights"]) <= limits.weights
 
 
-@pytest.mark.skipif(megatron_core().name != "megatron-core-0.16", reason="megatron-core 0.19 marks the experts itself")
 def test_without_the_marks_of_experts_the_gradient_norm_leaves_some_out(runs, local):
-    for got, want in zip(runs["unmarked tp2ep2"][0]["metrics"], local["one"]["metrics"], strict=True):
-        assert got["actor/grad_norm"] < 0.99 * want["actor/grad_norm"]
+    """Under megatron-core 0.16. 0.19 marks them itself: there the norm is right without our marks."""
+    limits = float32_limits(STEPS, eps=EPS)
+    pairs = zip(runs["unmarked tp2ep2"][0]["metrics"], local["one"]["metrics"], strict=True)
+    for step, (metrics, reference) in enumerate(pairs):
+        got, want = metrics["actor/grad_norm"], reference["actor/grad_norm"]
+        if megatron_core().name == "megatron-core-0.16":
+            assert got < 0.99 * want
+        else:
+            assert abs(got - want) <= limits.of_metric("actor/grad_norm", step)
 
 
 @pytest.mark.parametrize("name", REPLAYS)
