@@ -8,17 +8,19 @@
     megatron-rl lab report STUDY [--docs]                        figure and table; --docs: those of docs/lab
 
 STUDY is a study file or its folder, e.g. recipes/lab/hacking. Runs lie below runs/lab/STUDY (--out: another folder);
-`run` leaves finished ones alone and continues interrupted ones, so the same command resumes. It notes what the study
-fixes and the commit before the first run, and refuses another study file (unless --amend REASON) or other code (unless
---other-code). Exit status: 0 all runs finished (ended by an alarm is finished) or submitted, 1 some failed, were
-interrupted or differ, 2 bad study or input.
+`run` leaves finished ones alone and continues interrupted ones, so the same command resumes. A gate's two arms are run
+first, and the others where it passes. `run` notes what the study fixes and the commit before the first run, and refuses
+another study file (unless --amend REASON) or other code (unless --other-code). Exit status: 0 all runs finished (ended
+by an alarm is finished) or submitted, 1 some failed, were interrupted or differ, 2 bad study or input.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +30,7 @@ from megatron_rl.lab import load_study
 from megatron_rl.shipped import checkout
 
 if TYPE_CHECKING:
+    from megatron_rl.lab.gate import Stage
     from megatron_rl.lab.runner import StudyRunner
 
 EXIT_INCOMPLETE = 1
@@ -42,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     start = commands.add_parser("run", help="run what is missing of a study")
     start.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: one per core)")
     start.add_argument("--seeds", type=int, nargs="+", help="only these")
-    start.add_argument("--arms", nargs="+", help="only these")
+    start.add_argument("--arms", nargs="+", help="only these, whatever the gate says")
     start.add_argument(
         "--reuse",
         type=Path,
@@ -95,15 +98,21 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    for path in options.studies:
-        loaded = load_study(path)
+    from megatron_rl.lab.foresight import num_distinct_runs
+
+    studies = [load_study(path) for path in options.studies]
+    for loaded in studies:
         loaded.check(options.offline)
         print(f"{loaded.path}: {len(loaded.study.arms)} arms × {len(loaded.study.seeds)} seeds, checked")
+    if len(studies) > 1:
+        runs = sum(len(loaded.study.arms) * len(loaded.study.seeds) for loaded in studies)
+        print(f"{runs} runs, {num_distinct_runs(studies)} where those of the same recipe and seed are made once")
     return EXIT_DONE
 
 
 def _run(options: argparse.Namespace) -> int:
-    from megatron_rl.lab.registration import register
+    from megatron_rl.lab.gate import Stage, stage
+    from megatron_rl.lab.registration import code_version, register
     from megatron_rl.lab.runner import FINISHED, StudyRunner
 
     if options.sbatch and not options.slurm:
@@ -115,22 +124,40 @@ def _run(options: argparse.Namespace) -> int:
     runner = StudyRunner(loaded, root, max(1, options.jobs), say=_say)
     num_finished = sum(runner.state(job) in FINISHED for job in loaded.jobs(root))
     register(loaded, root, num_finished, options.amend, options.other_code)
+    runner.reuse(jobs, options.reuse, None if options.other_code else code_version())
+    now = Stage(jobs) if options.arms else stage(loaded, root, jobs)
     if options.slurm:
         from megatron_rl.lab.cluster import submit
 
-        states = submit(runner, jobs, options.sbatch, _say)
-        _say_states(states)
+        _say_states(submit(runner, now.jobs, options.sbatch, _say))
+        _say_rest(now)
         return EXIT_DONE
-    _stop_on_signals(runner)
-    runner.reuse(jobs, options.reuse)
-    states = runner.run(jobs)
+    with _stopped_by_signals(runner):
+        states = runner.run(now.jobs)
+        if now.waiting:
+            now = stage(loaded, root, jobs)
+            states |= runner.run(now.jobs)
     _say_states(states)
+    _say_rest(now)
     return EXIT_DONE if all(state in FINISHED for state in states.values()) else EXIT_INCOMPLETE
 
 
-def _stop_on_signals(runner: StudyRunner) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: runner.stop())
+def _say_rest(now: Stage) -> None:
+    if now.waiting:
+        _say(f"{len(now.waiting)} runs wait until those of the gate are finished")
+    if now.ruled_out:
+        _say(f"the gate failed: {len(now.ruled_out)} runs of other arms can test nothing and are not made")
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(runner: StudyRunner) -> Iterator[None]:
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda *_: runner.stop()) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _say(line: str) -> None:

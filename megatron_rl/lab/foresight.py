@@ -1,19 +1,20 @@
-"""`lab power`: what each primary and trend of a study can see, before it is run or with the runs that it has."""
+"""What is known of studies before they are run: what each primary and trend can see, how many runs they share."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from megatron_rl.config import Recipe
 from megatron_rl.lab.power import POWER, power_of_equivalence, seeds_needed, smallest_effect, smallest_slope
 from megatron_rl.lab.results import NothingFinished, Results, read_results
 from megatron_rl.lab.statistics import mixed_regression
-from megatron_rl.lab.study import LoadedStudy, Outcome, Study, Trend
+from megatron_rl.lab.study import LoadedStudy, Outcome, Study, Trend, differing_keys
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,20 @@ class Foresight:
     margin: float | None
     power_of_same: float | None  # probability that equivalence is shown where there is no difference
     seeds_for_margin: int | None  # seeds that see an effect as large as the margin with 80%
+
+
+def num_distinct_runs(studies: Sequence[LoadedStudy]) -> int:
+    """Runs that several studies take where those of the same recipe and seed are made once (`lab run --reuse`)."""
+    found: list[tuple[Recipe, set[int]]] = []  # recipe of the arms that share it → seeds
+    for loaded in studies:
+        for job in loaded.jobs(Path("runs"), seeds=loaded.study.seeds[:1]):
+            recipe = loaded.recipe(job)
+            same = next((seeds for other, seeds in found if not differing_keys(other, recipe)), None)
+            if same is None:
+                found.append((recipe, set(loaded.study.seeds)))
+            else:
+                same.update(loaded.study.seeds)
+    return sum(len(seeds) for _, seeds in found)
 
 
 def foresee(loaded: LoadedStudy, root: Path) -> list[Foresight]:

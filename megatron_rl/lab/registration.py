@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,12 @@ def code_version() -> str:
     if state is None:
         return megatron_rl.__version__
     return state["commit"] + ("+changes" if state["changed"] else "")
+
+
+def code_of_run(environment: Mapping[str, Any]) -> str | None:
+    """`code_version` that a run was made by, of its environment.json; None where it had no commit."""
+    state = environment.get("git")
+    return state["commit"] + ("+changes" if state["changed"] else "") if state else None
 
 
 def read_registration(root: Path) -> Registration | None:

@@ -79,7 +79,10 @@ def _what_was_run(results: Results) -> Iterator[str]:
     if results.reused:
         yield f"Taken over from another study's runs of the same recipe: {', '.join(results.reused)}."
     if results.unfinished:
-        yield f"Not finished and not counted: {', '.join(results.unfinished)}."
+        if results.gate_passed is False:
+            yield f"The gate failed, so that {len(results.unfinished)} runs of the other arms were not made."
+        else:
+            yield f"Not finished and not counted: {', '.join(results.unfinished)}."
 
 
 def _values_table(results: Results) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_rl.errors import InputError
 from megatron_rl.lab.outcomes import collapse_of, outcome_of
-from megatron_rl.lab.registration import Registration, read_registration
+from megatron_rl.lab.registration import Registration, code_of_run, read_registration
 from megatron_rl.lab.runner import FINISHED, REUSED, StudyRunner
 from megatron_rl.lab.statistics import Effect, Verdict, holm, paired_effect, restricted_mean_values, trend_effect
 from megatron_rl.lab.study import Direction, LoadedStudy, Outcome, Primary, Trend
@@ -83,13 +83,25 @@ class Results:
         """The gate, then every primary and trend. Those without runs stay in the family with p = 1: it is fixed by the
         study file."""
         study = self.study.study
-        gate = [] if study.gate is None else self._judged([self._compared(study.gate)])
+        gate = self._gate()
         rows = [self._compared(primary) for primary in study.decisive()]
         rows += [(name, t.outcome, t.dose, t.expect, self.trend(t)) for name, t in study.trends.items()]
         found = self._judged(rows)
         if any(decision.verdict != "as predicted" for decision in gate):
             found = [replace(decision, verdict="not testable") for decision in found]
         return gate + found
+
+    def _gate(self) -> list[Decision]:
+        gate = self.study.study.gate
+        return [] if gate is None else self._judged([self._compared(gate)])
+
+    @property
+    def gate_passed(self) -> bool | None:
+        """Whether the gate came out as predicted; None without a gate, and until all of its runs are finished."""
+        study = self.study.study
+        if study.gate is None or any(set(study.seeds) - self.records[arm].keys() for arm in study.gate_arms):
+            return None
+        return self._gate()[0].verdict == "as predicted"
 
     def _compared(self, primary: Primary) -> _Row:
         arm = self.study.study.arms[primary.arm]
@@ -164,11 +176,9 @@ def read_results(loaded: LoadedStudy, root: Path) -> Results:
 
 
 def _version(environment: dict[str, Any]) -> str:
-    """The commit that a run was made from, as its environment.json has it."""
-    state = environment.get("git")
-    if not state:
-        return "unknown"
-    return state["commit"][:12] + ("+changes" if state["changed"] else "")
+    """A short name of the commit that a run was made from."""
+    commit, plus, changes = (code_of_run(environment) or "unknown").partition("+")
+    return commit[:12] + plus + changes
 
 
 def values_of(by_seed: dict[int, Records], outcome: Outcome, num_steps: int) -> Values:

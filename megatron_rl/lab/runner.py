@@ -18,6 +18,7 @@ from typing import Literal
 from megatron_rl.config import Recipe
 from megatron_rl.config.yaml12 import parse
 from megatron_rl.errors import EXIT_DONE, EXIT_ENDED_BY_LIMIT, InputError
+from megatron_rl.lab.registration import code_of_run
 from megatron_rl.lab.study import IDENTITY_KEYS, Job, LoadedStudy, differing_keys
 from megatron_rl.monitor.run_directory import RunDirectory
 
@@ -49,6 +50,10 @@ def only_one(root: Path) -> Iterator[None]:
         except BlockingIOError:
             raise InputError(f"{root}: another `lab run` works here; wait for it, or give another --out") from None
         yield
+
+
+def _code_of(directory: RunDirectory) -> str | None:
+    return code_of_run(json.loads(directory.environment.read_text())) if directory.environment.is_file() else None
 
 
 class StudyRunner:
@@ -112,16 +117,17 @@ class StudyRunner:
                 + "\n  delete these runs to repeat them, or give another folder with --out"
             )
 
-    def reuse(self, jobs: Sequence[Job], folders: Sequence[Path]) -> None:
+    def reuse(self, jobs: Sequence[Job], folders: Sequence[Path], code: str | None = None) -> None:
         """Copy the records of complete runs below ``folders`` whose recipe is that of a missing job, name apart.
 
-        A run on a CPU is deterministic: it would come out the same. Where it came from is kept in `REUSED`.
+        A run of the same code on a CPU is deterministic: it would come out the same. ``code``: the `code_version` that
+        they must be of; None: any. Where a run came from is kept in `REUSED`.
         """
         recipes = {
             file.parent: Recipe.model_validate(parse(file.read_text())[0])
             for folder in folders
             for file in sorted(folder.glob("*/recipe.resolved.yaml"))
-            if RunDirectory(file.parent).done.is_file()
+            if RunDirectory(file.parent).done.is_file() and code in (None, _code_of(RunDirectory(file.parent)))
         }
         for job in jobs:
             if self.state(job) in FINISHED:

@@ -146,7 +146,8 @@ class Study(Section):
     """Regressions that decide with them, by name."""
     gate: Primary | None = None
     """What must come out as predicted before anything else can be tested, such as harm before its cure. It is tested
-    first, at the full level, and not among the primaries; where it fails, every other verdict is "not testable"."""
+    first, at the full level, and not among the primaries; where it fails, every other verdict is "not testable", and
+    `lab run` leaves the other arms alone."""
     outcomes: dict[str, Outcome] = Field(min_length=1)
     """What is compared, by name."""
     arms: dict[str, Arm] = Field(min_length=2)
@@ -205,6 +206,11 @@ class Study(Section):
         """The primaries, or every prediction but the gate's where none is named."""
         predicted = [Primary(arm=arm, outcome=name) for arm, values in self.arms.items() for name in values.expect]
         return self.primaries or [primary for primary in predicted if primary != self.gate]
+
+    @property
+    def gate_arms(self) -> tuple[str, ...]:
+        """The arm of the gate and its control; empty without a gate."""
+        return () if self.gate is None else (self.gate.arm, str(self.arms[self.gate.arm].control))
 
     def commitment(self) -> dict[str, Any]:
         """What is fixed before the runs: all but words and drawings."""

@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.__main__ import main
 from megatron_rl.lab import load_study
 from megatron_rl.lab.compute import cost
-from megatron_rl.lab.foresight import foresee, render
+from megatron_rl.lab.foresight import foresee, num_distinct_runs, render
 from megatron_rl.lab.power import power_of_equivalence, seeds_needed, smallest_effect, smallest_slope
 from megatron_rl.lab.results import read_results
 from tests.support.rounding import rounded
@@ -49,6 +49,13 @@ def test_with_runs_their_own_spread_counts(runs):
     trend = study.study.trends["reward on rho"]
     assert rows["reward on rho"].known_from == f"{len(read_results(study, root).trend_runs(trend))} runs"
     assert 0 < rows["reward on rho"].smallest < math.inf
+
+
+def test_runs_that_studies_share_are_counted_once():
+    studies = {name: load_study(LAB / name) for name in ("floor", "mismatch", "corrections", "hacking")}
+    assert num_distinct_runs([studies["floor"]]) == 40
+    # floor's and corrections' exact and int4 are those of mismatch; so is hacking's clip of 0.20, in its eight seeds.
+    assert num_distinct_runs(list(studies.values())) == 20 + 70 + 40 + 48
 
 
 def test_a_gate_has_the_full_level(study):

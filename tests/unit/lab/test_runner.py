@@ -17,7 +17,8 @@ from megatron_rl.lab import runner as runner_module
 from megatron_rl.lab.runner import StudyRunner
 
 LAB = Path(__file__).parents[3] / "recipes" / "lab"
-# argv: run folder, what to do. Leaves a line in "calls" per start, and marks how many run beside it.
+# argv: run folder, what to do. Leaves a letter in "calls" per start, and marks how many run beside it. "meet 2" stays
+# until two runs have started, however long that takes on a busy machine.
 FAKE_RUN = """
 import pathlib, signal, sys, time
 folder, act = pathlib.Path(sys.argv[1]), sys.argv[2]
@@ -29,11 +30,13 @@ mark = beside / folder.name; mark.touch()
 if act == "wait":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     time.sleep(60)
+act, *number = act.split()
+while act == "meet" and len(list(folder.parent.glob("*/calls"))) < int(number[0]): time.sleep(0.02)
 time.sleep(0.3)
 mark.unlink()
-if act == "done": (folder / "DONE").write_text("80")
+if act in ("done", "meet"): (folder / "DONE").write_text("80")
 if act == "crash": print("RuntimeError: out of luck")
-sys.exit({"done": 0, "alarm": 3, "crash": 1, "leave": 0}[act])
+sys.exit({"done": 0, "meet": 0, "alarm": 3, "crash": 1, "leave": 0}[act])
 """
 
 
@@ -88,6 +91,7 @@ def test_a_run_that_an_alarm_ends_is_a_result(lab):
 
 @pytest.mark.parametrize("num_parallel", [1, 2])
 def test_no_more_runs_at_a_time_than_asked_for(lab, num_parallel):
+    lab.acts = dict.fromkeys(("constant", "auto", "small"), f"meet {num_parallel}")
     lab.run(num_parallel=num_parallel)
     most = [int((lab.root / job.name / "most").read_text()) for job in lab.jobs]
     assert max(most) == num_parallel
@@ -150,6 +154,17 @@ def test_a_complete_run_of_the_same_recipe_is_reused_and_no_other(lab, study, tm
     assert not (reused / "checkpoints").exists()
     lab.run()
     assert not (reused / "calls").exists()
+
+
+def test_a_run_of_other_code_is_not_reused(lab, study, tmp_path):
+    twin = tmp_path / "others" / "twin"
+    twin.mkdir(parents=True)
+    (twin / "recipe.resolved.yaml").write_text(yaml.safe_dump(study.recipe(lab.jobs[0]).model_dump(mode="json")))
+    (twin / "DONE").write_text("80")
+    (twin / "environment.json").write_text(json.dumps({"git": {"commit": "a" * 40, "changed": ["a.py"]}}))
+    for code, state in [("a" * 40, "missing"), ("b" * 40, "missing"), ("a" * 40 + "+changes", "done")]:
+        lab.runner().reuse(lab.jobs, [twin.parent], code)
+        assert lab.runner().state(lab.jobs[0]) == state
 
 
 def test_the_command_is_the_ordinary_train(study, tmp_path):
