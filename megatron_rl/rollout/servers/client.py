@@ -17,7 +17,7 @@ from megatron_rl.rollout.sampling_params import sampling_fields
 from megatron_rl.rollout.servers.load import LOAD_HEADER, Load
 from megatron_rl.rollout.servers.rendezvous import Address
 from megatron_rl.rollout.servers.weight_group import GroupPlace
-from megatron_rl.rollout.servers.wire import MEDIA_TYPE, Answer, Damaged, unpack
+from megatron_rl.rollout.servers.wire import IDLE_S, MEDIA_TYPE, Answer, Damaged, unpack
 
 CONNECT_S = 10.0  # to a server that is there, a connection takes milliseconds
 HEALTH_S = 10.0
@@ -84,7 +84,8 @@ class ServerClient:
         self._in_flight = 0
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {token}"},
-            connector=aiohttp.TCPConnector(limit=0),  # the pool bounds how many requests are in flight
+            # The pool bounds how many requests are in flight.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             read_bufsize=READ_BYTES,
         )

@@ -33,8 +33,15 @@ from megatron_rl.rollout.servers.rendezvous import Address, publish, withdraw
 from megatron_rl.rollout.servers.replacement import load, replace_weights
 from megatron_rl.rollout.servers.settings import agreed_settings, server_arguments
 from megatron_rl.rollout.servers.under_way import UnderWay
+from megatron_rl.rollout.servers.wire import SERVER_IDLE_S
 
 PR_SET_PDEATHSIG = 1
+# Set before vLLM is imported, whatever the user has set.
+REQUIRED = {
+    "VLLM_SERVER_DEV_MODE": "1",  # the routes that change weights
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # on a CPU: else vLLM puts a third process under the engine's
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_IDLE_S),
+}
 
 
 @dataclass(frozen=True)
@@ -63,8 +70,7 @@ def run_server(spec: ServerSpec, say: Callable[[str], None]) -> None:
     os.register_at_fork(after_in_child=end_with_parent)  # the engine's process goes with this one
     for name, value in process_state.DEFAULTS.items():
         os.environ.setdefault(name, value)
-    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # the routes that change weights
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # on a CPU: else vLLM puts a third process under the engine's
+    os.environ.update(REQUIRED)
     os.environ.pop("VLLM_API_KEY", None)  # the guard asks for the token, on every route
     if spec.device == "cpu":
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else two servers take the same core

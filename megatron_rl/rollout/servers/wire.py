@@ -24,6 +24,9 @@ from typing import Any
 import numpy as np
 
 MEDIA_TYPE = "application/octet-stream"
+# A connection that is idle is closed by the trainer, long before the server would: a request that meets a closing one
+# fails unread, and a weight update that fails costs the run a server.
+IDLE_S, SERVER_IDLE_S = 15, 60
 MAGIC, FORMAT = b"MRLA", 1
 ALIGNMENT = 8
 _HEADER = struct.Struct("<4sHHII")

@@ -19,8 +19,10 @@ from megatron_rl.checkpoint.architecture import read_architecture
 from megatron_rl.rollout import RolloutError, Sampling
 from megatron_rl.rollout.payload import SealedRoutes, make_rollout
 from megatron_rl.rollout.requests import Request
+from megatron_rl.rollout.servers import server
 from megatron_rl.rollout.servers.answering import sample
 from megatron_rl.rollout.servers.client import ServerClient, ServerLost, StaleServer, request_body
+from megatron_rl.rollout.servers.rendezvous import Address
 from megatron_rl.rollout.servers.under_way import UnderWay
 from megatron_rl.rollout.servers.wire import Answer, Damaged, pack, unpack
 from megatron_rl.routing import route_checksums
@@ -252,3 +254,19 @@ def test_a_prompt_of_ten_megabytes_is_refused_unread():
 
     with pytest.raises(ValueError, match="found 4000000 of them"):
         asyncio.run(answered(Engine(), body() | {"token_ids": Long()}))
+
+
+def test_idle_connections_are_closed_by_the_trainer(monkeypatch):
+    """A server that closes one first may do so while the next weight update is on its way, and is lost then."""
+    import vllm.envs
+
+    async def kept_by_the_trainer() -> float:
+        client = ServerClient(Address("s", "http://127.0.0.1:1", "", 0, ""), "token", 1.0)
+        try:
+            return client._session.connector._keepalive_timeout
+        finally:
+            await client.close()
+
+    for name, value in server.REQUIRED.items():
+        monkeypatch.setenv(name, value)
+    assert asyncio.run(kept_by_the_trainer()) < vllm.envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE
