@@ -123,6 +123,25 @@ def test_the_command_says_it_as_text_and_as_json(capsys):
         assert f"s  {stage.name}" in text
 
 
+@pytest.mark.parametrize("arm", ["4n8g-tp4ep8-8k-servers8-sync", "8n8g-tp4ep8-32k-servers48-keep2-r3"])
+def test_answers_of_servers_are_fetched_while_they_sample(arm, capsys):
+    """That one stage is listed beside the step, with its own seconds, and is no part of their sum."""
+    (recipe,) = (REPOSITORY / "recipes" / "servers").glob(f"*-{arm}.yaml")
+    assert main(["plan", str(recipe), "--gpu", "h100", "--json"]) == 0
+    own = json.loads(capsys.readouterr().out)["own_code"]
+    assert main(["plan", str(recipe), "--gpu", "h100"]) == 0
+    (shown,) = [line for line in capsys.readouterr().out.splitlines() if "while they sample" in line]
+    seconds = {stage["name"]: stage["seconds"] for stage in own["stages"]}
+    assert shown == f"  {seconds[FETCHED]:8.2f} s  {FETCHED}, while they sample"
+    assert seconds[FETCHED] > 0
+    assert own["seconds"] == rounded(sum(seconds.values()) - seconds[FETCHED])
+
+
+def test_only_servers_answers_are_fetched(capsys):
+    assert main(["plan", str(R3), "--gpu", "h100-80"]) == 0
+    assert "while they sample" not in capsys.readouterr().out
+
+
 def test_many_ranks_need_many_open_files(capsys):
     assert main(["plan", str(R3), "--gpu", "h100-80", "--nodes", "256"]) == 0
     assert "ulimit -n" in capsys.readouterr().out
