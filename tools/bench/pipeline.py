@@ -7,8 +7,11 @@ Lengths are drawn (`tools.bench.lib.with_lengths`): every request asks the serve
 turns, every second turn backwards; the first steps of a run are left out.
 
 Each run is also simulated (`megatron_rl.plan.pipeline`) on its own lengths, from unit costs of its own: of a decoding
-step by the number of running responses, of a request and of a token of a prompt, measured on its server before the run;
-of a token that is learned and of a weight update, from the run.
+step by the number of running responses, of a request and of a token of a prompt, measured on its server before the run
+(`lib.server_costs`); of a step that learns, of its tokens and of a weight update, from the run.
+
+The learner's core also has the thread that asks the server. Where servers sample while the learner learns, its work
+falls into the learner's time, so both are printed.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,21 +40,22 @@ from megatron_rl.plan.asking import Asking
 from megatron_rl.plan.fleet import ServerCosts
 from megatron_rl.plan.lengths import Lengths
 from megatron_rl.plan.pipeline import Pipeline, simulate
-from megatron_rl.rollout import Sampling
-from megatron_rl.rollout.requests import Request
-from megatron_rl.rollout.servers.client import ServerClient, ServerLost, Weights, request_body
-from megatron_rl.rollout.servers.rendezvous import Address, discover
-from megatron_rl.types import Prompt
+from megatron_rl.rollout.servers.rendezvous import discover
+from tools.bench.lib.server_costs import RUNNING, server_costs
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "tiny" / "servers.yaml"
 LEARNER_CORE, SERVER_CORE = 0, 1
-PROMPTS, SAMPLES, SLOTS = 16, 8, 64
+PROMPTS, SAMPLES, SLOTS = 16, 8, RUNNING[-1]
 MEDIAN, SIGMA, LONGEST = 16, 1.0, 256
 WARM_STEPS = 5  # compilation, caches, and the steps before servers run ahead
-SHORT, LONG = 16, 192  # tokens: decoding steps are the difference of their times
-RUNNING = (1, 4, 16, 32, 64)
-PREFILLED = (8, 200)  # tokens of a prompt
+METRICS = (
+    "perf/time/step",
+    "perf/time/generate",
+    "perf/time/forward_backward",
+    "perf/refit_engine_s",
+    "perf/push_s",
+)
 TARGETS = {"abort_and_resume": 1.3, "keep": 1.6}
 SETTINGS = (
     "validation.every=0",
@@ -102,6 +107,8 @@ class Measured:
     rows: list[dict[str, float]]
     lengths: Written
     costs: ServerCosts
+    by_files: bool
+    asking_s: float  # processor time a step of the learner's other threads: one asks, one converts answers
 
     @property
     def seconds(self) -> float:
@@ -115,60 +122,19 @@ class Measured:
     def rate(self) -> float:
         return self.tokens / self.seconds
 
+    def median(self, name: str) -> float:
+        return statistics.median(row[name] for row in self.rows)
 
-# ---------------------------------------------------------------- unit costs
-
-
-class Probe:
-    """Asks an idle server for batches of responses of one length."""
-
-    def __init__(self, client: ServerClient, vocab_size: int) -> None:
-        self._client, self._random = client, np.random.default_rng(0)
-        self._vocab_size = vocab_size
-
-    async def seconds(self, number: int, tokens: int, prompt_tokens: int = PREFILLED[0]) -> float:
-        """Of ``number`` responses of ``tokens`` tokens to prompts that no cache holds."""
-        bodies = []
-        for row in range(number):
-            prompt = self._random.integers(0, self._vocab_size, prompt_tokens).tolist()
-            request = Request(row, Prompt(str(row), prompt, ""), 0, int(self._random.integers(1 << 62)))
-            bodies.append(request_body(request, Sampling(tokens, 1.0), []))
-        start = time.perf_counter()
-        await asyncio.gather(*(self._client.generate(body, 0) for body in bodies))
-        return time.perf_counter() - start
-
-    async def median(self, rounds: int, *shapes: tuple[int, ...]) -> list[float]:
-        """Seconds of each of ``shapes``, in turns."""
-        times = [[await self.seconds(*shape) for shape in shapes] for _ in range(rounds)]
-        return [statistics.median(column) for column in zip(*times, strict=True)]
-
-
-async def until_up(client: ServerClient) -> None:
-    """A server says where it is just before it answers."""
-    while True:
-        try:
-            return await client.check_health()
-        except ServerLost:
-            await asyncio.sleep(0.1)
-
-
-async def server_costs(address: Address, token: str, vocab_size: int, rounds: int) -> ServerCosts:
-    """Unit costs of an idle server; medians over ``rounds``."""
-    client = ServerClient(address, token, 600.0)
-    probe, steps = Probe(client, vocab_size), []
-    try:
-        await until_up(client)
-        await client.push(Weights(0))
-        await probe.seconds(SLOTS, LONG)  # compilation and caches
-        for number in RUNNING:
-            short, long = await probe.median(rounds, (number, SHORT), (number, LONG))
-            steps.append((long - short) / (LONG - SHORT))
-        low, high = await probe.median(rounds, *((SLOTS, 1, tokens) for tokens in PREFILLED))
-    finally:
-        await client.close()
-    read = np.interp(np.arange(SLOTS + 1), [0, *RUNNING], [steps[0], *steps])
-    token_s = max(0.0, (high - low) / SLOTS / (PREFILLED[1] - PREFILLED[0]))
-    return ServerCosts(slots=SLOTS, overhead=0.0, read=read.tolist(), request=low / SLOTS, prefill=(token_s, 0.0))
+    @property
+    def learn(self) -> tuple[float, float]:
+        """Seconds of a step, and of each of its tokens: the line through all steps."""
+        tokens = np.array([row["perf/rollout_tokens"] for row in self.rows])
+        seconds = np.array(
+            [r["perf/time/step"] - r["perf/time/generate"] - r["perf/refit_engine_s"] for r in self.rows]
+        )
+        by_token = float(np.cov(tokens, seconds)[0, 1] / tokens.var(ddof=1))
+        by_token = min(max(0.0, by_token), seconds.mean() / tokens.mean())  # noise may say otherwise
+        return float(seconds.mean() - by_token * tokens.mean()), by_token
 
 
 # ---------------------------------------------------------------- runs
@@ -207,24 +173,24 @@ def run(folder: Path, arm: Arm, steps: int, overrides: list[str], rounds: int) -
     if status:
         raise SystemExit(f"{arm.name}: status {status}\n{log.read_text()[-3000:]}")
     rows = [json.loads(line) for line in (folder / arm.name / "metrics.jsonl").read_text().splitlines()]
-    return Measured(rows[WARM_STEPS:], Written(written), costs)
+    asking_s = json.loads(written.with_suffix(".json").read_text())["other_threads_s"] / steps
+    return Measured(rows[WARM_STEPS:], Written(written), costs, bool(recipe.rollout.why_files), asking_s)
 
 
 def simulated_rate(arm: Arm, measured: Measured, steps: int) -> float:
-    rows = measured.rows
-    learn_s = sum(r["perf/time/step"] - r["perf/time/generate"] - r["perf/refit_engine_s"] for r in rows)
-    load_s = statistics.median(row["perf/push_s"] for row in rows)
-    refit_s = statistics.median(row["perf/refit_engine_s"] for row in rows)
-    publish_s = refit_s if arm.max_staleness else max(0.0, refit_s - load_s)  # ahead, nobody waits for the loading
+    load_s, refit_s = measured.median("perf/push_s"), measured.median("perf/refit_engine_s")
+    is_alone = arm.max_staleness and measured.by_files  # the learner does not wait for the loading
+    publish_s = refit_s if is_alone else max(0.0, refit_s - load_s)
     pipeline = Pipeline(
         measured.costs,
         num_servers=1,
         mode=arm.mode,
         max_staleness=arm.max_staleness,
-        learn=(0.0, learn_s / measured.tokens),
+        learn=measured.learn,
         asking=Asking(PROMPTS, SAMPLES, 0.0),
         publish_s=publish_s,
         load_s=load_s,
+        joins=not measured.by_files,
     )
     return simulate(pipeline, measured.lengths, steps - WARM_STEPS, warm=WARM_STEPS).tokens_per_s
 
@@ -241,43 +207,65 @@ def main() -> None:
     options = parser.parse_args()
     os.sched_setaffinity(0, {LEARNER_CORE})
     arms = [Arm("finish", 0), *(Arm(mode, k) for k in options.staleness for mode in options.modes)]
-    measured: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    found: dict[str, list[Measured]] = {arm.name: [] for arm in arms}
     simulated: dict[str, list[float]] = {arm.name: [] for arm in arms}
-    loads, unit_costs = [os.getloadavg()[0]], []
+    loads = [os.getloadavg()[0]]
     for turn in range(options.turns):
         for arm in arms if turn % 2 == 0 else arms[::-1]:
             with tempfile.TemporaryDirectory() as folder:
-                found = run(Path(folder), arm, options.steps, options.overrides, options.rounds)
-                measured[arm.name].append(found.rate)
-                simulated[arm.name].append(simulated_rate(arm, found, options.steps))
-            costs = found.costs
-            unit_costs.append(
-                {
-                    "arm": arm.name,
-                    "step_s": {number: costs.read[number] for number in RUNNING},
-                    "request_s": costs.request,
-                    "prefilled_token_s": costs.prefill[0],
-                }
-            )
+                measured = run(Path(folder), arm, options.steps, options.overrides, options.rounds)
+            found[arm.name].append(measured)
+            simulated[arm.name].append(simulated_rate(arm, measured, options.steps))
         loads.append(os.getloadavg()[0])
-        print(f"turn {turn + 1}: " + ", ".join(f"{arm.name} {measured[arm.name][-1]:.0f}" for arm in arms), flush=True)
-    _report(measured, simulated, loads)
-    if options.json:
-        figures = {"measured": measured, "simulated": simulated, "load": loads, "unit_costs": unit_costs}
-        options.json.write_text(json.dumps(figures, indent=1))
+        print(
+            f"turn {turn + 1}: " + ", ".join(f"{arm.name} {found[arm.name][-1].rate:.0f}" for arm in arms), flush=True
+        )
+        if options.json:
+            options.json.write_text(json.dumps(_figures(found, simulated, loads), indent=1))
+    _report(found, simulated, loads)
 
 
-def _report(measured: dict[str, list[float]], simulated: dict[str, list[float]], loads: list[float]) -> None:
+def _figures(found: dict[str, list[Measured]], simulated: dict[str, list[float]], loads: list[float]) -> dict[str, Any]:
+    runs = {
+        name: [
+            {
+                "measured": one.rate,
+                "simulated": rate,
+                "learn_s": one.learn,
+                "asking_s": one.asking_s,
+                "decoding_step_s": {number: one.costs.read[number] for number in RUNNING},
+                "request_s": one.costs.request,
+                "prefilled_token_s": one.costs.prefill[0],
+                **{metric: one.median(metric) for metric in METRICS},
+            }
+            for one, rate in zip(found[name], simulated[name], strict=True)
+        ]
+        for name in found
+    }
+    return {"runs": runs, "load": loads}
+
+
+def _report(found: dict[str, list[Measured]], simulated: dict[str, list[float]], loads: list[float]) -> None:
     print(f"load {', '.join(f'{load:.1f}' for load in loads)} on {os.cpu_count()} cores; response tokens per second")
     print(f"{'':<22}{'measured':>10}{'of synchronous':>16}{'target':>8}{'simulated':>11}{'of measured':>13}")
-    for name, rates in measured.items():
-        ratio = statistics.median(np.divide(rates, measured["synchronous"]))
-        accuracy = statistics.median(np.divide(simulated[name], rates))
+    baseline = [one.rate for one in found["synchronous"]]
+    for name, runs in found.items():
+        rates = [one.rate for one in runs]
+        ratio, accuracy = np.median(np.divide(rates, baseline)), np.median(np.divide(simulated[name], rates))
         target = TARGETS.get(name.rpartition("-")[0], "")
         print(
-            f"{name:<22}{statistics.median(rates):10.0f}{ratio:16.2f}{target!s:>8}"
-            f"{statistics.median(simulated[name]):11.0f}{accuracy:13.2f}"
+            f"{name:<22}{np.median(rates):10.0f}{ratio:16.2f}{target!s:>8}"
+            f"{np.median(simulated[name]):11.0f}{accuracy:13.2f}"
         )
+    print(
+        f"\n{'seconds of a step':<22}"
+        + "".join(f"{metric.rpartition('/')[2]:>18}" for metric in METRICS)
+        + f"{'asking':>10}"
+    )
+    for name, runs in found.items():
+        medians = [statistics.median(one.median(metric) for one in runs) for metric in METRICS]
+        asking = statistics.median(one.asking_s for one in runs)
+        print(f"{name:<22}" + "".join(f"{median:18.3f}" for median in medians) + f"{asking:10.3f}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from megatron_rl.checkpoint.architecture import Architecture
 from megatron_rl.rollout.payload import seal_routes
 from megatron_rl.rollout.servers.guard import Guard, GuardState
 from megatron_rl.rollout.servers.rendezvous import Address, publish
-from megatron_rl.rollout.servers.wire import Answer
+from megatron_rl.rollout.servers.wire import SERVER_IDLE_S, Answer
 
 SLOW = "slow"  # ids of prompts that take SLOW_S begin with this
 SLOW_S = 1.0
@@ -86,5 +86,7 @@ def serve(
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     publish(Path(run_dir), Address(name, url, name, os.getpid(), socket.gethostname()))
-    config = uvicorn.Config(Guard(healthy, state), log_level="warning", lifespan="off", access_log=False)
+    config = uvicorn.Config(
+        Guard(healthy, state), log_level="warning", lifespan="off", access_log=False, timeout_keep_alive=SERVER_IDLE_S
+    )
     uvicorn.Server(config).run([listener])

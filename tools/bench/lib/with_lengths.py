@@ -3,14 +3,18 @@
 python -m tools.bench.lib.with_lengths RECIPE LENGTHS MEDIAN SIGMA LONGEST [a.b=c …]
 
 The body of every request asks for as many tokens as its own random number says, so that the servers do the work of
-these lengths, token by token. The recipe has no stop tokens. LENGTHS gets one length a line, in the order of requests.
+these lengths, token by token. The recipe has no stop tokens. LENGTHS gets one length a line, in the order of requests;
+a file beside it (`.json`) gets the processor seconds of all threads but the main one: one asks the server, one makes
+rollouts of its answers.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +37,10 @@ def main() -> None:
         return body
 
     sampling.request_body = with_length
+    before = time.process_time() - time.thread_time()
     train(load_recipe(recipe_path, overrides), "never")
+    seconds = time.process_time() - time.thread_time() - before
+    log.with_suffix(".json").write_text(json.dumps({"other_threads_s": seconds}))
 
 
 if __name__ == "__main__":
