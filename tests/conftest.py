@@ -1,10 +1,15 @@
-"""How many workers the suite takes, and what each of them runs (pytest-xdist; `make test` asks for it)."""
+"""How many workers the suite takes, what each of them runs (pytest-xdist; `make test` asks for it), and Hypothesis."""
 
 from __future__ import annotations
 
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A property holds or it does not, however slow the machine: no limit on the time of an example or of drawing it.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 GIB_PER_WORKER = 5  # an engine, four ranks of the tiny model and what they were forked from
 USEFUL_WORKERS = 12  # the longest file bounds the time of the suite: more would wait for it
