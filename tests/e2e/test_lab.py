@@ -1,0 +1,68 @@
+"""A study that is run, reported and verified with real engines: what a seed gives once, it gives again bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import yaml
+
+from megatron_rl.__main__ import main
+from tests.support.tiny import REPOSITORY
+
+STUDY = {
+    "name": "short",
+    "title": "A short study",
+    "source": "nowhere",
+    "claim": "rounded weights are mismatch",
+    "setting": "two steps",
+    "base": "base.yaml",
+    "outcomes": {"rho": {"metric": "mismatch/rho_std", "statistic": "mean"}},
+    "arms": {
+        "exact": {},
+        "int4": {
+            "set": {"exact.noise": {"kind": "weights", "bits": "int4"}},
+            "control": "exact",
+            "differs_in": ["exact.noise"],
+            "expect": {"rho": "higher"},
+        },
+    },
+    "figure": [{"title": "all", "arms": ["exact", "int4"]}],
+}
+BASE = {
+    "extends": str(REPOSITORY / "recipes" / "lab" / "base.yaml"),
+    "num_steps": 2,
+    "batch": {"prompts": 2, "minibatches": 2},
+    "rollout": {"num_samples": 4},
+    "validation": {"every": 0},
+    "checkpoint": {"every": 0},
+}
+
+
+def test_a_run_is_verified_bit_for_bit(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))  # the runs'
+    Path("study.yaml").write_text(yaml.safe_dump(STUDY, sort_keys=False))
+    Path("base.yaml").write_text(yaml.safe_dump(BASE))
+    runs = Path("runs/lab/short")
+
+    done = main(["lab", "run", "study.yaml", "--seeds", "1", "--jobs", "2", "--other-code"])
+    assert done == 0, "".join(file.read_text() for file in runs.glob("*.log"))
+    assert json.loads((runs / "registered.json").read_text())["study"]["arms"].keys() == STUDY["arms"].keys()
+    metrics = {arm: runs / f"{arm}-seed1" / "metrics.jsonl" for arm in STUDY["arms"]}
+    rho = {arm: json.loads(file.read_text().splitlines()[0])["mismatch/rho_std"] for arm, file in metrics.items()}
+    assert rho["exact"] == 0.0 < rho["int4"]
+
+    assert main(["lab", "report", "study.yaml"]) == 0
+    assert "Fixed before the runs: study" in (runs / "report" / "report.md").read_text()
+
+    capsys.readouterr()
+    assert main(["lab", "verify", "study.yaml", "--arm", "int4", "--seed", "1"]) == 0
+    assert "int4-seed1: every metric of every step is the same, bit for bit" in capsys.readouterr().out
+    assert (runs / "verify" / "1" / "int4-seed1" / "metrics.jsonl").read_text() != metrics["int4"].read_text()  # times
+
+    # What a file says of another study is refused before an engine starts.
+    Path("study.yaml").write_text(yaml.safe_dump(STUDY | {"seeds": [1, 2]}, sort_keys=False))
+    assert main(["lab", "run", "study.yaml", "--seeds", "1"]) == 2
+    assert "seeds changed since the first run" in capsys.readouterr().err
