@@ -23,7 +23,7 @@ CONFIG = {
     "engine": "vllm_server",
     "max_response_length": 24,
     "max_staleness": 1,
-    "servers": {"count": 2, "wait_s": 2.0, "health_every_s": 0.2, "concurrency": 5},
+    "servers": {"count": 2, "wait_s": 60.0, "health_every_s": 0.2, "concurrency": 5},
 }
 SERVER = "tools.bench.lib.made_up_server"
 

@@ -85,6 +85,7 @@ def fetch(run_dir: str, local_ranks: list[int], config: dict[str, Any]) -> dict[
         found["after"] = seen(generator.rollout(prompts(4), 2, policy_version=3, step=4))
         begun = generator.begin(prompts(4, slow=range(4)), 2, policy_version=3, step=5)
         if world_rank() == 0:
+            generator._servers.pool._limits.wait_s = 2.0  # of what is waited for in vain
             os.kill(discover(generator._config.servers, Path(run_dir))[1].pid, signal.SIGKILL)
         try:
             while generator.completed([begun]):
