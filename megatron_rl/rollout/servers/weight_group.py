@@ -103,14 +103,20 @@ class WeightGroup:
 
     @classmethod
     def join(cls, place: GroupPlace, rank: int) -> WeightGroup:
-        """A worker's end, complete when this returns."""
+        """A worker's end, complete when this returns. Raises `GroupError` for one that has left: the store still holds
+        what those who met first left there."""
         try:
-            store = TCPStore(place.host, place.port, None, False, timedelta(seconds=place.stall_s), False)
-            group = cls(place, rank, store)
-            group.store.add("here", 1)
+            limit = timedelta(seconds=place.stall_s)
+            group = cls(place, rank, TCPStore(place.host, place.port, None, False, limit, False))
+        except RuntimeError as error:  # names the address
+            raise GroupError(_first_line(error)) from error
+        try:
+            if group.store.add("here", 1) >= place.world_size:
+                raise GroupError("this worker has left the group, and nobody comes to a group twice")
             group._read(GO)
             group._make()
-        except RuntimeError as error:  # of the store and of the group: both name the address
+        except RuntimeError as error:
+            group.close(str(error))
             raise error if isinstance(error, GroupError) else GroupError(_first_line(error)) from error
         return group
 

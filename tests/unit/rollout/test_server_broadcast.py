@@ -177,6 +177,14 @@ def test_a_member_that_does_not_come_costs_no_more_than_the_deadline():
     group.close()
 
 
+def test_a_member_that_left_does_not_come_again(three):
+    """It would meet the addresses of those who met before, and read what they were told."""
+    three.form()
+    three.joined[1].result().close()
+    with pytest.raises(GroupError, match="has left the group"):
+        WeightGroup.join(three.group.place, 2)
+
+
 def test_what_another_thread_knows_ends_the_wait():
     group = WeightGroup.open(HOST, "test", 2, "gloo", STALL_S)
     start = time.monotonic()
