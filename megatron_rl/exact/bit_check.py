@@ -14,8 +14,9 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_rl.errors import RunEnded
-from megatron_rl.exact.decode import Decoder, watched
+from megatron_rl.exact.decode import Decoder
 from megatron_rl.exact.draws import GivenTokens
+from megatron_rl.exact.passes import watched
 from megatron_rl.exact.stages import forward
 from megatron_rl.learner.layers.invariant import batch_invariant
 from megatron_rl.learner.learner import Learner

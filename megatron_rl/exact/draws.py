@@ -25,7 +25,7 @@ class Policy(Protocol):
 
 
 class Draws:
-    """Tokens drawn with one uniform number each, for requests with these seeds; see `exact.decode.Chooser`.
+    """Tokens drawn with one uniform number each, for requests with these seeds; see `exact.turns.Chooser`.
 
     ``temperature`` 0: the most probable token. ``dose``: its noise on the logits that are drawn from.
     """
@@ -71,7 +71,7 @@ class Draws:
 
 
 class GivenTokens:
-    """Responses that are known, generated again; see `exact.decode.Chooser`."""
+    """Responses that are known, generated again; see `exact.turns.Chooser`."""
 
     most_steps = None
 

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.exact.decode import Responses
 from megatron_rl.exact.doses import PROMPT_SAMPLE, Dose, size_of
 from megatron_rl.exact.draws import Draws
+from megatron_rl.exact.turns import Responses
 from megatron_rl.rollout.calls import check_version, throughput
 from megatron_rl.rollout.generator import Sampling
 from megatron_rl.rollout.payload import make_rollout

@@ -48,6 +48,17 @@ class CacheShape:
         return PagedCache.page_bytes(self.num_layers, self.kv_heads, self.width, self.element)
 
 
+def make_cache(
+    module: GPTModel, wanted: int, longest: int, device: torch.device, cache_gib: float | None, utilization: float
+) -> PagedCache:
+    """A cache for this rank's part of ``module``; see `num_cache_pages`."""
+    shape = CacheShape.of(module)
+    pages = num_cache_pages(shape, wanted, longest, device, cache_gib, utilization)
+    first_layer = module.decoder.layers[0].layer_number - 1
+    like = next(module.parameters())
+    return PagedCache(pages, shape.num_layers, shape.kv_heads, shape.width, like, first_layer)
+
+
 def num_cache_pages(
     shape: CacheShape, wanted: int, longest: int, device: torch.device, cache_gib: float | None, utilization: float
 ) -> int:

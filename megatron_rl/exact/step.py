@@ -1,4 +1,4 @@
-"""One further token of every row, straight on the learner's weights: what `exact.decode` runs once a token.
+"""One further token of every row, straight on the learner's weights: what `exact.turns` runs once a token.
 
 Megatron's modules take a row of padding and a packed row alike; in steps of a few dozen rows what they do around their
 products costs more than the products. Here a step is these products and what lies between them, with the arithmetic

@@ -47,7 +47,7 @@ def generator_of(learner: Learner, kv_cache: bool = True, modules: bool = False)
     learner.recipe.exact.kv_cache = kv_cache
     generator = start_generator(learner.recipe, SimpleNamespace(decode=lambda tokens, **_: ""), learner)
     if modules:
-        generator._policy._step = None
+        generator._policy.passes.step_forward = None
     return generator
 
 

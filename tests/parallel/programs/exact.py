@@ -108,9 +108,9 @@ def schedules(dtype: str) -> dict[str, Any]:
         generator = generator_of(learner)
         decoder = generator._policy
         for key, value in changes.items():
-            setattr(decoder, key, value)
+            setattr(decoder.passes if key == "step_forward" else decoder, key, value)
         if name == "small cache":  # twelve sequences of up to four pages
-            decoder._cache_gib = 8 * CacheShape.of(learner.module).page_bytes / GIB
+            decoder.cache_gib = 8 * CacheShape.of(learner.module).page_bytes / GIB
         found[name] = long_ones(generator)
         if name == "small cache":
             preempted = decoder.stats["perf/rollout_preempted"]
@@ -131,7 +131,7 @@ SCHEDULES = {
     "five rows": {"max_sequences": 5},
     "seven steps": {"steps": 7},
     "small cache": {"steps": 3},
-    "module": {"_step": None},
+    "module": {"step_forward": None},
     "one prompt a pass": {"max_tokens": 1},
 }
 

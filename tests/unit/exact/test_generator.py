@@ -10,9 +10,9 @@ import torch
 
 from megatron_rl.config.exact import ExactConfig, NoiseConfig
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.exact.decode import Responses
 from megatron_rl.exact.doses import make_dose
 from megatron_rl.exact.generator import ExactGenerator
+from megatron_rl.exact.turns import Responses
 from megatron_rl.rollout.generator import Sampling
 from megatron_rl.types import Prompt
 from tests.support.rounding import rounded

@@ -1,0 +1,217 @@
+"""Turns of generation: prompts that begin, steps of every row, and then a look at what was sampled.
+
+`exact.schedule` says who runs when. Between two looks nothing waits for a value on the device: a turn is a fixed number
+of steps of a fixed number of rows, tokens are chosen on the device, and a sequence that has ended runs on in its row
+without effect until the turn ends.
+
+Shapes: n rows, a multiple of ``bucket``; V/tp this rank's share of the vocabulary; m sequences of this replica; P pages
+of the longest row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from megatron_rl.exact.passes import GenerationPasses, in_passes, largest
+from megatron_rl.exact.schedule import Schedule, Whole
+from megatron_rl.learner.layers.exact_attention import CachedStep, PagedCache
+
+
+class Chooser(Protocol):
+    """What decides the next token of each row."""
+
+    most_steps: int | None
+    """Steps that it can be asked for at a time; None: any number."""
+
+    def ahead(self, sequences: list[int], made: np.ndarray, count: int) -> np.ndarray:
+        """[len(sequences), count]: what it needs for each of the next ``count`` tokens, from the host. ``made`` says
+        how many tokens each response has. Each number is asked for once, in order."""
+        ...
+
+    def choose(self, logits: torch.Tensor, needed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``logits`` [n, V/tp], ``needed`` [n], a column of `ahead` → token [n] int64, its log po and its log mu."""
+        ...
+
+
+@dataclass
+class Responses:
+    """Of the sequences of one replica: [m, longest] each, of which the first ``lengths`` [m] count."""
+
+    tokens: np.ndarray  # int32
+    clean: np.ndarray  # float32, log po as the learner computes it
+    log_mu: np.ndarray  # float32, of what was sampled from
+    lengths: np.ndarray  # int64
+
+    @classmethod
+    def empty(cls, number: int, longest: int) -> Responses:
+        floats = np.zeros((2, number, longest), np.float32)
+        return cls(np.zeros((number, longest), np.int32), *floats, np.zeros(number, np.int64))
+
+    def add(self, sequences: np.ndarray, places: np.ndarray, *columns: np.ndarray) -> None:
+        for kept, column in zip((self.tokens, self.clean, self.log_mu), columns, strict=True):
+            kept[sequences, places] = column
+
+
+@dataclass
+class First:
+    """The first token in its turn of each sequence that begins."""
+
+    rows: np.ndarray
+    sequences: np.ndarray
+    places: np.ndarray  # of the token in the response
+    columns: tuple[torch.Tensor, ...]  # token, log po, log mu
+
+
+@dataclass
+class Rows:
+    """The rows of a turn on the device, [n] each."""
+
+    tokens: torch.Tensor  # last of each sequence, whose keys come next
+    positions: torch.Tensor  # its place in the sequence
+    left: torch.Tensor  # tokens that may follow
+    alive: torch.Tensor  # bool
+    tables: torch.Tensor  # [n, P]
+
+
+class Turns:
+    """The responses of one replica while they grow; all methods are collective.
+
+    ``numbers`` [m]: by which ``chooser`` knows the sequences. ``prompts`` [m]: theirs. ``cache``: None where a step is
+    a pass over all tokens. ``found`` is filled.
+    """
+
+    def __init__(
+        self,
+        passes: GenerationPasses,
+        schedule: Schedule,
+        chooser: Chooser,
+        found: Responses,
+        *,
+        numbers: range,
+        prompts: list[list[int]],
+        cache: PagedCache | None,
+        stop: frozenset[int],
+        bucket: int,
+        max_tokens: int,
+    ):
+        self._passes, self._schedule, self._chooser, self._found = passes, schedule, chooser, found
+        self._numbers, self._prompts, self._cache = numbers, prompts, cache
+        self._device, self._bucket, self._max_tokens = passes.device, bucket, max_tokens
+        self._stop = torch.tensor(sorted(stop), dtype=torch.int64, device=self._device)
+
+    def run(self) -> None:
+        """All turns until every sequence has ended."""
+        while self._turn():
+            pass
+        self._found.lengths = self._schedule.made
+
+    def _turn(self) -> bool:
+        """Whether there was anything to do, on any replica: those that share experts take part in all passes."""
+        schedule = self._schedule
+        begun = schedule.turn()
+        parts = in_passes([w for w in begun if w.logits is None], lambda whole: whole.length, self._max_tokens)
+        num_passes, num_steps, any_rows = largest(len(parts), schedule.steps, len(schedule.rows))
+        if not any_rows:
+            return False
+        for part in parts + [[]] * (num_passes - len(parts)):
+            self._compute(part)
+        first = self._first(begun)
+        rows = self._rows(first)
+        sampled = self._steps(rows, num_steps if self._cache is not None else 0)
+        self._look(rows, first, sampled)
+        return True
+
+    def _tokens(self, sequence: int, length: int) -> list[int]:
+        """The first ``length`` of prompt and response."""
+        prompt = self._prompts[sequence]
+        return (prompt + self._found.tokens[sequence, : length - len(prompt)].tolist())[:length]
+
+    def _compute(self, part: list[Whole]) -> None:
+        """One pass over whole sequences: their logits, and their keys and values in the cache."""
+        logits = self._passes.whole_rows(
+            [self._tokens(whole.sequences[0], whole.length) for whole in part],
+            cache=self._cache,
+            pages=[whole.pages for whole in part],
+            owners=lambda: [(self._numbers[w.sequences[0]], place) for w in part for place in range(w.length)],
+        )
+        ends = torch.tensor([whole.length for whole in part], dtype=torch.int64).cumsum(0) - 1
+        for whole, row in zip(part, logits[ends.to(self._device)], strict=True):
+            whole.logits = row
+
+    def _first(self, begun: list[Whole]) -> First | None:
+        """The next token of sequences that begin, which comes with their prompts."""
+        if not begun:
+            return None
+        schedule = self._schedule
+        copies = [copy for whole in begun for copy in whole.copies]
+        if copies and self._cache is not None:
+            self._cache.copy(*map(list, zip(*copies, strict=True)))
+        sequences = np.array([i for whole in begun for i in whole.sequences])
+        logits = torch.stack([whole.logits for whole in begun for _ in whole.sequences])
+        places = schedule.made[sequences]
+        needed = self._chooser.ahead([self._numbers[i] for i in sequences], places, 1)
+        chosen = self._chooser.choose(logits, torch.from_numpy(needed[:, 0]).to(self._device))
+        schedule.made[sequences] += 1
+        row_of = {sequence: row for row, sequence in enumerate(schedule.rows)}
+        return First(np.array([row_of[i] for i in sequences.tolist()]), sequences, places, chosen)
+
+    def _rows(self, first: First | None) -> Rows:
+        schedule = self._schedule
+        number = len(schedule.rows)
+        size = max(1, -(-number // self._bucket)) * self._bucket
+        made = schedule.made[schedule.rows]
+        columns = np.zeros((3, size), np.int64)
+        columns[0, :number] = self._found.tokens[schedule.rows, made - 1]
+        columns[1:, :number] = schedule.num_tokens - 1, schedule.limits[schedule.rows] - made
+        tokens, positions, left = torch.from_numpy(columns).to(self._device)
+        tables = torch.from_numpy(schedule.tables[:number, : schedule.width])
+        padding = tables.new_full((size - number, tables.size(1)), PagedCache.SCRATCH)
+        if first is not None:
+            tokens[torch.from_numpy(first.rows).to(self._device)] = first.columns[0]
+        alive = (left > 0) & ~torch.isin(tokens, self._stop)
+        return Rows(tokens, positions, left, alive, torch.cat([tables, padding]).to(self._device))
+
+    def _steps(self, rows: Rows, num_steps: int) -> list[tuple[torch.Tensor, ...]]:
+        """Steps of all rows without a look at any value; of each, tokens, both log-probs, and which rows count."""
+        schedule = self._schedule
+        numbers, starts = [self._numbers[i] for i in schedule.rows], schedule.num_tokens
+        needed = torch.zeros(len(rows.tokens), num_steps, dtype=torch.float64)
+        if numbers and num_steps:
+            found = torch.from_numpy(self._chooser.ahead(numbers, schedule.made[schedule.rows], num_steps))
+            needed = torch.cat([found, found.new_zeros(len(needed) - len(found), num_steps)])
+        needed, sampled = needed.to(self._device), []
+        for turn in range(num_steps):
+            logits = self._passes.one_step(
+                rows.tokens,
+                rows.positions,
+                CachedStep.of(self._cache, rows.tables, rows.positions),
+                owners=lambda turn=turn: [(i, int(n) - 1 + turn) for i, n in zip(numbers, starts, strict=True)],
+            )
+            chosen, clean, log_mu = self._chooser.choose(logits, needed[:, turn])
+            sampled.append((chosen, clean, log_mu, rows.alive))
+            going_on = rows.alive.long()
+            rows.tokens = torch.where(rows.alive, chosen, rows.tokens)
+            rows.positions, rows.left = rows.positions + going_on, rows.left - going_on
+            rows.alive = rows.alive & (rows.left > 0) & ~torch.isin(rows.tokens, self._stop)
+        return sampled
+
+    def _look(self, rows: Rows, first: First | None, sampled: list[tuple[torch.Tensor, ...]]) -> None:
+        """Read what was sampled, and end the sequences whose last token is among it."""
+        schedule, found = self._schedule, self._found
+        numbers = np.array(schedule.rows, np.int64)
+        if first is not None:
+            found.add(first.sequences, first.places, *(column.numpy(force=True) for column in first.columns))
+        if sampled:
+            *columns, counts = (torch.stack(c, 1).numpy(force=True)[: len(numbers)] for c in zip(*sampled, strict=True))
+            row, turn = counts.nonzero()  # the steps of a row that count are its first ones
+            sequences = numbers[row]
+            found.add(sequences, schedule.made[sequences] + turn, *(column[row, turn] for column in columns))
+            schedule.made[numbers] += counts.sum(1)
+        alive = rows.alive.numpy(force=True)[: len(numbers)]
+        schedule.end(np.flatnonzero(~alive).tolist())
+        if self._cache is None:
+            schedule.begin_anew()
