@@ -18,6 +18,7 @@ from megatron_rl.exact.decode import Decoder
 from megatron_rl.exact.draws import GivenTokens
 from megatron_rl.exact.passes import watched
 from megatron_rl.exact.stages import forward
+from megatron_rl.learner.exchange import tokens_at
 from megatron_rl.learner.layers.invariant import batch_invariant
 from megatron_rl.learner.learner import Learner
 from megatron_rl.process.ranks import gather_objects
@@ -122,7 +123,11 @@ def _generated_rows(learner: Learner, batch: Batch, index: int) -> Rows:
     They are batched as in generation, without the groups that `batch.filter_groups` has left out.
     """
     decoder, rows = Decoder.of(learner), {}
-    responses = [s.tokens[s.prompt_length :] for s in batch.sequences]
+    tokens = tokens_at(batch, decoder.replica_of(len(batch.sequences)), learner.replicas)
+    # Of what another replica generates the decoder knows the length alone.
+    whole = [tokens.get(i, np.zeros(s.length, np.int32)) for i, s in enumerate(batch.sequences)]
+    prompts = [found[: s.prompt_length].tolist() for found, s in zip(whole, batch.sequences, strict=True)]
+    responses = [found[s.prompt_length :] for found, s in zip(whole, batch.sequences, strict=True)]
 
     def keep(name: str, hidden: torch.Tensor) -> None:
         for row, (sequence, position) in enumerate(decoder.row_owners):
@@ -130,6 +135,5 @@ def _generated_rows(learner: Learner, batch: Batch, index: int) -> Rows:
                 rows.setdefault(position, {})[name] = hidden[row].clone()
 
     with decoder.watched(keep):
-        prompts = [s.tokens[: s.prompt_length].tolist() for s in batch.sequences]
         decoder.run(prompts, [len(response) for response in responses], GivenTokens(responses, learner.device))
     return rows

@@ -9,7 +9,7 @@ Shapes: n rows, V/tp this rank's share of the vocabulary, m sequences of this re
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
+from itertools import cycle
 
 import numpy as np
 import torch
@@ -24,13 +24,12 @@ from megatron_rl.exact.room import make_cache, rows_and_steps
 from megatron_rl.exact.schedule import Schedule, num_pages
 from megatron_rl.exact.step import Watch
 from megatron_rl.exact.turns import Chooser, Responses, Turns
-from megatron_rl.learner.exchange import speaks
 from megatron_rl.learner.layers.exact_attention import PagedCache
 from megatron_rl.learner.layers.invariant import batch_invariant
 from megatron_rl.learner.layers.logprobs import token_logprobs
 from megatron_rl.learner.learner import Learner
 from megatron_rl.process.ranks import gather_objects
-from megatron_rl.rollout.requests import in_order, share_of
+from megatron_rl.rollout.requests import share_of
 
 
 class Decoder:
@@ -59,6 +58,8 @@ class Decoder:
         self.bucket, self.steps = rows_and_steps(device)
         self._replica = parallel_state.get_data_parallel_rank()
         self._num_replicas = parallel_state.get_data_parallel_world_size()
+        replica_of = gather_objects(self._replica)
+        self._ranks = [[rank for rank, at in enumerate(replica_of) if at == i] for i in range(self._num_replicas)]
         self.stats: dict[str, float] = {}
 
     @classmethod
@@ -105,7 +106,8 @@ class Decoder:
         )
         with self.passes.evaluating():
             turns.run()
-        self.stats = {"perf/rollout_preempted": float(schedule.num_preempted)}
+        pages = None if cache is None else cache.num_pages - 1  # one is for rows of padding
+        self.stats = turns.counts.metrics(schedule.num_preempted, pages, self._num_replicas)
         return mine, found
 
     def _plan(
@@ -186,13 +188,18 @@ class Decoder:
         whole = gather_from_tensor_model_parallel_region(logits, group=self.passes.tensor_group)
         return whole[:, : self.vocab_size].float()
 
-    @property
-    def speaks(self) -> bool:
-        """Whether this rank tells the others what its replica has found."""
-        return speaks()
+    # -- for whoever keeps the responses
 
-    def share(self, mine: list[Any]) -> list[Any]:
-        """The replicas' results in the order of the prompts, on every rank."""
-        found = gather_objects((self._replica, mine) if self.speaks else None)
-        by_replica = dict(item for item in found if item is not None)
-        return in_order([by_replica[replica] for replica in sorted(by_replica)])
+    def replica_of(self, number: int) -> list[int]:
+        """The replica that generates each of ``number`` responses."""
+        replicas = [0] * number
+        for replica in range(self._num_replicas):
+            for i in share_of(range(number), replica, self._num_replicas):
+                replicas[i] = replica
+        return replicas
+
+    def owners(self, number: int) -> list[int]:
+        """The rank that keeps each of ``number`` responses, the same list on every rank: those of its replica, which
+        all have it, take turns."""
+        turns = [cycle(ranks) for ranks in self._ranks]
+        return [next(turns[replica]) for replica in self.replica_of(number)]

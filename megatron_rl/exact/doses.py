@@ -173,7 +173,7 @@ def make_dose(config: ExactConfig, seed: int) -> Dose:
 
 def size_of(rollouts: list[Rollout]) -> dict[str, float]:
     """Standard deviation (n - 1) of log rho = log po - log mu over all sampled tokens, and the mean over responses of
-    Σ |log rho|. ``rollouts``: those that this rank speaks for. Collective."""
+    Σ |log rho|. ``rollouts``: those that this rank owns. Collective."""
     differences = [(r.exact_logprobs.astype(np.float64) - r.inference_logprobs) for r in rollouts]
     joined = np.concatenate(differences) if differences else np.zeros(0)
     mine = (len(rollouts), joined.size, joined.sum(), np.square(joined).sum(), np.abs(joined).sum())

@@ -18,6 +18,10 @@ class Pages:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def num_held(self) -> int:
+        return len(self._holders) - 1 - len(self._free)
+
     def take(self, number: int) -> list[int]:
         """Free pages, each held once from now on. Ask only for what is free."""
         taken = [self._free.pop() for _ in range(number)]

@@ -70,6 +70,15 @@ class Schedule:
         return min(self._ahead, int((self.limits[self.rows] - self.made[self.rows]).max(initial=0)))
 
     @property
+    def num_waiting(self) -> int:
+        """Sequences without a row that have not ended."""
+        return len(self._waiting)
+
+    @property
+    def num_pages_held(self) -> int:
+        return self._pages.num_held
+
+    @property
     def num_tokens(self) -> np.ndarray:
         """[rows] so far, prompt and response."""
         return self._prompt_lengths[self.rows] + self.made[self.rows]

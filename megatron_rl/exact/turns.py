@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from megatron_rl.exact.counts import Counts
 from megatron_rl.exact.passes import GenerationPasses, in_passes, largest
 from megatron_rl.exact.schedule import Schedule, Whole
 from megatron_rl.learner.layers.exact_attention import CachedStep, PagedCache
@@ -102,6 +103,7 @@ class Turns:
         self._numbers, self._prompts, self._cache = numbers, prompts, cache
         self._device, self._bucket, self._max_tokens = passes.device, bucket, max_tokens
         self._stop = torch.tensor(sorted(stop), dtype=torch.int64, device=self._device)
+        self.counts = Counts()
 
     def run(self) -> None:
         """All turns until every sequence has ended."""
@@ -117,6 +119,7 @@ class Turns:
         num_passes, num_steps, any_rows = largest(len(parts), schedule.steps, len(schedule.rows))
         if not any_rows:
             return False
+        self.counts.add(len(schedule.rows), schedule.num_waiting, schedule.num_pages_held)
         for part in parts + [[]] * (num_passes - len(parts)):
             self._compute(part)
         first = self._first(begun)

@@ -66,14 +66,34 @@ class _Field:
     becomes: np.dtype | None = None  # None: as it travels
 
 
-def _fields(routes: tuple[str, int, int] | None) -> list[_Field]:
-    """``routes``: dtype, layers and experts per token of the routes; None where there are none."""
-    fields = [
-        _Field("tokens", np.dtype(np.int32), lambda s: (s.length,), np.dtype(np.int64)),
-        _Field("inference_logprobs", LOGPROBS, lambda s: (s.response_length,)),
-        _Field("policy_versions", np.dtype(np.int32), lambda s: (s.response_length,)),
-    ]
-    return fields if routes is None else [*fields, *_route_fields(*routes)]
+_TOKENS = _Field("tokens", np.dtype(np.int32), lambda s: (s.length,), np.dtype(np.int64))
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What the sequences of a batch have beside tokens, log-probs and versions."""
+
+    routes: tuple[str, int, int] | None  # dtype, layers and experts per token
+    exact: bool  # log po as the exact engine computed it
+
+    @classmethod
+    def of(cls, batch: Batch) -> _Contents:
+        """From whichever rank has any. Collective."""
+        routes = next((s.routed_experts for s in batch.sequences if s.routed_experts is not None), None)
+        exact = any(s.exact_logprobs is not None for s in batch.sequences)
+        about = gather_objects((None if routes is None else (routes.dtype.str, *routes.shape[1:]), exact))
+        return cls(next((found for found, _ in about if found is not None), None), any(flag for _, flag in about))
+
+    @property
+    def fields(self) -> list[_Field]:
+        found = [
+            _TOKENS,
+            _Field("inference_logprobs", LOGPROBS, lambda s: (s.response_length,)),
+            _Field("policy_versions", np.dtype(np.int32), lambda s: (s.response_length,)),
+        ]
+        if self.exact:
+            found.append(_Field("exact_logprobs", LOGPROBS, lambda s: (s.response_length,)))
+        return found if self.routes is None else [*found, *_route_fields(*self.routes)]
 
 
 def _route_fields(dtype: str, layers: int, topk: int) -> list[_Field]:
@@ -93,7 +113,7 @@ def distribute(batch: Batch, homes: list[list[int]], replicas: Replicas) -> None
         return
     moves = [(i, batch.sequences[i].owner, replicas.speakers[home]) for i in numbers for home in homes[i]]
     wanted = [i for i in numbers if replicas.own in homes[i]]
-    for field in _fields(_routes_there(batch)):
+    for field in _Contents.of(batch).fields:
         _move(batch, field, numbers, moves, wanted, replicas)
     for i in numbers:
         sequence = batch.sequences[i]
@@ -109,7 +129,7 @@ def hand_over_routes(batch: Batch, source: list[int], target: list[int], replica
     moves = [(i, replicas.speakers[source[i]], replicas.speakers[target[i]]) for i in numbers]
     wanted = [i for i in numbers if target[i] == replicas.own]
     if numbers:
-        for field in _route_fields(*_routes_there(batch)):
+        for field in _route_fields(*_Contents.of(batch).routes):
             _move(batch, field, numbers, moves, wanted, replicas)
 
 
@@ -126,6 +146,20 @@ def hand_over_logprobs(
     wanted = [i for i in moving if target[i] == replicas.own]
     stayed = {i: logprobs for i, logprobs in found.items() if source[i] == target[i]}
     return stayed | replicas.hand_on(arrived, shapes, LOGPROBS, wanted)
+
+
+def tokens_at(batch: Batch, target: list[int], replicas: Replicas) -> dict[int, np.ndarray]:
+    """Tokens [S] int32 of the sequences that ``target`` [B] gives to this replica, by number, from the replicas that
+    have learned from them (`Sequence.holder`). The batch stays as it is. Collective."""
+    shapes = {i: _TOKENS.shape(s) for i, s in enumerate(batch.sequences)}
+    held = {
+        i: np.ascontiguousarray(s.tokens, dtype=_TOKENS.dtype)
+        for i, s in enumerate(batch.sequences)
+        if s.holder == world_rank()
+    }
+    moves = [(i, s.holder, replicas.speakers[target[i]]) for i, s in enumerate(batch.sequences)]
+    held |= send(held, shapes, _TOKENS.dtype, moves)
+    return replicas.hand_on(held, shapes, _TOKENS.dtype, [i for i in shapes if target[i] == replicas.own])
 
 
 def _move(
@@ -147,10 +181,3 @@ def _move(
     held |= send(held, shapes, field.dtype, moves)
     for i, array in replicas.hand_on(held, shapes, field.dtype, wanted).items():
         setattr(batch.sequences[i], field.name, array if field.becomes is None else array.astype(field.becomes))
-
-
-def _routes_there(batch: Batch) -> tuple[str, int, int] | None:
-    """dtype, layers and experts per token of the batch's routes, from whichever rank has any. Collective."""
-    routes = next((s.routed_experts for s in batch.sequences if s.routed_experts is not None), None)
-    about = gather_objects(None if routes is None else (routes.dtype.str, *routes.shape[1:]))
-    return next((item for item in about if item is not None), None)

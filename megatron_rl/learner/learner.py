@@ -112,10 +112,11 @@ class Learner:
             skipped = {}
             with self.phase("old_logprobs"):
                 found = self._logprobs(batch, "record" if records_routes else None)
-                if self.bit_check is not None:
-                    with self.phase("gate"):
-                        everything = range(len(batch.sequences))
-                        gaps.append(self.bit_check(batch, found, "pass for old log-probs", everything))
+            if self.bit_check is not None:
+                with self.phase("gate"):
+                    everything = range(len(batch.sequences))
+                    gaps.append(self.bit_check(batch, found, "pass for old log-probs", everything))
+            with self.phase("old_logprobs"):
                 found = hand_over_logprobs(batch, found, *homes, self.replicas)
                 for i, sequence in enumerate(batch.sequences):
                     sequence.old_logprobs = found.get(i)

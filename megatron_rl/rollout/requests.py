@@ -10,7 +10,7 @@ from typing import TypeVar
 from megatron_rl.process.ranks import gather_objects
 from megatron_rl.types import Group, Prompt, Rollout
 
-S, T = TypeVar("S", bound=Seq), TypeVar("T")
+S = TypeVar("S", bound=Seq)
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,6 @@ def owners_of(num_requests: int, num_engines: int, ranks_per_engine: int) -> lis
     """The rank that keeps the response to each request: the ranks of an engine take turns over its share."""
     places = (divmod(number, num_engines) for number in range(num_requests))
     return [engine * ranks_per_engine + turn % ranks_per_engine for turn, engine in places]
-
-
-def in_order(shares: Seq[Seq[T]]) -> list[T]:
-    """The inverse of `share_of`: what was made of each engine's share, in the order of all requests."""
-    return [shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares)))]
 
 
 def make_groups(prompts: list[Prompt], num_samples: int, rollouts: list[Rollout]) -> list[Group]:

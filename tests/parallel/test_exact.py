@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.parallel.gloo import run_ranks
 from tests.parallel.programs.exact import prompts
 from tests.support.rounding import rounded
 from tests.support.tiny import MODEL
+from tools.dev.exact_runs import with_four_key_heads
 
 MODULE = "tests.parallel.programs.exact"
 BOTH = {"tensor": 2, "expert": 2}
@@ -39,6 +36,8 @@ LAYOUTS = {
 
 DTYPES = ("fp32", "bf16", "fp16")
 STEPS = [1, 2, 7, 16, 33, 64]  # responses of each update
+ROWS = [2, 15, 16, 17, 33, 64]  # sequences that run at a time
+HOLDERS = ({"expert": 2}, {"tensor": 2, "expert": 2}, {"pipeline": 2})  # one has two replicas
 
 
 def jobs_for(world_size: int, model: str = str(MODEL)) -> dict:
@@ -56,26 +55,20 @@ def jobs_for(world_size: int, model: str = str(MODEL)) -> dict:
         jobs |= {f"sizes {dtype}": ("gate_over_sizes", {"dtype": dtype, "sizes": STEPS}) for dtype in DTYPES}
         jobs["broken step"] = ("broken_step", {"layer": 2})
         jobs["schedules"] = ("schedules", {"dtype": "bf16"})
+        jobs |= {f"alone {dtype}": ("alone_and_together", {"dtype": dtype, "sizes": ROWS}) for dtype in DTYPES}
+        jobs["time"] = ("time_of_the_gate", {})
         jobs["changed"] = ("changed_weights", {})
         jobs["doses"] = ("doses", {"kinds": DOSES})
     elif world_size == 2:
         jobs["doses"] = ("doses", {"kinds": {name: DOSES[name] for name in IN_LAYOUTS}, "parallel": BOTH})
+        jobs |= {f"held {parallel}": ("who_holds_what", {"parallel": parallel}) for parallel in HOLDERS}
     return jobs
 
 
 @pytest.fixture(scope="module")
 def four_key_heads(tmp_path_factory) -> str:
-    """The tiny model, the same function, with each key head twice: four ranks can share them."""
-    folder = tmp_path_factory.mktemp("model") / "model"
-    shutil.copytree(MODEL, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 4}))
-    tensors = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if name.endswith(("k_proj.weight", "v_proj.weight"))]:
-        heads = tensors[name].unflatten(0, (config["num_key_value_heads"], -1))
-        tensors[name] = heads.repeat_interleave(4 // len(heads), 0).flatten(0, 1).contiguous()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return str(folder)
+    """The tiny model, the same function: four ranks can share its key heads."""
+    return str(with_four_key_heads(MODEL, tmp_path_factory.mktemp("model") / "model"))
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4], ids=["1 rank", "2 ranks", "4 ranks"])
@@ -147,8 +140,53 @@ def test_every_schedule_gives_the_same_responses(results):
     assert len(others) == 6
     for name, responses in others:
         assert responses == plain[1], name
-    assert found["schedules"]["preempted"] > 0
     assert max(found["schedules"]["lengths"]) == 100 > min(found["schedules"]["lengths"])
+
+
+@pytest.mark.parametrize("results", [1], indirect=True)
+def test_counts_say_how_full_generation_was(results):
+    _, found = results
+    counts, lengths = found["schedules"]["counts"], found["schedules"]["lengths"]
+    plain, five, small = (counts[name] for name in ("plain", "five rows", "small cache"))
+    # The first token comes with the prompt, and the second in the same turn.
+    turns = [max(1, length - 1) for length in lengths]
+    assert plain["perf/rollout_running"] == sum(turns) / max(turns)
+    assert plain["perf/rollout_waiting"] == plain["perf/rollout_preempted"] == 0.0
+    assert 1 < five["perf/rollout_running"] <= 5 < plain["perf/rollout_running"]
+    assert five["perf/rollout_waiting"] > 0 == five["perf/rollout_preempted"]
+    assert small["perf/rollout_preempted"] > 0
+    assert small["perf/rollout_pages"] <= small["perf/rollout_pages_max"] <= small["perf/rollout_pages_there"] == 7
+    assert plain["perf/rollout_pages_max"] > 7
+    assert "perf/rollout_pages" not in counts["without cache"]
+
+
+@pytest.mark.parametrize("results", [1], indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_row_of_a_batch_is_the_row_alone(results, dtype):
+    _, found = results
+    assert found[f"alone {dtype}"]["differing"] == dict.fromkeys(ROWS, 0)
+    assert len(set(found[f"alone {dtype}"]["lengths"])) > 2, "rows end one after the other"
+
+
+@pytest.mark.parametrize("results", [1], indirect=True)
+def test_the_cost_of_the_gate_is_a_phase_of_its_own(results):
+    """Two comparisons a step of three seconds each: after the pass for old log-probs, and in the first update."""
+    _, found = results
+    times = {name: seconds for name, seconds in found["time"].items() if name.startswith("perf/time/")}
+    assert times.pop("perf/time/gate") == times.pop("perf/time/step") == 6.0
+    assert set(times.values()) == {0.0}, times
+
+
+@pytest.mark.parametrize("results", [2], indirect=True)
+@pytest.mark.parametrize("parallel", HOLDERS, ids=str)
+def test_a_response_is_on_one_rank_and_then_where_it_is_learned_from(results, parallel):
+    _, found = results
+    held = found[f"held {parallel}"]
+    assert set(held["owners"]) == {0, 1}
+    assert held["sampled"] == [[owner] for owner in held["owners"]]
+    assert held["learned"] == held["homes"]
+    one_replica = "expert" not in parallel or "tensor" in parallel
+    assert all((ranks == [0, 1]) == one_replica for ranks in held["homes"])
 
 
 @pytest.mark.parametrize("results", [1], indirect=True)

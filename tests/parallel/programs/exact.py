@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import ne
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +24,10 @@ from megatron_rl.exact.step import StepForward
 from megatron_rl.learner.layers.invariant import BatchInvariant
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import initialize
+from megatron_rl.monitor.timing import PhaseTimer
+from megatron_rl.process.ranks import gather_objects
 from megatron_rl.rollout import Generator, Sampling
+from megatron_rl.rollout.requests import everywhere
 from megatron_rl.run.engines import start_generator
 from megatron_rl.types import Group, Prompt
 from tests.support.tiny import tiny_recipe
@@ -60,10 +64,14 @@ def prompts(number: int) -> list[Prompt]:
 
 
 def sample(generator: Generator, number: int, num_samples: int = 1, step: int = 0) -> list[Group]:
-    groups = generator.rollout(prompts(number), num_samples, policy_version=0, step=step)
+    return rewarded(generator.rollout(prompts(number), num_samples, policy_version=0, step=step))
+
+
+def rewarded(groups: list[Group]) -> list[Group]:
+    """With rewards that every rank knows, whoever holds the response."""
     for group in groups:
         for rollout in group.rollouts:
-            rollout.reward = float(rollout.tokens[0] % 2)
+            rollout.reward = float(rollout.length % 2)
     return groups
 
 
@@ -76,7 +84,7 @@ def bits_over_batches(dtype: str, parallel: dict[str, int], sizes: list[int], **
     learner, generator = start(dtype, parallel, **sections)
     differing, lengths, alone = {}, [], {}
     for number in sizes:
-        groups = sample(generator, number)
+        groups = everywhere(sample(generator, number))
         batch = batch_of(learner, groups)
         lengths += [len(s.tokens) for s in batch.sequences]
         for group in groups:  # the same request, in every batch that has it
@@ -103,7 +111,8 @@ def schedules(dtype: str) -> dict[str, Any]:
         sampling = Sampling(100)
         return generator.rollout(prompts(6), 2, policy_version=0, step=0, sampling=sampling)
 
-    found = {"plain": long_ones(generator_of(learner))}
+    plain = generator_of(learner)
+    found, counts = {"plain": long_ones(plain)}, {"plain": plain.stats()}
     for name, changes in SCHEDULES.items():
         generator = generator_of(learner)
         decoder = generator._policy
@@ -111,12 +120,10 @@ def schedules(dtype: str) -> dict[str, Any]:
             setattr(decoder.passes if key == "step_forward" else decoder, key, value)
         if name == "small cache":  # twelve sequences of up to four pages
             decoder.cache_gib = 8 * CacheShape.of(learner.module).page_bytes / GIB
-        found[name] = long_ones(generator)
-        if name == "small cache":
-            preempted = decoder.stats["perf/rollout_preempted"]
+        found[name], counts[name] = long_ones(generator), generator.stats()
     rollouts = {name: [r for group in groups for r in group.rollouts] for name, groups in found.items()}
     return {
-        "preempted": preempted,
+        "counts": counts,
         "lengths": [r.length for r in rollouts["plain"]],
         "found": {
             name: [(r.tokens.tolist(), r.inference_logprobs.tolist(), r.exact_logprobs.tolist()) for r in some]
@@ -142,10 +149,7 @@ def update_with_gate(dtype: str, parallel: dict[str, int], minibatches: int, **s
     found = []
     for step in range(2):
         groups = generator.rollout(prompts(12), 4, policy_version=learner.num_updates, step=step)
-        for group in groups:
-            for rollout in group.rollouts:
-                rollout.reward = float(rollout.tokens[0] % 2)
-        metrics = learner.update(batch_of(learner, groups))
+        metrics = learner.update(batch_of(learner, rewarded(groups)))
         generator.refit(iter(()), learner.num_updates)
         found += [metrics["exact/max_abs_prob_diff"], metrics["mismatch/rho_std"], metrics["mismatch/rho_max"] - 1]
     return found
@@ -157,11 +161,68 @@ def gate_over_sizes(dtype: str, sizes: list[int]) -> list[float]:
     found = []
     for step, number in enumerate(sizes):
         groups = generator.rollout(prompts(number), 1, policy_version=learner.num_updates, step=step)
-        for group in groups:
-            group.rollouts[0].reward = float(group.rollouts[0].tokens[0] % 2)
-        found.append(learner.update(batch_of(learner, groups))["exact/max_abs_prob_diff"])
+        found.append(learner.update(batch_of(learner, rewarded(groups)))["exact/max_abs_prob_diff"])
         generator.refit(iter(()), learner.num_updates)
     return found
+
+
+def alone_and_together(dtype: str, sizes: list[int]) -> dict[str, Any]:
+    """Responses that differ in tokens or log-probs between a batch of ``sizes`` sequences at a time and the same
+    sequences one at a time, with the prompt of each in a pass of its own."""
+    learner, _ = start(dtype)
+    found = {}
+    for size in (1, *sizes):
+        generator = generator_of(learner)
+        generator._policy.max_sequences = size
+        if size == 1:
+            generator._policy.max_tokens = 1
+        groups = generator.rollout(prompts(max(sizes)), 1, policy_version=0, step=0, sampling=Sampling(12))
+        found[size] = [(r.tokens.tolist(), r.exact_logprobs.tolist()) for group in groups for r in group.rollouts]
+    alone = found.pop(1)
+    return {
+        "differing": {size: sum(map(ne, alone, some)) for size, some in found.items()},
+        "lengths": [len(tokens) for tokens, _ in alone],
+    }
+
+
+def who_holds_what(parallel: dict[str, int]) -> dict[str, Any]:
+    """Of every response the owner, the ranks that hold it after generation, those of the replica that learns from it,
+    and the ranks that hold it in the update."""
+    learner, generator = start("fp32", parallel, batch={"minibatches": 1})
+    groups = sample(generator, 6, 2)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    sampled = gather_objects([r.tokens is not None and r.exact_logprobs is not None for r in rollouts])
+    batch = batch_of(learner, groups)
+    learner.update(batch)
+    learned = gather_objects([s.tokens is not None and s.exact_logprobs is not None for s in batch.sequences])
+    home = learner.passes.homes(batch, batch.minibatches)
+    homes = gather_objects([i == learner.replicas.own for i in home])
+    return {
+        "owners": [r.owner for r in rollouts],
+        "sampled": _ranks_of(sampled),
+        "learned": _ranks_of(learned),
+        "homes": _ranks_of(homes),
+    }
+
+
+def _ranks_of(flags: list[list[bool]]) -> list[list[int]]:
+    """[ranks][items] → of each item the ranks that say yes."""
+    return [[rank for rank, flag in enumerate(column) if flag] for column in zip(*flags, strict=True)]
+
+
+def time_of_the_gate() -> dict[str, float]:
+    """`perf/*` of an update, on a clock that stands still but for three seconds in each comparison of the gate."""
+    learner, generator = start("fp32", batch={"minibatches": 2})
+    now, check = [0.0], learner.bit_check
+
+    def slow(*arguments: Any) -> float:
+        now[0] += 3.0
+        return check(*arguments)
+
+    timer = PhaseTimer(clock=lambda: now[0])
+    learner.phase, learner.bit_check = timer.phase, slow
+    learner.update(batch_of(learner, sample(generator, 4, 2)))
+    return timer.collect()
 
 
 def broken_layer(parallel: dict[str, int], layer: int, **sections: Any) -> str:
@@ -261,17 +322,15 @@ def doses(kinds: dict[str, dict[str, Any]], parallel: dict[str, int] | None = No
 
 def _dose(learner: Learner, generator: Generator, own: list[torch.Tensor]) -> dict[str, Any]:
     version = generator._policy_version
-    groups = generator.rollout(prompts(8), 4, policy_version=version, step=0)
+    groups = everywhere(generator.rollout(prompts(8), 4, policy_version=version, step=0))
     stats = generator.stats()
     learner.recipe.exact.kv_cache = False
     learner.recipe.rollout.max_num_seqs = 7
     other = generator_of(learner)
     other._dose = generator._dose
     other._policy_version = version
-    twice = other.rollout(prompts(8), 4, policy_version=version, step=0)
-    for group in groups:
-        for rollout in group.rollouts:
-            rollout.reward = float(rollout.tokens[0] % 2)
+    twice = everywhere(other.rollout(prompts(8), 4, policy_version=version, step=0))
+    rewarded(groups)
     rollouts = [r for group in groups for r in group.rollouts]
     batch = batch_of(learner, groups)
     weights = [p.detach().clone() for p in learner.module.parameters()]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_rl.batch import build_batch
 from megatron_rl.config import ObjectiveConfig
 from megatron_rl.config.reward import RewardConfig
-from megatron_rl.learner.exchange import Replicas, distribute, hand_over_logprobs, hand_over_routes
+from megatron_rl.learner.exchange import Replicas, distribute, hand_over_logprobs, hand_over_routes, tokens_at
 from megatron_rl.learner.packing import deal, minibatch_denominators
 from megatron_rl.monitor.rollouts import rollout_metrics
 from megatron_rl.process import arrays
@@ -27,9 +27,18 @@ from megatron_rl.types import Batch, Group, Prompt, Rollout, Sequence
 from tests.support.tiny import tiny_recipe
 
 LAYERS, TOPK = 3, 2
+ARRAYS = (
+    "tokens",
+    "inference_logprobs",
+    "exact_logprobs",
+    "loss_mask",
+    "policy_versions",
+    "routed_experts",
+    "route_checksums",
+)
 
 
-def whole(num_sequences: int, seed: int, routes: bool, mean: int = 40) -> Batch:
+def whole(num_sequences: int, seed: int, routes: bool, mean: int = 40, exact: bool = False) -> Batch:
     """Sequences of unequal length, all of them here."""
     random = np.random.default_rng(seed)
     sequences = []
@@ -48,15 +57,15 @@ def whole(num_sequences: int, seed: int, routes: bool, mean: int = 40) -> Batch:
         if routes:
             s.routed_experts = random.integers(0, 8, (s.length - 1, LAYERS, TOPK), dtype=np.uint8)
             s.route_checksums = route_checksums(s.id, s.tokens, s.routed_experts)
+        if exact:
+            s.exact_logprobs = s.inference_logprobs - np.float32(i)
         sequences.append(s)
     return Batch(0, sequences, [list(range(num_sequences))])
 
 
 def held_by(batch: Batch, owners: list[int]) -> Batch:
     """``batch`` as the rank knows it that holds what ``owners`` says."""
-    absent = dict.fromkeys(
-        ("tokens", "inference_logprobs", "loss_mask", "policy_versions", "routed_experts", "route_checksums")
-    )
+    absent = dict.fromkeys(ARRAYS)
     return replace(
         batch,
         sequences=[
@@ -77,7 +86,7 @@ def replicas(num_replicas: int) -> Replicas:
 
 
 def same(found: Sequence, expected: Sequence) -> bool:
-    for name in ("tokens", "inference_logprobs", "loss_mask", "policy_versions", "routed_experts", "route_checksums"):
+    for name in ARRAYS:
         left, right = getattr(found, name), getattr(expected, name)
         if (left is None) != (right is None):
             return False
@@ -86,10 +95,10 @@ def same(found: Sequence, expected: Sequence) -> bool:
     return True
 
 
-def exchange(num_replicas: int, num_sequences: int, owners: str, routes: bool) -> dict[str, Any]:
+def exchange(num_replicas: int, num_sequences: int, owners: str, routes: bool, exact: bool) -> dict[str, Any]:
     """Every sequence to one or two replicas: is all that is wanted there right, and nothing else there?"""
     world, here = dist.get_world_size(), replicas(num_replicas)
-    expected = whole(num_sequences, seed=num_sequences, routes=routes)
+    expected = whole(num_sequences, seed=num_sequences, routes=routes, exact=exact)
     random = np.random.default_rng(1)
     owner = {
         "in turn": [i % world for i in range(num_sequences)],
@@ -102,7 +111,7 @@ def exchange(num_replicas: int, num_sequences: int, owners: str, routes: bool) -
     wrong = []
     for i, (found, want) in enumerate(zip(batch.sequences, expected.sequences, strict=True)):
         wanted = here.own in (source[i], target[i])
-        absent = found.tokens is found.routed_experts is found.inference_logprobs is found.loss_mask is None
+        absent = all(getattr(found, name) is None for name in ARRAYS)
         if not (same(found, want) if wanted else absent):
             wrong.append(i)
         if (found.length, found.num_trained, found.response_length) != (
@@ -111,6 +120,13 @@ def exchange(num_replicas: int, num_sequences: int, owners: str, routes: bool) -
             want.response_length,
         ):
             wrong.append(i)
+    for sequence, home in zip(batch.sequences, target, strict=True):
+        sequence.holder = here.speakers[home]
+    other = random.integers(0, num_replicas, num_sequences).tolist()
+    fetched = tokens_at(batch, other, here)
+    if fetched.keys() != {i for i in range(num_sequences) if other[i] == here.own}:
+        wrong.append("fetched")
+    wrong += [i for i, tokens in fetched.items() if not np.array_equal(tokens, expected.sequences[i].tokens)]
     mine = {i: want.inference_logprobs * 2 for i, want in enumerate(expected.sequences) if source[i] == here.own}
     moved = hand_over_logprobs(batch, mine, source, target, here)
     for i, want in enumerate(expected.sequences):

@@ -23,7 +23,7 @@ LOGITS = torch.tensor([0.0, 1.0, 2.0, -1.0])
 class FixedPolicy:
     """The same distribution after every prefix; one replica."""
 
-    speaks = True
+    stats = {"perf/rollout_running": 8.0}
     vocab_size = len(LOGITS)
 
     def run(self, prompts, limits, chooser, stop):
@@ -42,8 +42,8 @@ class FixedPolicy:
     def whole_vocabulary(self, logits):
         return logits
 
-    def share(self, mine):
-        return mine
+    def owners(self, number):
+        return [0] * number
 
     def dosed(self, dose, seeds, prompt_seeds):
         return nullcontext()
@@ -105,6 +105,12 @@ def test_frozen_noise_is_a_function_of_the_last_tokens(context):
     assert {len(sizes) for sizes in seen.values()} == {1}
     assert len(seen) > 4**context
     assert len(set.union(*seen.values())) == len(seen)
+
+
+def test_counts_of_the_policy_are_metrics():
+    generator = generator_of(ExactConfig())
+    rollouts_of(generator)
+    assert generator.stats()["perf/rollout_running"] == 8.0
 
 
 def test_independent_noise_is_another_one_at_every_token():

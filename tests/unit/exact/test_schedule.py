@@ -47,10 +47,21 @@ class Paper:
                 for source, target in whole.copies:
                     self.cache[target] = self.cache[source]
                 self.schedule.made[whole.sequences] += 1
+            self.check_counts()
             if not self.schedule.rows and not begun:
                 return
             self.step()
         pytest.fail("no end")
+
+    def check_counts(self) -> None:
+        """Every sequence runs, waits or has ended; pages in use are those of rows and of prompts kept for others."""
+        ended = int((self.schedule.made == self.responses).sum()) - sum(
+            int(self.schedule.made[i] == self.responses[i]) for i in self.schedule.rows
+        )
+        assert len(self.schedule.rows) + self.schedule.num_waiting + ended == len(self.responses)
+        of_rows = set(self.schedule.tables[: len(self.schedule.rows)].flatten().tolist()) - {PagedCache.SCRATCH}
+        of_prompts = {page for whole in self.schedule._open.values() for page in whole.pages}
+        assert self.schedule.num_pages_held == len(of_rows | of_prompts)
 
     def step(self) -> None:
         ended = []

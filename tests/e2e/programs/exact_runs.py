@@ -1,0 +1,19 @@
+"""What the ranks of test_exact_layouts.py run: the command line, several times in one start of the ranks."""
+
+from __future__ import annotations
+
+from megatron.core import parallel_state
+
+from megatron_rl.__main__ import main
+from megatron_rl.run import start
+
+
+def train(runs: list[list[str]]) -> list[int]:
+    """The exit status of each run; one that fails is the last."""
+    start.shutdown = parallel_state.destroy_model_parallel  # the next run is in the same world
+    found = []
+    for arguments in runs:
+        found.append(main(arguments))
+        if found[-1]:
+            break
+    return found
