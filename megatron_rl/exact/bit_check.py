@@ -105,8 +105,8 @@ def _trained_rows(learner: Learner, batch: Batch, index: int) -> Rows:
         start = None
         if index in microbatch.indices:
             before = microbatch.indices[: microbatch.indices.index(index)]
-            start = sum(len(batch.sequences[i].tokens) for i in before)
-        length = len(batch.sequences[index].tokens)
+            start = sum(batch.sequences[i].length for i in before)
+        length = batch.sequences[index].length
 
         def keep(name: str, hidden: torch.Tensor, start: int | None = start, length: int = length) -> None:
             for position in range(length if start is not None else 0):

@@ -61,6 +61,7 @@ def jobs_for(world_size: int, model: str = str(MODEL)) -> dict:
         jobs["doses"] = ("doses", {"kinds": DOSES})
     elif world_size == 2:
         jobs["doses"] = ("doses", {"kinds": {name: DOSES[name] for name in IN_LAYOUTS}, "parallel": BOTH})
+        jobs["broken, two replicas"] = ("broken_layer", {"parallel": {"expert": 2}, "layer": 2})
         jobs |= {f"held {parallel}": ("who_holds_what", {"parallel": parallel}) for parallel in HOLDERS}
     return jobs
 
