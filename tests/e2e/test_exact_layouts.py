@@ -56,5 +56,5 @@ def test_every_layout_samples_what_one_rank_samples(outcomes, layout):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_stages_of_a_pipeline_sample_what_one_rank_samples_bit_for_bit(outcomes, dtype):
     """No sum is cut: the first batch has the same bits. Later ones do not, where a gradient's norm is added up in
-    another order. Tensor-parallel ranks add in another order than one rank, which shows at once in 16 bits."""
+    another order. Tensor-parallel ranks add in another order than one rank, so that tokens in 16 bits may differ."""
     assert outcomes["pp2"][dtype].differing(outcomes["tp1"][dtype])[0] == 0
