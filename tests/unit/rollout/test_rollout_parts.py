@@ -21,7 +21,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.rollout.calls import check_lengths, check_version
 from megatron_rl.rollout.generator import RolloutError, Sampling
 from megatron_rl.rollout.payload import make_rollout
-from megatron_rl.rollout.requests import Request, in_order, make_groups, make_requests, request_seed, share_of
+from megatron_rl.rollout.requests import Request, make_groups, make_requests, request_seed, share_of
 from megatron_rl.rollout.weight_check import checked
 from megatron_rl.types import Prompt
 
@@ -49,7 +49,8 @@ def test_shares_cover_all_requests_once_and_differ_by_one_at_most(num_prompts, n
     prompts = [Prompt(id=str(row), tokens=[1], answer="") for row in range(num_prompts)]
     requests = make_requests(prompts, 3, seed=1, step=2)
     shares = [share_of(requests, engine, num_engines) for engine in range(num_engines)]
-    assert in_order(shares) == requests
+    dealt = [request for share in shares for request in share]
+    assert sorted(map(requests.index, dealt)) == list(range(len(requests)))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     for prompt in prompts:  # its three samples are spread over as many engines as there are
         assert sum(any(request.prompt is prompt for request in share) for share in shares) == min(3, num_engines)

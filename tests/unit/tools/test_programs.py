@@ -23,7 +23,7 @@ def names_in(file: Path) -> set[str]:
     """What can be imported from a file: what it binds at its top, and the modules of a package."""
     found = {path.stem for path in file.parent.glob("*.py")} if file.name == "__init__.py" else set()
     for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             found |= {alias.asname or alias.name for alias in node.names}
