@@ -128,7 +128,7 @@ def test_weights_of_what_was_begun_are_restored():
     assert "weights" not in Begun(3, prompts(2)).state_dict()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     count=st.integers(1, 12),
     batches=st.lists(st.integers(1, 7), min_size=2, max_size=14),

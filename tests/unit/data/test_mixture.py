@@ -28,7 +28,7 @@ def source(prompt: Prompt) -> str:
     return prompt.id.partition(":")[0]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=6),
     batches=st.lists(st.integers(1, 9), min_size=1, max_size=30),
@@ -57,7 +57,7 @@ def test_every_source_has_epochs_of_its_own():
     assert sampler.epoch == 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(batches=st.lists(st.integers(1, 7), min_size=2, max_size=12), stop=st.integers(0, 11))
 def test_a_mix_goes_on_where_it_was_interrupted(batches, stop):
     sizes, weights = {"a": 5, "b": 3, "c": 8}, {"a": 0.2, "b": 0.5, "c": 1.1}

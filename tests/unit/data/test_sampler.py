@@ -55,7 +55,7 @@ def test_a_batch_larger_than_the_dataset_goes_round():
     assert sorted(taken[9:] + ids(sampler.take(2))) == [0, 1, 2]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     count=st.integers(1, 12),
     sizes=st.lists(st.integers(0, 15), max_size=12),

@@ -192,7 +192,7 @@ KEYS = st.sampled_from(
 ROWS = st.lists(st.dictionaries(KEYS, JSON, max_size=6) | JSON, max_size=5)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(rows=ROWS, tail=st.binary(max_size=12))
 def test_any_file_is_read_or_refused(tmp_path, rows, tail):
     path = tmp_path / "fuzz.jsonl"

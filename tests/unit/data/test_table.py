@@ -22,7 +22,7 @@ PROMPTS = st.lists(st.builds(Prompt, TEXT, TOKENS, TEXT, TEXT, st.sampled_from("
 
 
 @given(PROMPTS, st.integers(1, 4), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_set_is_the_list_of_its_prompts(prompts, rows_of_a_batch, data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(table, "ROWS_OF_A_BATCH", rows_of_a_batch)

@@ -43,7 +43,7 @@ def batch_of(lengths: list[int]) -> Batch:
     return Batch(0, sequences, [list(range(len(lengths)))])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     lengths=st.lists(st.integers(2, 40), max_size=6), size=st.sampled_from([2, 3, 4]), tensor=st.sampled_from([1, 2, 3])
 )

@@ -11,7 +11,7 @@ from megatron_rl.types import Batch, Sequence
 from tests.support.rounding import assert_as_double
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
     num_ranks=st.integers(1, 4),

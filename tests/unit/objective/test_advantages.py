@@ -72,7 +72,7 @@ def test_a_group_of_one_has_no_advantage(name):
     assert compute_advantages(torch.tensor([3.0]), torch.tensor([0]), name).tolist() == [0.0]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     rewards=st.lists(st.sampled_from([-1.0, 0.0, 0.25, 1.0]), min_size=4, max_size=12),
     data=st.data(),

@@ -104,7 +104,7 @@ def in_parts(config, parts, forms):
     return sum(result.loss.item() for result in results), gradients, finalize_metrics(stats)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     which=st.integers(0, len(CONFIGS) - 1),
     seed=st.integers(0, 10_000),

@@ -150,7 +150,7 @@ def token_by_token(lengths: list[int], costs: ServerCosts) -> float:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 16))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_equals_a_simulation_token_by_token(lengths, slots):
     costs = replace(COSTS, slots=slots, prefill=(0.0, 0.0))
     prompt = Prompt(0.0, len(lengths))
@@ -164,7 +164,7 @@ def test_equals_a_simulation_token_by_token(lengths, slots):
 @given(
     st.integers(0, 64), st.floats(0, 1e5), st.floats(1e-3, 1e3), st.floats(0, 1e-3), st.floats(0, 1e-2), st.floats(0, 1)
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_tokens_is_the_inverse_of_seconds(running, context, tokens, read_token, compute, overhead):
     costs = ServerCosts(64, overhead, [1e-3] * 65, read_token, compute)
     assert costs.tokens(running, context, costs.seconds(running, context, tokens)) == close(tokens)
@@ -186,7 +186,7 @@ ANY = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("factor", "rest"), [(1.0, None), (1.5, "abort"), (1.5, "carry_over")])
 @given(**ANY)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_what_must_hold(mode, factor, rest, sigma, slots, num_servers, max_staleness, learn_s, seed):
     if rest == "carry_over":
         max_staleness = max(1, max_staleness)
@@ -209,7 +209,7 @@ def test_what_must_hold(mode, factor, rest, sigma, slots, num_servers, max_stale
 
 
 @given(**{name: strategy for name, strategy in ANY.items() if name != "slots"})
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_cutting_costs_nothing_but_what_it_computes_again(sigma, num_servers, max_staleness, learn_s, seed):
     """Without prefill and with room for all, `abort_and_resume` is `keep`; the order of tokens is the same."""
     random = np.random.default_rng(seed)

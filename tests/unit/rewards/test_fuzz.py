@@ -21,7 +21,7 @@ PIECES = st.sampled_from(
 )  # fmt: skip
 TANGLES = st.lists(PIECES, max_size=30).map("".join)
 TEXTS = TANGLES | st.text(max_size=80)
-SMALL = settings(max_examples=300, deadline=None)
+SMALL = settings(max_examples=300)
 
 
 def never(candidate: str, gold: str) -> bool:

@@ -136,7 +136,7 @@ def chaotic(world: dict, names: list[str]) -> ServerPool:
 EVENTS = st.lists(st.sampled_from(["answer", "answer", "answer", "die", "fail", "stale"]), max_size=12)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(EVENTS, min_size=1, max_size=3),
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), min_size=1, max_size=25),

@@ -104,7 +104,7 @@ def test_slices_put_together_are_the_routes():
     assert sum(f.num_due for f, _, _ in slices(batch, padding, 4, [[0, 1], [2, 3]])) == 4 * (total - 6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_single_change_to_a_payload_is_found(data):
     """One id anywhere, any two rows or layers exchanged, any rotation: the error names the sequence."""

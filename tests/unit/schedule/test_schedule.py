@@ -73,7 +73,7 @@ def test_the_papers_main_run():
 
 
 @given(st.integers(0, 10**7), st.floats(1e-12, 1.0), st.floats(0.0, 1.0), st.one_of(st.none(), st.integers(1, 10**5)))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_formula_is_exact(step, lr, fraction, period):
     floor = lr * fraction
     halvings = 0 if period is None else min(step // period, 2000)  # beyond 2000 any float has become 0

@@ -69,7 +69,7 @@ changes = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.lists(changes, max_size=12), st.sampled_from([1, 3, 2**20]))
 def test_a_reader_holds_the_whole_lines_of_the_file_after_any_change(tmp_path_factory, steps, max_bytes):
     file = tmp_path_factory.mktemp("lines") / "file"
