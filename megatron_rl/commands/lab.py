@@ -17,10 +17,8 @@ by an alarm is finished) or submitted, 1 some failed, were interrupted or differ
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +29,6 @@ from megatron_rl.shipped import checkout
 
 if TYPE_CHECKING:
     from megatron_rl.lab.gate import Stage
-    from megatron_rl.lab.runner import StudyRunner
 
 EXIT_INCOMPLETE = 1
 
@@ -114,6 +111,7 @@ def _run(options: argparse.Namespace) -> int:
     from megatron_rl.lab.gate import Stage, stage
     from megatron_rl.lab.registration import code_version, register
     from megatron_rl.lab.runner import FINISHED, StudyRunner
+    from megatron_rl.run.stop import taking
 
     if options.sbatch and not options.slurm:
         raise InputError(f"--sbatch={options.sbatch[0]}: an option of Slurm's sbatch; give --slurm with it")
@@ -132,7 +130,7 @@ def _run(options: argparse.Namespace) -> int:
         _say_states(submit(runner, now.jobs, options.sbatch, _say))
         _say_rest(now)
         return EXIT_DONE
-    with _stopped_by_signals(runner):
+    with taking((signal.SIGINT, signal.SIGTERM), lambda *_: runner.stop()):
         states = runner.run(now.jobs)
         if now.waiting:
             now = stage(loaded, root, jobs)
@@ -147,17 +145,6 @@ def _say_rest(now: Stage) -> None:
         _say(f"{len(now.waiting)} runs wait until those of the gate are finished")
     if now.ruled_out:
         _say(f"the gate failed: {len(now.ruled_out)} runs of other arms can test nothing and are not made")
-
-
-@contextlib.contextmanager
-def _stopped_by_signals(runner: StudyRunner) -> Iterator[None]:
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda *_: runner.stop()) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
 
 
 def _say(line: str) -> None:

@@ -9,7 +9,6 @@ Shapes: n rows, V/tp this rank's share of the vocabulary, m sequences of this re
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from itertools import cycle
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from megatron_rl.learner.layers.invariant import batch_invariant
 from megatron_rl.learner.layers.logprobs import token_logprobs
 from megatron_rl.learner.learner import Learner
 from megatron_rl.process.ranks import gather_objects
-from megatron_rl.rollout.requests import share_of
+from megatron_rl.rollout.requests import engines_of, owners_of, share_of
 
 
 class Decoder:
@@ -192,14 +191,9 @@ class Decoder:
 
     def replica_of(self, number: int) -> list[int]:
         """The replica that generates each of ``number`` responses."""
-        replicas = [0] * number
-        for replica in range(self._num_replicas):
-            for i in share_of(range(number), replica, self._num_replicas):
-                replicas[i] = replica
-        return replicas
+        return engines_of(number, self._num_replicas)
 
     def owners(self, number: int) -> list[int]:
         """The rank that keeps each of ``number`` responses, the same list on every rank: those of its replica, which
         all have it, take turns."""
-        turns = [cycle(ranks) for ranks in self._ranks]
-        return [next(turns[replica]) for replica in self.replica_of(number)]
+        return owners_of(number, self._ranks)

@@ -75,13 +75,18 @@ def code_version() -> str:
     state = git_state(Path(megatron_rl.__file__).parent)
     if state is None:
         return megatron_rl.__version__
-    return state["commit"] + ("+changes" if state["changed"] else "")
+    return _named(state)
 
 
 def code_of_run(environment: Mapping[str, Any]) -> str | None:
     """`code_version` that a run was made by, of its environment.json; None where it had no commit."""
     state = environment.get("git")
-    return state["commit"] + ("+changes" if state["changed"] else "") if state else None
+    return _named(state) if state else None
+
+
+def _named(state: Mapping[str, Any]) -> str:
+    """``state`` is `git_state`'s."""
+    return state["commit"] + ("+changes" if state["changed"] else "")
 
 
 def read_registration(root: Path) -> Registration | None:

@@ -66,10 +66,25 @@ def share_of(requests: S, engine: int, num_engines: int) -> S:
     return requests[engine::num_engines]
 
 
-def owners_of(num_requests: int, num_engines: int, ranks_per_engine: int) -> list[int]:
-    """The rank that keeps the response to each request: the ranks of an engine take turns over its share."""
-    places = (divmod(number, num_engines) for number in range(num_requests))
-    return [engine * ranks_per_engine + turn % ranks_per_engine for turn, engine in places]
+def engines_of(num_requests: int, num_engines: int) -> list[int]:
+    """The engine in whose `share_of` each request is."""
+    return [number % num_engines for number in range(num_requests)]
+
+
+def owners_of(num_requests: int, ranks: Seq[Seq[int]]) -> list[int]:
+    """The rank that keeps the response to each request: the ranks of an engine take turns over its share.
+
+    ``ranks``: of each engine.
+    """
+    engines = engines_of(num_requests, len(ranks))
+    return [ranks[engine][number // len(ranks) % len(ranks[engine])] for number, engine in enumerate(engines)]
+
+
+def consecutive_ranks(num_engines: int, ranks_per_engine: int) -> list[range]:
+    """Of each engine, where engines have the ranks of the job in order."""
+    return [
+        range(first, first + ranks_per_engine) for first in range(0, num_engines * ranks_per_engine, ranks_per_engine)
+    ]
 
 
 def make_groups(prompts: list[Prompt], num_samples: int, rollouts: list[Rollout]) -> list[Group]:

@@ -44,7 +44,7 @@ from megatron_rl.rollout.engine_arguments import engine_arguments, runs_eagerly
 from megatron_rl.rollout.generator import RolloutError, Sampling
 from megatron_rl.rollout.ownership import known_everywhere
 from megatron_rl.rollout.payload import make_rollout
-from megatron_rl.rollout.requests import Request, make_groups, make_requests, owners_of, share_of
+from megatron_rl.rollout.requests import Request, consecutive_ranks, make_groups, make_requests, owners_of, share_of
 from megatron_rl.rollout.sampling_params import sampled_tokens, sampling_fields, sampling_params
 from megatron_rl.rollout.weight_check import checked
 from megatron_rl.types import Group, Prompt, Rollout
@@ -120,7 +120,7 @@ class VllmGenerator:
         requests = make_requests(prompts, num_samples, seed=self._config.seed, step=step)
         self._take_cache()
         start = time.perf_counter()
-        owners = owners_of(len(requests), self._num_engines, self._config.tensor_parallel)
+        owners = owners_of(len(requests), consecutive_ranks(self._num_engines, self._config.tensor_parallel))
         mine = share_of(requests, self._engine, self._num_engines)
         records = self._record_routes and sampling.wants_routes
         rollouts = self._tell(requests, owners, self._generate(mine, sampling, records))

@@ -5,13 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_rl.process.ranks import any_rank, world_rank
 
 STOP_FILE = "STOP"  # `touch RUN/STOP`: save after the step at hand and leave
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+@contextlib.contextmanager
+def taking(numbers: tuple[int, ...], take: Callable[..., None]) -> Iterator[None]:
+    """``take`` handles these signals within, in the main thread; the handlers from before come back."""
+    before = [(number, signal.signal(number, take)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
 
 
 class StopRequest:
@@ -25,12 +36,8 @@ class StopRequest:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Take signals as requests, from the main thread. A second SIGINT (Ctrl-C) ends the run at once."""
-        before = [(number, signal.signal(number, self._take)) for number in SIGNALS]
-        try:
+        with taking(SIGNALS, self._take):
             yield
-        finally:
-            for number, handler in before:
-                signal.signal(number, handler)
 
     def _take(self, number: int, _frame: object = None) -> None:
         if number == signal.SIGINT:

@@ -35,7 +35,7 @@ from megatron_rl.process import arrays
 from megatron_rl.rewards import Rewarder
 from megatron_rl.rewards.shared import score_shared
 from megatron_rl.rollout.payload import make_rollout
-from megatron_rl.rollout.requests import make_groups, make_requests, owners_of, share_of
+from megatron_rl.rollout.requests import consecutive_ranks, make_groups, make_requests, owners_of, share_of
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.run.shown import share_repetition
 from megatron_rl.stored.batches import record_batch
@@ -179,7 +179,7 @@ class _Step:
         prompts = [Prompt(f"bench:{i}", [7] * prompt, "3") for i in range(setting.sequences // num_samples)]
         requests = make_requests(prompts, num_samples, seed=0, step=0)
         engine, engines = rank // TENSOR, ranks // TENSOR
-        owners = owners_of(len(requests), engines, TENSOR)
+        owners = owners_of(len(requests), consecutive_ranks(engines, TENSOR))
         mine = share_of(requests, engine, engines)[rank % TENSOR :: TENSOR]
         meter = self.meter = Meter()
         answers = [self._answer(request, setting.length - prompt, setting.routes) for request in mine]

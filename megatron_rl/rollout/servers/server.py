@@ -36,10 +36,9 @@ from megatron_rl.rollout.servers.under_way import UnderWay
 from megatron_rl.rollout.servers.wire import SERVER_IDLE_S
 
 PR_SET_PDEATHSIG = 1
-# Set before vLLM is imported, whatever the user has set.
-REQUIRED = {
+# Set before vLLM is imported, whatever the user has set. One process: else vLLM puts a third one under the engine's.
+REQUIRED = process_state.REQUIRED | {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes that change weights
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # on a CPU: else vLLM puts a third process under the engine's
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_IDLE_S),
 }
 
