@@ -39,8 +39,11 @@ def test_a_server_whose_worker_dies_is_lost_started_again_and_costs_no_response(
         pool = generator._servers.pool
         (member,) = pool.ready
         assert member.workers == 2
-        for dies in (False, True):
-            ticket = generator.begin(prompts(4, dies), 2, policy_version=generator.version, step=int(dies))
+        for dies, num_prompts in (
+            (False, 4),
+            (True, 32),
+        ):  # eight times what the engine holds at once: most wait when the worker dies
+            ticket = generator.begin(prompts(num_prompts, dies), 2, policy_version=generator.version, step=int(dies))
             wait(generator, lambda: pool.ready[0].in_flight > 0)
             update(generator, models)
             if dies:
@@ -49,9 +52,10 @@ def test_a_server_whose_worker_dies_is_lost_started_again_and_costs_no_response(
                 os.kill(workers[1], signal.SIGKILL)
                 wait(generator, lambda: bool(member.lost))
             groups = generator.finish(ticket)
-            assert [(rollout.length, rollout.sample) for _, rollout in flat(groups)] == [(LENGTH, 0), (LENGTH, 1)] * 4
+            got = [(rollout.length, rollout.sample) for _, rollout in flat(groups)]
+            assert got == [(LENGTH, 0), (LENGTH, 1)] * num_prompts
             assert_sampled_as_said(generator, models, groups)
-        (newcomer,) = pool.ready
+        (newcomer,) = pool.ready  # without it those that waited would not be there
         assert (newcomer.number, newcomer.workers, newcomer.version) == (2, 2, generator.version)
     finally:
         generator.close()
