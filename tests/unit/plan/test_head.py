@@ -38,6 +38,16 @@ def measured_peak(dtype: str, fused: bool) -> int:
     return peak_bytes(profiler)
 
 
+def test_the_pages_of_a_mapped_file_are_not_allocated(tmp_path):
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(1 << 20))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        mapped = torch.from_file(str(file), size=1 << 18)
+        made = torch.empty(1000)
+    assert peak_bytes(profiler) == mapped.nbytes + made.nbytes
+    assert peak_bytes(profiler, {file.stat().st_size}) == made.nbytes
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_peak_in_the_output_layer_is_the_one_that_is_planned(dtype, fused):
