@@ -179,6 +179,7 @@ class Decoder:
                 vocab_size=self.vocab_size,
                 temperature=temperature,
                 group=self.passes.tensor_group,
+                exact=True,
             )
         return found
 

@@ -2,10 +2,10 @@
 
 Megatron's modules take a row of padding and a packed row alike; in steps of a few dozen rows what they do around their
 products costs more than the products. Here a step is these products and what lies between them, with the arithmetic
-of `learner.layers.invariant`: each row has the bits that the modules compute. No shape depends on a value: experts get
-their rows in tiles of a number that the rows alone determine.
+of `learner.layers.invariant`: each row has the bits that the modules compute. On kernels no shape depends on a value,
+and nothing waits for one.
 
-Shapes: n rows, H hidden size, D head width, K experts of a token, E experts, F expert width, T tiles.
+Shapes: n rows, H hidden size, D head width, K experts of a token, E experts, F expert width.
 """
 
 from __future__ import annotations
@@ -19,14 +19,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_rl.learner.layers.exact_attention import CachedStep
-from megatron_rl.learner.layers.invariant import (
-    TILE,
-    batch_invariant,
-    grouped_matmul,
-    linear,
-    padded,
-    rms_norm,
-)
+from megatron_rl.learner.layers.exact_experts import experts, gated, route
+from megatron_rl.learner.layers.invariant import batch_invariant, linear, rms_norm, rotate
 
 Watch = Callable[[str, torch.Tensor], None]
 """(layer, what came out of it [n, …])"""
@@ -56,12 +50,14 @@ class StepForward:
         """For sequences of at most ``longest`` tokens: cosine and sine of the angle of every position."""
         device = next(self._module.parameters()).device
         with torch.no_grad(), batch_invariant(device):
-            angles = self._module.rotary_pos_emb.rotary(longest, packed_seq=True).squeeze(1)  # [M, 1, D]
-            self._cos, self._sin = (f(angles).to(self._config.params_dtype) for f in (torch.cos, torch.sin))
+            angles = self._module.rotary_pos_emb.rotary(longest, packed_seq=True).flatten(
+                1
+            )  # [M, D], both halves alike
+            self._cos, self._sin = (f(angles.chunk(2, dim=-1)[0]) for f in (torch.cos, torch.sin))
 
     @torch.no_grad()
     def __call__(self, tokens: torch.Tensor, step: CachedStep) -> torch.Tensor:
-        """``tokens`` [n] int64, n a multiple of `TILE` → logits [n, V]."""
+        """``tokens`` [n] int64, → logits [n, V]."""
         module = self._module
         x = F.embedding(tokens, module.embedding.word_embeddings.weight)
         self._see("embedding", x)
@@ -96,8 +92,8 @@ class StepForward:
         mixed = linear(_norm(layer.input_layernorm, x), part.linear_qkv.weight, part.linear_qkv.bias)
         mixed = mixed.view(len(x), groups, -1, width)
         query, key, value = mixed.split([mixed.size(2) - 2, 1, 1], dim=2)
-        query = _rotate(_norm(part.q_layernorm, query.reshape(len(x), -1, width)), cos, sin)
-        key = _rotate(_norm(part.k_layernorm, key.squeeze(2)), cos, sin)
+        query = rotate(_norm(part.q_layernorm, query.reshape(len(x), -1, width)), cos, sin)
+        key = rotate(_norm(part.k_layernorm, key.squeeze(2)), cos, sin)
         scale = part.core_attention.softmax_scale or width**-0.5
         out = step.attend(number, query, key, value.squeeze(2), scale)
         return linear(out.flatten(1), part.linear_proj.weight)
@@ -106,59 +102,17 @@ class StepForward:
         if isinstance(layer.mlp, MoELayer):
             return self._experts(layer.mlp, x)
         mlp = layer.mlp
-        return linear(_gated(linear(x, mlp.linear_fc1.weight)), mlp.linear_fc2.weight)
+        return linear(gated(linear(x, mlp.linear_fc1.weight)), mlp.linear_fc2.weight)
 
     def _experts(self, moe: MoELayer, x: torch.Tensor) -> torch.Tensor:
-        """Each row through its experts, whose results are added in the order of the experts."""
-        probs, chosen = self._route(moe, x)
-        experts = moe.experts.local_experts
-        is_there = chosen.flatten()[:, None] == torch.arange(len(experts), device=x.device)  # [nK, E]
-        before = is_there.cumsum(0)
-        counts = (before[-1] + TILE - 1) // TILE  # [E], tiles
-        first = (counts.cumsum(0) - counts) * TILE
-        places = first[chosen] + before.gather(1, chosen.view(-1, 1)).view_as(chosen) - 1  # [n, K]
-        # Tiles that there can be: every one of E experts has at most one that is not full.
-        num_tiles = chosen.numel() // TILE + len(experts)
-        rows = x.new_zeros(num_tiles * TILE, x.size(1))
-        rows[places.flatten()] = x.repeat_interleave(chosen.size(1), 0)
-        scale = probs.new_zeros(num_tiles * TILE, 1)
-        scale[places.flatten(), 0] = probs.flatten()
-        hidden = grouped_matmul(rows.view(num_tiles, TILE, -1), counts, [e.linear_fc1.weight for e in experts])
-        hidden = (_gated(hidden.flatten(0, 1)) * scale).to(x.dtype)
-        out = grouped_matmul(hidden.view(num_tiles, TILE, -1), counts, [e.linear_fc2.weight for e in experts])
-        parts = out.flatten(0, 1)[places]  # [n, K, H]
-        total = torch.zeros_like(x)
-        for k in range(parts.size(1)):
-            total = total + parts[:, k]
-        return total
-
-    def _route(self, moe: MoELayer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights and numbers [n, K] of each row's experts, in the order of the experts."""
         router, config = moe.router, self._config
         dtype = torch.float32 if config.moe_router_dtype == "fp32" else x.dtype
         logits = linear(x.to(dtype), router.weight.to(dtype))
-        if config.moe_router_pre_softmax:
-            scores, chosen = torch.softmax(logits, -1, dtype=torch.float32).type_as(logits).topk(router.topk)
-        else:
-            top, chosen = logits.topk(router.topk)
-            scores = torch.softmax(top, -1, dtype=torch.float32).type_as(logits)
-        chosen, order = chosen.sort(1)
-        return scores.gather(1, order), chosen
+        probs, chosen = route(logits, router.topk, config.moe_router_pre_softmax)
+        local = moe.experts.local_experts
+        weights = [expert.linear_fc1.weight for expert in local], [expert.linear_fc2.weight for expert in local]
+        return experts(x, probs, chosen, *weights)
 
 
 def _norm(norm: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return rms_norm(x, norm.normalized_shape, norm.weight, norm.eps) if isinstance(norm, torch.nn.RMSNorm) else x
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """``x`` [n, heads, D], ``cos`` and ``sin`` [n, 1, D]."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
-def _gated(x: torch.Tensor) -> torch.Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return _silu(gate) * up
-
-
-_silu = padded(F.silu)

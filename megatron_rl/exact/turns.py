@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from megatron_rl.exact.counts import Counts
-from megatron_rl.exact.passes import GenerationPasses, in_passes, largest
+from megatron_rl.exact.passes import GenerationPasses, Owners, in_passes, largest
 from megatron_rl.exact.schedule import Schedule, Whole
 from megatron_rl.learner.layers.exact_attention import CachedStep, PagedCache
 
@@ -188,19 +188,26 @@ class Turns:
             needed = torch.cat([found, found.new_zeros(len(needed) - len(found), num_steps)])
         needed, sampled = needed.to(self._device), []
         for turn in range(num_steps):
-            logits = self._passes.one_step(
-                rows.tokens,
-                rows.positions,
-                CachedStep.of(self._cache, rows.tables, rows.positions),
-                owners=lambda turn=turn: [(i, int(n) - 1 + turn) for i, n in zip(numbers, starts, strict=True)],
+            sampled.append(
+                self._advance(
+                    rows,
+                    needed[:, turn],
+                    lambda turn=turn: [(i, int(n) - 1 + turn) for i, n in zip(numbers, starts, strict=True)],
+                )
             )
-            chosen, clean, log_mu = self._chooser.choose(logits, needed[:, turn])
-            sampled.append((chosen, clean, log_mu, rows.alive))
-            going_on = rows.alive.long()
-            rows.tokens = torch.where(rows.alive, chosen, rows.tokens)
-            rows.positions, rows.left = rows.positions + going_on, rows.left - going_on
-            rows.alive = rows.alive & (rows.left > 0) & ~torch.isin(rows.tokens, self._stop)
         return sampled
+
+    def _advance(self, rows: Rows, needed: torch.Tensor, owners: Owners) -> tuple[torch.Tensor, ...]:
+        """One step of all rows, which are changed: [n] tokens, both log-probs, and which rows count."""
+        step = CachedStep.of(self._cache, rows.tables, rows.positions)
+        logits = self._passes.one_step(rows.tokens, rows.positions, step, owners)
+        chosen, clean, log_mu = self._chooser.choose(logits, needed)
+        counts = rows.alive
+        going_on = counts.long()
+        rows.tokens = torch.where(counts, chosen, rows.tokens)
+        rows.positions, rows.left = rows.positions + going_on, rows.left - going_on
+        rows.alive = counts & (rows.left > 0) & ~torch.isin(rows.tokens, self._stop)
+        return chosen, clean, log_mu, counts
 
     def _look(self, rows: Rows, first: First | None, sampled: list[tuple[torch.Tensor, ...]]) -> None:
         """Read what was sampled, and end the sequences whose last token is among it."""

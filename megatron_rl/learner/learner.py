@@ -281,7 +281,8 @@ class Learner:
         if self.head is not None:
             found = self.head.token_logprobs(logits, microbatch.positions, microbatch.labels, **options)
         else:
-            found = token_logprobs(logits.flatten(0, 1), microbatch.positions, microbatch.labels, **options)
+            rows = logits.flatten(0, 1)
+            found = token_logprobs(rows, microbatch.positions, microbatch.labels, exact=self.exact, **options)
         if microbatch.places is None:
             return found
         # The objective takes whole sequences, whichever ranks have computed them.

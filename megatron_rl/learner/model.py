@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +10,6 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE, get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -19,9 +17,9 @@ from megatron_rl.checkpoint.architecture import Architecture
 from megatron_rl.config.learner import LearnerConfig
 from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.errors import InputError
-from megatron_rl.learner.layers.attention import PackedRotaryEmbedding, SDPACoreAttention
+from megatron_rl.learner.layers.attention import SDPACoreAttention
 from megatron_rl.learner.layers.cpu_layers import finish_few_pass_model, use_few_pass_layers
-from megatron_rl.learner.layers.exact_attention import ExactCoreAttention
+from megatron_rl.learner.layers.exact_layers import finish_exact_model, use_exact_layers
 from megatron_rl.learner.mixed_precision import compute_head_in_fp32
 from megatron_rl.learner.packed_attention import CONTEXT_COMMUNICATION, refuse_unfused_attention
 
@@ -141,12 +139,12 @@ def layer_spec(config: TransformerConfig, device: torch.device, exact: bool = Fa
     te = use_transformer_engine(device, exact)
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=te, normalization="RMSNorm")
     if not te:
+        if exact:
+            use_exact_layers(block)
+            return block
         for layer in block.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = (
-                ExactCoreAttention if exact else SDPACoreAttention
-            )
-        if not exact:  # whose passes must agree bit for bit: see `learner.layers.invariant`
-            use_few_pass_layers(block)
+            layer.submodules.self_attention.submodules.core_attention = SDPACoreAttention
+        use_few_pass_layers(block)
     return block
 
 
@@ -193,9 +191,7 @@ def build_model(
     )
     if not use_transformer_engine(device, exact):
         if exact:
-            model.rotary_pos_emb = PackedRotaryEmbedding(model.rotary_pos_emb)
-            for router in (part for part in model.modules() if isinstance(part, TopKRouter)):
-                router.gating = partial(_gating, router)
+            finish_exact_model(model)
         else:
             finish_few_pass_model(model, learner.compile)
     model = model.to(device=device, dtype=DTYPES[learner.dtype])
@@ -203,12 +199,6 @@ def build_model(
         compute_head_in_fp32(model.output_layer)
     mark_expert_parameters(model)
     return model
-
-
-def _gating(router: TopKRouter, x: torch.Tensor) -> torch.Tensor:
-    """A router's logits by PyTorch's product, which exact mode computes; Megatron's own asks TransformerEngine."""
-    dtype = torch.float32 if router.config.moe_router_dtype == "fp32" else x.dtype
-    return F.linear(x.to(dtype), router.weight.to(dtype))
 
 
 def mark_expert_parameters(model: torch.nn.Module) -> None:

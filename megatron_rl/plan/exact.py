@@ -3,8 +3,8 @@
 
 A step of one replica is a chain of kernels, each as long as the larger of its memory traffic and its computation. What
 makes them exact costs: products have tiles of 64 rows and are not split along K, so that a narrow one leaves processors
-idle; attention takes all keys of a sequence in one program, 64 rows of which a single query fills one head group, and
-multiplies weights and values in fp32; sums over ranks are gathered whole and added in order.
+idle; attention takes 512 keys of a sequence in one program, 64 rows of which a single query fills one head group, and
+writes what it found for another program, which joins it; sums over ranks are gathered whole and added in order.
 
 Symbols: n rows of a replica, t tensor-parallel size, k experts of a token, E experts, L layers.
 """
@@ -22,10 +22,12 @@ from megatron_rl.plan.workload import Workload
 
 TILE = 64  # rows and columns of a product's tile; rows of a program of attention: learner/layers/kernels
 KEY_BLOCK = 32
-KERNELS = 26
-"""Of a layer: two norms, three products, split with norm and rotation, two writes to the cache, attention, two sums
-with the residual, routing, ten that sort rows by expert, two grouped products with SiLU between, the sum over experts
-and its copy."""
+SPLIT = 16  # blocks of keys of a program of attention
+KERNELS = 38
+"""Of a layer on one GPU: two norms, four products with two kernels for their inputs, four norms and rotations of
+queries and keys with two copies, two writes to the cache, two of attention, two sums with the residual, three of the
+router, eleven that sort rows by expert, two grouped products with SiLU between, two of the sum over experts. What
+dispatch between ranks adds is in `exchanges`."""
 
 
 @dataclass(frozen=True)
@@ -127,12 +129,15 @@ def _attention(work: Workload, sequences: float, context: float, longest: float)
     """One layer: traffic, computation over tiles that are mostly padding, and the longest chain of one program."""
     a, dtype, gpu = work.architecture, work.recipe.learner.dtype, work.gpu
     heads = max(1, a.num_kv_heads // work.parallel.tensor)
-    used = min(1.0, sequences * heads / gpu.processors)
+    splits = math.ceil(context / (KEY_BLOCK * SPLIT))
+    used = min(1.0, sequences * heads * splits / gpu.processors)
     keys = sequences * heads * context
-    traffic = keys * 2 * a.head_dim * BYTES[dtype] / (gpu.bandwidth * hw.EXACT_ATTENTION_BANDWIDTH)
-    half = 2.0 * keys * TILE * a.head_dim
-    computation = half / (gpu.flops(dtype) * hw.DECODE_FLOPS) + half / (gpu.flops_fp32 * hw.EXACT_FP32)
-    return max(max(traffic, computation) / used, longest / KEY_BLOCK * hw.KEY_BLOCK_S)
+    # Of each split the weighted values of a query's heads, in fp32, written and read.
+    parts = sequences * splits * a.num_heads / work.parallel.tensor * a.head_dim * 2 * BYTES["fp32"]
+    traffic = (keys * 2 * a.head_dim * BYTES[dtype] + parts) / (gpu.bandwidth * hw.EXACT_ATTENTION_BANDWIDTH)
+    computation = 2 * 2.0 * keys * TILE * a.head_dim / (gpu.flops(dtype) * hw.DECODE_FLOPS)
+    chain = min(longest / KEY_BLOCK, SPLIT) + math.ceil(longest / (KEY_BLOCK * SPLIT))  # blocks, and splits to join
+    return max(max(traffic, computation) / used, chain * hw.KEY_BLOCK_S)
 
 
 def _exchanges(work: Workload, rows: int, b: float) -> float:

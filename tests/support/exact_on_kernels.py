@@ -19,6 +19,19 @@ from tests.support.te import run_interpreted
 
 DTYPES = ("fp32", "bf16", "fp16")
 LAYERS = 1
+KERNELS = (
+    "product",
+    "rms_norm",
+    "rotate",
+    "route",
+    "experts",
+    "trained_experts",
+    "combine",
+    "add_rows",
+    "token_statistics",
+    "packed_attention",
+    "paged_attention",
+)
 
 
 def run() -> dict[str, Any]:
@@ -66,7 +79,7 @@ def main(dtype: str) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder, ExitStack() as on_kernels:
         on_kernels.enter_context(invariant.forced_kernels())
-        for name in ("product", "rms_norm", "row_sums", "packed_attention", "paged_attention"):
+        for name in KERNELS:
             on_kernels.enter_context(counted(name))
         model, limits = {"path": small_model(Path(folder))}, {"max_response_length": 3, "num_samples": 2}
         learner, generator = start(dtype, model=model, rollout=limits)

@@ -43,21 +43,21 @@ def use_few_pass_layers(block: TransformerBlockSubmodules) -> None:
         if parts.pre_mlp_layernorm is not IdentityOp:
             parts.pre_mlp_layernorm = FewPassRMSNorm
         parts.self_attention.module = FewPassSelfAttention
-        feed_forward = _parts_of(parts.mlp)
+        feed_forward = parts_of(parts.mlp)
         if hasattr(feed_forward, "experts"):
-            feed_forward.experts = _few_pass_experts(feed_forward.experts)
+            feed_forward.experts = of_class(feed_forward.experts, FewPassExperts)
 
 
-def _parts_of(layer: Any) -> Any:
+def parts_of(layer: Any) -> Any:
     """The submodules of a specification: a ModuleSpec in megatron-core 0.16, a partial call in 0.19."""
     return layer.keywords["submodules"] if isinstance(layer, functools.partial) else layer.submodules
 
 
-def _few_pass_experts(experts: Any) -> Any:
-    """``experts`` with the class replaced."""
+def of_class(experts: Any, experts_class: type) -> Any:
+    """The specification ``experts`` with the class replaced."""
     if isinstance(experts, functools.partial):
-        return functools.partial(FewPassExperts, *experts.args, **experts.keywords)
-    return dataclasses.replace(experts, module=FewPassExperts)
+        return functools.partial(experts_class, *experts.args, **experts.keywords)
+    return dataclasses.replace(experts, module=experts_class)
 
 
 def finish_few_pass_model(model: GPTModel, compile: bool = False) -> None:
@@ -159,7 +159,7 @@ class FewPassSelfAttention(SelfAttention):
 # -- experts
 
 
-class _Experts(torch.autograd.Function):
+class Experts(torch.autograd.Function):
     """Rows [M, H], sorted by expert → silu(x·w_gate) · (x·w_up) · prob, times w_down, [M, H], expert by expert."""
 
     @staticmethod
@@ -206,7 +206,7 @@ class FewPassExperts(SequentialMLP):
     ) -> tuple[torch.Tensor, None]:
         weights = [expert.linear_fc1.weight for expert in self.local_experts]
         weights += [expert.linear_fc2.weight for expert in self.local_experts]
-        return _Experts.apply(hidden_states, probs, tokens_per_expert.tolist(), self.stretches, *weights), None
+        return Experts.apply(hidden_states, probs, tokens_per_expert.tolist(), self.stretches, *weights), None
 
 
 class _Gather(torch.autograd.Function):

@@ -14,7 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.learner.layers.attention import PackedSequences, SDPACoreAttention, padding_indices, padding_pays
-from megatron_rl.learner.layers.invariant import KEY_BLOCK, attention, on_kernels, step_attention
+from megatron_rl.learner.layers.invariant import KEY_BLOCK, attention, kernel_ops, on_kernels, step_attention
 
 
 class PagedCache:
@@ -78,24 +78,25 @@ class CachedStep(PackedSeqParams):
     cache: PagedCache | None = None
     tables: torch.Tensor | None = None  # [N, P] int64, pages of each sequence from its first token on
     positions: torch.Tensor | None = None  # [N] int64
+    pages: torch.Tensor | None = None  # [N] int64, where its key and value go
+    offsets: torch.Tensor | None = None  # [N] int64
 
     @classmethod
     def of(cls, cache: PagedCache, tables: torch.Tensor, positions: torch.Tensor) -> CachedStep:
         longest = tables.size(1) * KEY_BLOCK  # a bound that the host knows: what Megatron makes rotary angles for
-        return cls("sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, cache=cache, tables=tables, positions=positions)
+        step = cls("sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, cache=cache, tables=tables, positions=positions)
+        step.pages = tables.gather(1, (positions // KEY_BLOCK)[:, None]).squeeze(1)
+        step.offsets = positions % KEY_BLOCK
+        return step
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """Put ``key`` and ``value`` [N, H/groups, D] into the cache, and attend to those of all tokens there: ``query``
         [N, H, D] → [N, H, D]."""
-        page = self.tables.gather(1, (self.positions // KEY_BLOCK)[:, None]).squeeze(1)
-        self.cache.write(layer, page, self.positions % KEY_BLOCK, key, value)
+        self.cache.write(layer, self.pages, self.offsets, key, value)
         if on_kernels(query):
-            from megatron_rl.learner.layers import kernel_ops  # imports Triton, which a CPU does without
-
-            keys, values = self.cache.whole(layer)
-            return kernel_ops.paged_attention(query, keys, values, self.tables, self.positions, scale)
+            return kernel_ops().paged_attention(query, *self.cache.whole(layer), self.tables, self.positions, scale)
         return step_attention(query, *self.cache.read(layer, self.tables), self.positions, scale)
 
 
@@ -126,10 +127,8 @@ class ExactCoreAttention(SDPACoreAttention):
             if isinstance(packed, CachedPrompts):
                 packed.cache.write(layer, packed.pages, packed.offsets, key, value)
             if on_kernels(query):
-                from megatron_rl.learner.layers import kernel_ops  # imports Triton, which a CPU does without
-
                 lengths = list(packed.lengths) if packed is not None else [len(query)]
-                out = kernel_ops.packed_attention(query, key, value, lengths, self._scale(query))
+                out = kernel_ops().packed_attention(query, key, value, lengths, self._scale(query))
             else:
                 out = torch.cat([self._attend_packed(*qkv) for qkv in self._parts(packed, query, key, value)])
         return out.flatten(1).unsqueeze(1)

@@ -9,7 +9,7 @@ such call is made in one fixed shape:
 * functions without a correctly rounded result (exp, log, silu, …) on whole vector registers, the last one padded;
 * attention in blocks of `KEY_BLOCK` keys from the first key on, with a running softmax, so that keys that a mask hides
   add exactly nothing, whether they are there (a training pass) or not (generation with a cache);
-* sums over a token's experts in the order of the experts;
+* a token's experts are added in their order;
 * sums over tensor-parallel ranks in the order of the ranks (`rank_sums`).
 
 On CUDA the same algorithm runs in Triton kernels (`kernel_ops`); their tiles are others, and with them the bits.
@@ -70,12 +70,13 @@ class BatchInvariant(TorchFunctionMode):
 def batch_invariant(device: torch.device) -> AbstractContextManager:
     """`BatchInvariant` for passes on ``device``; loads the kernels before the first of them."""
     if device.type == "cuda":
-        _kernel_ops()
+        kernel_ops()
     return BatchInvariant()
 
 
-def _kernel_ops() -> Any:
-    from megatron_rl.learner.layers import kernel_ops  # imports Triton, which a CPU does without
+def kernel_ops() -> Any:
+    """The module of that name, which imports Triton: a CPU does without."""
+    from megatron_rl.learner.layers import kernel_ops
 
     return kernel_ops
 
@@ -88,8 +89,8 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | None = 
     num_rows = len(rows)
     if on_kernels(x):
         if _is_of_a_gradient(weight):
-            return torch.matmul(x, weight)
-        product = _kernel_ops().product(rows, weight.t()).view(*x.shape[:-1], weight.size(1))
+            return torch.matmul(x, weight, out=out)
+        product = kernel_ops().product(rows, weight.t()).view(*x.shape[:-1], weight.size(1))
         return product if out is None else out.copy_(product)
     tiles = F.pad(rows, (0, 0, 0, -num_rows % TILE)).view(-1, TILE, x.size(-1))
     product = torch.bmm(tiles, weight.expand(len(tiles), -1, -1)).flatten(0, 1)[:num_rows]
@@ -106,17 +107,8 @@ def _is_of_a_gradient(weight: torch.Tensor) -> bool:
 def rms_norm(
     x: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
-    norm = _kernel_ops().rms_norm if on_kernels(x) else F.rms_norm
+    norm = kernel_ops().rms_norm if on_kernels(x) else F.rms_norm
     return norm(x, normalized_shape, weight, eps)
-
-
-def sum_of(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`torch.Tensor.sum`; on kernels those of the rows of an fp32 matrix in a fixed order, where no gradient is due."""
-    dims = (*args, *kwargs.values())
-    is_of_rows = dims in ((1,), (-1,)) and kwargs.keys() <= {"dim"} and x.dim() == 2 and x.dtype == torch.float32
-    if is_of_rows and on_kernels(x) and not (x.requires_grad and torch.is_grad_enabled()):
-        return _kernel_ops().row_sums(x.contiguous())
-    return torch.Tensor.sum(x, *args, **kwargs)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -211,24 +203,21 @@ def step_attention(
     return (result / total).reshape(query.shape).to(query.dtype)
 
 
-def grouped_matmul(tiles: torch.Tensor, counts: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
-    """Tiles of rows [T, `TILE`, K] times the weight [N, K] of the expert that each belongs to, [T, `TILE`, N].
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding: (x₁, x₂) → (x₁·cos − x₂·sin, x₂·cos + x₁·sin) for the halves of D.
 
-    ``counts``: [E] int64, tiles of each expert, which lie in the order of the experts; what follows them is 0. A row
-    has the bits of `matmul`.
+    Args:
+        x: [N, heads, D].
+        cos, sin: [N, D/2] float32, of each token's angles.
+
+    Returns:
+        [N, heads, D] in the dtype of ``x``; on kernels rounded once.
     """
-    out = tiles.new_zeros(len(tiles), TILE, weights[0].size(0))
-    first = 0
-    for weight, count in zip(weights, counts.tolist(), strict=True):
-        if count:
-            mine = slice(first, first + count)
-            if on_kernels(tiles):
-                out[mine] = linear(tiles[mine], weight)
-                first += count
-                continue
-            torch.bmm(tiles[mine], weight.t().expand(count, -1, -1), out=out[mine])
-            first += count
-    return out
+    if on_kernels(x):
+        return kernel_ops().rotate(x, cos, sin)
+    cos, sin = (part[:, None].to(x.dtype) for part in (cos, sin))
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def padded(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -251,11 +240,14 @@ def padded_in_place(function: Callable[[torch.Tensor], torch.Tensor]) -> Callabl
 def add_rows(target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """``target.scatter_add_`` of whole rows, those of one place one after the other in the order of ``source``.
 
-    One call per row that a place gets, because the order in which a library adds the rows of one call is not specified.
+    On a CPU one call per row that a place gets, because the order in which a library adds the rows of one call is not
+    specified.
     """
     if dim != 0 or index.dim() != 2 or index.stride(1) != 0:
         return target.scatter_add_(dim, index, source)
     places = index[:, 0]
+    if on_kernels(target):
+        return kernel_ops().add_rows(target, places, source)
     order = places.argsort(stable=True)
     ordered = places[order]
     turn = torch.arange(len(order), device=order.device) - torch.searchsorted(ordered, ordered)
@@ -273,7 +265,6 @@ _REPLACEMENTS: dict[Callable, Callable] = {
     torch.Tensor.__matmul__: matmul,
     F.linear: linear,
     F.rms_norm: rms_norm,
-    torch.Tensor.sum: sum_of,
     torch.Tensor.scatter_add_: add_rows,
     torch.exp: padded(torch.exp),
     torch.Tensor.exp: padded(torch.exp),

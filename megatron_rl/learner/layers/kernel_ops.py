@@ -1,7 +1,6 @@
 """Exact mode's Triton kernels with the gradients of the plain functions: what `invariant` calls where it uses kernels.
 
-Every function is that of PyTorch whose place it takes; forward is a kernel of `learner.layers.kernels`, backward is
-PyTorch's. Importing this imports Triton.
+Forward is a kernel of `learner.layers.kernels`, backward is PyTorch's. Importing this imports Triton.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron_rl.learner.layers import cpu_layers
+from megatron_rl.learner.layers.elementwise import PLAIN
 from megatron_rl.learner.layers.kernels import attention as attention_kernels
 from megatron_rl.learner.layers.kernels import gemm, rows
 
@@ -59,9 +60,116 @@ def rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps
     return _Norm.apply(x, weight, torch.finfo(x.dtype).eps if eps is None else eps)
 
 
-def row_sums(x: Tensor) -> Tensor:
-    """[N, V] fp32 → [N]: from the first column on, without gradient."""
-    return rows.row_sums(x)
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return rows.rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = (part[:, None].to(grad.dtype) for part in ctx.saved_tensors)
+        first, second = grad.chunk(2, dim=-1)
+        return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1), None, None
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [N, heads, D] by the angles of which ``cos`` and ``sin`` [N, D/2] are, as `invariant.rotate`."""
+    return _Rotate.apply(x, cos, sin)
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, top: int, normalize: bool) -> tuple[Tensor, Tensor]:
+        experts, probs = rows.route(logits, top, normalize)
+        experts = experts.long()
+        ctx.save_for_backward(logits, experts)
+        ctx.normalize = normalize
+        ctx.mark_non_differentiable(experts)
+        return probs.to(logits.dtype), experts
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _grad_experts: Any) -> tuple[Tensor, None, None]:
+        logits, experts = ctx.saved_tensors
+        logits = logits.detach().requires_grad_()
+        with torch.enable_grad():
+            if ctx.normalize:
+                probs = torch.softmax(logits.gather(1, experts), -1, dtype=torch.float32)
+            else:
+                probs = torch.softmax(logits, -1, dtype=torch.float32).gather(1, experts)
+            probs = probs.to(logits.dtype)
+        return *torch.autograd.grad(probs, logits, grad), None, None
+
+
+def route(logits: Tensor, top: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """Of logits [N, E], the probabilities [N, top] in their dtype of the chosen experts, and these [N, top] int64 in
+    ascending order."""
+    return _Route.apply(logits, top, normalize)
+
+
+def experts(x: Tensor, probs: Tensor, ends: Tensor, fc1: list[Tensor], fc2: list[Tensor]) -> Tensor:
+    """Rows [M, H], sorted by expert → silu(x·w_gate) · (x·w_up) · prob, times w_down, [M, H], without gradient and
+    without a look at any value.
+
+    Args:
+        probs: [M].
+        ends: [E] int64, the number of rows of experts 0 … e.
+        fc1, fc2: of each expert (w_gate, w_up) [2F, H] and w_down [H, F].
+    """
+    hidden = gemm.grouped_linear(x, fc1, ends)
+    return gemm.grouped_linear(rows.gated_silu(hidden, probs), fc2, ends)
+
+
+class _Experts(cpu_layers.Experts):
+    """`experts` with the gradient of the functions for a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, probs: Tensor, counts: Tensor, *weights: Tensor) -> Tensor:
+        ends, number = counts.to(x.device).cumsum(0), len(counts)
+        hidden = gemm.grouped_linear(x, weights[:number], ends)
+        ctx.save_for_backward(x, probs, hidden, *weights)
+        ctx.counts, ctx.stretches = counts.tolist(), PLAIN
+        return gemm.grouped_linear(rows.gated_silu(hidden, probs), weights[number:], ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, grad_probs, _, _, *of_weights = cpu_layers.Experts.backward(ctx, grad)
+        return grad_x, grad_probs, None, *of_weights
+
+
+def trained_experts(x: Tensor, probs: Tensor, counts: Tensor, fc1: list[Tensor], fc2: list[Tensor]) -> Tensor:
+    """`experts` with a gradient. ``counts`` [E] int64: rows of each expert, which the host reads."""
+    return _Experts.apply(x.contiguous(), probs, counts, *fc1, *fc2)
+
+
+class _AddRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, target: Tensor, places: Tensor, source: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.mark_dirty(target)
+        order = places.argsort(stable=True)
+        targets = torch.arange(len(target), device=places.device)
+        ends = torch.searchsorted(places[order], targets, right=True)
+        return rows.add_rows(target, source.contiguous(), order, ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
+        return grad, None, grad.index_select(0, ctx.saved_tensors[0])
+
+
+def add_rows(target: Tensor, places: Tensor, source: Tensor) -> Tensor:
+    """Each row of ``source`` [M, H] added to the row ``places`` [M] of ``target`` [N, H] in place, those of one place
+    one after the other; the sum is fp32, rounded once."""
+    return _AddRows.apply(target, places, source)
+
+
+def combine(parts: Tensor, places: Tensor) -> Tensor:
+    """[M, H] → [N, H]: the rows ``places`` [N, K] of each token added in their order as in `add_rows`, without
+    gradient."""
+    return rows.combine(parts, places)
+
+
+token_statistics = rows.token_statistics
 
 
 @functools.lru_cache(maxsize=2)
@@ -115,7 +223,4 @@ def paged_attention(
         tables: [n, P] pages of each sequence.
         positions: [n], the last key that each query sees.
     """
-    number = torch.arange(len(query), device=query.device)
-    tiles = attention_kernels.single_tiles(len(query), query.device)
-    pages = (x.transpose(1, 2) for x in (key, value))
-    return attention_kernels.paged_attention(query, *pages, tiles, number, positions, tables, scale)
+    return attention_kernels.step_attention(query, *(x.transpose(1, 2) for x in (key, value)), positions, tables, scale)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.learner import LOGIT_CHUNK_ROWS
+from megatron_rl.learner.layers.invariant import kernel_ops, on_kernels
 
 
 def token_logprobs(
@@ -19,6 +20,7 @@ def token_logprobs(
     vocab_size: int,
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
+    exact: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``log softmax(logits[positions] / temperature)[labels]`` and the entropy of the same distributions.
 
@@ -29,22 +31,30 @@ def token_logprobs(
         vocab_size: true vocabulary; columns beyond it are padding and take no probability.
         temperature: the sampling temperature, so that pi is the distribution that mu sampled from.
         group: tensor-parallel group; None or of size one: the logits are whole.
+        exact: of exact mode, whose kernels are used where there are any.
 
     Returns:
         log-probs [n] float32, differentiable; entropy in nats [n] float32, detached.
     """
-    return _TokenLogprobs.apply(logits, positions, labels, vocab_size, temperature, group)
+    return _TokenLogprobs.apply(logits, positions, labels, vocab_size, temperature, group, exact)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, positions, labels, vocab_size, temperature, group):
+    def forward(ctx, logits, positions, labels, vocab_size, temperature, group, exact):
         first = logits.size(1) * (group.rank() if group is not None else 0)
-        logprobs = torch.empty(len(positions), dtype=torch.float32, device=logits.device)
-        entropy, logsumexp = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for rows in torch.arange(len(positions), device=logits.device).split(LOGIT_CHUNK_ROWS):
-            x = _scaled(logits, positions[rows], vocab_size, first, temperature)
-            logprobs[rows], entropy[rows], logsumexp[rows] = row_statistics(x, labels[rows], first, group)
+        if exact and on_kernels(logits):
+            width = min(max(0, vocab_size - first), logits.size(1))
+            found = kernel_ops().token_statistics(
+                logits.contiguous(), positions, labels, first=first, width=width, temperature=temperature
+            )
+            logprobs, entropy, logsumexp = _joined(*found, group)
+        else:
+            logprobs = torch.empty(len(positions), dtype=torch.float32, device=logits.device)
+            entropy, logsumexp = torch.empty_like(logprobs), torch.empty_like(logprobs)
+            for rows in torch.arange(len(positions), device=logits.device).split(LOGIT_CHUNK_ROWS):
+                x = _scaled(logits, positions[rows], vocab_size, first, temperature)
+                logprobs[rows], entropy[rows], logsumexp[rows] = row_statistics(x, labels[rows], first, group)
         ctx.save_for_backward(logits, positions, labels, logsumexp)
         ctx.numbers = (vocab_size, temperature, first)
         ctx.mark_non_differentiable(entropy)
@@ -64,7 +74,7 @@ class _TokenLogprobs(torch.autograd.Function):
             x.scatter_add_(1, local[:, None], (scale * inside)[:, None])
             grad[positions[rows]] = x.to(grad.dtype)
             del x  # frees this piece before the next one is made
-        return grad, None, None, None, None, None
+        return grad, None, None, None, None, None, None
 
 
 def _scaled(logits, positions, vocab_size, first, temperature) -> torch.Tensor:
@@ -95,8 +105,30 @@ def row_statistics(
     label_logit = x.gather(1, local[:, None]).squeeze(1).masked_fill(~inside, 0.0)
     # p log p of a masked column is 0 · (-inf), so it is left out
     mean_logit = (weights * x.masked_fill(weights == 0, 0.0)).sum(dim=1)
-    sums = torch.stack([weights.sum(dim=1), label_logit, mean_logit])
-    if tp > 1:
+    return _finished(top, torch.stack([weights.sum(dim=1), label_logit, mean_logit]), group)
+
+
+def _joined(
+    top: torch.Tensor,
+    total: torch.Tensor,
+    label_logit: torch.Tensor,
+    weighted: torch.Tensor,
+    group: dist.ProcessGroup | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `row_statistics`, of what `kernels.rows.token_statistics` found in this rank's columns, all [rows]."""
+    if group is not None and group.size() > 1:
+        own = top.clone()
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+        share = (own - top).exp()  # 0 where all columns are padding
+        total, weighted = total * share, weighted * share
+    return _finished(top, torch.stack([total, label_logit, weighted]), group)
+
+
+def _finished(
+    top: torch.Tensor, sums: torch.Tensor, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``sums`` [3, rows] of this rank's columns: Σ exp(z − top), the label's z, Σ exp(z − top)·z."""
+    if group is not None and group.size() > 1:
         dist.all_reduce(sums, group=group)
     logsumexp = top + sums[0].log()
     return sums[1] - logsumexp, logsumexp - sums[2] / sums[0], logsumexp

@@ -56,11 +56,21 @@ def install() -> None:
 
 def run_interpreted(module: str, *arguments: str) -> str:
     """What `python -m module` prints with Triton's interpreter, in a process of its own: Triton decides at its import
-    whether it interprets. The path holds Triton and nothing else of the folder: megatron-core would import its
-    TransformerEngine."""
+    whether it interprets."""
+    return run_with_triton(module, *arguments, interpreted=True)
+
+
+def run_with_triton(module: str, *arguments: str, interpreted: bool) -> str:
+    """What `python -m module` prints beside Triton. The path holds Triton and nothing else of the folder: megatron-core
+    would import its TransformerEngine."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "triton").symlink_to(FOLDER / "triton")
-        environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{folder}{os.pathsep}{REPOSITORY}"}
+        for part in FOLDER.glob("triton*"):  # the package, and what names its compilers
+            (Path(folder) / part.name).symlink_to(part)
+        environment = os.environ | {
+            "TRITON_INTERPRET": str(int(interpreted)),
+            "TRITON_CACHE_DIR": f"{folder}/cache",
+            "PYTHONPATH": f"{folder}{os.pathsep}{REPOSITORY}",
+        }
         command = [sys.executable, "-m", module, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -42,21 +42,22 @@ def test_a_step_of_128_sequences_by_hand():
     assert step.dense == rounded(48 * layer + product(2048, 151936 // 2), scale=48 * layer)
     seen = 1 - (1 - 8 / 128) ** 512
     assert step.experts == rounded(48 * 16 * seen * 3 * 2048 * 768 * 2 / memory, scale=step.experts)
-    keys = 128 * 2 * 2304
-    tiles = 2 * keys * 64 * 128 * (1 / (0.5 * RATE) + 1 / (0.5 * 67e12))
-    assert tiles > keys * 2 * 128 * 2 / (0.5 * BANDWIDTH), "the product in fp32 binds"
-    assert step.attention == rounded(48 * tiles, scale=step.attention)
-    assert step.kernels == rounded(1.5e-3 / 16 + 48 * 26 * 2.5e-6, scale=step.kernels)
+    traffic = (
+        128 * 2 * 2304 * 2 * 128 * 2 + 128 * 5 * 16 * 128 * 2 * 4
+    )  # keys and values; five splits' sums of 16 heads
+    assert traffic / (0.5 * BANDWIDTH) > 4 * 128 * 2 * 2304 * 64 * 128 / (0.5 * RATE), "traffic binds"
+    assert step.attention == rounded(48 * traffic / (0.5 * BANDWIDTH), scale=step.attention)
+    assert step.kernels == rounded(1.5e-3 / 16 + 48 * 38 * 2.5e-6, scale=step.kernels)
 
 
-def test_a_lone_sequence_has_two_processors_and_no_others():
+def test_a_lone_sequence_has_a_processor_for_each_split():
     w = work()
-    alone = model.exact_step(w, 1, 10240, 10240)
-    half = 2 * 2 * 10240 * 64 * 128
-    expected = 48 * half * (1 / (0.5 * RATE) + 1 / (0.5 * 67e12)) * 132 / 2
-    assert alone.attention == rounded(expected, scale=expected)
-    fast = replace(w, gpu=replace(w.gpu, flops_fp32=1e18, flops_16bit=1e20, bandwidth=1e17))
-    assert model.exact_step(fast, 1, 10240, 10240).attention == rounded(48 * 320 * 1e-6), "then its chain of blocks"
+    slow = replace(w, gpu=replace(w.gpu, bandwidth=BANDWIDTH / 100))
+    traffic = 2 * 10240 * 2 * 128 * 2 + 20 * 16 * 128 * 2 * 4
+    expected = 48 * traffic / (0.5 * BANDWIDTH / 100) * 132 / (2 * 20)
+    assert model.exact_step(slow, 1, 10240, 10240).attention == rounded(expected, scale=expected)
+    chain = 48 * (16 + 20) * 1e-6
+    assert model.exact_step(w, 1, 10240, 10240).attention == rounded(chain, scale=chain), "blocks, and splits to join"
 
 
 def test_the_cache_is_what_the_share_of_a_gpu_leaves():
@@ -89,7 +90,7 @@ def test_what_is_assumed_is_what_the_code_does():
     sizes = dict(re.findall(r"^(\w+) = (\d+)$", (kernels / "gemm.py").read_text(), re.MULTILINE))
     sizes |= dict(re.findall(r"^(\w+) = (\d+)$", (kernels / "attention.py").read_text(), re.MULTILINE))
     assert {sizes[name] for name in ("BLOCK_ROWS", "BLOCK_COLUMNS", "ROWS")} == {str(model.TILE)}
-    assert sizes["KEY_BLOCK"] == str(model.KEY_BLOCK)
+    assert (sizes["KEY_BLOCK"], sizes["SPLIT"]) == (str(model.KEY_BLOCK), str(model.SPLIT))
 
 
 @pytest.mark.parametrize("path", [p for p in ARMS if p.stem != "base"], ids=lambda path: path.stem)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
-from megatron_rl.learner.layers.kernels.device import INTERPRETED, NUM_WARPS, check, dot, rounded
+from megatron_rl.learner.layers.kernels.device import INTERPRETED, NUM_WARPS, check, dot, rounded, whole
 
 BLOCK_ROWS = 64
 BLOCK_COLUMNS = 64
@@ -53,28 +56,26 @@ def _linear(
 
 @triton.jit
 def _grouped(
-    x, weights, out, ends, num_experts, num_columns, width, stride_x, stride_expert, stride_weight, stride_out,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, INTERPRETED: tl.constexpr,
+    x, weight, offsets, out, ends, num_experts, num_columns, width, stride_x, stride_weight, stride_out,
+    EXPERTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Tile t of all experts' tiles, laid end to end. The host knows only how many there can be at most."""
-    left = tl.program_id(0)  # tiles from the beginning of expert's on
-    expert, first, end, found = 0, 0, 0, 0
-    begin = 0
-    for number in range(num_experts):
-        stop = tl.load(ends + number).to(tl.int32)
-        tiles = (stop - begin + BLOCK_ROWS - 1) // BLOCK_ROWS
-        here = (found == 0) & (left < tiles)
-        expert = tl.where(here, number, expert)
-        first = tl.where(here, begin + left * BLOCK_ROWS, first)
-        end = tl.where(here, stop, end)
-        found = tl.where(here, 1, found)
-        left -= tl.where(found == 0, tiles, 0)
-        begin = stop
-    if found == 1:
+    """One of all experts' tiles, laid end to end: each finds its expert itself, so that no launch depends on counts."""
+    number = tl.program_id(0)
+    place = tl.arange(0, EXPERTS)
+    stops = tl.load(ends + place, mask=place < num_experts, other=0).to(tl.int32)
+    begins = tl.load(ends + place - 1, mask=(place > 0) & (place < num_experts), other=0).to(tl.int32)
+    tiles = tl.where(place < num_experts, (stops - begins + BLOCK_ROWS - 1) // BLOCK_ROWS, 0)
+    last_tiles = tl.cumsum(tiles, axis=0)
+    is_mine = (number < last_tiles) & (number >= last_tiles - tiles)  # of one expert; of none beyond the last tile
+    expert = tl.sum(tl.where(is_mine, place, 0), axis=0)
+    first = tl.sum(tl.where(is_mine, begins + (number - last_tiles + tiles) * BLOCK_ROWS, 0), axis=0)
+    end = tl.sum(tl.where(is_mine, stops, 0), axis=0)
+    if end > 0:
         rows = first + tl.arange(0, BLOCK_ROWS)
         columns = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         _tile(
-            x, weights + expert.to(tl.int64) * stride_expert, out, rows, rows < end, columns, num_columns, width,
+            x, weight + tl.load(offsets + expert), out, rows, rows < end, columns, num_columns, width,
             stride_x, stride_weight, stride_out,
             BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_K, INTERPRETED,
         )  # fmt: skip
@@ -100,12 +101,26 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def grouped_linear(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+@functools.lru_cache(maxsize=1024)  # two a layer
+def _offsets(places: tuple[int, ...], element: int, device: torch.device) -> torch.Tensor:
+    """[E] int64: what lies between each weight and the first one, in elements of ``element`` bytes."""
+    if any((place - places[0]) % element for place in places):
+        raise ValueError(f"grouped_linear: weights that do not lie a whole number of {element} bytes apart")
+    return torch.tensor([(place - places[0]) // element for place in places], dtype=torch.int64, device=device)
+
+
+def weight_offsets(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Where experts' weights lie from the first one on. Made once a place in memory: weights stay where they are."""
+    places = tuple(weight.data_ptr() for weight in weights)
+    return _offsets(places, weights[0].element_size(), weights[0].device)
+
+
+def grouped_linear(x: torch.Tensor, weights: Sequence[torch.Tensor], ends: torch.Tensor) -> torch.Tensor:
     """Rows of ``x``, sorted by expert, each times its expert's weight.
 
     Args:
         x: [N, K].
-        weights: [E, M, K].
+        weights: E of [M, K], each where it lies, with the same strides.
         ends: [E] int32 or int64 on the device, the number of rows of experts 0 … e. Rows behind the last end are not
             written: a fixed N of at least all rows lets a CUDA graph be replayed with other routes.
 
@@ -115,19 +130,21 @@ def grouped_linear(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -
     Raises:
         ValueError: other shapes, layouts and types.
     """
-    check("grouped_linear", x, weights)
-    fits = x.dim() == 2 and weights.dim() == 3 and x.size(1) == weights.size(2) and ends.shape == weights.shape[:1]
-    if not fits or x.stride(1) != 1 or weights.stride(2) != 1 or ends.dtype not in (torch.int32, torch.int64):
+    check("grouped_linear", x, *weights)
+    first, num_experts = weights[0], len(weights)
+    alike = all(w.shape == first.shape and w.stride() == first.stride() and w.dtype == first.dtype for w in weights)
+    fits = alike and x.dim() == first.dim() == 2 and x.size(1) == first.size(1) and ends.shape == (num_experts,)
+    if not fits or x.stride(1) != 1 or first.stride(1) != 1 or ends.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"grouped_linear: {tuple(x.shape)}, {tuple(weights.shape)} and {tuple(ends.shape)} {ends.dtype}; expected "
-            "[N, K], [E, M, K] and [E] of integers, rows contiguous"
+            f"grouped_linear: {tuple(x.shape)}, {num_experts} of {tuple(first.shape)} and {tuple(ends.shape)} "
+            f"{ends.dtype}; expected [N, K], E of [M, K], all alike, and [E] of integers, rows contiguous"
         )
-    out = x.new_empty(len(x), weights.size(1))
-    most_tiles = triton.cdiv(len(x), BLOCK_ROWS) + len(weights)  # an expert's last tile may be nearly empty
+    out = x.new_empty(len(x), len(first))
+    most_tiles = len(x) // BLOCK_ROWS + min(num_experts, len(x))  # an expert's last tile may be nearly empty
     if out.numel():
-        _grouped[(most_tiles, triton.cdiv(weights.size(1), BLOCK_COLUMNS))](
-            x, weights, out, ends, len(weights), weights.size(1), x.size(1),
-            x.stride(0), weights.stride(0), weights.stride(1), out.stride(0),
-            BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_K, INTERPRETED, num_warps=NUM_WARPS,
+        _grouped[(most_tiles, triton.cdiv(len(first), BLOCK_COLUMNS))](
+            x, first, weight_offsets(weights), out, ends, num_experts, len(first), x.size(1),
+            x.stride(0), first.stride(0), out.stride(0),
+            whole(num_experts), BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_K, INTERPRETED, num_warps=NUM_WARPS,
         )  # fmt: skip
     return out

@@ -1,4 +1,5 @@
-"""What is computed row by row: norm, rotation, gated SiLU, router, the sum over a token's experts, log-probs."""
+"""What is computed row by row: norm, rotation, gated SiLU, router, the sum over a token's experts, statistics of
+logits."""
 
 from __future__ import annotations
 
@@ -49,18 +50,20 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 @triton.jit
-def _rotate(x, cos, sin, out, num_heads, half, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
+def _rotate(
+    x, cos, sin, out, num_heads, half, HEADS: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, BLOCK)
-    mask = place < half
-    angle = (row // num_heads) * half + place
-    c = tl.load(cos + angle, mask=mask, other=0.0).to(tl.float32)
-    s = tl.load(sin + angle, mask=mask, other=0.0).to(tl.float32)
-    first = tl.load(x + row * 2 * half + place, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(x + row * 2 * half + half + place, mask=mask, other=0.0).to(tl.float32)
+    head, place = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
+    mask = (head < num_heads) & (place < half)
+    c = tl.load(cos + row * half + place, mask=place < half, other=0.0).to(tl.float32)
+    s = tl.load(sin + row * half + place, mask=place < half, other=0.0).to(tl.float32)
+    target = (row * num_heads + head) * 2 * half + place
+    first = tl.load(x + target, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x + target + half, mask=mask, other=0.0).to(tl.float32)
     kind = out.dtype.element_ty
-    tl.store(out + row * 2 * half + place, rounded(first * c - second * s, kind, INTERPRETED), mask=mask)
-    tl.store(out + row * 2 * half + half + place, rounded(second * c + first * s, kind, INTERPRETED), mask=mask)
+    tl.store(out + target, rounded(first * c - second * s, kind, INTERPRETED), mask=mask)
+    tl.store(out + target + half, rounded(second * c + first * s, kind, INTERPRETED), mask=mask)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -73,7 +76,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     out = torch.empty_like(x)
     if out.numel():
         half = x.size(2) // 2
-        _rotate[(len(x) * x.size(1),)](x, cos, sin, out, x.size(1), half, whole(half), INTERPRETED, num_warps=NUM_WARPS)
+        heads = x.size(1)
+        _rotate[(len(x),)](x, cos, sin, out, heads, half, whole(heads), whole(half), INTERPRETED, num_warps=NUM_WARPS)
     return out
 
 
@@ -108,32 +112,30 @@ def _route(logits, experts, probs, num_experts, TOP: tl.constexpr, NORMALIZE: tl
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     x = tl.load(logits + row * num_experts + place, mask=place < num_experts, other=float("-inf")).to(tl.float32)
-    weights = tl.exp(x - tl.max(x, axis=0))
-    weights = weights / tl.sum(weights, axis=0)
-    total = 0.0
-    left = tl.where(place < num_experts, weights, -1.0)
-    for number in tl.static_range(TOP):
+    x = tl.where(x == x, x, float("inf"))  # NaN is chosen, and makes probabilities NaN
+    chosen = tl.zeros((BLOCK,), dtype=tl.int32)
+    left = x
+    for _ in tl.static_range(TOP):
         best = tl.max(left, axis=0)
-        index = tl.min(tl.where(left == best, place, BLOCK), axis=0)  # the lower index of equal ones
-        tl.store(experts + row * TOP + number, index)
-        tl.store(probs + row * TOP + number, best)
-        total += best
-        left = tl.where(place == index, -1.0, left)
-    if NORMALIZE:
-        for number in tl.static_range(TOP):
-            value = tl.load(probs + row * TOP + number)
-            tl.store(probs + row * TOP + number, value / total)
+        index = tl.min(tl.where((left == best) & (chosen == 0), place, BLOCK), axis=0)  # the lower one of equal ones
+        chosen = tl.where(place == index, 1, chosen)
+        left = tl.where(place == index, float("-inf"), left)
+    weights = tl.exp(x - tl.max(x, axis=0))
+    total = tl.sum(tl.where(chosen == 1, weights, 0.0) if NORMALIZE else weights, axis=0)
+    target = row * TOP + tl.cumsum(chosen, axis=0) - 1
+    tl.store(experts + target, place, mask=chosen == 1)
+    tl.store(probs + target, weights / total, mask=chosen == 1)
 
 
 def route(logits: torch.Tensor, top: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``top`` experts of each token and their probabilities: softmax over all experts, largest first, the lower
-    index of equal ones; ``normalize``: probabilities divided by their sum.
+    """The experts of each token, those of the ``top`` largest logits, and their probabilities by a softmax over all
+    experts. The lower index of equal ones; ``normalize``: a softmax over the chosen ones.
 
     Args:
         logits: [N, E], E at most `MOST_EXPERTS`.
 
     Returns:
-        experts [N, top] int32 and probabilities [N, top] fp32.
+        experts [N, top] int32 in ascending order and probabilities [N, top] fp32.
     """
     check("route", logits)
     if logits.dim() != 2 or not 1 <= top <= logits.size(1) <= MOST_EXPERTS:
@@ -149,14 +151,22 @@ def route(logits: torch.Tensor, top: int, normalize: bool) -> tuple[torch.Tensor
 
 
 @triton.jit
-def _combine(rows, places, out, width, stride_rows, TOP: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
+def _combine(
+    rows, order, ends, out, width, stride_rows, stride_out, ADDING: tl.constexpr, BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    target = out + token * stride_out + column
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for number in tl.static_range(TOP):
-        place = tl.load(places + token * TOP + number).to(tl.int64)
-        total += tl.load(rows + place * stride_rows + column, mask=column < width, other=0.0).to(tl.float32)
-    tl.store(out + token * width + column, rounded(total, out.dtype.element_ty, INTERPRETED), mask=column < width)
+    if ADDING:
+        total += tl.load(target, mask=mask, other=0.0).to(tl.float32)
+    begin = tl.load(ends + token - 1, mask=token > 0, other=0).to(tl.int32)
+    for number in range(begin, tl.load(ends + token).to(tl.int32)):
+        place = tl.load(order + number).to(tl.int64)
+        total += tl.load(rows + place * stride_rows + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(target, rounded(total, out.dtype.element_ty, INTERPRETED), mask=mask)
 
 
 def combine(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -169,82 +179,98 @@ def combine(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     Returns:
         [N, H] in the dtype of ``rows``, added in fp32.
     """
-    check("combine", rows)
-    if rows.dim() != 2 or places.dim() != 2 or rows.stride(1) != 1:
-        raise ValueError(f"combine: {tuple(rows.shape)} and {tuple(places.shape)}; expected [M, H] and [N, top]")
-    out, block = rows.new_empty(len(places), rows.size(1)), 256
-    if out.numel():
-        _combine[(len(places), triton.cdiv(rows.size(1), block))](
-            rows,
-            places.contiguous(),
-            out,
-            rows.size(1),
-            rows.stride(0),
-            places.size(1),
-            block,
-            INTERPRETED,
-            num_warps=NUM_WARPS,
+    if places.dim() != 2:
+        raise ValueError(f"combine: places {tuple(places.shape)}; expected [N, top]")
+    out = rows.new_empty(len(places), rows.size(-1))
+    ends = torch.arange(1, len(places) + 1, device=rows.device) * places.size(1)
+    return _launch_combine(rows, places.contiguous(), ends, out, adding=False)
+
+
+def add_rows(target: torch.Tensor, rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Add to each row of ``target`` [N, H] its ``rows`` [M, H], one after the other in fp32, rounded once, in place.
+
+    ``order`` [M]: rows, those of the first target first; ``ends`` [N]: how many of them targets 0 … n have.
+    """
+    return _launch_combine(rows, order, ends, target, adding=True)
+
+
+def _launch_combine(
+    rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, out: torch.Tensor, adding: bool
+) -> torch.Tensor:
+    check("combine", rows, out)
+    if rows.dim() != 2 or rows.stride(1) != 1 or out.dim() != 2 or out.stride(1) != 1 or len(ends) != len(out):
+        raise ValueError(
+            f"combine: {tuple(rows.shape)} to {tuple(out.shape)}, {len(ends)} ends; expected [M, H] to [N, H], N"
         )
+    block = 256
+    if out.numel():
+        _combine[(len(out), triton.cdiv(rows.size(1), block))](
+            rows, order, ends, out, rows.size(1), rows.stride(0), out.stride(0), adding, block, INTERPRETED,
+            num_warps=NUM_WARPS,
+        )  # fmt: skip
     return out
 
 
 @triton.jit
-def _row_sums(x, out, width, stride, BLOCK: tl.constexpr):
+def _token_statistics(
+    logits, places, labels, out, count, width, first, inverse_temperature, stride, BLOCK: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    total = 0.0
-    for start in range(0, width, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        total += tl.sum(tl.load(x + row * stride + place, mask=place < width, other=0.0), axis=0)
-    tl.store(out + row, total)
-
-
-def row_sums(x: torch.Tensor) -> torch.Tensor:
-    """Sums [N] of the rows of ``x`` [N, V] fp32, in blocks from the first column on."""
-    check("row_sums", x)
-    if x.dim() != 2 or x.dtype != torch.float32 or x.stride(1) != 1:
-        raise ValueError(f"row_sums: {tuple(x.shape)} {x.dtype}; expected [N, V] float32, rows contiguous")
-    out = x.new_empty(len(x))
-    if len(x):
-        _row_sums[(len(x),)](x, out, x.size(1), x.stride(0), VOCABULARY_BLOCK, num_warps=NUM_WARPS)
-    return out
-
-
-@triton.jit
-def _log_prob(logits, tokens, out, vocabulary, inverse_temperature, stride, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+    begin = logits + tl.load(places + row).to(tl.int64) * stride
     top = float("-inf")
     total = 0.0
-    for start in range(0, vocabulary, BLOCK):
+    weighted = 0.0
+    for start in range(0, width, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + row * stride + place, mask=place < vocabulary, other=float("-inf")).to(tl.float32)
-        x = x * inverse_temperature
+        x = tl.load(begin + place, mask=place < width, other=float("-inf")).to(tl.float32) * inverse_temperature
         new_top = tl.maximum(top, tl.max(x, axis=0))
-        total = total * tl.exp(top - new_top) + tl.sum(tl.exp(x - new_top), axis=0)
+        keep = tl.exp(top - new_top)
+        weights = tl.exp(x - new_top)
+        total = total * keep + tl.sum(weights, axis=0)
+        # A weight of 0 may be that of -inf, beside which a product is not a number.
+        weighted = weighted * keep + tl.sum(weights * tl.where(weights == 0.0, 0.0, x), axis=0)
         top = new_top
-    chosen = tl.load(logits + row * stride + tl.load(tokens + row)).to(tl.float32) * inverse_temperature
-    tl.store(out + row, chosen - top - tl.log(total))
+    label = tl.load(labels + row).to(tl.int64) - first
+    inside = (label >= 0) & (label < width)
+    chosen = tl.load(begin + label, mask=inside, other=0.0).to(tl.float32) * inverse_temperature
+    tl.store(out + row, top)
+    tl.store(out + count + row, total)
+    tl.store(out + 2 * count + row, chosen)
+    tl.store(out + 3 * count + row, weighted)
 
 
-def log_prob(logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """log softmax(logits / temperature) at ``tokens``, the vocabulary in blocks from its first entry on.
+def token_statistics(
+    logits: torch.Tensor,
+    places: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    first: int = 0,
+    width: int | None = None,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """What log softmax(logits / temperature) at ``labels`` and the entropy are made of, the vocabulary in blocks from
+    its first entry on.
 
     Args:
-        logits: [N, V], rows contiguous and finite.
-        tokens: [N] int64.
+        logits: [N, V/tp], rows contiguous and finite; columns first … of the vocabulary.
+        places: [n] int64, rows of ``logits``.
+        labels: [n] int64, numbers in the whole vocabulary.
+        width: columns that are no padding; None: all.
 
     Returns:
-        [N] fp32.
+        [4, n] fp32 of z = logits / temperature: top = max z, Σ exp(z − top), the label's z or 0 where it is not here,
+        Σ exp(z − top)·z.
     """
-    check("log_prob", logits)
-    if logits.dim() != 2 or tokens.shape != logits.shape[:1] or logits.stride(1) != 1 or not temperature > 0:
+    check("token_statistics", logits)
+    if logits.dim() != 2 or logits.stride(1) != 1 or places.shape != labels.shape or not temperature > 0:
         raise ValueError(
-            f"log_prob: {tuple(logits.shape)}, {tuple(tokens.shape)}, temperature {temperature}; expected [N, V], [N] "
-            "and a positive temperature"
+            f"token_statistics: {tuple(logits.shape)}, {tuple(places.shape)}, {tuple(labels.shape)}, temperature "
+            f"{temperature}; expected [N, V], [n], [n] and a positive temperature"
         )
-    out = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    if len(logits):
-        _log_prob[(len(logits),)](
-            logits, tokens, out, logits.size(1), 1.0 / temperature, logits.stride(0), VOCABULARY_BLOCK,
-            num_warps=NUM_WARPS,
+    out = torch.empty(4, len(labels), dtype=torch.float32, device=logits.device)
+    if len(labels):
+        _token_statistics[(len(labels),)](
+            logits, places, labels, out, len(labels), logits.size(1) if width is None else width, first,
+            1.0 / temperature, logits.stride(0), VOCABULARY_BLOCK, num_warps=NUM_WARPS,
         )  # fmt: skip
     return out

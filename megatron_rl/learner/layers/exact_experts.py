@@ -1,0 +1,100 @@
+"""Which experts a row goes to, and what they make of it, with the same bits whatever the other rows are."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from megatron_rl.learner.layers.invariant import TILE, kernel_ops, on_kernels, padded
+
+
+def route(logits: torch.Tensor, top: int, pre_softmax: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``top`` experts of each token.
+
+    Args:
+        logits: [N, E].
+        pre_softmax: probabilities of a softmax over all experts; else over the chosen ones.
+
+    Returns:
+        probabilities [N, top] in the dtype of ``logits`` and experts [N, top] int64, in the order of the experts.
+    """
+    if on_kernels(logits):
+        return kernel_ops().route(logits, top, not pre_softmax)
+    if pre_softmax:
+        scores, chosen = torch.softmax(logits, -1, dtype=torch.float32).type_as(logits).topk(top)
+    else:
+        scores, chosen = logits.topk(top)
+        scores = torch.softmax(scores, -1, dtype=torch.float32).type_as(logits)
+    chosen, order = chosen.sort(1)
+    return scores.gather(1, order), chosen
+
+
+def experts(
+    x: torch.Tensor, probs: torch.Tensor, chosen: torch.Tensor, fc1: list[torch.Tensor], fc2: list[torch.Tensor]
+) -> torch.Tensor:
+    """Each row through its experts, whose results are added in their order, without gradient. On kernels nothing looks
+    at a value, and no shape depends on one.
+
+    Args:
+        x: [n, H].
+        probs, chosen: [n, K], what `route` returns.
+        fc1, fc2: of each of E experts the gate and up projections [2F, H], and the one down [H, F].
+
+    Returns:
+        [n, H].
+    """
+    if not on_kernels(x):
+        return _experts_in_tiles(x, probs, chosen, fc1, fc2)
+    by_expert, order = chosen.flatten().sort(stable=True)
+    ends = torch.searchsorted(by_expert, torch.arange(len(fc1), device=x.device), right=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=x.device)
+    ops = kernel_ops()
+    out = ops.experts(x[order // chosen.size(1)], probs.flatten()[order], ends, fc1, fc2)
+    return ops.combine(out, places.view_as(chosen))
+
+
+def _experts_in_tiles(
+    x: torch.Tensor, probs: torch.Tensor, chosen: torch.Tensor, fc1: list[torch.Tensor], fc2: list[torch.Tensor]
+) -> torch.Tensor:
+    is_there = chosen.flatten()[:, None] == torch.arange(len(fc1), device=x.device)  # [nK, E]
+    before = is_there.cumsum(0)
+    counts = (before[-1] + TILE - 1) // TILE  # [E], tiles
+    first = (counts.cumsum(0) - counts) * TILE
+    places = first[chosen] + before.gather(1, chosen.view(-1, 1)).view_as(chosen) - 1  # [n, K]
+    # Tiles that there can be: every one of E experts has at most one that is not full.
+    num_tiles = chosen.numel() // TILE + len(fc1)
+    rows = x.new_zeros(num_tiles * TILE, x.size(1))
+    rows[places.flatten()] = x.repeat_interleave(chosen.size(1), 0)
+    scale = probs.new_zeros(num_tiles * TILE, 1)
+    scale[places.flatten(), 0] = probs.flatten()
+    hidden = _grouped_matmul(rows.view(num_tiles, TILE, -1), counts.tolist(), fc1)
+    hidden = (gated(hidden.flatten(0, 1)) * scale).to(x.dtype)
+    out = _grouped_matmul(hidden.view(num_tiles, TILE, -1), counts.tolist(), fc2)
+    parts = out.flatten(0, 1)[places]  # [n, K, H]
+    total = torch.zeros_like(x)
+    for k in range(parts.size(1)):
+        total = total + parts[:, k]
+    return total
+
+
+def _grouped_matmul(tiles: torch.Tensor, counts: list[int], weights: list[torch.Tensor]) -> torch.Tensor:
+    """Tiles of rows [T, `TILE`, K] times the weight [N, K] of the expert that each belongs to, [T, `TILE`, N].
+
+    ``counts``: tiles of each expert, which lie in the order of the experts; what follows them is 0. A row has the bits
+    of `matmul`.
+    """
+    out = tiles.new_zeros(len(tiles), TILE, weights[0].size(0))
+    first = 0
+    for weight, count in zip(weights, counts, strict=True):
+        if count:
+            mine = slice(first, first + count)
+            torch.bmm(tiles[mine], weight.t().expand(count, -1, -1), out=out[mine])
+            first += count
+    return out
+
+
+def gated(x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) · up [N, F] of ``x`` = (gate, up) [N, 2F]."""
+    gate, up = x.chunk(2, dim=-1)
+    return padded(F.silu)(gate) * up

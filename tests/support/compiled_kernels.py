@@ -1,0 +1,87 @@
+"""Exact mode's Triton kernels compiled for an H100, which takes no GPU: python -m tests.support.compiled_kernels.
+
+Prints JSON: of each kernel and type the instructions of interest. A process of its own, with Triton as a compiler.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from tests.support.te import run_with_triton
+
+DTYPES = (torch.float32, torch.bfloat16)
+FUSED, PRODUCT = re.compile(r"\bfma\.rn\.f32\b"), re.compile(r"\b(?:wgmma\.mma_async|mma)\.sync")
+
+
+def run() -> dict[str, Any]:
+    """What the program prints, from a process of its own."""
+    return json.loads(run_with_triton("tests.support.compiled_kernels", interpreted=False).splitlines()[-1])
+
+
+def call_all(dtype: torch.dtype) -> None:
+    """Every wrapper of `learner.layers.kernels`, with small tensors of the shapes that models have."""
+    from megatron_rl.learner.layers.kernels import attention, gemm, rows
+
+    x, weights = torch.zeros(64, 128, dtype=dtype), [torch.zeros(256, 128, dtype=dtype) for _ in range(16)]
+    numbers, probs = torch.arange(64), torch.zeros(64, dtype=dtype)
+    gemm.linear(x, weights[0])
+    gemm.grouped_linear(x, weights, torch.arange(16))
+    rows.rms_norm(x, x[0].clone(), 1e-6)
+    heads, angles = x.view(64, 8, 16), torch.zeros(64, 8)
+    rows.rotate(heads, angles, angles)
+    rows.gated_silu(x, probs)
+    rows.route(x, 8, True)
+    rows.combine(x, numbers.view(8, 8))
+    rows.add_rows(x[:8].clone(), x, numbers, torch.arange(8, 72, 8))
+    rows.token_statistics(x, numbers, numbers, temperature=0.9)
+    query, key = torch.zeros(64, 16, 128, dtype=dtype), torch.zeros(64, 2, 128, dtype=dtype)
+    tiles, nothing = attention.query_tiles([64], 8, query.device), torch.zeros_like(numbers)
+    attention.packed_attention(query, key, key.clone(), tiles, nothing, numbers, nothing[:1], 0.1)
+    cache, pages = torch.zeros(4, 32, 2, 128, dtype=dtype), torch.zeros(64, 4, dtype=torch.int64)
+    attention.paged_attention(query, cache, cache.clone(), tiles, nothing, numbers, pages, 0.1)
+    attention.step_attention(query, cache, cache.clone(), numbers, pages, 0.1)
+
+
+def main() -> dict[str, Any]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+
+    from megatron_rl.learner.layers.kernels import attention, gemm, rows
+
+    target = GPUTarget("cuda", 90, 32)
+    triton.runtime.driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda _device: 0
+        )
+    )
+    found: dict[str, Any] = {}
+    compile_and_run = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, **kwargs: Any) -> None:
+        kernel = compile_and_run(self, *args, **kwargs | {"warmup": True})
+        code = kernel.asm["ptx"]
+        found[name][self.__name__] = {
+            "bytes": len(kernel.asm["cubin"]),
+            "fused": len(FUSED.findall(code)),
+            "tensor cores": len(PRODUCT.findall(code)),
+        }
+
+    with patch.object(JITFunction, "run", compile_only):
+        for module in (gemm, rows, attention):
+            module.check = lambda *_: None  # the tensors are a CPU's
+        for dtype in DTYPES:
+            name = str(dtype).removeprefix("torch.")
+            found[name] = {}
+            call_all(dtype)
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main()))

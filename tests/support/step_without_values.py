@@ -1,0 +1,178 @@
+"""A step of exact generation on a device without values: python -m tests.support.step_without_values. Prints JSON.
+
+The device is PyTorch's `meta`: tensors have a shape and a type and no values, so that nothing can be computed that a
+value decides. `Captured` refuses what a CUDA graph cannot hold. Kernels are not launched: their grids are recorded. A
+process of its own, as tests.support.kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.support.exact_on_kernels import small_model
+from tests.support.te import run_interpreted
+
+ROWS, PAGES, DEVICE = 64, 40, "meta"
+OF_A_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
+
+
+def run() -> dict[str, Any]:
+    """What the program prints, from a process of its own."""
+    return json.loads(run_interpreted("tests.support.step_without_values").splitlines()[-1])
+
+
+class WaitsForTheDevice(Exception):
+    """The host would read a value, or copy between host and device."""
+
+
+class Captured(TorchDispatchMode):
+    """Refuses what makes the host wait for the device, or takes memory of the host, as a CUDA graph would."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        on_device = any(x.device.type == DEVICE for x in given)
+        if func in INDEXING:  # by numbers: the shape is known; by a mask: it is not
+            if any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in tree_leaves(args[1])):
+                raise WaitsForTheDevice(f"{func} by a mask")
+        elif on_device and OF_A_VALUE.intersection(func.tags):
+            raise WaitsForTheDevice(str(func))
+        out = func(*args, **(kwargs or {}))
+        made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        if on_device and any(x.device.type == "cpu" for x in made):
+            raise WaitsForTheDevice(f"{func} to the host")
+        if any(x.device.type == DEVICE for x in made) and any(x.device.type == "cpu" and x.dim() for x in given):
+            raise WaitsForTheDevice(f"{func} from the host")
+        return out
+
+
+class Launches:
+    """In the place of a kernel: keeps the grid, launches nothing."""
+
+    def __init__(self, name: str, found: dict[str, list[int]]):
+        self._name, self._found = name, found
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        assert all(type(size) is int and size > 0 for size in grid), (self._name, grid)
+
+        def launch(*args: Any, **_: Any) -> None:
+            wrong = [x for x in args if isinstance(x, torch.Tensor) and x.device.type != DEVICE]
+            assert not wrong, (self._name, wrong)
+            self._found[self._name] = list(grid)
+
+        return launch
+
+
+@contextmanager
+def kernels_recorded(found: dict[str, list[int]]) -> Iterator[None]:
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from megatron_rl.learner.layers.kernels import attention, gemm, rows
+
+    with ExitStack() as patches:
+        for module in (gemm, rows, attention):
+            for name, value in vars(module).copy().items():
+                if isinstance(value, InterpretedFunction) and value.fn.__module__ == module.__name__:
+                    patches.enter_context(patch.object(module, name, Launches(name, found)))
+        # These tensors lie nowhere. The table is made once a place in memory, before any capture.
+        table = patch.object(gemm, "weight_offsets", lambda weights: torch.zeros(len(weights), dtype=torch.int64))
+        patches.enter_context(table)
+        yield
+
+
+def without_values(module: torch.nn.Module) -> None:
+    """Give ``module`` weights without values."""
+    for part in module.modules():
+        for name, weight in part._parameters.items():
+            if weight is not None:
+                part._parameters[name] = torch.empty(weight.shape, dtype=weight.dtype, device=DEVICE)
+
+
+def refused() -> dict[str, bool]:
+    """Whether `Captured` refuses each way in which a host reads a value."""
+    ways: dict[str, Callable[[torch.Tensor], Any]] = {
+        "item": lambda x: x[0].item(),
+        "tolist": lambda x: x.tolist(),
+        "if": lambda x: bool(x[0] > 0),
+        "cpu": lambda x: x.cpu(),
+        "copy_": lambda x: torch.empty(x.shape, dtype=x.dtype, device="cpu").copy_(x),
+        "nonzero": lambda x: x.nonzero(),
+        "mask": lambda x: x[x > 0],
+        "mask_put": lambda x: x.clone().__setitem__(x > 0, 1),
+        "masked_select": lambda x: x.masked_select(x > 0),
+        "unique": lambda x: x.unique(),
+        "repeat_interleave": lambda x: x.repeat_interleave(x),
+        "bincount": lambda x: x.bincount(),
+        "from a list": lambda x: x + torch.tensor([1, 2, 3]).to(x.device),
+    }
+    found = {}
+    for name, way in ways.items():
+        x = torch.ones(3, dtype=torch.int64, device=DEVICE)
+        try:
+            with Captured():
+                way(x)
+            found[name] = False
+        except (WaitsForTheDevice, NotImplementedError, RuntimeError):  # the latter by PyTorch, for want of a value
+            found[name] = True
+    return found
+
+
+def step(dtype: str) -> dict[str, list[int]]:
+    """Grids of the kernels of one step with its choice of tokens, which nothing may hold up."""
+    from megatron_rl.exact.doses import Dose
+    from megatron_rl.exact.draws import Draws
+    from megatron_rl.exact.pages import Pages
+    from megatron_rl.exact.schedule import Schedule
+    from megatron_rl.exact.turns import Responses, Rows, Turns
+    from megatron_rl.learner.layers.exact_attention import PagedCache
+    from megatron_rl.learner.layers.invariant import forced_kernels
+    from tests.parallel.programs.exact import start
+
+    with tempfile.TemporaryDirectory() as folder:
+        learner, generator = start(dtype, model={"path": small_model(Path(folder))})
+    decoder, found = generator._policy, {}
+    passes = decoder.passes
+    with forced_kernels(), torch.no_grad(), torch.device(DEVICE), kernels_recorded(found):
+        without_values(learner.module)
+        decoder.device = passes.device = torch.device(DEVICE)
+        part = learner.module.decoder.layers[0].self_attention
+        heads, width = part.num_query_groups_per_partition, part.hidden_size_per_attention_head
+        passes.step_forward._cos, passes.step_forward._sin = torch.zeros(2, 1024, width // 2).unbind()
+        turns = Turns(
+            passes,
+            Schedule(np.ones(ROWS, np.int64), np.ones(ROWS, np.int64), [0] * ROWS, Pages(PAGES), ROWS, 2),
+            Draws(decoder, [[1]] * ROWS, list(range(ROWS)), 1.0, Dose(None, 0)),
+            Responses.empty(ROWS, 1),
+            numbers=range(ROWS),
+            prompts=[[1]] * ROWS,
+            cache=PagedCache(PAGES, 1, heads, width, next(iter(learner.module.parameters()))),
+            stop=frozenset({0}),
+            bucket=ROWS,
+            max_tokens=ROWS,
+        )
+        numbers = torch.zeros(3, ROWS, dtype=torch.int64).unbind()
+        rows = Rows(*numbers, torch.ones(ROWS, dtype=torch.bool), torch.zeros(ROWS, PAGES, dtype=torch.int64))
+        needed = torch.zeros(ROWS, dtype=torch.float64)
+        with Captured():
+            turns._advance(rows, needed, list)
+            turns._advance(rows, needed, list)  # what it left is what it takes
+    return found
+
+
+def main() -> dict[str, Any]:
+    return {"refused": refused()} | {dtype: step(dtype) for dtype in ("fp32", "bf16")}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main()))
