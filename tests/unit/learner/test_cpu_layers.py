@@ -93,7 +93,7 @@ def test_experts_after_local_dispatch(stretches):
     def ours(x, probs, *weights):
         rows, row_probs = dispatcher.dispatch_preprocess(x, routing_map, probs)
         rows, counts, row_probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(rows, row_probs))
-        rows = cpu_layers._Experts.apply(rows, row_probs, counts.tolist(), stretches, *weights)
+        rows = cpu_layers.Experts.apply(rows, row_probs, counts.tolist(), stretches, *weights)
         rows = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
         return (dispatcher.combine_postprocess(rows),)
 
@@ -123,7 +123,7 @@ def test_types_of_outputs_and_gradients(dtype, stretches):
     assert torch.autograd.grad(sum(part.sum() for part in qkv), mixed)[0].dtype == dtype
     rows, probs = torch.randn(6, 4, dtype=dtype).requires_grad_(), torch.rand(6).requires_grad_()
     experts = [torch.randn(shape, dtype=dtype).requires_grad_() for shape in ((6, 4), (6, 4), (4, 3), (4, 3))]
-    out = cpu_layers._Experts.apply(rows, probs, [2, 4], stretches, *experts)
+    out = cpu_layers.Experts.apply(rows, probs, [2, 4], stretches, *experts)
     grads = torch.autograd.grad(out.sum(), [rows, *experts, probs])
     assert [out.dtype, *(g.dtype for g in grads)] == [dtype] * 6 + [torch.float32]
 

@@ -91,7 +91,7 @@ def test_no_deadline_is_no_wait_to_wait_for():
 
 def test_exact_modes_kernels_are_loaded_before_the_first_pass_on_a_gpu(monkeypatch):
     loaded: list[str] = []
-    monkeypatch.setattr(invariant, "_kernel_ops", lambda: loaded.append("kernels"))
+    monkeypatch.setattr(invariant, "kernel_ops", lambda: loaded.append("kernels"))
     assert isinstance(invariant.batch_invariant(torch.device("cpu")), invariant.BatchInvariant)
     assert not loaded
     assert isinstance(invariant.batch_invariant(GPU), invariant.BatchInvariant)
