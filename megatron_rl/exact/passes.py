@@ -43,6 +43,11 @@ class GenerationPasses:
         self._owners: Owners = list
 
     @property
+    def needs_equal_rows(self) -> bool:
+        """Whether a step takes the same number of rows on all replicas."""
+        return self.step_forward is not None and self.step_forward.needs_equal_rows
+
+    @property
     def row_owners(self) -> list[tuple[int, int]]:
         """Of the pass at hand. A sequence that has ended in this turn is there with positions beyond its end."""
         return self._owners()

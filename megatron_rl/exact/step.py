@@ -2,10 +2,12 @@
 
 Megatron's modules take a row of padding and a packed row alike; in steps of a few dozen rows what they do around their
 products costs more than the products. Here a step is these products and what lies between them, with the arithmetic
-of `learner.layers.invariant`: each row has the bits that the modules compute. On kernels no shape depends on a value,
-and nothing waits for one.
+of `learner.layers.invariant`: each row has the bits that the modules compute. Ranks that share out heads, experts and
+vocabulary exchange rows in fixed shapes (`exact.sharing`). On kernels no shape depends on a value, and nothing waits
+for one.
 
-Shapes: n rows, H hidden size, D head width, K experts of a token, E experts, F expert width.
+Shapes: n rows, equal on all ranks that share experts; H hidden size, D head width, K experts of a token, V/tp this
+rank's share of the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,33 +20,33 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_rl.exact.sharing import RowsOfRanks
 from megatron_rl.learner.layers.exact_attention import CachedStep
-from megatron_rl.learner.layers.exact_experts import experts, gated, route
-from megatron_rl.learner.layers.invariant import batch_invariant, linear, rms_norm, rotate
+from megatron_rl.learner.layers.exact_experts import add_experts, experts, gated, route
+from megatron_rl.learner.layers.invariant import TILE, batch_invariant, linear, rms_norm, rotate
 
 Watch = Callable[[str, torch.Tensor], None]
 """(layer, what came out of it [n, …])"""
 
 
 class StepForward:
-    """Steps of ``module``, which has all of the model's weights. They are read anew in every step."""
+    """Steps of ``module``. Its weights are read anew in every step. Steps are collective."""
 
     def __init__(self, module: GPTModel):
-        self._module, self._config = module, module.config
-        self._angles = None
+        self._module, self._config, self._ranks = module, module.config, RowsOfRanks()
         self.watch: Watch | None = None
 
     @staticmethod
     def takes(module: GPTModel) -> bool:
-        """Whether the module has all of the weights, and what lies between them is known here."""
-        config = module.config
-        sizes = (
-            config.tensor_model_parallel_size,
-            config.pipeline_model_parallel_size,
-            config.expert_model_parallel_size,
-            config.expert_tensor_parallel_size or 1,
-        )
-        return max(sizes) == 1
+        """Whether what lies between the weights is known here: no pipeline; experts and key heads are whole."""
+        config, tensor = module.config, module.config.tensor_model_parallel_size
+        whole = config.pipeline_model_parallel_size == (config.expert_tensor_parallel_size or 1) == 1
+        return whole and TILE % tensor == 0 and (config.num_query_groups or config.num_attention_heads) % tensor == 0
+
+    @property
+    def needs_equal_rows(self) -> bool:
+        """Whether replicas share experts, so that all must have the same number of rows."""
+        return self._config.expert_model_parallel_size > 1
 
     def begin(self, longest: int) -> None:
         """For sequences of at most ``longest`` tokens: cosine and sine of the angle of every position."""
@@ -57,9 +59,9 @@ class StepForward:
 
     @torch.no_grad()
     def __call__(self, tokens: torch.Tensor, step: CachedStep) -> torch.Tensor:
-        """``tokens`` [n] int64, → logits [n, V]."""
+        """``tokens`` [n] int64, → logits [n, V/tp]."""
         module = self._module
-        x = F.embedding(tokens, module.embedding.word_embeddings.weight)
+        x = self._embedding(tokens)
         self._see("embedding", x)
         cos, sin = self._cos[step.positions], self._sin[step.positions]
         for number, layer in enumerate(module.decoder.layers):
@@ -69,6 +71,8 @@ class StepForward:
         x = _norm(module.decoder.final_layernorm, x)
         self._see("final norm", x)
         weight = module.shared_embedding_or_output_weight() if module.share_embeddings_and_output_weights else None
+        if self._config.sequence_parallel:
+            x = self._ranks.own(x)  # the layer gathers them
         with batch_invariant(x.device):
             logits, _ = module.output_layer(x[:, None], weight=weight)
         self._see("output layer", logits.squeeze(1))
@@ -77,6 +81,14 @@ class StepForward:
     def _see(self, name: str, x: torch.Tensor) -> None:
         if self.watch is not None:
             self.watch(name, x)
+
+    def _embedding(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[n] → [n, H]; an entry of another rank adds 0."""
+        table = self._module.embedding.word_embeddings
+        local = tokens - table.vocab_start_index
+        elsewhere = (local < 0) | (local >= len(table.weight))
+        x = F.embedding(local.masked_fill(elsewhere, 0), table.weight)
+        return self._ranks.sum_of_parts(x.masked_fill(elsewhere[:, None], 0.0))
 
     def _attention(
         self,
@@ -96,22 +108,27 @@ class StepForward:
         key = rotate(_norm(part.k_layernorm, key.squeeze(2)), cos, sin)
         scale = part.core_attention.softmax_scale or width**-0.5
         out = step.attend(number, query, key, value.squeeze(2), scale)
-        return linear(out.flatten(1), part.linear_proj.weight)
+        return self._ranks.sum_of_parts(linear(out.flatten(1), part.linear_proj.weight))
 
     def _feed_forward(self, layer: TransformerLayer, x: torch.Tensor) -> torch.Tensor:
         if isinstance(layer.mlp, MoELayer):
             return self._experts(layer.mlp, x)
         mlp = layer.mlp
-        return linear(gated(linear(x, mlp.linear_fc1.weight)), mlp.linear_fc2.weight)
+        return self._ranks.sum_of_parts(linear(gated(linear(x, mlp.linear_fc1.weight)), mlp.linear_fc2.weight))
 
     def _experts(self, moe: MoELayer, x: torch.Tensor) -> torch.Tensor:
-        router, config = moe.router, self._config
+        """Each rank routes all rows that its experts may get: that is less than sending what was found."""
+        router, config, ranks = moe.router, self._config, self._ranks
+        rows = ranks.of_expert_group(ranks.own(x))
         dtype = torch.float32 if config.moe_router_dtype == "fp32" else x.dtype
-        logits = linear(x.to(dtype), router.weight.to(dtype))
-        probs, chosen = route(logits, router.topk, config.moe_router_pre_softmax)
+        probs, chosen = route(
+            linear(rows.to(dtype), router.weight.to(dtype)), router.topk, config.moe_router_pre_softmax
+        )
         local = moe.experts.local_experts
         weights = [expert.linear_fc1.weight for expert in local], [expert.linear_fc2.weight for expert in local]
-        return experts(x, probs, chosen, *weights)
+        results, places = experts(rows, probs, chosen, *weights, first=moe.local_expert_indices[0])
+        mine = ranks.own_of_expert_group(chosen)
+        return ranks.whole(add_experts(*ranks.results(results, places, mine, len(local))))
 
 
 def _norm(norm: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:

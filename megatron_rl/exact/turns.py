@@ -116,14 +116,14 @@ class Turns:
         schedule = self._schedule
         begun = schedule.turn()
         parts = in_passes([w for w in begun if w.logits is None], lambda whole: whole.length, self._max_tokens)
-        num_passes, num_steps, any_rows = largest(len(parts), schedule.steps, len(schedule.rows))
-        if not any_rows:
+        num_passes, num_steps, most_rows = largest(len(parts), schedule.steps, len(schedule.rows))
+        if not most_rows:
             return False
         self.counts.add(len(schedule.rows), schedule.num_waiting, schedule.num_pages_held)
         for part in parts + [[]] * (num_passes - len(parts)):
             self._compute(part)
         first = self._first(begun)
-        rows = self._rows(first)
+        rows = self._rows(first, most_rows if self._passes.needs_equal_rows else len(schedule.rows))
         sampled = self._steps(rows, num_steps if self._cache is not None else 0)
         self._look(rows, first, sampled)
         return True
@@ -162,10 +162,10 @@ class Turns:
         row_of = {sequence: row for row, sequence in enumerate(schedule.rows)}
         return First(np.array([row_of[i] for i in sequences.tolist()]), sequences, places, chosen)
 
-    def _rows(self, first: First | None) -> Rows:
+    def _rows(self, first: First | None, at_least: int) -> Rows:
         schedule = self._schedule
         number = len(schedule.rows)
-        size = max(1, -(-number // self._bucket)) * self._bucket
+        size = max(1, -(-at_least // self._bucket)) * self._bucket
         made = schedule.made[schedule.rows]
         columns = np.zeros((3, size), np.int64)
         columns[0, :number] = self._found.tokens[schedule.rows, made - 1]

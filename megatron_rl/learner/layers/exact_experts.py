@@ -30,52 +30,67 @@ def route(logits: torch.Tensor, top: int, pre_softmax: bool) -> tuple[torch.Tens
 
 
 def experts(
-    x: torch.Tensor, probs: torch.Tensor, chosen: torch.Tensor, fc1: list[torch.Tensor], fc2: list[torch.Tensor]
-) -> torch.Tensor:
-    """Each row through its experts, whose results are added in their order, without gradient. On kernels nothing looks
-    at a value, and no shape depends on one.
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    chosen: torch.Tensor,
+    fc1: list[torch.Tensor],
+    fc2: list[torch.Tensor],
+    first: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row through those of its experts that are here, without gradient. On kernels nothing looks at a value, and
+    no shape depends on one.
 
     Args:
         x: [n, H].
         probs, chosen: [n, K], what `route` returns.
-        fc1, fc2: of each of E experts the gate and up projections [2F, H], and the one down [H, F].
+        fc1, fc2: of E experts the gate and up projections [2F, H], and the one down [H, F].
+        first: the number of the first of them.
 
     Returns:
-        [n, H].
+        results [M, H], and the place [n, K] in them of each row's; that of an expert elsewhere is of no meaning.
     """
+    local = chosen.flatten() - first
     if not on_kernels(x):
-        return _experts_in_tiles(x, probs, chosen, fc1, fc2)
-    by_expert, order = chosen.flatten().sort(stable=True)
+        return _experts_in_tiles(x, probs, local.view_as(chosen), fc1, fc2)
+    local = local.masked_fill((local < 0) | (local >= len(fc1)), len(fc1))  # behind all that are here
+    by_expert, order = local.sort(stable=True)
     ends = torch.searchsorted(by_expert, torch.arange(len(fc1), device=x.device), right=True)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=x.device)
-    ops = kernel_ops()
-    out = ops.experts(x[order // chosen.size(1)], probs.flatten()[order], ends, fc1, fc2)
-    return ops.combine(out, places.view_as(chosen))
+    out = kernel_ops().experts(x[order // chosen.size(1)], probs.flatten()[order], ends, fc1, fc2)
+    return out, places.view_as(chosen)
+
+
+def add_experts(results: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """[M, H], [n, K] → [n, H]: the rows at each token's places, added in their order as a pass adds them."""
+    if on_kernels(results):
+        return kernel_ops().combine(results, places)
+    parts = results[places]  # [n, K, H]
+    total = torch.zeros_like(parts[:, 0])
+    for k in range(parts.size(1)):
+        total = total + parts[:, k]
+    return total
 
 
 def _experts_in_tiles(
-    x: torch.Tensor, probs: torch.Tensor, chosen: torch.Tensor, fc1: list[torch.Tensor], fc2: list[torch.Tensor]
-) -> torch.Tensor:
-    is_there = chosen.flatten()[:, None] == torch.arange(len(fc1), device=x.device)  # [nK, E]
+    x: torch.Tensor, probs: torch.Tensor, local: torch.Tensor, fc1: list[torch.Tensor], fc2: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    is_there = local.flatten()[:, None] == torch.arange(len(fc1), device=x.device)  # [nK, E]
     before = is_there.cumsum(0)
     counts = (before[-1] + TILE - 1) // TILE  # [E], tiles
     first = (counts.cumsum(0) - counts) * TILE
-    places = first[chosen] + before.gather(1, chosen.view(-1, 1)).view_as(chosen) - 1  # [n, K]
-    # Tiles that there can be: every one of E experts has at most one that is not full.
-    num_tiles = chosen.numel() // TILE + len(fc1)
+    here = local.clamp(0, len(fc1) - 1)
+    places = first[here] + before.gather(1, here.view(-1, 1)).view_as(here) - 1  # [n, K]
+    # Tiles that there can be: every one of E experts has at most one that is not full. One more is for rows elsewhere.
+    num_tiles = local.numel() // TILE + len(fc1) + 1
+    places = places.where(here == local, (num_tiles - 1) * TILE)
     rows = x.new_zeros(num_tiles * TILE, x.size(1))
-    rows[places.flatten()] = x.repeat_interleave(chosen.size(1), 0)
+    rows[places.flatten()] = x.repeat_interleave(local.size(1), 0)
     scale = probs.new_zeros(num_tiles * TILE, 1)
     scale[places.flatten(), 0] = probs.flatten()
     hidden = _grouped_matmul(rows.view(num_tiles, TILE, -1), counts.tolist(), fc1)
     hidden = (gated(hidden.flatten(0, 1)) * scale).to(x.dtype)
-    out = _grouped_matmul(hidden.view(num_tiles, TILE, -1), counts.tolist(), fc2)
-    parts = out.flatten(0, 1)[places]  # [n, K, H]
-    total = torch.zeros_like(x)
-    for k in range(parts.size(1)):
-        total = total + parts[:, k]
-    return total
+    return _grouped_matmul(hidden.view(num_tiles, TILE, -1), counts.tolist(), fc2).flatten(0, 1), places
 
 
 def _grouped_matmul(tiles: torch.Tensor, counts: list[int], weights: list[torch.Tensor]) -> torch.Tensor:
