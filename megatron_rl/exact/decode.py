@@ -17,6 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from megatron_rl.exact.doses import Dose
+from megatron_rl.exact.graphs import Capture, captured_on_cuda
 from megatron_rl.exact.pages import Pages
 from megatron_rl.exact.passes import GenerationPasses, in_passes, largest
 from megatron_rl.exact.room import make_cache, rows_and_steps
@@ -50,10 +51,11 @@ class Decoder:
         kv_cache: bool,
         cache_gib: float | None = None,
         utilization: float = 0.9,
+        capture: Capture | None = None,
     ):
         self.vocab_size, self.device, self.passes = vocab_size, device, GenerationPasses(module, device)
         self.max_tokens, self.max_sequences, self.kv_cache = max_tokens, max_sequences, kv_cache
-        self.cache_gib, self._utilization = cache_gib, utilization
+        self.cache_gib, self._utilization, self.capture = cache_gib, utilization, capture
         self.bucket, self.steps = rows_and_steps(device)
         self._replica = parallel_state.get_data_parallel_rank()
         self._num_replicas = parallel_state.get_data_parallel_world_size()
@@ -74,6 +76,7 @@ class Decoder:
             kv_cache=learner.recipe.exact.kv_cache,
             cache_gib=rollout.kv_cache_gib,
             utilization=rollout.gpu_memory_utilization,
+            capture=captured_on_cuda if learner.device.type == "cuda" and not rollout.enforce_eager else None,
         )
 
     @torch.no_grad()
@@ -102,6 +105,7 @@ class Decoder:
             stop=stop,
             bucket=self.bucket,
             max_tokens=self.max_tokens,
+            capture=self.capture,
         )
         with self.passes.evaluating():
             turns.run()

@@ -48,6 +48,15 @@ class GenerationPasses:
         return self.step_forward is not None and self.step_forward.needs_equal_rows
 
     @property
+    def step_is_alone(self) -> bool:
+        """Whether a step is `StepForward` and nothing on the host takes part in it."""
+        return self._steps_forward and self.step_forward.watch is None
+
+    @property
+    def _steps_forward(self) -> bool:
+        return self.step_forward is not None and not (self._dose is not None and self._dose.is_inside_layers)
+
+    @property
     def row_owners(self) -> list[tuple[int, int]]:
         """Of the pass at hand. A sequence that has ended in this turn is there with positions beyond its end."""
         return self._owners()
@@ -85,7 +94,7 @@ class GenerationPasses:
     def one_step(self, tokens: torch.Tensor, positions: torch.Tensor, step: CachedStep, owners: Owners) -> torch.Tensor:
         """``tokens`` [n] → logits [n, V/tp] after them."""
         self._owners = owners
-        if self.step_forward is not None and not (self._dose is not None and self._dose.is_inside_layers):
+        if self._steps_forward:
             return self.step_forward(tokens, step)
         return self._forward(tokens, positions, step)
 

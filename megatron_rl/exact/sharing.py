@@ -69,7 +69,7 @@ class RowsOfRanks:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received.view(-1), sent.view(-1), group=self.expert_group)
         numbers = torch.arange(chosen.numel(), device=chosen.device).view_as(chosen)
-        return received, chosen // num_local * chosen.numel() + numbers
+        return received, torch.add(numbers, chosen // num_local, alpha=chosen.numel())
 
 
 def _gathered(own: torch.Tensor, group: Group) -> torch.Tensor:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from megatron_rl.exact.counts import Counts
+from megatron_rl.exact.graphs import Capture, Rows, StepGraphs, pages_of_graphs
 from megatron_rl.exact.passes import GenerationPasses, Owners, in_passes, largest
 from megatron_rl.exact.schedule import Schedule, Whole
 from megatron_rl.learner.layers.exact_attention import CachedStep, PagedCache
@@ -67,22 +68,12 @@ class First:
     columns: tuple[torch.Tensor, ...]  # token, log po, log mu
 
 
-@dataclass
-class Rows:
-    """The rows of a turn on the device, [n] each."""
-
-    tokens: torch.Tensor  # last of each sequence, whose keys come next
-    positions: torch.Tensor  # its place in the sequence
-    left: torch.Tensor  # tokens that may follow
-    alive: torch.Tensor  # bool
-    tables: torch.Tensor  # [n, P]
-
-
 class Turns:
     """The responses of one replica while they grow; all methods are collective.
 
     ``numbers`` [m]: by which ``chooser`` knows the sequences. ``prompts`` [m]: theirs. ``cache``: None where a step is
-    a pass over all tokens. ``found`` is filled.
+    a pass over all tokens. ``found`` is filled. ``capture``: how steps become graphs; None: they are launched one by
+    one, as they are where a dose, a watch or ``chooser`` works on the host.
     """
 
     def __init__(
@@ -98,12 +89,17 @@ class Turns:
         stop: frozenset[int],
         bucket: int,
         max_tokens: int,
+        capture: Capture | None = None,
     ):
         self._passes, self._schedule, self._chooser, self._found = passes, schedule, chooser, found
         self._numbers, self._prompts, self._cache = numbers, prompts, cache
         self._device, self._bucket, self._max_tokens = passes.device, bucket, max_tokens
         self._stop = torch.tensor(sorted(stop), dtype=torch.int64, device=self._device)
+        self._owners: Owners = list  # of the rows of a step
         self.counts = Counts()
+        self._graphs = None
+        if capture is not None and chooser.most_steps is None and passes.step_is_alone:
+            self._graphs = StepGraphs(self._advance, capture)
 
     def run(self) -> None:
         """All turns until every sequence has ended."""
@@ -116,14 +112,14 @@ class Turns:
         schedule = self._schedule
         begun = schedule.turn()
         parts = in_passes([w for w in begun if w.logits is None], lambda whole: whole.length, self._max_tokens)
-        num_passes, num_steps, most_rows = largest(len(parts), schedule.steps, len(schedule.rows))
-        if not most_rows:
+        num_passes, num_steps, *shape = largest(len(parts), schedule.steps, len(schedule.rows), schedule.width)
+        if not shape[0]:
             return False
         self.counts.add(len(schedule.rows), schedule.num_waiting, schedule.num_pages_held)
         for part in parts + [[]] * (num_passes - len(parts)):
             self._compute(part)
         first = self._first(begun)
-        rows = self._rows(first, most_rows if self._passes.needs_equal_rows else len(schedule.rows))
+        rows = self._rows(first, *shape)
         sampled = self._steps(rows, num_steps if self._cache is not None else 0)
         self._look(rows, first, sampled)
         return True
@@ -162,21 +158,24 @@ class Turns:
         row_of = {sequence: row for row, sequence in enumerate(schedule.rows)}
         return First(np.array([row_of[i] for i in sequences.tolist()]), sequences, places, chosen)
 
-    def _rows(self, first: First | None, at_least: int) -> Rows:
+    def _rows(self, first: First | None, most_rows: int, most_pages: int) -> Rows:
+        """Those of the schedule, and rows of padding. ``most_rows``, ``most_pages``: of any replica."""
         schedule = self._schedule
         number = len(schedule.rows)
-        size = max(1, -(-at_least // self._bucket)) * self._bucket
+        equal = self._graphs is not None or self._passes.needs_equal_rows
+        size = max(1, -(-(most_rows if equal else number) // self._bucket)) * self._bucket
+        pages = schedule.width if self._graphs is None else pages_of_graphs(most_pages)
         made = schedule.made[schedule.rows]
         columns = np.zeros((3, size), np.int64)
         columns[0, :number] = self._found.tokens[schedule.rows, made - 1]
         columns[1:, :number] = schedule.num_tokens - 1, schedule.limits[schedule.rows] - made
         tokens, positions, left = torch.from_numpy(columns).to(self._device)
-        tables = torch.from_numpy(schedule.tables[:number, : schedule.width])
-        padding = tables.new_full((size - number, tables.size(1)), PagedCache.SCRATCH)
+        tables = np.full((size, pages), PagedCache.SCRATCH)
+        tables[:number, : schedule.width] = schedule.tables[:number, : schedule.width]
         if first is not None:
             tokens[torch.from_numpy(first.rows).to(self._device)] = first.columns[0]
-        alive = (left > 0) & ~torch.isin(tokens, self._stop)
-        return Rows(tokens, positions, left, alive, torch.cat([tables, padding]).to(self._device))
+        alive = (left > 0) & ~self._is_stop(tokens)
+        return Rows(tokens, positions, left, alive, torch.from_numpy(tables).to(self._device))
 
     def _steps(self, rows: Rows, num_steps: int) -> list[tuple[torch.Tensor, ...]]:
         """Steps of all rows without a look at any value; of each, tokens, both log-probs, and which rows count."""
@@ -187,27 +186,27 @@ class Turns:
             found = torch.from_numpy(self._chooser.ahead(numbers, schedule.made[schedule.rows], num_steps))
             needed = torch.cat([found, found.new_zeros(len(needed) - len(found), num_steps)])
         needed, sampled = needed.to(self._device), []
+        advance = self._graphs or self._advance
         for turn in range(num_steps):
-            sampled.append(
-                self._advance(
-                    rows,
-                    needed[:, turn],
-                    lambda turn=turn: [(i, int(n) - 1 + turn) for i, n in zip(numbers, starts, strict=True)],
-                )
-            )
+            self._owners = lambda turn=turn: [(i, int(n) - 1 + turn) for i, n in zip(numbers, starts, strict=True)]
+            sampled.append(advance(rows, needed[:, turn]))
         return sampled
 
-    def _advance(self, rows: Rows, needed: torch.Tensor, owners: Owners) -> tuple[torch.Tensor, ...]:
+    def _advance(self, rows: Rows, needed: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """One step of all rows, which are changed: [n] tokens, both log-probs, and which rows count."""
         step = CachedStep.of(self._cache, rows.tables, rows.positions)
-        logits = self._passes.one_step(rows.tokens, rows.positions, step, owners)
+        logits = self._passes.one_step(rows.tokens, rows.positions, step, self._owners)
         chosen, clean, log_mu = self._chooser.choose(logits, needed)
         counts = rows.alive
         going_on = counts.long()
         rows.tokens = torch.where(counts, chosen, rows.tokens)
         rows.positions, rows.left = rows.positions + going_on, rows.left - going_on
-        rows.alive = counts & (rows.left > 0) & ~torch.isin(rows.tokens, self._stop)
+        rows.alive = counts & (rows.left > 0) & ~self._is_stop(rows.tokens)
         return chosen, clean, log_mu, counts
+
+    def _is_stop(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[n] → [n] bool. PyTorch's `isin` sorts where there are many to look for, and then waits for a number."""
+        return (tokens[:, None] == self._stop).any(1)
 
     def _look(self, rows: Rows, first: First | None, sampled: list[tuple[torch.Tensor, ...]]) -> None:
         """Read what was sampled, and end the sequences whose last token is among it."""

@@ -33,6 +33,8 @@ LAYOUTS = {
     2: [(BOTH, "fp32"), (BOTH, "bf16"), ({"expert": 2}, "bf16"), (BOTH, "fp16"), (STAGES, "fp32"), (STAGES, "fp16")],
     4: [(WIDE, "fp32"), (WIDE, "bf16"), (WIDE, "fp16"), (EXPERTS_CUT, "bf16"), ({"tensor": 2, "pipeline": 2}, "bf16")],
 }
+CUT = {2: [BOTH, {"expert": 2}], 4: [{"tensor": 2, "expert": 4}]}
+"""Layouts whose ranks exchange rows in a step: heads, experts, and experts of two replicas."""
 
 DTYPES = ("fp32", "bf16", "fp16")
 STEPS = [1, 2, 7, 16, 33, 64]  # responses of each update
@@ -47,6 +49,9 @@ def jobs_for(world_size: int, model: str = str(MODEL)) -> dict:
         jobs[f"bits {name}"] = ("bits_over_batches", {"dtype": dtype, "parallel": parallel, "sizes": sizes} | sections)
         jobs[f"gate {name}"] = ("update_with_gate", {"dtype": dtype, "parallel": parallel, "minibatches": 2} | sections)
     jobs["broken"] = ("broken_layer", {"parallel": LAYOUTS[world_size][-1][0], "layer": 2} | sections)
+    for parallel in CUT.get(world_size, ()):
+        given = {"dtype": "bf16", "parallel": parallel, "names": ["five rows", "module", "graphs"]}
+        jobs[f"schedules {parallel}"] = ("schedules", given | sections)
     if world_size > 1:
         jobs["sums"] = ("sums_in_order", {"world_size": world_size})
     if world_size == 1:
@@ -138,10 +143,20 @@ def test_the_gate_is_zero_for_any_number_of_responses(results, dtype):
 def test_every_schedule_gives_the_same_responses(results):
     _, found = results
     plain, *others = found["schedules"]["found"].items()
-    assert len(others) == 6
+    assert len(others) == 7
     for name, responses in others:
         assert responses == plain[1], name
     assert max(found["schedules"]["lengths"]) == 100 > min(found["schedules"]["lengths"])
+
+
+@pytest.mark.parametrize("results", [2, 4], indirect=True)
+def test_ranks_that_exchange_rows_give_the_responses_of_the_module(results):
+    world_size, found = results
+    for parallel in CUT[world_size]:
+        responses = found[f"schedules {parallel}"]["found"]
+        assert len(responses) == 4
+        for name in ("five rows", "module", "graphs"):
+            assert responses[name] == responses["plain"], (parallel, name)
 
 
 @pytest.mark.parametrize("results", [1], indirect=True)

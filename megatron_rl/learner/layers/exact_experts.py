@@ -49,16 +49,9 @@ def experts(
     Returns:
         results [M, H], and the place [n, K] in them of each row's; that of an expert elsewhere is of no meaning.
     """
-    local = chosen.flatten() - first
-    if not on_kernels(x):
-        return _experts_in_tiles(x, probs, local.view_as(chosen), fc1, fc2)
-    local = local.masked_fill((local < 0) | (local >= len(fc1)), len(fc1))  # behind all that are here
-    by_expert, order = local.sort(stable=True)
-    ends = torch.searchsorted(by_expert, torch.arange(len(fc1), device=x.device), right=True)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=x.device)
-    out = kernel_ops().experts(x[order // chosen.size(1)], probs.flatten()[order], ends, fc1, fc2)
-    return out, places.view_as(chosen)
+    if on_kernels(x):
+        return kernel_ops().experts(x, probs, chosen, fc1, fc2, first)
+    return _experts_in_tiles(x, probs, chosen - first, fc1, fc2)
 
 
 def add_experts(results: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from megatron_rl.learner.layers import cpu_layers
 from megatron_rl.learner.layers.elementwise import PLAIN
 from megatron_rl.learner.layers.kernels import attention as attention_kernels
 from megatron_rl.learner.layers.kernels import gemm, rows
+from megatron_rl.learner.layers.kernels.order import sort_by_expert
 
 Tensor = torch.Tensor
 
@@ -107,21 +108,27 @@ def route(logits: Tensor, top: int, normalize: bool) -> tuple[Tensor, Tensor]:
     return _Route.apply(logits, top, normalize)
 
 
-def experts(x: Tensor, probs: Tensor, ends: Tensor, fc1: list[Tensor], fc2: list[Tensor]) -> Tensor:
-    """Rows [M, H], sorted by expert → silu(x·w_gate) · (x·w_up) · prob, times w_down, [M, H], without gradient and
-    without a look at any value.
+def experts(
+    x: Tensor, probs: Tensor, chosen: Tensor, fc1: list[Tensor], fc2: list[Tensor], first: int
+) -> tuple[Tensor, Tensor]:
+    """silu(x·w_gate) · (x·w_up) · prob, times w_down, of each row [n, H] and each of its experts here, without gradient
+    and without a look at any value.
 
     Args:
-        probs: [M].
-        ends: [E] int64, the number of rows of experts 0 … e.
-        fc1, fc2: of each expert (w_gate, w_up) [2F, H] and w_down [H, F].
+        probs, chosen: [n, K].
+        fc1, fc2: of experts ``first`` … (w_gate, w_up) [2F, H] and w_down [H, F].
+
+    Returns:
+        [n·K, H], sorted by expert, and the place [n, K] of each among them; the rows of experts elsewhere, which come
+        last, have no value.
     """
-    hidden = gemm.grouped_linear(x, fc1, ends)
-    return gemm.grouped_linear(rows.gated_silu(hidden, probs), fc2, ends)
+    tokens, sorted_probs, places, ends = sort_by_expert(chosen, probs, first, len(fc1))
+    hidden = gemm.grouped_linear(x[tokens], fc1, ends)
+    return gemm.grouped_linear(rows.gated_silu(hidden, sorted_probs), fc2, ends), places
 
 
 class _Experts(cpu_layers.Experts):
-    """`experts` with the gradient of the functions for a CPU."""
+    """`trained_experts`: the gradient of the functions for a CPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, probs: Tensor, counts: Tensor, *weights: Tensor) -> Tensor:
@@ -138,7 +145,8 @@ class _Experts(cpu_layers.Experts):
 
 
 def trained_experts(x: Tensor, probs: Tensor, counts: Tensor, fc1: list[Tensor], fc2: list[Tensor]) -> Tensor:
-    """`experts` with a gradient. ``counts`` [E] int64: rows of each expert, which the host reads."""
+    """`experts` of rows [M, H] that are sorted already, with a gradient. ``counts`` [E] int64: rows of each expert,
+    which the host reads."""
     return _Experts.apply(x.contiguous(), probs, counts, *fc1, *fc2)
 
 

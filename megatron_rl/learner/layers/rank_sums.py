@@ -20,11 +20,11 @@ Group = dist.ProcessGroup | None
 
 
 def add_in_order(parts: Tensor) -> Tensor:
-    """[ranks, …] → […]: the sum from the first rank on, in fp32, in the dtype of ``parts``."""
+    """[ranks, …] → […]: the sum from the first rank on, in fp32 at least."""
     total = parts[0].to(torch.promote_types(parts.dtype, torch.float32), copy=True)
     for part in parts[1:]:
         total += part
-    return total.to(parts.dtype)
+    return total
 
 
 def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Any:

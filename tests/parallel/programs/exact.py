@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from operator import ne
 from typing import Any
 from unittest.mock import patch
@@ -100,21 +101,24 @@ def bits_over_batches(dtype: str, parallel: dict[str, int], sizes: list[int], **
     return {"differing": differing, "lengths": lengths}
 
 
-def schedules(dtype: str) -> dict[str, Any]:
+def schedules(
+    dtype: str, parallel: dict[str, int] | None = None, names: Sequence[str] = (), **sections: Any
+) -> dict[str, Any]:
     """The same responses from every schedule: with and without a cache, a few rows at a time, several steps between two
-    looks, a cache so small that sequences give way to each other, and the module itself in the place of `StepForward`.
+    looks, a cache so small that sequences give way to each other, the module itself in the place of `StepForward`, and
+    steps that are captured and repeated. ``names``: of the schedules; none: all.
     """
-    learner, _ = start(dtype)
+    learner, _ = start(dtype, parallel, **sections)
 
     def long_ones(generator: ExactGenerator) -> list[Group]:
         generator._stop = frozenset({STOP})
         sampling = Sampling(100)
-        return generator.rollout(prompts(6), 2, policy_version=0, step=0, sampling=sampling)
+        return everywhere(generator.rollout(prompts(6), 2, policy_version=0, step=0, sampling=sampling))
 
     plain = generator_of(learner)
     found, counts = {"plain": long_ones(plain)}, {"plain": plain.stats()}
-    for name, changes in SCHEDULES.items():
-        generator = generator_of(learner)
+    for name in names or SCHEDULES:
+        changes, generator = SCHEDULES[name], generator_of(learner)
         decoder = generator._policy
         for key, value in changes.items():
             setattr(decoder.passes if key == "step_forward" else decoder, key, value)
@@ -132,6 +136,11 @@ def schedules(dtype: str) -> dict[str, Any]:
     }
 
 
+def run_again(body: Callable[[], None], _memory: list) -> Callable[[], None]:
+    """In the place of `exact.graphs.captured_on_cuda`: repeating is running, on the buffers of the graph."""
+    return body
+
+
 STOP = 6  # not the tokenizer's: some responses end by it, others are cut
 SCHEDULES = {
     "without cache": {"kv_cache": False},
@@ -139,6 +148,7 @@ SCHEDULES = {
     "seven steps": {"steps": 7},
     "small cache": {"steps": 3},
     "module": {"step_forward": None},
+    "graphs": {"capture": run_again, "steps": 5},
     "one prompt a pass": {"max_tokens": 1},
 }
 

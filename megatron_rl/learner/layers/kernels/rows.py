@@ -152,9 +152,10 @@ def route(logits: torch.Tensor, top: int, normalize: bool) -> tuple[torch.Tensor
 
 @triton.jit
 def _combine(
-    rows, order, ends, out, width, stride_rows, stride_out, ADDING: tl.constexpr, BLOCK: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    rows, order, ends, out, width, stride_rows, stride_out, EACH: tl.constexpr, ADDING: tl.constexpr,
+    BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
+    """``EACH``: rows of every token; 0: ``ends`` says."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -162,8 +163,13 @@ def _combine(
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     if ADDING:
         total += tl.load(target, mask=mask, other=0.0).to(tl.float32)
-    begin = tl.load(ends + token - 1, mask=token > 0, other=0).to(tl.int32)
-    for number in range(begin, tl.load(ends + token).to(tl.int32)):
+    if EACH > 0:
+        begin = (token * EACH).to(tl.int32)
+        end = begin + EACH
+    else:
+        begin = tl.load(ends + token - 1, mask=token > 0, other=0).to(tl.int32)
+        end = tl.load(ends + token).to(tl.int32)
+    for number in range(begin, end):
         place = tl.load(order + number).to(tl.int64)
         total += tl.load(rows + place * stride_rows + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(target, rounded(total, out.dtype.element_ty, INTERPRETED), mask=mask)
@@ -182,8 +188,7 @@ def combine(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     if places.dim() != 2:
         raise ValueError(f"combine: places {tuple(places.shape)}; expected [N, top]")
     out = rows.new_empty(len(places), rows.size(-1))
-    ends = torch.arange(1, len(places) + 1, device=rows.device) * places.size(1)
-    return _launch_combine(rows, places.contiguous(), ends, out, adding=False)
+    return _launch_combine(rows, places.contiguous(), places, out, each=places.size(1), adding=False)
 
 
 def add_rows(target: torch.Tensor, rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -191,21 +196,21 @@ def add_rows(target: torch.Tensor, rows: torch.Tensor, order: torch.Tensor, ends
 
     ``order`` [M]: rows, those of the first target first; ``ends`` [N]: how many of them targets 0 … n have.
     """
-    return _launch_combine(rows, order, ends, target, adding=True)
+    if len(ends) != len(target):
+        raise ValueError(f"add_rows: {len(ends)} ends of {len(target)} targets")
+    return _launch_combine(rows, order, ends, target, each=0, adding=True)
 
 
 def _launch_combine(
-    rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, out: torch.Tensor, adding: bool
+    rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, out: torch.Tensor, each: int, adding: bool
 ) -> torch.Tensor:
     check("combine", rows, out)
-    if rows.dim() != 2 or rows.stride(1) != 1 or out.dim() != 2 or out.stride(1) != 1 or len(ends) != len(out):
-        raise ValueError(
-            f"combine: {tuple(rows.shape)} to {tuple(out.shape)}, {len(ends)} ends; expected [M, H] to [N, H], N"
-        )
+    if rows.dim() != 2 or rows.stride(1) != 1 or out.dim() != 2 or out.stride(1) != 1:
+        raise ValueError(f"combine: {tuple(rows.shape)} to {tuple(out.shape)}; expected [M, H] to [N, H]")
     block = 256
     if out.numel():
         _combine[(len(out), triton.cdiv(rows.size(1), block))](
-            rows, order, ends, out, rows.size(1), rows.stride(0), out.stride(0), adding, block, INTERPRETED,
+            rows, order, ends, out, rows.size(1), rows.stride(0), out.stride(0), each, adding, block, INTERPRETED,
             num_warps=NUM_WARPS,
         )  # fmt: skip
     return out
