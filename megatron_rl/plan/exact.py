@@ -23,11 +23,11 @@ from megatron_rl.plan.workload import Workload
 TILE = 64  # rows and columns of a product's tile; rows of a program of attention: learner/layers/kernels
 KEY_BLOCK = 32
 SPLIT = 16  # blocks of keys of a program of attention
-KERNELS = 38
-"""Of a layer on one GPU: two norms, four products with two kernels for their inputs, four norms and rotations of
-queries and keys with two copies, two writes to the cache, two of attention, two sums with the residual, three of the
-router, eleven that sort rows by expert, two grouped products with SiLU between, two of the sum over experts. What
-dispatch between ranks adds is in `exchanges`."""
+KERNELS = 29
+"""Of a layer on one GPU, as `tests/unit/exact/test_step_without_host.py` counts them: products, norms, rotations, what
+copies their inputs, two writes to the cache, two of attention, sums with the residual, router, order of the experts,
+two grouped products with SiLU between, sum over experts."""
+KERNELS_OF_EXPERTS = 5  # beside them where ranks share experts: what is sent, and where the results of others lie
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def exact_step(work: Workload, sequences: float, context: float, longest: float)
         dense=dense,
         experts=moe * _experts(work, sequences) if moe else 0.0,
         attention=a.num_layers * _attention(work, sequences, context, longest),
-        kernels=hw.STEP_OVERHEAD_S / hw.EXACT_STEPS + a.num_layers * KERNELS * hw.KERNEL_S,
+        kernels=_kernels(work),
         exchanges=_exchanges(work, rows, b),
         # Float64 logits, and what is made of them: scaled, shifted, exponentiated and cumulated, read and written.
         sampling=8 * 8 * rows * a.vocab_size / (work.gpu.bandwidth * hw.DECODE_BANDWIDTH),
@@ -140,21 +140,33 @@ def _attention(work: Workload, sequences: float, context: float, longest: float)
     return max(max(traffic, computation) / used, chain * hw.KEY_BLOCK_S)
 
 
+def _kernels(work: Workload) -> float:
+    """Launches of one step: of a graph, or one by one where the layout or the recipe has none (`exact.step`)."""
+    a, p = work.architecture, work.parallel
+    if work.recipe.rollout.enforce_eager or max(p.pipeline, p.expert_tensor) > 1:
+        return hw.EAGER_OVERHEAD_S
+    sums = (2 * a.num_layers - sum(a.moe_layers)) * (p.tensor + 1) if p.tensor > 1 else 0
+    of_experts = sum(a.moe_layers) * KERNELS_OF_EXPERTS if p.expert > 1 else 0
+    number = a.num_layers * KERNELS + sums + of_experts
+    return hw.STEP_OVERHEAD_S / hw.EXACT_STEPS + number * hw.KERNEL_S
+
+
 def _exchanges(work: Workload, rows: int, b: float) -> float:
-    """Of one step: partial sums of attention over tensor-parallel ranks, gathered whole; rows to the experts and back;
-    the rows that tensor-parallel ranks share out, gathered again; and the logits."""
+    """Of one step, what `exact.sharing` moves: partial sums over tensor-parallel ranks, gathered whole; the rows of an
+    expert group to all of it, and a place for each result back; the rows that tensor-parallel ranks share out, gathered
+    again; and the logits."""
     a, p, seconds = work.architecture, work.parallel, 0.0
-    row = rows * a.hidden_size * b
+    moe, row = sum(a.moe_layers), rows * a.hidden_size * b
     if p.tensor > 1:
-        link = hw.LINK * _rate(work, p.tensor)
-        gathers = 3 if a.is_moe else 2
-        seconds += a.num_layers * gathers * (hw.ALLREDUCE_S + (p.tensor - 1) * row / p.tensor / link)
-        seconds += a.num_layers * (p.tensor - 1) * row / link  # the partial sums, whole ones of every other rank
-        seconds += hw.ALLREDUCE_S + (p.tensor - 1) / p.tensor * rows * a.vocab_size * b / link
+        link, others = hw.LINK * _rate(work, p.tensor), p.tensor - 1
+        sums = 1 + 2 * a.num_layers - moe  # of the embedding, attention and dense layers
+        seconds += sums * (hw.ALLREDUCE_S + others * row / link)
+        seconds += (moe + 1) * (hw.ALLREDUCE_S + others * row / p.tensor / link)  # behind experts, before the logits
+        seconds += hw.ALLREDUCE_S + others / p.tensor * rows * a.vocab_size * b / link
     if p.expert > 1:
-        sent = row / p.tensor * a.experts_per_token * (p.expert - 1) / p.expert
         link = hw.LINK * _rate(work, p.expert * p.expert_tensor)
-        seconds += sum(a.moe_layers) * 2 * (hw.ALLREDUCE_S + sent / link)
+        received = (p.expert - 1) * row / p.tensor
+        seconds += moe * (2 * hw.ALLREDUCE_S + received * (1 + a.experts_per_token) / link)
     return seconds
 
 

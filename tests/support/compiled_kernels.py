@@ -26,7 +26,7 @@ def run() -> dict[str, Any]:
 
 def call_all(dtype: torch.dtype) -> None:
     """Every wrapper of `learner.layers.kernels`, with small tensors of the shapes that models have."""
-    from megatron_rl.learner.layers.kernels import attention, gemm, rows
+    from megatron_rl.learner.layers.kernels import attention, gemm, order, rows
 
     x, weights = torch.zeros(64, 128, dtype=dtype), [torch.zeros(256, 128, dtype=dtype) for _ in range(16)]
     numbers, probs = torch.arange(64), torch.zeros(64, dtype=dtype)
@@ -38,6 +38,7 @@ def call_all(dtype: torch.dtype) -> None:
     rows.gated_silu(x, probs)
     rows.route(x, 8, True)
     rows.combine(x, numbers.view(8, 8))
+    order.sort_by_expert(numbers.view(8, 8), x[:8, :8].contiguous(), 0, 16)
     rows.add_rows(x[:8].clone(), x, numbers, torch.arange(8, 72, 8))
     rows.token_statistics(x, numbers, numbers, temperature=0.9)
     query, key = torch.zeros(64, 16, 128, dtype=dtype), torch.zeros(64, 2, 128, dtype=dtype)
@@ -53,7 +54,7 @@ def main() -> dict[str, Any]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
 
-    from megatron_rl.learner.layers.kernels import attention, gemm, rows
+    from megatron_rl.learner.layers.kernels import attention, gemm, order, rows
 
     target = GPUTarget("cuda", 90, 32)
     triton.runtime.driver.set_active(
@@ -74,7 +75,7 @@ def main() -> dict[str, Any]:
         }
 
     with patch.object(JITFunction, "run", compile_only):
-        for module in (gemm, rows, attention):
+        for module in (gemm, rows, attention, order):
             module.check = lambda *_: None  # the tensors are a CPU's
         for dtype in DTYPES:
             name = str(dtype).removeprefix("torch.")

@@ -194,6 +194,27 @@ def combine(dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
+def sort_by_expert(dtype: torch.dtype) -> dict[str, Any]:
+    """Against a stable sort, whichever experts are here; 400 tokens are two looks of a program."""
+    from megatron_rl.learner.layers.kernels.order import sort_by_expert as kernel
+
+    def differs(number: int, first: int, num_local: int) -> bool:
+        chosen, probs = torch.rand(number, 12).topk(3).indices.sort(1).values, torch.rand(number, 3).to(dtype)
+        tokens, sorted_probs, places, ends = kernel(chosen, probs, first, num_local)
+        is_here = (chosen >= first) & (chosen < first + num_local)
+        order = chosen.where(is_here, 12).flatten().argsort(stable=True)
+        counts = torch.stack([(chosen == first + expert).sum() for expert in range(num_local)])
+        return not (
+            torch.equal(tokens, order // 3)
+            and torch.equal(sorted_probs, probs.flatten()[order])
+            and torch.equal(places.flatten()[order], torch.arange(order.numel()))
+            and torch.equal(ends.long(), counts.cumsum(0))
+        )
+
+    cases = [(400, 4, 5), *((int(torch.randint(1, 30, ())), first, 12 - first) for first in (0, 3, 11) * 20)]
+    return {"different": sum(differs(*case) for case in cases), "cases": len(cases) > 60}
+
+
 def log_prob(dtype: torch.dtype) -> dict[str, Any]:
     """Statistics of logits, and the log-probs and entropies that come of them, whole and in two parts of which the
     second has padding."""
@@ -446,6 +467,7 @@ KERNELS = (
     gated_silu,
     route,
     combine,
+    sort_by_expert,
     log_prob,
     gradients,
     attention,

@@ -11,6 +11,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -37,8 +38,35 @@ class WaitsForTheDevice(Exception):
     """The host would read a value, or copy between host and device."""
 
 
+@dataclass
+class Found:
+    """Of a step: the last grid of each kernel, elements of each exchange between ranks, and launches of one layer."""
+
+    grids: dict[str, list[int]] = field(default_factory=dict)
+    exchanged: list[tuple[str, int]] = field(default_factory=list)
+    launches: int = 0
+    of_layer: int = 0
+
+
+@dataclass(frozen=True)
+class Group:
+    """In the place of a process group: this rank is its last one."""
+
+    ranks: int
+
+    def size(self) -> int:
+        return self.ranks
+
+    def rank(self) -> int:
+        return self.ranks - 1
+
+
 class Captured(TorchDispatchMode):
     """Refuses what makes the host wait for the device, or takes memory of the host, as a CUDA graph would."""
+
+    def __init__(self, found: Found):
+        super().__init__()
+        self._found = found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
@@ -49,6 +77,7 @@ class Captured(TorchDispatchMode):
         elif on_device and OF_A_VALUE.intersection(func.tags):
             raise WaitsForTheDevice(str(func))
         out = func(*args, **(kwargs or {}))
+        self._found.launches += computes(func)
         made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
         if on_device and any(x.device.type == "cpu" for x in made):
             raise WaitsForTheDevice(f"{func} to the host")
@@ -57,10 +86,16 @@ class Captured(TorchDispatchMode):
         return out
 
 
+def computes(func: Any) -> bool:
+    """Whether an operation launches something: it is no view, and does more than to allocate."""
+    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+    return not is_view and "empty" not in func._schema.name and "_unsafe_view" not in func._schema.name
+
+
 class Launches:
     """In the place of a kernel: keeps the grid, launches nothing."""
 
-    def __init__(self, name: str, found: dict[str, list[int]]):
+    def __init__(self, name: str, found: Found):
         self._name, self._found = name, found
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -69,25 +104,46 @@ class Launches:
         def launch(*args: Any, **_: Any) -> None:
             wrong = [x for x in args if isinstance(x, torch.Tensor) and x.device.type != DEVICE]
             assert not wrong, (self._name, wrong)
-            self._found[self._name] = list(grid)
+            self._found.grids[self._name] = list(grid)
+            self._found.launches += 1
 
         return launch
 
 
 @contextmanager
-def kernels_recorded(found: dict[str, list[int]]) -> Iterator[None]:
+def kernels_recorded(found: Found) -> Iterator[None]:
     from triton.runtime.interpreter import InterpretedFunction
 
-    from megatron_rl.learner.layers.kernels import attention, gemm, rows
+    from megatron_rl.learner.layers.kernels import attention, gemm, order, rows
 
     with ExitStack() as patches:
-        for module in (gemm, rows, attention):
+        for module in (gemm, rows, attention, order):
             for name, value in vars(module).copy().items():
                 if isinstance(value, InterpretedFunction) and value.fn.__module__ == module.__name__:
                     patches.enter_context(patch.object(module, name, Launches(name, found)))
         # These tensors lie nowhere. The table is made once a place in memory, before any capture.
         table = patch.object(gemm, "weight_offsets", lambda weights: torch.zeros(len(weights), dtype=torch.int64))
         patches.enter_context(table)
+        yield
+
+
+@contextmanager
+def exchanges_recorded(found: Found) -> Iterator[None]:
+    """Between ranks that are not there."""
+    from megatron_rl.learner.layers import rank_sums
+
+    def recorded(name: str) -> Callable[..., None]:
+        def exchange(output: torch.Tensor, sent: torch.Tensor, group: Group) -> None:
+            assert sent.is_contiguous() and output.is_contiguous()
+            found.exchanged.append((name, sent.numel()))
+
+        return patch.object(torch.distributed, name, exchange)
+
+    with (
+        recorded("all_gather_into_tensor"),
+        recorded("all_to_all_single"),
+        patch.object(rank_sums, "_is_ours", lambda _op, group, _async: group.size() > 1),
+    ):
         yield
 
 
@@ -120,7 +176,7 @@ def refused() -> dict[str, bool]:
     for name, way in ways.items():
         x = torch.ones(3, dtype=torch.int64, device=DEVICE)
         try:
-            with Captured():
+            with Captured(Found()):
                 way(x)
             found[name] = False
         except (WaitsForTheDevice, NotImplementedError, RuntimeError):  # the latter by PyTorch, for want of a value
@@ -128,27 +184,32 @@ def refused() -> dict[str, bool]:
     return found
 
 
-def step(dtype: str) -> dict[str, list[int]]:
-    """Grids of the kernels of one step with its choice of tokens, which nothing may hold up."""
+def step(dtype: str, tensor: int = 1, expert: int = 1) -> Found:
+    """One step with its choice of tokens, which nothing may hold up; as one of ``tensor`` and of ``expert`` ranks, which
+    has all weights: the shapes of what it exchanges are those of ranks that share them out."""
     from megatron_rl.exact.doses import Dose
     from megatron_rl.exact.draws import Draws
     from megatron_rl.exact.pages import Pages
     from megatron_rl.exact.schedule import Schedule
-    from megatron_rl.exact.turns import Responses, Rows, Turns
+    from megatron_rl.exact.graphs import Rows
+    from megatron_rl.exact.turns import Responses, Turns
     from megatron_rl.learner.layers.exact_attention import PagedCache
     from megatron_rl.learner.layers.invariant import forced_kernels
     from tests.parallel.programs.exact import start
 
     with tempfile.TemporaryDirectory() as folder:
         learner, generator = start(dtype, model={"path": small_model(Path(folder))})
-    decoder, found = generator._policy, {}
+    decoder, found = generator._policy, Found()
     passes = decoder.passes
-    with forced_kernels(), torch.no_grad(), torch.device(DEVICE), kernels_recorded(found):
+    with forced_kernels(), torch.no_grad(), torch.device(DEVICE), kernels_recorded(found), exchanges_recorded(found):
         without_values(learner.module)
         decoder.device = passes.device = torch.device(DEVICE)
         part = learner.module.decoder.layers[0].self_attention
         heads, width = part.num_query_groups_per_partition, part.hidden_size_per_attention_head
         passes.step_forward._cos, passes.step_forward._sin = torch.zeros(2, 1024, width // 2).unbind()
+        ranks = passes.step_forward._ranks
+        if tensor > 1 or expert > 1:
+            ranks.tensor_group, ranks.expert_group = Group(tensor), Group(expert)
         turns = Turns(
             passes,
             Schedule(np.ones(ROWS, np.int64), np.ones(ROWS, np.int64), [0] * ROWS, Pages(PAGES), ROWS, 2),
@@ -164,14 +225,20 @@ def step(dtype: str) -> dict[str, list[int]]:
         numbers = torch.zeros(3, ROWS, dtype=torch.int64).unbind()
         rows = Rows(*numbers, torch.ones(ROWS, dtype=torch.bool), torch.zeros(ROWS, PAGES, dtype=torch.int64))
         needed = torch.zeros(ROWS, dtype=torch.float64)
-        with Captured():
-            turns._advance(rows, needed, list)
-            turns._advance(rows, needed, list)  # what it left is what it takes
+        with Captured(found):
+            turns._advance(rows, needed)
+            found.exchanged.clear()
+            marks = {}
+            passes.step_forward.watch = lambda name, _: marks.setdefault(name, found.launches)
+            turns._advance(rows, needed)  # what it left is what it takes
+    found.of_layer = marks["layer 0"] - marks["embedding"]
     return found
 
 
 def main() -> dict[str, Any]:
-    return {"refused": refused()} | {dtype: step(dtype) for dtype in ("fp32", "bf16")}
+    found = {dtype: step(dtype) for dtype in ("fp32", "bf16")}
+    found["TP2 EP4"] = step("bf16", tensor=2, expert=4)
+    return {"refused": refused()} | {name: asdict(one) for name, one in found.items()}
 
 
 if __name__ == "__main__":

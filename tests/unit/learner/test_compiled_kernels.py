@@ -10,7 +10,16 @@ from tests.support.te import MISSING
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 PRODUCTS = {"_linear", "_grouped", "_attend", "_attend_part"}
-ROWS = {"_rms_norm", "_rotate", "_gated_silu", "_route", "_combine", "_token_statistics", "_join_parts"}
+ROWS = {
+    "_rms_norm",
+    "_rotate",
+    "_gated_silu",
+    "_route",
+    "_combine",
+    "_token_statistics",
+    "_join_parts",
+    "_sort_by_expert",
+}
 
 
 @pytest.fixture(scope="module")

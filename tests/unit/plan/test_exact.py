@@ -47,7 +47,17 @@ def test_a_step_of_128_sequences_by_hand():
     )  # keys and values; five splits' sums of 16 heads
     assert traffic / (0.5 * BANDWIDTH) > 4 * 128 * 2 * 2304 * 64 * 128 / (0.5 * RATE), "traffic binds"
     assert step.attention == rounded(48 * traffic / (0.5 * BANDWIDTH), scale=step.attention)
-    assert step.kernels == rounded(1.5e-3 / 16 + 48 * 38 * 2.5e-6, scale=step.kernels)
+    assert step.kernels == rounded(1.5e-3 / 16 + 48 * (29 + 3 + 5) * 2.5e-6, scale=step.kernels)
+    row, link, latency = 128 * 2048 * 2, 0.7 * 450e9, 12e-6
+    of_layer = 4 * latency + row * (1 + 0.5 + 7 * (1 + 8) / 2) / link  # sums, rows again; to seven ranks and back
+    rest = 3 * latency + row * 1.5 / link + 128 * 151936 / link  # embedding, before the logits, logits
+    assert step.exchanges == rounded(48 * of_layer + rest, scale=step.exchanges)
+
+
+def test_steps_without_graphs_are_launched_one_by_one():
+    assert model.exact_step(work("rollout.enforce_eager=true"), 128, 2304, 5120).kernels == hardware.EAGER_OVERHEAD_S
+    of_module = model.exact_step(work("learner.parallel.expert_tensor=2"), 128, 2304, 5120)
+    assert of_module.kernels == hardware.EAGER_OVERHEAD_S, "a layout that `exact.step` does not take"
 
 
 def test_a_lone_sequence_has_a_processor_for_each_split():
