@@ -134,7 +134,8 @@ def exchanges_recorded(found: Found) -> Iterator[None]:
 
     def recorded(name: str) -> Callable[..., None]:
         def exchange(output: torch.Tensor, sent: torch.Tensor, group: Group) -> None:
-            assert sent.is_contiguous() and output.is_contiguous()
+            assert sent.is_contiguous()
+            assert output.is_contiguous()
             found.exchanged.append((name, sent.numel()))
 
         return patch.object(torch.distributed, name, exchange)
@@ -185,13 +186,13 @@ def refused() -> dict[str, bool]:
 
 
 def step(dtype: str, tensor: int = 1, expert: int = 1) -> Found:
-    """One step with its choice of tokens, which nothing may hold up; as one of ``tensor`` and of ``expert`` ranks, which
-    has all weights: the shapes of what it exchanges are those of ranks that share them out."""
+    """One step with its choice of tokens, which nothing may hold up; as one of ``tensor`` and of ``expert`` ranks. It
+    has all weights, and the shapes of what it exchanges are those of ranks that share them out."""
     from megatron_rl.exact.doses import Dose
     from megatron_rl.exact.draws import Draws
+    from megatron_rl.exact.graphs import Rows
     from megatron_rl.exact.pages import Pages
     from megatron_rl.exact.schedule import Schedule
-    from megatron_rl.exact.graphs import Rows
     from megatron_rl.exact.turns import Responses, Turns
     from megatron_rl.learner.layers.exact_attention import PagedCache
     from megatron_rl.learner.layers.invariant import forced_kernels
