@@ -17,7 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from megatron_rl.exact.doses import Dose
-from megatron_rl.exact.graphs import Capture, captured_on_cuda
+from megatron_rl.exact.graphs import Capture, capture_for
 from megatron_rl.exact.pages import Pages
 from megatron_rl.exact.passes import GenerationPasses, in_passes, largest
 from megatron_rl.exact.room import make_cache, rows_and_steps
@@ -76,7 +76,7 @@ class Decoder:
             kv_cache=learner.recipe.exact.kv_cache,
             cache_gib=rollout.kv_cache_gib,
             utilization=rollout.gpu_memory_utilization,
-            capture=captured_on_cuda if learner.device.type == "cuda" and not rollout.enforce_eager else None,
+            capture=capture_for(learner.device, rollout.enforce_eager),
         )
 
     @torch.no_grad()

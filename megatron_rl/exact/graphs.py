@@ -50,6 +50,11 @@ def captured_on_cuda(body: Callable[[], None], memory: list) -> Callable[[], Non
     return graph.replay
 
 
+def capture_for(device: torch.device, enforce_eager: bool | None) -> Capture | None:
+    """How steps on ``device`` become graphs. ``enforce_eager``: `rollout.enforce_eager`."""
+    return captured_on_cuda if device.type == "cuda" and not enforce_eager else None
+
+
 class StepGraphs:
     """``step`` as graphs, one for each number of rows and of pages."""
 

@@ -37,6 +37,7 @@ REACHED = {
     "megatron_rl/doctor/learner.py": BITS,
     "megatron_rl/doctor/machine.py": "tests/unit/doctor/test_machine.py",
     "megatron_rl/doctor/memory.py": METER,
+    "megatron_rl/exact/graphs.py": "tests/unit/exact/test_graphs.py",
     "megatron_rl/exact/room.py": "tests/unit/exact/test_room.py",
     "megatron_rl/learner/layers/invariant.py": LEARNER,
     "megatron_rl/learner/model.py": LEARNER,

@@ -63,7 +63,7 @@ def _split(
     ROWS: tl.constexpr, KEY_BLOCK: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr, PAGED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Queries [ROWS, WIDTH], whose last keys are ``last`` [ROWS], and the keys of one split: largest score, sum of
+    """Queries ``ROWS`` × ``WIDTH``, whose last keys are ``last``, and the keys of one split: largest score, sum of
     weights and weighted values. The keys begin at token ``start``, or lie in ``pages``."""
     d = tl.arange(0, WIDTH)
     top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
