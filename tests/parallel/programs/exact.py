@@ -126,6 +126,8 @@ def schedules(
             decoder.cache_gib = 8 * CacheShape.of(learner.module).page_bytes / GIB
         found[name], counts[name] = long_ones(generator), generator.stats()
     rollouts = {name: [r for group in groups for r in group.rollouts] for name, groups in found.items()}
+    for one in counts.values():
+        one.pop("perf/tokens_per_s/rollout")  # a time, which ranks do not share
     return {
         "counts": counts,
         "lengths": [r.length for r in rollouts["plain"]],
