@@ -24,6 +24,7 @@ from megatron_rl.exact.sharing import RowsOfRanks
 from megatron_rl.learner.layers.exact_attention import CachedStep
 from megatron_rl.learner.layers.exact_experts import add_experts, experts, gated, route
 from megatron_rl.learner.layers.invariant import TILE, batch_invariant, linear, rms_norm, rotate
+from megatron_rl.learner.lora import has_adapters
 
 Watch = Callable[[str, torch.Tensor], None]
 """(layer, what came out of it [n, …])"""
@@ -38,10 +39,12 @@ class StepForward:
 
     @staticmethod
     def takes(module: GPTModel) -> bool:
-        """Whether what lies between the weights is known here: no pipeline; experts and key heads are whole."""
+        """Whether what lies between the weights is known here: no pipeline and no adapters; experts and key heads are
+        whole."""
         config, tensor = module.config, module.config.tensor_model_parallel_size
         whole = config.pipeline_model_parallel_size == (config.expert_tensor_parallel_size or 1) == 1
-        return whole and TILE % tensor == 0 and (config.num_query_groups or config.num_attention_heads) % tensor == 0
+        whole = whole and TILE % tensor == 0 and (config.num_query_groups or config.num_attention_heads) % tensor == 0
+        return whole and not has_adapters(module)
 
     @property
     def needs_equal_rows(self) -> bool:

@@ -40,6 +40,11 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def has_adapters(model: torch.nn.Module) -> bool:
+    """Whether ``model`` has adapters, which are in its weights within the forward passes of its layers alone."""
+    return any(".lora_A" in name for name, _ in model.named_parameters())
+
+
 @dataclass(frozen=True)
 class _Place:
     """Where a weight that gets an adapter is. ``reader``: the module in whose forward pass it is read."""

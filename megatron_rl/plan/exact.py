@@ -143,7 +143,8 @@ def _attention(work: Workload, sequences: float, context: float, longest: float)
 def _kernels(work: Workload) -> float:
     """Launches of one step: of a graph, or one by one where the layout or the recipe has none (`exact.step`)."""
     a, p = work.architecture, work.parallel
-    if work.recipe.rollout.enforce_eager or max(p.pipeline, p.expert_tensor) > 1:
+    through_modules = max(p.pipeline, p.expert_tensor) > 1 or work.recipe.learner.lora is not None
+    if work.recipe.rollout.enforce_eager or through_modules:
         return hw.EAGER_OVERHEAD_S
     sums = (2 * a.num_layers - sum(a.moe_layers)) * (p.tensor + 1) if p.tensor > 1 else 0
     of_experts = sum(a.moe_layers) * KERNELS_OF_EXPERTS if p.expert > 1 else 0

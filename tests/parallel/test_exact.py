@@ -26,6 +26,7 @@ DOSES = {
 }
 IN_LAYOUTS = ("router", "hidden", "int4", "stale")
 STAGES = {"pipeline": 2}
+ADAPTERS = {"lora": {"rank": 4, "alpha": 64}, "optimizer": {"lr": 1e-2}}
 WIDE = {"tensor": 4, "expert": 4}
 EXPERTS_CUT = {"tensor": 4, "expert": 2, "expert_tensor": 2}
 LAYOUTS = {
@@ -48,6 +49,9 @@ def jobs_for(world_size: int, model: str = str(MODEL)) -> dict:
         name = f"{parallel} {dtype}"
         jobs[f"bits {name}"] = ("bits_over_batches", {"dtype": dtype, "parallel": parallel, "sizes": sizes} | sections)
         jobs[f"gate {name}"] = ("update_with_gate", {"dtype": dtype, "parallel": parallel, "minibatches": 2} | sections)
+    if world_size < 4:
+        adapted = {"dtype": "bf16", "parallel": LAYOUTS[world_size][0][0], "learner": ADAPTERS} | sections
+        jobs["gate adapters"] = ("update_with_gate", {"minibatches": 1} | adapted)
     jobs["broken"] = ("broken_layer", {"parallel": LAYOUTS[world_size][-1][0], "layer": 2} | sections)
     for parallel in CUT.get(world_size, ()):
         given = {"dtype": "bf16", "parallel": parallel, "names": ["five rows", "module", "graphs"]}

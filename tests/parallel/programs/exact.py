@@ -42,7 +42,7 @@ def start(dtype: str, parallel: dict[str, int] | None = None, **sections: Any) -
             "max_num_seqs": sections.pop("max_num_seqs", 256),
             **sections.pop("rollout", {}),
         },
-        learner={"dtype": dtype, "parallel": parallel or {}},
+        learner={"dtype": dtype, "parallel": parallel or {}, **sections.pop("learner", {})},
         **sections,
     )
     learner = Learner(recipe)

@@ -58,6 +58,8 @@ def test_steps_without_graphs_are_launched_one_by_one():
     assert model.exact_step(work("rollout.enforce_eager=true"), 128, 2304, 5120).kernels == hardware.EAGER_OVERHEAD_S
     of_module = model.exact_step(work("learner.parallel.expert_tensor=2"), 128, 2304, 5120)
     assert of_module.kernels == hardware.EAGER_OVERHEAD_S, "a layout that `exact.step` does not take"
+    adapted = model.exact_step(work("learner.lora={rank: 8}"), 128, 2304, 5120)
+    assert adapted.kernels == hardware.EAGER_OVERHEAD_S
 
 
 def test_a_lone_sequence_has_a_processor_for_each_split():
