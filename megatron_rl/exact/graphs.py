@@ -18,7 +18,7 @@ import torch
 Step = Callable[["Rows", torch.Tensor], tuple[torch.Tensor, ...]]
 """Rows, what is needed of each [n] → what was found of each; the rows are changed."""
 
-LEAST_PAGES = 16
+LEAST_PAGES = 16  # what one program of attention reads: fewer would save nothing
 
 
 @dataclass

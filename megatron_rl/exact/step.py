@@ -42,9 +42,10 @@ class StepForward:
         """Whether what lies between the weights is known here: no pipeline and no adapters; experts and key heads are
         whole."""
         config, tensor = module.config, module.config.tensor_model_parallel_size
-        whole = config.pipeline_model_parallel_size == (config.expert_tensor_parallel_size or 1) == 1
-        whole = whole and TILE % tensor == 0 and (config.num_query_groups or config.num_attention_heads) % tensor == 0
-        return whole and not has_adapters(module)
+        layers_are_whole = config.pipeline_model_parallel_size == (config.expert_tensor_parallel_size or 1) == 1
+        key_heads = config.num_query_groups or config.num_attention_heads
+        heads_are_whole = TILE % tensor == key_heads % tensor == 0  # TILE: rows are shared out, too
+        return layers_are_whole and heads_are_whole and not has_adapters(module)
 
     @property
     def needs_equal_rows(self) -> bool:
@@ -55,14 +56,13 @@ class StepForward:
         """For sequences of at most ``longest`` tokens: cosine and sine of the angle of every position."""
         device = next(self._module.parameters()).device
         with torch.no_grad(), batch_invariant(device):
-            angles = self._module.rotary_pos_emb.rotary(longest, packed_seq=True).flatten(
-                1
-            )  # [M, D], both halves alike
-            self._cos, self._sin = (f(angles.chunk(2, dim=-1)[0]) for f in (torch.cos, torch.sin))
+            angles = self._module.rotary_pos_emb.rotary(longest, packed_seq=True).flatten(1)  # [M, D]
+            half, _ = angles.chunk(2, dim=-1)  # the other one is the same
+            self._cos, self._sin = (f(half) for f in (torch.cos, torch.sin))
 
     @torch.no_grad()
     def __call__(self, tokens: torch.Tensor, step: CachedStep) -> torch.Tensor:
-        """``tokens`` [n] int64, → logits [n, V/tp]."""
+        """``tokens`` [n] int64 → logits [n, V/tp]."""
         module = self._module
         x = self._embedding(tokens)
         self._see("embedding", x)

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 
+from tests.support.kernel_modules import kernel_modules
 from tests.support.te import run_with_triton
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -54,8 +55,6 @@ def main() -> dict[str, Any]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
 
-    from megatron_rl.learner.layers.kernels import attention, gemm, order, rows
-
     target = GPUTarget("cuda", 90, 32)
     triton.runtime.driver.set_active(
         SimpleNamespace(
@@ -75,7 +74,7 @@ def main() -> dict[str, Any]:
         }
 
     with patch.object(JITFunction, "run", compile_only):
-        for module in (gemm, rows, attention, order):
+        for module in kernel_modules():
             module.check = lambda *_: None  # the tensors are a CPU's
         for dtype in DTYPES:
             name = str(dtype).removeprefix("torch.")

@@ -10,16 +10,15 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from tests.support.exact_on_kernels import small_model
+from tests.support.kernel_modules import kernels_replaced
 from tests.support.te import run_interpreted
 
 LENGTH, STEPS = 7, 6
@@ -84,19 +83,12 @@ class Recording(TorchDispatchMode):
 
 
 def main() -> dict[str, Any]:
-    from triton.runtime.interpreter import InterpretedFunction
-
     from megatron_rl.learner.layers import invariant
-    from megatron_rl.learner.layers.kernels import attention, gemm, order, rows
     from tests.parallel.programs.exact import generator_of, prompts, start
 
     recording, found = Recording(), {}
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        stack.enter_context(invariant.forced_kernels())
-        for module in (gemm, rows, attention, order):
-            for name, value in vars(module).copy().items():
-                if isinstance(value, InterpretedFunction) and value.fn.__module__ == module.__name__:
-                    stack.enter_context(patch.object(module, name, recording.kernel(value)))
+    replaced = kernels_replaced(lambda _, kernel: recording.kernel(kernel))
+    with tempfile.TemporaryDirectory() as folder, invariant.forced_kernels(), replaced:
         model, limits = {"path": small_model(Path(folder))}, {"max_response_length": LENGTH, "stop_token_ids": []}
         learner, generator = start("bf16", model=model, rollout=limits)
         for name in ("run", "repeated"):

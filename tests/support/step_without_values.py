@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.exact_on_kernels import small_model
+from tests.support.kernel_modules import kernels_replaced
 from tests.support.te import run_interpreted
 
 ROWS, PAGES, DEVICE = 64, 40, "meta"
@@ -112,18 +113,11 @@ class Launches:
 
 @contextmanager
 def kernels_recorded(found: Found) -> Iterator[None]:
-    from triton.runtime.interpreter import InterpretedFunction
+    from megatron_rl.learner.layers.kernels import gemm
 
-    from megatron_rl.learner.layers.kernels import attention, gemm, order, rows
-
-    with ExitStack() as patches:
-        for module in (gemm, rows, attention, order):
-            for name, value in vars(module).copy().items():
-                if isinstance(value, InterpretedFunction) and value.fn.__module__ == module.__name__:
-                    patches.enter_context(patch.object(module, name, Launches(name, found)))
-        # These tensors lie nowhere. The table is made once a place in memory, before any capture.
-        table = patch.object(gemm, "weight_offsets", lambda weights: torch.zeros(len(weights), dtype=torch.int64))
-        patches.enter_context(table)
+    # These tensors lie nowhere. The table is made once a place in memory, before any capture.
+    table = patch.object(gemm, "weight_offsets", lambda weights: torch.zeros(len(weights), dtype=torch.int64))
+    with kernels_replaced(lambda name, _: Launches(name, found)), table:
         yield
 
 
