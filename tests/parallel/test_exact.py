@@ -56,6 +56,9 @@ def jobs_for(world_size: int, model: str = str(MODEL)) -> dict:
     for parallel in CUT.get(world_size, ()):
         given = {"dtype": "bf16", "parallel": parallel, "names": ["five rows", "module", "graphs"]}
         jobs[f"schedules {parallel}"] = ("schedules", given | sections)
+    if world_size == 2:  # twenty rows on each of two replicas, which end one after the other
+        uneven = {"dtype": "bf16", "parallel": {"expert": 2}, "names": ["module", "graphs"], "number": 20}
+        jobs["uneven rows"] = ("schedules", uneven)
     if world_size > 1:
         jobs["sums"] = ("sums_in_order", {"world_size": world_size})
     if world_size == 1:
@@ -161,6 +164,15 @@ def test_ranks_that_exchange_rows_give_the_responses_of_the_module(results):
         assert len(responses) == 4
         for name in ("five rows", "module", "graphs"):
             assert responses[name] == responses["plain"], (parallel, name)
+
+
+@pytest.mark.parametrize("results", [2], indirect=True)
+def test_replicas_that_share_experts_take_as_many_rows_as_the_one_that_needs_most(results):
+    """More than a tile of rows on one of them, and less on the other: the exchange has one shape."""
+    _, found = results
+    plain, *others = found["uneven rows"]["found"].values()
+    assert len(plain) == 40
+    assert others == [plain] * 2
 
 
 @pytest.mark.parametrize("results", [1], indirect=True)
