@@ -36,6 +36,7 @@ LAYOUTS = {
 }
 CUT = {2: [BOTH, {"expert": 2}], 4: [{"tensor": 2, "expert": 4}]}
 """Layouts whose ranks exchange rows in a step: heads, experts, and experts of two replicas."""
+TWO_PAGES = 40  # tokens of a response there, where ranks share cores and each of them waits for all others
 
 DTYPES = ("fp32", "bf16", "fp16")
 STEPS = [1, 2, 7, 16, 33, 64]  # responses of each update
@@ -53,12 +54,13 @@ def jobs_for(world_size: int, model: str = str(MODEL)) -> dict:
         adapted = {"dtype": "bf16", "parallel": LAYOUTS[world_size][0][0], "learner": ADAPTERS} | sections
         jobs["gate adapters"] = ("update_with_gate", {"minibatches": 1} | adapted)
     jobs["broken"] = ("broken_layer", {"parallel": LAYOUTS[world_size][-1][0], "layer": 2} | sections)
+    short = {"dtype": "bf16", "longest": TWO_PAGES}
     for parallel in CUT.get(world_size, ()):
-        given = {"dtype": "bf16", "parallel": parallel, "names": ["five rows", "module", "graphs"]}
+        given = short | {"parallel": parallel, "names": ["five rows", "module", "graphs"]}
         jobs[f"schedules {parallel}"] = ("schedules", given | sections)
     if world_size == 2:  # twenty rows on each of two replicas, which end one after the other
-        uneven = {"dtype": "bf16", "parallel": {"expert": 2}, "names": ["module", "graphs"], "number": 20}
-        jobs["uneven rows"] = ("schedules", uneven)
+        given = short | {"parallel": {"expert": 2}, "names": ["module", "graphs"], "number": 20}
+        jobs["uneven rows"] = ("schedules", given)
     if world_size > 1:
         jobs["sums"] = ("sums_in_order", {"world_size": world_size})
     if world_size == 1:
@@ -160,8 +162,9 @@ def test_every_schedule_gives_the_same_responses(results):
 def test_ranks_that_exchange_rows_give_the_responses_of_the_module(results):
     world_size, found = results
     for parallel in CUT[world_size]:
-        responses = found[f"schedules {parallel}"]["found"]
+        responses, lengths = (found[f"schedules {parallel}"][name] for name in ("found", "lengths"))
         assert len(responses) == 4
+        assert max(lengths) == TWO_PAGES > min(lengths)
         for name in ("five rows", "module", "graphs"):
             assert responses[name] == responses["plain"], (parallel, name)
 

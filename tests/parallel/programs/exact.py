@@ -102,18 +102,23 @@ def bits_over_batches(dtype: str, parallel: dict[str, int], sizes: list[int], **
 
 
 def schedules(
-    dtype: str, parallel: dict[str, int] | None = None, names: Sequence[str] = (), number: int = 6, **sections: Any
+    dtype: str,
+    parallel: dict[str, int] | None = None,
+    names: Sequence[str] = (),
+    number: int = 6,
+    longest: int = 100,
+    **sections: Any,
 ) -> dict[str, Any]:
     """The same responses from every schedule: with and without a cache, a few rows at a time, several steps between two
     looks, a cache so small that sequences give way to each other, the module itself in the place of `StepForward`, and
     steps that are captured and repeated. ``names``: of the schedules; none: all. ``number``: of prompts, of which each
-    has two samples.
+    has two samples of up to ``longest`` tokens.
     """
     learner, _ = start(dtype, parallel, **sections)
 
     def long_ones(generator: ExactGenerator) -> list[Group]:
         generator._stop = frozenset({STOP})
-        sampling = Sampling(100)
+        sampling = Sampling(longest)
         return everywhere(generator.rollout(prompts(number), 2, policy_version=0, step=0, sampling=sampling))
 
     plain = generator_of(learner)
