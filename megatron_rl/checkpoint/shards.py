@@ -63,7 +63,9 @@ class WeightMap:
             dist.all_gather_object(stages, self.entries, group=self.pp)
         self.all_entries = [entry for stage in stages for entry in stage]
         self._made: dict[str, tuple[int, Sequence[torch.Tensor]]] = {}  # parameter → where it lies, and views of it
-        self._exported = [(entry, self._exported_names(entry)) for entry in self.all_entries]
+        self._exported = [
+            (entry, self._exported_names(entry), entry.is_view and self._is_whole(entry)) for entry in self.all_entries
+        ]
 
     def _exported_names(self, entry: Entry) -> list[tuple[str, ...]]:
         """Of the tensors that `export` makes of ``entry``; for experts by expert-parallel rank."""
@@ -141,10 +143,10 @@ class WeightMap:
         parameter, so one that is kept has to be cloned.
         """
         stage = self.pp.rank()
-        for entry, names in self._exported:
+        for entry, names, is_here in self._exported:
             if entry.parameter == "output_layer.weight" and self.architecture.tie_embeddings:
                 continue
-            if read is None and dtype is None and entry.is_view and self._is_whole(entry):
+            if is_here and read is None and dtype is None:
                 yield from zip(names[0], self._views(entry), strict=True)
                 continue
             values = self._local(entry, read, dtype) if entry.stage == stage else None

@@ -66,7 +66,7 @@ def servers(tmp_path_factory):
     recipe, file = served_recipe(run_dir, LENGTH)
     local = LocalServers(2, file, run_dir, TOKEN)
     with pytest.MonkeyPatch.context() as patch, recorded_legs():
-        patch.setattr(weight_broadcast, "CHUNK_BYTES", 1 << 14)
+        patch.setattr(weight_broadcast, "CHUNK_BYTES", {"cpu": 1 << 14})
         yield run_dir, recipe, local
     local.close()
 

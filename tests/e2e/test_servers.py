@@ -105,7 +105,7 @@ class TestTwoServers:
     def chunks(self, generator, monkeypatch):
         """Small ones, so that an update has a middle."""
         generator._updates.broadcaster.close()
-        monkeypatch.setattr(weight_broadcast, "CHUNK_BYTES", 1 << 14)
+        monkeypatch.setattr(weight_broadcast, "CHUNK_BYTES", {"cpu": 1 << 14})
         yield
         generator._updates.broadcaster.close()
 

@@ -19,7 +19,7 @@ from torch.distributed import Work
 
 from megatron_rl.rollout.servers.weight_group import GroupError, WeightGroup
 
-CHUNK_BYTES = 64 << 20  # of a buffer
+CHUNK_BYTES = {"cuda": 64 << 20, "cpu": 8 << 20}  # of a buffer; a processor sends what its cache still holds
 WHOLE_BYTES = 16 << 20  # a tensor from this size on is sent as it is
 NUM_BUFFERS = 2
 SAME = json.dumps({"tensors": None})  # a chunk holds what the one of its number held in the group's last update
@@ -36,7 +36,7 @@ class Amount:
 
 
 Entry = tuple[str, str, torch.Size]  # name, dtype, shape
-Kind = tuple[str, tuple[int, ...]]  # dtype, and shape but for the first axis
+Kind = tuple[str, tuple[int, ...]]  # dtype and shape
 
 
 @dataclass
@@ -46,7 +46,7 @@ class _Chunk:
     Tensors of one kind lie one after another, so that one call copies them as they are. `_places` says where.
     """
 
-    buffer: torch.Tensor  # uint8 [CHUNK_BYTES]
+    buffer: torch.Tensor  # uint8 [chunk_bytes]
     size: int = 0  # bytes of all tensors
     entries: list[Entry] = field(default_factory=list)
     kinds: dict[Kind, list[torch.Tensor]] = field(default_factory=dict)
@@ -55,22 +55,21 @@ class _Chunk:
     def add(self, name: str, tensor: torch.Tensor, size: int) -> None:
         shape, dtype = tensor.shape, NAMES[tensor.dtype]
         self.entries.append((name, dtype, shape))
-        kind = dtype, shape[1:]
-        if kind not in self.kinds:
-            self.kinds[kind] = []
-        self.kinds[kind].append(tensor if shape else tensor.reshape(1))
+        if (alike := self.kinds.get((dtype, shape))) is None:
+            alike = self.kinds[dtype, shape] = []
+        alike.append(tensor if shape else tensor.reshape(1))
         self.size += size
 
     def pack(self) -> tuple[list[Entry], torch.Tensor]:
         """Copy all tensors into the buffer, in one pass, and forget them: what it holds, and uint8 [size]."""
         place = 0
-        for dtype, rest in sorted(self.kinds, key=_wider_first):
-            tensors = self.kinds[dtype, rest]
+        for kind in sorted(self.kinds, key=_wider_first):
+            tensors = self.kinds[kind]
             if tensors[0].device != self.buffer.device:
                 tensors = [tensor.to(self.buffer.device) for tensor in tensors]
-            rows = sum(map(len, tensors))
-            end = place + rows * math.prod(rest) * DTYPES[dtype].itemsize
-            torch.cat(tensors, out=self.buffer[place:end].view(DTYPES[dtype]).view(rows, *rest))
+            rows, *rest = tensors[0].shape
+            end = place + len(tensors) * tensors[0].nbytes
+            torch.cat(tensors, out=self.buffer[place:end].view(DTYPES[kind[0]]).view(len(tensors) * rows, *rest))
             place = end
         entries, packed = self.entries, self.buffer[: self.size]
         self.size, self.entries, self.kinds = 0, [], {}
@@ -86,7 +85,7 @@ def _places(entries: list[Entry]) -> list[tuple[int, int]]:
     """Of each entry of a chunk, where its bytes begin and how many they are."""
     kinds: dict[Kind, list[int]] = {}
     for number, (_, dtype, shape) in enumerate(entries):
-        kinds.setdefault((dtype, tuple(shape[1:])), []).append(number)
+        kinds.setdefault((dtype, tuple(shape)), []).append(number)
     found, place = [(0, 0)] * len(entries), 0
     for kind in sorted(kinds, key=_wider_first):
         for number in kinds[kind]:
@@ -98,10 +97,10 @@ def _places(entries: list[Entry]) -> list[tuple[int, int]]:
 
 class Sender:
     """Rank 0's end of a group, for any number of updates. ``chunk_bytes``: of each of its two buffers, which are on the
-    group's device; 0: `CHUNK_BYTES`."""
+    group's device; 0: `CHUNK_BYTES` of that device."""
 
     def __init__(self, group: WeightGroup, chunk_bytes: int = 0) -> None:
-        self._group, self._chunk_bytes = group, chunk_bytes = group, chunk_bytes or CHUNK_BYTES
+        self._group, self._chunk_bytes = group, chunk_bytes = group, chunk_bytes or CHUNK_BYTES[group.device.type]
         self._chunks = [
             _Chunk(torch.empty(chunk_bytes, dtype=torch.uint8, device=group.device)) for _ in range(NUM_BUFFERS)
         ]
