@@ -30,6 +30,7 @@ def shared_keys(recipe: Recipe) -> dict[str, Any]:
         "exact": values["exact"],
         "learner": {key: values["learner"][key] for key in ("dtype", "lora", "loss_scale")},
         "rollout": {key: values["rollout"][key] for key in ROLLOUT_KEPT},
+        "weights of servers": values["rollout"]["servers"]["weights"],
         "several_updates": values["batch"]["minibatches"] > 1,
     }
 
@@ -71,7 +72,10 @@ def twin(recipe: Recipe, run_root: Path, dense_model: Path) -> Recipe:
                 "num_samples": SAMPLES,
                 "max_response_length": LONGEST_RESPONSE,
                 "kv_cache_gib": 0.0625,
-                "servers": {"launch": int(recipe.rollout.engine == "vllm_server")},
+                "servers": {
+                    "launch": int(recipe.rollout.engine == "vllm_server"),
+                    "weights": values["rollout"]["servers"]["weights"],
+                },
             },
             "exact": values["exact"],
             "learner": {key: values["learner"][key] for key in LEARNER_KEPT},
