@@ -23,6 +23,8 @@ def why_untraced(work: Workload) -> str:
         return "stages of a pipeline tell each other the shapes of what they send, and these are values"
     if work.architecture.is_moe and work.parallel.expert * work.parallel.expert_tensor == 1:
         return "without expert parallelism rows are sorted by values"
+    if work.recipe.rollout.engine == "exact":
+        return "exact mode reads the lengths of packed rows, which are values"
     return ""
 
 

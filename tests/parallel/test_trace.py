@@ -6,6 +6,7 @@ every kind of memory grows by the same bytes with each layer.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import warnings
@@ -17,6 +18,7 @@ import pytest
 
 from megatron_rl.checkpoint.known_models import shape_of
 from megatron_rl.config import load_recipe
+from megatron_rl.trace import why_untraced
 from tests.parallel.programs.trace import workload
 from tests.support.tiny import REPOSITORY
 from tests.support.zygote import run_command, zygote
@@ -51,7 +53,7 @@ SHAPES: dict[tuple, Path] = {}
 for _path in PAPER:
     SHAPES.setdefault(learner_shape(_path), _path)
 BUILT = {str(path.relative_to(RECIPES)): path for shape, path in SHAPES.items() if not shape[0]}
-REFUSED = {str(path.relative_to(RECIPES)): path for shape, path in SHAPES.items() if shape[0]}
+EXACT = {str(path.relative_to(RECIPES)): path for shape, path in SHAPES.items() if shape[0]}
 
 CASES: dict[str, dict[str, Any]] = {
     "30b": {"recipe": MOE, "checkpoint_format": "fully_reshardable"},
@@ -89,7 +91,7 @@ def traced(tmp_path_factory) -> dict[str, dict[str, Any]]:
 
 def test_every_paper_recipe_has_the_shape_of_a_case():
     assert len(PAPER) > 60
-    assert {learner_shape(path) for path in PAPER} == {learner_shape(p) for p in (*BUILT.values(), *REFUSED.values())}
+    assert {learner_shape(path) for path in PAPER} == {learner_shape(p) for p in (*BUILT.values(), *EXACT.values())}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -212,7 +214,26 @@ def test_the_command(tmp_path):
     assert (done.returncode, "--rank 8; the job has ranks 0 to 7" in done.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("recipe", REFUSED)
-def test_what_cannot_run_on_gpus_is_refused_as_in_training(recipe, tmp_path):
-    done = run_command("megatron_rl", ["trace", str(REFUSED[recipe])], tmp_path)
-    assert (done.returncode, "rollout.engine: exact on cuda" in done.stderr) == (2, True), done.stderr
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "reason"),
+    [
+        (MOE, [], ""),
+        (DENSE["8b"], [], ""),
+        (MOE, ["learner.parallel.pipeline=4"], "stages of a pipeline"),
+        (MOE, ["learner.parallel.expert=1"], "without expert parallelism"),
+        (str(next(iter(EXACT.values()))), [], "exact mode reads the lengths"),
+    ],
+)
+def test_an_update_that_needs_values_is_not_traced(recipe, overrides, reason):
+    found = why_untraced(workload(recipe, 4, overrides))
+    assert found.startswith(reason)
+    assert bool(found) == bool(reason)
+
+
+@pytest.mark.parametrize("recipe", EXACT)
+def test_exact_mode_is_refused_as_in_training_without_triton_and_traced_at_rest_with_it(recipe, tmp_path):
+    done = run_command("megatron_rl", ["trace", str(EXACT[recipe])], tmp_path)
+    if importlib.util.find_spec("triton") is None:
+        assert (done.returncode, "rollout.engine: exact on cuda" in done.stderr) == (2, True), done.stderr
+    else:
+        assert (done.returncode, "exact mode reads the lengths" in done.stdout) == (0, True), done.stderr
