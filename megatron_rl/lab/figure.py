@@ -59,14 +59,16 @@ def save_small(figure: Figure, path: Path) -> None:
 
 
 def smoothed(records: list[dict[str, float]], metrics: Sequence[str]) -> list[dict[str, float]]:
-    """Each of ``metrics`` as its mean over the last `SMOOTHING` values, fewer at the start; steps are kept."""
+    """Each of ``metrics`` as its mean over the last `SMOOTHING` steps, fewer at the start; steps are kept. What comes
+    every 20th step, as validations do, stays as it is."""
     smooth: list[dict[str, float]] = [{"step": record["step"]} for record in records]
     for metric in metrics:
-        recent: list[float] = []
+        recent: list[tuple[float, float]] = []  # step, value
         for record, target in zip(records, smooth, strict=True):
             if metric in record and np.isfinite(record[metric]):
-                recent = [*recent[-SMOOTHING + 1 :], float(record[metric])]
-                target[metric] = float(np.mean(recent))
+                recent = [seen for seen in recent if seen[0] > record["step"] - SMOOTHING]
+                recent.append((record["step"], float(record[metric])))
+                target[metric] = float(np.mean([value for _, value in recent]))
     return smooth
 
 

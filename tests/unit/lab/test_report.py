@@ -11,6 +11,7 @@ import pytest
 
 from megatron_rl.errors import InputError
 from megatron_rl.lab import load_study
+from megatron_rl.lab.figure import smoothed
 from megatron_rl.lab.outcomes import outcome_of
 from megatron_rl.lab.registration import register
 from megatron_rl.lab.report import write_docs, write_report
@@ -167,6 +168,15 @@ def runs(tmp_path_factory):
         (folder / "metrics.jsonl").write_text("".join([*lines, encode_line(NUM_STEPS, {"val/reward/mean": final})]))
         (folder / "DONE").write_text(f"{NUM_STEPS}\n")
     return study, root
+
+
+def test_a_figure_smooths_over_steps_and_not_over_validations():
+    records = [{"step": step, "reward": float(step), "val": 10.0 * step} for step in range(8)]
+    for record in records[1:5] + records[6:7]:
+        del record["val"]  # measured at the steps 0, 5 and 7
+    found = smoothed(records, ["reward", "val"])
+    assert [record["reward"] for record in found] == [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
+    assert {record["step"]: record["val"] for record in found if "val" in record} == {0: 0.0, 5: 50.0, 7: 60.0}
 
 
 def test_report_holds_the_numbers_and_a_figure(runs):
