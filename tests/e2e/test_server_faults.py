@@ -115,13 +115,20 @@ class Asked:
 
 
 def assert_as_said(
-    generator: ServerGenerator, models: list[Path], groups: list[Group], begun_with: int, last_with: int | None = None
+    generator: ServerGenerator,
+    models: list[Path],
+    groups: list[Group],
+    begun_with: int,
+    last_with: int | None = None,
+    newest: int | None = None,
 ) -> None:
-    """``begun_with``, ``last_with``: weights with which the first and the last of ``groups`` were begun."""
+    """``begun_with``, ``last_with``: weights with which the first and the last of ``groups`` were begun; ``newest``:
+    the last that servers were given, the generator's own by default."""
     assert {(rollout.length, rollout.finish_reason) for _, rollout in flat(groups)} == {(LENGTH, "length")}
     versions = np.concatenate([rollout.policy_versions for _, rollout in flat(groups)])
     last_with = begun_with if last_with is None else last_with
-    newest = last_with if generator._config.in_flight.mode == "finish" else generator.version
+    newest = generator.version if newest is None else newest
+    newest = last_with if generator._config.in_flight.mode == "finish" else newest
     assert begun_with <= versions.min() <= versions.max() <= newest
     assert_sampled_as_said(generator, models, groups)
 
@@ -373,7 +380,7 @@ class TestFaults:
             assert rank["fetchers"] == [0, 1]
             assert rank["owners"] == [0, 0, 1, 1] * 3, "all samples of a prompt by one rank"
             assert_same(alone, rank["calm"], sampling)
-            assert_as_said(generator, models, rank["hard"], begun_with=0)
+            assert_as_said(generator, models, rank["hard"], begun_with=0, newest=1)
         update(generator, models)  # the ranks have changed them
 
     def test_with_no_server_left_a_stop_ends_the_wait_and_the_time_limit_is_one_clear_error(

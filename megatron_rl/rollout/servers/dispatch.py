@@ -71,7 +71,8 @@ class Dispatch:
         self._asked: dict[int, tuple[asyncio.Task, Member, int]] = {}  # the version that was asked for
         self._left = set(range(len(bodies)))  # neither answered nor given up
         self._failures = [0] * len(bodies)
-        self._stale_for: dict[int, int] = {}  # the version for which a request last found other weights
+        self._problems: dict[int, list[str]] = {}  # what the failures were
+        self._overtaken: dict[int, set[tuple[int, int]]] = {}  # servers and versions that an update was quicker than
         self._ended: asyncio.Queue[asyncio.Task | None] = asyncio.Queue()  # tasks that are done; None: look again
         self._index_of: dict[asyncio.Task, int] = {}
         self.num_requeued = 0
@@ -184,18 +185,22 @@ class Dispatch:
             if member.version == version:  # else it has been brought up to date meanwhile
                 self._members.mark_stale(member)
             failure: ServerError = error
-            self._failures[index] -= self._stale_for.get(index) != version  # an update was quicker than the request
-            self._stale_for[index] = version
+            # An update that was quicker than the request is no failure of it; it may be so at every server once.
+            overtaken = self._overtaken.setdefault(index, set())
+            self._failures[index] -= (member.number, version) not in overtaken
+            overtaken.add((member.number, version))
         except ServerLost as error:
             failure = error
         self._waiting.appendleft(index)
         self.num_requeued += 1
         self._failures[index] += 1
+        problems = self._problems.setdefault(index, [])
+        problems.append(f"{member.address.name}: {failure}")
         if isinstance(failure, ServerLost):
             await self._members.suspect(member, failure)
         if self._failures[index] > self._retries and index in self._left:
             raise RolloutError(
                 f"{self._names[index]}: failed {self._failures[index]} times (rollout.servers.retries), last on "
-                f"{member.address.name}: {failure}"
+                f"{problems[-1]}; before on {', '.join(problems[:-1]) or 'none'}"
             )
         return index, None

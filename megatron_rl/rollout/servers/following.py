@@ -177,10 +177,11 @@ class Follower(Members):
 
     async def suspect(self, member: Member, error: ServerError) -> None:
         if not member.lost:
-            await self._complain(member, kind="failed", error=str(error), is_final=error.is_final)
+            await self._until_settled(self._complain(member, kind="failed", error=str(error), is_final=error.is_final))
 
     def mark_stale(self, member: Member) -> None:
-        task = asyncio.ensure_future(self._complain(member, kind="stale", version=member.version))
+        settled = self._until_settled(self._complain(member, kind="stale", version=member.version))
+        task = asyncio.ensure_future(settled)
         task.add_done_callback(lambda task: task.cancelled() or task.exception())  # the keeper's error says why
 
     def mark_updated(self, member: Member, version: int) -> None:
@@ -191,13 +192,17 @@ class Follower(Members):
     def share_ended(self, number: int) -> None:
         self._ended = max(self._ended, number)
 
-    async def _complain(self, member: Member, **what: Any) -> None:
-        """Leave ``member`` unused until rank 0 has looked into it."""
+    def _complain(self, member: Member, **what: Any) -> tuple[Member, int]:
+        """From this moment on ``member`` is not used; await `_until_settled` with what this returns."""
         self._numbers += 1
-        number = self._numbers
-        self._complaints[number] = {"id": number, "member": member.number, **what}
-        self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._complaints[self._numbers] = {"id": self._numbers, "member": member.number, **what}
+        self._waiting[self._numbers] = asyncio.get_running_loop().create_future()
         member.doubts += 1
+        return member, self._numbers
+
+    async def _until_settled(self, complaint: tuple[Member, int]) -> None:
+        """Wait until rank 0 has looked into it; the server may be used then, if it still can."""
+        member, number = complaint
         try:
             await self._waiting[number]
         finally:
