@@ -177,9 +177,11 @@ class WeightGroup:
                 self._group.abort()  # does nothing under gloo, whose calls end by themselves, and whose end waits
         kept = [self._group, self.store]
         is_sender, self._group, self.store = self.rank == SENDER and self.store is not None, None, None
-        if is_sender or not all(work.is_completed() for work in self._works):
+        works, self._works = self._works, []
+        if is_sender or not all(work.is_completed() for work in works):
             linger_s = self.place.stall_s if is_sender else 0.0  # for members that come to the store only now
-            threading.Thread(target=_end, args=(kept, self._works, linger_s), daemon=True).start()
+            name = f"end of {self.place.name}"
+            threading.Thread(target=_end, args=(kept, works, linger_s), name=name, daemon=True).start()
 
     def _key(self, ahead: int = 0) -> str:
         return f"{self._update}/{self._number + ahead}"
@@ -225,12 +227,13 @@ atexit.register(_dropping.acquire, timeout=END_S)
 
 
 def _end(kept: list, works: list[Work], linger_s: float) -> None:
-    """Drop what ``kept`` holds alone, after ``linger_s`` and when ``works`` are done: the group's destructor waits for
-    them, and may not be on its way when the process ends."""
+    """Drop what ``kept`` and ``works`` hold alone, after ``linger_s`` and when ``works`` are done: the group's
+    destructor waits for them, and may not be on its way when the process ends."""
     time.sleep(linger_s)
     while not all(work.is_completed() for work in works):
         time.sleep(LOOK_S)
     with _dropping:
+        works.clear()
         kept.clear()
 
 

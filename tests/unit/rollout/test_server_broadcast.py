@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import os
 import threading
 import time
@@ -17,6 +18,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from megatron_rl.rollout.servers import weight_group
 from megatron_rl.rollout.servers.weight_broadcast import Amount, Receiver, Sender
 from megatron_rl.rollout.servers.weight_group import GroupError, GroupPlace, WeightGroup, address_for
 
@@ -92,6 +94,22 @@ def test_every_member_gets_every_update_bit_for_bit(three, monkeypatch):
             assert list(found) == list(given)
             assert all(found[name].dtype == given[name].dtype for name in given)
             assert all(torch.equal(found[name], given[name]) for name in given)
+
+
+def test_shapes_and_dtypes_of_a_chunk_come_in_any_order(three):
+    """An odd number of 2-byte elements before 4-byte ones; rows of one width in tensors of other lengths between."""
+    shapes = {"odd": (3,), "two": (2, 3), "four": (4, 3), "two again": (2, 3), "one": (1, 3), "three": (3,)}
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    parts = torch.arange(float(sum(sizes))).split(sizes)
+    sent = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+    sent["odd"] = sent["odd"].to(torch.bfloat16)
+    sender, taken = three.form(), three.take()
+    sender.send(sent.items())
+    for found, _ in (future.result() for future in taken):
+        assert list(found) == list(sent)
+        assert all(
+            found[name].dtype == tensor.dtype and torch.equal(found[name], tensor) for name, tensor in sent.items()
+        )
 
 
 def test_received_tensors_keep_their_values_while_later_ones_come(three):
@@ -244,6 +262,29 @@ def test_a_group_of_gpus(monkeypatch):
     group._make()
     assert (group.device.type, made) == ("cuda", [(2, 3, "0")])
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+
+
+def test_the_end_of_a_group_cannot_fall_into_the_end_of_the_process():
+    """The lock that the process takes at its exit is held while the last references go, of calls also."""
+    dropped = []
+
+    class Held:
+        def abort(self) -> None:
+            pass
+
+        def is_completed(self) -> bool:
+            return True
+
+        def __del__(self) -> None:
+            dropped.append(weight_group._dropping.locked())
+
+    group = WeightGroup(GroupPlace("held", HOST, 1, 1, 3, "gloo", 0.01), 0, HashStore())
+    group._group, group._works = Held(), [Held(), Held()]
+    group.close()
+    for thread in threading.enumerate():
+        if thread.name == "end of held":
+            thread.join(STALL_S)
+    assert dropped == [True] * 3
 
 
 def test_the_address_is_one_that_all_servers_reach():
