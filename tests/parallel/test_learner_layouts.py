@@ -214,10 +214,11 @@ def test_weights_survive_the_round_trip(runs):
 
 
 def test_one_rank_exports_views_of_its_parameters(runs):
-    """Only fused queries, keys and values are copied. A view is made anew where a parameter has moved."""
+    """Only fused queries, keys and values are copied, each time. A view is made anew where a parameter has moved."""
     (found,) = runs["exported"]
     assert {name.split(".")[-2] for name in found["copied"]} == {"q_proj", "k_proj", "v_proj"}
-    assert found["follow"]
+    assert found["follow"] == [True, True]
+    assert found["rounded"] == {"torch.bfloat16"}
 
 
 @pytest.mark.parametrize("resharding", RESHARDINGS)

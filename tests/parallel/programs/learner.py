@@ -23,14 +23,22 @@ def train_on_stored_rollouts(num_steps: int = 5, minibatches: int = 1, **section
 
 
 def exported(**sections: Any) -> dict[str, Any]:
-    """Names of exported tensors that are no views of parameters, and whether all follow a parameter that moves."""
+    """Names of exported tensors that are no views of parameters, whether all follow a parameter that moves and one that
+    changes where it is, and their dtypes where bf16 is asked for."""
     learner = Learner(tiny_recipe(**sections))
     places = {parameter.untyped_storage().data_ptr() for parameter in learner.model.parameters()}
     before = {name: (tensor.untyped_storage().data_ptr(), tensor.clone()) for name, tensor in learner.export_weights()}
     for parameter in learner.model.parameters():
         parameter.data = parameter.data + 1
-    follow = all(torch.equal(tensor, before[name][1] + 1) for name, tensor in learner.export_weights())
-    return {"copied": [name for name, (place, _) in before.items() if place not in places], "follow": follow}
+    follow = [all(torch.equal(tensor, before[name][1] + 1) for name, tensor in learner.export_weights())]
+    for parameter in learner.model.parameters():
+        parameter.data.copy_(parameter.data - 1)
+    follow.append(all(torch.equal(tensor, before[name][1] + 1 - 1) for name, tensor in learner.export_weights()))
+    return {
+        "copied": [name for name, (place, _) in before.items() if place not in places],
+        "follow": follow,
+        "rounded": {str(tensor.dtype) for _, tensor in learner.weights.export(dtype=torch.bfloat16)},
+    }
 
 
 def save_after(folder: str, num_steps: int, **sections: Any) -> dict[str, Any]:
