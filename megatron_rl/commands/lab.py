@@ -5,6 +5,7 @@
     megatron-rl lab plan   STUDY --gpu h100-80 [--nodes 4]       GPU-hours of every arm, by arithmetic
     megatron-rl lab run    STUDY [--jobs N] [--seeds 0 1] [--arms A B] [--slurm --sbatch=--nodes=4 …]
     megatron-rl lab verify STUDY --arm A --seed S | --random N   run again, compare bit for bit
+    megatron-rl lab pack   STUDY --to FILE.jsonl.xz              finished runs in one file, for `run --reuse` elsewhere
     megatron-rl lab report STUDY [--docs]                        figure and table; --docs: those of docs/lab
 
 STUDY is a study file or its folder, e.g. recipes/lab/hacking. Runs lie below runs/lab/STUDY (--out: another folder);
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,12 +31,13 @@ from megatron_rl.shipped import checkout
 
 if TYPE_CHECKING:
     from megatron_rl.lab.gate import Stage
+    from megatron_rl.lab.registration import Registration
 
 EXIT_INCOMPLETE = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(required=True, metavar="check|power|plan|run|verify|report")
+    commands = parser.add_subparsers(required=True, metavar="check|power|plan|run|verify|pack|report")
     check = commands.add_parser("check", help="check studies and their arms; no engine")
     check.add_argument("studies", nargs="+", type=Path, metavar="STUDY", help="study file or its folder")
     check.add_argument("--offline", action="store_true", help="go without models and data that are not at hand")
@@ -49,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="RUNS",
-        help="folders of other studies' runs: take over what is the same",
+        help="folders of other studies' runs, and files of `lab pack`: take over what is the same",
     )
     start.set_defaults(action=_run)
     start.add_argument("--amend", metavar="REASON", help="go on with a study file that was changed since the first run")
@@ -79,14 +82,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     plan.add_argument("--mean-response", type=float, metavar="TOKENS", help="default: half of the longest allowed")
     plan.set_defaults(action=_plan)
+    packed = commands.add_parser("pack", help="write finished runs to one file, which `run --reuse` takes elsewhere")
+    packed.add_argument("--to", type=Path, required=True, metavar="FILE", help="written anew; ends in .xz")
+    packed.set_defaults(action=_pack)
     report = commands.add_parser("report", help="figure and table from what was run")
     report.add_argument(
         "--docs", action="store_true", help="write docs/images/lab-STUDY.png and the tables of docs/lab/STUDY.md"
     )
     report.set_defaults(action=_report)
-    for command in (start, again, power, plan, report):
+    for command in (start, again, power, plan, packed, report):
         command.add_argument("study", type=Path, metavar="STUDY", help="study file or its folder")
-    for command in (start, again, power, report):
+    for command in (start, again, power, packed, report):
         command.add_argument("--out", type=Path, help="folder of the study's runs (default: runs/lab/STUDY)")
 
 
@@ -108,6 +114,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from megatron_rl.lab.archive import adopt
     from megatron_rl.lab.gate import Stage, stage
     from megatron_rl.lab.registration import code_version, register
     from megatron_rl.lab.runner import FINISHED, StudyRunner
@@ -121,8 +128,11 @@ def _run(options: argparse.Namespace) -> int:
     jobs = loaded.jobs(root, options.seeds, options.arms)
     runner = StudyRunner(loaded, root, max(1, options.jobs), say=_say)
     num_finished = sum(runner.state(job) in FINISHED for job in loaded.jobs(root))
-    register(loaded, root, num_finished, options.amend, options.other_code)
-    runner.reuse(jobs, options.reuse, None if options.other_code else code_version())
+    with tempfile.TemporaryDirectory() as unpacked:
+        folders, registrations = _sources(options.reuse, Path(unpacked))
+        adopt(loaded, root, registrations)
+        register(loaded, root, num_finished, options.amend, options.other_code)
+        runner.reuse(jobs, folders, None if options.other_code else code_version())
     now = Stage(jobs) if options.arms else stage(loaded, root, jobs)
     if options.slurm:
         from megatron_rl.lab.cluster import submit
@@ -138,6 +148,22 @@ def _run(options: argparse.Namespace) -> int:
     _say_states(states)
     _say_rest(now)
     return EXIT_DONE if all(state in FINISHED for state in states.values()) else EXIT_INCOMPLETE
+
+
+def _sources(given: list[Path], folder: Path) -> tuple[list[Path], list[Registration | None]]:
+    """Folders of runs, those of files unpacked below ``folder``; and what the files' studies had registered."""
+    from megatron_rl.lab.archive import unpack
+
+    folders, registrations = [], []
+    for number, path in enumerate(given):
+        if path.is_file():
+            folders.append(folder / str(number))
+            registrations.append(unpack(path, folders[-1]))
+        elif path.is_dir():
+            folders.append(path)
+        else:
+            raise InputError(f"--reuse {path}: no such folder of runs, nor a file of `lab pack`")
+    return folders, registrations
 
 
 def _say_rest(now: Stage) -> None:
@@ -199,6 +225,17 @@ def _plan(options: argparse.Namespace) -> int:
     costs = cost(loaded, options.gpu, options.nodes, options.gpus_per_node, options.mean_response)
     for line in render(loaded, options.gpu, costs):
         print(line)
+    return EXIT_DONE
+
+
+def _pack(options: argparse.Namespace) -> int:
+    from megatron_rl.lab.archive import pack
+
+    if options.to.suffix != ".xz":
+        raise InputError(f"--to {options.to}: the file is xz-compressed; give it a name that ends in .xz")
+    loaded = load_study(options.study)
+    number = pack(loaded, _root(options, loaded.study.name), options.to)
+    _say(f"{options.to}: {number} of {len(loaded.jobs(options.to))} runs")
     return EXIT_DONE
 
 

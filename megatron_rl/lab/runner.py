@@ -27,6 +27,7 @@ State = Literal["done", "ended", "failed", "interrupted", "missing"]
 stopped before its end, to be continued. missing: never started."""
 FINISHED: tuple[State, ...] = ("done", "ended")
 REUSED = "REUSED"  # file in a run's folder that names the run that it was copied from
+PACKED = "PACKED"  # file in a run's folder that `archive` made: the digest of all its metrics
 POLL_SECONDS = 0.5
 STOP_SECONDS = 60  # what a stopped run gets to finish its step and write a checkpoint
 
@@ -54,6 +55,17 @@ def only_one(root: Path) -> Iterator[None]:
 
 def _code_of(directory: RunDirectory) -> str | None:
     return code_of_run(json.loads(directory.environment.read_text())) if directory.environment.is_file() else None
+
+
+def _exit_file(run: Path) -> Path:
+    return run.with_name(f"{run.name}.exit.json")
+
+
+def _is_finished(run: Path) -> bool:
+    if RunDirectory(run).done.is_file():
+        return True
+    file = _exit_file(run)
+    return file.is_file() and json.loads(file.read_text())["status"] == EXIT_ENDED_BY_LIMIT
 
 
 class StudyRunner:
@@ -118,16 +130,16 @@ class StudyRunner:
             )
 
     def reuse(self, jobs: Sequence[Job], folders: Sequence[Path], code: str | None = None) -> None:
-        """Copy the records of complete runs below ``folders`` whose recipe is that of a missing job, name apart.
+        """Copy the records of finished runs below ``folders`` whose recipe is that of a missing job, name apart.
 
         A run of the same code on a CPU is deterministic: it would come out the same. ``code``: the `code_version` that
-        they must be of; None: any. Where a run came from is kept in `REUSED`.
+        they must be of; None: any. Where a run of another name came from is kept in `REUSED`.
         """
         recipes = {
             file.parent: Recipe.model_validate(parse(file.read_text())[0])
             for folder in folders
             for file in sorted(folder.glob("*/recipe.resolved.yaml"))
-            if RunDirectory(file.parent).done.is_file() and code in (None, _code_of(RunDirectory(file.parent)))
+            if _is_finished(file.parent) and code in (None, _code_of(RunDirectory(file.parent)))
         }
         for job in jobs:
             if self.state(job) in FINISHED:
@@ -141,9 +153,21 @@ class StudyRunner:
                         ignore=shutil.ignore_patterns("checkpoints", "batches", "plots", "tensorboard"),
                         dirs_exist_ok=True,
                     )
-                    (self.root / job.name / REUSED).write_text(f"{source}\n")
+                    if (exit_file := _exit_file(source)).is_file():
+                        shutil.copy(exit_file, self._exit_file(job))
+                    if not self._is_its_own(source, job):
+                        (self.root / job.name / REUSED).write_text(f"{source}\n")
                     self.say(f"{job}: reused {source}")
                     break
+
+    def _is_its_own(self, source: Path, job: Job) -> bool:
+        """Whether ``source`` is this very run, out of a file of this study's runs."""
+        mark = source / PACKED
+        return (
+            mark.is_file()
+            and source.name == job.name
+            and json.loads(mark.read_text())["study"] == self.study.study.name
+        )
 
     def run(self, jobs: Sequence[Job], progress_seconds: float = 30.0) -> dict[str, State]:
         """Run what is not finished and return the state of every job; a run that fails does not stop the others."""
@@ -232,4 +256,4 @@ class StudyRunner:
         return f"{min(done, num_steps)}/{num_steps}"
 
     def _exit_file(self, job: Job) -> Path:
-        return self.root / f"{job.name}.exit.json"
+        return _exit_file(self.root / job.name)

@@ -326,15 +326,16 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, dict) and value:
             flat |= _flatten(value, f"{prefix}{key}.")
         else:
-            flat[prefix + key] = _without_folders(value)
+            flat[prefix + key] = without_folders(value)
     return flat
 
 
-def _without_folders(value: Any) -> Any:
+def without_folders(value: Any) -> Any:
+    """``value`` with absolute paths cut to their last part."""
     if isinstance(value, dict):
-        return {key: _without_folders(item) for key, item in value.items()}
+        return {key: without_folders(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_without_folders(item) for item in value]
+        return [without_folders(item) for item in value]
     return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 

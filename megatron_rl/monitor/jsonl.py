@@ -15,7 +15,7 @@ from megatron_rl.errors import InputError
 _NON_FINITE = {"NaN", "Infinity", "-Infinity"}  # as strings: JSON has no such numbers, and float() reads them back
 
 
-def _to_json(name: str, value: Any) -> float | int | str:
+def _to_json(value: Any) -> float | int | str:
     number = float(value)
     if math.isnan(number):
         return "NaN"
@@ -26,9 +26,13 @@ def _to_json(name: str, value: Any) -> float | int | str:
 
 def encode_line(step: int, metrics: Mapping[str, float]) -> str:
     """One line, newline included: step, Unix time, then the metrics in the order given. Always valid JSON."""
-    record = {"step": step, "time": round(time.time(), 3)}
-    record |= {name: _to_json(name, value) for name, value in metrics.items()}
+    record = {"step": step, "time": round(time.time(), 3)} | encode_record(metrics)
     return json.dumps(record, allow_nan=False) + "\n"
+
+
+def encode_record(metrics: Mapping[str, float]) -> dict[str, float | int | str]:
+    """What JSON holds; `decode_line` reads it back as it was."""
+    return {name: _to_json(value) for name, value in metrics.items()}
 
 
 def decode_line(line: bytes) -> dict[str, float]:
