@@ -84,7 +84,7 @@ def unpack(file: Path, folder: Path) -> Registration | None:
         if head["format"] != FORMAT:
             raise ValueError(f"format {head['format']!r}, this release reads {FORMAT}")
         for run in runs:
-            _unpack(run, head["study"], folder)
+            _unpack(run, {"study": head["study"], "file": str(file)}, folder)
         return None if head["registration"] is None else Registration(**head["registration"])
     except (OSError, lzma.LZMAError, ValueError, KeyError, TypeError) as error:
         raise InputError(
@@ -92,13 +92,13 @@ def unpack(file: Path, folder: Path) -> Registration | None:
         ) from error
 
 
-def _unpack(run: Mapping[str, Any], study: str, folder: Path) -> None:
+def _unpack(run: Mapping[str, Any], origin: dict[str, str], folder: Path) -> None:
     directory = RunDirectory(folder / run["run"])
     directory.root.mkdir(parents=True)
     directory.recipe.write_text(yaml.safe_dump(run["recipe"], sort_keys=False))
     directory.environment.write_text(json.dumps(run["environment"]))
     directory.metrics.write_text("".join(json.dumps(record) + "\n" for record in run["records"]))
-    (directory.root / PACKED).write_text(json.dumps({"sha256": run["sha256"], "study": study}) + "\n")
+    (directory.root / PACKED).write_text(json.dumps({"sha256": run["sha256"]} | origin) + "\n")
     if run["status"] == EXIT_DONE:
         directory.done.write_text(f"{len(run['records'])}\n")
     else:

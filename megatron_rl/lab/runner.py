@@ -155,19 +155,12 @@ class StudyRunner:
                     )
                     if (exit_file := _exit_file(source)).is_file():
                         shutil.copy(exit_file, self._exit_file(job))
-                    if not self._is_its_own(source, job):
-                        (self.root / job.name / REUSED).write_text(f"{source}\n")
-                    self.say(f"{job}: reused {source}")
+                    packed = json.loads((source / PACKED).read_text()) if (source / PACKED).is_file() else {}
+                    origin = f"{packed['file']}, {source.name}" if packed else f"{source}"
+                    if packed.get("study") != self.study.study.name or source.name != job.name:  # else it is this run
+                        (self.root / job.name / REUSED).write_text(f"{origin}\n")
+                    self.say(f"{job}: reused {origin}")
                     break
-
-    def _is_its_own(self, source: Path, job: Job) -> bool:
-        """Whether ``source`` is this very run, out of a file of this study's runs."""
-        mark = source / PACKED
-        return (
-            mark.is_file()
-            and source.name == job.name
-            and json.loads(mark.read_text())["study"] == self.study.study.name
-        )
 
     def run(self, jobs: Sequence[Job], progress_seconds: float = 30.0) -> dict[str, State]:
         """Run what is not finished and return the state of every job; a run that fails does not stop the others."""

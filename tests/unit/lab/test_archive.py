@@ -80,6 +80,19 @@ def test_what_comes_out_is_what_went_in(study, runs, tmp_path):
     assert again.read_bytes() == file.read_bytes()
 
 
+def test_another_study_that_takes_a_run_says_where_it_came_from(study, runs, tmp_path):
+    file, unpacked, other = tmp_path / "runs.jsonl.xz", tmp_path / "unpacked", tmp_path / "other"
+    pack(study, runs, file)
+    unpack(file, unpacked)
+    for mark in unpacked.glob("*/PACKED"):
+        mark.write_text(json.dumps(json.loads(mark.read_text()) | {"study": "floor"}))
+    said: list[str] = []
+    StudyRunner(study, other, 1, say=said.append).reuse(study.jobs(other, seeds=[0])[:1], [unpacked])
+    assert said == [f"synchronous-seed0: reused {file}, synchronous-seed0"]
+    assert (other / "synchronous-seed0" / REUSED).read_text() == f"{file}, synchronous-seed0\n"
+    assert read_results(study, other).reused == ["synchronous-seed0"]
+
+
 def test_a_run_of_other_code_stays_where_it_is(study, runs, tmp_path):
     file, other = tmp_path / "runs.jsonl.xz", tmp_path / "other"
     pack(study, runs, file)
