@@ -98,10 +98,10 @@ class Keeping:
         self.generator.sleep()
 
 
-def in_fp32(module: torch.nn.Module) -> None:
-    """``module`` on its input, both in fp32."""
-    module.float()
-    module.register_forward_pre_hook(lambda _, inputs: tuple(x.float() for x in inputs))
+def compute_in(dtype: torch.dtype, module: torch.nn.Module) -> None:
+    """``module`` on its input, both in ``dtype``, and so what comes out."""
+    module.to(dtype)
+    module.register_forward_pre_hook(lambda _, inputs: tuple(x.to(dtype) for x in inputs))
 
 
 def typical(difference: np.ndarray) -> float:
@@ -123,7 +123,7 @@ def test_log_probs_agree_through_fp32_parts(fp16, tmp_path):
     learner.export_hf(tmp_path)
     double, half = (hf_reference.load(tmp_path, dtype) for dtype in (torch.float64, torch.float16))
     for module in (half.lm_head, *(layer.mlp.gate for layer in half.model.layers)):
-        in_fp32(module)
+        compute_in(torch.float32, module)
 
     def score(model: torch.nn.Module) -> np.ndarray:
         return np.concatenate(hf_reference.score(model, keeping.groups, Sampling(24))[0])
@@ -131,7 +131,7 @@ def test_log_probs_agree_through_fp32_parts(fp16, tmp_path):
     right = score(double)
     bound = 2 * typical(score(half) - right)
     assert typical(result.mu - result.po) <= bound
-    half.lm_head.weight.data = half.lm_head.weight.data.bfloat16().float()
+    compute_in(torch.bfloat16, half.lm_head)
     assert typical(score(half) - right) > bound, "a head in bf16 would pass"
 
 
