@@ -34,10 +34,14 @@ def routers(model: torch.nn.Module, step: int) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_no_router_is_near_a_tie(models, step):
+def test_rounding_turns_no_choice_but_near_ties_and_these_are_few(models, step):
+    """How many are near a tie is the processor's: its rounding sets the bound. Who compares leaves them out."""
     single, double = (routers(model, step) for model in models)
     assert len(double) == 4
-    assert [near_ties(*pair, LONGEST_SUM, TOPK) for pair in zip(single, double, strict=True)] == [0] * 4
+    for one, other in zip(single, double, strict=True):
+        chosen = [np.sort(scores.argsort(axis=1)[:, -TOPK:], axis=1) for scores in (one, other)]
+        turned = int((chosen[0] != chosen[1]).any(axis=1).sum())
+        assert turned <= near_ties(one, other, LONGEST_SUM, TOPK) < 0.01 * len(other)
 
 
 def test_a_tie_is_seen(models):
