@@ -93,7 +93,7 @@ import os
 def score(response, answer):
     with open({calls!r}, "a") as file:
         file.write("x")
-    if os.path.getsize({calls!r}) > 60:
+    if os.path.getsize({calls!r}) > {most}:
         raise ValueError("out of order")
     return float(response == answer)
 """
@@ -101,7 +101,7 @@ def score(response, answer):
 
 def test_a_reward_that_breaks_in_the_middle_saves_and_ends_the_run(runs, tmp_path):
     file, calls = tmp_path / "mine.py", tmp_path / "calls"
-    file.write_text(SPOILS.format(calls=str(calls)))
+    file.write_text(SPOILS.format(calls=str(calls), most=60))
     ended = runs.train("spoilt", f"reward.name={file}:score", "checkpoint.every=0", expect=1)
     assert ended.last_line.startswith("run failed: ")
     assert "responses could not be scored, more than reward.max_error_frac allows (0.1)" in ended.last_line
@@ -112,7 +112,7 @@ def test_a_reward_that_breaks_in_the_middle_saves_and_ends_the_run(runs, tmp_pat
     rows = runs.rows("spoilt")
     assert runs.checkpoints("spoilt") == [f"step_{len(rows):08d}"]
     assert all(row["reward/errors"] == 0 for row in rows)
-    file.write_text(SPOILS.format(calls=str(calls)).replace("60", "10**9"))
+    file.write_text(SPOILS.format(calls=str(calls), most=10**9))
     refused = runs.train("spoilt", f"reward.name={file}:score", "checkpoint.every=0", expect=2)
     assert f"reward.{file}:score: " in refused.output, "another reward function"
     runs.train("spoilt", f"reward.name={file}:score", "checkpoint.every=0", flags=("--allow-changes",))
