@@ -18,8 +18,8 @@ import yaml
 from megatron_rl.errors import EXIT_DONE, EXIT_ENDED_BY_LIMIT, InputError
 from megatron_rl.lab.figure import DEFAULT_METRICS
 from megatron_rl.lab.registration import Registration, read_registration
-from megatron_rl.lab.runner import FINISHED, PACKED, StudyRunner
-from megatron_rl.lab.study import Job, LoadedStudy, Study, without_folders
+from megatron_rl.lab.runner import FINISHED, PACKED, State, StudyRunner
+from megatron_rl.lab.study import LoadedStudy, Study, without_folders
 from megatron_rl.lab.verify import digest
 from megatron_rl.monitor.jsonl import encode_record, read_metrics
 from megatron_rl.monitor.run_directory import RunDirectory
@@ -35,7 +35,7 @@ def pack(loaded: LoadedStudy, root: Path, file: Path) -> int:
     """
     runner, jobs = StudyRunner(loaded, root, num_parallel=1), loaded.jobs(root)
     runner.refuse_other_recipes(jobs)
-    finished = [job for job in jobs if runner.state(job) in FINISHED]
+    finished = [(job, state) for job in jobs if (state := runner.state(job)) in FINISHED]
     if not finished:
         raise InputError(f"{root}: no finished run of study {loaded.study.name}; `megatron-rl lab run` makes them")
     registration = read_registration(root)
@@ -45,7 +45,7 @@ def pack(loaded: LoadedStudy, root: Path, file: Path) -> int:
         "registration": None if registration is None else vars(registration),
     }
     kept = metrics_of(loaded.study)
-    lines = [head, *(_packed(root, job, runner.state(job) == "ended", kept) for job in finished)]
+    lines = [head, *(_packed(root / job.name, state, kept) for job, state in finished)]
     text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
@@ -57,15 +57,15 @@ def metrics_of(study: Study) -> set[str]:
     return {"step"} | {how.metric for how in study.outcomes.values()} | set(study.panels or DEFAULT_METRICS)
 
 
-def _packed(root: Path, job: Job, is_ended: bool, kept: set[str]) -> dict[str, Any]:
-    directory = RunDirectory(root / job.name)
+def _packed(run: Path, state: State, kept: set[str]) -> dict[str, Any]:
+    directory = RunDirectory(run)
     environment = json.loads(directory.environment.read_text()) if directory.environment.is_file() else {}
     git = environment.get("git")
     records = read_metrics(directory.metrics)
-    marked = directory.root / PACKED
+    marked = run / PACKED
     return {
-        "run": job.name,
-        "status": EXIT_ENDED_BY_LIMIT if is_ended else EXIT_DONE,
+        "run": run.name,
+        "status": EXIT_ENDED_BY_LIMIT if state == "ended" else EXIT_DONE,
         "recipe": without_folders(yaml.safe_load(directory.recipe.read_text())),
         "environment": {key: environment[key] for key in ENVIRONMENT if key in environment}
         | {"git": git and {"commit": git["commit"], "changed": git["changed"]}},
@@ -93,6 +93,8 @@ def unpack(file: Path, folder: Path) -> Registration | None:
 
 
 def _unpack(run: Mapping[str, Any], origin: dict[str, str], folder: Path) -> None:
+    if Path(run["run"]).name != run["run"]:
+        raise ValueError(f"run {run['run']!r}: expected a name without folders")
     directory = RunDirectory(folder / run["run"])
     directory.root.mkdir(parents=True)
     directory.recipe.write_text(yaml.safe_dump(run["recipe"], sort_keys=False))

@@ -61,11 +61,24 @@ def _exit_file(run: Path) -> Path:
     return run.with_name(f"{run.name}.exit.json")
 
 
-def _is_finished(run: Path) -> bool:
+def _exit_statuses(run: Path) -> list[int]:
+    """Of the last attempt: of the process that a runner started, or of each rank of a Slurm job."""
+    exit_file = _exit_file(run)
+    if exit_file.is_file():
+        return [json.loads(exit_file.read_text())["status"]]
+    return [int(file.read_text()) for file in sorted((run / "slurm" / "latest" / "status").glob("*"))]
+
+
+def _state_of(run: Path) -> State:
+    """What is on disk of a run, by its folder."""
     if RunDirectory(run).done.is_file():
-        return True
-    file = _exit_file(run)
-    return file.is_file() and json.loads(file.read_text())["status"] == EXIT_ENDED_BY_LIMIT
+        return "done"
+    statuses = _exit_statuses(run)
+    if EXIT_ENDED_BY_LIMIT in statuses:
+        return "ended"
+    if statuses:
+        return "interrupted" if all(status <= EXIT_DONE for status in statuses) else "failed"
+    return "interrupted" if run.is_dir() else "missing"
 
 
 class StudyRunner:
@@ -95,23 +108,7 @@ class StudyRunner:
 
     def state(self, job: Job) -> State:
         """What is on disk of ``job``."""
-        directory = RunDirectory(self.root / job.name)
-        if directory.done.is_file():
-            return "done"
-        statuses = self._exit_statuses(job)
-        if EXIT_ENDED_BY_LIMIT in statuses:
-            return "ended"
-        if statuses:
-            return "interrupted" if all(status <= EXIT_DONE for status in statuses) else "failed"
-        return "interrupted" if directory.root.is_dir() else "missing"
-
-    def _exit_statuses(self, job: Job) -> list[int]:
-        """Of the last attempt: of the process that this runner started, or of each rank of a Slurm job."""
-        exit_file = self._exit_file(job)
-        if exit_file.is_file():
-            return [json.loads(exit_file.read_text())["status"]]
-        files = sorted((self.root / job.name / "slurm" / "latest" / "status").glob("*"))
-        return [int(file.read_text()) for file in files]
+        return _state_of(self.root / job.name)
 
     def refuse_other_recipes(self, jobs: Sequence[Job]) -> None:
         """Raise `InputError` where a run on disk was made with another recipe than the study now asks for."""
@@ -139,7 +136,7 @@ class StudyRunner:
             file.parent: Recipe.model_validate(parse(file.read_text())[0])
             for folder in folders
             for file in sorted(folder.glob("*/recipe.resolved.yaml"))
-            if _is_finished(file.parent) and code in (None, _code_of(RunDirectory(file.parent)))
+            if _state_of(file.parent) in FINISHED and code in (None, _code_of(RunDirectory(file.parent)))
         }
         for job in jobs:
             if self.state(job) in FINISHED:

@@ -143,6 +143,7 @@ def test_a_packed_run_is_verified_in_every_metric(study, runs, tmp_path, changes
         lzma.compress(b"no json"),
         lzma.compress(b"{}"),
         lzma.compress(b'{"format": 2}'),
+        lzma.compress(b'{"format": 1, "study": "servers", "registration": null}\n{"run": "../outside"}'),
         lzma.compress(b""),
     ],
 )
@@ -151,6 +152,7 @@ def test_a_file_that_holds_no_runs_is_refused(content, tmp_path):
     file.write_bytes(content)
     with pytest.raises(InputError, match=r"runs\.jsonl\.xz: cannot be read as runs that `lab pack` wrote"):
         unpack(file, tmp_path / "unpacked")
+    assert [*tmp_path.iterdir()] == [file]  # nothing was written, least of all outside the folder
 
 
 def test_nothing_finished_and_nothing_there(study, tmp_path):
