@@ -70,8 +70,7 @@ class Dispatch:
         self._waiting = deque(range(len(bodies)))
         self._asked: dict[int, tuple[asyncio.Task, Member, int]] = {}  # the version that was asked for
         self._left = set(range(len(bodies)))  # neither answered nor given up
-        self._failures = [0] * len(bodies)
-        self._problems: dict[int, list[str]] = {}  # what the failures were
+        self._failures: dict[int, list[str]] = {}  # of each request, on which server and why
         self._overtaken: dict[int, set[tuple[int, int]]] = {}  # servers and versions that an update was quicker than
         self._ended: asyncio.Queue[asyncio.Task | None] = asyncio.Queue()  # tasks that are done; None: look again
         self._index_of: dict[asyncio.Task, int] = {}
@@ -187,20 +186,20 @@ class Dispatch:
             failure: ServerError = error
             # An update that was quicker than the request is no failure of it; it may be so at every server once.
             overtaken = self._overtaken.setdefault(index, set())
-            self._failures[index] -= (member.number, version) not in overtaken
+            counts = (member.number, version) in overtaken
             overtaken.add((member.number, version))
         except ServerLost as error:
-            failure = error
+            failure, counts = error, True
         self._waiting.appendleft(index)
         self.num_requeued += 1
-        self._failures[index] += 1
-        problems = self._problems.setdefault(index, [])
-        problems.append(f"{member.address.name}: {failure}")
+        failures = self._failures.setdefault(index, [])
+        if counts:
+            failures.append(f"{member.address.name}: {failure}")
         if isinstance(failure, ServerLost):
             await self._members.suspect(member, failure)
-        if self._failures[index] > self._retries and index in self._left:
+        if len(failures) > self._retries and index in self._left:
             raise RolloutError(
-                f"{self._names[index]}: failed {self._failures[index]} times (rollout.servers.retries), last on "
-                f"{problems[-1]}; before on {', '.join(problems[:-1]) or 'none'}"
+                f"{self._names[index]}: failed {len(failures)} times (rollout.servers.retries), last on "
+                f"{failures[-1]}; before on {', '.join(failures[:-1]) or 'none'}"
             )
         return index, None

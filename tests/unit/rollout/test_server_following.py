@@ -68,7 +68,7 @@ class Server:
 
 
 def play(scene, monkeypatch):
-    """``scene`` (pool, follower, held, dead) in one event loop; returns its result and the requests refused."""
+    """``scene`` (pool, follower, names of dead servers) in one event loop; its result and the requests refused."""
     monkeypatch.setattr(following, "LOOK_S", 0.2)  # the follower hears of an update when all servers are in it
     held, refused, dead, board = {}, Counter(), set(), Board()
 
