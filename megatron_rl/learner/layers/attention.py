@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -23,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.learner.context import WHOLE, ContextShare
 from megatron_rl.learner.layers.context_attention import ContextKeys
+from megatron_rl.learner.layers.softmax_attention import attend
 
 # All sequences go in one padded call while the padded score matrix has at most this many times the entries of the real
 # ones: one call saves about 50 µs of dispatch a sequence, and an entry costs a fraction of a nanosecond.
@@ -156,10 +156,7 @@ class SDPACoreAttention(MegatronModule):
         return _Unpad.apply(out, packed.pad_index, packed.unpad_index).flatten(1).unsqueeze(1)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        grouped = query.size(1) != key.size(1)
-        return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped
-        )
+        return attend(query, key, value, self.softmax_scale, is_causal=True)
 
 
 class _Pad(torch.autograd.Function):

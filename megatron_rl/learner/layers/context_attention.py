@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rl.learner.context import ContextShare
+from megatron_rl.learner.layers.softmax_attention import attend
 
 # Entries of a mask that are made at once: 64 MiB in fp32. Smaller ones are made once for all layers of a microbatch.
 MASK_ENTRIES = 2**24
@@ -70,7 +70,7 @@ class ContextKeys:
         if rows >= width:
             if number not in self._masks:
                 self._masks[number] = _mask(torch.from_numpy(last_keys).to(query.device), longest, query.dtype)
-            return _attend(query, key, value, self._masks[number], scale)
+            return attend(query, key, value, scale, self._masks[number])
         found, on_device = [], torch.from_numpy(last_keys).to(query.device)
         for first in range(0, width, rows):
             block = slice(first, first + rows)
@@ -108,10 +108,4 @@ def _mask(last_keys: torch.Tensor, num_keys: int, dtype: torch.dtype) -> torch.T
 
 
 def _block(query, key, value, last_keys, scale) -> torch.Tensor:
-    return _attend(query, key, value, _mask(last_keys, key.size(2), query.dtype), scale)
-
-
-def _attend(query, key, value, mask, scale) -> torch.Tensor:
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.size(1) != key.size(1)
-    )
+    return attend(query, key, value, scale, _mask(last_keys, key.size(2), query.dtype))

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.learner.layers.attention import PackedSequences, SDPACoreAttention, padding_indices, padding_pays
 from megatron_rl.learner.layers.invariant import KEY_BLOCK, attention, kernel_ops, on_kernels, step_attention
+from megatron_rl.learner.layers.softmax_attention import attend
 
 
 class PagedCache:
@@ -167,9 +167,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         qkv = [x.detach().requires_grad_() for x in ctx.saved_tensors]
         with torch.enable_grad():
-            out = F.scaled_dot_product_attention(
-                *qkv, is_causal=True, scale=ctx.scale, enable_gqa=qkv[0].size(1) != qkv[1].size(1)
-            )
+            out = attend(*qkv, ctx.scale, is_causal=True)
         return (*torch.autograd.grad(out, qkv, grad), None)
 
 

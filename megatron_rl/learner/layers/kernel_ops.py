@@ -9,13 +9,13 @@ import functools
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from megatron_rl.learner.layers import cpu_layers
 from megatron_rl.learner.layers.elementwise import PLAIN
 from megatron_rl.learner.layers.kernels import attention as attention_kernels
 from megatron_rl.learner.layers.kernels import gemm, rows
 from megatron_rl.learner.layers.kernels.order import sort_by_expert
+from megatron_rl.learner.layers.softmax_attention import attend
 
 Tensor = torch.Tensor
 
@@ -207,8 +207,7 @@ class _Attend(torch.autograd.Function):
         for *qkv, grad_out in zip(*parts, strict=True):
             leaves = [x.detach().transpose(0, 1)[None].requires_grad_() for x in qkv]
             with torch.enable_grad():
-                grouped = leaves[0].size(1) != leaves[1].size(1)
-                out = F.scaled_dot_product_attention(*leaves, is_causal=True, scale=ctx.scale, enable_gqa=grouped)
+                out = attend(*leaves, ctx.scale, is_causal=True)
             grads = torch.autograd.grad(out, leaves, grad_out.transpose(0, 1)[None])
             found.append([g[0].transpose(0, 1) for g in grads])
         return (*(torch.cat(column) for column in zip(*found, strict=True)), None, None)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl.learner.layers.invariant import KEY_BLOCK, BatchInvariant, add_rows, attention
+from megatron_rl.learner.layers.softmax_attention import attend
 from tests.support.rounding import CLOSED_FORM, assert_as_double, assert_rounded
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -111,7 +112,7 @@ def test_attention_is_causal_softmax_attention(dtype, queries):
     found = attention(query, key, value, last, 0.3)
 
     def plain(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        return [F.scaled_dot_product_attention(*tensors, is_causal=True, scale=0.3, enable_gqa=True)]
+        return [attend(*tensors, scale=0.3, is_causal=True)]
 
     assert_as_double([found], plain, [query, key, value], longest_sum=key.size(2))
     assert found.dtype == dtype
