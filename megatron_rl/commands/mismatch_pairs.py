@@ -86,6 +86,7 @@ def measure(
             for variant in variants:
                 generator.sleep()
                 if variant is not variants[0]:
+                    learner.close()
                     learner = Learner(variant)
                 if checkpoint is not None:
                     learner.load(checkpoint)
@@ -95,6 +96,7 @@ def measure(
                 generator.refit(learner.export_weights(), version)
                 learner.step_aside()
                 yield measure_pair(variant, learner, generator, prompts, version)
+        learner.close()
 
 
 def with_dtypes(recipe: Recipe, learner: str, rollout: str) -> Recipe:

@@ -56,6 +56,7 @@ def mismatch(setting: Setting) -> Outcome:
         with closing(start_engine(recipe, learner)) as generator:
             confirm(recipe, learner, generator)
             found[name] = distances(generate(recipe, learner, generator), learner, reference)
+        learner.close()
     return judge_mismatch(found)
 
 

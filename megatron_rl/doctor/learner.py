@@ -136,6 +136,7 @@ def experts(setting: Setting) -> Outcome:
         learner = Learner(tiny(setting, *overrides(parallel, "fp32")))
         unmarked = sorted(set().union(*gather_objects(set(without_mark(learner.module.named_parameters())))))
         norms[named(parallel, ranks)] = float(learner.update(made_up_batch(0))["actor/grad_norm"])
+        learner.close()
     return judge_experts(unmarked, norms)
 
 
@@ -184,6 +185,7 @@ def context(setting: Setting) -> Outcome:
             rejoin()
         learner = Learner(tiny(setting, *overrides({"context": size}, context_dtype(setting))))
         norms[f"CP{size}·DP{ranks // size}"] = float(learner.update(made_up_batch(0))["actor/grad_norm"])
+        learner.close()
     return judge_context(norms, context_dtype(setting))
 
 

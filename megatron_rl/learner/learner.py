@@ -7,6 +7,7 @@ microbatch size, packing or layout.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
@@ -31,7 +32,7 @@ from megatron_rl.learner.lora import Adapters
 from megatron_rl.learner.mixed_precision import OverflowGuard, describe_model, master_reader
 from megatron_rl.learner.model import DTYPES, build_model
 from megatron_rl.learner.offload import Offload
-from megatron_rl.learner.optimizer import with_optimizer
+from megatron_rl.learner.optimizer import unhook, with_optimizer
 from megatron_rl.learner.packing import Microbatch, minibatch_denominators
 from megatron_rl.learner.passes import Passes, PhaseFn
 from megatron_rl.learner.process_groups import initialize
@@ -91,6 +92,16 @@ class Learner:
         self.step = 0  # rollout steps done
         self.num_updates = 0  # optimizer steps applied: the policy version
         self._version_of_batch = 0  # before the batch at hand
+
+    def close(self) -> None:
+        """Give up model, optimizer and their memory; nothing else of this learner works afterwards. Safe to call twice.
+
+        A process that builds several learners closes each before the next, or holds the memory of all.
+        """
+        if "model" in vars(self):
+            unhook(self.model)
+        vars(self).clear()
+        gc.collect()
 
     @cached_property
     def replicas(self) -> Replicas:

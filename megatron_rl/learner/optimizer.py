@@ -45,6 +45,14 @@ def with_optimizer(
     return wrapped, adam
 
 
+def unhook(model: DistributedDataParallel) -> None:
+    """Take Megatron's hooks off the gradient accumulators of a ``model`` that is given up: they refer to it from C++,
+    where Python's garbage collection does not look, and would keep it and its process groups."""
+    for accumulator in model.grad_accs:
+        accumulator.register_hook(lambda *_: None).hooks_dict_ref().clear()  # a handle of Megatron's own is not kept
+    model.grad_accs.clear()
+
+
 def _add_up_grads(model: list[torch.nn.Module], num_tokens: torch.Tensor | None, **kwargs: Any) -> None:
     """Megatron's reduction of gradients without its division by tokens: our losses carry their denominators."""
     finalize_model_grads(model, None, **kwargs)

@@ -185,6 +185,7 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
             yield None
             return
         learner, checkpoint, is_main = Learner(recipe), beginning.checkpoint, world_rank() == 0
+        stack.callback(learner.close)
         summary = {"run": str(directory.root), **dict(prepared.report), "num_steps": recipe.num_steps}
         monitor = stack.enter_context(Monitor(directory, recipe.monitor, summary, is_main, share=broadcast_object))
         for line in beginning.lines:

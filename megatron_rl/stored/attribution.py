@@ -98,13 +98,16 @@ def attribute(directory: RunDirectory, recipe: Recipe, recorded: RecordedBatch, 
     with learner_at(directory, recipe, routed, batch.step, weights) as (learner, source):
         score(learner, frozenset())
         with exported(learner) as folder:
+            learner.close()
             for taken, changes, is_due in (
                 ({"LM head"}, {"precision": {"fp32_head": True, "allow_asymmetric": True}}, not head_is_fp32),
                 ({"LM head", "body"}, {"learner": {"dtype": "fp32"}}, recipe.learner.dtype != "fp32"),
             ):
                 if is_due:
                     changed = changed_recipe(routed, {"model": {"path": str(folder)}, **changes})
-                    score(Learner(changed), frozenset(taken))
+                    learner = Learner(changed)
+                    score(learner, frozenset(taken))
+                    learner.close()
     measured = _every_set(measured)
     own = frozenset({"routing"}) if recipe.routing.replay == "r3" else frozenset()
     staleness = variance(stored) - measured[own]

@@ -146,12 +146,15 @@ def learner_at(
         yield learner, str(plan)
     elif converts:
         with exported(learner) as folder:
+            learner.close()
             yield Learner(_with_model(changed, folder)), str(plan)
     else:
         with _shared_folder() as folder:
-            copy = Learner(changed)
-            copy.load(learner.save(folder, {}))
-            yield copy, str(plan)
+            saved = learner.save(folder, {})
+            learner.close()
+            learner = Learner(changed)
+            learner.load(saved)
+            yield learner, str(plan)
 
 
 @contextmanager

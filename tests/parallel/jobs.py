@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from megatron.core import parallel_state
+from tests.support.layouts import leave_layout
 
 
 def run_jobs(module: str, jobs: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
@@ -16,5 +16,5 @@ def run_jobs(module: str, jobs: dict[str, tuple[str, dict[str, Any]]]) -> dict[s
         program, _, attribute = function.rpartition(".")
         programs = importlib.import_module(".".join(filter(None, (module, program))))
         results[name] = getattr(programs, attribute)(**kwargs)
-        parallel_state.destroy_model_parallel()
+        leave_layout()
     return results

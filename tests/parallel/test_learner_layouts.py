@@ -19,6 +19,7 @@ from tests.support.rounding import rounded
 from tests.support.tiny import MODEL, stored_rollouts
 
 STEPS = 3  # of Adam: without moments, with them, and once more
+THREADS_OF_A_GROUP = 3
 # Adam divides by the root of a second moment: with the usual 1e-8 a gradient that is all rounding moves a weight by up
 # to lr, and layouts, which round differently, drift apart by that. With this one updates are as exact as gradients.
 EPS = 1e-3
@@ -88,8 +89,14 @@ def runs(tmp_path_factory) -> dict[str, list[dict]]:
             "one": train(learner()),
             "one, minibatches": train(learner(), 2, 4),
             "exported": ("exported", {"learner": learner()}),
+            "closed": ("closed", {"learner": learner()}),
+            "closed, bf16": ("closed", {"learner": learner(dtype="bf16")}),
         },
-        2: {"ep2, minibatches": train(learner({"expert": 2}), 2, 4)},
+        2: {
+            "ep2, minibatches": train(learner({"expert": 2}), 2, 4),
+            "closed, ep2": ("closed", {"learner": learner({"expert": 2})}),
+            "threads": ("threads", {"learner": learner({"expert": 2})}),
+        },
         4: {"round trip": train(learner(LAYOUTS["tp2ep2pp2"][1]), 0)},
     }
     jobs[1] |= {name: train(learner(**overrides)) for name, overrides in VARIANTS.items()}
@@ -219,6 +226,19 @@ def test_one_rank_exports_views_of_its_parameters(runs):
     assert {name.split(".")[-2] for name in found["copied"]} == {"q_proj", "k_proj", "v_proj"}
     assert found["follow"] == [True, True]
     assert found["rounded"] == {"torch.bfloat16"}
+
+
+@pytest.mark.parametrize("layout", ["closed", "closed, bf16", "closed, ep2"])
+def test_a_closed_learner_leaves_nothing(runs, layout):
+    for left in runs[layout]:
+        assert left == []
+
+
+def test_a_finished_job_leaves_the_threads_of_one_group(runs):
+    """C++ keeps one of Megatron's twenty groups."""
+    for first, second, third in runs["threads"]:
+        assert second - first <= THREADS_OF_A_GROUP
+        assert third - second <= THREADS_OF_A_GROUP
 
 
 @pytest.mark.parametrize("resharding", RESHARDINGS)

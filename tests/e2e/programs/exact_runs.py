@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from megatron.core import parallel_state
-
 from megatron_rl.__main__ import main
 from megatron_rl.run import start
+from tests.support.layouts import leave_layout
 
 
 def train(runs: list[list[str]]) -> list[int]:
     """The exit status of each run; one that fails is the last."""
-    start.shutdown = parallel_state.destroy_model_parallel  # the next run is in the same world
+    start.shutdown = leave_layout  # the next run is in the same world
     found = []
     for arguments in runs:
         found.append(main(arguments))

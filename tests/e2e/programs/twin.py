@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.core import parallel_state
-
 from megatron_rl.config import Recipe
 from megatron_rl.run import start as run
 from megatron_rl.train import train
+from tests.support.layouts import leave_layout
 
 
 class Engines:
@@ -48,7 +47,7 @@ def run_twins(recipes: list[dict[str, Any]]) -> dict[str, Any]:
     """Name → rows of metrics.jsonl of each run; and how many engines were started."""
     engines, rows = Engines(), {}
     run.start_generator = engines
-    run.shutdown = parallel_state.destroy_model_parallel  # the engine lives on in this world
+    run.shutdown = leave_layout  # the engine lives on in this world
     run.Run.save = lambda self: None  # the last checkpoint: a fifth of a twin's time, and other tests' business
     twins = sorted(map(Recipe.model_validate, recipes), key=engine_key)
     for twin in twins:

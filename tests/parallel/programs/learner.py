@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from megatron_rl.learner.learner import Learner
+from tests.support.layouts import leave_layout
 from tests.support.tiny import stored_rollouts, tiny_recipe
 
 
@@ -39,6 +41,27 @@ def exported(**sections: Any) -> dict[str, Any]:
         "follow": follow,
         "rounded": {str(tensor.dtype) for _, tensor in learner.weights.export(dtype=torch.bfloat16)},
     }
+
+
+def closed(**sections: Any) -> list[str]:
+    """What a learner that was trained and closed has left behind, of its model and its optimizer."""
+    learner = Learner(tiny_recipe(**sections))
+    learner.update(stored_rollouts(0))
+    held = [learner.module, learner.model, learner.optimizer, *learner.model.parameters()]
+    held = [(type(found).__name__, weakref.ref(found)) for found in held]
+    for _ in range(2):
+        learner.close()
+    return [name for name, found in held if found() is not None]
+
+
+def threads(**sections: Any) -> list[int]:
+    """Of this process, after each of three learners that nobody closed."""
+    found = []
+    for _ in range(3):
+        Learner(tiny_recipe(**sections)).update(stored_rollouts(0))
+        leave_layout()
+        found.append(len(list(Path("/proc/self/task").iterdir())))
+    return found
 
 
 def save_after(folder: str, num_steps: int, **sections: Any) -> dict[str, Any]:
