@@ -6,9 +6,11 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
@@ -72,13 +74,30 @@ class SlurmError(RuntimeError):
     """The cluster did not do what it was asked; the message has its words."""
 
 
+def reserve_ports() -> tuple[int, socket.socket]:
+    """The first of 200 ports, and a socket that keeps them from other clusters of these tests until it is closed.
+
+    They lie below the ephemeral range. A cluster whose test run was killed lives on and keeps its own.
+    """
+    for port in random.sample(range(12_000, 19_000, 200), 35):
+        with ExitStack() as stack:
+            reservation, *probes = (stack.enter_context(socket.socket()) for _ in range(2 + len(NODES)))
+            try:
+                reservation.bind(("", port + 9))  # below the ports of srun
+                for used, probe in enumerate(probes, port):  # the controller's, and one a node
+                    probe.bind(("", used))
+            except OSError:
+                continue
+            return port, reservation.dup()
+    raise SlurmError("ports 12000 to 18999: each part of 200 has one in use; stop the clusters that killed runs left")
+
+
 class Cluster:
     """Start it with ``with``. Commands run in its environment; jobs are looked at through `job`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # Below the ephemeral range; another part of it for every cluster, so that two can run at once.
-        port = random.randrange(12_000, 19_000, 200)
+        port, self._reservation = reserve_ports()
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_", "MRL_"))}
         self.environment |= {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _PATH}
         for name in ("state", "log", "pid", "dev", *(f"spool/{node}" for node in NODES)):
@@ -120,8 +139,13 @@ class Cluster:
         self.run("slurmctld")
         for node in NODES:
             self.run("slurmd", "-N", node)
-        wait_for(lambda: self._says("sinfo", "-h", "-t", "idle", "-o", "%D") == str(len(NODES)), 120, "idle nodes")
+        idle = ("sinfo", "-h", "-t", "idle", "-o", "%D")
+        wait_for(lambda: self._says(*idle) == str(len(NODES)), 120, "idle nodes", self._logs)
         self.run("srun", f"-N{len(NODES)}", "true", timeout=60)  # "idle" alone does not prove that a node takes work
+
+    def _logs(self) -> str:
+        logs = sorted((self.folder / "log").iterdir())
+        return "\n".join(f"{file.name}:\n{file.read_text()[-2000:]}" for file in logs)
 
     def _says(self, *command: str) -> str:
         return self.run(*command, check=False).strip()
@@ -138,6 +162,7 @@ class Cluster:
                 os.kill(int(pid_file.read_text()), signal.SIGTERM)
             except (ValueError, ProcessLookupError):
                 continue
+        self._reservation.close()
 
     def run(self, *command: str | Path, check: bool = True, timeout: float = 60, **options) -> str:
         """Standard output of a command in the cluster's environment. Raises `SlurmError` where it fails."""
