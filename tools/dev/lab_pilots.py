@@ -2,7 +2,8 @@
 
     python -m tools.dev.lab_pilots dose STUDY ARM --like int4 --out DIR   # the std at which ARM has the dose of int4
     python -m tools.dev.lab_pilots low STUDY ARM --out DIR                # share of improbable tokens, and the σ of δ
-    python -m tools.dev.lab_pilots runs STUDY ARM … --seeds 101 … --out DIR --jobs 2   # rewards, outcomes, surge
+    python -m tools.dev.lab_pilots clock STUDY ARM --out DIR              # rate, surge ratio and period of length-decay
+    python -m tools.dev.lab_pilots runs STUDY ARM … --seeds 101 … --out DIR --jobs 2   # rewards and outcomes
 
 Seeds of pilots are none of the study's. Runs that are finished below DIR are read again and not repeated.
 """
@@ -13,12 +14,14 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
+from megatron_rl.config import Recipe
 from megatron_rl.config.objective import Distortion
 from megatron_rl.errors import EXIT_DONE
 from megatron_rl.lab.outcomes import outcome_of
@@ -26,12 +29,17 @@ from megatron_rl.lab.runner import FINISHED, StudyRunner
 from megatron_rl.lab.study import LoadedStudy, Study, load_study
 from megatron_rl.monitor.jsonl import read_metrics
 from megatron_rl.monitor.run_directory import RunDirectory
+from megatron_rl.schedule.length_decay import LengthDecay
 from megatron_rl.stored.batches import batch_path, load_batch
 
 SEED = 100
 DOSE = "dose"  # the outcome of a study that measures it
 STEPS = 2  # of a pilot of a dose: the first policy and the one after it
 MOST_TRIES = 8
+COLLAPSE = "collapse step"  # the outcome of a study that measures it
+RATES = (3e-4, 2e-4, 1.5e-4, 1e-4)
+SURGE_RATIOS = (1.15, 1.12, 1.1, 1.08, 1.05)
+HELD = 0.95  # of the best held-out reward: a run that ends below has lost some
 
 
 def pilot_runs(
@@ -81,19 +89,52 @@ def share_of_low(run: RunDirectory, low_prob: float) -> float:
 
 
 def summary(study: Study, run: RunDirectory) -> dict[str, Any]:
-    """What the rules of the study files ask of a pilot run: held-out reward, the study's outcomes, and the schedule."""
+    """What the rules of the study files ask of a pilot run: held-out reward and the study's outcomes."""
     records = read_metrics(run.metrics)
     rewards = [record["val/reward/mean"] for record in records if "val/reward/mean" in record]
     found: dict[str, Any] = {"start": rewards[0], "best": max(rewards), "end": rewards[-1]}
-    found |= {name: outcome_of(records, how) for name, how in study.outcomes.items()}
-    shadow = [record for record in records if "lr_sched/shadow_lr" in record]  # the last record may be of validation
-    if shadow:
-        found |= {
-            "surge step": shadow[-1]["lr_sched/surge_step"],
-            "decay period": shadow[-1]["lr_sched/decay_period"],
-            "mean shadow rate": float(np.mean([record["lr_sched/shadow_lr"] for record in shadow])),
-        }
-    return found
+    return found | {name: outcome_of(records, how) for name, how in study.outcomes.items()}
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What length-decay in mode auto would make of a run at a constant rate. Steps and periods are in updates."""
+
+    surge: int
+    period: int
+    collapse: int | None  # the update of the collapse, None for a run that keeps its reward
+    mean_rate: float  # over all updates of the run
+
+    @property
+    def is_early(self) -> bool:
+        """Whether the first halving comes before the reward is lost."""
+        return self.collapse is not None and self.period < self.collapse
+
+
+def clock_of(study: Study, run: RunDirectory, surge_ratio: float) -> Clock | None:
+    """The clock of a ``run`` of mode shadow with another ``surge_ratio``; None without a surge."""
+    recipe, records = Recipe.model_validate(yaml.safe_load(run.recipe.read_text())), read_metrics(run.metrics)
+    detector = recipe.schedule.detector.model_copy(update={"surge_ratio": surge_ratio})
+    schedule = LengthDecay(recipe.schedule.model_copy(update={"mode": "auto", "detector": detector}))
+    trained = {record["step"]: record for record in records if "lr_sched/lr" in record}
+    rates = []
+    for record in trained.values():
+        updates = int(record["lr_sched/step"])
+        schedule.observe(updates, record["response_length/mean"])
+        max_lr, min_lr = record["lr_sched/lr"], recipe.schedule.min_lr
+        rates += [
+            schedule.lr(update, max_lr, 0.1 * max_lr if min_lr is None else min_lr)
+            for update in range(updates, updates + recipe.batch.minibatches)
+        ]
+    if schedule.decay_period is None:
+        return None
+    collapse = trained.get(outcome_of(records, study.outcomes[COLLAPSE]))  # a run that kept its reward: beyond the last
+    return Clock(
+        surge=schedule.detector.surge_step,
+        period=schedule.decay_period,
+        collapse=None if collapse is None else int(collapse["lr_sched/step"]),
+        mean_rate=float(np.mean(rates)),
+    )
 
 
 def main() -> int:
@@ -130,6 +171,30 @@ def _low(args: argparse.Namespace) -> None:
     print(f"deviation of the weights of δ = {args.delta:g}: {deviation:.4f}")
 
 
+def _clock(args: argparse.Namespace) -> None:
+    """The largest surge ratio, then the largest rate, whose clock is early in a run that loses reward."""
+    study = load_study(args.study)
+    runs = {}
+    for rate in RATES:
+        overrides = [f"learner.optimizer.lr={rate}"]
+        (runs[rate],) = pilot_runs(study, args.out / f"{args.arm}-{rate:g}", [args.arm], [args.seed], overrides)
+    rewards = {rate: summary(study.study, run) for rate, run in runs.items()}
+    for rate, found in rewards.items():
+        print(f"rate {rate:g}: {json.dumps(found)}")
+    chosen = None
+    for ratio in SURGE_RATIOS:
+        for rate, run in runs.items():
+            clock = clock_of(study.study, run, ratio)
+            print(f"surge ratio {ratio:g}, rate {rate:g}: {clock or 'no surge'}")
+            if not chosen and clock and clock.is_early and rewards[rate]["end"] < HELD * rewards[rate]["best"]:
+                chosen = ratio, rate, clock
+    if chosen is None:
+        raise SystemExit("no ratio and rate at which the first halving comes before the reward is lost")
+    ratio, rate, clock = chosen
+    phase = np.random.default_rng(args.seed).integers(1, clock.period)
+    print(f"surge ratio {ratio:g}, rate {rate:g}: mean rate {clock.mean_rate:.3g}, another phase {phase}")
+
+
 def _runs(args: argparse.Namespace) -> None:
     study = load_study(args.study)
     for run in pilot_runs(study, args.out, args.arms, args.seeds, args.set, args.jobs):
@@ -148,8 +213,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--out", type=Path, required=True, help="folder of the pilots' runs")
         return command
 
-    dose, low, runs = add("dose", _dose, None), add("low", _low, None), add("runs", _runs, "+")
-    for command in (dose, low):
+    dose, low, clock = add("dose", _dose, None), add("low", _low, None), add("clock", _clock, None)
+    runs = add("runs", _runs, "+")
+    for command in (dose, low, clock):
         command.add_argument("--seed", type=int, default=SEED)
     dose.add_argument("--like", required=True, metavar="ARM", help="the arm whose dose is matched")
     dose.add_argument("--tolerance", type=float, default=0.02, help="relative (default: 0.02)")

@@ -7,11 +7,12 @@ import math
 
 import numpy as np
 import pytest
+import yaml
 
 from megatron_rl.lab.study import load_study
 from megatron_rl.monitor.run_directory import RunDirectory
 from megatron_rl.stored.batches import record_batch
-from tests.support.tiny import stored_rollouts
+from tests.support.tiny import stored_rollouts, tiny_recipe
 from tools.dev import lab_pilots
 
 
@@ -48,24 +49,50 @@ def write_metrics(run: RunDirectory, records: list[dict[str, float]]) -> None:
 
 def test_the_summary_has_what_the_rules_ask(tmp_path):
     run, study = RunDirectory(tmp_path / "run"), load_study("recipes/lab/mismatch").study
-    rate = {"lr_sched/surge_step": -1.0, "lr_sched/decay_period": -1.0, "lr_sched/shadow_lr": 4.0}
-    records = [{"step": 0, "val/reward/mean": 0.25, "rollout_corr/log_ppl_abs_diff_sum": 0.2} | rate]
-    records += [{"step": 1, "val/reward/mean": 0.75, "rollout_corr/log_ppl_abs_diff_sum": 0.4} | rate]
-    records += [{"step": 140, "val/reward/mean": 0.5} | rate, {"step": 150} | rate]
-    surge = {"lr_sched/surge_step": 40.0, "lr_sched/decay_period": 80.0, "lr_sched/shadow_lr": 2.0}
-    write_metrics(run, [*records, {"step": 160} | surge, {"step": 161, "val/reward/mean": 0.25}])
+    records = [{"step": 0, "val/reward/mean": 0.25, "rollout_corr/log_ppl_abs_diff_sum": 0.2}]
+    records += [{"step": 1, "val/reward/mean": 0.75, "rollout_corr/log_ppl_abs_diff_sum": 0.4}]
+    records += [{"step": 140, "val/reward/mean": 0.5}, {"step": 161, "val/reward/mean": 0.25}]
+    write_metrics(run, records)
     found = lab_pilots.summary(study, run)
-    assert study.outcomes.keys() <= found.keys()
-    assert {name: value for name, value in found.items() if name not in study.outcomes.keys() - {"reward", "dose"}} == {
+    assert found == found | {
         "start": 0.25,
         "best": 0.75,
         "end": 0.25,
         "reward": 0.375,
         "dose": (0.2 + 0.4) / 2,
-        "surge step": 40.0,
-        "decay period": 80.0,
-        "mean shadow rate": (4 * 4 + 2) / 5,
     }
+    assert found.keys() == {"start", "best", "end"} | study.outcomes.keys()
+
+
+def run_of_length_decay(folder, lengths: list[float], rewards: list[float]) -> RunDirectory:
+    """Steps of four updates at a constant rate of 8, in mode shadow, as metrics.jsonl has them."""
+    run = RunDirectory(folder)
+    records = [
+        {"step": step, "lr_sched/step": 4.0 * step, "lr_sched/lr": 8.0, "response_length/mean": length}
+        | {"critic/rewards/mean": reward}
+        for step, (length, reward) in enumerate(zip(lengths, rewards, strict=True))
+    ]
+    write_metrics(run, [*records, {"step": len(records), "val/reward/mean": 0.5}])
+    detector = {"smoothing_steps": 1, "confirm_steps": 1, "baseline_window": 5, "min_step": 1}
+    schedule = {"style": "length-decay", "mode": "shadow", "detector": detector, "period_factor": 1.5}
+    recipe = tiny_recipe(batch={"prompts": 4, "minibatches": 4}, schedule=schedule)
+    run.recipe.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    return run
+
+
+def test_the_clock_of_a_run_at_a_constant_rate(tmp_path):
+    """A surge of 1.2 at update 16, so that rates are halved every 24 updates from then on; reward is lost in step 9."""
+    study = load_study("recipes/lab/length_decay").study
+    lengths, rewards = [10.0] * 4 + [12.0] * 16, [1.0] * 7 + [0.0] * 13
+    clock = lab_pilots.clock_of(study, run_of_length_decay(tmp_path / "early", lengths, rewards), 1.15)
+    rates = [8.0] * 24 + [4.0] * 24 + [2.0] * 24 + [1.0] * 8
+    assert clock == lab_pilots.Clock(surge=16, period=24, collapse=4 * 9, mean_rate=sum(rates) / 80)
+    assert clock.is_early
+    late = lab_pilots.clock_of(study, run_of_length_decay(tmp_path / "late", lengths, [1.0] + [0.0] * 19), 1.15)
+    assert (late.collapse, late.is_early) == (20, False)
+    kept = lab_pilots.clock_of(study, run_of_length_decay(tmp_path / "kept", lengths, [1.0] * 20), 1.15)
+    assert (kept.collapse, kept.is_early) == (None, False)
+    assert lab_pilots.clock_of(study, run_of_length_decay(tmp_path / "none", lengths, rewards), 1.25) is None
 
 
 def test_improbable_tokens_are_counted_where_they_are_trained(tmp_path):
