@@ -13,16 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from megatron_rl.config import Recipe
 from megatron_rl.config.objective import Distortion
+from megatron_rl.config.yaml12 import parse
 from megatron_rl.errors import EXIT_DONE
 from megatron_rl.lab.outcomes import outcome_of
 from megatron_rl.lab.runner import FINISHED, StudyRunner
@@ -33,10 +33,9 @@ from megatron_rl.schedule.length_decay import LengthDecay
 from megatron_rl.stored.batches import batch_path, load_batch
 
 SEED = 100
-DOSE = "dose"  # the outcome of a study that measures it
+DOSE, COLLAPSE = "dose", "collapse step"  # the outcomes of a study that measure them
 STEPS = 2  # of a pilot of a dose: the first policy and the one after it
 MOST_TRIES = 8
-COLLAPSE = "collapse step"  # the outcome of a study that measures it
 RATES = (3e-4, 2e-4, 1.5e-4, 1e-4)
 SURGE_RATIOS = (1.15, 1.12, 1.1, 1.08, 1.05)
 HELD = 0.95  # of the best held-out reward: a run that ends below has lost some
@@ -108,12 +107,12 @@ class Clock:
     @property
     def is_early(self) -> bool:
         """Whether the first halving comes before the reward is lost."""
-        return self.collapse is not None and self.period < self.collapse
+        return self.collapse is not None and max(self.surge, self.period) < self.collapse
 
 
 def clock_of(study: Study, run: RunDirectory, surge_ratio: float) -> Clock | None:
     """The clock of a ``run`` of mode shadow with another ``surge_ratio``; None without a surge."""
-    recipe, records = Recipe.model_validate(yaml.safe_load(run.recipe.read_text())), read_metrics(run.metrics)
+    recipe, records = Recipe.model_validate(parse(run.recipe.read_text())[0]), read_metrics(run.metrics)
     detector = recipe.schedule.detector.model_copy(update={"surge_ratio": surge_ratio})
     schedule = LengthDecay(recipe.schedule.model_copy(update={"mode": "auto", "detector": detector}))
     trained = {record["step"]: record for record in records if "lr_sched/lr" in record}
@@ -121,11 +120,8 @@ def clock_of(study: Study, run: RunDirectory, surge_ratio: float) -> Clock | Non
     for record in trained.values():
         updates = int(record["lr_sched/step"])
         schedule.observe(updates, record["response_length/mean"])
-        max_lr, min_lr = record["lr_sched/lr"], recipe.schedule.min_lr
-        rates += [
-            schedule.lr(update, max_lr, 0.1 * max_lr if min_lr is None else min_lr)
-            for update in range(updates, updates + recipe.batch.minibatches)
-        ]
+        bounds = record["lr_sched/lr"], recipe.schedule.floor(record["lr_sched/lr"])
+        rates += [schedule.lr(updates + done, *bounds) for done in range(recipe.batch.minibatches)]
     if schedule.decay_period is None:
         return None
     collapse = trained.get(outcome_of(records, study.outcomes[COLLAPSE]))  # a run that kept its reward: beyond the last
@@ -135,6 +131,17 @@ def clock_of(study: Study, run: RunDirectory, surge_ratio: float) -> Clock | Non
         collapse=None if collapse is None else int(collapse["lr_sched/step"]),
         mean_rate=float(np.mean(rates)),
     )
+
+
+def chosen(clocks: Mapping[tuple[float, float], Clock | None], loses: Mapping[float, bool]) -> tuple[float, float]:
+    """The largest surge ratio, then the largest rate, whose clock is early in a run that loses reward.
+
+    ``clocks``: by (surge ratio, rate); ``loses``: by rate. SystemExit where there is none.
+    """
+    fit = [(ratio, rate) for (ratio, rate), clock in clocks.items() if loses[rate] and clock and clock.is_early]
+    if not fit:
+        raise SystemExit("no ratio and rate at which the first halving comes before the reward is lost")
+    return max(fit)
 
 
 def main() -> int:
@@ -172,25 +179,21 @@ def _low(args: argparse.Namespace) -> None:
 
 
 def _clock(args: argparse.Namespace) -> None:
-    """The largest surge ratio, then the largest rate, whose clock is early in a run that loses reward."""
     study = load_study(args.study)
     runs = {}
     for rate in RATES:
         overrides = [f"learner.optimizer.lr={rate}"]
         (runs[rate],) = pilot_runs(study, args.out / f"{args.arm}-{rate:g}", [args.arm], [args.seed], overrides)
-    rewards = {rate: summary(study.study, run) for rate, run in runs.items()}
-    for rate, found in rewards.items():
+    loses = {}
+    for rate, run in runs.items():
+        found = summary(study.study, run)
+        loses[rate] = found["end"] < HELD * found["best"]
         print(f"rate {rate:g}: {json.dumps(found)}")
-    chosen = None
-    for ratio in SURGE_RATIOS:
-        for rate, run in runs.items():
-            clock = clock_of(study.study, run, ratio)
-            print(f"surge ratio {ratio:g}, rate {rate:g}: {clock or 'no surge'}")
-            if not chosen and clock and clock.is_early and rewards[rate]["end"] < HELD * rewards[rate]["best"]:
-                chosen = ratio, rate, clock
-    if chosen is None:
-        raise SystemExit("no ratio and rate at which the first halving comes before the reward is lost")
-    ratio, rate, clock = chosen
+    clocks = {(ratio, rate): clock_of(study.study, run, ratio) for ratio in SURGE_RATIOS for rate, run in runs.items()}
+    for (ratio, rate), clock in clocks.items():
+        print(f"surge ratio {ratio:g}, rate {rate:g}: {clock or 'no surge'}")
+    ratio, rate = chosen(clocks, loses)
+    clock = clocks[ratio, rate]
     phase = np.random.default_rng(args.seed).integers(1, clock.period)
     print(f"surge ratio {ratio:g}, rate {rate:g}: mean rate {clock.mean_rate:.3g}, another phase {phase}")
 

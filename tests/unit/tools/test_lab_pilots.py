@@ -74,25 +74,38 @@ def run_of_length_decay(folder, lengths: list[float], rewards: list[float]) -> R
     ]
     write_metrics(run, [*records, {"step": len(records), "val/reward/mean": 0.5}])
     detector = {"smoothing_steps": 1, "confirm_steps": 1, "baseline_window": 5, "min_step": 1}
-    schedule = {"style": "length-decay", "mode": "shadow", "detector": detector, "period_factor": 1.5}
+    schedule = {"style": "length-decay", "mode": "shadow", "detector": detector, "period_factor": 1.4}
     recipe = tiny_recipe(batch={"prompts": 4, "minibatches": 4}, schedule=schedule)
     run.recipe.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     return run
 
 
 def test_the_clock_of_a_run_at_a_constant_rate(tmp_path):
-    """A surge of 1.2 at update 16, so that rates are halved every 24 updates from then on; reward is lost in step 9."""
+    """A surge of 1.2 at update 16, so that rates are halved every 22 updates from then on, down to a tenth of 8; reward
+    is lost in step 9."""
     study = load_study("recipes/lab/length_decay").study
-    lengths, rewards = [10.0] * 4 + [12.0] * 16, [1.0] * 7 + [0.0] * 13
+    lengths, rewards = [10.0] * 4 + [12.0] * 22, [1.0] * 7 + [0.0] * 19
     clock = lab_pilots.clock_of(study, run_of_length_decay(tmp_path / "early", lengths, rewards), 1.15)
-    rates = [8.0] * 24 + [4.0] * 24 + [2.0] * 24 + [1.0] * 8
-    assert clock == lab_pilots.Clock(surge=16, period=24, collapse=4 * 9, mean_rate=sum(rates) / 80)
+    rates = [8.0] * 22 + [4.0] * 22 + [2.0] * 22 + [1.0] * 22 + [0.8] * 16
+    assert clock == lab_pilots.Clock(surge=16, period=22, collapse=4 * 9, mean_rate=float(np.mean(rates)))
     assert clock.is_early
-    late = lab_pilots.clock_of(study, run_of_length_decay(tmp_path / "late", lengths, [1.0] + [0.0] * 19), 1.15)
+    late = lab_pilots.clock_of(study, run_of_length_decay(tmp_path / "late", lengths, [1.0] + [0.0] * 25), 1.15)
     assert (late.collapse, late.is_early) == (20, False)
-    kept = lab_pilots.clock_of(study, run_of_length_decay(tmp_path / "kept", lengths, [1.0] * 20), 1.15)
+    kept = lab_pilots.clock_of(study, run_of_length_decay(tmp_path / "kept", lengths, [1.0] * 26), 1.15)
     assert (kept.collapse, kept.is_early) == (None, False)
     assert lab_pilots.clock_of(study, run_of_length_decay(tmp_path / "none", lengths, rewards), 1.25) is None
+    assert not lab_pilots.Clock(surge=40, period=22, collapse=36, mean_rate=8.0).is_early  # no halving before a surge
+
+
+def test_the_largest_ratio_and_then_the_largest_rate_is_chosen():
+    early, late = lab_pilots.Clock(10, 18, 40, 1.0), lab_pilots.Clock(30, 54, 40, 1.0)
+    clocks = {(1.2, 3.0): None, (1.2, 2.0): late, (1.2, 1.0): early}
+    clocks |= {(1.1, 3.0): early, (1.1, 2.0): early, (1.1, 1.0): early}
+    assert lab_pilots.chosen(clocks, {3.0: True, 2.0: True, 1.0: True}) == (1.2, 1.0)
+    assert lab_pilots.chosen(clocks, {3.0: True, 2.0: True, 1.0: False}) == (1.1, 3.0)
+    assert lab_pilots.chosen(clocks, {3.0: False, 2.0: True, 1.0: False}) == (1.1, 2.0)
+    with pytest.raises(SystemExit, match="no ratio and rate"):
+        lab_pilots.chosen(clocks, {3.0: False, 2.0: False, 1.0: False})
 
 
 def test_improbable_tokens_are_counted_where_they_are_trained(tmp_path):
