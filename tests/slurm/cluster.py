@@ -18,6 +18,7 @@ PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "sque
 # Names that are addresses: `scontrol show hostnames` then gives what ranks can connect to, without /etc/hosts.
 NODES = ("127.0.0.11", "127.0.0.12")
 GPUS_PER_NODE = 2
+PORTS = range(12_000, 19_000, 200)  # the first of each part of 200, all below the ephemeral range
 
 # cred_expire: a requeued job waits for its credentials to expire, two minutes by default.
 # preempt_send_user_signal and REQUEUE: what a site with a preemptable partition has.
@@ -77,9 +78,9 @@ class SlurmError(RuntimeError):
 def reserve_ports() -> tuple[int, socket.socket]:
     """The first of 200 ports, and a socket that keeps them from other clusters of these tests until it is closed.
 
-    They lie below the ephemeral range. A cluster whose test run was killed lives on and keeps its own.
+    A cluster whose test run was killed lives on and keeps its own.
     """
-    for port in random.sample(range(12_000, 19_000, 200), 35):
+    for port in random.sample(PORTS, len(PORTS)):
         with ExitStack() as stack:
             reservation, *probes = (stack.enter_context(socket.socket()) for _ in range(2 + len(NODES)))
             try:
