@@ -1,4 +1,4 @@
-"""Clusters of tests/slurm that run at once, or were left by a killed run, have ports of their own."""
+"""Clusters that run at once, or were left by a killed run, have ports of their own."""
 
 import socket
 
