@@ -78,4 +78,5 @@ def site(cluster) -> Iterator[Site]:
     repo, programs = folder / "my checkout", folder / "bin"
     repo.symlink_to(REPOSITORY)
     programs.mkdir()
-    return Site(cluster, folder, repo, programs)
+    yield Site(cluster, folder, repo, programs)
+    cluster.end_jobs()  # of a test that failed

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,13 @@ def wait_for_attempt(job: Job, number: int) -> None:
     )
 
 
+def at_requeue(site, happens: str) -> None:
+    """``happens``: what jobs run before each ``scontrol requeue``."""
+    find = ["which", "scontrol"]
+    scontrol = subprocess.run(find, env=site.cluster.environment, capture_output=True, text=True).stdout.strip()
+    site.program("scontrol", f'if [ "$1" = requeue ]; then\n{happens}fi\nexec {scontrol} "$@"\n')
+
+
 def steps(run: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
@@ -55,14 +63,14 @@ def test_a_run_survives_preemption_a_lost_rank_and_a_lost_node(site):
     urgent = site.program("urgent.sbatch", "true\n")
     options = ("--partition=urgent", "--nodes=2", "--exclusive", "--output=urgent.log")
     preemptor = site.cluster.submit(urgent, cwd=site.folder, options=options)
-    job.wait_for_log("stopped before the limit: requeued, continues from step_00000001")
+    job.wait_for_log("stopped before the limit: requeueing, continues from step_00000001")
     assert steps(run) == [0]
     assert preemptor.wait() == "COMPLETED"
 
     wait_for_attempt(job, 1)
     wait_for(lambda: rank_process(run, 1) is not None, 60, "rank 1")
     os.kill(rank_process(run, 1), signal.SIGKILL)
-    job.wait_for_log("a rank failed: requeued, continues from step_00000001")
+    job.wait_for_log("a rank failed: requeueing, continues from step_00000001")
     wait_for(lambda: rank_process(run, 0) is None, 60, "the peer to end")
 
     wait_for_attempt(job, 2)
@@ -139,15 +147,18 @@ def test_smoke_in_a_container_then_evaluation(site):
 
 
 def test_an_alarm_ends_the_job_for_good_but_a_step_that_takes_too_long_does_not(site):
+    """The controller does not answer the first request to requeue."""
+    at_requeue(site, 'asked=$(dirname "$0")/asked\n[ -e "$asked" ] || { touch "$asked" && exit 1; }\n')
     alarm = "monitor.alarms=[{name: always, metric: actor/grad_norm, above: -1.0, then: [stop]}]"
     job = site.submit("train.sbatch", RECIPE, *site.settings("alarmed", alarm), MRL_STOP_SECONDS="0")
     wait_for_attempt(job, 0)
     site.cluster.run("scancel", "--batch", "--signal=USR1", job.number)  # no step is done yet, and no time is left
     job.wait_for_log("the step at hand takes too long")
-    job.wait_for_log("ended before the limit, without a save: requeued, continues from none")
+    job.wait_for_log("ended before the limit, without a save: requeueing, continues from none")
     assert job.wait() == "FAILED", job.log
     assert job.field("ExitCode") == "3:0", job.log
     assert job.field("Restarts") == "1"
+    assert (site.programs / "asked").exists()
     assert steps(site.runs / "alarmed") == [0]
     assert (site.runs / "alarmed" / "checkpoints" / "step_00000001").is_dir()
 
@@ -156,11 +167,21 @@ def test_a_cancelled_job_stays_cancelled(site):
     job = site.submit("train.sbatch", RECIPE, *site.settings("cancelled", "num_steps=100000"))
     wait_for_attempt(job, 0)
     site.cluster.run("scancel", job.number)
-    # FAILED where the ranks' end overtook the cancellation: the script was about to requeue itself.
-    assert job.wait() in ("CANCELLED", "FAILED"), job.log
+    assert job.wait() == "CANCELLED", job.log
     wait_for(lambda: rank_process(site.runs / "cancelled", 0) is None, 60, "the ranks to end")
     assert job.field("Restarts") == "0"
     assert not (site.runs / "cancelled" / "DONE").exists()
+
+
+def test_a_job_that_is_cancelled_while_it_requeues_itself_stays_cancelled(site):
+    """Ranks of a cancelled job can end before the job's script is signalled: it takes them for lost ones."""
+    running = "scontrol show job $SLURM_JOB_ID | grep -q JobState=RUNNING"
+    at_requeue(site, f"trap '' TERM\nscancel $SLURM_JOB_ID\nwhile {running}; do sleep 0.1; done\n")
+    without_ranks = site.program("python", f'[[ "$*" == *" train "* ]] && exit 1\nexec {sys.executable} "$@"\n')
+    job = site.submit("train.sbatch", RECIPE, *site.settings("undecided"), MRL_PYTHON=str(without_ranks))
+    job.wait_for_log("a rank failed: requeueing")
+    assert job.wait() == "CANCELLED", job.log
+    assert job.field("Restarts") == "0"
 
 
 def test_a_bad_recipe_is_refused_by_the_job_and_before_it(site):
