@@ -389,9 +389,12 @@ class TestFaults:
         """One is killed, of the other the engine's process."""
         pool = generator._servers.pool
         generator._servers._relaunches = False
+        last = [engine_of(both[0]), both[1].address.pid]
+        for process in last:
+            os.kill(process, signal.SIGSTOP)  # no response is whole before they die
         asked = Asked(generator, 12).until_at(*both)
-        os.kill(engine_of(both[0]), signal.SIGKILL)
-        os.kill(both[1].address.pid, signal.SIGKILL)
+        for process in last:
+            os.kill(process, signal.SIGKILL)
         wait(generator, lambda: all(member.lost for member in pool.members.values()))
         monkeypatch.setattr(pool, "_stop", lambda: True)
         with pytest.raises(RolloutInterrupted):
