@@ -31,6 +31,7 @@ from megatron_rl.rollout.servers.wire import Answer
 from megatron_rl.routing import route_checksums
 from megatron_rl.types import Group, Prompt, Rollout
 from tests.e2e.hf_reference import load
+from tests.support.patience import PATIENCE_S
 from tests.support.rounding import bound_from_double
 from tests.support.tiny import MODEL, tiny_recipe
 
@@ -128,7 +129,7 @@ def update(generator: ServerGenerator, models: list[Path]) -> None:
 
 def wait(generator: ServerGenerator, condition: Callable[[], bool]) -> None:
     """Until ``condition``, asked in the generator's event loop."""
-    generator._main.submit(until(condition)).result(300)
+    generator._main.submit(until(condition)).result(PATIENCE_S)
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from megatron_rl.doctor.checks import CHECKS
 from megatron_rl.doctor.setting import Setting
 from tests.parallel.gloo import run_ranks
+from tests.support.patience import PATIENCE_S
 
 GPU_ONLY = {check.name for check in CHECKS if check.gpu_only} | {"driver"}
 
@@ -20,7 +21,7 @@ def report(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("doctor")
     command = [sys.executable, "-m", "megatron_rl", "doctor", "--shared", str(folder / "runs")]
     command += ["--json", str(folder / "report.json"), "--page", str(folder / "report.html")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=550)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     found = json.loads((folder / "report.json").read_text())
     found["page"], found["status"], found["said"] = (folder / "report.html").read_text(), done.returncode, done.stdout
     return found

@@ -29,7 +29,6 @@ def outcomes(tmp_path_factory) -> dict[str, dict[str, Outcome]]:
             "train",
             size,
             init_process_group=False,
-            timeout_s=500,
             runs=[arguments(root, model, *run, steps=STEPS, sequences=SEQUENCES) for run in runs],
         )
         assert ranks == [[0] * len(runs)] * size

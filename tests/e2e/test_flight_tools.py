@@ -70,7 +70,7 @@ def limits(plain) -> Limits:
 
 @pytest.fixture(scope="module")
 def tools(run, on_two_ranks, plain) -> dict[str, dict]:
-    return run_ranks("tests.e2e.programs.flight", "use_tools", 1, run=str(run), timeout_s=400)[0]
+    return run_ranks("tests.e2e.programs.flight", "use_tools", 1, run=str(run))[0]
 
 
 SAME = ("actor/pg_loss", "actor/grad_norm", "mismatch/rho_std", "actor/ppo_kl", "router/agree_frac")

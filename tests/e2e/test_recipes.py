@@ -49,7 +49,6 @@ def finished(twins) -> dict:
         "tests.e2e.programs.twin",
         "run_twins",
         world_size=1,
-        timeout_s=550,
         recipes=[recipe.model_dump(mode="json") for recipe in twins.values()],
     )
     return result

@@ -18,7 +18,7 @@ def results(tmp_path_factory) -> dict[str, dict]:
     from tests.support.routes import save_random_model
 
     model = save_random_model(tmp_path_factory.mktemp("model"), initializer_range=0.12)
-    (found,) = run_ranks("tests.e2e.programs.replay", "in_each_dtype", 1, model=str(model), timeout_s=500)
+    (found,) = run_ranks("tests.e2e.programs.replay", "in_each_dtype", 1, model=str(model))
     # `pytest -s` prints the figures of docs/router-replay.md.
     print("\ndtype  std of rho, own routes  replayed  rows alike  tokens with a flip")
     for dtype, run in found.items():

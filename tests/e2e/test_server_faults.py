@@ -47,6 +47,7 @@ from tests.e2e.in_flight import (
     weights,
 )
 from tests.parallel.gloo import run_ranks
+from tests.support.patience import PATIENCE_S
 from tests.support.tiny import MODEL
 from tests.support.zygote import surroundings, zygote
 
@@ -77,6 +78,8 @@ def generator(request, servers):
     local.relaunch(print)  # what the mode before has killed at its end
     made = generator_on(run_dir, recipe, request.param, weights="broadcast")
     made._servers._local, made._servers._relaunches = local, True
+    for name in made._servers.pool.members:
+        local.came_up(name)  # they joined before ``made`` knew whose they are
     yield made
     made._servers._local = None  # the next mode's
     made.close()
@@ -182,7 +185,7 @@ class TestFaults:
         os.kill(both[0].address.pid, signal.SIGSTOP)  # so that it cannot answer what it is asked
         checksums = generator._main.submit(both[0].client.checksums())  # may have changed weights: it closes
         os.kill(both[0].address.pid, signal.SIGCONT)
-        checksums.result(60)
+        checksums.result(PATIENCE_S)
         asked.assert_once_and_as_said(models)
 
     def test_a_server_that_cannot_load_new_weights_is_lost_until_it_can(self, generator, models, both, monkeypatch):
@@ -344,7 +347,7 @@ class TestFaults:
 
         going_on = generator._main.submit(go_on())
         asked.assert_once_and_as_said(models)
-        going_on.result(60)
+        going_on.result(PATIENCE_S)
 
     def test_a_server_that_dies_in_an_update_costs_the_others_nothing_but_time(self, generator, models, both):
         victim, other = both

@@ -82,7 +82,7 @@ class Interrupted:
                 log=root / f"{mode}-{number}.log",
                 env=surroundings() | {"MRL_SERVER_TOKEN": TOKEN},
             )
-            assert child.wait(500) == status, child.output[-4000:]
+            assert child.wait() == status, child.output[-4000:]
             self.outputs.append(child.output)
             self.after.append(self.batches())
             saved = max((self.run_dir / "checkpoints").glob("step_*")) / "trainer.json"

@@ -40,6 +40,7 @@ from megatron_rl.run.oversampling import Oversampling
 from megatron_rl.types import Group, Prompt
 from tests.e2e.hf_reference import assert_same as assert_same_by
 from tests.e2e.hf_reference import flat
+from tests.support.patience import PATIENCE_S
 from tests.support.tiny import DATA, MODEL, tiny_recipe
 from tests.support.zygote import run_command
 from tools.dev.make_tiny_checkpoint import build_tokenizer
@@ -128,7 +129,7 @@ class TestTwoServers:
         assert set(flat(again[0], "finish_reason")) == {"stop", "length"}
         assert generator.stats()["rollout/servers"] == 2
         for member in generator._servers.pool.ready:
-            there = generator._main.submit(member.client.checksums()).result(60)
+            there = generator._main.submit(member.client.checksums()).result(PATIENCE_S)
             assert there == fresh._llm.apply_model(parameter_checksums)[0]
 
     def test_servers_that_were_tampered_with_get_their_weights_again(self, generator, fresh):
@@ -165,13 +166,15 @@ class TestTwoServers:
         assert 0 < len(generator.completed([begun])) <= 16
         generator.cancel(begun)
         assert generator.completed([begun]) == []
-        generator._main.submit(until(lambda: not any(m.in_flight for m in generator._servers.pool.ready))).result(60)
+        generator._main.submit(until(lambda: not any(m.in_flight for m in generator._servers.pool.ready))).result(
+            PATIENCE_S
+        )
         assert_same(generator.rollout(prompts(8), 4, policy_version=4, step=3), whole)
 
     def test_throughput_leaves_out_what_a_finished_batch_waited(self, generator):
         start = time.perf_counter()
         begun = generator.begin(prompts(8), 2, policy_version=4, step=4)
-        begun.answers.result(60)
+        begun.answers.result(PATIENCE_S)
         sampling = time.perf_counter() - start
         time.sleep(sampling)
         tokens = sum(map(len, flat(generator.finish(begun), "tokens")))
@@ -232,7 +235,7 @@ class TestTwoServers:
         program = Path(__file__).parent / "programs" / "dying_trainer.py"
         urls = [member.address.url for member in members]
         died = subprocess.run(
-            [sys.executable, program, MODEL, TOKEN, *urls], capture_output=True, text=True, timeout=300
+            [sys.executable, program, MODEL, TOKEN, *urls], capture_output=True, text=True, timeout=PATIENCE_S
         )
         assert died.returncode == -signal.SIGKILL, died.stderr[-2000:]
         generator.refit(perturbed(2).items(), 5)  # waits until they have given the other one up
@@ -252,7 +255,7 @@ class TestTwoServers:
         """It is the only one that is left, and the learner sends what it sent before."""
         pool = generator._servers.pool
         (survivor,) = pool.ready
-        generator._main.submit(until(lambda: len(pool.lacking) == 1)).result(300)
+        generator._main.submit(until(lambda: len(pool.lacking) == 1)).result(PATIENCE_S)
         begun = generator.begin(prompts(8), 2, policy_version=5, step=2)
         stop(survivor.address, signal.SIGKILL)
         assert_same(generator.finish(begun), fresh.rollout(prompts(8), 2, policy_version=0, step=2))
@@ -261,7 +264,7 @@ class TestTwoServers:
 
     def test_a_server_that_hangs_in_an_update_is_lost_and_comes_back(self, generator, fresh, chunks, monkeypatch):
         pool = generator._servers.pool
-        generator._main.submit(until(lambda: len(pool.lacking) == 1)).result(300)
+        generator._main.submit(until(lambda: len(pool.lacking) == 1)).result(PATIENCE_S)
         generator.refit(perturbed(3).items(), 5)
         victim, survivor = pool.ready
         generator._updates.broadcaster.close()  # so that the group is made anew, with these limits
@@ -274,7 +277,7 @@ class TestTwoServers:
         assert held(generator) == [fresh._llm.apply_model(parameter_checksums)[0]]
         assert not survivor.lost
         stop(victim.address, signal.SIGCONT)
-        generator._main.submit(until(lambda: not any(m.lost for m in pool.members.values()))).result(120)
+        generator._main.submit(until(lambda: not any(m.lost for m in pool.members.values()))).result(PATIENCE_S)
         monkeypatch.undo()
         generator.refit(perturbed(2).items(), 5)
         assert held(generator) == [fresh._llm.apply_model(parameter_checksums)[0]] * 2
@@ -318,7 +321,7 @@ class TestTwoServers:
         name, victim = next(iter(generator._servers.pool.members.items()))
         stop(victim.address, signal.SIGSTOP)  # so that it cannot answer what it is asked
         begun = generator.begin(prompts(16), 4, policy_version=5, step=5)
-        generator._main.submit(until(lambda: victim.in_flight > 0)).result(60)
+        generator._main.submit(until(lambda: victim.in_flight > 0)).result(PATIENCE_S)
         stop(victim.address, signal.SIGKILL)
         groups = generator.finish(begun)
         assert_same(groups, expected)
@@ -329,7 +332,7 @@ class TestTwoServers:
         assert len(generator.rollout(prompts(2), 2, policy_version=5, step=6)) == 2
 
     def test_groups_that_were_carried_over_survive_the_death_of_their_server(self, generator):
-        generator._main.submit(until(lambda: len(generator._servers.pool.lacking) == 1)).result(300)
+        generator._main.submit(until(lambda: len(generator._servers.pool.lacking) == 1)).result(PATIENCE_S)
         generator.refit(perturbed(3).items(), 5)
         sampler = PromptSampler(prompts(16))
         config = OversampleConfig(factor=1.5, rest="carry_over")
@@ -341,7 +344,7 @@ class TestTwoServers:
         victim = generator._servers.pool.ready[0]
         stop(victim.address, signal.SIGSTOP)  # so that it cannot answer what it is asked
         ahead.open(1, 5)
-        generator._main.submit(until(lambda: victim.in_flight > 0)).result(60)
+        generator._main.submit(until(lambda: victim.in_flight > 0)).result(PATIENCE_S)
         stop(victim.address, signal.SIGKILL)
         learned = []
         for step in (1, 2):
@@ -362,7 +365,7 @@ class TestTwoServers:
             generator.cancel(begun.ticket)
 
     def test_a_server_that_was_killed_is_started_again_and_gets_the_next_weights(self, generator):
-        generator._main.submit(until(lambda: len(generator._servers.pool.lacking) == 1)).result(300)
+        generator._main.submit(until(lambda: len(generator._servers.pool.lacking) == 1)).result(PATIENCE_S)
         generator.refit(perturbed(3).items(), 5)
         assert generator.rollout(prompts(8), 4, policy_version=5, step=6)
         assert generator.stats()["rollout/servers"] == 2
@@ -395,7 +398,7 @@ class Disturbed:
 
 def held(generator: ServerGenerator) -> list[dict[str, int]]:
     """Checksums of every server that may be used. Closes them."""
-    return [generator._main.submit(m.client.checksums()).result(60) for m in generator._servers.pool.ready]
+    return [generator._main.submit(m.client.checksums()).result(PATIENCE_S) for m in generator._servers.pool.ready]
 
 
 def stop(address: Address, number: int) -> None:
@@ -426,7 +429,7 @@ def status(
     if token is not None:
         request.add_header("Authorization", f"Bearer {token}")
     try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as response:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=PATIENCE_S) as response:
             return response.status
     except urllib.error.HTTPError as error:
         return error.code
@@ -442,7 +445,7 @@ def test_a_run_that_samples_ahead_resumes_without_losing_or_repeating_a_prompt(t
     settings += ["recorder.record_batches=all", "checkpoint.every=0", "rollout.servers.health_every_s=0.5"]
     arguments = [argument for setting in settings for argument in ("--set", setting)]
     for attempt in range(2):
-        done = run_command("megatron_rl", ["train", "recipes/tiny/servers.yaml", *arguments], tmp_path, seconds=500)
+        done = run_command("megatron_rl", ["train", "recipes/tiny/servers.yaml", *arguments], tmp_path)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         if attempt == 0:
             assert "stopped on request after step 0" in done.stdout

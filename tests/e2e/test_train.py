@@ -27,6 +27,7 @@ from megatron_rl.watch import tokens as watched_tokens
 from megatron_rl.watch import views
 from megatron_rl.watch.run import WatchedRun
 from tests.e2e import hf_reference
+from tests.support.patience import PATIENCE_S
 from tests.support.plain_training import Limits, float32_limits_on, run_on
 from tests.support.rounding import CLOSED_FORM, adam_largest_update, gamma, rounded, unit_roundoff
 from tests.support.series import megatron_core
@@ -58,7 +59,9 @@ def train(
         return run_command("megatron_rl", arguments, root)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *launcher, "-m", "megatron_rl", *arguments]
-    return subprocess.run(command, cwd=REPOSITORY, env=surroundings(), capture_output=True, text=True, timeout=400)
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=surroundings(), capture_output=True, text=True, timeout=PATIENCE_S
+    )
 
 
 def succeeded(done: subprocess.CompletedProcess) -> subprocess.CompletedProcess:

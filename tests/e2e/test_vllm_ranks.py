@@ -39,9 +39,7 @@ def rollouts(results):
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2], ids=["two engines", "one engine over two ranks"])
 def test_two_ranks_return_what_one_returns(tensor_parallel, alone, left_by_a_killed_run):
-    ranks = run_ranks(
-        "tests.e2e.programs.rollout", "rollout_beside_megatron", 2, tensor_parallel=tensor_parallel, timeout_s=300
-    )
+    ranks = run_ranks("tests.e2e.programs.rollout", "rollout_beside_megatron", 2, tensor_parallel=tensor_parallel)
     bound = 2 * max(rounding_bound(groups, Sampling(24)) for groups in alone)
     owners = []
     for expected, *found in zip(rollouts(alone), *(rollouts(returned["results"]) for returned in ranks), strict=True):
@@ -70,7 +68,7 @@ def test_two_ranks_return_what_one_returns(tensor_parallel, alone, left_by_a_kil
 
 
 def test_an_error_on_one_rank_is_the_error_of_all():
-    messages = run_ranks("tests.e2e.programs.rollout", "one_engine_fails", 2, timeout_s=300)
+    messages = run_ranks("tests.e2e.programs.rollout", "one_engine_fails", 2)
     assert messages[0] == messages[1]
     assert messages[0].startswith("rank 1: vLLM failed on prompts validation-0000, validation-0001, validation-0002")
     assert messages[0].endswith("IndexError: broken on purpose")

@@ -32,6 +32,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from tests.support.patience import PATIENCE_S
 from tests.support.zygote import Child, Zygote, surroundings, zygote
 
 OUTPUT_TAIL_CHARS = 6000
@@ -49,7 +50,7 @@ def run_ranks(
     fn_name: str,
     world_size: int,
     *,
-    timeout_s: float = 240.0,
+    timeout_s: float = PATIENCE_S,
     init_process_group: bool = True,
     env: dict[str, str] | None = None,
     helper: Zygote | None = None,

@@ -30,9 +30,7 @@ def ranks(tmp_path_factory) -> dict[str, list[dict]]:
         name: ("save_and_load", {"folder": str(folder / name), "learner": {"dtype": "bf16", "parallel": parallel}})
         for name, parallel in LAYOUTS.items()
     }
-    found = run_ranks(
-        "tests.parallel.jobs", "run_jobs", 4, module="tests.parallel.programs.shares", jobs=jobs, timeout_s=500
-    )
+    found = run_ranks("tests.parallel.jobs", "run_jobs", 4, module="tests.parallel.programs.shares", jobs=jobs)
     return {name: [rank[name] for rank in found] for name in LAYOUTS}
 
 

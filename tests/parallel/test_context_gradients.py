@@ -28,7 +28,7 @@ def found() -> dict[str, list[dict]]:
             if ranks == size
         }
         module = "tests.parallel.programs"
-        ranks = run_ranks("tests.parallel.jobs", "run_jobs", size, module=module, jobs=jobs, timeout_s=500)
+        ranks = run_ranks("tests.parallel.jobs", "run_jobs", size, module=module, jobs=jobs)
         started |= {name: [rank[name] for rank in ranks] for name in jobs}
     return started
 

@@ -107,7 +107,7 @@ def saved(other, dense, tmp_path_factory) -> dict:
         ),
     }
     module = "tests.parallel.programs.convert"
-    return run_ranks("tests.parallel.jobs", "run_jobs", 4, module=module, jobs=jobs, timeout_s=500)[0]
+    return run_ranks("tests.parallel.jobs", "run_jobs", 4, module=module, jobs=jobs)[0]
 
 
 @pytest.mark.parametrize("layout", ["mixed", "experts split"])

@@ -94,7 +94,6 @@ def results(request, four_key_heads):
         "run_jobs",
         world_size,
         init_process_group=False,
-        timeout_s=500,
         module=MODULE,
         jobs=jobs_for(world_size, four_key_heads if world_size == 4 else str(MODEL)),
     )

@@ -77,7 +77,6 @@ def start(world_size: int, jobs: dict) -> list[dict]:
         world_size,
         module="tests.parallel.programs.learner",
         jobs=jobs,
-        timeout_s=500,
     )
 
 

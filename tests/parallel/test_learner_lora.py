@@ -28,9 +28,7 @@ PRECISION = 1e-5  # relative, of a gradient or a movement: what is asked for of 
 
 
 def start(world_size: int, jobs: dict) -> list[dict]:
-    return run_ranks(
-        "tests.parallel.jobs", "run_jobs", world_size, module="tests.parallel.programs.lora", jobs=jobs, timeout_s=500
-    )
+    return run_ranks("tests.parallel.jobs", "run_jobs", world_size, module="tests.parallel.programs.lora", jobs=jobs)
 
 
 @pytest.fixture(scope="module")

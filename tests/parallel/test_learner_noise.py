@@ -52,9 +52,7 @@ def runs() -> dict:
     jobs[2]["fewer sequences than ranks"] = ("updates", {"num_steps": 1, "num_sequences": 1, **section("dp2")})
     jobs[2]["dp2 minibatches"] = ("updates", {"num_steps": 1, "minibatches": 2, **section("dp2")})
     jobs[1]["one minibatches"] = ("updates", {"num_steps": 1, "minibatches": 2, **section("one microbatch")})
-    started = {
-        n: run_ranks("tests.parallel.jobs", "run_jobs", n, module=MODULE, jobs=jobs[n], timeout_s=400) for n in jobs
-    }
+    started = {n: run_ranks("tests.parallel.jobs", "run_jobs", n, module=MODULE, jobs=jobs[n]) for n in jobs}
     return {name: [rank[name] for rank in started[n]] for n in jobs for name in jobs[n]}
 
 

@@ -32,7 +32,6 @@ def start(world_size: int, jobs: dict) -> list[dict]:
         world_size,
         module="tests.parallel.programs.precision",
         jobs=jobs,
-        timeout_s=500,
     )
 
 

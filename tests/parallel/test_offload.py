@@ -38,7 +38,6 @@ def start(world_size: int, jobs: dict) -> list[dict]:
         world_size,
         module="tests.parallel.programs.offload",
         jobs=jobs,
-        timeout_s=500,
     )
 
 

@@ -34,9 +34,7 @@ SLICE_MUTATIONS = {"permute ranks": "tp2", "swap local layers": "pp2", "other st
 
 
 def start(world_size: int, jobs: dict) -> list[dict]:
-    return run_ranks(
-        "tests.parallel.jobs", "run_jobs", world_size, module="tests.parallel.programs.replay", jobs=jobs, timeout_s=500
-    )
+    return run_ranks("tests.parallel.jobs", "run_jobs", world_size, module="tests.parallel.programs.replay", jobs=jobs)
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,7 @@ def ranks(tmp_path_factory):
     for name, in_background in SAVES.items():
         folder = str(tmp_path_factory.mktemp("checkpoints"))
         jobs[name] = ("save_while_one_rank_cannot", {"folder": folder, "in_background": in_background})
-    return run_ranks(
-        "tests.parallel.jobs", "run_jobs", 2, module="tests.parallel.programs.save", jobs=jobs, timeout_s=500
-    )
+    return run_ranks("tests.parallel.jobs", "run_jobs", 2, module="tests.parallel.programs.save", jobs=jobs)
 
 
 @pytest.mark.parametrize("save", SAVES)

@@ -17,7 +17,7 @@ def run(name: str, world_size: int, **arguments):
 
 
 def jobs(world_size: int, wanted: dict[str, tuple[str, dict]]) -> list[dict]:
-    return run_ranks("tests.parallel.jobs", "run_jobs", world_size, module=MODULE, jobs=wanted, timeout_s=200)
+    return run_ranks("tests.parallel.jobs", "run_jobs", world_size, module=MODULE, jobs=wanted)
 
 
 @pytest.mark.parametrize(("world_size", "num_replicas"), [(1, 1), (2, 2), (3, 1), (4, 4), (4, 2)])

@@ -61,7 +61,6 @@ def results(tmp_path_factory) -> list[dict]:
             run_dir=str(run_dir),
             local_ranks=[0, 1, 0],
             config=CONFIG,
-            timeout_s=120,
         )
     finally:
         for server in servers:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.patience import PATIENCE_S
 from tests.support.tiny import REPOSITORY
 
 TEST = """
@@ -36,7 +37,7 @@ def workers_of(folder: Path, cores: set[int]) -> dict[str, set[str]]:
         preexec_fn=lambda: os.sched_setaffinity(0, cores),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "12 passed" in done.stdout.splitlines()[-1]

@@ -65,13 +65,13 @@ def convert(weights: Path, folder: Path, parallel: dict | None = None) -> Job:
 def start(helper: Zygote, world_size: int, jobs: dict[str, Job]) -> list[dict]:
     """Over TransformerEngine's layers; ``helper`` has their imports."""
     module = "tests.parallel.programs.transformer_engine"
-    return run_ranks(module, "run_jobs", world_size, helper=helper, jobs=jobs, timeout_s=500)
+    return run_ranks(module, "run_jobs", world_size, helper=helper, jobs=jobs)
 
 
 def start_local(jobs: dict[str, Job]) -> dict:
     """Over Megatron's own layers on one rank."""
     module = "tests.parallel.programs"
-    (results,) = run_ranks("tests.parallel.jobs", "run_jobs", 1, jobs=jobs, module=module, timeout_s=500)
+    (results,) = run_ranks("tests.parallel.jobs", "run_jobs", 1, jobs=jobs, module=module)
     return results
 
 

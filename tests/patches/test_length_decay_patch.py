@@ -22,6 +22,7 @@ from megatron_rl.config.learner import OptimizerConfig
 from megatron_rl.config.schedule import ScheduleConfig
 from megatron_rl.learner.scheduler import build_scheduler
 from megatron_rl.schedule import synthetic
+from tests.support.patience import PATIENCE_S
 from tests.support.series import megatron_core
 
 PATCH = Path(__file__).parents[2] / "patches" / "megatron-lm" / "lr-decay-style-length-decay.patch"
@@ -120,7 +121,7 @@ def test_bad_settings_are_refused(patched):
 
 
 def patches(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(TOOL), *arguments], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, str(TOOL), *arguments], capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def test_the_series_is_used_only_when_named():

@@ -17,6 +17,7 @@ from megatron_rl.patching import target
 from megatron_rl.patching.errors import PatchError
 from megatron_rl.patching.series import Series, tree_hash
 from megatron_rl.patching.states import installed_status
+from tests.support.patience import PATIENCE_S
 from tests.support.series import megatron_core
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -32,7 +33,7 @@ TRAILERS = "Origin: ours\nForwarded: no\nDrop-When: never\nTest: tests/test_a.py
 
 def run(*arguments: object, python: str = sys.executable, **options) -> subprocess.CompletedProcess:
     command = [python, *COMMAND, *map(str, arguments)]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, **options)
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE_S, **options)
 
 
 def read(root: Path, skip: tuple[str, ...] = (".git", "__pycache__")) -> dict[str, bytes]:
@@ -342,7 +343,7 @@ def test_the_next_run_finishes_what_a_killed_one_began(patches, tree, checkout, 
 def test_two_at_once_do_not_disturb_each_other(patches, tree, checkout):
     command = [sys.executable, *COMMAND, "apply", "--patches", str(patches), "--tree", str(tree), "small"]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    said = sorted(process.communicate(timeout=120)[0].split(": ")[1].split(",")[0] for process in both)
+    said = sorted(process.communicate(timeout=PATIENCE_S)[0].split(": ")[1].split(",")[0] for process in both)
     assert said == ["already applied", "already applied", "applied"]
     assert read(tree) == patched(checkout)
 

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+from tests.support.patience import PATIENCE_S
+
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel")
 # Names that are addresses: `scontrol show hostnames` then gives what ranks can connect to, without /etc/hosts.
@@ -141,8 +143,8 @@ class Cluster:
         for node in NODES:
             self.run("slurmd", "-N", node)
         idle = ("sinfo", "-h", "-t", "idle", "-o", "%D")
-        wait_for(lambda: self._says(*idle) == str(len(NODES)), 120, "idle nodes", self._logs)
-        self.run("srun", f"-N{len(NODES)}", "true", timeout=60)  # "idle" alone does not prove that a node takes work
+        wait_for(lambda: self._says(*idle) == str(len(NODES)), "idle nodes", self._logs)
+        self.run("srun", f"-N{len(NODES)}", "true")  # "idle" alone does not prove that a node takes work
 
     def _logs(self) -> str:
         logs = sorted((self.folder / "log").iterdir())
@@ -171,10 +173,10 @@ class Cluster:
                 continue
         self._reservation.close()
 
-    def run(self, *command: str | Path, check: bool = True, timeout: float = 60, **options) -> str:
+    def run(self, *command: str | Path, check: bool = True, **options) -> str:
         """Standard output of a command in the cluster's environment. Raises `SlurmError` where it fails."""
         environment = self.environment | options.pop("env", {})
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, **options)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, **options)
         if check and done.returncode:
             raise SlurmError(f"{' '.join(map(str, command))}: status {done.returncode}\n{done.stdout}{done.stderr}")
         return done.stdout
@@ -200,13 +202,13 @@ class Job:
         file = self.cwd / f"{self.field('JobName')}-{self.number}.log"
         return file.read_text() if file.exists() else ""
 
-    def wait(self, seconds: float = 400) -> str:
+    def wait(self) -> str:
         """The state in which the job ended for good."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
-        wait_for(lambda: self.field("JobState") in ended, seconds, f"job {self.number} to end", lambda: self.log)
+        wait_for(lambda: self.field("JobState") in ended, f"job {self.number} to end", lambda: self.log)
         return self.field("JobState")
 
-    def wait_for_log(self, text: str, seconds: float = 300) -> None:
+    def wait_for_log(self, text: str) -> None:
         """Until the batch script said ``text``."""
 
         def said() -> bool:
@@ -216,12 +218,12 @@ class Job:
                 raise SlurmError(f"job {self.number} ended without {text!r}:\n{self.log}")
             return False
 
-        wait_for(said, seconds, f"{text!r} in the log of job {self.number}", lambda: self.log)
+        wait_for(said, f"{text!r} in the log of job {self.number}", lambda: self.log)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float, what: str, detail: Callable[[], str] = str) -> None:
-    deadline = time.monotonic() + seconds
+def wait_for(condition: Callable[[], bool], what: str, detail: Callable[[], str] = str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         if time.monotonic() > deadline:
-            raise SlurmError(f"waited {seconds:g} s for {what}\n{detail()}")
+            raise SlurmError(f"waited {PATIENCE_S} s for {what}\n{detail()}")
         time.sleep(0.2)

@@ -54,7 +54,7 @@ def test_a_study_is_submitted_run_by_run_and_not_twice(site):
         options = ("--slurm", "--sbatch=--nodes=1", "--other-code", "--out", str(root))
         command = (sys.executable, "-m", "megatron_rl", "lab", "run", str(file), *options)
         environment = site.environment() | {"PYTHONPATH": str(REPOSITORY)}
-        return site.cluster.run(*command, cwd=site.folder, env=environment, timeout=300)
+        return site.cluster.run(*command, cwd=site.folder, env=environment)
 
     said = lab_run()
     numbers = [line.split()[-1] for line in said.splitlines() if "Submitted batch job" in line]

@@ -37,14 +37,14 @@ def test_a_server_killed_in_the_middle_of_a_step_costs_no_prompt(site):
         MRL_MAX_RESTARTS="0",
     )
     job.wait_for_log(f"started 2 servers on {NODES[1]}")
-    wait_for(lambda: len(steps(run)) > 0, 500, "the first step", lambda: job.log)
+    wait_for(lambda: len(steps(run)) > 0, "the first step", lambda: job.log)
     addresses = [json.loads(path.read_text()) for path in sorted((run / "servers").glob("*.json"))]
     assert [address["name"] for address in addresses] == [f"{NODES[1]}-0", f"{NODES[1]}-1"]
     assert all(address["url"].startswith(f"http://{NODES[1]}:") for address in addresses)
     victim, port = addresses[0]["pid"], int(addresses[0]["url"].rpartition(":")[2])
     variables = dict(item.split(b"=", 1) for item in Path(f"/proc/{victim}/environ").read_bytes().split(b"\0") if item)
     os.kill(victim, signal.SIGSTOP)
-    wait_for(lambda: unread_bytes(port) > 0, 60, "something for the stopped server", lambda: job.log)
+    wait_for(lambda: unread_bytes(port) > 0, "something for the stopped server", lambda: job.log)
     os.kill(victim, signal.SIGKILL)
 
     assert job.wait() == "COMPLETED", job.log

@@ -35,6 +35,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.support.patience import PATIENCE_S
 from tests.support.tiny import REPOSITORY
 
 WARM = (
@@ -78,7 +79,7 @@ class Child:
         self.zygote.listen(0)
         return self.returncode
 
-    def wait(self, seconds: float = 240.0) -> int:
+    def wait(self, seconds: float = PATIENCE_S) -> int:
         """The status; AssertionError with the output where the child takes longer, which is then ended."""
         if not self._ends_within(seconds):
             self.end()
@@ -199,7 +200,7 @@ def run_module(name: str, arguments: Sequence[str]) -> int:
 
 
 def run_command(
-    name: str, arguments: Sequence[str], folder: Path, *, env: dict[str, str] | None = None, seconds: float = 400.0
+    name: str, arguments: Sequence[str], folder: Path, *, env: dict[str, str] | None = None, seconds: float = PATIENCE_S
 ) -> subprocess.CompletedProcess[str]:
     """``python -m name arguments``, as `subprocess.run` with captured text gives it; ``folder`` keeps the output."""
     out, errors = (folder / f"{name}-{time.monotonic_ns()}.{kind}" for kind in ("out", "err"))

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.patience import PATIENCE_S
+
 ROOT = Path(__file__).parents[3]
 _BLOCK, _HEADER = 32768, 7  # LevelDB's log: checksum, length, type; a record's parts are whole, first, middle, last
 
@@ -20,7 +22,7 @@ def run(service: str, code: str, *arguments: str) -> str:
     silent = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "MLFLOW", "SWANLAB"))}
     environment = silent | {"PYTHONPATH": f"{client}{os.pathsep}{ROOT}", "HOME": arguments[0]}
     command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 

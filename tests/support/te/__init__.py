@@ -19,6 +19,8 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
+from tests.support.patience import PATIENCE_S
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 FOLDER = REPOSITORY / os.environ.get("TEST_CACHE", ".cache") / "transformer-engine"
 MISSING = None if (FOLDER / ".ready").is_file() else f"{FOLDER} is not there: `make setup` fetches TransformerEngine"
@@ -72,6 +74,6 @@ def run_with_triton(module: str, *arguments: str, interpreted: bool) -> str:
             "PYTHONPATH": f"{folder}{os.pathsep}{REPOSITORY}",
         }
         command = [sys.executable, "-m", module, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout

@@ -16,6 +16,7 @@ import pytest
 from megatron_rl import __version__
 from megatron_rl.__main__ import main
 from megatron_rl.commands import COMMANDS
+from tests.support.patience import PATIENCE_S
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 OLD_PROGRAMS = {
@@ -39,13 +40,15 @@ def python(*arguments: str, cwd: Path = REPOSITORY, path: str | None = str(REPOS
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {"PYTHONPATH": path} if path else {}
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 ALL_COMMANDS = """
 import argparse, contextlib, importlib, io, json
 from megatron_rl.__main__ import main
 from megatron_rl.commands import COMMANDS
+
+from tests.support.patience import PATIENCE_S
 
 def without_help(parser):
     for action in parser._actions:
@@ -134,7 +137,7 @@ def test_a_reader_that_leaves_early_is_no_fault(arguments):
     process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=pipe, stderr=pipe, text=True)
     process.stdout.close()
     assert process.stderr.read() == ""
-    assert process.wait(timeout=60) == 128 + 13
+    assert process.wait(timeout=PATIENCE_S) == 128 + 13
 
 
 def test_a_pipe_that_breaks_elsewhere_is_a_fault(monkeypatch):

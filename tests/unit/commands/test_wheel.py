@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patience import PATIENCE_S
 from tests.support.series import megatron_core
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -31,10 +32,10 @@ def installed(tmp_path_factory) -> Path:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     offline = ["--no-deps", "--no-index"]
     build = [*pip, "wheel", *offline, "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
-    subprocess.run(build, check=True, cwd=folder, timeout=300)
+    subprocess.run(build, check=True, cwd=folder, timeout=PATIENCE_S)
     (wheel,) = folder.glob("megatron_rl-*.whl")
     install = [*pip, "install", *offline, "--target", str(folder / "site"), str(wheel)]
-    subprocess.run(install, check=True, cwd=folder, timeout=300)
+    subprocess.run(install, check=True, cwd=folder, timeout=PATIENCE_S)
     shutil.rmtree(source)
     return folder / "site"
 
@@ -46,7 +47,9 @@ def call(installed, tmp_path):
     def call(*arguments: str, **options) -> subprocess.CompletedProcess:
         environment = os.environ | {"PYTHONPATH": str(installed)}
         command = [sys.executable, str(installed / "bin" / "megatron-rl"), *arguments]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+        )
 
     return call
 

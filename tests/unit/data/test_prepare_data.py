@@ -15,6 +15,7 @@ from megatron_rl.config.data import DataSourceConfig
 from megatron_rl.data.prepare import OverlapIndex, bare_problem, normalise
 from megatron_rl.data.source import read_problems
 from megatron_rl.rewards.gold import classify
+from tests.support.patience import PATIENCE_S
 from tests.support.tiny import MODEL, REPOSITORY
 
 SHARED = REPOSITORY.parent / "shared" / "data"
@@ -66,7 +67,7 @@ def aime(tmp_path) -> Path:
 
 def run(*arguments: object) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "megatron_rl", "prepare-data", *map(str, arguments)]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def test_public_file_becomes_unique_checked_problems(dapo, aime, tmp_path):

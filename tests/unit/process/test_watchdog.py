@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.support.patience import PATIENCE_S
 from tests.support.tiny import REPOSITORY
 
 PROGRAM = """
@@ -27,7 +28,7 @@ HANGS = {"in Python": "time.sleep(600)", "in native code that keeps the lock": "
 def test_a_hang_ends_the_process(hang):
     program = PROGRAM.format(hang=HANGS[hang])
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert done.returncode == 1
     assert "most recent call first" in done.stderr

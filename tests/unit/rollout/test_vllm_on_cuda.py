@@ -19,6 +19,7 @@ from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.config.quantization import ON_CUDA
 from megatron_rl.rollout.engine_arguments import VLLM_DTYPE
 from tests.support import cuda_platform
+from tests.support.patience import PATIENCE_S
 from tests.support.tiny import REPOSITORY
 
 pytestmark = pytest.mark.skipif(cuda_platform.MISSING is not None, reason=str(cuda_platform.MISSING))
@@ -64,7 +65,12 @@ def found() -> dict[tuple[str, str], dict[str, Any]]:
         wanted |= {(place, name): {"place": place, **CASES[FIRST], "changes": changes} for place in PLACES}
     command = [sys.executable, "-m", "tests.unit.rollout.programs.vllm_on_cuda"]
     done = subprocess.run(
-        command, cwd=REPOSITORY, input=json.dumps(list(wanted.values())), capture_output=True, text=True, timeout=400
+        command,
+        cwd=REPOSITORY,
+        input=json.dumps(list(wanted.values())),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(zip(wanted, json.loads(done.stdout), strict=True))

@@ -23,7 +23,7 @@ def lines(tmp_path_factory) -> dict[str, reach.Seen]:
     tests = sorted(set(REACHED.values()) - {TRACE})
     arguments = {"files": list(REACHED), "tests": tests, "trace": SMALL_TRACE, "name": TRACE, "folder": str(folder)}
     child = zygote().start("tests.unit.support.programs.reach", "run", arguments, log=folder / "log")
-    assert child.wait(300) == 0, child.output
+    assert child.wait() == 0, child.output
     found = json.loads((folder / "lines.json").read_text())
     return {test: {(file, line) for file, line in ran} for test, ran in found.items()}
 
