@@ -12,6 +12,10 @@ die() { # die STATUS MESSAGE…: end the job for good
   exit "$status"
 }
 
+job_field() { # job_field NAME: of this job's record, such as JobState or EndTime
+  scontrol show job "$SLURM_JOB_ID" | sed -nE "s/^(.* )?$1=([^ ]+).*/\\2/p"
+}
+
 # Everything that a site decides, and how many ranks there are. Topology comes from Slurm and from nowhere else.
 prepare() {
   if [ -n "${MRL_SITE:-}" ]; then

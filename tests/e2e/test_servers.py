@@ -40,6 +40,7 @@ from megatron_rl.run.oversampling import Oversampling
 from megatron_rl.types import Group, Prompt
 from tests.e2e.hf_reference import assert_same as assert_same_by
 from tests.e2e.hf_reference import flat
+from tests.e2e.in_flight import wait
 from tests.support.patience import PATIENCE_S
 from tests.support.tiny import DATA, MODEL, tiny_recipe
 from tests.support.zygote import run_command
@@ -166,9 +167,7 @@ class TestTwoServers:
         assert 0 < len(generator.completed([begun])) <= 16
         generator.cancel(begun)
         assert generator.completed([begun]) == []
-        generator._main.submit(until(lambda: not any(m.in_flight for m in generator._servers.pool.ready))).result(
-            PATIENCE_S
-        )
+        wait(generator, lambda: not any(m.in_flight for m in generator._servers.pool.ready))
         assert_same(generator.rollout(prompts(8), 4, policy_version=4, step=3), whole)
 
     def test_throughput_leaves_out_what_a_finished_batch_waited(self, generator):
@@ -255,7 +254,7 @@ class TestTwoServers:
         """It is the only one that is left, and the learner sends what it sent before."""
         pool = generator._servers.pool
         (survivor,) = pool.ready
-        generator._main.submit(until(lambda: len(pool.lacking) == 1)).result(PATIENCE_S)
+        wait(generator, lambda: len(pool.lacking) == 1)
         begun = generator.begin(prompts(8), 2, policy_version=5, step=2)
         stop(survivor.address, signal.SIGKILL)
         assert_same(generator.finish(begun), fresh.rollout(prompts(8), 2, policy_version=0, step=2))
@@ -264,7 +263,7 @@ class TestTwoServers:
 
     def test_a_server_that_hangs_in_an_update_is_lost_and_comes_back(self, generator, fresh, chunks, monkeypatch):
         pool = generator._servers.pool
-        generator._main.submit(until(lambda: len(pool.lacking) == 1)).result(PATIENCE_S)
+        wait(generator, lambda: len(pool.lacking) == 1)
         generator.refit(perturbed(3).items(), 5)
         victim, survivor = pool.ready
         generator._updates.broadcaster.close()  # so that the group is made anew, with these limits
@@ -277,7 +276,7 @@ class TestTwoServers:
         assert held(generator) == [fresh._llm.apply_model(parameter_checksums)[0]]
         assert not survivor.lost
         stop(victim.address, signal.SIGCONT)
-        generator._main.submit(until(lambda: not any(m.lost for m in pool.members.values()))).result(PATIENCE_S)
+        wait(generator, lambda: not any(m.lost for m in pool.members.values()))
         monkeypatch.undo()
         generator.refit(perturbed(2).items(), 5)
         assert held(generator) == [fresh._llm.apply_model(parameter_checksums)[0]] * 2
@@ -321,7 +320,7 @@ class TestTwoServers:
         name, victim = next(iter(generator._servers.pool.members.items()))
         stop(victim.address, signal.SIGSTOP)  # so that it cannot answer what it is asked
         begun = generator.begin(prompts(16), 4, policy_version=5, step=5)
-        generator._main.submit(until(lambda: victim.in_flight > 0)).result(PATIENCE_S)
+        wait(generator, lambda: victim.in_flight > 0)
         stop(victim.address, signal.SIGKILL)
         groups = generator.finish(begun)
         assert_same(groups, expected)
@@ -332,7 +331,7 @@ class TestTwoServers:
         assert len(generator.rollout(prompts(2), 2, policy_version=5, step=6)) == 2
 
     def test_groups_that_were_carried_over_survive_the_death_of_their_server(self, generator):
-        generator._main.submit(until(lambda: len(generator._servers.pool.lacking) == 1)).result(PATIENCE_S)
+        wait(generator, lambda: len(generator._servers.pool.lacking) == 1)
         generator.refit(perturbed(3).items(), 5)
         sampler = PromptSampler(prompts(16))
         config = OversampleConfig(factor=1.5, rest="carry_over")
@@ -344,7 +343,7 @@ class TestTwoServers:
         victim = generator._servers.pool.ready[0]
         stop(victim.address, signal.SIGSTOP)  # so that it cannot answer what it is asked
         ahead.open(1, 5)
-        generator._main.submit(until(lambda: victim.in_flight > 0)).result(PATIENCE_S)
+        wait(generator, lambda: victim.in_flight > 0)
         stop(victim.address, signal.SIGKILL)
         learned = []
         for step in (1, 2):
@@ -365,7 +364,7 @@ class TestTwoServers:
             generator.cancel(begun.ticket)
 
     def test_a_server_that_was_killed_is_started_again_and_gets_the_next_weights(self, generator):
-        generator._main.submit(until(lambda: len(generator._servers.pool.lacking) == 1)).result(PATIENCE_S)
+        wait(generator, lambda: len(generator._servers.pool.lacking) == 1)
         generator.refit(perturbed(3).items(), 5)
         assert generator.rollout(prompts(8), 4, policy_version=5, step=6)
         assert generator.stats()["rollout/servers"] == 2
@@ -403,13 +402,6 @@ def held(generator: ServerGenerator) -> list[dict[str, int]]:
 
 def stop(address: Address, number: int) -> None:
     os.kill(address.pid, number)
-
-
-async def until(condition) -> None:
-    import asyncio
-
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 async def settings_of(address: Address) -> dict:

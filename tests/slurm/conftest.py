@@ -55,6 +55,10 @@ class Site:
         path.chmod(0o755)
         return path
 
+    def ahead_of(self, name: str, text: str) -> None:
+        """Jobs run ``text`` before the cluster's program ``name``, which gets the arguments that it leaves."""
+        self.program(name, f'{text}exec {shutil.which(name, path=self.cluster.environment["PATH"])} "$@"\n')
+
     def attempts(self, run: str) -> list[Path]:
         return sorted(path for path in (self.runs / run / "slurm").iterdir() if path.is_dir() and not path.is_symlink())
 

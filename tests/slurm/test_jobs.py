@@ -40,13 +40,6 @@ def wait_for_attempt(job: Job, number: int) -> None:
     wait_for(lambda: job.log.partition(f"attempt {number},")[2].count("started 2 ranks") > 0, "ranks", lambda: job.log)
 
 
-def at_requeue(site, happens: str) -> None:
-    """``happens``: what jobs run before each ``scontrol requeue``."""
-    find = ["which", "scontrol"]
-    scontrol = subprocess.run(find, env=site.cluster.environment, capture_output=True, text=True).stdout.strip()
-    site.program("scontrol", f'if [ "$1" = requeue ]; then\n{happens}fi\nexec {scontrol} "$@"\n')
-
-
 def steps(run: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
@@ -146,7 +139,8 @@ def test_smoke_in_a_container_then_evaluation(site):
 
 def test_an_alarm_ends_the_job_for_good_but_a_step_that_takes_too_long_does_not(site):
     """The controller does not answer the first request to requeue."""
-    at_requeue(site, 'asked=$(dirname "$0")/asked\n[ -e "$asked" ] || { touch "$asked" && exit 1; }\n')
+    silent = 'asked=$(dirname "$0")/asked\n[ -e "$asked" ] || { touch "$asked" && exit 1; }'
+    site.ahead_of("scontrol", f'if [ "$1" = requeue ]; then\n{silent}\nfi\n')
     alarm = "monitor.alarms=[{name: always, metric: actor/grad_norm, above: -1.0, then: [stop]}]"
     job = site.submit("train.sbatch", RECIPE, *site.settings("alarmed", alarm), MRL_STOP_SECONDS="0")
     wait_for_attempt(job, 0)
@@ -174,7 +168,8 @@ def test_a_cancelled_job_stays_cancelled(site):
 def test_a_job_that_is_cancelled_while_it_requeues_itself_stays_cancelled(site):
     """Ranks of a cancelled job can end before the job's script is signalled: it takes them for lost ones."""
     running = "scontrol show job $SLURM_JOB_ID | grep -q JobState=RUNNING"
-    at_requeue(site, f"trap '' TERM\nscancel $SLURM_JOB_ID\nwhile {running}; do sleep 0.1; done\n")
+    cancelled = f"trap '' TERM\nscancel $SLURM_JOB_ID\nwhile {running}; do sleep 0.1; done"
+    site.ahead_of("scontrol", f'if [ "$1" = requeue ]; then\n{cancelled}\nfi\n')
     without_ranks = site.program("python", f'[[ "$*" == *" train "* ]] && exit 1\nexec {sys.executable} "$@"\n')
     job = site.submit("train.sbatch", RECIPE, *site.settings("undecided"), MRL_PYTHON=str(without_ranks))
     job.wait_for_log("a rank failed: requeueing")
@@ -184,11 +179,8 @@ def test_a_job_that_is_cancelled_while_it_requeues_itself_stays_cancelled(site):
 
 def test_a_bad_recipe_is_refused_by_the_job_and_before_it(site):
     """The job's `check` runs in the container too: the stand-in for pyxis takes its options off srun's."""
-    srun = subprocess.run(
-        ["which", "srun"], env=site.cluster.environment, capture_output=True, text=True
-    ).stdout.strip()
     keep = 'for a; do if [[ $a == *container* ]]; then echo "$a" >>"$(dirname "$0")/flags"; else keep+=("$a"); fi; done'
-    site.program("srun", f'keep=()\n{keep}\nexec {srun} "${{keep[@]}}"\n')
+    site.ahead_of("srun", f'keep=()\n{keep}\nset -- "${{keep[@]}}"\n')
     settings = site.settings("bad", "learner.parallel.tensor=3")
     job = site.submit("train.sbatch", RECIPE, *settings, MRL_CONTAINER="registry/image:1")
     assert job.wait() == "FAILED", job.log

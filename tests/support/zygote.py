@@ -200,13 +200,13 @@ def run_module(name: str, arguments: Sequence[str]) -> int:
 
 
 def run_command(
-    name: str, arguments: Sequence[str], folder: Path, *, env: dict[str, str] | None = None, seconds: float = PATIENCE_S
+    name: str, arguments: Sequence[str], folder: Path, *, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """``python -m name arguments``, as `subprocess.run` with captured text gives it; ``folder`` keeps the output."""
     out, errors = (folder / f"{name}-{time.monotonic_ns()}.{kind}" for kind in ("out", "err"))
     call = {"name": name, "arguments": list(arguments)}
     child = zygote().start("tests.support.zygote", "run_module", call, log=out, errors=errors, env=env)
-    status = child.wait(seconds)
+    status = child.wait()
     return subprocess.CompletedProcess([name, *arguments], status, out.read_text(), errors.read_text())
 
 

@@ -48,8 +48,6 @@ import argparse, contextlib, importlib, io, json
 from megatron_rl.__main__ import main
 from megatron_rl.commands import COMMANDS
 
-from tests.support.patience import PATIENCE_S
-
 def without_help(parser):
     for action in parser._actions:
         if action.help is None and not isinstance(action, argparse._SubParsersAction):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import statistics
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +16,16 @@ from megatron_rl.lab import load_study
 LAB = Path(__file__).parents[3] / "recipes" / "lab"
 FILES = sorted([*LAB.glob("*/study.yaml"), *LAB.glob("*/scale.yaml")])
 SHIPPED = sorted(path.parent.name for path in LAB.glob("*/study.yaml"))
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name != "servers"])  # which has no pilots
+def test_the_spread_of_rewards_is_that_of_the_pairs_which_its_pilots_name(name):
+    study = load_study(LAB / name).study
+    (text,) = (text for text in study.pilots if "101 to 106" in text)
+    pairs = re.search(r"differ by (.*?)(?: in reward)?, a standard", " ".join(text.split())).group(1)
+    differences = [float(number) for number in re.findall(r"-?\d\.\d{3}", pairs)]
+    assert len(differences) == 6
+    assert study.outcomes["reward"].spread == round(statistics.stdev(differences), 3)
 
 
 @pytest.fixture
