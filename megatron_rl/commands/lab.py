@@ -6,7 +6,8 @@
     megatron-rl lab run    STUDY [--jobs N] [--seeds 0 1] [--arms A B] [--slurm --sbatch=--nodes=4 …]
     megatron-rl lab verify STUDY --arm A --seed S | --random N   run again, compare bit for bit
     megatron-rl lab pack   STUDY --to FILE.jsonl.xz              finished runs in one file, for `run --reuse` elsewhere
-    megatron-rl lab report STUDY [--docs]                        figure and table; --docs: those of docs/lab
+    megatron-rl lab report STUDY                                 figure and tables of what was run
+    megatron-rl lab docs                                         those of docs/lab, from the runs in docs/lab/runs
 
 STUDY is a study file or its folder, e.g. recipes/lab/hacking. Runs lie below runs/lab/STUDY (--out: another folder);
 `run` leaves finished ones alone and continues interrupted ones, so the same command resumes. A gate's two arms are run
@@ -37,7 +38,7 @@ EXIT_INCOMPLETE = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(required=True, metavar="check|power|plan|run|verify|pack|report")
+    commands = parser.add_subparsers(required=True, metavar="check|power|plan|run|verify|pack|report|docs")
     check = commands.add_parser("check", help="check studies and their arms; no engine")
     check.add_argument("studies", nargs="+", type=Path, metavar="STUDY", help="study file or its folder")
     check.add_argument("--offline", action="store_true", help="go without models and data that are not at hand")
@@ -86,10 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     packed.add_argument("--to", type=Path, required=True, metavar="FILE", help="written anew; ends in .xz")
     packed.set_defaults(action=_pack)
     report = commands.add_parser("report", help="figure and table from what was run")
-    report.add_argument(
-        "--docs", action="store_true", help="write docs/images/lab-STUDY.png and the tables of docs/lab/STUDY.md"
-    )
     report.set_defaults(action=_report)
+    docs = commands.add_parser("docs", help="pages and verdicts of docs/lab, from the runs in docs/lab/runs")
+    docs.set_defaults(action=_write_docs)
     for command in (start, again, power, plan, packed, report):
         command.add_argument("study", type=Path, metavar="STUDY", help="study file or its folder")
     for command in (start, again, power, packed, report):
@@ -240,24 +240,28 @@ def _pack(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from megatron_rl.lab.report import write_docs, write_report
+    from megatron_rl.lab.report import write_report
 
     loaded = load_study(options.study)
-    root = _root(options, loaded.study.name)
-    written = write_report(loaded, root)
-    if options.docs:
-        written += write_docs(loaded, root, _docs())
-    for path in written:
-        print(f"wrote {path}")
+    _say_written(write_report(loaded, _root(options, loaded.study.name)))
     return EXIT_DONE
+
+
+def _write_docs(options: argparse.Namespace) -> int:
+    from megatron_rl.lab.docs import write_docs
+
+    repository = checkout()
+    if repository is None:
+        raise InputError("lab docs: writes docs/lab of a checkout; this is the installed package")
+    studies = [load_study(file) for file in sorted((repository / "recipes" / "lab").glob("*/study.yaml"))]
+    _say_written(write_docs(studies, repository / "docs"))
+    return EXIT_DONE
+
+
+def _say_written(paths: list[Path]) -> None:
+    for path in paths:
+        _say(f"wrote {path}")
 
 
 def _root(options: argparse.Namespace, name: str) -> Path:
     return (options.out or Path("runs") / "lab" / name).resolve()
-
-
-def _docs() -> Path:
-    repository = checkout()
-    if repository is None:
-        raise InputError("--docs: writes docs/lab of a checkout; this is the installed package")
-    return repository / "docs"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import yaml
 from megatron_rl.errors import EXIT_DONE, EXIT_ENDED_BY_LIMIT, InputError
 from megatron_rl.lab.figure import DEFAULT_METRICS
 from megatron_rl.lab.registration import Registration, read_registration
-from megatron_rl.lab.runner import FINISHED, PACKED, State, StudyRunner
+from megatron_rl.lab.results import Results, read_results
+from megatron_rl.lab.runner import FINISHED, PACKED, REUSED, State, StudyRunner
 from megatron_rl.lab.study import LoadedStudy, Study, without_folders
 from megatron_rl.lab.verify import digest
 from megatron_rl.monitor.jsonl import encode_record, read_metrics
@@ -65,6 +67,7 @@ def _packed(run: Path, state: State, kept: set[str]) -> dict[str, Any]:
     marked = run / PACKED
     return {
         "run": run.name,
+        "reused": (run / REUSED).is_file(),
         "status": EXIT_ENDED_BY_LIMIT if state == "ended" else EXIT_DONE,
         "recipe": without_folders(yaml.safe_load(directory.recipe.read_text())),
         "environment": {key: environment[key] for key in ENVIRONMENT if key in environment}
@@ -92,6 +95,15 @@ def unpack(file: Path, folder: Path) -> Registration | None:
         ) from error
 
 
+def read_packed(loaded: LoadedStudy, file: Path) -> Results:
+    """What ``file`` has of a study. Raises `InputError` where it is no file of `pack`, or of other recipes."""
+    with tempfile.TemporaryDirectory() as folder:
+        registration = unpack(file, Path(folder))
+        if registration is not None:
+            registration.save(Path(folder))
+        return read_results(loaded, Path(folder))
+
+
 def _unpack(run: Mapping[str, Any], origin: dict[str, str], folder: Path) -> None:
     if Path(run["run"]).name != run["run"]:
         raise ValueError(f"run {run['run']!r}: expected a name without folders")
@@ -101,6 +113,8 @@ def _unpack(run: Mapping[str, Any], origin: dict[str, str], folder: Path) -> Non
     directory.environment.write_text(json.dumps(run["environment"]))
     directory.metrics.write_text("".join(json.dumps(record) + "\n" for record in run["records"]))
     (directory.root / PACKED).write_text(json.dumps({"sha256": run["sha256"]} | origin) + "\n")
+    if run.get("reused"):
+        (directory.root / REUSED).write_text("as the file of runs says\n")
     if run["status"] == EXIT_DONE:
         directory.done.write_text(f"{len(run['records'])}\n")
     else:

@@ -1,15 +1,13 @@
-"""A study's report: figure, tables and what was measured, into a folder or into the documentation."""
+"""A study's report: figure, tables and what was measured."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.errors import InputError
 from megatron_rl.lab.figure import draw_study, save_small
 from megatron_rl.lab.results import Results, read_results
 from megatron_rl.lab.statistics import Effect
@@ -27,32 +25,6 @@ def write_report(loaded: LoadedStudy, root: Path) -> list[Path]:
     text.write_text(heading + render(results), encoding="utf-8")
     values.write_text(results.as_json())
     return [figure, text, values]
-
-
-def write_docs(loaded: LoadedStudy, root: Path, docs: Path) -> list[Path]:
-    """The figure to docs/images, the tables between the two marks of docs/lab/STUDY.md, outcomes beside that page.
-
-    Raises `InputError` where the page or its marks are absent.
-    """
-    results = read_results(loaded, root)
-    name = loaded.study.name
-    page, image, values = (
-        docs / "lab" / f"{name}.md",
-        docs / "images" / f"lab-{name}.png",
-        docs / "lab" / f"{name}.json",
-    )
-    start, end = f"<!-- lab: {name} -->\n", f"<!-- /lab: {name} -->"
-    text = page.read_text(encoding="utf-8") if page.exists() else ""
-    if start not in text or end not in text:
-        raise InputError(f"{page}: the lines {start.strip()} and {end}, between which the tables go, are not there")
-    pattern = re.compile(re.escape(start) + ".*?" + re.escape(end), re.DOTALL)
-    body = f"![curves of the study](../images/{image.name})\n\n" + render(results)
-    page.write_text(pattern.sub(lambda _: start + body + end, text), encoding="utf-8")
-    for folder in (image.parent, values.parent):
-        folder.mkdir(exist_ok=True)
-    save_small(draw_study(results), image)
-    values.write_text(results.as_json())
-    return [page, image, values]
 
 
 def render(results: Results) -> str:
@@ -110,7 +82,7 @@ def _decisions_table(results: Results) -> Iterator[str]:
     )
     yield "|---|---|---|---|---|---|---|---|---|"
     for found in results.decisions():
-        cells = "– | – | –" if found.effect is None else _effect_cells(found.effect)
+        cells = " | ".join(("–", "–", "–") if found.effect is None else effect_cells(found.effect))
         yield (
             f"| {found.name} | {found.against} | {found.outcome} | {cells} | {found.expected} | {found.p_holm:.2g} | "
             f"{found.verdict} |"
@@ -132,7 +104,8 @@ def _effects_table(results: Results) -> Iterator[str]:
             effect, expected = results.effect(name, outcome), arm.expect.get(outcome)
             if effect is None or (name, outcome) in decisive or (expected is None and not effect.excludes_none):
                 continue
-            rows.append(f"| {name} | {arm.control} | {outcome} | {_effect_cells(effect)} | {expected or '–'} |")
+            cells = " | ".join(effect_cells(effect))
+            rows.append(f"| {name} | {arm.control} | {outcome} | {cells} | {expected or '–'} |")
     if rows:
         yield "What follows describes and decides nothing; no interval is corrected for the number of comparisons.\n"
         yield "| arm | control | outcome | difference or ratio (×) | 95% interval | d | predicted |"
@@ -140,11 +113,12 @@ def _effects_table(results: Results) -> Iterator[str]:
         yield from rows
 
 
-def _effect_cells(effect: Effect) -> str:
+def effect_cells(effect: Effect) -> tuple[str, str, str]:
+    """Difference, ratio or slope; its 95% interval; Cohen's d."""
     sign = "×" if effect.neutral else ""
     number = "{:.3g}".format if effect.neutral else "{:+.3g}".format
     bounds = f"{number(effect.lower)} to {number(effect.upper)}" if math.isfinite(effect.upper) else "–"
-    return f"{sign}{number(effect.mean)} | {bounds} | {'–' if math.isnan(effect.d) else f'{effect.d:+.1f}'}"
+    return f"{sign}{number(effect.mean)}", bounds, "–" if math.isnan(effect.d) else f"{effect.d:+.1f}"
 
 
 def _caveat(results: Results) -> Iterator[str]:

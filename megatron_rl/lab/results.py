@@ -55,6 +55,11 @@ class Results:
     registration: Registration | None = None
     code: dict[str, int] = field(default_factory=dict)  # commit → number of runs
 
+    @property
+    def complete(self) -> bool:
+        """Whether all runs are finished, apart from those that a failed gate rules out."""
+        return not self.unfinished or self.gate_passed is False
+
     def effect(self, arm: str, outcome: str) -> Effect | None:
         """``arm`` against its control; None for a control and where seeds or values are missing."""
         control = self.study.study.arms[arm].control

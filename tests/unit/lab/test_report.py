@@ -14,7 +14,7 @@ from megatron_rl.lab import load_study
 from megatron_rl.lab.figure import smoothed
 from megatron_rl.lab.outcomes import outcome_of
 from megatron_rl.lab.registration import register
-from megatron_rl.lab.report import write_docs, write_report
+from megatron_rl.lab.report import write_report
 from megatron_rl.lab.results import read_results
 from megatron_rl.lab.statistics import interval_half_width, paired_effect
 from megatron_rl.lab.study import Outcome
@@ -243,27 +243,6 @@ def test_the_report_says_what_was_fixed_and_when(runs, tmp_path):
         assert "changed after the runs began, and not amended: outcomes.reward.margin" in text
     finally:
         (root / "registered.json").unlink()
-
-
-def test_docs_tables_go_between_the_marks(runs, tmp_path):
-    study, root = runs
-    page = tmp_path / "lab" / "made-up.md"
-    with pytest.raises(InputError, match="lab: made-up"):
-        write_docs(study, root, tmp_path)
-    page.parent.mkdir()
-    page.write_text("before\n")
-    with pytest.raises(InputError, match="lab: made-up"):
-        write_docs(study, root, tmp_path)
-    page.write_text("before\n<!-- lab: made-up -->\nold\n<!-- /lab: made-up -->\nafter\n")
-    write_docs(study, root, tmp_path)
-    once = page.read_text()
-    write_docs(study, root, tmp_path)
-    assert page.read_text() == once
-    assert once.startswith("before\n<!-- lab: made-up -->\n![")
-    assert once.endswith("<!-- /lab: made-up -->\nafter\n")
-    assert "old" not in once
-    assert json.loads((tmp_path / "lab" / "made-up.json").read_text())["arms"].keys() == study.study.arms.keys()
-    assert (tmp_path / "images" / "lab-made-up.png").stat().st_size < 200_000
 
 
 def test_nothing_finished_is_said(tmp_path):
