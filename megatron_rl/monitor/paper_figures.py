@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megatron_rl.monitor.curves import Curves, matching
-from megatron_rl.monitor.plots import Panel, draw_panel, group_handles, legend_below
+from megatron_rl.monitor.plots import Panel, draw_panel, group_handles, legend_below, say_why_empty
 
 DETAIL = "objective.mismatch_detail: true records it"
 NOT_RECORDED = "no recipe key records it"
@@ -192,9 +192,7 @@ def _draw(figure: PaperFigure, paper: str, groups: Sequence[Curves]) -> Figure:
         if having:
             _KINDS[panel.kind](axes, panel, having)
         else:
-            axes.text(0.5, 0.5, "not recorded", ha="center", va="center", transform=axes.transAxes, color="gray")
-            axes.set_xticks([])
-            axes.set_yticks([])
+            say_why_empty(axes, "not recorded")
         axes.set_title(panel.title, fontsize=10)
     return drawn
 

@@ -73,6 +73,10 @@ def draw_panel(axes: Axes, panel: Panel, groups: Sequence[Curves], view: View | 
             colour = _colour(index if single else group_index)
             positive.append(_draw_curve(axes, group, metric, view, colour, style))
     axes.set_title(panel.title, fontsize=10)
+    if not metrics:
+        recorded = matching(panel.metrics, set().union(*(group.metrics for group in groups)))
+        say_why_empty(axes, "0 throughout" if recorded else "not recorded")
+        return
     axes.set_xlabel(X_LABELS[view.x], fontsize=8)
     axes.tick_params(which="both", labelsize=8)
     axes.grid(alpha=0.3)
@@ -80,6 +84,12 @@ def draw_panel(axes: Axes, panel: Panel, groups: Sequence[Curves], view: View | 
     _scale(axes, panel, np.concatenate(positive))
     if len(metrics) > 1 or any(metrics.values()):
         legend_below(axes, handles, columns=1 if any(len(h.get_label()) > 24 for h in handles) else 2)
+
+
+def say_why_empty(axes: Axes, why: str) -> None:
+    """Write ``why`` where curves would be."""
+    axes.set(xticks=[], yticks=[])
+    axes.text(0.5, 0.5, why, transform=axes.transAxes, ha="center", va="center", fontsize=9, color="0.4")
 
 
 def _draw_curve(axes: Axes, group: Curves, metric: str, view: View, colour: str, style: str) -> np.ndarray:

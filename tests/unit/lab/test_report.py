@@ -11,7 +11,7 @@ import pytest
 
 from megatron_rl.errors import InputError
 from megatron_rl.lab import load_study
-from megatron_rl.lab.figure import smoothed
+from megatron_rl.lab.figure import draw_study, smoothed
 from megatron_rl.lab.outcomes import outcome_of
 from megatron_rl.lab.registration import register
 from megatron_rl.lab.report import write_report
@@ -177,6 +177,19 @@ def test_a_figure_smooths_over_steps_and_not_over_validations():
     found = smoothed(records, ["reward", "val"])
     assert [record["reward"] for record in found] == [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
     assert {record["step"]: record["val"] for record in found if "val" in record} == {0: 0.0, 5: 50.0, 7: 60.0}
+
+
+def test_a_panel_without_curves_says_why(runs):
+    study, root = runs
+    results = read_results(study, root)
+    for by_seed in results.records.values():
+        for records in by_seed.values():
+            for record in records:
+                record["hacking/J"] = 0.0
+    said = {axes.get_title(): [text.get_text() for text in axes.texts] for axes in draw_study(results).axes}
+    assert said["hacking/J"] == ["0 throughout"]
+    assert said["entropy"] == ["not recorded"]
+    assert said["reward"] == []
 
 
 def test_report_holds_the_numbers_and_a_figure(runs):
