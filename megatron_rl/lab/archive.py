@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from megatron_rl.config.yaml12 import parse
 from megatron_rl.errors import EXIT_DONE, EXIT_ENDED_BY_LIMIT, InputError
 from megatron_rl.lab.figure import DEFAULT_METRICS
 from megatron_rl.lab.registration import Registration, read_registration
@@ -69,7 +70,7 @@ def _packed(run: Path, state: State, kept: set[str]) -> dict[str, Any]:
         "run": run.name,
         "reused": (run / REUSED).is_file(),
         "status": EXIT_ENDED_BY_LIMIT if state == "ended" else EXIT_DONE,
-        "recipe": without_folders(yaml.safe_load(directory.recipe.read_text())),
+        "recipe": without_folders(parse(directory.recipe.read_text())[0]),
         "environment": {key: environment[key] for key in ENVIRONMENT if key in environment}
         | {"git": git and {"commit": git["commit"], "changed": git["changed"]}},
         "sha256": json.loads(marked.read_text())["sha256"] if marked.is_file() else digest(records),

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from megatron_rl.config.yaml12 import parse
 from megatron_rl.errors import InputError
 from megatron_rl.monitor.run_directory import RunDirectory
 from megatron_rl.monitor.samples import printable
@@ -127,7 +128,7 @@ class WatchedRun:
             status = self.directory.recipe.stat()
             key = (status.st_mtime_ns, status.st_size)
             if self._recipe[0] != key:
-                values = yaml.safe_load(self.directory.recipe.read_text(encoding="utf-8"))
+                values, _ = parse(self.directory.recipe.read_text(encoding="utf-8"))
                 self._recipe = (key, values if isinstance(values, dict) else {})
         except (OSError, ValueError, yaml.YAMLError):
             self._recipe = (None, {})

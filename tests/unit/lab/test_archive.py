@@ -12,7 +12,7 @@ import yaml
 from megatron_rl.commands.lab import _sources
 from megatron_rl.errors import InputError
 from megatron_rl.lab import load_study
-from megatron_rl.lab.archive import adopt, metrics_of, pack, unpack
+from megatron_rl.lab.archive import adopt, metrics_of, pack, read_packed, unpack
 from megatron_rl.lab.registration import read_registration, register
 from megatron_rl.lab.results import read_results
 from megatron_rl.lab.runner import REUSED, StudyRunner
@@ -78,6 +78,17 @@ def test_what_comes_out_is_what_went_in(study, runs, tmp_path):
     assert (two.ended, two.environment["hardware"]) == (one.ended, {"cores": 2})
     assert pack(study, other, again) == 3
     assert again.read_bytes() == file.read_bytes()
+
+
+def test_a_recipe_s_numbers_are_those_of_yaml_1_2(study, runs, tmp_path):
+    (job, *_) = study.jobs(runs, seeds=[0])
+    file = runs / job.name / "recipe.resolved.yaml"
+    rate = study.recipe(job).learner.optimizer.lr
+    written, exponent = f"lr: {yaml.safe_dump(rate).split()[0]}\n", f"lr: {rate * 1e5:g}e-5\n"  # text to YAML 1.1
+    assert file.read_text().count(written) == 1
+    file.write_text(file.read_text().replace(written, exponent))
+    pack(study, runs, tmp_path / "runs.jsonl.xz")
+    assert read_packed(study, tmp_path / "runs.jsonl.xz").records[job.arm].keys() == {0}
 
 
 def test_another_study_that_takes_a_run_says_where_it_came_from(study, runs, tmp_path):
