@@ -92,8 +92,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     docs.set_defaults(action=_write_docs)
     for command in (start, again, power, plan, packed, report):
         command.add_argument("study", type=Path, metavar="STUDY", help="study file or its folder")
-    for command in (start, again, power, packed, report):
+    for command in (start, again, packed, report):
         command.add_argument("--out", type=Path, help="folder of the study's runs (default: runs/lab/STUDY)")
+    power.add_argument("--out", type=Path, help="runs with whose spread it reckons: a folder, or a file of `lab pack`")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -210,11 +211,17 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _power(options: argparse.Namespace) -> int:
+    from megatron_rl.lab.archive import unpack
     from megatron_rl.lab.foresight import foresee, render
 
     loaded = load_study(options.study)
-    for line in render(loaded.study, foresee(loaded, _root(options, loaded.study.name))):
-        print(line)
+    root = _root(options, loaded.study.name)
+    with tempfile.TemporaryDirectory() as unpacked:
+        if root.is_file():
+            unpack(root, Path(unpacked))
+            root = Path(unpacked)
+        for line in render(loaded.study, foresee(loaded, root)):
+            print(line)
     return EXIT_DONE
 
 

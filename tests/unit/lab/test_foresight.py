@@ -51,6 +51,14 @@ def test_with_runs_their_own_spread_counts(runs):
     assert 0 < rows["reward on rho"].smallest < math.inf
 
 
+def test_power_reckons_with_runs_that_are_packed(capsys):
+    packed = LAB.parents[1] / "docs" / "lab" / "runs" / "servers.jsonl.xz"
+    assert main(["lab", "power", str(LAB / "servers"), "--out", str(packed)]) == 0
+    rows = capsys.readouterr().out.splitlines()[2:5]
+    assert [row.split()[0] for row in rows] == ["finish", "abort-and-resume", "keep"]
+    assert all(" 5 seeds " in row for row in rows)
+
+
 def test_runs_that_studies_share_are_counted_once():
     studies = {name: load_study(LAB / name) for name in ("floor", "mismatch", "corrections", "hacking")}
     assert num_distinct_runs([studies["floor"]]) == 40
