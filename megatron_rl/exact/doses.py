@@ -131,7 +131,8 @@ class RoundedWeights(Dose):
 
 class StaleWeights(Dose):
     """Keeps in host memory what the policy's weights were, as far back as they are wanted. A resumed run begins anew
-    with the weights of its checkpoint."""
+    with the weights of its checkpoint. A new run hands no weights over before its first step, whose weights are
+    version 0."""
 
     changes_model = True
 
@@ -146,13 +147,10 @@ class StaleWeights(Dose):
         while len(self._kept) > 1 and self._kept[1][0] <= version - self.config.updates:
             self._kept.popleft()
 
-    @property
-    def version(self) -> int:
-        """Of the weights that `on` puts in place."""
-        return self._kept[0][0]
-
     @contextmanager
     def on(self, module: torch.nn.Module) -> Iterator[None]:
+        if not self._kept:
+            self.new_weights(module, version=0)
         with _replaced(zip(module.parameters(), self._kept[0][1], strict=True)):
             yield
 

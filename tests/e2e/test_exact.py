@@ -55,6 +55,14 @@ def test_the_gate_is_zero_in_every_step_and_the_run_repeats(tmp_path, settings, 
     assert {row["actor/grad_norm"] for row in updated} != {updated[0]["actor/grad_norm"]}, "something was learned"
 
 
+def test_stale_weights_are_those_of_the_run_itself_from_its_first_step_on(tmp_path):
+    rows, _ = train(tmp_path, "stale", *FP32_TWO_UPDATES, "exact.noise={kind: stale, updates: 2}")
+    sizes = [row["exact/log_rho_std"] for row in rows if "actor/pg_loss" in row]
+    assert len(sizes) == STEPS
+    assert sizes[0] == 0.0, "there are no weights before the first"
+    assert min(sizes[1:]) > 0.0
+
+
 def test_what_cannot_be_exact_is_refused(tmp_path):
     settings = ["rollout.top_p=0.9", "rollout.dtype=fp32", "routing.replay=r3", "learner.parallel.context=2"]
     _, output = train(tmp_path, "bad", *settings, status=2)
