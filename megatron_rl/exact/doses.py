@@ -143,7 +143,7 @@ class StaleWeights(Dose):
     def new_weights(self, module: torch.nn.Module, version: int) -> None:
         while self._kept and self._kept[-1][0] >= version:  # a run that was taken back
             self._kept.pop()
-        self._kept.append((version, [p.detach().cpu().clone() for p in module.parameters()]))
+        self._kept.append((version, [p.detach().to("cpu", copy=True) for p in module.parameters()]))
         while len(self._kept) > 1 and self._kept[1][0] <= version - self.config.updates:
             self._kept.popleft()
 
