@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import statistics
+from dataclasses import dataclass
 
 import pytest
 
 from megatron_rl.errors import InputError
 from megatron_rl.lab import load_study
-from megatron_rl.lab.archive import pack, read_packed
+from megatron_rl.lab.archive import pack, read_packed, unpack
 from megatron_rl.lab.docs import fill, verdicts, write_docs
+from megatron_rl.lab.foresight import foresee
 from megatron_rl.lab.registration import register
 from megatron_rl.lab.report import render
+from tests.support.rounding import printed
 from tests.unit.lab.test_archive import made
 from tests.unit.lab.test_study import LAB
 
@@ -40,6 +45,84 @@ def test_every_page_has_the_tables_of_its_runs(kept):
 
 def test_the_answer_is_the_computed_one(kept):
     assert "\n".join(verdicts(kept)) in (DOCS / "lab.md").read_text(), "`megatron-rl lab docs` writes the table"
+
+
+NUMBER = re.compile(r"(?<![\w.])\d+\.\d+(?!\w)")
+RANGE = re.compile(rf"{NUMBER.pattern}\s+to\s+[+−]?{NUMBER.pattern}")
+
+
+@dataclass
+class Figures:
+    """What a study's runs say, unrounded."""
+
+    decided: list[float]  # differences of the decisions, and what their arms have on average
+    other: list[float]  # the same of what is described alone; p-values; what the seeds see; settings
+    ends: list[float]  # of intervals, and of what the seeds see
+
+
+@pytest.fixture(scope="module")
+def figures(kept, tmp_path_factory):
+    found = {}
+    for loaded, results in kept:
+        if results is None:
+            continue
+        study, folder = loaded.study, tmp_path_factory.mktemp(loaded.study.name)
+        unpack(DOCS / "lab" / "runs" / f"{study.name}.jsonl.xz", folder)
+        decisions = results.decisions()
+        effects = [decision.effect for decision in decisions]
+        others = [
+            effect for arm in study.arms for outcome in study.outcomes if (effect := results.effect(arm, outcome))
+        ]
+        means = {
+            (arm, outcome): statistics.fmean(values.values())
+            for arm, outcomes in results.outcomes.items()
+            for outcome, values in outcomes.items()
+            if values
+        }
+        pairs = {(arm, one.outcome) for one in decisions for arm in (one.name, one.against)} & means.keys()
+        foreseen = [value for row in foresee(loaded, folder) for value in (row.spread, row.smallest) if value]
+        settings = [how.margin for how in study.outcomes.values() if how.margin]
+        settings += map(float, NUMBER.findall(str([arm.set for arm in study.arms.values()])))
+        found[study.name] = Figures(
+            decided=[effect.mean for effect in effects] + [means[pair] for pair in pairs],
+            other=[
+                *(effect.mean for effect in others),
+                *means.values(),
+                *(decision.p_holm for decision in decisions),
+                *foreseen,
+                *settings,
+            ],
+            ends=[end for effect in effects + others for end in (effect.lower, effect.upper)] + foreseen,
+        )
+    return found
+
+
+def not_found(words, known):
+    """The numbers with a decimal point in ``words`` that none of ``known`` rounds to, whatever its sign."""
+    numbers = NUMBER.findall(words)
+    return [n for n in numbers if not any(abs(value) == printed(float(n), len(n.partition(".")[2])) for value in known)]
+
+
+@pytest.mark.parametrize("name", sorted(loaded.study.name for loaded in STUDIES))
+def test_numbers_in_the_words_of_a_page_are_those_of_its_runs(name, figures):
+    words = (DOCS / "lab" / f"{name}.md").read_text().partition("<!-- lab:")[0]
+    linked = re.findall(r"\]\((\w+)\.md\)", words)
+    own = [figures[study] for study in (name, *linked)]
+    assert not_found(RANGE.sub("", words), [value for one in own for value in one.decided + one.other]) == []
+    assert not_found(" ".join(RANGE.findall(words)), [value for one in own for value in one.ends]) == []
+
+
+def test_numbers_in_the_answer_are_those_of_the_runs(figures):
+    answer = (DOCS / "lab.md").read_text().partition("<!-- lab:")[0]
+    assert len(NUMBER.findall(answer)) >= 3
+    assert not_found(answer, [value for one in figures.values() for value in one.decided]) == []
+
+
+def test_numbers_of_the_readme_are_those_of_the_runs(figures):
+    rows = re.findall(r"\]\(docs/lab/(\w+)\.md\)([^|]*)\|", (DOCS.parent / "README.md").read_text())
+    assert {"length_decay", "mismatch", "corrections"} <= {name for name, _ in rows}
+    for name, words in rows:
+        assert not_found(words, figures[name].decided) == [], name
 
 
 def test_the_answer_is_short():
