@@ -116,9 +116,10 @@ def _check(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     from megatron_rl.lab.archive import adopt
-    from megatron_rl.lab.gate import Stage, stage
+    from megatron_rl.lab.gate import stage
+    from megatron_rl.lab.on_disk import FINISHED
     from megatron_rl.lab.registration import code_version, register
-    from megatron_rl.lab.runner import FINISHED, StudyRunner
+    from megatron_rl.lab.runner import StudyRunner
     from megatron_rl.run.stop import taking
 
     if options.sbatch and not options.slurm:
@@ -133,8 +134,11 @@ def _run(options: argparse.Namespace) -> int:
         folders, registrations = _sources(options.reuse, Path(unpacked))
         adopt(loaded, root, registrations)
         register(loaded, root, num_finished, options.amend, options.other_code)
-        runner.reuse(jobs, folders, None if options.other_code else code_version())
-    now = Stage(jobs) if options.arms else stage(loaded, root, jobs)
+        code = None if options.other_code else code_version()
+        runner.reuse(jobs, folders, code)
+        # Now that the runs are there to which others are yoked, those have their values.
+        runner.reuse([job for job in loaded.jobs(root, options.seeds, options.arms) if job not in jobs], folders, code)
+    now = stage(loaded, root, options.seeds, options.arms)
     if options.slurm:
         from megatron_rl.lab.cluster import submit
 
@@ -143,8 +147,10 @@ def _run(options: argparse.Namespace) -> int:
         return EXIT_DONE
     with taking((signal.SIGINT, signal.SIGTERM), lambda *_: runner.stop()):
         states = runner.run(now.jobs)
-        if now.waiting:
-            now = stage(loaded, root, jobs)
+        while now.waiting:
+            before, now = now, stage(loaded, root, options.seeds, options.arms)
+            if len(now.waiting) == len(before.waiting):
+                break
             states |= runner.run(now.jobs)
     _say_states(states)
     _say_rest(now)
@@ -169,7 +175,7 @@ def _sources(given: list[Path], folder: Path) -> tuple[list[Path], list[Registra
 
 def _say_rest(now: Stage) -> None:
     if now.waiting:
-        _say(f"{len(now.waiting)} runs wait until those of the gate are finished")
+        _say(f"{len(now.waiting)} runs wait until those that they depend on are finished")
     if now.ruled_out:
         _say(f"the gate failed: {len(now.ruled_out)} runs of other arms can test nothing and are not made")
 
@@ -185,8 +191,9 @@ def _say_states(states: dict[str, str]) -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
+    from megatron_rl.lab.on_disk import FINISHED
     from megatron_rl.lab.registration import code_version, read_registration, sha256_of
-    from megatron_rl.lab.runner import FINISHED, StudyRunner
+    from megatron_rl.lab.runner import StudyRunner
     from megatron_rl.lab.verify import drawn, verify
 
     if (options.arm is None) != (options.seed is None):

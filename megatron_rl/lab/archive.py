@@ -19,10 +19,12 @@ import yaml
 from megatron_rl.config.yaml12 import parse
 from megatron_rl.errors import EXIT_DONE, EXIT_ENDED_BY_LIMIT, InputError
 from megatron_rl.lab.figure import DEFAULT_METRICS
+from megatron_rl.lab.jobs import LoadedStudy, without_folders
+from megatron_rl.lab.on_disk import FINISHED, State
 from megatron_rl.lab.registration import Registration, read_registration
 from megatron_rl.lab.results import Results, read_results
-from megatron_rl.lab.runner import FINISHED, PACKED, REUSED, State, StudyRunner
-from megatron_rl.lab.study import LoadedStudy, Study, without_folders
+from megatron_rl.lab.runner import PACKED, REUSED, StudyRunner
+from megatron_rl.lab.study import Study
 from megatron_rl.lab.verify import digest
 from megatron_rl.monitor.jsonl import encode_record, read_metrics
 from megatron_rl.monitor.run_directory import RunDirectory

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_rl.errors import InputError
-from megatron_rl.lab.runner import FINISHED, StudyRunner
-from megatron_rl.lab.study import Job
+from megatron_rl.lab.jobs import Job
+from megatron_rl.lab.on_disk import FINISHED
+from megatron_rl.lab.runner import StudyRunner
 from megatron_rl.shipped import checkout
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_rl.checkpoint.known_models import shape_of
 from megatron_rl.config import load_recipe
-from megatron_rl.lab.study import LoadedStudy
+from megatron_rl.lab.jobs import LoadedStudy
 from megatron_rl.plan import GPUS, make_plan, make_workload
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from megatron_rl.errors import InputError
 from megatron_rl.lab.archive import read_packed
 from megatron_rl.lab.figure import draw_study, save_small
+from megatron_rl.lab.jobs import LoadedStudy
 from megatron_rl.lab.report import effect_cells, render
 from megatron_rl.lab.results import Results
-from megatron_rl.lab.study import LoadedStudy
 
 VERDICTS = "verdicts"  # name of the table in docs/lab.md
 

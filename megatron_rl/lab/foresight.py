@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rl.config import Recipe
+from megatron_rl.lab.jobs import LoadedStudy, differing_keys
 from megatron_rl.lab.power import POWER, power_of_equivalence, seeds_needed, smallest_effect, smallest_slope
 from megatron_rl.lab.results import NothingFinished, Results, read_results
 from megatron_rl.lab.statistics import mixed_regression
-from megatron_rl.lab.study import LoadedStudy, Outcome, Study, Trend, differing_keys
+from megatron_rl.lab.study import Outcome, Study, Trend
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def num_distinct_runs(studies: Sequence[LoadedStudy]) -> int:
         for job in loaded.jobs(Path("runs"), seeds=loaded.study.seeds[:1]):
             recipe = loaded.recipe(job)
             same = next((seeds for other, seeds in found if not differing_keys(other, recipe)), None)
-            if same is None:
+            if same is None or job.waits_for:  # a yoked run has a recipe of its own in every seed
                 found.append((recipe, set(loaded.study.seeds)))
             else:
                 same.update(loaded.study.seeds)

@@ -15,7 +15,8 @@ from typing import Any
 
 import megatron_rl
 from megatron_rl.errors import InputError
-from megatron_rl.lab.study import LoadedStudy, Study
+from megatron_rl.lab.jobs import LoadedStudy
+from megatron_rl.lab.study import Study
 from megatron_rl.monitor.environment import git_state
 
 FILE = "registered.json"

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rl.lab.figure import draw_study, save_small
+from megatron_rl.lab.jobs import LoadedStudy
 from megatron_rl.lab.results import Results, read_results
 from megatron_rl.lab.statistics import Effect
-from megatron_rl.lab.study import LoadedStudy
 
 
 def write_report(loaded: LoadedStudy, root: Path) -> list[Path]:

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import InputError
+from megatron_rl.lab.jobs import LoadedStudy
+from megatron_rl.lab.on_disk import FINISHED
 from megatron_rl.lab.outcomes import collapse_of, outcome_of
 from megatron_rl.lab.registration import Registration, code_of_run, read_registration
-from megatron_rl.lab.runner import FINISHED, REUSED, StudyRunner
+from megatron_rl.lab.runner import REUSED, StudyRunner
 from megatron_rl.lab.statistics import Effect, Verdict, holm, paired_effect, restricted_mean_values, trend_effect
-from megatron_rl.lab.study import Direction, LoadedStudy, Outcome, Primary, Trend
+from megatron_rl.lab.study import Direction, Outcome, Primary, Trend
 from megatron_rl.monitor.jsonl import read_metrics
 from megatron_rl.monitor.run_directory import RunDirectory
 

@@ -13,19 +13,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from megatron_rl.config import Recipe
 from megatron_rl.config.yaml12 import parse
-from megatron_rl.errors import EXIT_DONE, EXIT_ENDED_BY_LIMIT, InputError
+from megatron_rl.errors import EXIT_DONE, InputError
+from megatron_rl.lab.jobs import Job, LoadedStudy, differing_keys
+from megatron_rl.lab.on_disk import FINISHED, State, exit_file, state_of
 from megatron_rl.lab.registration import code_of_run
-from megatron_rl.lab.study import IDENTITY_KEYS, Job, LoadedStudy, differing_keys
+from megatron_rl.lab.study import IDENTITY_KEYS
 from megatron_rl.monitor.run_directory import RunDirectory
 
-State = Literal["done", "ended", "failed", "interrupted", "missing"]
-"""done: all steps. ended: by an alarm or limit, a result like any other. failed: another exit status. interrupted:
-stopped before its end, to be continued. missing: never started."""
-FINISHED: tuple[State, ...] = ("done", "ended")
 REUSED = "REUSED"  # file in a run's folder that names the run that it was copied from
 PACKED = "PACKED"  # file in a run's folder that `archive` made: the digest of all its metrics
 POLL_SECONDS = 0.5
@@ -57,30 +54,6 @@ def _code_of(directory: RunDirectory) -> str | None:
     return code_of_run(json.loads(directory.environment.read_text())) if directory.environment.is_file() else None
 
 
-def _exit_file(run: Path) -> Path:
-    return run.with_name(f"{run.name}.exit.json")
-
-
-def _exit_statuses(run: Path) -> list[int]:
-    """Of the last attempt: of the process that a runner started, or of each rank of a Slurm job."""
-    exit_file = _exit_file(run)
-    if exit_file.is_file():
-        return [json.loads(exit_file.read_text())["status"]]
-    return [int(file.read_text()) for file in sorted((run / "slurm" / "latest" / "status").glob("*"))]
-
-
-def _state_of(run: Path) -> State:
-    """What is on disk of a run, by its folder."""
-    if RunDirectory(run).done.is_file():
-        return "done"
-    statuses = _exit_statuses(run)
-    if EXIT_ENDED_BY_LIMIT in statuses:
-        return "ended"
-    if statuses:
-        return "interrupted" if all(status <= EXIT_DONE for status in statuses) else "failed"
-    return "interrupted" if run.is_dir() else "missing"
-
-
 class StudyRunner:
     """Runs what is missing of a study, `num_parallel` processes at a time.
 
@@ -108,7 +81,7 @@ class StudyRunner:
 
     def state(self, job: Job) -> State:
         """What is on disk of ``job``."""
-        return _state_of(self.root / job.name)
+        return state_of(self.root / job.name)
 
     def refuse_other_recipes(self, jobs: Sequence[Job]) -> None:
         """Raise `InputError` where a run on disk was made with another recipe than the study now asks for."""
@@ -136,7 +109,7 @@ class StudyRunner:
             file.parent: Recipe.model_validate(parse(file.read_text())[0])
             for folder in folders
             for file in sorted(folder.glob("*/recipe.resolved.yaml"))
-            if _state_of(file.parent) in FINISHED and code in (None, _code_of(RunDirectory(file.parent)))
+            if state_of(file.parent) in FINISHED and code in (None, _code_of(RunDirectory(file.parent)))
         }
         for job in jobs:
             if self.state(job) in FINISHED:
@@ -150,8 +123,8 @@ class StudyRunner:
                         ignore=shutil.ignore_patterns("checkpoints", "batches", "plots", "tensorboard"),
                         dirs_exist_ok=True,
                     )
-                    if (exit_file := _exit_file(source)).is_file():
-                        shutil.copy(exit_file, self._exit_file(job))
+                    if (noted := exit_file(source)).is_file():
+                        shutil.copy(noted, self._exit_file(job))
                     packed = json.loads((source / PACKED).read_text()) if (source / PACKED).is_file() else {}
                     origin = f"{packed['file']}, {source.name}" if packed else f"{source}"
                     if packed.get("study") != self.study.study.name or source.name != job.name:  # else it is this run
@@ -246,4 +219,4 @@ class StudyRunner:
         return f"{min(done, num_steps)}/{num_steps}"
 
     def _exit_file(self, job: Job) -> Path:
-        return _exit_file(self.root / job.name)
+        return exit_file(self.root / job.name)

@@ -1,28 +1,14 @@
-"""A study: one base recipe, arms that change a key of it, seeds, and what the claim under test predicts.
-
-A study file (`recipes/lab/*/study.yaml`) is read by `load_study`; each of its arms times each seed is one ordinary
-recipe, the base plus `--set` overrides, that `check` accepts and `train` runs.
-"""
+"""A study file: one base recipe, arms that change a key of it, seeds, and what the claim under test predicts."""
 
 from __future__ import annotations
 
 import difflib
-import json
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megatron_rl.check import check_recipe
-from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.config.base import AnyPath, Section
-from megatron_rl.config.explain import explain
-from megatron_rl.config.loader import read_yaml
-from megatron_rl.errors import InputError
-from megatron_rl.shipped import existing_or_shipped
 
 Statistic = Literal["last", "mean", "max", "slope", "log_slope", "step_pcc", "collapse_step"]
 Direction = Literal["higher", "lower", "same"]
@@ -66,11 +52,23 @@ class Outcome(Section):
         return self
 
 
+class Yoke(Section):
+    """A value that is an outcome of another arm's run of the same seed."""
+
+    arm: str
+    """The arm, which is not yoked itself."""
+    outcome: str
+    """The outcome of it."""
+
+
 class Arm(Section):
     """One condition: what it changes, against which other arm it is read, what the claim says will happen."""
 
     set: dict[str, Any] = {}
     """Overrides of the base recipe: dotted key → value."""
+    yoked: dict[str, Yoke] = {}
+    """Keys of `set` whose value in each seed is an outcome of another arm's run of that seed, such as its mean rate.
+    Runs wait for those of the other arm; the value in `set` is what `check` and `plan` take."""
     differs_in: list[str] = Field([], max_length=3)
     """Keys in which this arm differs from its control, and no others; empty for a control. Checked."""
     control: str | None = None
@@ -167,12 +165,14 @@ class Study(Section):
             if arm.control is None and (arm.differs_in or arm.expect):
                 found.append(f"{at}: has differs_in or expect but no control to be compared with; name one")
             if arm.control is not None:
-                found += _unknown(f"{at}.control", [arm.control], self.arms)
+                found += unknown_names(f"{at}.control", [arm.control], self.arms)
                 if arm.control == name:
                     found.append(f"{at}.control: an arm cannot be its own control")
                 if not arm.differs_in:
                     found.append(f"{at}.differs_in: missing; name the key in which it differs from {arm.control!r}")
-            found += _unknown(f"{at}.expect", arm.expect, self.outcomes)
+            found += unknown_names(f"{at}.expect", arm.expect, self.outcomes)
+            for key, yoke in arm.yoked.items():
+                found += self._wrong_yoke(f"{at}.yoked.{key}", name, key, yoke)
             found += [
                 f"{at}.set.{key}: set by the study itself" for key in (*SEED_KEYS, *IDENTITY_KEYS) if key in arm.set
             ]
@@ -184,19 +184,34 @@ class Study(Section):
                 found.append(f"primaries: {self.gate.arm}, {self.gate.outcome} is the gate; name it there alone")
         for name, trend in self.trends.items():
             at = f"trends.{name}"
-            found += _unknown(f"{at}.outcome", [trend.outcome], self.outcomes)
-            found += _unknown(f"{at}.dose", [trend.dose], self.outcomes)
-            found += _unknown(f"{at}.arms", trend.arms, self.arms)
+            found += unknown_names(f"{at}.outcome", [trend.outcome], self.outcomes)
+            found += unknown_names(f"{at}.dose", [trend.dose], self.outcomes)
+            found += unknown_names(f"{at}.arms", trend.arms, self.arms)
         for index, row in enumerate(self.figure):
-            found += _unknown(f"figure.{index}.arms", row.arms, self.arms)
+            found += unknown_names(f"figure.{index}.arms", row.arms, self.arms)
         if found:
             raise ValueError("\n".join(found))
         return self
 
+    def _wrong_yoke(self, at: str, name: str, key: str, yoke: Yoke) -> list[str]:
+        found = [
+            *unknown_names(f"{at}.arm", [yoke.arm], self.arms),
+            *unknown_names(f"{at}.outcome", [yoke.outcome], self.outcomes),
+        ]
+        if key not in self.arms[name].set:
+            found.append(f"{at}: arms.{name}.set has no {key!r}; give the value that `check` and `plan` take")
+        if found:
+            return found
+        if yoke.arm == name or self.arms[yoke.arm].yoked:
+            found.append(f"{at}.arm: {yoke.arm!r} is yoked itself; name an arm that is not")
+        if self.outcomes[yoke.outcome].statistic == "collapse_step":
+            found.append(f"{at}.outcome: {yoke.outcome!r} is a collapse step, which is no outcome of one run alone")
+        return found
+
     def _wrong_primary(self, at: str, primary: Primary) -> list[str]:
         found = [
-            *_unknown(f"{at}.arm", [primary.arm], self.arms),
-            *_unknown(f"{at}.outcome", [primary.outcome], self.outcomes),
+            *unknown_names(f"{at}.arm", [primary.arm], self.arms),
+            *unknown_names(f"{at}.outcome", [primary.outcome], self.outcomes),
         ]
         if not found and primary.outcome not in self.arms[primary.arm].expect:
             found.append(f"{at}: arms.{primary.arm}.expect has no {primary.outcome!r}; predict before you test")
@@ -218,147 +233,14 @@ class Study(Section):
         values = self.model_dump(mode="json", exclude=words)
         for arm in values["arms"].values():
             del arm["label"]
+            if not arm["yoked"]:  # as studies were registered before arms could be
+                del arm["yoked"]
         return values
 
 
-def _unknown(at: str, names: Sequence[str] | Mapping[str, Any], allowed: Mapping[str, Any]) -> Iterator[str]:
+def unknown_names(at: str, names: Sequence[str] | Mapping[str, Any], allowed: Mapping[str, Any]) -> Iterator[str]:
     for name in names:
         if name not in allowed:
             near = difflib.get_close_matches(name, allowed, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"allowed are {', '.join(allowed)}"
             yield f"{at}: {name!r} does not exist; {hint}"
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run of a study."""
-
-    arm: str
-    seed: int
-    name: str  # of the run and its folder
-    overrides: tuple[str, ...]  # for `--set`
-
-    def __str__(self) -> str:
-        return self.name
-
-
-@dataclass(frozen=True)
-class LoadedStudy:
-    """A study that was read from a file, so that its base recipe can be found."""
-
-    study: Study
-    path: Path
-
-    @property
-    def base(self) -> Path:
-        return self.path.parent / self.study.base
-
-    def jobs(self, root: Path, seeds: Sequence[int] | None = None, arms: Sequence[str] | None = None) -> list[Job]:
-        """Runs below ``root``, all arms of the first seed first: what is interrupted has whole comparisons.
-
-        Raises `InputError` where ``seeds`` or ``arms`` names something that the study does not have.
-        """
-        problems = list(_unknown("--arms", arms or [], self.study.arms))
-        problems += list(_unknown("--seeds", [str(s) for s in seeds or []], dict.fromkeys(map(str, self.study.seeds))))
-        if problems:
-            raise InputError(f"study {self.path}:\n" + "\n".join(f"  {problem}" for problem in problems))
-        return [
-            Job(arm, seed, f"{arm}-seed{seed}", self._overrides(arm, seed, root))
-            for seed in (self.study.seeds if seeds is None else seeds)
-            for arm in (self.study.arms if arms is None else arms)
-        ]
-
-    def _overrides(self, arm: str, seed: int, root: Path) -> tuple[str, ...]:
-        values = {"name": f"{arm}-seed{seed}", "run_root": str(root)} | dict.fromkeys(SEED_KEYS, seed)
-        # JSON is YAML, and the recipe loader reads its numbers.
-        return tuple(f"{key}={json.dumps(value)}" for key, value in (values | self.study.arms[arm].set).items())
-
-    def recipe(self, job: Job) -> Recipe:
-        """The recipe of one run; a warning about it is an error here, for a study is read as evidence."""
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", UserWarning)
-                return load_recipe(self.base, job.overrides)
-        except (InputError, UserWarning) as error:
-            raise InputError(f"study {self.path}, arm {job.arm}: {error}") from error
-
-    def check(self, offline: bool = False) -> None:
-        """Check every arm as `megatron_rl check` does, and that it differs from its control as declared."""
-        problems, recipes = [], {}
-        for job in self.jobs(Path("runs"), seeds=self.study.seeds[:1]):
-            try:
-                recipes[job.arm] = self.recipe(job)
-                check_recipe(recipes[job.arm], offline=offline)
-            except InputError as error:
-                problems.append(str(error))
-        if not problems:
-            for name, arm in self.study.arms.items():
-                if arm.control is not None:
-                    problems += _not_as_declared(name, arm, recipes)
-        if problems:
-            raise InputError(f"study {self.path}:\n" + "\n".join(f"  {problem}" for problem in problems))
-
-
-def _not_as_declared(name: str, arm: Arm, recipes: Mapping[str, Recipe]) -> Iterator[str]:
-    """What contradicts `differs_in` of an arm."""
-    keys = differing_keys(recipes[name], recipes[arm.control])
-    under = {key: [d for d in arm.differs_in if key == d or key.startswith(d + ".")] for key in keys}
-    more = [key for key, declared in under.items() if not declared]
-    if more:
-        yield f"arms.{name}: differs from {arm.control!r} in {', '.join(more)} too; its control is not matched"
-    for declared in arm.differs_in:
-        if not any(declared in found for found in under.values()):
-            yield f"arms.{name}.differs_in: {declared}: has the same value in {arm.control!r}"
-
-
-def differing_keys(one: Recipe, other: Recipe, ignored: Sequence[str] = (*IDENTITY_KEYS, *SEED_KEYS)) -> list[str]:
-    """Dotted keys whose values differ in two recipes, without the ignored ones, by default names and seeds.
-
-    Absolute paths are compared by their last part: runs outlive the folder of the checkout that made them.
-    """
-    a, b = (_flatten(recipe.model_dump(mode="json")) for recipe in (one, other))
-    return sorted(key for key in a.keys() | b.keys() if key not in ignored and a.get(key) != b.get(key))
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = without_folders(value)
-    return flat
-
-
-def without_folders(value: Any) -> Any:
-    """``value`` with absolute paths cut to their last part."""
-    if isinstance(value, dict):
-        return {key: without_folders(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [without_folders(item) for item in value]
-    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
-
-
-def is_study(path: Path) -> bool:
-    """Whether a shipped file holds a study: of this machine's size, or of the papers'."""
-    return path.name in ("study.yaml", "scale.yaml")
-
-
-def load_study(path: str | Path) -> LoadedStudy:
-    """Read and validate a study file, or the study.yaml of a folder.
-
-    Raises:
-        InputError: naming file, key path, value found and values allowed. The arms' recipes are checked by
-            `LoadedStudy.check`.
-    """
-    path = existing_or_shipped(path)
-    path = path / "study.yaml" if path.is_dir() else path
-    values = read_yaml(path, "study")
-    try:
-        study = Study.model_validate(values)
-    except ValidationError as error:
-        raise InputError(f"study {path}:\n" + explain(error, Study)) from error
-    loaded = LoadedStudy(study, path)
-    if not loaded.base.is_file():
-        raise InputError(f"study {path}:\n  base: {study.base}: no such file beside the study")
-    return loaded

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import InputError
-from megatron_rl.lab.runner import FINISHED, PACKED, StudyRunner
-from megatron_rl.lab.study import Job, LoadedStudy
+from megatron_rl.lab.jobs import Job, LoadedStudy
+from megatron_rl.lab.on_disk import FINISHED
+from megatron_rl.lab.runner import PACKED, StudyRunner
 from megatron_rl.monitor.jsonl import encode_record, read_metrics
 from megatron_rl.monitor.run_directory import RunDirectory
 
@@ -35,7 +36,7 @@ def verify(
     if missing := [job.name for job in jobs if first.state(job) not in FINISHED]:
         raise InputError(f"{root}: {', '.join(missing)} is not finished; `megatron-rl lab run` makes it")
     fresh = next(folder for number in count(1) if not (folder := root / FOLDER / str(number)).exists())
-    again = [job for wanted in jobs for job in loaded.jobs(fresh, [wanted.seed], [wanted.arm])]
+    again = [job for wanted in jobs for job in loaded.jobs(fresh, [wanted.seed], [wanted.arm], yoked_to=root)]
     runner = StudyRunner(loaded, fresh, num_parallel, command, say)
     states = runner.run(again)
     found: dict[str, str | None] = {}

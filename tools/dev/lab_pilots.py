@@ -24,9 +24,11 @@ from megatron_rl.config import Recipe
 from megatron_rl.config.objective import Distortion
 from megatron_rl.config.yaml12 import parse
 from megatron_rl.errors import EXIT_DONE
+from megatron_rl.lab.jobs import LoadedStudy, load_study
+from megatron_rl.lab.on_disk import FINISHED
 from megatron_rl.lab.outcomes import outcome_of
-from megatron_rl.lab.runner import FINISHED, StudyRunner
-from megatron_rl.lab.study import LoadedStudy, Study, load_study
+from megatron_rl.lab.runner import StudyRunner
+from megatron_rl.lab.study import Study
 from megatron_rl.monitor.jsonl import read_metrics
 from megatron_rl.monitor.run_directory import RunDirectory
 from megatron_rl.schedule.length_decay import LengthDecay

@@ -12,7 +12,7 @@ from megatron_rl.__main__ import main
 from megatron_rl.config import load_recipe
 from megatron_rl.config.json_schema import recipe_schema
 from megatron_rl.config.loader import is_base, read_yaml
-from megatron_rl.lab.study import is_study
+from megatron_rl.lab.jobs import is_study
 from tests.support.tiny import REPOSITORY
 
 SCHEMA = recipe_schema()

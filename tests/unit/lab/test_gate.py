@@ -53,7 +53,7 @@ def complete(study, root, arms, reward, seeds=(0, 1, 2)):
 
 
 def parts(study, root):
-    found = stage(study, root, study.jobs(root))
+    found = stage(study, root)
     return [{job.arm for job in jobs} for jobs in (found.jobs, found.waiting, found.ruled_out)]
 
 
@@ -71,8 +71,7 @@ def test_other_arms_wait_until_the_gate_is_decided_in_every_seed(study, tmp_path
 
 def test_without_a_gate_nothing_waits(tmp_path):
     study = load_study(LAB / "mismatch")
-    jobs = study.jobs(tmp_path)
-    assert stage(study, tmp_path, jobs).jobs == jobs
+    assert stage(study, tmp_path).jobs == study.jobs(tmp_path)
 
 
 def test_a_gate_that_passes_lets_the_others_run(study, runs, tmp_path, capsys):

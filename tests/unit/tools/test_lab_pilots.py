@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from megatron_rl.lab.study import load_study
+from megatron_rl.lab.jobs import load_study
 from megatron_rl.monitor.run_directory import RunDirectory
 from megatron_rl.stored.batches import record_batch
 from tests.support.tiny import stored_rollouts, tiny_recipe
