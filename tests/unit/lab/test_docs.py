@@ -103,7 +103,7 @@ def not_found(words, known):
     return [n for n in numbers if not any(abs(value) == printed(float(n), len(n.partition(".")[2])) for value in known)]
 
 
-@pytest.mark.parametrize("name", sorted(loaded.study.name for loaded in STUDIES))
+@pytest.mark.parametrize("name", sorted(file.name.split(".")[0] for file in (DOCS / "lab" / "runs").iterdir()))
 def test_numbers_in_the_words_of_a_page_are_those_of_its_runs(name, figures):
     words = (DOCS / "lab" / f"{name}.md").read_text().partition("<!-- lab:")[0]
     linked = re.findall(r"\]\((\w+)\.md\)", words)
@@ -123,6 +123,15 @@ def test_numbers_of_the_readme_are_those_of_the_runs(figures):
     assert {"length_decay", "mismatch", "corrections"} <= {name for name, _ in rows}
     for name, words in rows:
         assert not_found(words, figures[name].decided) == [], name
+
+
+def test_the_spread_of_the_study_clock_is_that_of_length_decay_s_runs(tmp_path):
+    file = DOCS / "lab" / "runs" / "length_decay.jsonl.xz"
+    unpack(file, tmp_path)
+    rows = {(row.name, row.outcome): row for row in foresee(load_study(LAB / "length_decay"), tmp_path)}
+    clock = load_study(LAB / "clock").study
+    assert clock.outcomes["reward"].spread == round(rows["mean-rate", "reward"].spread, 2)
+    assert rows["mean-rate", "reward"].known_from == "8 seeds"
 
 
 def test_the_answer_is_short():
