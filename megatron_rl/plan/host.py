@@ -16,6 +16,7 @@ def host_phase(work: Workload, plan: MemoryPlan) -> Phase:
         ("processes", ranks * PROCESS_GIB * GIB),
         ("Adam's states, page-locked", ranks * plan.learner.states * offload.optimizer),
         ("weights, page-locked", ranks * plan.learner.weights * offload.weights),
+        ("weights of earlier updates", ranks * plan.learner.weights * work.earlier_weights),
         ("a checkpoint on its way", ranks * checkpoint_cost(work).host),
         ("responses, routes, packed rows", own_code(work).host_node),
     )

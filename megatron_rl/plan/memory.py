@@ -4,7 +4,7 @@ colocated (`rollout.engine: vllm`): while learning, the engine sleeps and leaves
 `learner.offload` leaves of the learner's weights, gradient buffer and optimizer states is beside the engine. In between
 the learner hands over its weights: they are there, the engine's cache is not yet.
 servers (`vllm_server`): learner and engine on GPUs of their own.
-exact: the learner generates; no second copy of the weights.
+exact: the learner generates; a second copy of the weights only where a dose samples from others.
 """
 
 from __future__ import annotations
@@ -101,6 +101,8 @@ def memory_plan(work: Workload, placement: str | None = None, utilization: float
         own = exact_cache(work)
         cache = ("key/value cache", max(own.cache, 0.0))
         generating = [at_rest, ("forward pass", _forward(work)), cache, runtime]
+        if work.samples_other_weights:
+            generating.append(("its own weights, while others sample", learner.weights))
         phases = (phase("learning", learning), phase("generating", generating))
         return MemoryPlan(placement, learner, None, phases, own)
     if utilization is None:
@@ -126,7 +128,8 @@ def memory_plan(work: Workload, placement: str | None = None, utilization: float
 
 def exact_cache(work: Workload) -> EngineMemory:
     """Of an exact engine beside the learner at rest."""
-    return cache_beside(work, max(stage.at_rest(work.recipe.learner.offload) for stage in learner_stages(work)))
+    offload, twice = work.recipe.learner.offload, work.samples_other_weights
+    return cache_beside(work, max(stage.at_rest(offload) + stage.weights * twice for stage in learner_stages(work)))
 
 
 def _learning(learner: LearnerMemory, offload: OffloadConfig) -> list[tuple[str, float]]:

@@ -189,12 +189,14 @@ def weights_seconds(work: Workload) -> tuple[float, float]:
 
 
 def _offload(work: Workload) -> float:
-    """Each part leaves and comes back once a step; Adam's states in every update where they are away in passes."""
+    """Each part leaves and comes back once a step; Adam's states in every update where they are away in passes. Weights
+    that are sampled from later leave, and earlier ones come, once a step."""
     offload, updates = work.recipe.learner.offload, work.recipe.batch.minibatches
     stages = learner_stages(work)
     states, weights = (max(getattr(stage, part) for stage in stages) for part in ("states", "weights"))
     rounds = updates if offload.during_passes else 1
-    moved = 2 * (rounds * states * offload.optimizer + weights * offload.weights)
+    kept_weights = offload.weights + (work.earlier_weights > 0)
+    moved = 2 * (rounds * states * offload.optimizer + weights * kept_weights)
     return moved / (hw.HOST_LINK * work.gpu.host_link)
 
 

@@ -81,6 +81,23 @@ class Workload:
         return self.sampling_rounds * self.recipe.batch.prompts_of_a_round * self.recipe.rollout.num_samples
 
     @property
+    def samples_other_weights(self) -> bool:
+        """Whether the learner generates with weights that are not its own, which wait beside them on its GPU."""
+        return self._dose in ("weights", "stale")
+
+    @property
+    def earlier_weights(self) -> int:
+        """Policies whose weights a rank keeps in host memory, for a dose that samples from old ones."""
+        if self._dose != "stale":
+            return 0
+        return math.ceil(self.recipe.exact.dose.updates / self.recipe.batch.minibatches) + 1
+
+    @property
+    def _dose(self) -> str | None:
+        dose = self.recipe.exact.dose if self.recipe.rollout.engine == "exact" else None
+        return dose and dose.kind
+
+    @property
     def microbatch_tokens(self) -> int:
         """Most tokens of one forward pass over all context-parallel ranks: a sequence longer than
         `max_tokens_per_microbatch` goes alone."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 from megatron_rl.checkpoint.known_models import shape_of
 from megatron_rl.config import load_recipe
+from megatron_rl.exact.doses import make_dose
 from megatron_rl.exact.room import CUDA_ROWS, CUDA_STEPS
 from megatron_rl.learner.layers import invariant
 from megatron_rl.plan import GPUS, hardware, make_plan, make_workload
@@ -82,6 +85,43 @@ def test_the_cache_is_what_the_share_of_a_gpu_leaves():
     assert exact_cache(work("rollout.max_num_seqs=4")).cache == 4 * 10240 * token
     assert exact_cache(work("rollout.kv_cache_gib=3")).cache == 3 * 2**30
     assert dict(memory_plan(work("rollout.kv_cache_gib=3")).phases[1].items)["key/value cache"] == 3 * 2**30
+
+
+def dosed(**noise: object) -> Workload:
+    return work(f"exact.noise={json.dumps(noise)}")
+
+
+@pytest.mark.parametrize(
+    ("noise", "twice"),
+    [
+        ({"kind": "logits", "std": 1.0}, 0),
+        ({"kind": "weights", "bits": "int4"}, 1),
+        ({"kind": "stale", "updates": 8}, 1),
+    ],
+)
+def test_weights_that_are_not_the_learner_s_lie_beside_its_own(noise, twice):
+    plain, found = memory_plan(work()), memory_plan(dosed(**noise))
+    items = dict(found.phases[1].items)
+    assert items.get("its own weights, while others sample", 0) == twice * plain.learner.weights
+    room = "rollout.gpu_memory_utilization=0.5"  # where the cache is what is left, and not all that it can use
+    recipe = load_recipe(RECIPE, [room, f"exact.noise={json.dumps(noise)}"])
+    less = make_workload(recipe, shape_of(recipe.model.path)[0], GPUS["h100-80"])
+    left = exact_cache(work(room)).cache - exact_cache(less).cache
+    assert left == rounded(twice * plain.learner.weights, scale=50 * 2**30)
+
+
+@pytest.mark.parametrize("updates", [1, 4, 5, 8])
+def test_a_dose_of_old_weights_keeps_as_many_as_planned(updates):
+    """A step of four updates hands the weights over once; what is kept is counted in the code that keeps it."""
+    plain, weights = make_plan(work()), memory_plan(work()).learner.weights
+    dose = make_dose(work(f"exact.noise={{kind: stale, updates: {updates}}}").recipe.exact, seed=0)
+    for step in range(9):
+        dose.new_weights(torch.nn.Linear(1, 1), version=4 * step)
+    found = make_plan(dosed(kind="stale", updates=updates))
+    assert dict(found.host.items)["weights of earlier updates"] == 8 * len(dose._kept) * weights
+    assert found.time.offload - plain.time.offload == rounded(
+        2 * weights / (hardware.HOST_LINK * GPUS["h100-80"].host_link), scale=found.time.offload
+    )
 
 
 def test_too_small_a_cache_does_not_fit():
