@@ -65,7 +65,6 @@ def metrics_of(study: Study) -> set[str]:
 def _packed(run: Path, state: State, kept: set[str]) -> dict[str, Any]:
     directory = RunDirectory(run)
     environment = json.loads(directory.environment.read_text()) if directory.environment.is_file() else {}
-    git = environment.get("git")
     records = read_metrics(directory.metrics)
     marked = run / PACKED
     return {
@@ -73,11 +72,22 @@ def _packed(run: Path, state: State, kept: set[str]) -> dict[str, Any]:
         "reused": (run / REUSED).is_file(),
         "status": EXIT_ENDED_BY_LIMIT if state == "ended" else EXIT_DONE,
         "recipe": without_folders(parse(directory.recipe.read_text())[0]),
-        "environment": {key: environment[key] for key in ENVIRONMENT if key in environment}
-        | {"git": git and {"commit": git["commit"], "changed": git["changed"]}},
+        "environment": {key: environment[key] for key in ENVIRONMENT if key in environment} | _starts(environment),
         "sha256": json.loads(marked.read_text())["sha256"] if marked.is_file() else digest(records),
         "records": [encode_record({key: record[key] for key in record if key in kept}) for record in records],
     }
+
+
+def _starts(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """The code of a run's start, and of each later one whose code is another than that of the one before."""
+    found: list[dict[str, Any] | None] = []
+    for start in (environment, *environment.get("resumed", [])):
+        git = start.get("git")
+        code = git and {"commit": git["commit"], "changed": git["changed"]}
+        if not found or code != found[-1]:
+            found.append(code)
+    later = [{"git": code} for code in found[1:]]
+    return {"git": found[0]} | ({"resumed": later} if later else {})
 
 
 def unpack(file: Path, folder: Path) -> Registration | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import megatron_rl
 from megatron_rl.errors import InputError
 from megatron_rl.lab.jobs import LoadedStudy
 from megatron_rl.lab.study import Study
-from megatron_rl.monitor.environment import git_state
+from megatron_rl.monitor.environment import git_state, name_of_code
 
 FILE = "registered.json"
 
@@ -76,18 +76,7 @@ def code_version() -> str:
     state = git_state(Path(megatron_rl.__file__).parent)
     if state is None:
         return megatron_rl.__version__
-    return _named(state)
-
-
-def code_of_run(environment: Mapping[str, Any]) -> str | None:
-    """`code_version` that a run was made by, of its environment.json; None where it had no commit."""
-    state = environment.get("git")
-    return _named(state) if state else None
-
-
-def _named(state: Mapping[str, Any]) -> str:
-    """``state`` is `git_state`'s."""
-    return state["commit"] + ("+changes" if state["changed"] else "")
+    return name_of_code(state)
 
 
 def read_registration(root: Path) -> Registration | None:

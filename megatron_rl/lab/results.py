@@ -12,10 +12,11 @@ from megatron_rl.errors import InputError
 from megatron_rl.lab.jobs import LoadedStudy
 from megatron_rl.lab.on_disk import FINISHED
 from megatron_rl.lab.outcomes import collapse_of, outcome_of
-from megatron_rl.lab.registration import Registration, code_of_run, read_registration
+from megatron_rl.lab.registration import Registration, read_registration
 from megatron_rl.lab.runner import REUSED, StudyRunner
 from megatron_rl.lab.statistics import Effect, Verdict, holm, paired_effect, restricted_mean_values, trend_effect
 from megatron_rl.lab.study import Direction, Outcome, Primary, Trend
+from megatron_rl.monitor.environment import CONTINUED_BY, UNKNOWN_CODE, code_of
 from megatron_rl.monitor.jsonl import read_metrics
 from megatron_rl.monitor.run_directory import RunDirectory
 
@@ -183,9 +184,10 @@ def read_results(loaded: LoadedStudy, root: Path) -> Results:
 
 
 def _version(environment: dict[str, Any]) -> str:
-    """A short name of the commit that a run was made from."""
-    commit, plus, changes = (code_of_run(environment) or "unknown").partition("+")
-    return commit[:12] + plus + changes
+    """Short names of the commits that a run was made from."""
+    names = (code_of(environment) or UNKNOWN_CODE).split(CONTINUED_BY)
+    parts = (name.partition("+") for name in names)
+    return CONTINUED_BY.join(commit[:12] + plus + changes for commit, plus, changes in parts)
 
 
 def values_of(by_seed: dict[int, Records], outcome: Outcome, num_steps: int) -> Values:

@@ -19,8 +19,8 @@ from megatron_rl.config.yaml12 import parse
 from megatron_rl.errors import EXIT_DONE, InputError
 from megatron_rl.lab.jobs import Job, LoadedStudy, differing_keys
 from megatron_rl.lab.on_disk import FINISHED, State, exit_file, state_of
-from megatron_rl.lab.registration import code_of_run
 from megatron_rl.lab.study import IDENTITY_KEYS
+from megatron_rl.monitor.environment import code_of
 from megatron_rl.monitor.run_directory import RunDirectory
 
 REUSED = "REUSED"  # file in a run's folder that names the run that it was copied from
@@ -51,7 +51,7 @@ def only_one(root: Path) -> Iterator[None]:
 
 
 def _code_of(directory: RunDirectory) -> str | None:
-    return code_of_run(json.loads(directory.environment.read_text())) if directory.environment.is_file() else None
+    return code_of(json.loads(directory.environment.read_text())) if directory.environment.is_file() else None
 
 
 class StudyRunner:

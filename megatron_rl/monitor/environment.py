@@ -36,6 +36,7 @@ _PACKAGES = [
 # Settings that change results or speed. Whatever looks like a secret is left out even under these prefixes.
 _VARIABLES = ("OMP_", "MKL_", "CUDA_", "CUBLAS_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "NVTE_", "VLLM_", "SLURM_")
 _VARIABLE_NAMES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "NVIDIA_TF32_OVERRIDE")
+UNKNOWN_CODE, CONTINUED_BY = "unknown", ", continued by "
 _SECRET_MARKS = ("KEY", "TOKEN", "SECRET", "PASS", "CREDENTIAL")
 
 
@@ -133,3 +134,19 @@ def write_environment(
     partial.write_text(json.dumps(record, indent=2) + "\n")
     partial.replace(path)
     return found
+
+
+def code_of(environment: Mapping[str, Any]) -> str | None:
+    """The commits of a run's starts by its `environment.json`, "+changes" where tracked files differed; None without.
+
+    A run that was continued by other code has all of them, in order: no one commit makes it again.
+    """
+    if not environment.get("git"):
+        return None
+    starts = [environment, *environment.get("resumed", [])]
+    return CONTINUED_BY.join(dict.fromkeys(name_of_code(start.get("git")) for start in starts))
+
+
+def name_of_code(git: Mapping[str, Any] | None) -> str:
+    """Of a `git_state`."""
+    return git["commit"] + ("+changes" if git["changed"] else "") if git else UNKNOWN_CODE

@@ -18,6 +18,7 @@ import yaml
 from megatron_rl.config.hub import name_of_cached
 from megatron_rl.config.yaml12 import parse
 from megatron_rl.monitor import RunDirectory
+from megatron_rl.monitor.environment import code_of
 from megatron_rl.monitor.jsonl import read_metrics
 
 CARD = "README.md"
@@ -106,7 +107,6 @@ def _version() -> str:
 def _facts(recipe: Mapping[str, Any], environment: Mapping[str, Any], step: int) -> list[tuple[str, str]]:
     objective, batch, data = recipe["objective"], recipe["batch"], recipe["data"]
     optimizer, rollout = recipe["learner"]["optimizer"], recipe["rollout"]
-    git = environment.get("git") or {}
     versions = {"python": environment.get("python"), **environment.get("versions", {})}
     found = {
         "Base model": recipe["model"]["path"],
@@ -121,7 +121,7 @@ def _facts(recipe: Mapping[str, Any], environment: Mapping[str, Any], step: int)
         "Precision": f"learner {recipe['learner']['dtype']}, rollouts {rollout['dtype']}",
         "Responses": f"at most {rollout['max_response_length']} tokens at temperature {rollout['temperature']:g}",
         "Versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
-        "Commit": git.get("commit", "") + (" with changes" if git.get("changed") else ""),
+        "Commit": (code_of(environment) or "").replace("+changes", " with changes"),
     }
     return [(name, value) for name, value in found.items() if value]
 

@@ -14,6 +14,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.lab import load_study
 from megatron_rl.lab.archive import adopt, metrics_of, pack, read_packed, unpack
 from megatron_rl.lab.registration import read_registration, register
+from megatron_rl.lab.report import render
 from megatron_rl.lab.results import read_results
 from megatron_rl.lab.runner import REUSED, StudyRunner
 from megatron_rl.lab.verify import verify
@@ -78,6 +79,26 @@ def test_what_comes_out_is_what_went_in(study, runs, tmp_path):
     assert (two.ended, two.environment["hardware"]) == (one.ended, {"cores": 2})
     assert pack(study, other, again) == 3
     assert again.read_bytes() == file.read_bytes()
+
+
+def test_a_run_that_other_code_continued_says_so_wherever_it_is_read(study, runs, tmp_path):
+    """And it is not taken for a run of the code that began it."""
+    (job, *_) = study.jobs(runs, seeds=[0])
+    file = runs / job.name / "environment.json"
+    other = GIT | {"commit": "b" * 40}
+    starts = [{"git": GIT, "arguments": ["/home/somebody/x"]}, {"git": other}, {"git": other}]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"resumed": starts}))
+    packed = tmp_path / "runs.jsonl.xz"
+    pack(study, runs, packed)
+    assert "somebody" not in lzma.decompress(packed.read_bytes()).decode()
+    results = read_packed(study, packed)
+    assert results.code == {f"{'a' * 12}, continued by {'b' * 12}": 1, "a" * 12: 2} == read_results(study, runs).code
+    assert f"1 of {'a' * 12}, continued by {'b' * 12}" in render(results)
+    unpack(packed, tmp_path / "unpacked")
+    runner = StudyRunner(study, tmp_path / "other", 1, say=lambda _: None)
+    jobs = study.jobs(tmp_path / "other", seeds=[0])
+    runner.reuse(jobs, [tmp_path / "unpacked"], "a" * 40)
+    assert [runner.state(job) for job in jobs] == ["missing", "done", "ended", "missing"]
 
 
 def test_a_recipe_s_numbers_are_those_of_yaml_1_2(study, runs, tmp_path):

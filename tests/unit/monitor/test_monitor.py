@@ -16,7 +16,7 @@ from rich.console import Console
 from megatron_rl.config.monitor import MonitorConfig
 from megatron_rl.errors import InputError
 from megatron_rl.monitor import Monitor, PhaseTimer, RunDirectory, read_metrics, write_environment
-from megatron_rl.monitor.environment import environment_variables
+from megatron_rl.monitor.environment import code_of, environment_variables
 from megatron_rl.monitor.jsonl import JsonlSink, encode_line
 from megatron_rl.monitor.rollouts import repetition_fraction, rollout_metrics
 from megatron_rl.monitor.tensorboard import TensorBoardSink
@@ -337,6 +337,16 @@ def test_environment_file_keeps_every_start_and_no_secret(tmp_path):
     assert record["hardware"]["cores"] >= 1
     environ = {"NCCL_DEBUG": "INFO", "VLLM_API_KEY": "x", "SLURM_JWT_TOKEN": "x", "HOME": "/", "WORLD_SIZE": "2"}
     assert environment_variables(environ) == {"NCCL_DEBUG": "INFO", "WORLD_SIZE": "2"}
+
+
+def test_a_run_has_the_code_of_all_its_starts():
+    a, b = ({"commit": letter * 40, "changed": changed} for letter, changed in (("a", []), ("b", ["a.py"])))
+    assert code_of({"git": a}) == "a" * 40
+    assert code_of({"git": a, "resumed": [{"git": a}]}) == "a" * 40
+    both = "a" * 40 + ", continued by " + "b" * 40 + "+changes"
+    assert code_of({"git": a, "resumed": [{"git": b}, {"git": b}]}) == both
+    assert code_of({"git": a, "resumed": [{"git": None}]}) == "a" * 40 + ", continued by unknown"
+    assert code_of({"git": None, "resumed": [{"git": b}]}) is None
 
 
 def test_run_directory_names(tmp_path):
