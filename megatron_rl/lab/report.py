@@ -41,6 +41,9 @@ def _what_was_run(results: Results) -> Iterator[str]:
     yield f"Claim: {study.claim}\n"
     yield f"Setting: {study.setting}\n"
     yield f"{len(study.arms)} arms, seeds {', '.join(map(str, seeds))}, {results.num_steps} steps each{cores}."
+    for name, arm in study.arms.items():
+        for key, yoke in arm.yoked.items():
+            yield f"{name}: {key} is, in each seed, the {yoke.outcome} of {yoke.arm}."
     if results.registration is not None:
         yield from results.registration.said(study)
     if len(results.code) > 1:

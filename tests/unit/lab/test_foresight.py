@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 
@@ -87,6 +88,16 @@ def test_the_cost_of_a_twin_is_that_of_the_plan(capsys):
     assert main(["lab", "plan", str(file), "--gpu", "h100-80"]) == 0
     total = sum(row.gpu_hours for row in costs.values())
     assert f"12 runs, {total:,.0f} GPU-hours of h100-80" in capsys.readouterr().out
+
+
+def test_the_costs_in_the_docs_are_those_of_the_plan():
+    text = (LAB.parents[1] / "docs" / "lab" / "cluster.md").read_text()
+    rows = re.findall(r"\| `recipes/lab/(\w+)/scale\.yaml` \| [^|]+ \| (\d+) \| ([\d,]+) \|", text)
+    assert {name for name, *_ in rows} == {path.parent.name for path in LAB.glob("*/scale.yaml")}
+    for name, *said in rows:
+        costs = cost(load_study(LAB / name / "scale.yaml"), "h100-80", None, None, None)
+        found = [f"{sum(row.num_seeds for row in costs)}", f"{sum(row.gpu_hours for row in costs):,.0f}"]
+        assert found == said, name
 
 
 def test_options_of_sbatch_want_slurm(capsys):

@@ -12,6 +12,7 @@ from megatron_rl.lab import load_study, runner
 from megatron_rl.lab.archive import pack, read_packed
 from megatron_rl.lab.foresight import num_distinct_runs
 from megatron_rl.lab.gate import stage
+from megatron_rl.lab.report import render
 from megatron_rl.lab.results import read_results
 from megatron_rl.lab.runner import StudyRunner
 from megatron_rl.lab.verify import verify
@@ -111,6 +112,7 @@ def test_packed_runs_are_read_and_reused_with_their_values(study, runs, tmp_path
     main([*command, str(root)])
     assert pack(study, root, file) == 6
     assert read_packed(study, file).as_json() == read_results(study, root).as_json()
+    assert "own: learner.optimizer.lr is, in each seed, the rate of plain." in render(read_packed(study, file))
     assert main([*command, str(tmp_path / "elsewhere"), "--reuse", str(file)]) == 0
     assert len(runs) == 6
     assert capsys.readouterr().out.count(": reused ") == 6
