@@ -125,11 +125,11 @@ def effect_cells(effect: Effect) -> tuple[str, str, str]:
 
 
 def _caveat(results: Results) -> Iterator[str]:
-    decisions = results.decisions()
-    effects = [found.effect for found in decisions if found.effect is not None]
-    if not effects:
+    decisions, study = results.decisions(), results.study.study
+    if all(found.effect is None for found in decisions):
         return
+    number, where = len(study.decisive()) + len(study.trends), "" if study.gate is None else " behind the gate"
     yield (
-        f"Among {len(decisions)} primaries and trends, one or more false findings have a probability of at most "
-        f"{results.study.study.level:g} (Holm). `megatron-rl lab power` says what effect such a study can see."
+        f"Among {number} primaries and trends{where}, one or more false findings have a probability of at most "
+        f"{study.level:g} (Holm). `megatron-rl lab power` says what effect such a study can see."
     )

@@ -96,5 +96,6 @@ def test_a_gate_that_fails_ends_the_study_and_the_report_says_so(study, runs, tm
     text = write_report(study, root)[1].read_text()
     assert "The gate failed, so that 6 runs of the other arms were not made." in text
     assert text.count("not testable") == 3  # two primaries and a trend
+    assert "Among 3 primaries and trends behind the gate, one or more" in text
     assert main([*command, "--arms", "two"]) == 0  # who asks for them has them
     assert len(runs) == 9
