@@ -30,7 +30,7 @@ def outcome_of(records: Sequence[Mapping[str, float]], outcome: Outcome) -> floa
         case "last":
             return float(values[-1])
         case "mean":
-            return float(values.mean())
+            return float(values.mean().clip(values.min(), values.max()))  # which rounding alone leaves
         case "max":
             return float(values.max())
         case "slope":

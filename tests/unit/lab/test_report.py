@@ -34,6 +34,8 @@ def test_outcomes_of_a_curve():
     assert outcome("last", [1.0, 3.0, None]) == 3.0
     assert outcome("max", [1.0, 7.0, 2.0]) == 7.0
     assert outcome("mean", [1.0, None, 4.0, math.nan]) == 2.5
+    assert np.mean([1e-4] * 200) > 1e-4  # a rate that a run yoked to it may not have
+    assert outcome("mean", [1e-4] * 200) == 1e-4
     assert outcome("slope", [5.0, 3.0, 1.0]) == rounded(-2)
     assert outcome("log_slope", [0.01 * math.exp(0.3 * t) for t in range(6)]) == rounded(0.3)
     # zeros (a step without mismatch) are left out, steps stay where they are
