@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from datetime import timedelta
 
@@ -12,6 +13,7 @@ from megatron.core.jit import disable_jit_fuser
 
 from megatron_rl.config.learner import ParallelConfig
 from megatron_rl.process.devices import default_device
+from megatron_rl.process.native_threads import wait_until_idle
 
 DEFAULT_TIMEOUT_MINUTES = 30.0
 _replica: dist.ProcessGroup | None = None  # where it is not Megatron's model-parallel group
@@ -50,6 +52,8 @@ def initialize(parallel: ParallelConfig, device: str, seed: int, longest_wait_s:
     minutes = parallel.timeout_minutes or max(DEFAULT_TIMEOUT_MINUTES, (longest_wait_s or 0.0) / 60)
     timeout = timedelta(minutes=minutes)
     if not dist.is_initialized():
+        atexit.unregister(wait_until_idle)  # once, however often the process joins
+        atexit.register(wait_until_idle)
         # A job of one process gets its store as an object: other processes would inherit the environment variables.
         if "MASTER_PORT" not in os.environ:
             store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)

@@ -1,0 +1,39 @@
+"""Threads that a library started and Python does not know."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+GLOO_CALLS = "pt_gloo_runloop"
+"""Name of the threads of torch that carry out the calls of a gloo group."""
+TASKS = Path("/proc/self/task")  # one folder a thread, on Linux
+LOOK_S, LONGEST_S = 0.005, 10.0
+
+
+def wait_until_idle(name: str = GLOO_CALLS, longest_s: float = LONGEST_S, tasks: Path = TASKS) -> bool:
+    """Wait until no thread of this ``name`` runs or wants to, as two looks in a row find; False after ``longest_s``.
+
+    A thread of gloo lets go of a call's tensors after it has told that the call is over, and takes Python's lock for
+    it. Where Python is being taken apart by then, the process is aborted with all its work done. Without `/proc` there
+    is nothing to see, and nothing is waited for.
+    """
+    end, idle_looks = time.monotonic() + longest_s, 0
+    while idle_looks < 2:
+        if time.monotonic() > end:
+            return False
+        time.sleep(LOOK_S)  # without Python's lock, which the threads may want
+        idle_looks = 0 if _is_any_busy(name, tasks) else idle_looks + 1
+    return True
+
+
+def _is_any_busy(name: str, tasks: Path) -> bool:
+    for file in tasks.glob("*/stat"):
+        try:
+            # "number (name) state …"; a name may have blanks and brackets.
+            before, _, after = file.read_text().rpartition(")")
+        except OSError:  # it has ended meanwhile
+            continue
+        if before.partition("(")[2] == name and after.split()[0] in ("R", "D"):
+            return True
+    return False
