@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from megatron_rl.process import native_threads
 from megatron_rl.process.native_threads import GLOO_CALLS, TASKS, wait_until_idle
 from tests.support.reach import REPOSITORY
 
@@ -36,6 +37,14 @@ def test_a_thread_that_wants_to_run_is_waited_for(tasks):
     done.start()
     assert wait_until_idle(tasks=tasks.folder)
     assert done.finished.is_set(), "not before it was idle"
+
+
+def test_one_idle_look_is_not_enough(monkeypatch):
+    """A thread that waits for Python's lock looks idle while this one has it."""
+    looks = iter([True, False, True, False, False, True])
+    monkeypatch.setattr(native_threads, "_is_any_busy", lambda *_: next(looks))
+    assert wait_until_idle()
+    assert list(looks) == [True], "it stopped at the second idle look in a row"
 
 
 def test_other_threads_and_odd_names_are_left_alone(tasks):
