@@ -13,14 +13,15 @@ VENV_NEXT ?= .venv-next
 TORCH_INDEX ?=
 # 0: all tests in one process, one after the other.
 WORKERS ?= auto
+PYTEST = $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadscope --durations 10
 
 # Oversubscribed OpenMP threads cost up to 20×: one thread a process.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup setup-next demo test test-next test-isa lint bench compare clean
+.PHONY: help setup setup-next demo test test-all test-rest test-costs test-next test-isa lint bench bench-trl figures compare clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: ## create .venv with both engines and patch Megatron-Core in it (minutes; safe to repeat)
 	@PYTHON=$(PYTHON) VENV=$(VENV) TORCH_INDEX=$(TORCH_INDEX) tools/setup.sh
@@ -28,9 +29,22 @@ setup: ## create .venv with both engines and patch Megatron-Core in it (minutes;
 demo: setup ## train the tiny Qwen3-MoE with GRPO from under 0.5 to over 0.9 held-out reward (about 3 minutes)
 	$(RUN) -m megatron_rl train recipes/tiny/demo.yaml --resume never --set name=demo-$$(date +%Y%m%d-%H%M%S)
 
-test: setup ## run the whole test suite on WORKERS processes (one a core), and name the ten slowest
+test: setup ## every unit test; each engine, layout, fault and command once (10 minutes on two quiet cores)
 	@VENV=$(VENV) tools/setup_tests.sh
-	$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadscope --durations 10
+	$(PYTEST) -m "not slow" --costs .cache/test-costs.json
+
+test-all: setup ## every test there is (30 minutes on two quiet cores)
+	@VENV=$(VENV) tools/setup_tests.sh
+	$(PYTEST) --costs .cache/test-all-costs.json
+
+test-rest: setup ## what `make test-all` adds to `make test`
+	@VENV=$(VENV) tools/setup_tests.sh
+	$(PYTEST) -m slow --costs .cache/test-rest-costs.json
+
+test-costs: ## print what each file of tests cost when it last ran, dearest first
+	@for part in test test-rest test-all; do \
+	  [ ! -f .cache/$$part-costs.json ] || { echo "make $$part"; $(RUN) -m tests.support.costs --costs .cache/$$part-costs.json; }; \
+	done
 
 setup-next: ## create .venv-next: Python 3.12 (PYTHON_NEXT=…), megatron-core 0.19.2, patched; up to 8 GB
 	@$(PYTHON_NEXT) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null || { \
@@ -46,7 +60,7 @@ test-next: setup-next ## the learner's tests, parallel ones included, under the 
 test-isa: setup ## the computing tests under other instruction sets, two threads, deterministic kernels
 	tests/isa/run.sh $(RUN)
 
-lint: setup ## ruff, shellcheck, both patch series and every recipe
+lint: setup ## ruff, shellcheck, the patches of each release and every recipe
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(VENV)/bin/shellcheck --external-sources --source-path=. $$(git ls-files '*.sh' '*.sbatch' .ci/run)
@@ -56,9 +70,22 @@ lint: setup ## ruff, shellcheck, both patch series and every recipe
 compare: setup ## the working tree against the baseline commit, side by side: is anything slower?
 	$(RUN) -m tools.bench.compare
 
-# Left out: `compare` has a target; `reward` wants files of problems, `trl` another environment; --help says how to start them.
 bench: setup ## print the benchmarks' tables
-	@for bench in $(filter-out __init__ compare reward trl,$(basename $(notdir $(wildcard tools/bench/*.py)))); do echo "== $$bench"; $(RUN) -m tools.bench.$$bench; done
+	$(RUN) -m tools.bench
+
+figures: setup ## run the benchmarks and put their figures, each with its commit, in docs/performance.json
+	$(RUN) -m tools.bench --record docs/performance.json
+
+# TRL beside the packages of .venv, in an environment of its own; its version is the one that tools/bench/lib/grpo_trl.py patches.
+TRL := .cache/trl
+$(TRL)/.ready: | setup
+	rm -rf $(TRL) && $(RUN) -m venv $(TRL)
+	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$($(TRL)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
+	$(TRL)/bin/python -m pip install --disable-pip-version-check --quiet trl==1.16.0
+	touch $@
+
+bench-trl: $(TRL)/.ready ## our step against TRL's; makes an environment with TRL first (.cache/trl)
+	$(RUN) -m tools.bench.trl --trl-python $(TRL)/bin/python
 
 clean: ## remove what set-up made (not the runs)
 	rm -rf $(VENV) $(VENV_NEXT) .cache

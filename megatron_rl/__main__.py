@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import select
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megatron_rl import __version__
-from megatron_rl.commands import COMMANDS
+from megatron_rl.commands import COMMANDS, GROUPS, full_name, module_of
 from megatron_rl.errors import (
     EXIT_BAD_INPUT,
     EXIT_ENDED_BY_LIMIT,
@@ -23,7 +24,9 @@ from megatron_rl.errors import (
     Fault,
     InputError,
     RunEnded,
+    message_text,
 )
+from megatron_rl.process.fp32_products import set_environment
 
 DESCRIPTION = """Reinforcement learning of Mixture-of-Experts language models: Megatron-Core learns, vLLM generates.
 
@@ -31,35 +34,37 @@ Exit status: 0 done, 2 bad recipe or input, 3 the run was ended by an alarm or a
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status. ``arguments``: default those of the process."""
-    # PyTorch's C++ side prints a NUMA notice per rank when an engine starts; it must be told before the first import.
+    """Run one command and return its exit status. ``arguments``: default those of the process."""
+    # PyTorch's C++ code prints a NUMA notice per rank when an engine starts; set this before the first import.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Megatron says at every import that TransformerEngine and Apex are absent; where that matters, `check` says it.
+    set_environment()  # fp32 without TF32; engines of a recipe with tf32 set it at their start
+    # Megatron warns at every import if TransformerEngine or Apex is absent; `check` reports it if it matters.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-    for module in (r"torch\.distributed", r"megatron\."):  # Megatron's calls, not ours
+    for module in (r"torch\.distributed", r"megatron\."):  # warnings about Megatron's own calls
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)
+    open_missing()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        options = _parser().parse_args(arguments)
+        options = program_parser().parse_args(arguments)
         options.arguments = arguments
         status = options.execute(options)
         sys.stdout.flush()
         return status
     except InputError as error:
-        # Every rank found the same problem: one message is enough.
+        # Every rank has the same problem, so one message is enough.
         if int(os.environ.get("RANK", 0)) == 0:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {message_text(error)}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except RunEnded as reason:
-        print(f"run ended: {reason}", file=sys.stderr)
+        print(f"run ended: {message_text(reason)}", file=sys.stderr)
         return EXIT_ENDED_BY_LIMIT
     except KeyboardInterrupt:
         hint = "; the same command continues from the last checkpoint" if arguments[:1] == ["train"] else ""
         print(f"interrupted{hint}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Fault as error:
-        traceback.print_exc()
-        print(f"run failed: {error}", file=sys.stderr)  # the last line says it all
+        print(message_text(traceback.format_exc().rstrip()), file=sys.stderr)
+        print(f"run failed: {message_text(error)}", file=sys.stderr)  # the last line is the summary
         return EXIT_FAULT
     except BrokenPipeError:
         if not _reader_has_left():
@@ -67,55 +72,121 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_PIPE_CLOSED
 
 
+def open_missing() -> None:
+    """Open /dev/null for descriptors 0, 1 and 2 if they are closed (`train >&-`).
+
+    Otherwise the next opened file would get the number, and output would be written into it.
+    """
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != descriptor:
+                os.dup2(opened, descriptor)
+                os.close(opened)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, mode, closefd=False))  # noqa: SIM115 - open for as long as the process
+
+
 def script() -> int:
-    """The installed ``megatron-rl``. It finds modules (a reward) in the working directory, as ``python -m`` does."""
+    """Run the installed ``megatron-rl``. Modules (a reward) are found in the working directory, as by ``python -m``."""
     if not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd())
     return main()
 
 
-class _Command(argparse.ArgumentParser):
-    """A parser that learns the arguments of its command, if it is one's, from ``module`` when they are asked for."""
+class CommandParser(argparse.ArgumentParser):
+    """Parser of the program, a group or a command; ``module`` adds the command's arguments when needed."""
 
     def __init__(self, *arguments: Any, module: str | None = None, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+        super().__init__(*arguments, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self._module = module
 
-    def parse_known_args(self, *arguments: Any, **options: Any) -> tuple[argparse.Namespace, list[str]]:
+    def load(self) -> None:
+        """Import the command's module and add its arguments, unless that is done."""
         if self._module is not None:
             module = importlib.import_module(self._module)
             self._module = None
             self.description = module.__doc__
-            self.formatter_class = argparse.RawDescriptionHelpFormatter
             self.set_defaults(execute=module.run)
             module.add_arguments(self)
+
+    def parse_known_args(self, *arguments: Any, **options: Any) -> tuple[argparse.Namespace, list[str]]:
+        self.load()
         return super().parse_known_args(*arguments, **options)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if not isinstance(action, argparse._SubParsersAction) or value in action.choices:
+            super()._check_value(action, value)
+            return
+        group = self.prog.partition(" ")[2]
+        allowed = [f"{group} {name}".strip() for name in action.choices]
+        near = nearest_commands(value, allowed, everywhere=group in GROUPS)
+        hint = f"did you mean {near}? " if near else ""
+        raise argparse.ArgumentError(None, f"no such command: {value!r}; {hint}`{self.prog} --help` lists them")
+
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        sys.stdout.flush()  # a pipe without a reader is found here, not when Python ends
+        sys.stdout.flush()  # so that a pipe without a reader raises here, not when Python ends
         super().exit(status, message)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Command(prog="megatron-rl", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--version", action="version", version=f"megatron-rl {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+def nearest_commands(typed: str, here: list[str], everywhere: bool) -> str:
+    """Return commands spelled like ``typed``, in quotes, from the full names ``here`` or from all (``everywhere``)."""
+    spelled = {name.split()[-1]: full_name(name) or name for name in here}
+    if everywhere:
+        spelled = {name.split()[-1]: name for name in COMMANDS} | spelled
+    near = [spelled[word] for word in difflib.get_close_matches(typed, spelled)]
+    return " or ".join(f"'{name}'" for name in dict.fromkeys(near))
+
+
+def program_parser() -> CommandParser:
+    """Return the parser of `megatron-rl`. Commands of groups can also be called, unlisted, without the group."""
+    parser = CommandParser(prog="megatron-rl", description=DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"megatron-rl {__version__}", help="Print the version.")
+    parser.add_argument(
+        "--print-completion", action=_PrintCompletion, choices=("bash", "zsh"), help="Print a completion script."
+    )
+    commands = _subparsers(parser)
+    groups: dict[str, Any] = {}
     for name, text in COMMANDS.items():
-        commands.add_parser(name, help=text, module=f"megatron_rl.commands.{name.replace('-', '_')}")
+        group, _, last_word = name.rpartition(" ")
+        module = module_of(name)
+        if group:
+            if group not in groups:
+                members = [other.split()[1] for other in COMMANDS if other.startswith(f"{group} ")]
+                line = f"{GROUPS[group]}: {', '.join(members)}."
+                groups[group] = _subparsers(commands.add_parser(group, help=line, description=line))
+            groups[group].add_parser(last_word, help=text, module=module)
+            commands.add_parser(last_word, module=module)  # unlisted: for old command lines
+        else:
+            commands.add_parser(last_word, help=text, module=module)
     return parser
 
 
+def _subparsers(parser: argparse.ArgumentParser) -> Any:
+    return parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+
+
+class _PrintCompletion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *arguments: Any) -> None:
+        from megatron_rl.commands.completion import script_for
+
+        print(script_for(parser, shell=arguments[1]))
+        parser.exit()
+
+
 def _reader_has_left() -> bool:
-    """Whether standard output is a pipe without a reader (`… | head`). What is left to be written is then dropped."""
+    """Return whether standard output is a pipe without a reader (`… | head`); if so, drop further output."""
     try:
         output = sys.stdout.fileno()
-    except (OSError, ValueError):  # no file: a test's
+    except (OSError, ValueError):  # standard output is not a file, as in a test
         return False
     pipe = select.poll()
-    pipe.register(output, 0)  # errors are reported unasked
+    pipe.register(output, 0)  # errors are always reported
     if not pipe.poll(0):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), output)  # Python flushes once more when it ends
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)  # Python flushes again when it ends
     return True
 
 

@@ -1,4 +1,4 @@
-"""From scored groups to the batch that the learner updates on."""
+"""Builds the learner's batch from scored groups."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import torch
 from megatron_rl.config import Recipe
 from megatron_rl.config.sections import FilterMetric
 from megatron_rl.objective import compute_advantages
-from megatron_rl.objective.filters import group_filter_metrics, informative_groups
+from megatron_rl.objective.advantages import group_filter_metrics, informative_groups
 from megatron_rl.types import Batch, Group, Rollout, Sequence
 
 
 def build_batch(step: int, groups: list[Group], recipe: Recipe) -> Batch:
-    """Advantages over whole groups, then one `Sequence` per rollout, dealt into mini-batches in order.
+    """Compute advantages over whole groups and return one `Sequence` per rollout, split into mini-batches in order.
 
-    Groups stay together, so that a mini-batch sees a group's positive and negative samples at once wherever
-    `batch.minibatches` divides the number of prompts.
+    Groups stay together: if `batch.minibatches` divides the number of prompts, a mini-batch has all samples of a group.
     """
     pairs = [(group, rollout) for group in groups for rollout in group.rollouts]
     advantages = compute_advantages(
@@ -34,16 +33,16 @@ def build_batch(step: int, groups: list[Group], recipe: Recipe) -> Batch:
 
 
 def keep_informative(groups: list[Group], metric: FilterMetric = "reward") -> list[Group]:
-    """The groups whose rewards are not all equal [DAPO]. ``metric``: `batch.filter_metric`, the reward meant."""
+    """Return the groups whose rewards are not all equal [DAPO]. ``metric``: the reward (`batch.filter_metric`)."""
     if not groups:
         return []
     rewards, ids = _rewards_and_ids(groups, metric)
-    kept = set(ids[informative_groups(rewards, ids)].tolist())
-    return [group for i, group in enumerate(groups) if i in kept]
+    informative = set(ids[informative_groups(rewards, ids)].tolist())
+    return [group for i, group in enumerate(groups) if i in informative]
 
 
 def group_metrics(groups: list[Group], metric: FilterMetric = "reward") -> dict[str, float]:
-    """`groups/*` of all groups sampled for a step, before any is left out."""
+    """Return `groups/*` of all groups sampled for a step, before any is left out."""
     return {"groups/sampled": float(len(groups)), **group_filter_metrics(*_rewards_and_ids(groups, metric))}
 
 
@@ -55,7 +54,7 @@ def _rewards_and_ids(groups: list[Group], metric: FilterMetric) -> tuple[torch.T
 def _sequence(group: Group, rollout: Rollout, advantage: float) -> Sequence:
     num_prompt, is_here = len(group.prompt.tokens), rollout.tokens is not None
     return Sequence(
-        id=f"{rollout.prompt_id}/{rollout.sample}",
+        id=rollout.id,
         tokens=np.concatenate([group.prompt.tokens, rollout.tokens]).astype(np.int64) if is_here else None,
         prompt_length=num_prompt,
         inference_logprobs=rollout.inference_logprobs,
@@ -73,7 +72,7 @@ def _sequence(group: Group, rollout: Rollout, advantage: float) -> Sequence:
 
 
 def release_routes(groups: list[Group]) -> None:
-    """Leave routes to the batch that was built from ``groups``, so that they are freed where they are sent away."""
+    """Drop the groups' references to routes: only the batch keeps them, and frees them when it sends them away."""
     for group in groups:
         for rollout in group.rollouts:
             rollout.routed_experts = rollout.route_checksums = None

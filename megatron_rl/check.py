@@ -1,19 +1,23 @@
-"""Everything about a recipe that can be known to be wrong before an engine starts."""
+"""Checks of a recipe that need no engine."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.checkpoint.architecture import Architecture, read_architecture
-from megatron_rl.checkpoint.known_models import KNOWN_MODELS, how_to_get, shape_of
+from megatron_rl.checkpoint.hf_folder import HFFolder, check_weights, resolve_stop_token_ids
 from megatron_rl.config import Recipe
 from megatron_rl.config.hub import how_to_download
-from megatron_rl.config.model_rules import model_problems, smallest_world
-from megatron_rl.config.precision_contract import contract
+from megatron_rl.config.model_rules import contract, cpu_problems, model_problems, smallest_world
+from megatron_rl.config.objective import label_of, user_functions
 from megatron_rl.data import check_source
 from megatron_rl.errors import InputError
-from megatron_rl.process.compiler import compiler_problem
+from megatron_rl.model.architecture import Architecture, read_architecture, unknown_config_keys
+from megatron_rl.model.known_models import KNOWN_MODELS, how_to_get, shape_of
+from megatron_rl.process.devices import default_device
 from megatron_rl.rewards import check_reward
 
 
@@ -21,28 +25,41 @@ from megatron_rl.rewards import check_reward
 class CheckedRecipe:
     architecture: Architecture
     world_size: int | None
-    report: list[tuple[str, str]]  # what, value: for a person to read
+    report: list[tuple[str, str]]  # (name, value) for a person to read
 
 
 def check_recipe(recipe: Recipe, world_size: int | None = None, *, offline: bool = False) -> CheckedRecipe:
-    """Model, layout, batch arithmetic, lengths, precision and data files of ``recipe``; no GPU, no engine, seconds.
+    """Check model, layout, batch arithmetic, lengths, precision and data files of ``recipe`` in seconds, without a GPU.
 
     Args:
-        world_size: ranks of the job; None: not known (then only what holds for every number of ranks is checked).
-        offline: go by the shape of a known model (`checkpoint.known_models`) where its folder is not
-            at hand, and leave out data files that are not.
+        world_size: ranks of the job; None if unknown: only check what is independent of the number of ranks.
+        offline: use the shape of a known model (`model.known_models`) if its folder is absent, and skip absent data
+            files.
 
     Raises:
-        InputError: with every problem found, one a line.
+        InputError: lists every problem, one per line.
     """
     architecture, assumed = shape_of(recipe.model.path) if offline else (_architecture(recipe.model.path), False)
     absent = [f"model {recipe.model.path} (its shape is known)"] if assumed else []
     device = None if recipe.runtime.device == "auto" else recipe.runtime.device
     problems = model_problems(recipe, architecture, world_size, device) + _compiler_problems(recipe)
+    folder_notes: list[str] = []
+    if not assumed:
+        try:
+            folder_notes = check_folder(recipe, architecture)
+        except InputError as error:
+            problems.append(str(error))
     try:
         check_reward(recipe.reward, recipe.rollout.max_response_length)
     except InputError as error:
         problems.append(str(error))
+    if user_functions(recipe.objective):
+        from megatron_rl.objective.trial import check_user_functions  # needs torch, which `check` can do without
+
+        try:
+            check_user_functions(recipe.objective)
+        except InputError as error:
+            problems.append(str(error))
     for kind in ("train", "validation"):
         for source in getattr(recipe.data, kind):
             if offline and not Path(source.path).exists():
@@ -55,13 +72,17 @@ def check_recipe(recipe: Recipe, world_size: int | None = None, *, offline: bool
     if problems:
         raise InputError(f"recipe {recipe.name}:\n" + "\n".join(f"  {problem}" for problem in problems))
     report = _report(recipe, architecture, world_size)
+    if folder_notes:
+        report.append(("folder", "; ".join(folder_notes)))
+    if device is None and default_device() == "cpu" and (lacks := cpu_problems(recipe.rollout, architecture)):
+        report.append(("on a CPU", f"this recipe cannot run: {'; '.join(lacks)}"))
     if absent:
         report.append(("not here", ", ".join(absent)))
     return CheckedRecipe(architecture, world_size, report)
 
 
 def _architecture(path: Path) -> Architecture:
-    """`read_architecture`; where there is no such folder, the error says how to get one and how to check without."""
+    """Return `read_architecture`. The error for a missing folder explains how to download it or check without it."""
     if path.exists():
         return read_architecture(path)
     command = how_to_get(path)
@@ -74,14 +95,34 @@ def _architecture(path: Path) -> Architecture:
     )
 
 
+def check_folder(recipe: Recipe, architecture: Architecture) -> list[str]:
+    """Compare the model's folder with the learner's model: headers of tensors, end-of-sequence ids.
+
+    Returns notes, such as unread keys. Raises `InputError` for files that the engines would read as another model.
+    """
+    path = recipe.model.path
+    extras = check_weights(HFFolder(path), architecture)
+    stops = resolve_stop_token_ids(recipe.rollout.stop_token_ids, path)
+    notes = [f"names, shapes and types of its tensors are the learner's, responses end with tokens {stops}", *extras]
+    if unknown := unknown_config_keys(path):
+        notes.append(f"config.json has keys that no engine here is known to read: {', '.join(unknown)}")
+    return notes
+
+
 def _compiler_problems(recipe: Recipe) -> list[str]:
-    """What asks for compilation on a machine that has no compiler."""
-    found = []
-    if recipe.learner.compile:
-        found.append(compiler_problem("learner.compile: true"))
-    if recipe.runtime.device == "cpu" and recipe.rollout.enforce_eager is False:
-        found.append(compiler_problem("rollout.enforce_eager: false"))
-    return [problem for problem in found if problem]
+    """Return what torch.compile lacks on this machine, if the recipe's vLLM compiles its model on a CPU."""
+    if recipe.runtime.device != "cpu" or recipe.rollout.enforce_eager is not False:
+        return []
+    compiler = os.environ.get("CXX", "g++")  # torch's own choice
+    missing = [] if shutil.which(compiler) else [f"a C++ compiler ({compiler!r} was not found)"]
+    if not (header := Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        missing.append(f"Python's headers ({header} is not there)")
+    if not missing:
+        return []
+    return [
+        f"rollout.enforce_eager: false compiles, which on a CPU needs {' and '.join(missing)}; install them (Debian: "
+        "g++, python3-dev; CXX names another compiler), or leave the key out"
+    ]
 
 
 def _report(recipe: Recipe, a: Architecture, world_size: int | None) -> list[tuple[str, str]]:
@@ -108,8 +149,8 @@ def _report(recipe: Recipe, a: Architecture, world_size: int | None) -> list[tup
         *([("routing", recipe.routing.describe())] if recipe.routing.is_on else []),
         (
             "objective",
-            f"{recipe.objective.advantage}, {recipe.objective.policy_term.name}, "
-            f"{'+'.join(c.mode for c in recipe.objective.correction) or 'no correction'}, "
+            f"{recipe.objective.advantage}, {label_of(recipe.objective.policy_term, 'name')}, "
+            f"{'+'.join(label_of(c, 'mode') for c in recipe.objective.correction) or 'no correction'}, "
             f"{recipe.objective.aggregation}",
         ),
         ("records", "; ".join(_records(recipe))),
@@ -117,34 +158,34 @@ def _report(recipe: Recipe, a: Architecture, world_size: int | None) -> list[tup
 
 
 def _records(recipe: Recipe) -> list[str]:
-    """What the run will write of itself, and what it will not be able to bring back."""
+    """Return what the run will write, and which states it cannot restore."""
     checkpoint, recorder, validation = recipe.checkpoint, recipe.recorder, recipe.validation
-    kept = f", the newest {checkpoint.keep_last} kept" if checkpoint.keep_last else ""
+    retention = f", the newest {checkpoint.keep_last} kept" if checkpoint.keep_last else ""
     best = f", and the best {checkpoint.keep_best.n} by {checkpoint.keep_best.metric}" if checkpoint.keep_best else ""
-    found = [
+    items = [
         (
             f"checkpoints every {checkpoint.every} steps and at the end"
             if checkpoint.every
             else "a checkpoint at the end"
         )
-        + kept
+        + retention
         + best,
         f"validation every {validation.every} steps" if validation.every else "no validation",
     ]
     alarms = [rule.name for rule in recipe.monitor.alarms if "record_batch" in rule.then]
     by_alarm = f"batches of alarms ({', '.join(alarms)})" if alarms else ""
     if recorder.record_batches == "all":
-        found.append("every batch")
+        items.append("every batch")
     elif recorder.record_batches == "last_n":
-        found.append(f"the newest {recorder.keep} batches" + (f" and {by_alarm}" if by_alarm else ""))
+        items.append(f"the newest {recorder.keep} batches" + (f" and {by_alarm}" if by_alarm else ""))
         if not checkpoint.every or recorder.keep < checkpoint.every:
-            found.append(
+            items.append(
                 "the exact weights of a recorded step are lost: that takes a checkpoint and every batch since, but "
                 f"recorder.keep is {recorder.keep} and checkpoint.every {checkpoint.every}"
             )
     else:
-        found.append(by_alarm if by_alarm else "no batches")
+        items.append(by_alarm if by_alarm else "no batches")
     samples = recipe.monitor.samples
     if samples.every:
-        found.append(f"{samples.number} sampled texts every {samples.every} steps")
-    return found
+        items.append(f"{samples.number} sampled texts every {samples.every} steps")
+    return items

@@ -1,4 +1,4 @@
-"""`eval`: score a checkpoint on the recipe's held-out prompts, outside of a run."""
+"""`eval`: scores a checkpoint on the recipe's held-out prompts, outside of a run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from megatron_rl.check import check_recipe
 from megatron_rl.checkpoint.load import WEIGHTS_FILE, load_weights
 from megatron_rl.checkpoint.manifest import TRAINER_FILE
 from megatron_rl.config import Recipe
+from megatron_rl.config.precision import fp32_products, rollout_fp32_products
 from megatron_rl.config.rollout import InFlightConfig
 from megatron_rl.data import load_tokenizer, load_validation
 from megatron_rl.errors import InputError
 from megatron_rl.learner.learner import Learner
-from megatron_rl.learner.process_groups import shutdown
+from megatron_rl.learner.process_groups import resolve_device, shutdown
 from megatron_rl.monitor.evaluation import check_names, file_rows, table
 from megatron_rl.monitor.samples import SampleFile, describe
 from megatron_rl.monitor.validation import success_rates, summarise
+from megatron_rl.process.fp32_products import settle
+from megatron_rl.process.output import format_table
 from megatron_rl.process.ranks import world_rank
 from megatron_rl.rewards import Rewarder
 from megatron_rl.rewards.failures import refuse_too_many
@@ -31,7 +34,6 @@ from megatron_rl.rewards.shared import score_shared
 from megatron_rl.rollout import Generator, Sampling
 from megatron_rl.run.engines import load_beside, start_generator
 from megatron_rl.run.shown import share_samples
-from megatron_rl.stored.rerun import format_table
 from megatron_rl.types import Group, Prompt, Rollout
 
 
@@ -43,18 +45,18 @@ class Scorer:
     prompts: list[Prompt]
     generator: Generator
     rewarder: Rewarder
-    version: int  # of the weights
-    step: int  # of the checkpoint; 0 for one in Hugging Face layout
+    version: int  # version of the weights
+    step: int  # step of the checkpoint; 0 for one in Hugging Face layout
     decode: Callable[[list[int]], str]
 
     def sample(self, sampling: Sampling) -> list[Group]:
-        """`validation.num_samples` responses to each prompt, not yet scored. Collective."""
+        """Return `validation.num_samples` unscored responses to each prompt. Collective."""
         return self.generator.rollout(
             self.prompts, self.recipe.validation.num_samples, policy_version=self.version, step=0, sampling=sampling
         )
 
     def score(self, groups: list[Group]) -> dict[str, float]:
-        """Reward ``groups`` and summarise them as `val/*`. Raises `Fault` where too many rewards fail. Collective."""
+        """Score ``groups`` and return `val/*`. Raises `Fault` if too many rewards fail. Collective."""
         scores = score_shared(self.rewarder, groups)
         if world_rank() == 0:
             for failure in scores.failures:
@@ -66,10 +68,10 @@ class Scorer:
 
 @contextlib.contextmanager
 def open_scorer(recipe: Recipe, checkpoint: Path) -> Iterator[Scorer]:
-    """An engine with the weights of ``checkpoint``; it ends on leaving. Every rank calls it.
+    """Yield a scorer with the weights of ``checkpoint``; its engine ends on leaving. Every rank must call this.
 
-    ``checkpoint``: a folder in Hugging Face layout, or one that a run or `megatron-rl convert` wrote (the recipe names
-    the model it started from). Raises `InputError` before an engine starts where something does not fit.
+    ``checkpoint``: a folder in Hugging Face layout, or one of a run or of `megatron-rl convert` (the recipe then names
+    the model that it started from). Raises `InputError` before an engine starts if recipe and checkpoint do not match.
     """
     if not recipe.data.validation:
         raise InputError("data.validation: names no file; eval has nothing to score")
@@ -82,7 +84,9 @@ def open_scorer(recipe: Recipe, checkpoint: Path) -> Iterator[Scorer]:
                 f"({TRAINER_FILE}), nor a run directory; is the path right?"
             )
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": checkpoint})})
-    if recipe.rollout.engine == "vllm_server":  # a run's servers are its own; an engine in the ranks samples the same
+    if (
+        recipe.rollout.engine == "vllm_server"
+    ):  # a run's servers cannot be used here; a local engine samples the same responses
         in_ranks = {"engine": "vllm", "max_staleness": 0, "in_flight": InFlightConfig()}
         rollout = recipe.rollout.model_copy(update=in_ranks)
         recipe = recipe.model_copy(update={"rollout": rollout})
@@ -92,7 +96,7 @@ def open_scorer(recipe: Recipe, checkpoint: Path) -> Iterator[Scorer]:
     with contextlib.ExitStack() as stack:
         sources = {prompt.data_source for prompt in prompts}
         rewarder = stack.enter_context(Rewarder(recipe.reward, recipe.rollout.max_response_length, sources))
-        learner = Learner(recipe)  # also joins the job's ranks, which the engines share prompts over
+        learner = Learner(recipe)  # also joins the job's ranks, among which the engines share prompts
         stack.callback(shutdown)
         generator = start_generator(recipe, tokenizer, learner)
         stack.callback(generator.close)
@@ -105,11 +109,11 @@ def open_scorer(recipe: Recipe, checkpoint: Path) -> Iterator[Scorer]:
 
 
 def evaluate(recipe: Recipe, checkpoint: Path, output: Path | None = None) -> dict[str, float]:
-    """`val/*` figures of ``checkpoint`` with the recipe's validation settings; printed as a table of the files.
+    """Return `val/*` of ``checkpoint`` with the recipe's validation settings, and print a table of the files.
 
-    ``output``: JSON of all figures and of the table. Beside it go the responses (….samples.jsonl), within `max_chars`
-    and `max_mib` of `monitor.samples`, and every prompt's success rate (….prompts.jsonl), which
-    `data.curriculum.success_rates` reads. ``checkpoint`` and errors: see `open_scorer`.
+    ``output``: JSON file for all figures and the table. The responses (….samples.jsonl, within `max_chars` and
+    `max_mib` of `monitor.samples`) and each prompt's success rate (….prompts.jsonl, for
+    `data.curriculum.success_rates`) are written beside it. ``checkpoint`` and errors: see `open_scorer`.
     """
     with open_scorer(recipe, checkpoint) as scorer:
         groups = scorer.sample(Sampling.of_validation(scorer.recipe.rollout, scorer.recipe.validation))
@@ -131,7 +135,7 @@ def evaluate(recipe: Recipe, checkpoint: Path, output: Path | None = None) -> di
 
 @dataclass(frozen=True)
 class GridPoint:
-    """One row of a grid: what was sampled with, and the figures that came out."""
+    """One row of a grid: the settings of sampling, and the figures."""
 
     dtype: str
     temperature: float
@@ -148,26 +152,31 @@ def evaluate_grid(
     top_ps: Sequence[float],
     budgets: Sequence[int],
 ) -> list[GridPoint]:
-    """`val/*` of ``checkpoint`` for every rollout dtype, temperature, top-p and token budget [FP16 Table 2].
+    """Return `val/*` of ``checkpoint`` for every rollout dtype, temperature, top-p and token budget [FP16 Table 2].
 
-    One engine a dtype. Responses are sampled once, with the largest budget: their first tokens are what a smaller
-    budget would have sampled. Every rank calls it. ``checkpoint`` and errors: see `open_scorer`.
+    Each dtype has its own engine. Responses are sampled once with the largest budget; a smaller budget uses their first
+    tokens. Every rank must call this. ``checkpoint`` and errors: see `open_scorer`.
     """
-    found = []
+    points = []
+    learner, _ = fp32_products(
+        recipe.learner.dtype, recipe.rollout.dtype, recipe.precision
+    )  # the same with every engine
+    engines = (rollout_fp32_products(dtype, recipe.precision) for dtype in dtypes)
+    settle(learner.union(*engines), resolve_device(recipe.runtime.device).type)
     for dtype in dtypes:
         rollout = {"dtype": dtype, "max_response_length": max(budgets)}
         changed = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=rollout)})
         with open_scorer(changed, checkpoint) as scorer:
             for temperature, top_p in itertools.product(temperatures, top_ps):
-                whole = scorer.sample(Sampling(max(budgets), temperature, top_p))
+                longest = scorer.sample(Sampling(max(budgets), temperature, top_p))
                 for budget in sorted(budgets):
-                    figures = scorer.score(within_budget(whole, budget, scorer.decode))
-                    found.append(GridPoint(dtype, temperature, top_p, budget, figures))
-    return found
+                    figures = scorer.score(within_budget(longest, budget, scorer.decode))
+                    points.append(GridPoint(dtype, temperature, top_p, budget, figures))
+    return points
 
 
 def within_budget(groups: list[Group], budget: int, decode: Callable[[list[int]], str]) -> list[Group]:
-    """Copies of ``groups`` with every response cut after ``budget`` tokens; one that was cut ends with "length"."""
+    """Return copies of ``groups`` with responses cut after ``budget`` tokens; cut ones have the end "length"."""
 
     def cut(rollout: Rollout) -> Rollout:
         if rollout.length <= budget:
@@ -190,7 +199,7 @@ def within_budget(groups: list[Group], budget: int, decode: Callable[[list[int]]
 
 
 def write_success_rates(path: Path, groups: Sequence[Group]) -> None:
-    """One line a prompt: id, source, responses, share of them that was solved, mean raw reward."""
+    """Write one line per prompt: id, source, responses, share of correct responses, mean raw reward."""
     rates = success_rates(groups)
     with path.open("w", encoding="utf-8") as file:
         for group in groups:
@@ -202,7 +211,7 @@ def write_success_rates(path: Path, groups: Sequence[Group]) -> None:
 
 
 def _write_samples(path: Path, groups: Sequence[Group], step: int, recipe: Recipe) -> None:
-    """Rank 0 writes what all ranks hold, one group at a time. Collective."""
+    """Write the responses of all ranks on rank 0, one group at a time. Collective."""
     config, is_main = recipe.monitor.samples, world_rank() == 0
     if is_main:
         path.unlink(missing_ok=True)

@@ -1,6 +1,8 @@
-"""The loop: generate → reward → pack → update → refit, and a record of every step."""
+"""The training loop: generate → reward → pack → update → refit, with a record of every step."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from megatron_rl.batch import build_batch, group_metrics, keep_informative, release_routes
 from megatron_rl.config import Recipe
@@ -14,26 +16,33 @@ from megatron_rl.run.engines import hand_over
 from megatron_rl.run.lookahead import staleness_metrics
 from megatron_rl.run.model_card import write_model_card
 from megatron_rl.run.oversampling import Oversampling
+from megatron_rl.run.recorded_batches import keep_newest, record_batch
 from megatron_rl.run.start import Run, start
-from megatron_rl.stored.batches import keep_newest, record_batch
 from megatron_rl.types import Batch, Group
 
 
-def train(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> None:
-    """Run ``recipe`` to its end, from the checkpoint that ``resume`` chooses. Every rank of the job calls it.
+def train(
+    recipe: Recipe,
+    resume: str = "auto",
+    allow_changes: bool = False,
+    before_step: Callable[[Run, int], None] | None = None,
+) -> None:
+    """Run ``recipe`` to its end, from the checkpoint that ``resume`` selects. Every rank of the job must call this.
 
-    ``allow_changes``: also where the run that is resumed had another recipe (`config.identity`). Raises `InputError`
-    before an engine starts, `RunEnded` where an alarm stops the run (after saving).
+    ``allow_changes``: resume even if the run had another recipe (`config.identity`). ``before_step`` is called on every
+    rank with the run and the number of the next step. Raises `InputError` before an engine starts, and `RunEnded` if an
+    alarm stops the run (after saving).
     """
     with start(recipe, resume, allow_changes) as run:
         if run is not None:
-            _steps(run)
+            _steps(run, before_step or (lambda run, step: None))
 
 
-def _steps(run: Run) -> None:
-    """All steps that are left, until the end or a request to stop."""
+def _steps(run: Run, before_step: Callable[[Run, int], None]) -> None:
+    """Do all remaining steps, until the end or a request to stop."""
     recipe, learner, monitor, freed = run.recipe, run.learner, run.monitor, FreedMemory()
     for step in range(learner.step, recipe.num_steps):
+        before_step(run, step)
         with run.saved_on_fault():
             metrics = validate(run, step) if _due(step, recipe.validation.every) else {}
             groups, sampling_metrics = sample(run, step)
@@ -62,32 +71,32 @@ def _steps(run: Run) -> None:
 
 
 def sample(run: Run, step: int) -> tuple[list[Group], dict[str, float]]:
-    """Scored groups of one step. With `batch.filter_groups`, groups without signal are left out and replaced."""
+    """Return the scored groups of a step. `batch.filter_groups` replaces groups without signal."""
     if isinstance(run.ahead, Oversampling):
         return sample_first(run, run.ahead, step)
-    recipe, kept, sampled, counts = run.recipe, [], [], {}
+    recipe, complete, sampled, counts = run.recipe, [], [], {}
     batch = recipe.batch
     for _ in range(batch.max_generations):
         with run.monitor.phase("generate") as span:
-            wanted_prompts = batch.generation_prompts or batch.prompts - len(kept)
+            wanted_prompts = batch.generation_prompts or batch.prompts - len(complete)
             groups = run.ahead.sample(wanted_prompts, step=step, policy_version=run.learner.num_updates)
             span.tokens = sum(rollout.length for group in groups for rollout in group.rollouts)
         new_counts = run.score(groups, step)
         run.prompts.observe(success_rates(groups))
         counts = {name: counts.get(name, 0.0) + value for name, value in new_counts.items()}
         sampled += groups
-        kept += keep_informative(groups, batch.filter_metric) if batch.filter_groups else groups
-        if len(kept) >= batch.prompts:
+        complete += keep_informative(groups, batch.filter_metric) if batch.filter_groups else groups
+        if len(complete) >= batch.prompts:
             break
     if recipe.rollout.max_staleness:
         staleness = staleness_metrics(sampled, run.learner.num_updates)
         run.ahead.check_staleness(step, staleness)
         counts |= staleness
-    return kept[: batch.prompts], counts | group_metrics(sampled, batch.filter_metric)
+    return complete[: batch.prompts], counts | group_metrics(sampled, batch.filter_metric)
 
 
 def sample_first(run: Run, ahead: Oversampling, step: int) -> tuple[list[Group], dict[str, float]]:
-    """`sample` with `batch.oversample`: groups are scored as they become complete, until the batch is filled."""
+    """Return the groups of a step with `batch.oversample`: score groups as they complete, until the batch is full."""
     batch, version = run.recipe.batch, run.learner.num_updates
     sampled: list[Group] = []
     shares: list[Scores] = []
@@ -109,15 +118,15 @@ def sample_first(run: Run, ahead: Oversampling, step: int) -> tuple[list[Group],
             break
     scores = merged(shares)
     run.refuse_failures(scores, step)
-    kept, metrics = ahead.close()
-    staleness = staleness_metrics(kept, version)
+    first_batch, metrics = ahead.close()
+    staleness = staleness_metrics(first_batch, version)
     ahead.check_staleness(step, staleness)
     metrics |= scores.metrics | staleness | group_metrics(sampled, batch.filter_metric)
-    return kept, metrics
+    return first_batch, metrics
 
 
 def update(run: Run, batch: Batch, groups: list[Group]) -> dict[str, float]:
-    """Learn from the batch and hand the weights over; nothing is learned from a step whose groups were all left out."""
+    """Update on the batch, send the weights and return metrics; skip the update if all groups were left out."""
     learner, generator = run.learner, run.generator
     if not groups:
         run.monitor.log(f"step {batch.step}: every group was filtered out (all rewards equal); no update")
@@ -131,7 +140,7 @@ def update(run: Run, batch: Batch, groups: list[Group]) -> dict[str, float]:
 
 
 def validate(run: Run, step: int) -> dict[str, float]:
-    """`val/*` of the policy before step ``step``, on the same held-out prompts and seeds every time."""
+    """Return `val/*` of the policy before ``step``, always with the same held-out prompts and seeds."""
     config = run.recipe.validation
     prompts = list(run.validation)[: config.limit]
     with run.monitor.phase("validate"):
@@ -150,20 +159,20 @@ def validate(run: Run, step: int) -> dict[str, float]:
 
 
 def record(run: Run, batch: Batch, policy_version: int, metrics: dict[str, float], alarmed: bool) -> None:
-    """Put the step's batch on disk if the recipe or an alarm says so. ``policy_version``: of the weights before it."""
+    """Write the step's batch if the recipe or an alarm requests it. ``policy_version``: of the weights before it."""
     config, folder = run.recipe.recorder, run.directory.batches
     if batch.sequences and (alarmed or config.record_batches in ("last_n", "all")):
         with run.monitor.phase("record"):
             try:
                 record_batch(folder, batch, policy_version, metrics, keep=alarmed)
-            except OSError as error:  # on every rank; the record of a run is worth less than the run
+            except OSError as error:  # on every rank; a failed record must not end the run
                 run.monitor.log(f"the batch of step {batch.step} could not be recorded: {error}", style="bold red")
     if config.record_batches == "last_n":
         keep_newest(folder, config.keep)
 
 
 def act_on(events: list[AlarmEvent], run: Run) -> bool:
-    """Do what this step's alarms and overflows ask for, the same on every rank. True where a checkpoint was written."""
+    """Carry out this step's alarms and overflows on every rank. Return whether a checkpoint was written."""
     if wanted(events, "decay_lr"):
         run.learner.scheduler.decay_now()
     reasons = [event.message for event in events if "stop" in event.actions]
@@ -179,13 +188,14 @@ def act_on(events: list[AlarmEvent], run: Run) -> bool:
 
 
 def finish(run: Run) -> None:
-    """Last validation, checkpoint and export; then the mark that nothing is left to do."""
+    """Do the last validation, checkpoint and export, then mark the run as done."""
     recipe = run.recipe
     if recipe.validation.every:
         with run.saved_on_fault():
             metrics = validate(run, recipe.num_steps)
         run.record(recipe.num_steps, metrics)
     run.save()
+    run.monitor.refuse_lost_steps()
     if recipe.checkpoint.export_hf:
         folder = run.directory.checkpoints / "hf"
         run.learner.export_hf(folder)

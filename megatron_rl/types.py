@@ -1,4 +1,4 @@
-"""What flows through the loop: prompts become rollouts, rollouts become groups, groups become one batch.
+"""Data types of the loop: prompts become rollouts, rollouts become groups, groups become one batch.
 
 Shape legend: ``P`` prompt tokens, ``R`` response tokens of one rollout, ``L`` MoE layers, ``K`` experts per token,
 ``G`` group size, ``B`` sequences of the step, ``T`` longest response of the step.
@@ -25,36 +25,48 @@ class Prompt:
     id: str  # unique within its source: "<source name>:<row>"
     tokens: list[int]  # [P]
     answer: str  # gold answer as the source spells it
-    text: str = ""  # what was tokenized, for logs and batches on disk
-    data_source: str = ""  # chooses the reward where a recipe says `reward.name: by_source`
+    text: str = ""  # the tokenized text, for logs and batches on disk
+    data_source: str = ""  # selects the reward if the recipe has `reward.name: by_source`
     extra: dict[str, Any] = field(default_factory=dict)
-    weight: float = 1.0  # of its responses' advantages; see `data.curriculum.unbiased`
+    weight: float = 1.0  # factor of its responses' advantages; see `data.curriculum.unbiased`
+    occurrence: int = 0  # number of earlier requests for this prompt in the same step
+
+
+def sequence_id(prompt_id: str, sample: int, occurrence: int = 0) -> str:
+    """Return ``<prompt id>/<sample>``, followed by ``+<occurrence>`` if a step requests the prompt again."""
+    return f"{prompt_id}/{sample}+{occurrence}" if occurrence else f"{prompt_id}/{sample}"
 
 
 @dataclass
 class Rollout:
-    """One sampled response and everything the engine knows about it."""
+    """One sampled response with the engine's data on it."""
 
     prompt_id: str
     sample: int  # 0 … G-1 within its group
     tokens: np.ndarray | None  # [R] int32, the stop token included; None: another rank holds the response
     inference_logprobs: np.ndarray | None  # [R] float32, log mu of each sampled token
-    finish_reason: FinishReason  # "stop": ended by itself; "length": cut at the limit; "abort": interrupted
+    finish_reason: FinishReason  # "stop": ended with a stop token; "length": cut at the limit; "abort": interrupted
     policy_versions: np.ndarray | None  # [R] int32, optimizer step of the weights each token was sampled from
     exact_logprobs: np.ndarray | None = None  # [R] float32, engine exact: log po as generation computed it
     routed_experts: np.ndarray | None = None  # [P + R - 1, L, K] uint8/uint16; the last sampled token has none
     route_checksums: np.ndarray | None = None  # [P + R - 1 + L] int64, per row, then per layer: `routing.checksum`
     text: str = ""  # decoded response, special tokens removed; empty where `tokens` is None
-    reward: float = 0.0  # after shaping; what advantages see
+    reward: float = 0.0  # after shaping; input of advantages
     raw_reward: float = 0.0  # before shaping: 1.0 = correct
     masked: bool = False  # kept in the group's baseline, left out of the loss (mask_truncated)
-    length: int = 0  # R, known on every rank; follows from `tokens` where they are here
-    owner: int | None = None  # the rank that holds the response; None: every rank does
-    repetition: float | None = None  # share of repeated n-grams, where the owner has told it
+    length: int = 0  # R, known on every rank; computed from `tokens` if they are here
+    owner: int | None = None  # the rank that has the response; None: every rank
+    repetition: float | None = None  # share of repeated n-grams, if the owner has sent it
+    occurrence: int = 0  # `Prompt.occurrence` of the request
 
     def __post_init__(self) -> None:
         if self.tokens is not None:
             self.length = len(self.tokens)
+
+    @property
+    def id(self) -> str:
+        """`sequence_id` of this response, unique within its step."""
+        return sequence_id(self.prompt_id, self.sample, self.occurrence)
 
     @property
     def truncated(self) -> bool:
@@ -75,13 +87,13 @@ class Group:
 
 @dataclass
 class Sequence:
-    """One prompt + response as the learner sees it. ``S = P + R`` tokens.
+    """One prompt + response for the learner, ``S = P + R`` tokens.
 
-    Every rank knows of every sequence; arrays of tokens are on the ranks that learn from it (`learner.exchange`) and
-    None on the others.
+    Every rank has an entry for every sequence. Arrays of tokens are on the ranks that learn from it
+    (`learner.exchange`) and None on the others.
     """
 
-    id: str  # "<prompt id>/<sample>", the identity that route checksums and the flight recorder use
+    id: str  # `sequence_id`, the identity that route checksums and the flight recorder use
     tokens: np.ndarray | None  # [S] int64
     prompt_length: int  # P
     inference_logprobs: np.ndarray | None  # [R] float32
@@ -89,15 +101,15 @@ class Sequence:
     advantage: float
     reward: float
     policy_versions: np.ndarray | None  # [R] int32
-    exact_logprobs: np.ndarray | None = None  # [R] float32, what log po must equal bit for bit under engine exact
+    exact_logprobs: np.ndarray | None = None  # [R] float32, engine exact: log po must equal it bit for bit
     routed_experts: np.ndarray | None = None  # [S - 1, L, K]
     route_checksums: np.ndarray | None = None  # [S - 1 + L] int64, per row, then per layer: `routing.checksum`
-    old_logprobs: np.ndarray | None = None  # [R] float32, log po; absent until (unless) computed
-    current_logprobs: np.ndarray | None = None  # [R] float32, log pi of the update's forward pass, where it was kept
+    old_logprobs: np.ndarray | None = None  # [R] float32, log po; None unless computed
+    current_logprobs: np.ndarray | None = None  # [R] float32, log pi of the update's forward pass, if kept
     length: int = 0  # S, known on every rank
-    mask_elsewhere: int = 0  # tokens under the loss mask, where that is on other ranks
-    owner: int | None = None  # the rank that sampled it and holds it until the exchange; None: every rank does
-    holder: int | None = None  # the rank that speaks for the replica which learned from it; None: every rank does
+    mask_elsewhere: int = 0  # tokens under the loss mask, if the mask is on other ranks
+    owner: int | None = None  # the rank that sampled it and has it until the exchange; None: every rank
+    holder: int | None = None  # the rank that reports for the replica which learned from it; None: every rank
 
     def __post_init__(self) -> None:
         if self.tokens is not None:
@@ -109,7 +121,7 @@ class Sequence:
 
     @property
     def num_trained(self) -> int:
-        """Tokens under the loss mask, known on every rank."""
+        """Number of tokens under the loss mask, known on every rank."""
         return self.mask_elsewhere if self.loss_mask is None else int(np.count_nonzero(self.loss_mask))
 
 
@@ -117,8 +129,8 @@ class Sequence:
 class Batch:
     """The sequences of one step, known to every rank, in a fixed order.
 
-    ``minibatches`` are index lists into ``sequences``; one optimizer step each. Every denominator is taken over
-    a whole mini-batch (all data-parallel ranks, all microbatches), never over what one rank happens to hold.
+    ``minibatches`` are index lists into ``sequences``; one optimizer step each. Denominators are always computed over a
+    whole mini-batch (all data-parallel ranks, all microbatches), never over one rank's part.
     """
 
     step: int

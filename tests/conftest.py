@@ -1,11 +1,16 @@
-"""How many workers the suite takes, what each of them runs (pytest-xdist; `make test` asks for it), and Hypothesis."""
+"""How many workers the suite takes and what each runs next, what it says meanwhile, and Hypothesis."""
 
 from __future__ import annotations
 
 import os
+import shlex
+import time
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support import costs
 
 # A property holds or it does not, however slow the machine: no limit on the time of an example or of drawing it.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -15,8 +20,34 @@ GIB_PER_WORKER = 5  # an engine, four ranks of the tiny model and what they were
 USEFUL_WORKERS = 12  # the longest file bounds the time of the suite: more would wait for it
 # Tests of these folders share what is costly or there once on a machine: a cluster, the run without faults.
 TOGETHER = ("tests/slurm/", "tests/reliability/")
-# What takes longest comes first, so that workers end together; files of other folders follow.
-FIRST = ("tests/slurm/", "tests/e2e/", "tests/parallel/", "tests/reliability/", "tests/patches/")
+# First what is broad and quick, so that a fault is seen early; then what takes long, so that workers end together.
+FIRST = ("tests/unit/", "tests/slurm/", "tests/e2e/", "tests/parallel/", "tests/reliability/", "tests/patches/")
+STARTED = time.monotonic()
+BROAD_S = 5.0  # a unit whose last measured processor time is below this counts as quick
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--costs", type=Path, metavar="FILE", help="add to FILE what each file of tests costs")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("costs")
+    if path is None:
+        return
+    is_worker, has_workers = hasattr(config, "workerinput"), bool(config.getoption("numprocesses", None))
+    if is_worker or not has_workers:
+        config.pluginmanager.register(costs.Meter(), "meter")
+    if not is_worker:
+        config.pluginmanager.register(costs.Book(config.rootpath / path), "book")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    manager = session.config.pluginmanager
+    if book := manager.get_plugin("book"):
+        if meter := manager.get_plugin("meter"):
+            book.add({file: costs.asdict(cost) for file, cost in meter.costs.items()})
+        book.write()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -34,8 +65,12 @@ def unit_of(nodeid: str) -> str:
     return next((folder for folder in TOGETHER if file.startswith(folder)), file)
 
 
-def rank_of(unit: str) -> int:
-    return next((rank for rank, folder in enumerate(FIRST) if unit.startswith(folder)), len(FIRST))
+def rank_of(unit: str, measured: dict[str, float]) -> tuple[int, float]:
+    """What a unit is sorted by: quick ones first, then the longest first; by folder where nothing was measured."""
+    folder = next((rank for rank, name in enumerate(FIRST) if unit.startswith(name)), len(FIRST))
+    if unit not in measured:
+        return folder, 0.0
+    return (0, measured[unit]) if measured[unit] < BROAD_S else (1, -measured[unit])
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -44,12 +79,45 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
         return None
     from xdist.scheduler import LoadScopeScheduling
 
+    measured: dict[str, float] = {}
+    for file, cost in costs.load(config.rootpath / (config.getoption("costs") or costs.COSTS)).items():
+        measured[unit_of(file)] = measured.get(unit_of(file), 0.0) + cost.cpu_seconds
+
     class Units(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return unit_of(nodeid)
 
         def _assign_work_unit(self, node) -> None:
-            self.workqueue.move_to_end(min(self.workqueue, key=rank_of), last=False)
+            following = min(self.workqueue, key=lambda unit: rank_of(unit, measured))
+            self.workqueue.move_to_end(following, last=False)
+            say(config, f"{node.gateway.id}: {following} ({len(self.workqueue[following])} tests)")
             super()._assign_work_unit(node)
 
     return Units(config, log)
+
+
+def say(config: pytest.Config, line: str) -> None:
+    """A line of its own on the terminal, with the time since the start."""
+    if reporter := config.pluginmanager.get_plugin("terminalreporter"):
+        minutes, seconds = divmod(int(time.monotonic() - STARTED), 60)
+        reporter.ensure_newline()
+        reporter.write_line(f"{minutes:3}:{seconds:02} {line}")
+
+
+def how_to_repeat(nodeid: str) -> str:
+    return f"OMP_NUM_THREADS=1 .venv/bin/python -m pytest {shlex.quote(nodeid)}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+    report = yield
+    if report.failed:
+        report.sections.append(("this test alone", how_to_repeat(item.nodeid)))
+    return report
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Say at once what failed where workers run the tests; without workers pytest's own lines name the file."""
+    if report.failed and hasattr(report, "node"):
+        say(report.node.config, f"FAILED ({report.when}) {report.nodeid}\n       {how_to_repeat(report.nodeid)}")

@@ -1,4 +1,4 @@
-"""The old name of `megatron-rl patch`, which it starts. It goes with the next release."""
+"""An old name of `megatron-rl patch`, which it starts."""
 
 import _moved
 

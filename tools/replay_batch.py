@@ -1,5 +1,5 @@
-"""The old name of `megatron-rl replay`, which it starts. It goes with the next release."""
+"""An old name of `megatron-rl batch replay`, which it starts."""
 
 import _moved
 
-_moved.start("replay")
+_moved.start("batch replay")

@@ -25,23 +25,20 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_rl.checkpoint import manifest
-from megatron_rl.checkpoint.architecture import Architecture, read_architecture
-from megatron_rl.checkpoint.foreign import INDEX_FILE, no_foreign_code
-from megatron_rl.checkpoint.hf_export import copy_companions, write_hf_checkpoint
-from megatron_rl.checkpoint.hf_folder import HFFolder
-from megatron_rl.checkpoint.load import WEIGHTS_FILE
+from megatron_rl.checkpoint.hf_folder import SHOWN, HFFolder, check_weights, copy_companions, some, write_hf_checkpoint
+from megatron_rl.checkpoint.load import INDEX_FILE, WEIGHTS_FILE, no_foreign_code
 from megatron_rl.checkpoint.manifest import MANIFEST_FILE, TRAINER_FILE, partial_path
-from megatron_rl.checkpoint.names import EXTRA_STATE, Stored, extra_states, stored_tensors
 from megatron_rl.checkpoint.sharded import CONTENT_METADATA
 from megatron_rl.checkpoint.shards import join_qkv, split_qkv
 from megatron_rl.errors import InputError
+from megatron_rl.model.architecture import Architecture, read_architecture
+from megatron_rl.model.names import EXTRA_STATE, Stored, extra_states, stored_tensors
 
 HF_FOLDER = "hf"  # below a Megatron folder that `to_megatron` wrote: config.json and tokenizer of the source
 MASTER_PREFIX = "optimizer.state.param."  # of the fp32 master weights in a run's checkpoint
 _COMMON_FILE = "common.pt"
 _OPTIMIZER_PREFIX = "optimizer."
 FILE_BYTES = 2**30  # of a safetensors file; writing one takes three times that in memory (measured)
-_SHOWN = 5  # names in a message that could list thousands
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 
@@ -61,29 +58,29 @@ class MegatronFolder:
         self.path = path
         self.reader = CachedMetadataFileSystemReader(path)
         with no_foreign_code(path):
-            found = self.reader.read_metadata().state_dict_metadata  # kept, so that the index is read once
-        self.tensors = {key: meta for key, meta in found.items() if isinstance(meta, TensorStorageMetadata)}
+            metadata = self.reader.read_metadata().state_dict_metadata  # kept, so that the index is read once
+        self.tensors = {key: meta for key, meta in metadata.items() if isinstance(meta, TensorStorageMetadata)}
 
     def check(self, a: Architecture, prefix: str = "") -> None:
         """Raise `InputError` unless the weights below ``prefix`` are exactly those of ``a``."""
         expected = {prefix + entry.key: entry for entry in stored_tensors(a)}
         problems = []
         if missing := [key for key in expected if key not in self.tensors]:
-            problems.append(f"lacks {_some(missing)}")
+            problems.append(f"lacks {some(missing)}")
         others = [k for k in self.tensors if k not in expected and not k.startswith(_OPTIMIZER_PREFIX)]
         if others and not prefix:
-            problems.append(f"holds tensors that this architecture has no place for: {_some(others)}")
+            problems.append(f"holds tensors that this architecture has no place for: {some(others)}")
         for key, entry in expected.items():
             if key in self.tensors:
-                found = tuple(self.tensors[key].size)
+                shape = tuple(self.tensors[key].size)
                 # Rows are padded to what the layout that wrote it could share evenly.
-                fits = found[0] >= entry.shape[0] and found[1:] == entry.shape[1:]
-                if found != entry.shape and not (entry.sharding == "vocab" and fits):
-                    problems.append(f"{key} has shape {found}, config.json says {entry.shape}")
+                fits = shape[0] >= entry.shape[0] and shape[1:] == entry.shape[1:]
+                if shape != entry.shape and not (entry.sharding == "vocab" and fits):
+                    problems.append(f"{key} has shape {shape}, config.json says {entry.shape}")
         if problems:
             raise InputError(
                 f"{self.path}: does not hold the weights of a {a.model_type} as config.json describes it: "
-                f"{'; '.join(problems[:_SHOWN])}. Is it the config.json of the model that the run started from?"
+                f"{'; '.join(problems[:SHOWN])}. Is it the config.json of the model that the run started from?"
             )
 
     def __call__(self, key: str) -> torch.Tensor:
@@ -108,27 +105,6 @@ class MegatronFolder:
     def num_bytes(self, a: Architecture, prefix: str, dtype: torch.dtype | None) -> int:
         stored = ((entry, self.tensors[prefix + entry.key].properties.dtype) for entry in stored_tensors(a))
         return sum(_numel(entry.shape) * (dtype or own).itemsize for entry, own in stored)
-
-
-def check_hf(folder: HFFolder, a: Architecture) -> None:
-    """Raise `InputError` unless ``folder`` holds exactly the tensors of ``a``, in their shapes."""
-    expected = {n: s for entry in stored_tensors(a) for n, s in zip(entry.hf_names, entry.hf_shapes, strict=True)}
-    problems = []
-    if missing := [name for name in expected if name not in folder]:
-        problems.append(f"lacks {_some(missing)}")
-    others = [name for name in folder.names if name not in expected and not name.endswith("rotary_emb.inv_freq")]
-    if a.tie_embeddings and "lm_head.weight" in others:  # some tools write a tied matrix twice
-        if torch.equal(folder("lm_head.weight"), folder("model.embed_tokens.weight")):
-            others.remove("lm_head.weight")
-        else:
-            problems.append("config.json ties lm_head.weight to the embedding, but the two differ")
-    if others:
-        problems.append(f"holds tensors that this architecture has no place for: {_some(others)}")
-    for name, shape in expected.items():
-        if name in folder and folder.shape(name) != shape:
-            problems.append(f"{name} has shape {folder.shape(name)}, config.json says {shape}")
-    if problems:
-        raise InputError(f"{folder.path}: not a whole {a.model_type} checkpoint: {'; '.join(problems[:_SHOWN])}")
 
 
 def to_hf(
@@ -166,7 +142,7 @@ def to_megatron(source: Path, target: Path, *, dtype: torch.dtype | None = None)
     Any layout loads it (`checkpoint.load_weights`). Arguments, result and errors as for `to_hf`.
     """
     a, folder = read_architecture(source), HFFolder(source)
-    check_hf(folder, a)
+    check_weights(folder, a)
     entries = {entry.key: entry for entry in stored_tensors(a)}
     digests: dict[str, str] = {}
 
@@ -224,7 +200,7 @@ def check_whole(source: Path) -> None:
     marker = TRAINER_FILE if (source / TRAINER_FILE).is_file() else WEIGHTS_FILE
     if marker == WEIGHTS_FILE and not (source / MANIFEST_FILE).is_file():
         return
-    problems = manifest.incomplete(source, marker) or "; ".join(manifest.altered_files(source, marker=marker)[:_SHOWN])
+    problems = manifest.incomplete(source, marker) or "; ".join(manifest.altered_files(source, marker=marker)[:SHOWN])
     if problems:
         raise InputError(
             f"{source}: {problems}; this checkpoint is not what was written. Take another one, or copy it again"
@@ -233,9 +209,9 @@ def check_whole(source: Path) -> None:
 
 def digest(name: str, tensor: torch.Tensor) -> str:
     """SHA-256 over name, dtype, shape and bytes."""
-    found = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-    found.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
-    return found.hexdigest()
+    hashed = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+    hashed.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return hashed.hexdigest()
 
 
 def total(digests: dict[str, str]) -> str:
@@ -245,10 +221,10 @@ def total(digests: dict[str, str]) -> str:
 
 def verify(what: str, weights: Weights, expected: dict[str, str]) -> None:
     """Hash every tensor of ``weights`` again. Raises `InputError` naming those that are not as ``expected``."""
-    found = {name: digest(name, tensor) for name, tensor in weights}
-    wrong = [name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)]
+    digests = {name: digest(name, tensor) for name, tensor in weights}
+    wrong = [name for name in expected.keys() | digests.keys() if expected.get(name) != digests.get(name)]
     if wrong:
-        raise InputError(f"what was {what} differs from what was read: {_some(sorted(wrong))}; is the disk sound?")
+        raise InputError(f"what was {what} differs from what was read: {some(sorted(wrong))}; is the disk sound?")
 
 
 def _tapped(weights: Weights, digests: dict[str, str]) -> Weights:
@@ -275,8 +251,3 @@ def _prepare(target: Path, num_bytes: int) -> Path:
 
 def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
-
-
-def _some(names: list[str]) -> str:
-    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + rest

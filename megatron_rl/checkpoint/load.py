@@ -1,20 +1,29 @@
-"""Reading checkpoints: each rank reads the shards of its own layout, whichever layout wrote them."""
+"""Reads checkpoints: each rank reads the shards of its own layout, whichever layout wrote them.
+
+A checkpoint from elsewhere is data: loading it runs no code from it. Megatron's distributed format has pickles in it:
+the index (``.metadata``), which torch reads with plain `pickle`, and files that torch reads with or without
+restrictions, depending on who calls.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import json
+import os
+import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core import dist_checkpointing
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 
 from megatron_rl.checkpoint import manifest
-from megatron_rl.checkpoint.foreign import no_foreign_code
 from megatron_rl.checkpoint.manifest import TRAINER_FILE
-from megatron_rl.checkpoint.names import EXTRA_STATE
 from megatron_rl.checkpoint.sharded import (
     allocate_moments,
     keep_loaded,
@@ -23,7 +32,69 @@ from megatron_rl.checkpoint.sharded import (
     sharded_weights,
 )
 from megatron_rl.errors import InputError
+from megatron_rl.model.names import EXTRA_STATE
 from megatron_rl.process.ranks import broadcast_object, gather_objects, world_rank, world_size
+
+INDEX_FILE = ".metadata"
+
+
+@contextlib.contextmanager
+def no_foreign_code(path: Path) -> Iterator[None]:
+    """While this context is open, loading ``path`` runs no code from it.
+
+    The index is read once by a reader that knows a few classes. Whatever torch unpickles is restricted to tensors and
+    plain values.
+    """
+    with (path / INDEX_FILE).open("rb") as index:
+        _IndexReader(index).load()
+    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        reason = next((line for line in str(error).splitlines() if "nsupported" in line), str(error).splitlines()[0])
+        raise InputError(f"checkpoint {path}: holds more than tensors and plain values: {reason.strip()}") from error
+    finally:
+        os.environ.pop(name) if before is None else os.environ.update({name: before})
+
+
+class _IndexReader(pickle.Unpickler):
+    """Reads the index of a checkpoint, which torch pickles, and no other class.
+
+    A pickle may call what it names and set its attributes: `dataclass` on a class whose annotations it has set compiles
+    them. So of a module only the classes that it defines are allowed, not the modules and functions that it imports.
+    """
+
+    _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
+    _NAMES = (
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("collections", "OrderedDict"),
+        ("pathlib", "PosixPath"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
+        is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.memory_format)
+        if is_type or (module, name) in self._NAMES:
+            return super().find_class(module, name)
+        if module in self._MODULES and "." not in name:
+            loaded = super().find_class(module, name)
+            if isinstance(loaded, type) and loaded.__module__ == module:
+                return loaded
+        raise InputError(f"the checkpoint's index names {module}.{name}, which no run writes; it is not loaded")
+
+
+def _enum_member(owner: Any, name: str) -> Any:
+    """Replaces `getattr`: Python before 3.11.4 pickles the members of an enumeration as calls of it."""
+    if isinstance(owner, type) and issubclass(owner, enum.Enum) and name in owner.__members__:
+        return owner[name]
+    raise InputError(f"the checkpoint's index takes {name!r} of {owner!r}, which no run writes; it is not loaded")
+
 
 WEIGHTS_FILE = "weights.json"  # marks a folder with weights alone, as `conversion.to_megatron` writes it
 
@@ -91,7 +162,7 @@ def _without_extra_state(weights: dict[str, Any]) -> dict[str, Any]:
 
 def _fill(model: GPTModel, tensors: dict[str, Any]) -> None:
     """Load ``tensors``, all of the model's and no others; `RuntimeError` names those that differ."""
-    found = unwrap_model(model).load_state_dict(tensors, strict=False)
-    missing = [name for name in found.missing_keys if EXTRA_STATE not in name]
-    if missing or found.unexpected_keys:
-        raise RuntimeError(f"the checkpoint lacks {missing} and has {list(found.unexpected_keys)} beside the model's")
+    result = unwrap_model(model).load_state_dict(tensors, strict=False)
+    missing = [name for name in result.missing_keys if EXTRA_STATE not in name]
+    if missing or result.unexpected_keys:
+        raise RuntimeError(f"the checkpoint lacks {missing} and has {list(result.unexpected_keys)} beside the model's")

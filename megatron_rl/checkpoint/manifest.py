@@ -43,14 +43,14 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int | str]]:
     """Name → size in bytes and SHA-256 of files of a checkpoint."""
-    found: dict[str, dict[str, int | str]] = {}
+    files: dict[str, dict[str, int | str]] = {}
     for name in names:
         with (folder / name).open("rb") as file:
-            found[name] = {
+            files[name] = {
                 "size": os.fstat(file.fileno()).st_size,
                 "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
             }
-    return found
+    return files
 
 
 def write_manifest(folder: Path, files: dict[str, dict[str, int | str]]) -> None:
@@ -71,8 +71,8 @@ def read_manifest(path: Path, marker: str = TRAINER_FILE) -> dict[str, dict[str,
     """Name → size and hash. ValueError where the manifest is damaged, of a format that this version does not read, or
     does not list ``marker``; OSError where it is not there."""
     try:
-        found = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))
-        version, files = found["format_version"], found["files"]
+        manifest = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))
+        version, files = manifest["format_version"], manifest["files"]
         valid = all(Path(name).name == name and {"size", "sha256"} <= about.keys() for name, about in files.items())
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{MANIFEST_FILE} cannot be read ({type(error).__name__})") from error
@@ -109,10 +109,10 @@ def altered_files(path: Path, part: int = 0, parts: int = 1, marker: str = TRAIN
     files = read_manifest(path, marker)
     names = sorted(files, key=lambda name: (-int(files[name]["size"]), name))[part::parts]
     try:
-        found = hash_files(path, names)
+        hashes = hash_files(path, names)
     except OSError as error:
         return [f"{Path(error.filename or '').name} cannot be read ({error.strerror})"]
-    return [f"{name} has another SHA-256" for name in names if found[name]["sha256"] != files[name]["sha256"]]
+    return [f"{name} has another SHA-256" for name in names if hashes[name]["sha256"] != files[name]["sha256"]]
 
 
 def publish(partial: Path, final: Path) -> None:

@@ -255,10 +255,10 @@ def _write(writer: FileSystemWriterAsync) -> list[Any]:
         counter.put(0)
         bucket = _in_host_memory(buckets.pop(0))
         FileSystemWriterAsync.write_preloaded_data(transforms, 0, bucket, answers, counter, True)
-        _, found = answers.get()
-        if isinstance(found, Exception):
-            raise found
-        results += found
+        _, answer = answers.get()
+        if isinstance(answer, Exception):
+            raise answer
+        results += answer
     return results
 
 
@@ -291,8 +291,8 @@ def _on_main(action: Callable[[], Any]) -> None:
 
 def _say(problem: BaseException) -> str:
     """The system's own error where one is the cause: torch's writer hides a full disk behind an assertion."""
-    found: BaseException | None = problem
-    while found is not None and not isinstance(found, OSError):
-        found = found.__cause__ or found.__context__
-    found = found or problem
-    return f"{type(found).__name__}: {found}"
+    error: BaseException | None = problem
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    error = error or problem
+    return f"{type(error).__name__}: {error}"

@@ -280,5 +280,5 @@ def _owned_ranges(chained: Any) -> Iterator[tuple[torch.nn.Parameter, Any]]:
 
 def _states(chained: Any, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     """ "param", "exp_avg", "exp_avg_sq": flat fp32 tensors of the owned range. Steps are among the settings."""
-    found = chained._get_main_param_and_optimizer_states(parameter)
-    return {name: tensor for name, tensor in found.items() if name != "step"}
+    states = chained._get_main_param_and_optimizer_states(parameter)
+    return {name: tensor for name, tensor in states.items() if name != "step"}

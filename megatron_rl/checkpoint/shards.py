@@ -16,10 +16,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
-from megatron_rl.checkpoint.architecture import Architecture
-from megatron_rl.checkpoint.hf_folder import HFFolder
-from megatron_rl.checkpoint.names import EMBEDDING, EXPERT, HEAD, Sharding, find_weight
+from megatron_rl.checkpoint.hf_folder import HFFolder, check_weights
 from megatron_rl.errors import InputError
+from megatron_rl.model.architecture import Architecture
+from megatron_rl.model.names import EMBEDDING, EXPERT, HEAD, Sharding, find_weight
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,14 @@ class WeightMap:
 
     @torch.no_grad()
     def load(self, path: Path) -> None:
-        """Fill this rank's parameters from ``path``. Raises `InputError` where a tensor is missing or misfits."""
+        """Fill this rank's parameters from ``path``. Raises `InputError` where it does not hold the model's tensors."""
         read = HFFolder(path)
+        check_weights(read, self.architecture)
+        self.fill(read)
+
+    @torch.no_grad()
+    def fill(self, read: Callable[[str], torch.Tensor]) -> None:
+        """Fill this rank's parameters with the tensors that ``read`` returns for their Hugging Face names."""
         for entry in self.entries:
             expert = None
             if entry.local_expert is not None:
@@ -101,7 +107,7 @@ class WeightMap:
             parameter = self.parameters[entry.parameter]
             if shard.shape != parameter.shape:
                 raise InputError(
-                    f"model.path: {', '.join(entry.names(expert))} in {path} gives shape {tuple(shard.shape)} for "
+                    f"model.path: {', '.join(entry.names(expert))} gives shape {tuple(shard.shape)} for "
                     f"{entry.parameter}, config.json says {tuple(parameter.shape)}"
                 )
             parameter.copy_(shard)

@@ -1,38 +1,61 @@
-"""The commands of `megatron-rl`: one module each, imported when its command is asked for.
+"""The commands of `megatron-rl`: one module each, imported when its command is used.
 
-A module has ``add_arguments(parser)`` and ``run(options)``, which returns the exit status. Its docstring is the text of
-its --help. It raises the errors of `megatron_rl.errors`; `megatron_rl.__main__` turns them into a message and a status.
+A module has ``add_arguments(parser)`` and ``run(options)``, which returns the exit status. Its docstring is the text
+of its --help. It raises the errors of `megatron_rl.errors`; `megatron_rl.__main__` turns them into messages and exit
+statuses.
 """
 
 from __future__ import annotations
 
-# Name → its line in `megatron-rl --help`. The module is the name with underscores.
-COMMANDS = {
-    "train": "run a recipe; under torchrun or srun for several ranks",
-    "check": "check a recipe without starting an engine",
-    "doctor": "does this node, do these nodes, do what a run relies on",
-    "plan": "memory, step time and layouts on a GPU, by arithmetic",
-    "trace": "the real learner of a recipe as one rank of its job, without GPUs: bytes and collectives",
-    "eval": "score a checkpoint on the recipe's data.validation",
-    "eval-grid": "accuracy of a checkpoint by dtype, temperature, top-p and token budget",
-    "serve": "start a rollout server of a run (rollout.engine: vllm_server)",
-    "servers": "the rollout servers of a run: what they hold, how busy they are, why one is not used",
-    "schema": "print the recipe's JSON Schema, for editors",
-    "watch": "watch runs as they go on, in the terminal or on a local page",
-    "samples": "print sampled responses of a run",
-    "plot": "overlay the curves of several runs",
-    "replay": "run the update of a stored batch again, as it was or changed",
-    "attribute": "split the mismatch of a stored batch into its causes",
-    "experts": "load, flips and share of the mismatch of each expert in a stored batch",
-    "gradient-bias": "how far the mismatch turns the gradient of a stored batch",
-    "mismatch": "training-inference mismatch of a checkpoint per pair of dtypes",
-    "explain-schedule": "why the learning rate of a run was what it was",
-    "score-alarms": "what alarm rules would have done in finished runs",
-    "convert": "checkpoints between Hugging Face and Megatron, proven equal",
-    "prepare-data": "training data of a public dataset: unique, checked, disjoint from evaluation",
-    "lab": "run a study's arms over its seeds, and report them",
-    "sanity-set": "the problems of a dataset that a sound run must learn to solve",
-    "sanity-verdict": "whether a run on such a set passed",
-    "softmax-study": "what one softmax in bf16 does to token probabilities",
-    "patch": "the patches to Megatron-Core: status, check, apply, revert, export",
+GROUPS = {
+    "recipe": "Ask what a recipe may hold, and what its learner does on a cluster",
+    "run": "Look at a run, while it goes on or afterwards",
+    "batch": "Analyse one stored batch of a run",
+    "paper": "Repeat a measurement of a paper with your model",
 }
+"""Groups of commands, each with its line in `megatron-rl --help`."""
+
+COMMANDS = {
+    "train": "Train a model as a recipe says.",
+    "check": "Check a recipe before its job starts.",
+    "plan": "Estimate memory, step time and layouts of a recipe on a GPU.",
+    "eval": "Score a checkpoint on held-out problems.",
+    "serve": "Start a rollout server of a run.",
+    "convert": "Convert checkpoints between Hugging Face and Megatron.",
+    "prepare-data": "Make a clean training set of a public dataset.",
+    "doctor": "Test whether this machine does what a run needs.",
+    "patch": "Apply the patches to Megatron-Core, or show which are applied.",
+    "lab": "Run the arms of a study over its seeds, and report them.",
+    "recipe schema": "Print the JSON Schema of recipes, for editors.",
+    "recipe trace": "Run a recipe's learner as one rank of its job, without GPUs, and count bytes.",
+    "run watch": "Watch runs in the terminal or on a local page.",
+    "run samples": "Print sampled responses of a run.",
+    "run plot": "Draw the curves of several runs over each other.",
+    "run servers": "List the rollout servers of a run: what they do, and why one is not used.",
+    "run explain-schedule": "Explain why the learning rate of a run was what it was.",
+    "run why": "Say when a run left its baselines, and which causes are suspected.",
+    "run score-alarms": "Compare alarm rules on finished runs.",
+    "batch replay": "Run the update of a stored batch again, as it was or changed.",
+    "batch attribute": "Split the mismatch of a stored batch into its causes.",
+    "batch experts": "Show load, flips and mismatch of each expert in a stored batch.",
+    "batch gradient-bias": "Measure how far the mismatch turns the gradient of a stored batch.",
+    "paper mismatch": "Measure the training-inference mismatch of a checkpoint by pairs of dtypes.",
+    "paper eval-grid": "Measure a checkpoint's accuracy by dtype, temperature, top-p and token budget.",
+    "paper sanity-set": "Choose the problems of a dataset that a sound run must learn to solve.",
+    "paper sanity-verdict": "Say whether a run on such problems passed.",
+    "paper softmax-study": "Measure what one softmax in bf16 does to token probabilities.",
+}
+"""Commands, each with its line in --help. `GROUP NAME` may also be typed as `NAME`, as in earlier versions.
+
+A command's module has the name of its last word, with underscores.
+"""
+
+
+def module_of(command: str) -> str:
+    """Return the module of a command of `COMMANDS`."""
+    return f"{__name__}.{command.split()[-1].replace('-', '_')}"
+
+
+def full_name(typed: str) -> str | None:
+    """Return the command of `COMMANDS` for ``typed``, written with or without its group; None if there is none."""
+    return next((name for name in COMMANDS if typed in (name, name.split()[-1])), None)

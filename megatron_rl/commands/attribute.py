@@ -1,10 +1,11 @@
 """Split the training-inference mismatch of a stored batch into its causes: one table, one bar chart.
 
-    megatron-rl attribute runs/my-run --step 40
+    megatron-rl batch attribute runs/my-run --step 40
 
-Needed: the batch with the engine's routes (routing.replay: r3, or routing.telemetry: true) and the weights of its step
-(see `megatron-rl replay --help`). A cause's part is its Shapley value, the mean over all orders in which causes can be
-taken away. The chart goes to RUN/plots/. With a --layout of several ranks the command starts itself through torchrun.
+It needs the batch with the engine's routes (routing.replay: r3, or routing.telemetry: true) and the weights of its step
+(see `megatron-rl batch replay --help`). A cause's part is its Shapley value: the mean effect of removing it, over all
+orders in which causes can be removed. The chart is written to RUN/plots/. With a --layout of several ranks, the command
+starts itself through torchrun.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from megatron_rl.commands.stored_batch import add_stored_batch, is_main_rank, ne
 from megatron_rl.errors import EXIT_DONE
 
 if TYPE_CHECKING:
+    from megatron_rl.instruments.stored.attribution import Attribution
     from megatron_rl.monitor import RunDirectory
-    from megatron_rl.stored.attribution import Attribution
-    from megatron_rl.stored.batches import RecordedBatch
+    from megatron_rl.run.recorded_batches import RecordedBatch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,23 +28,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from megatron_rl.stored import rerun
-    from megatron_rl.stored.attribution import attribute
-    from megatron_rl.stored.batches import batch_path, load_batch
+    from megatron_rl.instruments.stored import rerun
+    from megatron_rl.instruments.stored.attribution import attribute
+    from megatron_rl.run.recorded_batches import batch_path, load_batch
 
     directory, recipe = rerun.open_run(options.run, rerun.layout_overrides(options.layout))
     recorded = load_batch(batch_path(directory.batches, options.step))
     if needs_ranks(ranks := rerun.num_ranks(recipe)):
         return start_ranks(options.arguments, ranks)
-    found = attribute(directory, recipe, recorded, options.weights)
+    attribution = attribute(directory, recipe, recorded, options.weights)
     if is_main_rank():
-        report(options, directory, recorded, found)
+        report(options, directory, recorded, attribution)
     return EXIT_DONE
 
 
 def report(options: argparse.Namespace, directory: RunDirectory, recorded: RecordedBatch, found: Attribution) -> None:
-    from megatron_rl.stored.attribution import draw
-    from megatron_rl.stored.rerun import format_table
+    from megatron_rl.instruments.stored.attribution import draw
+    from megatron_rl.process.output import format_table
 
     total = found.total
     print(f"step {options.step}, {found.num_tokens} response tokens, weights: {found.weights}")
@@ -51,8 +52,8 @@ def report(options: argparse.Namespace, directory: RunDirectory, recorded: Recor
         print(f"note: {old} tokens were sampled with older weights than the step's; that part is in the remainder")
     if total <= 0 or any(abs(part.variance) > 2 * total for part in found.parts):
         print(
-            "note: a part is larger than twice the whole: the weights are not those of the step, or causes cancel each "
-            "other. The shares mean nothing here"
+            "note: a part exceeds twice the total: the weights are not those of the step, or causes cancel each other. "
+            "Ignore the shares"
         )
     rows = [("everything", "", f"{total:.3e}", "100.0%")]
     for part in found.parts:
@@ -63,9 +64,9 @@ def report(options: argparse.Namespace, directory: RunDirectory, recorded: Recor
     draw(found, f"{options.run.name}, step {options.step}", chart)
     print(f"chart: {chart}")
     if options.json:
-        told = {
+        record = {
             "total": total,
             "parts": {part.cause: part.variance for part in found.parts},
             "measured": {", ".join(sorted(taken)) or "none": value for taken, value in found.measured.items()},
         }
-        options.json.write_text(json.dumps(told, indent=1))
+        options.json.write_text(json.dumps(record, indent=1))

@@ -11,14 +11,14 @@ recipe's model.path): its config.json and tokenizer go into OUT, and from a run'
 `to-megatron` writes weights alone (no optimizer): `megatron-rl eval RECIPE --checkpoint OUT` reads it under every
 layout. A new run needs no conversion: its model.path is a Hugging Face folder.
 
-Layouts: a run's checkpoint has the whole of a tensor under its own name, whatever TP, EP, PP and ETP wrote it, and
-Megatron cuts it up for whatever layout reads it. So this is one process without ranks, GPU or model in memory. Beside
-its imports it holds one tensor, and in `to-hf` three times a file of up to 1 GiB, however large the model is.
+Layouts: a run's checkpoint stores each full tensor under its own name, whichever TP, EP, PP and ETP wrote it, and
+Megatron splits it for the layout that reads it. The conversion therefore runs in one process without a GPU and without
+the model in memory. It holds one tensor at a time, and in `to-hf` three times a file of up to 1 GiB.
 
-Proof: every tensor is hashed (SHA-256 over name, dtype, shape, bytes) as it is read; what was written is read back,
+Proof: each tensor is hashed (SHA-256 over name, dtype, shape, bytes) when it is read. The written files are read back,
 converted back and hashed again. OUT gets its name only if all hashes agree. The printed `weights` hash is the same for
 equal weights in either format. `--logits` also compares the logits of transformers and of Megatron (both models in
-memory, fp32): a check of the table of names itself, which a round trip cannot see.
+memory, fp32): this checks the table of names, which a round trip cannot check.
 
 Architectures: qwen3_moe, qwen3, qwen2, llama. A run with learner.lora writes adapters: use its checkpoints/hf instead.
 Exit status: 0 done, 1 the logits differ, 2 unusable input.
@@ -32,24 +32,33 @@ from pathlib import Path
 
 from megatron_rl.errors import EXIT_DONE, InputError
 
-# fp32 sums in another order: measured 2e-6 relative on the tiny model. A wrong table is off by the logits themselves.
+# fp32 sums in another order differ by a measured 2e-6 on the tiny model. A wrong table gives errors as large as logits.
 LOGIT_TOLERANCE = 1e-4
 EXIT_DIFFERENT = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     directions = parser.add_subparsers(dest="direction", required=True, metavar="to-hf|to-megatron")
-    for name, text in (("to-hf", "Megatron → Hugging Face"), ("to-megatron", "Hugging Face → Megatron, weights alone")):
+    for name, text in (
+        ("to-hf", "Convert from Megatron to Hugging Face."),
+        ("to-megatron", "Convert the weights from Hugging Face to Megatron."),
+    ):
         command = directions.add_parser(name, help=text, description=text)
-        command.add_argument("source", type=Path, help="folder to read")
-        command.add_argument("target", type=Path, help="folder to write; must not exist")
-        command.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="round to this (default: as stored)")
-        command.add_argument("--logits", action="store_true", help="also compare logits (both models in memory)")
+        command.add_argument("source", type=Path, help="Read this folder.")
+        command.add_argument("target", type=Path, help="Write this folder. It must not exist.")
+        command.add_argument(
+            "--dtype", choices=("bf16", "fp16", "fp32"), help="Round the weights to this dtype (default: as stored)."
+        )
+        command.add_argument(
+            "--logits", action="store_true", help="Compare logits of both models as well, with both in memory."
+        )
         if name == "to-hf":
             command.add_argument(
-                "--model", type=Path, help="folder with config.json and tokenizer (default: SOURCE/hf, if there)"
+                "--model",
+                type=Path,
+                help="Take config.json and tokenizer from this folder (default: SOURCE/hf, if there).",
             )
-            command.add_argument("--master", action="store_true", help="the optimizer's fp32 weights")
+            command.add_argument("--master", action="store_true", help="Take the optimizer's fp32 weights.")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -60,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
 
     if options.logits and (options.dtype or getattr(options, "master", False)):
         raise InputError(
-            "--logits: with --dtype or --master the two sides hold different numbers; leave one of them out"
+            "--logits: with --dtype or --master the two models have different weights; leave out one of the options"
         )
     dtype = DTYPES[options.dtype] if options.dtype else None
     source, target = options.source.resolve(), options.target.resolve()

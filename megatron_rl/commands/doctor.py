@@ -1,4 +1,4 @@
-"""Does this node do what a run relies on? Packages, patches, driver, network, learner, engines, memory: pass or fail.
+"""Check that this node can run training: packages, patches, driver, network, learner, engines, memory.
 
     megatron-rl doctor [RECIPE] [--json FILE] [--page FILE]     every check, in under ten minutes
     megatron-rl doctor --only NAME,NAME …                       some of them; --list says which there are
@@ -6,9 +6,10 @@
                                                                 between nodes
     megatron-rl doctor --merge FILE … --page FILE               one page of several nodes' reports
 
-Each check runs in processes of its own with a deadline: one that hangs or crashes leaves the others alone. It finds
-`pass`, `fail` with the likely fix, or `not run` with the reason. A RECIPE adds what its size asks for: the host's
-memory, the attention of its heads. `slurm/doctor.sbatch` does all of it over the nodes of a job.
+Each check runs in its own processes with a deadline, so that a check that hangs or crashes does not stop the others.
+Its result is `pass`, `fail` with the likely fix, or `not run` with the reason. A RECIPE adds checks that depend on its
+size: the host's memory, attention with its number of heads. `slurm/doctor.sbatch` runs all checks on the nodes of a
+job.
 
 Exit status: 0 no check failed, 1 one did, 2 bad arguments.
 """
@@ -34,22 +35,50 @@ MINUTES = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", nargs="?", help="what is to be run here; default: nothing in particular")
+    parser.add_argument("recipe", nargs="?", help="Test what this recipe needs as well.")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY.PATH=VALUE", dest="overrides", help="override one key"
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY.PATH=VALUE",
+        dest="overrides",
+        help="Set one key of the recipe. The option may be given several times.",
     )
-    parser.add_argument("--only", action="append", metavar="NAME", help="this check (several: again, or with commas)")
-    parser.add_argument("--list", action="store_true", help="print the checks and end")
     parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="the report as JSON; without FILE: print it"
+        "--only",
+        action="append",
+        metavar="NAME",
+        help="Run this check alone. Give the option again, or commas, for several.",
     )
-    parser.add_argument("--page", type=Path, metavar="FILE", help="the report as an HTML page that loads nothing")
-    parser.add_argument("--shared", metavar="DIR", help="a folder that all nodes see (default: the recipe's run_root)")
-    parser.add_argument("--ranks", type=int, help="processes of checks between ranks (default: GPUs of the node)")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all checks (default {MINUTES:g})")
-    parser.add_argument("--job", action="store_true", help="this process is a rank: only what is between nodes")
-    parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="reports to make one of; runs no check")
-    parser.add_argument("--expect", default="", metavar="NODE,NODE", help="nodes that must be in the merged report")
+    parser.add_argument("--list", action="store_true", help="Print the checks and end.")
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="Write the report to this file as JSON, anew before each check. Without FILE: print it at the end.",
+    )
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", help="Write the report as an HTML page that loads nothing."
+    )
+    parser.add_argument(
+        "--shared", metavar="DIR", help="Test this folder, which all nodes see (default: the recipe's run_root)."
+    )
+    parser.add_argument(
+        "--ranks", type=int, help="Start this number of processes for checks between ranks (default: GPUs of the node)."
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES, help=f"End after this number of minutes (default: {MINUTES:g})."
+    )
+    parser.add_argument(
+        "--job", action="store_true", help="Run as one rank of a job, and test only what is between nodes."
+    )
+    parser.add_argument(
+        "--merge", nargs="+", type=Path, metavar="FILE", help="Make one report of these. No check runs."
+    )
+    parser.add_argument(
+        "--expect", default="", metavar="NODE,NODE", help="Fail where the merged report lacks one of these nodes."
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -60,19 +89,19 @@ def run(options: argparse.Namespace) -> int:
         print("\n".join(f"{check.name:{width}}  {check.question}" for check in CHECKS))
         return EXIT_DONE
     if options.merge:
-        found = report.merge(options.merge, [name for name in options.expect.split(",") if name])
+        merged = report.merge(options.merge, [name for name in options.expect.split(",") if name])
     else:
-        found = examine(options)
-    if found is None:  # a rank of a job whose first rank reports
+        merged = examine(options)
+    if merged is None:  # a rank of a job whose first rank reports
         return EXIT_DONE
-    report.write(found, options.json, options.page)
+    report.write(merged, options.json, options.page)
     if options.json != "-":
-        print(report.summary(found))
-    return EXIT_FAULT if report.failures(found) else EXIT_DONE
+        print(report.summary(merged))
+    return EXIT_FAULT if report.failures(merged) else EXIT_DONE
 
 
 def examine(options: argparse.Namespace) -> dict[str, Any] | None:
-    """The report of this node, or of the job's first rank."""
+    """Run the checks; return the report of this node, or of the job on its first rank (None on the others)."""
     from megatron_rl.doctor import report
     from megatron_rl.doctor.frame import run_checks
 
@@ -84,17 +113,22 @@ def examine(options: argparse.Namespace) -> dict[str, Any] | None:
         if is_main:
             print(report.line(result), file=out, flush=True)
 
+    def begin(results: list[Result], check: Check) -> None:
+        """What is known so far, for the case that the doctor is ended while ``check`` runs."""
+        if is_main and options.json not in (None, "-"):
+            report.write(report.make([*results, report.unended(check)], setting, start), options.json, None)
+
     start = time.time()
-    results = run_checks(checks, setting, 60 * options.minutes, say)
+    results = run_checks(checks, setting, 60 * options.minutes, say, begin)
     return report.make(results, setting, start) if is_main else None
 
 
 def choose(only: list[str] | None, job: bool) -> list[Check]:
-    """The checks that are wanted, in their order. Raises `InputError` on a name that none has."""
+    """Return the selected checks in order. Raises `InputError` for an unknown name."""
     names = [name.strip() for text in only or [] for name in text.split(",")]
-    known = [check.name for check in CHECKS]
-    if unknown := [name for name in names if name not in known]:
-        raise InputError(f"--only: no check {', '.join(map(repr, unknown))}; there are: {', '.join(known)}")
+    all_names = [check.name for check in CHECKS]
+    if unknown := [name for name in names if name not in all_names]:
+        raise InputError(f"--only: no check {', '.join(map(repr, unknown))}; there are: {', '.join(all_names)}")
     if job:
         return [check for check in CHECKS if check.ranks == "job" and (not names or check.name in names)]
     return [check for check in CHECKS if not names or check.name in names]
@@ -106,12 +140,18 @@ def make_setting(options: argparse.Namespace) -> Setting:
 
     if options.job and not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise InputError("--job: start it under torchrun or slurm/lib/rank.sh; RANK, WORLD_SIZE, MASTER_… are not set")
-    device = default_device()
+    try:
+        device = default_device()
+    except ModuleNotFoundError:  # without torch; the check `packages` reports that
+        device, options.ranks = "cpu", options.ranks or CPU_RANKS
     if options.ranks is None:
         import torch
 
         options.ranks = torch.cuda.device_count() if device == "cuda" else CPU_RANKS
     setting = Setting(device, options.ranks, "", options.recipe, options.overrides, in_job=options.job)
-    recipe = planned(setting)  # a bad recipe ends this before a check begins
+    try:
+        recipe = planned(setting)  # an invalid recipe raises here, before any check
+    except ModuleNotFoundError:  # a package that recipes need is missing
+        recipe = None
     shared = Path(options.shared or (recipe.run_root if recipe else "runs"))
     return replace(setting, shared=str(shared.absolute()))

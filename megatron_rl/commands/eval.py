@@ -1,10 +1,11 @@
-"""Score a checkpoint on held-out problems: a table with a row for each file, with confidence intervals.
+"""Score a checkpoint on held-out problems: a table with a row per file and confidence intervals.
 
     megatron-rl eval RECIPE --checkpoint DIR --data aime.jsonl --data math500.jsonl --output results.json
 
-Without `--data` the files are the recipe's data.validation. A row has the problems, n (responses to each), the mean
-reward, pass@k, mean tokens of a response and the share that was cut. `--output` also writes ….samples.jsonl (responses)
-and ….prompts.jsonl (each prompt's success rate, which data.curriculum.success_rates reads).
+Without `--data` the files are the recipe's data.validation. A row has the number of problems, n (responses per
+problem), the mean reward, pass@k, the mean length of a response in tokens and the share that was cut. `--output` also
+writes ….samples.jsonl (responses) and ….prompts.jsonl (each prompt's success rate, which data.curriculum.success_rates
+reads).
 """
 
 from __future__ import annotations
@@ -13,10 +14,8 @@ import argparse
 import json
 from pathlib import Path
 
-from megatron_rl.checkpoint.manifest import list_checkpoints
 from megatron_rl.commands.arguments import add_recipe
 from megatron_rl.errors import EXIT_DONE, InputError
-from megatron_rl.monitor.run_directory import RunDirectory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,31 +25,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         type=Path,
         metavar="DIR",
-        help="Hugging Face folder, a run's step_… folder, or a run directory, for its newest",
+        help="Score this checkpoint: a Hugging Face folder, a run's step_… folder, or a run directory, of which the "
+        "newest is taken.",
     )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FILE",
-        help="also write the figures there, as JSON, and responses and success rates beside it",
+        help="Write the figures to this JSON file, and responses and success rates beside it.",
     )
     parser.add_argument(
         "--data",
         action="append",
         default=[],
         metavar="FILE",
-        help="problems in place of data.validation; may be given several times",
+        help="Score on this file in place of data.validation. The option may be given several times.",
     )
 
 
 def newest(path: Path) -> Path:
-    """The newest complete checkpoint of a run directory; any other folder is its own."""
+    """Return the newest complete checkpoint of a run directory; any other folder is returned as it is."""
+    from megatron_rl.checkpoint.manifest import list_checkpoints  # imports torch
+    from megatron_rl.monitor.run_directory import RunDirectory
+
     folder = RunDirectory(path).checkpoints
     if not folder.is_dir():
         return path
-    if not (found := list_checkpoints(folder)):
+    if not (checkpoints := list_checkpoints(folder)):
         raise InputError(f"--checkpoint {path}: a run directory without a complete checkpoint in {folder.name}/")
-    return found[-1]
+    return checkpoints[-1]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -58,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 
     files = [f"data.validation={json.dumps([{'path': path} for path in options.data])}"] if options.data else []
     recipe = load_recipe(options.recipe, [*files, *options.overrides])
-    from megatron_rl.evaluate import evaluate  # the engines: not for a recipe that is refused
+    from megatron_rl.evaluate import evaluate  # imports the engines, so only after the recipe is accepted
 
     evaluate(recipe, newest(options.checkpoint.resolve()), options.output)
     return EXIT_DONE

@@ -1,10 +1,10 @@
-"""What a stored batch says of each expert: load on both engines, flips, share of the variance of rho.
+"""Show the experts of a stored batch: their load on both engines, flips, and share of the variance of rho.
 
-    megatron-rl experts runs/my-run --step 40 --top 20
+    megatron-rl batch experts runs/my-run --step 40 --top 20
 
-A flip is a token that one engine sends to the expert and the other does not. The squared deviation of rho at a token is
-shared out over the flips at that token. Needed: the batch with the engine's routes (routing.replay: r3, or
-routing.telemetry: true) and the weights of its step (see `megatron-rl replay --help`).
+A flip is a token that only one of the two engines sends to the expert. The squared deviation of rho at a token is split
+among the flips at that token. The command needs the batch with the engine's routes (routing.replay: r3, or
+routing.telemetry: true) and the weights of its step (see `megatron-rl batch replay --help`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ COLUMNS = ("layer", "expert", "engine_load", "learner_load", "gained", "lost", "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_stored_batch(parser)
-    parser.add_argument("--top", type=int, default=20, help="experts in the table (default: %(default)s)")
+    parser.add_argument("--top", type=int, default=20, help="Print this number of experts (default: %(default)s).")
 
 
 def run(options: argparse.Namespace) -> int:
-    from megatron_rl.stored import rerun
-    from megatron_rl.stored.batches import batch_path, load_batch
-    from megatron_rl.stored.experts import expert_report
+    from megatron_rl.instruments.stored import rerun
+    from megatron_rl.instruments.stored.experts import expert_report
+    from megatron_rl.process.output import format_table
+    from megatron_rl.run.recorded_batches import batch_path, load_batch
 
     directory, original = rerun.open_run(options.run, rerun.layout_overrides(options.layout))
     recorded = load_batch(batch_path(directory.batches, options.step))
@@ -41,10 +42,10 @@ def run(options: argparse.Namespace) -> int:
     rows = report.rows(options.top)
     print(f"step {options.step}, {report.num_tokens} tokens with a route, weights: {source}")
     cells = [[f"{row[name]:.2%}" if name == "rho_share" else str(row[name]) for name in COLUMNS] for row in rows]
-    print(rerun.format_table([name.replace("_", " ") for name in COLUMNS], cells))
+    print(format_table([name.replace("_", " ") for name in COLUMNS], cells))
     print(f"share of rho's variance at tokens without a flip: {report.share_without_flip:.2%}")
     if options.json:
         everything = report.rows(report.gained.size)
-        told = {"experts": everything, "share_without_flip": report.share_without_flip, "weights": source}
-        options.json.write_text(json.dumps(told, indent=1))
+        record = {"experts": everything, "share_without_flip": report.share_without_flip, "weights": source}
+        options.json.write_text(json.dumps(record, indent=1))
     return EXIT_DONE

@@ -1,17 +1,18 @@
-"""Why the learning rate of a run was what it was: length, baseline, trigger and rate, printed and plotted.
+"""Explain why the learning rate of a run was what it was: print and plot length, baseline, trigger and rate.
 
-    megatron-rl explain-schedule RUN [--as KEY=VALUE,...] [--out FILE.png]
+    megatron-rl run explain-schedule RUN [--as KEY=VALUE,...] [--out FILE.png]
 
-RUN is a run directory. The schedule of its recipe.resolved.yaml is shown the recorded response lengths again; every
-step at which something happened is printed with the numbers it was decided on, and the rates are compared with the
-recorded ones. --as replaces keys of the schedule section (`mode=auto,detector.surge_ratio=2.5`): what another schedule
-would have done with the same lengths. A run of another style is explained as mode shadow.
-The plot goes to RUN/plots/schedule.png.
+RUN is a run directory. The command replays the schedule of its recipe.resolved.yaml on the recorded response lengths.
+It prints each step at which the schedule acted, with the numbers behind the decision, and compares the rates with the
+recorded ones. --as replaces keys of the schedule section (`mode=auto,detector.surge_ratio=2.5`) to show what another
+schedule would have done with the same lengths. A run with another style is explained in mode shadow. The plot is
+written to RUN/plots/schedule.png.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,8 @@ from matplotlib.figure import Figure
 from pydantic import ValidationError
 
 from megatron_rl.config.explain import explain
-from megatron_rl.config.learner import OptimizerConfig
+from megatron_rl.config.learner import OptimizerConfig, ScheduleConfig
 from megatron_rl.config.loader import read_yaml
-from megatron_rl.config.schedule import ScheduleConfig
 from megatron_rl.config.yaml12 import parse
 from megatron_rl.errors import EXIT_DONE, InputError
 from megatron_rl.monitor import RunDirectory, read_metrics
@@ -30,9 +30,13 @@ from megatron_rl.schedule.explain import ReplayedStep, replay
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
-    parser.add_argument("--as", dest="changes", default="", metavar="KEY=VALUE,...", help="keys of another schedule")
-    parser.add_argument("--out", type=Path, metavar="FILE.png", help="default: RUN/plots/schedule.png")
+    parser.add_argument("run", type=Path, metavar="RUN", help="Read this run directory.")
+    parser.add_argument(
+        "--as", dest="changes", default="", metavar="KEY=VALUE,...", help="Reckon with these keys of another schedule."
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.png", help="Draw to this file (default: RUN/plots/schedule.png)."
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -41,6 +45,7 @@ def run(options: argparse.Namespace) -> int:
     records = read_metrics(directory.metrics)
     if not records:
         raise InputError(f"{directory.metrics}: no step was recorded")
+    check_order(records, directory.metrics)
     steps = replay(records, config, lr, total_steps=int(records[-1]["step"]) + 1)
     print_story(steps, config, lr, is_own)
     path = options.out or directory.plots / "schedule.png"
@@ -49,8 +54,21 @@ def run(options: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def check_order(records: list[dict[str, float]], file: Path) -> None:
+    """Raise `InputError` if steps do not increase or a count of optimizer steps is not a number."""
+    last, last_t = -1, -1.0
+    for record in records:
+        step, t = record["step"], record.get("lr_sched/step", record["step"])
+        if step <= last or not last_t <= t < math.inf:
+            raise InputError(
+                f"{file}: step {step} (lr_sched/step {t}) comes after step {last} ({last_t:g}), but a run writes its "
+                "steps in order; if the file was edited by hand, sort or repair its lines"
+            )
+        last, last_t = step, t
+
+
 def read_schedule(run: RunDirectory, changes: str) -> tuple[ScheduleConfig, float, bool]:
-    """The schedule to explain, the peak rate, and whether it is the run's own."""
+    """Return the schedule to explain, the peak rate, and whether it is the run's own schedule."""
     if not run.recipe.is_file():
         raise InputError(f"{run.recipe}: no such file; expected a run directory")
     recipe = read_yaml(run.recipe, "recipe")
@@ -104,7 +122,7 @@ def print_story(steps: list[ReplayedStep], config: ScheduleConfig, lr: float, is
 
 
 def plot(steps: list[ReplayedStep], config: ScheduleConfig, path: Path) -> None:
-    """Length with baseline and threshold above, the rates below."""
+    """Plot length, baseline and threshold at the top and the rates at the bottom."""
     figure = Figure(figsize=(9, 6), layout="constrained")
     top, bottom = figure.subplots(2, sharex=True)
     xs = [step.t for step in steps]

@@ -1,11 +1,11 @@
-"""How far the mismatch turns the gradient of a stored batch: cosine, norm ratio, Bias and Var of [LD Eq 13].
+"""Measure how the mismatch changes the gradient of a stored batch: cosine, norm ratio, Bias and Var of [LD Eq 13].
 
-    megatron-rl gradient-bias runs/my-run --step 40
-    megatron-rl gradient-bias runs/my-run --step 40 --set 'objective.correction=[{mode: is, level: token}]'
+    megatron-rl batch gradient-bias runs/my-run --step 40
+    megatron-rl batch gradient-bias runs/my-run --step 40 --set 'objective.correction=[{mode: is, level: token}]'
 
-The run's objective is compared with a reference: the same with untruncated importance sampling over whole sequences as
-its correction, or what --set makes of it. Both are differentiated at the weights of the step; nothing is updated.
-Needed: the batch and the weights of its step (see `megatron-rl replay --help`).
+The command compares the run's objective with a reference: the same objective with untruncated sequence-level importance
+sampling as its correction, or as changed by --set. Both gradients are taken at the weights of the step; no weights are
+updated. It needs the batch and the weights of its step (see `megatron-rl batch replay --help`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--parts",
         type=int,
         default=4,
-        help="parts of the batch that variances are estimated from (default: %(default)s)",
+        help="Estimate variances from this number of parts of the batch (default: %(default)s).",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    from megatron_rl.stored import rerun
-    from megatron_rl.stored.batches import batch_path, load_batch
-    from megatron_rl.stored.gradient_bias import REFERENCE, gradient_bias
+    from megatron_rl.instruments.stored import rerun
+    from megatron_rl.instruments.stored.gradient_bias import REFERENCE, gradient_bias
+    from megatron_rl.process.output import format_table
+    from megatron_rl.run.recorded_batches import batch_path, load_batch
 
     layout = rerun.layout_overrides(options.layout)
     directory, recipe = rerun.open_run(options.run, layout)
@@ -42,13 +43,13 @@ def run(options: argparse.Namespace) -> int:
     if needs_ranks(ranks := rerun.num_ranks(recipe)):
         return start_ranks(options.arguments, ranks)
     with rerun.learner_at(directory, recipe, recipe, options.step, options.weights) as (learner, source):
-        found = gradient_bias(learner, recorded.batch, reference, options.parts)
+        bias = gradient_bias(learner, recorded.batch, reference, options.parts)
     if is_main_rank():
-        print(f"step {options.step}, {len(recorded.batch.sequences)} sequences in {found.num_parts} parts")
+        print(f"step {options.step}, {len(recorded.batch.sequences)} sequences in {bias.num_parts} parts")
         print(f"weights: {source}")
         print(f"reference: {', '.join(changes)}")
-        figures = found.figures()
-        print(rerun.format_table(["of the gradient", "value"], [(name, f"{x:.6g}") for name, x in figures.items()]))
+        figures = bias.figures()
+        print(format_table(["of the gradient", "value"], [(name, f"{x:.6g}") for name, x in figures.items()]))
         if options.json:
             options.json.write_text(json.dumps({"weights": source, "reference": changes, **figures}, indent=1))
     return EXIT_DONE

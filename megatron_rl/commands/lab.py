@@ -1,4 +1,4 @@
-"""The instability lab: run a study's arms over its seeds, and report them against their matched controls.
+"""Run the arms of a study over its seeds, and report them against their matched controls.
 
     megatron-rl lab check  STUDY…                                every arm is a recipe that `check` accepts
     megatron-rl lab power  STUDY                                 what effect each primary can see; no engine
@@ -9,92 +9,118 @@
     megatron-rl lab report STUDY                                 figure and tables of what was run
     megatron-rl lab docs                                         those of docs/lab, from the runs in docs/lab/runs
 
-STUDY is a study file or its folder, e.g. recipes/lab/hacking. Runs lie below runs/lab/STUDY (--out: another folder);
-`run` leaves finished ones alone and continues interrupted ones, so the same command resumes. A gate's two arms are run
-first, and the others where it passes. `run` notes what the study fixes and the commit before the first run, and refuses
-another study file (unless --amend REASON) or other code (unless --other-code). Exit status: 0 all runs finished (ended
-by an alarm is finished) or submitted, 1 some failed, were interrupted or differ, 2 bad study or input.
+STUDY is a study file or its folder, e.g. recipes/lab/hacking. Its runs are in runs/lab/STUDY (--out: another folder).
+`run` skips finished runs and continues interrupted ones, so the same command resumes a study. The two arms of a gate
+run first; the others run if it passes. Before the first run, `run` records the study's fixed parts and the commit.
+Afterwards it refuses a changed study file (unless --amend REASON) or other code (unless --other-code).
+
+Exit status: 0 all runs finished (also by an alarm) or submitted, 1 some failed, were interrupted or differ, 2 bad study
+or input.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import signal
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.commands.arguments import GPU_NAMES, gpu_name
 from megatron_rl.errors import EXIT_DONE, InputError
-from megatron_rl.lab import load_study
+from megatron_rl.instruments.lab import load_study
 from megatron_rl.shipped import checkout
 
 if TYPE_CHECKING:
-    from megatron_rl.lab.gate import Stage
-    from megatron_rl.lab.registration import Registration
+    from megatron_rl.instruments.lab.registration import Registration
+    from megatron_rl.instruments.lab.results import Stage
 
 EXIT_INCOMPLETE = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="check|power|plan|run|verify|pack|report|docs")
-    check = commands.add_parser("check", help="check studies and their arms; no engine")
-    check.add_argument("studies", nargs="+", type=Path, metavar="STUDY", help="study file or its folder")
-    check.add_argument("--offline", action="store_true", help="go without models and data that are not at hand")
+    check = commands.add_parser("check", help="Check studies and their arms. No engine starts.")
+    check.add_argument(
+        "studies", nargs="+", type=Path, metavar="STUDY", help="Read this study file, or the one in this folder."
+    )
+    check.add_argument("--offline", action="store_true", help="Work without models and data that are absent.")
     check.set_defaults(action=_check)
-    start = commands.add_parser("run", help="run what is missing of a study")
-    start.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: one per core)")
-    start.add_argument("--seeds", type=int, nargs="+", help="only these")
-    start.add_argument("--arms", nargs="+", help="only these, whatever the gate says")
+    start = commands.add_parser("run", help="Run what is missing of a study.")
+    start.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="Run so many at a time (default: one per core)."
+    )
+    start.add_argument("--seeds", type=int, nargs="+", help="Run only these seeds.")
+    start.add_argument("--arms", nargs="+", help="Run only these arms, whatever the gate says.")
     start.add_argument(
         "--reuse",
         type=Path,
         nargs="+",
         default=[],
         metavar="RUNS",
-        help="folders of other studies' runs, and files of `lab pack`: take over what is the same",
+        help="Take over equal runs from these folders of other studies' runs, and files of `lab pack`.",
     )
     start.set_defaults(action=_run)
-    start.add_argument("--amend", metavar="REASON", help="go on with a study file that was changed since the first run")
-    start.add_argument("--other-code", action="store_true", help="go on with another commit than that of the first run")
-    start.add_argument("--slurm", action="store_true", help="submit the runs through slurm/submit.sh, and return")
+    start.add_argument(
+        "--amend", metavar="REASON", help="Continue with a study file that was changed since the first run."
+    )
+    start.add_argument(
+        "--other-code", action="store_true", help="Continue with another commit than that of the first run."
+    )
+    start.add_argument("--slurm", action="store_true", help="Submit the runs through slurm/submit.sh, and return.")
     start.add_argument(
         "--sbatch",
         action="append",
         default=[],
         metavar="OPTION",
-        help="an option of sbatch, such as --sbatch=--nodes=4",
+        help="Give sbatch this option, such as --sbatch=--nodes=4.",
     )
-    again = commands.add_parser("verify", help="run arms and seeds again and compare their metrics bit for bit")
+    again = commands.add_parser("verify", help="Run arms and seeds again and compare their metrics bit for bit.")
     which = again.add_mutually_exclusive_group(required=True)
-    which.add_argument("--arm", help="of the run; with --seed")
-    which.add_argument("--random", type=int, metavar="N", help="N finished runs, drawn from the study's hash")
-    again.add_argument("--seed", type=int, help="of the run")
-    again.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: one per core)")
-    again.set_defaults(action=_verify)
-    power = commands.add_parser("power", help="the smallest effect that each primary sees with 80%% power")
-    power.set_defaults(action=_power)
-    plan = commands.add_parser("plan", help="GPU-hours of every arm; no engine")
-    plan.add_argument("--gpu", required=True, type=gpu_name, choices=GPU_NAMES, help="what it is to run on")
-    plan.add_argument("--nodes", type=int, help="nodes of a run (default: as the base recipe's name says)")
-    plan.add_argument(
-        "--gpus-per-node", type=int, help="GPUs of a node (default: as the base recipe's name says, else 8)"
+    which.add_argument("--arm", help="Repeat the run of this arm (needs --seed).")
+    which.add_argument("--random", type=int, metavar="N", help="Repeat N finished runs, drawn from the study's hash.")
+    again.add_argument("--seed", type=int, help="Repeat the run of this seed (needs --arm).")
+    again.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="Run so many at a time (default: one per core)."
     )
-    plan.add_argument("--mean-response", type=float, metavar="TOKENS", help="default: half of the longest allowed")
+    again.set_defaults(action=_verify)
+    power = commands.add_parser("power", help="Compute the smallest effect that each primary sees with 80%% power.")
+    power.set_defaults(action=_power)
+    plan = commands.add_parser("plan", help="Estimate the GPU-hours of every arm. No engine starts.")
+    plan.add_argument("--gpu", required=True, type=gpu_name, choices=GPU_NAMES, help="Reckon with this GPU.")
+    plan.add_argument(
+        "--nodes", type=int, help="Reckon with this number of nodes (default: as the base recipe's name says)."
+    )
+    plan.add_argument(
+        "--gpus-per-node",
+        type=int,
+        help="Reckon with this number of GPUs in a node (default: as the base recipe's name says, else 8).",
+    )
+    plan.add_argument(
+        "--mean-response",
+        type=float,
+        metavar="TOKENS",
+        help="Reckon with responses of this mean length (default: half of the longest allowed).",
+    )
     plan.set_defaults(action=_plan)
-    packed = commands.add_parser("pack", help="write finished runs to one file, which `run --reuse` takes elsewhere")
-    packed.add_argument("--to", type=Path, required=True, metavar="FILE", help="written anew; ends in .xz")
+    packed = commands.add_parser(
+        "pack", help="Write finished runs to one file, which `lab run --reuse` takes elsewhere."
+    )
+    packed.add_argument(
+        "--to", type=Path, required=True, metavar="FILE", help="Write this file, whose name ends in .xz."
+    )
     packed.set_defaults(action=_pack)
-    report = commands.add_parser("report", help="figure and table from what was run")
+    report = commands.add_parser("report", help="Draw the figure and write the table of what was run.")
     report.set_defaults(action=_report)
-    docs = commands.add_parser("docs", help="pages and verdicts of docs/lab, from the runs in docs/lab/runs")
+    docs = commands.add_parser("docs", help="Write the pages and verdicts of docs/lab from the runs in docs/lab/runs.")
     docs.set_defaults(action=_write_docs)
     for command in (start, again, power, plan, packed, report):
-        command.add_argument("study", type=Path, metavar="STUDY", help="study file or its folder")
+        command.add_argument(
+            "study", type=Path, metavar="STUDY", help="Read this study file, or the one in this folder."
+        )
     for command in (start, again, packed, report):
-        command.add_argument("--out", type=Path, help="folder of the study's runs (default: runs/lab/STUDY)")
-    power.add_argument("--out", type=Path, help="runs with whose spread it reckons: a folder, or a file of `lab pack`")
+        command.add_argument("--out", type=Path, help="Use this folder of the study's runs (default: runs/lab/STUDY).")
+    power.add_argument("--out", type=Path, help="Take the spread from these runs: a folder, or a file of `lab pack`.")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -102,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from megatron_rl.lab.foresight import num_distinct_runs
+    from megatron_rl.instruments.lab.foresight import num_distinct_runs
 
     studies = [load_study(path) for path in options.studies]
     for loaded in studies:
@@ -110,17 +136,18 @@ def _check(options: argparse.Namespace) -> int:
         print(f"{loaded.path}: {len(loaded.study.arms)} arms × {len(loaded.study.seeds)} seeds, checked")
     if len(studies) > 1:
         runs = sum(len(loaded.study.arms) * len(loaded.study.seeds) for loaded in studies)
-        print(f"{runs} runs, {num_distinct_runs(studies)} where those of the same recipe and seed are made once")
+        print(f"{runs} runs; {num_distinct_runs(studies)} of them differ in recipe or seed, the others are reused")
     return EXIT_DONE
 
 
 def _run(options: argparse.Namespace) -> int:
-    from megatron_rl.lab.archive import adopt
-    from megatron_rl.lab.gate import stage
-    from megatron_rl.lab.on_disk import FINISHED
-    from megatron_rl.lab.registration import code_version, register
-    from megatron_rl.lab.runner import StudyRunner
-    from megatron_rl.run.stop import taking
+    from megatron_rl.instruments.lab.archive import adopt
+    from megatron_rl.instruments.lab.jobs import FINISHED
+    from megatron_rl.instruments.lab.registration import code_version, register
+    from megatron_rl.instruments.lab.results import stage
+    from megatron_rl.instruments.lab.runner import StudyRunner
+    from megatron_rl.process.output import outlasting_readers
+    from megatron_rl.run.stop import SIGNALS, taking
 
     if options.sbatch and not options.slurm:
         raise InputError(f"--sbatch={options.sbatch[0]}: an option of Slurm's sbatch; give --slurm with it")
@@ -136,16 +163,16 @@ def _run(options: argparse.Namespace) -> int:
         register(loaded, root, num_finished, options.amend, options.other_code)
         code = None if options.other_code else code_version()
         runner.reuse(jobs, folders, code)
-        # Now that the runs are there to which others are yoked, those have their values.
+        # Yoked runs take their values from runs that are now finished.
         runner.reuse([job for job in loaded.jobs(root, options.seeds, options.arms) if job not in jobs], folders, code)
     now = stage(loaded, root, options.seeds, options.arms)
     if options.slurm:
-        from megatron_rl.lab.cluster import submit
+        from megatron_rl.instruments.lab.runner import submit
 
         _say_states(submit(runner, now.jobs, options.sbatch, _say))
         _say_rest(now)
         return EXIT_DONE
-    with taking((signal.SIGINT, signal.SIGTERM), lambda *_: runner.stop()):
+    with outlasting_readers(f"{root} has the runs' logs"), taking(SIGNALS, lambda *_: runner.stop()):
         states = runner.run(now.jobs)
         while now.waiting:
             before, now = now, stage(loaded, root, options.seeds, options.arms)
@@ -158,8 +185,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _sources(given: list[Path], folder: Path) -> tuple[list[Path], list[Registration | None]]:
-    """Folders of runs, those of files unpacked below ``folder``; and what the files' studies had registered."""
-    from megatron_rl.lab.archive import unpack
+    """Return folders of runs (files are unpacked below ``folder``) and the registrations of the files' studies."""
+    from megatron_rl.instruments.lab.archive import unpack
 
     folders, registrations = [], []
     for number, path in enumerate(given):
@@ -169,15 +196,15 @@ def _sources(given: list[Path], folder: Path) -> tuple[list[Path], list[Registra
         elif path.is_dir():
             folders.append(path)
         else:
-            raise InputError(f"--reuse {path}: no such folder of runs, nor a file of `lab pack`")
+            raise InputError(f"--reuse {path}: expected a folder of runs or a file of `lab pack`")
     return folders, registrations
 
 
 def _say_rest(now: Stage) -> None:
     if now.waiting:
-        _say(f"{len(now.waiting)} runs wait until those that they depend on are finished")
+        _say(f"{len(now.waiting)} runs wait for the runs that they depend on")
     if now.ruled_out:
-        _say(f"the gate failed: {len(now.ruled_out)} runs of other arms can test nothing and are not made")
+        _say(f"the gate failed: {len(now.ruled_out)} runs of other arms are skipped, they cannot test a prediction")
 
 
 def _say(line: str) -> None:
@@ -186,18 +213,18 @@ def _say(line: str) -> None:
 
 def _say_states(states: dict[str, str]) -> None:
     for state in sorted(set(states.values())):
-        names = [name for name, found in states.items() if found == state]
+        names = [name for name, state_of_job in states.items() if state_of_job == state]
         _say(f"{state}: {len(names)}" + ("" if state == "done" else f" ({', '.join(names)})"))
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from megatron_rl.lab.on_disk import FINISHED
-    from megatron_rl.lab.registration import code_version, read_registration, sha256_of
-    from megatron_rl.lab.runner import StudyRunner
-    from megatron_rl.lab.verify import drawn, verify
+    from megatron_rl.instruments.lab.jobs import FINISHED
+    from megatron_rl.instruments.lab.registration import code_version, read_registration, sha256_of
+    from megatron_rl.instruments.lab.runner import StudyRunner
+    from megatron_rl.instruments.lab.verify import drawn, verify
 
     if (options.arm is None) != (options.seed is None):
-        raise InputError("verify: --arm and --seed name one run together; or give --random N")
+        raise InputError("verify: give both --arm and --seed, or --random N")
     loaded = load_study(options.study)
     root = _root(options, loaded.study.name)
     if options.arm is not None:
@@ -207,19 +234,19 @@ def _verify(options: argparse.Namespace) -> int:
         finished = [job for job in loaded.jobs(root) if runner.state(job) in FINISHED]
         jobs = drawn(finished, options.random, sha256_of(loaded.study.commitment()))
     if not jobs:
-        raise InputError(f"{root}: no finished run to verify; `megatron-rl lab run` makes them")
+        raise InputError(f"{root}: no finished run to verify; run `megatron-rl lab run` first")
     registered = read_registration(root)
     if registered is not None and registered.code != code_version():
         _say(f"the runs were made by {registered.code}, this is {code_version()}")
-    found = verify(loaded, root, jobs, max(1, options.jobs), _say)
-    for name, difference in found.items():
+    differences = verify(loaded, root, jobs, max(1, options.jobs), _say)
+    for name, difference in differences.items():
         _say(f"{name}: " + (difference or "every metric of every step is the same, bit for bit"))
-    return EXIT_INCOMPLETE if any(found.values()) else EXIT_DONE
+    return EXIT_INCOMPLETE if any(differences.values()) else EXIT_DONE
 
 
 def _power(options: argparse.Namespace) -> int:
-    from megatron_rl.lab.archive import unpack
-    from megatron_rl.lab.foresight import foresee, render
+    from megatron_rl.instruments.lab.archive import unpack
+    from megatron_rl.instruments.lab.foresight import foresee, render
 
     loaded = load_study(options.study)
     root = _root(options, loaded.study.name)
@@ -233,7 +260,7 @@ def _power(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from megatron_rl.lab.compute import cost, render
+    from megatron_rl.instruments.lab.compute import cost, render
 
     loaded = load_study(options.study)
     costs = cost(loaded, options.gpu, options.nodes, options.gpus_per_node, options.mean_response)
@@ -243,7 +270,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _pack(options: argparse.Namespace) -> int:
-    from megatron_rl.lab.archive import pack
+    from megatron_rl.instruments.lab.archive import pack
 
     if options.to.suffix != ".xz":
         raise InputError(f"--to {options.to}: the file is xz-compressed; give it a name that ends in .xz")
@@ -254,7 +281,7 @@ def _pack(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from megatron_rl.lab.report import write_report
+    from megatron_rl.instruments.lab.report import write_report
 
     loaded = load_study(options.study)
     _say_written(write_report(loaded, _root(options, loaded.study.name)))
@@ -262,11 +289,11 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _write_docs(options: argparse.Namespace) -> int:
-    from megatron_rl.lab.docs import write_docs
+    from megatron_rl.instruments.lab.docs import write_docs
 
     repository = checkout()
     if repository is None:
-        raise InputError("lab docs: writes docs/lab of a checkout; this is the installed package")
+        raise InputError("lab docs: docs/lab is not in the installed package; run the command in a checkout")
     studies = [load_study(file) for file in sorted((repository / "recipes" / "lab").glob("*/study.yaml"))]
     _say_written(write_docs(studies, repository / "docs"))
     return EXIT_DONE

@@ -1,15 +1,17 @@
-"""Training-inference mismatch of a checkpoint, per pair of learner and rollout dtype [FP16 §3.5]: JSON, PNG and HTML.
+"""Measure the training-inference mismatch of a checkpoint by pairs of dtypes [FP16 §3.5]; write JSON, PNG and HTML.
 
-    megatron-rl mismatch RECIPE [--pairs all | bf16/bf16,bf16/bf16+fp8] [--prompts 64] [--samples 4] \
+    megatron-rl paper mismatch RECIPE [--pairs all | bf16/bf16,bf16/bf16+fp8,tf32/tf32] [--prompts 64] [--samples 4] \\
         [--checkpoint RUN/checkpoints/step_00000100] [--set KEY.PATH=VALUE …] --out DIR
 
-A pair is learner/rollout, and the rollout dtype may have a rounding of its weights (`rollout.quantization.weights`)
-behind it: bf16/bf16+fp8. Without one the recipe's holds. For every pair the learner's weights go to vLLM as after an
-update, vLLM generates, the learner scores what was generated. Model, prompts (data.validation, else data.train),
-lengths and the `precision` section are the recipe's; `--set model.path=…`, `--set data.validation=…` point it
-elsewhere. `--set rollout.stop_token_ids=[]` makes all responses as long as rollout.max_response_length, so that pairs
-compare at the same length. Routes are compared where the model has experts. Several ranks: under torchrun, laid out as
-the recipe says.
+A pair is learner/rollout, each bf16, fp16, fp32 or tf32; `all` means the nine pairs without tf32. A command takes fp32
+or tf32, not both, because the setting holds for a whole process. The rollout dtype may be followed by a rounding of its
+weights (`rollout.quantization.weights`), as in bf16/bf16+fp8; the default is the recipe's.
+
+For each pair, the learner sends its weights to vLLM as after an update, vLLM generates, and the learner scores the
+responses. Model, prompts (data.validation, else data.train), lengths and the `precision` section come from the recipe;
+change them with `--set model.path=…` or `--set data.validation=…`. `--set rollout.stop_token_ids=[]` makes all
+responses rollout.max_response_length tokens long, so that pairs are compared at the same length. Routes are compared if
+the model has experts. For several ranks, start the command under torchrun; the recipe has the layout.
 """
 
 from __future__ import annotations
@@ -20,33 +22,45 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from megatron_rl.commands.arguments import add_recipe
-from megatron_rl.config.quantization import WeightType
+from megatron_rl.config.base import Dtype
+from megatron_rl.config.precision import refuse_both_products
+from megatron_rl.config.rollout import WeightType
 from megatron_rl.errors import EXIT_DONE, InputError
 
 if TYPE_CHECKING:
     from megatron_rl.commands.mismatch_pairs import PairResult
 
-DTYPES = ("bf16", "fp16", "fp32")
+ALL = ("bf16", "fp16", "fp32")  # dtypes of --pairs all
 ROUNDINGS = get_args(WeightType)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
-    parser.add_argument("--pairs", default="all", help="all, or learner/rollout dtypes: bf16/bf16,bf16/bf16+fp8")
-    parser.add_argument("--prompts", type=int, default=64, help="number of prompts (default 64)")
-    parser.add_argument("--samples", type=int, default=4, help="responses per prompt (default 4)")
-    parser.add_argument("--checkpoint", type=Path, help="a learner checkpoint (step_…); default: model.path")
-    parser.add_argument("--out", type=Path, required=True, help="folder for mismatch.{json,png,html}")
+    parser.add_argument(
+        "--pairs",
+        default="all",
+        help="Measure these pairs of learner and rollout dtype, such as bf16/bf16,bf16/bf16+fp8, or all.",
+    )
+    parser.add_argument("--prompts", type=int, default=64, help="Use this number of prompts (default: 64).")
+    parser.add_argument(
+        "--samples", type=int, default=4, help="Sample this number of responses to each prompt (default: 4)."
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        help="Take the weights of this learner checkpoint, a step_… folder (default: model.path).",
+    )
+    parser.add_argument("--out", type=Path, required=True, help="Write mismatch.json, .png and .html to this folder.")
 
 
 def run(options: argparse.Namespace) -> int:
-    # Imported here: the engines' libraries take seconds, which --help does without.
-    from megatron_rl.checkpoint.architecture import read_architecture
+    # Imported here because the engines' libraries take seconds, which would delay --help.
     from megatron_rl.commands.mismatch_pairs import measure, write
     from megatron_rl.config import Recipe, load_recipe
     from megatron_rl.config.model_rules import precision_problems
     from megatron_rl.data import load_prompts, load_tokenizer
     from megatron_rl.learner.process_groups import shutdown
+    from megatron_rl.model.architecture import read_architecture
     from megatron_rl.process.ranks import world_rank
 
     pairs = parse_pairs(options.pairs)
@@ -70,18 +84,22 @@ def run(options: argparse.Namespace) -> int:
 
 
 def parse_pairs(text: str) -> list[tuple[str, str]]:
-    """`all` (of dtypes) or `learner/rollout,…`. Raises `InputError` on another dtype or rounding."""
+    """Return the pairs of ``text``: `all` (of `ALL`) or `learner/rollout,…`.
+
+    Raises `InputError` for another dtype or rounding, and for fp32 and tf32 in one command.
+    """
     if text == "all":
-        return list(itertools.product(DTYPES, DTYPES))
+        return list(itertools.product(ALL, ALL))
     pairs = [tuple(pair.strip().split("/")) for pair in text.split(",")]
     for pair in pairs:
         dtype, plus, rounding = pair[-1].partition("+")
-        known = {pair[0], dtype} <= set(DTYPES) and (rounding in ROUNDINGS if plus else True)
-        if len(pair) != 2 or not known:
+        is_valid = {pair[0], dtype} <= set(get_args(Dtype)) and (rounding in ROUNDINGS if plus else True)
+        if len(pair) != 2 or not is_valid:
             raise InputError(
-                f"--pairs: {'/'.join(pair)!r}; expected all, or learner/rollout with {', '.join(DTYPES)}, the "
-                f"second with +{', +'.join(ROUNDINGS)} or nothing behind it"
+                f"--pairs: {'/'.join(pair)!r}; expected all, or learner/rollout with {', '.join(get_args(Dtype))}, the "
+                f"second optionally followed by +{', +'.join(ROUNDINGS)}"
             )
+    refuse_both_products("--pairs", (dtype.partition("+")[0] for pair in pairs for dtype in pair))
     return pairs
 
 

@@ -1,4 +1,4 @@
-"""What `megatron-rl mismatch` measures, pair by pair of dtypes, and the files that it writes."""
+"""Measurement and output files of `megatron-rl paper mismatch`, per pair of dtypes."""
 
 from __future__ import annotations
 
@@ -19,22 +19,25 @@ from matplotlib.figure import Figure
 
 from megatron_rl.batch import build_batch
 from megatron_rl.config import Recipe
+from megatron_rl.config.precision import fp32_products
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.process_groups import resolve_device
 from megatron_rl.monitor.mismatch import mismatch_metrics
+from megatron_rl.process.fp32_products import settle
 from megatron_rl.rollout.requests import everywhere
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.types import Prompt
 
 _IQR_OF_NORMAL = 1.349  # interquartile range of the standard normal distribution
-_MOST_POINTS = 5_000  # in a scatter; the figures are over all tokens
+_MOST_POINTS = 5_000  # points of a scatter plot; figures are over all tokens
 
 
 @dataclass
 class PairResult:
-    """What one pair of dtypes gave. N response tokens of B sequences."""
+    """Results of one pair of dtypes: N response tokens of B sequences."""
 
     learner: str
-    rollout: str  # with the rounding of its weights: bf16+fp8
+    rollout: str  # dtype with the rounding of its weights, such as bf16+fp8
     mu: np.ndarray  # [N] float64, log mu
     po: np.ndarray  # [N] float64, log po
     lengths: np.ndarray  # [B]
@@ -46,18 +49,18 @@ class PairResult:
 
     @property
     def sequence_log_ratio(self) -> np.ndarray:
-        """[B] Σ_t (log po − log mu) of each sequence."""
+        """Return Σ_t (log po − log mu) of each sequence, [B]."""
         return np.add.reduceat(self.po - self.mu, np.cumsum(self.lengths) - self.lengths)
 
     def figures(self) -> dict[str, float]:
-        """The numbers of the table; names as in metrics.jsonl where the metric is the same."""
+        """Return the numbers of the table, under the name in metrics.jsonl if it is the same metric."""
         ratio, difference = self.sequence_log_ratio, self.po - self.mu
         as_tensors = (torch.from_numpy(x).float() for x in (self.po, self.mu))
         mask, offsets = torch.ones(len(self.mu), dtype=torch.bool), torch.tensor([0, *np.cumsum(self.lengths)])
         metrics = mismatch_metrics(*as_tensors, mask, offsets)
-        found = {
+        figures = {
             "sequence_log_ratio_std": float(ratio.std()),
-            # Robust: a few tokens that took another expert can be most of the variance.
+            # A robust measure: a few tokens with another expert can cause most of the variance.
             "sequence_log_ratio_iqr_std": float(np.subtract(*np.quantile(ratio, [0.75, 0.25])) / _IQR_OF_NORMAL),
             "sequence_log_ratio_max_abs": float(np.abs(ratio).max()),
             "token_log_ratio_std": float(difference.std()),
@@ -68,16 +71,18 @@ class PairResult:
             "pearson": float(np.corrcoef(np.exp(self.mu), np.exp(self.po))[0, 1]),
         }
         if self.routes_differ is not None:
-            found["routes_differ_frac"] = float(self.routes_differ.mean())
-            found["tokens_with_other_route_frac"] = float(self.routes_differ.any(axis=1).mean())
-        return found | {"mean_length": float(self.lengths.mean()), "num_sequences": len(self.lengths)}
+            figures["routes_differ_frac"] = float(self.routes_differ.mean())
+            figures["tokens_with_other_route_frac"] = float(self.routes_differ.any(axis=1).mean())
+        return figures | {"mean_length": float(self.lengths.mean()), "num_sequences": len(self.lengths)}
 
 
 def measure(
     recipe: Recipe, prompts: list[Prompt], pairs: Sequence[tuple[str, str]], checkpoint: Path | None
 ) -> Iterator[PairResult]:
-    """Every pair, grouped by what the engine rounds: an engine takes longer to start than a learner."""
+    """Yield the results of all pairs, grouped by the engine's dtype, as engines take longer to start than learners."""
     version = 0
+    every = [fp32_products(*pair, recipe.precision) for pair in pairs]
+    settle(set().union(*itertools.chain(*every)), resolve_device(recipe.runtime.device).type)
     for rollout_dtype, members in itertools.groupby(sorted(pairs, key=lambda pair: pair[1]), key=lambda pair: pair[1]):
         variants = [with_dtypes(recipe, learner_dtype, rollout_dtype) for learner_dtype, _ in members]
         learner = Learner(variants[0])  # joins the job; the engine starts inside it
@@ -123,7 +128,7 @@ def start_engine(recipe: Recipe, learner: Learner) -> VllmGenerator:
 def measure_pair(
     recipe: Recipe, learner: Learner, generator: VllmGenerator, prompts: list[Prompt], version: int
 ) -> PairResult:
-    """Generate with the weights that the engine holds, and falls asleep with; score with the learner."""
+    """Generate with the engine's current weights, put it to sleep, score with the learner, and return the results."""
     groups = generator.rollout(prompts, recipe.rollout.num_samples, policy_version=version, step=0)
     generator.sleep()
     batch = build_batch(0, everywhere(groups), recipe)
@@ -131,7 +136,7 @@ def measure_pair(
     watched = recipe.routing.telemetry
     scored = learner.compute_logprobs(batch, routing="record" if watched else "native")
     differ = None
-    if watched:  # "record" has put the learner's own routes in their place
+    if watched:  # "record" has replaced them by the learner's own routes
         both = ((np.sort(a, -1), np.sort(s.routed_experts, -1)) for a, s in zip(engine_routes, batch.sequences))
         differ = np.concatenate([(a != b).any(axis=-1) for a, b in both])
     return PairResult(
@@ -148,7 +153,7 @@ def measure_pair(
 
 
 def draw(results: list[PairResult]) -> Figure:
-    """One row per pair: probabilities of the two engines against each other, and log-ratio against length."""
+    """Return a figure with a row per pair: probabilities of both engines, and log-ratio over length."""
     figure = Figure(figsize=(10, 3.4 * len(results)), layout="constrained")
     axes = figure.subplots(len(results), 2, squeeze=False)
     widest = max(float(np.abs(r.sequence_log_ratio).max()) for r in results) * 1.1 or 1e-6
@@ -165,7 +170,7 @@ def draw(results: list[PairResult]) -> Figure:
 
 
 def page(title: str, rows: list[dict[str, Any]], picture: bytes) -> str:
-    """A self-contained HTML page: the table, then the figure."""
+    """Return a self-contained HTML page with the table and the figure."""
     cells = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
     for row in rows:
         values = (f"{v:.3e}" if isinstance(v, float) else html.escape(str(v)) for v in row.values())
@@ -181,7 +186,7 @@ def page(title: str, rows: list[dict[str, Any]], picture: bytes) -> str:
 
 
 def write(folder: Path, title: str, results: list[PairResult]) -> None:
-    """mismatch.json, mismatch.png and mismatch.html."""
+    """Write mismatch.json, mismatch.png and mismatch.html."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [{"learner": r.learner, "rollout": r.rollout, **r.figures()} for r in results]
     for row, result in zip(rows, results, strict=True):

@@ -1,22 +1,26 @@
-"""Keep the patches to upstream projects applied: status, check, apply, revert, export.
+"""Apply the patches to upstream projects, check, revert or export them, or show which are applied.
 
     megatron-rl patch status                 what is applied to the packages of this interpreter's environment
-    megatron-rl patch apply                  apply every series there; a tree already patched is left alone
+    megatron-rl patch apply                  apply what runs need there; a tree already patched is left alone
     megatron-rl patch revert                 back to upstream's files, byte for byte
-    megatron-rl patch check                  prove that each series fits a pristine upstream, without touching any
+    megatron-rl patch check                  prove that each release's patches fit it, without touching any tree
+    megatron-rl patch matrix DIR|WHEEL ...   which series fit these trees and wheels, as a table
     megatron-rl patch export --tree DIR --base TAG megatron-core-0.16
                                              patch files from the commits TAG..HEAD of a git checkout
-    ... --tree DIR megatron-core-0.16        work on a git checkout or an unpacked source tree instead
+    ... --tree DIR                           work on a git checkout or an unpacked source tree instead
+    ... --series routing,schedule            of Megatron's patches, take those for this purpose alone
 
-A series that no package holds the files of (UPSTREAM: `Package: none`) is used only when it is named, with --tree.
-Of several series for one package, the one for the installed version is used; `check` proves all of them.
+Project and release are found by themselves. Patches to Megatron come in series by purpose: routing, precision,
+schedule, fixes, cpu. Each applies alone and in any order, and is reverted alone; without --series, `apply` takes all
+but schedule. A series that no package holds the files of (UPSTREAM: `Package: none`) is used only when it is named,
+with --tree.
 
-To change a series, give it a git checkout: tag the pristine tree, `git am` the patches in the order of `series`, amend
-or add commits (one for each patch, with the trailers Origin, Forwarded, Drop-When and Test), then export. Where a newer
-upstream has only moved the text, `export --tree DIR` without --base renews line numbers and context.
+To change the patches of a release, give them a git checkout: tag the pristine tree, `git am` the patches in the order
+of `series`, amend or add commits (one for each patch, with the trailers Origin, Forwarded, Drop-When and Test), then
+export. `export --tree DIR` without --base renews line numbers and hashes for a newer tree that the patches fit.
 
-A series is applied all or nothing: if one hunk does not match, no file changes and the message names patch, file and
-hunk. Exit status: 0 done (status: applied), 1 not applied, 2 error.
+git applies patches all or nothing: if one hunk does not match, no file changes and the message names patch, file and
+line. Exit status: 0 done (status: applied), 1 not applied, 2 error.
 """
 
 from __future__ import annotations
@@ -25,44 +29,66 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.errors import EXIT_DONE, InputError
-from megatron_rl.patching import export, states, target, upstream
-from megatron_rl.patching.errors import PatchError
-from megatron_rl.patching.series import Series
+from megatron_rl.patching import matrix, releases, states, target, upstream
+from megatron_rl.patching.series import PURPOSES, PatchError, Series
 from megatron_rl.shipped import checkout, shipped
 
 EXIT_NOT_APPLIED = 1
 OLD_NAMES = {"megatron-core": "megatron-core-0.16"}
+OLD_SCHEDULE = "megatron-lm"
+"""What the series `schedule` was called when it was a folder of its own."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", required=True, metavar="status|check|apply|revert|export")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="status|check|apply|revert|matrix|export")
     texts = {
-        "status": "what is applied",
-        "check": "prove that each series fits a pristine upstream",
-        "apply": "apply every series, or those named",
-        "revert": "back to upstream's files",
-        "export": "patch files from a git checkout or a patched tree",
+        "status": "Show which patches are applied.",
+        "check": "Prove that each series fits a pristine upstream.",
+        "apply": "Apply every series, or those named.",
+        "revert": "Restore upstream's files.",
+        "matrix": "Show which series fit which releases.",
+        "export": "Write patch files from a git checkout or a patched tree.",
     }
     for name, text in texts.items():
         action = actions.add_parser(name, help=text, description=text)
-        action.add_argument("upstream", nargs="*", help="folders below patches/; default: all for packages")
-        action.add_argument("--tree", help="a git checkout or an unpacked source tree, instead of the package")
-        action.add_argument("--allow-global", action="store_true", help="a package outside of a virtual environment")
+        action.add_argument(
+            "upstream",
+            nargs="*",
+            help="Trees and wheels of Megatron (default: the archives that the releases pin)."
+            if name == "matrix"
+            else "Use these folders below patches/ (default: those for the tree, or for installed packages).",
+        )
+        action.add_argument("--series", help=f"Take these series alone, with commas between: {', '.join(PURPOSES)}.")
+        action.add_argument(
+            "--tree", help="Work on this git checkout or unpacked source tree instead of the installed package."
+        )
+        action.add_argument(
+            "--allow-global", action="store_true", help="Work on a package outside of a virtual environment as well."
+        )
         action.add_argument("--patches", default=shipped("patches"), type=Path, help=argparse.SUPPRESS)
-    actions.choices["status"].add_argument("--json", action="store_true", help="print data")
-    actions.choices["check"].add_argument("--archive", help="use this archive instead of downloading it")
-    actions.choices["export"].add_argument("--base", help="the commit or tag of the checkout that is pristine upstream")
+    actions.choices["status"].add_argument("--json", action="store_true", help="Print JSON.")
+    actions.choices["check"].add_argument("--archive", help="Use this archive instead of downloading it.")
+    actions.choices["export"].add_argument(
+        "--base", help="Take this commit or tag of the checkout as pristine upstream."
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     try:
+        if options.action == "matrix":
+            repository = _repository("matrix keeps archives in the cache")
+            print(matrix.table(options.patches, options.upstream, repository / ".cache" / "patches"))
+            return EXIT_DONE
         chosen = choose(options)
+        purposes = named_purposes(options)
         if options.action == "status":
-            return print_status([states.report(*found(options, series)) for series in chosen], options.json)
+            reports = [states.report(*found(options, series), purposes) for series in chosen]
+            return print_status(reports, options.json)
         for series in chosen:
-            print(f"{series.name}: {act(options, series)}")
+            print(f"{series.name}: {act(options, series, purposes)}")
     except BrokenPipeError:  # of standard output
         raise
     except OSError as error:
@@ -70,23 +96,48 @@ def run(options: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def named_purposes(options: argparse.Namespace) -> list[str] | None:
+    """The series that are named; None: none is."""
+    if options.series is None:
+        return None
+    names = [name.strip() for name in options.series.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in PURPOSES] or not names:
+        found = ", ".join(unknown) if isinstance(unknown, list) else "nothing"
+        raise PatchError(f"--series: found {found}; allowed are {', '.join(PURPOSES)}")
+    return names
+
+
 def choose(options: argparse.Namespace) -> list[Series]:
-    """The series that are named; without names, all that the command can do something with."""
-    known = states.names(options.patches)
+    """The upstreams that are named; without names, all that the command can do something with."""
+    known = releases.names(options.patches)
+    options.upstream = [name for name in options.upstream if not _is_old_schedule(options, name, known)]
     if not options.upstream and options.action != "check":
-        chosen = states.of_installed_packages(options.patches)
-    else:
-        wanted = [current_name(name, known) for name in options.upstream] or known
-        if unknown := [name for name in wanted if name not in known]:
-            raise PatchError(f"no such upstream: {', '.join(unknown)}; there are: {', '.join(known)}")
-        chosen = [Series.read(options.patches / name) for name in wanted]
-    if options.tree is not None and len(chosen) != 1:
-        raise PatchError(f"--tree is one tree: name one upstream of {', '.join(known)}")
-    return chosen
+        if options.tree is not None:
+            return [releases.for_tree(options.patches, Path(options.tree).resolve())]
+        return [s for s in releases.of_installed_packages(options.patches) if s.purposes or options.series is None]
+    if not options.upstream and options.tree is not None:
+        return [releases.for_tree(options.patches, Path(options.tree).resolve())]
+    wanted = [current_name(name, known) for name in options.upstream] or known
+    if unknown := [name for name in wanted if name not in known]:
+        raise PatchError(f"no such upstream: {', '.join(unknown)}; there are: {', '.join(known)}")
+    if options.tree is not None and len(wanted) != 1:
+        raise PatchError(f"--tree is one tree: name one upstream of {', '.join(known)}, or none")
+    return [Series.read(options.patches / name) for name in wanted]
+
+
+def _is_old_schedule(options: argparse.Namespace, name: str, known: list[str]) -> bool:
+    """Whether ``name`` is the old name of the series `schedule`, which is then the one that is taken."""
+    if name != OLD_SCHEDULE or name in known:
+        return False
+    print(f"note: {name} is the old name of --series schedule", file=sys.stderr)
+    if options.tree is None and options.action != "check":
+        raise PatchError(f"{name} is for a source tree: name yours with --tree, or take --series schedule")
+    options.series = "schedule"
+    return True
 
 
 def current_name(name: str, known: list[str]) -> str:
-    """``name``, or what a series of this old name is called."""
+    """Return ``name``, or the new name of a series if ``name`` is an old one."""
     new = OLD_NAMES.get(name, name)
     if name in known or new not in known:
         return name
@@ -95,26 +146,26 @@ def current_name(name: str, known: list[str]) -> str:
 
 
 def found(options: argparse.Namespace, series: Series) -> tuple[Series, target.Target]:
-    """``series`` and the tree that it is for."""
+    """Return ``series`` and the tree to work on."""
     return series, target.find(series, options.tree, options.allow_global)
 
 
-def act(options: argparse.Namespace, series: Series) -> str:
+def act(options: argparse.Namespace, series: Series, purposes: list[str] | None) -> str:
     """Check, apply, revert or export one series; what was done, in words."""
     if options.action == "check":
         repository = _repository("check looks for the tests that patches name")
         tree = options.tree and found(options, series)[1].root
-        return upstream.check(series, repository, repository / ".cache" / "patches", options.archive, tree)
+        return upstream.check(series, repository, repository / ".cache" / "patches", options.archive, tree, purposes)
     if options.action in ("apply", "revert"):
-        return states.apply_or_revert(*found(options, series), revert=options.action == "revert")
+        return states.apply_or_revert(*found(options, series), options.action == "revert", purposes)
     if options.tree is None:
         raise PatchError("export reads a checkout or a tree: name it with --tree")
     _repository("export writes the folder patches/")
     root = found(options, series)[1].root
     if options.base:
-        names = export.from_checkout(series, root, options.base)
+        names = upstream.from_checkout(series, root, options.base, purposes and purposes[0])
     else:
-        names = export.refresh(series, series.load(root))
+        names = upstream.refresh(series, series.load(root))
     return f"wrote {len(names)} patches"
 
 
@@ -125,11 +176,12 @@ def _repository(why: str) -> Path:
     return repository
 
 
-def print_status(reports: list[dict[str, object]], as_json: bool) -> int:
+def print_status(reports: list[dict[str, Any]], as_json: bool) -> int:
     if as_json:
         print(json.dumps(reports, indent=2))
     else:
         print("\n".join(states.lines(reports)))
-        for message in filter(None, (entry["message"] for entry in reports)):
-            print(message, file=sys.stderr)
+        for entry in reports:
+            if any(group["state"] == states.UNKNOWN for group in entry["series"].values()):
+                print(entry["message"], file=sys.stderr)
     return EXIT_DONE if all(entry["state"] == states.APPLIED for entry in reports) else EXIT_NOT_APPLIED

@@ -1,15 +1,15 @@
-"""Overlay the curves of several runs: one PNG and one self-contained HTML page.
+"""Draw the curves of several runs over each other: one PNG and one self-contained HTML page.
 
-    megatron-rl plot RUN [RUN ...] [--out DIR] [--title TEXT] [--x step|time|tokens] [--smooth STEPS]
-    megatron-rl plot --paper length-decay RUN [RUN ...] [--figure fig05]
+    megatron-rl run plot RUN [RUN ...] [--out DIR] [--title TEXT] [--x step|time|tokens] [--smooth STEPS]
+    megatron-rl run plot --paper length-decay RUN [RUN ...] [--figure fig05]
 
-RUN is a run directory (or its metrics.jsonl), or label=RUN. Runs with the same label are seeds of one experiment: their
-mean is drawn as a line and their range as a band. Without a label it is the folder's name less a trailing `-seed<n>`
-or `-s<n>`. Curves of more than 40 steps are smoothed; `--smooth 1` draws every value. Panels that are 0 throughout
-are left out, and equal curves drawn once. Nothing but metrics.jsonl is read.
+RUN is a run directory (or its metrics.jsonl), or label=RUN. Runs with the same label are seeds of one experiment: a
+line shows their mean and a band their range. The default label is the folder's name without a trailing `-seed<n>` or
+`-s<n>`. Curves of more than 40 steps are smoothed; `--smooth 1` draws every value. Panels that are always 0 are left
+out, and identical curves are drawn once. Only metrics.jsonl is read.
 
---paper draws the figures of a paper instead, one PNG each, with the runs as its curves, and says which metric a run
-lacks for which figure. Give the runs of the figure's arms, and the figure's name where the others say nothing.
+--paper draws the figures of a paper instead, one PNG each, and names the metrics that a run lacks. Give the runs of the
+figure's arms; --figure limits the command to figures that fit these runs.
 """
 
 from __future__ import annotations
@@ -25,13 +25,34 @@ from megatron_rl.monitor.plots import View, draw_figure, drawable_panels
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, its metrics.jsonl, or label=RUN")
-    parser.add_argument("--out", type=Path, default=Path("plots"), help="folder for curves.png and curves.html")
-    parser.add_argument("--title", default=None, help="heading; default: the label, or their number")
-    parser.add_argument("--x", choices=tuple(X_LABELS), default="step", help="horizontal axis (default: %(default)s)")
-    parser.add_argument("--smooth", type=int, metavar="STEPS", help="span of the exponential mean; default: by length")
-    parser.add_argument("--paper", choices=PAPERS, help="draw the figures of this paper")
-    parser.add_argument("--figure", action="append", default=[], help="with --paper: only this one; may be repeated")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="Read this run directory or metrics.jsonl, which may be written as label=RUN.",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("plots"), help="Write curves.png and curves.html to this folder."
+    )
+    parser.add_argument(
+        "--title", default=None, help="Write this heading (default: the label, or the number of experiments)."
+    )
+    parser.add_argument(
+        "--x", choices=tuple(X_LABELS), default="step", help="Draw over steps, time or tokens (default: %(default)s)."
+    )
+    parser.add_argument(
+        "--smooth",
+        type=int,
+        metavar="STEPS",
+        help="Smooth with an exponential mean over this span (default: by length).",
+    )
+    parser.add_argument("--paper", choices=PAPERS, help="Draw the figures of this paper.")
+    parser.add_argument(
+        "--figure",
+        action="append",
+        default=[],
+        help="Draw only this figure of --paper. The option may be given several times.",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -52,19 +73,19 @@ def run(options: argparse.Namespace) -> int:
 
 
 SCATTER = {"hacking": "fig03", "fp16": "fig02-tokens"}
-"""The figure of each paper that needs tokens: of runs with stored batches (recorder.record_batches)."""
+"""The figure of each paper that needs runs with stored batches (recorder.record_batches)."""
 
 
 def draw_figures(options: argparse.Namespace, groups: list[Curves]) -> int:
-    """The figures of `--paper`; raises `InputError` where none of them can be drawn."""
+    """Draw the figures of `--paper` and return the exit status. Raises `InputError` if none can be drawn."""
     scatter = SCATTER.get(options.paper)
-    known = [figure.name for figure in PAPERS[options.paper]] + [scatter] * bool(scatter)
-    if unknown := [name for name in options.figure if name not in known]:
-        raise InputError(f"--figure {unknown[0]}: {options.paper} has {', '.join(known)}")
+    available = [figure.name for figure in PAPERS[options.paper]] + ([scatter] if scatter else [])
+    if unknown := [name for name in options.figure if name not in available]:
+        raise InputError(f"--figure {unknown[0]}: {options.paper} has {', '.join(available)}")
     options.out.mkdir(parents=True, exist_ok=True)
     written, missing = draw_paper(options.paper, groups, options.out, options.figure)
     if scatter and (not options.figure or scatter in options.figure):
-        from megatron_rl.stored.scatter import draw_scatter
+        from megatron_rl.instruments.stored.scatter import draw_scatter
 
         figure = draw_scatter([named_folder(text) for text in options.runs], f"{options.paper}, {scatter}")
         if figure is None:
@@ -75,13 +96,13 @@ def draw_figures(options: argparse.Namespace, groups: list[Curves]) -> int:
     for sentence in missing:
         print(sentence)
     if not written:
-        raise InputError(f"--paper {options.paper}: no run has what any of these figures needs")
+        raise InputError(f"--paper {options.paper}: no run has the metrics of any of these figures")
     print("wrote " + ", ".join(map(str, written)))
     return EXIT_DONE
 
 
 def named_folder(argument: str) -> tuple[str, Path]:
-    """Label and folder of a RUN argument."""
+    """Return label and folder of a RUN argument."""
     label, _, path = argument.rpartition("=") if not Path(argument).exists() else ("", "", argument)
     folder = Path(path).resolve()
     folder = folder.parent if folder.is_file() else folder

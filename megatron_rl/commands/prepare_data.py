@@ -1,22 +1,23 @@
-"""Make training data of a public dataset: unique problems, checked answers, nothing of the evaluation sets.
+"""Make training data from a public dataset: unique problems, checked answers, no problems of evaluation sets.
 
     megatron-rl prepare-data dapo-math-17k.parquet --against aime-2024.parquet --out dapo.jsonl [--tokenizer MODEL]
 
-Reads what the data loader reads (.jsonl or .parquet; `problem`/`answer` or verl's columns). DAPO-Math-17k's public file
-holds every problem about a hundred times, inside an instruction; AIME-2024's holds each one 32 times. In this order:
+The command reads the data loader's formats (.jsonl or .parquet; `problem`/`answer` or verl's columns). The public file
+of DAPO-Math-17k has each problem about a hundred times, inside an instruction; that of AIME-2024 has each 32 times.
+These steps are done in order:
 
-1. The known instruction around a problem is taken off (--keep-instructions leaves it), so that the recipe's
-   `data.prompt.template` decides; problems that are equal up to Unicode form, case, white space and LaTeX spacing
-   become one row.
-2. Copies with different answers: the problem is left out (--conflicts majority: the most frequent answer stands).
-3. Gold answers that are empty or too long to be right ever: left out. Those that `math_reward` can compare by spelling
-   alone are kept and listed.
-4. Overlap with every --against file: the same problem, or half of an evaluation problem's runs of eight words: left out
-   (--overlap report: only counted).
-5. With --tokenizer and --max-length: problems longer than that (bare, without template): left out.
+1. Remove a known instruction around a problem (--keep-instructions keeps it), so that the recipe's
+   `data.prompt.template` decides. Merge problems that are equal up to Unicode form, case, white space and LaTeX
+   spacing.
+2. Leave out problems whose copies have different answers (--conflicts majority: take the most frequent answer).
+3. Leave out gold answers that are empty or too long to ever be met. Answers that `math_reward` can compare only by
+   spelling are kept and listed.
+4. Leave out problems of an --against file: the same problem, or one that shares half of an evaluation problem's runs of
+   eight words (--overlap report: only count them).
+5. With --tokenizer and --max-length, leave out longer problems (measured without template).
 
-The same files and options give the same bytes; ids are hashes of the problems. OUT.report.json (--report FILE) and the
-text printed say what was found and what was left out.
+The same files and options give the same bytes; ids are hashes of the problems. The printed text and OUT.report.json
+(--report FILE) list what was found and what was left out.
 """
 
 from __future__ import annotations
@@ -41,23 +42,37 @@ SHOWN = 20  # examples of each kind in the report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="+", type=Path, help="dataset files, .jsonl or .parquet")
-    parser.add_argument("--out", type=Path, required=True, help="file to write, .jsonl or .parquet")
-    parser.add_argument("--against", type=Path, nargs="*", default=[], help="evaluation sets to keep out")
-    parser.add_argument("--overlap", choices=("drop", "report"), default="drop", help="default drop")
-    parser.add_argument("--conflicts", choices=("drop", "majority"), default="drop", help="default drop")
-    parser.add_argument("--keep-instructions", action="store_true", help="leave the text around problems")
-    parser.add_argument("--tokenizer", type=Path, help="folder of a model: count tokens")
-    parser.add_argument("--max-length", type=int, help="most tokens of a problem (needs --tokenizer)")
-    parser.add_argument("--limit", type=int, help="only the first this many rows of each file")
-    parser.add_argument("--report", type=Path, help="default: OUT.report.json")
+    parser.add_argument("files", nargs="+", type=Path, help="Read these dataset files, .jsonl or .parquet.")
+    parser.add_argument("--out", type=Path, required=True, help="Write this file, .jsonl or .parquet.")
+    parser.add_argument(
+        "--against", type=Path, nargs="*", default=[], help="Keep problems of these evaluation sets out."
+    )
+    parser.add_argument(
+        "--overlap",
+        choices=("drop", "report"),
+        default="drop",
+        help="Choose what happens to problems of an evaluation set (default: drop).",
+    )
+    parser.add_argument(
+        "--conflicts",
+        choices=("drop", "majority"),
+        default="drop",
+        help="Choose what happens to problems with several answers (default: drop).",
+    )
+    parser.add_argument("--keep-instructions", action="store_true", help="Keep the text around problems.")
+    parser.add_argument("--tokenizer", type=Path, help="Count tokens with the tokenizer of this model folder.")
+    parser.add_argument(
+        "--max-length", type=int, help="Leave out problems with more tokens than this (needs --tokenizer)."
+    )
+    parser.add_argument("--limit", type=int, help="Read only the first rows of each file, this many.")
+    parser.add_argument("--report", type=Path, help="Write the report to this file (default: OUT.report.json).")
 
 
 def run(options: argparse.Namespace) -> int:
     if options.out.suffix not in (".jsonl", ".parquet"):
-        raise InputError(f"--out {options.out}: unknown kind of file; allowed is .jsonl or .parquet")
+        raise InputError(f"--out {options.out}: unknown kind of file; allowed: .jsonl, .parquet")
     if options.max_length is not None and options.tokenizer is None:
-        raise InputError("--max-length: counts tokens; name a --tokenizer")
+        raise InputError("--max-length: needs a tokenizer to count tokens; add --tokenizer")
     report = prepare(options)
     file = options.report or options.out.with_name(options.out.name + ".report.json")
     file.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -71,28 +86,28 @@ def problems_of(paths: Sequence[Path], limit: int | None = None) -> Iterator[Pro
 
 
 def settle_conflicts(uniques: list[Unique], policy: str) -> tuple[list[Unique], dict[str, Any]]:
-    """Problems with one answer, or with a most frequent one; and what the others say."""
+    """Return problems with one answer (or a most frequent one), and a report on the others."""
     torn = [unique for unique in uniques if len(unique.keys) > 1]
     examples = [{"where": u.where, "problem": u.text[:200], "answers": dict(u.answers)} for u in torn[:SHOWN]]
-    kept = uniques if policy == "majority" else [unique for unique in uniques if len(unique.keys) == 1]
-    return kept, {"problems": len(torn), "policy": policy, "examples": examples}
+    remaining = uniques if policy == "majority" else [unique for unique in uniques if len(unique.keys) == 1]
+    return remaining, {"problems": len(torn), "policy": policy, "examples": examples}
 
 
 def check_golds(uniques: list[Unique]) -> tuple[list[Unique], dict[str, Any]]:
-    """Problems whose answer some response can meet; the kinds of all answers."""
+    """Return problems whose answer a response can meet, and a report on the kinds of answers."""
     kinds = classify(unique.answer() for unique in uniques)
     counts = Counter(kinds[unique.answer()] for unique in uniques)
     listed = {
         kind: [{"where": u.where, "answer": u.answer()[:200]} for u in uniques if kinds[u.answer()] == kind][:SHOWN]
         for kind in ("spelling", "invalid")
     }
-    kept = [unique for unique in uniques if kinds[unique.answer()] != "invalid"]
-    return kept, {"kinds": {kind: counts[kind] for kind in KINDS}, **listed}
+    valid = [unique for unique in uniques if kinds[unique.answer()] != "invalid"]
+    return valid, {"kinds": {kind: counts[kind] for kind in KINDS}, **listed}
 
 
 def remove_overlap(uniques: list[Unique], against: Sequence[Path], policy: str) -> tuple[list[Unique], dict[str, Any]]:
-    """Problems that are in none of the evaluation files; per file, how many are."""
-    found: dict[str, Any] = {}
+    """Return problems that are in no evaluation file, and a report with the number per file."""
+    by_file: dict[str, Any] = {}
     hit: set[str] = set()
     for path in against:
         texts = [_text(problem) for problem in problems_of([path])]
@@ -101,14 +116,14 @@ def remove_overlap(uniques: list[Unique], against: Sequence[Path], policy: str) 
         both = [unique for unique in uniques if kinds[unique.id]]
         hit |= {unique.id for unique in both}
         counts = Counter(kinds[unique.id] for unique in both)
-        found[path.name] = {
+        by_file[path.name] = {
             "problems": len(index.exact),
             "exact": counts["exact"],
             "near": counts["near"],
             "examples": [{"where": u.where, "kind": kinds[u.id], "problem": u.text[:200]} for u in both[:SHOWN]],
         }
-    kept = uniques if policy == "report" else [unique for unique in uniques if unique.id not in hit]
-    return kept, {"policy": policy, "problems": len(hit), "files": found}
+    remaining = uniques if policy == "report" else [unique for unique in uniques if unique.id not in hit]
+    return remaining, {"policy": policy, "problems": len(hit), "files": by_file}
 
 
 def _text(problem: Problem) -> str:
@@ -120,21 +135,21 @@ def _text(problem: Problem) -> str:
 def measure_lengths(
     uniques: list[Unique], tokenizer_path: Path, max_length: int | None
 ) -> tuple[list[Unique], dict[str, Any]]:
-    """Problems within ``max_length`` tokens; the distribution over all."""
+    """Return problems of at most ``max_length`` tokens, and a report with the distribution of lengths."""
     tokenizer = load_tokenizer(str(tokenizer_path))
     texts = [unique.text for unique in uniques]
     ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     lengths = sorted(len(tokens) for tokens in ids)
-    kept = [u for u, tokens in zip(uniques, ids, strict=True) if max_length is None or len(tokens) <= max_length]
-    figures: dict[str, Any] = {"max_length": max_length, "longer": len(uniques) - len(kept)}
+    fitting = [u for u, tokens in zip(uniques, ids, strict=True) if max_length is None or len(tokens) <= max_length]
+    figures: dict[str, Any] = {"max_length": max_length, "longer": len(uniques) - len(fitting)}
     if lengths:
         at = {f"p{q}": lengths[min(len(lengths) - 1, len(lengths) * q // 100)] for q in (50, 90, 99)}
         figures |= {"mean": round(statistics.fmean(lengths), 2), "min": lengths[0], **at, "max": lengths[-1]}
-    return kept, figures
+    return fitting, figures
 
 
 def write_rows(file: Path, uniques: list[Unique]) -> dict[str, Any]:
-    """Write ``uniques`` as its ending says; number of rows and hash of the file."""
+    """Write ``uniques`` in the format of ``file``'s ending; return the number of rows and the file's hash."""
     rows = [output_row(unique) for unique in uniques]
     partial = file.with_name(f".partial-{file.name}")
     if file.suffix == ".parquet":
@@ -155,7 +170,7 @@ def _sha256(file: Path) -> str:
 
 
 def prepare(options: argparse.Namespace) -> dict[str, Any]:
-    """All steps; the report."""
+    """Do all steps and return the report."""
     uniques, counts = collect(problems_of(options.files, options.limit), options.keep_instructions, answer_key)
     copies = sorted(unique.copies for unique in uniques)
     report: dict[str, Any] = {
@@ -171,13 +186,13 @@ def prepare(options: argparse.Namespace) -> dict[str, Any]:
     if options.tokenizer is not None:
         uniques, report["tokens"] = measure_lengths(uniques, options.tokenizer, options.max_length)
     if not uniques:
-        raise InputError(f"{options.files[0]}: nothing is left to write; the report would be {json.dumps(report)}")
+        raise InputError(f"{options.files[0]}: no problem is left to write; the report: {json.dumps(report)}")
     report["output"] = write_rows(options.out, uniques)
     return report
 
 
 def as_text(report: dict[str, Any]) -> str:
-    """The report for a person."""
+    """Return the report as text."""
     copies, conflicts, golds, overlap = (report[key] for key in ("copies", "conflicts", "golds", "overlap"))
     lines = [
         f"rows        {report['rows']} ({report['instructions_stripped']} inside a known instruction)",
@@ -187,9 +202,9 @@ def as_text(report: dict[str, Any]) -> str:
     ]
     lines += [f"            {item['where']}: {item['answer']!r} counts only as spelled" for item in golds["spelling"]]
     lines += [
-        f"overlap     {name}: {found['exact']} the same, {found['near']} nearly, of {found['problems']} problems "
+        f"overlap     {name}: {counts['exact']} the same, {counts['near']} nearly, of {counts['problems']} problems "
         f"({overlap['policy']})"
-        for name, found in overlap["files"].items()
+        for name, counts in overlap["files"].items()
     ]
     if "tokens" in report:
         shown = ", ".join(f"{key} {value}" for key, value in report["tokens"].items())

@@ -1,13 +1,13 @@
-"""Run forward and backward of a stored batch again, as it was or changed, and compare with what the run recorded.
+"""Run forward and backward of a stored batch again, unchanged or changed, and compare with the run's record.
 
-    megatron-rl replay runs/my-run --step 40
-    megatron-rl replay runs/my-run --step 40 --layout tp=1,ep=2
-    megatron-rl replay runs/my-run --step 40 --precision fp16
-    megatron-rl replay runs/my-run --step 40 --set routing.replay=off --set objective.aggregation=token-mean
+    megatron-rl batch replay runs/my-run --step 40
+    megatron-rl batch replay runs/my-run --step 40 --layout tp=1,ep=2
+    megatron-rl batch replay runs/my-run --step 40 --precision fp16
+    megatron-rl batch replay runs/my-run --step 40 --set routing.replay=off --set objective.aggregation=token-mean
 
-Needed: the batch (recorder.record_batches) and the weights of its step. They come from a checkpoint of that step, or
-from an earlier one and the stored batches in between, whose updates are repeated; what is missing is said. On several
-ranks the command starts itself through torchrun. Nothing in the run directory changes.
+It needs the batch (recorder.record_batches) and the weights of its step: from a checkpoint of that step, or from an
+earlier one and the stored batches in between, whose updates are repeated. The message names what is missing. For
+several ranks, the command starts itself through torchrun. The run directory is not changed.
 """
 
 from __future__ import annotations
@@ -42,24 +42,26 @@ SHOWN = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="run directory")
-    parser.add_argument("--step", type=int, required=True, help="step of the stored batch")
+    parser.add_argument("run", type=Path, help="Read this run directory.")
+    parser.add_argument("--step", type=int, required=True, help="Replay the stored batch of this step.")
     add_overrides(parser)
-    parser.add_argument("--layout", help="for example tp=1,ep=2 (also pp, etp); sizes not named are 1")
-    parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), help="dtype of the learner")
+    parser.add_argument(
+        "--layout", help="Use this layout, for example tp=1,ep=2 (also pp, etp); sizes that are not named are 1."
+    )
+    parser.add_argument("--precision", choices=("bf16", "fp16", "tf32", "fp32"), help="Use this dtype for the learner.")
     parser.add_argument(
         "--weights",
         default="exact",
         metavar="exact|nearest|DIR",
-        help="exact (default): those of the step or an error; nearest: the newest checkpoint not after it; "
-        "DIR: a checkpoint of this project or a Hugging Face folder",
+        help="Choose the weights. exact (default): those of the step; an error if there are none. nearest: the newest "
+        "checkpoint not after it. DIR: a checkpoint of this project or a Hugging Face folder.",
     )
-    parser.add_argument("--json", type=Path, help="also write everything to this file")
+    parser.add_argument("--json", type=Path, help="Write everything to this file as well.")
 
 
 def run(options: argparse.Namespace) -> int:
-    from megatron_rl.stored import rerun as flight
-    from megatron_rl.stored.batches import batch_path, load_batch
+    from megatron_rl.instruments.stored import rerun as flight
+    from megatron_rl.run.recorded_batches import batch_path, load_batch
 
     layout = flight.layout_overrides(options.layout) if options.layout else []
     directory, original = flight.open_run(options.run, layout)
@@ -74,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     stored = [s.current_logprobs for s in recorded.batch.sequences]
     with flight.learner_at(directory, original, changed, options.step, options.weights) as (learner, source):
         learner.keep_current_logprobs = True
-        learner.num_updates = recorded.policy_version  # names the draws of variance injection
+        learner.num_updates = recorded.policy_version  # seeds the draws of variance injection
         metrics = flight.repeat_update(learner, recorded)
         now = flight.current_logprobs(learner, recorded.batch)
     if is_main_rank():
@@ -85,7 +87,8 @@ def run(options: argparse.Namespace) -> int:
 def report(
     options: argparse.Namespace, recipe: Recipe, recorded, stored: list, now: list, metrics: dict, source: str
 ) -> None:
-    from megatron_rl.stored.rerun import compare, format_table
+    from megatron_rl.instruments.stored.rerun import compare
+    from megatron_rl.process.output import format_table
 
     batch, parallel = recorded.batch, recipe.learner.parallel
     sizes = ", ".join(f"{name} {size}" for name, size in parallel.model_dump().items())
@@ -99,5 +102,5 @@ def report(
         differences = {"max": float(np.abs(change).max()), "mean": float(np.abs(change).mean())}
         print(f"current_logprobs: |difference| mean {differences['mean']:.3e}, max {differences['max']:.3e}")
     if options.json:
-        told = {"weights": source, "stored": recorded.metrics, "replayed": metrics, "logprob_difference": differences}
-        options.json.write_text(json.dumps(told, indent=1))
+        record = {"weights": source, "stored": recorded.metrics, "replayed": metrics, "logprob_difference": differences}
+        options.json.write_text(json.dumps(record, indent=1))

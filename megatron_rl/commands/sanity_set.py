@@ -1,13 +1,13 @@
-"""The "perfectible" problems of a dataset for the sanity test of [FP16 §4]: neither hopeless nor already solved.
+"""Choose the problems for the sanity test of [FP16 §4]: neither unsolvable nor already solved ("perfectible").
 
-    megatron-rl sanity-set RECIPE --out kept.jsonl [--samples 40] [--low 0.2] [--high 0.8] [--limit N]
+    megatron-rl paper sanity-set RECIPE --out kept.jsonl [--samples 40] [--low 0.2] [--high 0.8] [--limit N]
 
-Samples every problem of the recipe's data.train with its model, prompt format, reward and `rollout` section, and writes
-those whose accuracy lies in [low, high], with `accuracy` beside problem and answer. A run on the kept set that does not
-reach 95% is at fault itself: `megatron-rl sanity-verdict` says so.
+The command samples each problem of the recipe's data.train with the recipe's model, prompt format, reward and `rollout`
+section. It writes the problems with an accuracy in [low, high], with `accuracy` beside problem and answer. A run on
+this set that does not reach 95% has a fault: check it with `megatron-rl paper sanity-verdict`.
 
-What has been sampled goes to OUT.progress.jsonl at once, one line a problem; the same command continues after an
-interruption. Under torchrun every rank runs an engine and problems are shared out.
+Results are saved to OUT.progress.jsonl, one line per problem, so that the same command continues after an interruption.
+Under torchrun each rank runs an engine on its share of the problems.
 """
 
 from __future__ import annotations
@@ -31,12 +31,16 @@ from megatron_rl.types import Group, Prompt
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
-    parser.add_argument("--out", type=Path, required=True, help="file of the kept problems (JSON lines)")
-    parser.add_argument("--samples", type=int, default=40, help="responses per problem (default 40)")
-    parser.add_argument("--low", type=float, default=0.2, help="least accuracy kept (default 0.2)")
-    parser.add_argument("--high", type=float, default=0.8, help="greatest accuracy kept (default 0.8)")
-    parser.add_argument("--limit", type=int, help="only the first this many problems")
-    parser.add_argument("--problems-per-call", type=int, default=64, help="problems between two saves (default 64)")
+    parser.add_argument("--out", type=Path, required=True, help="Write the kept problems to this file (JSON lines).")
+    parser.add_argument(
+        "--samples", type=int, default=40, help="Sample this number of responses to each problem (default: 40)."
+    )
+    parser.add_argument("--low", type=float, default=0.2, help="Keep problems from this accuracy on (default: 0.2).")
+    parser.add_argument("--high", type=float, default=0.8, help="Keep problems up to this accuracy (default: 0.8).")
+    parser.add_argument("--limit", type=int, help="Sample only the first problems, this many.")
+    parser.add_argument(
+        "--problems-per-call", type=int, default=64, help="Save after this number of problems (default: 64)."
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -44,29 +48,33 @@ def run(options: argparse.Namespace) -> int:
 
     if not 0 <= options.low <= options.high <= 1 or options.samples < 1:
         raise InputError(
-            f"--low {options.low} --high {options.high} --samples {options.samples}: need 0 ≤ low ≤ high ≤ 1"
+            f"--low {options.low} --high {options.high} --samples {options.samples}: must have 0 ≤ low ≤ high ≤ 1"
         )
     recipe = load_recipe(options.recipe, options.overrides)
     problems = [problem for source in recipe.data.train for problem in read_problems(source)][: options.limit]
-    wanted = {problem.id for problem in problems}
+    problem_ids = {problem.id for problem in problems}
     prompts = load_prompts(recipe.data.train, load_tokenizer(str(recipe.model.path)), recipe.data.prompt)
     progress, expected = options.out.with_name(options.out.name + ".progress.jsonl"), settings(recipe, options.samples)
     with job(recipe):
-        # One rank owns the file; the others hear of it.
+        # One rank reads and writes the file and broadcasts its content.
         done = broadcast_object(read_progress(progress, expected) if world_rank() == 0 else {})
-        left = [prompt for prompt in prompts if prompt.id in wanted and prompt.id not in done]
+        left = [prompt for prompt in prompts if prompt.id in problem_ids and prompt.id not in done]
         if left:
             sample(recipe, left, options.samples, options.problems_per_call, progress)
         if world_rank() == 0:
-            correct = {name: number for name, number in read_progress(progress, expected).items() if name in wanted}
-            kept, sampled = write_kept(options.out, problems, correct, options.samples, options.low, options.high)
+            correct = {
+                name: number for name, number in read_progress(progress, expected).items() if name in problem_ids
+            }
+            num_kept, sampled = write_kept(options.out, problems, correct, options.samples, options.low, options.high)
             print(f"sampled {len(left)} problems, {sampled - len(left)} before")
-            print(f"kept {kept} of {sampled} problems (accuracy {options.low:g} to {options.high:g}): {options.out}")
+            print(
+                f"kept {num_kept} of {sampled} problems (accuracy {options.low:g} to {options.high:g}): {options.out}"
+            )
     return EXIT_DONE
 
 
 def settings(recipe: Recipe, num_samples: int) -> dict[str, Any]:
-    """What sampled accuracies depend on; progress made with other settings is not continued."""
+    """Return the settings that accuracies depend on; progress of other settings is not continued."""
     rollout = recipe.rollout
     return {
         "model": str(recipe.model.path),
@@ -81,16 +89,16 @@ def settings(recipe: Recipe, num_samples: int) -> dict[str, Any]:
 
 
 def read_progress(file: Path, expected: dict[str, Any]) -> dict[str, int]:
-    """Problem id → correct samples, of an earlier run. Raises `InputError` if that run sampled something else."""
+    """Return correct samples by problem id, of an earlier run. Raises `InputError` if its settings differ."""
     if not file.exists():
         file.write_text(json.dumps({"settings": expected}) + "\n")
         return {}
     lines = file.read_text().splitlines()
-    found = json.loads(lines[0])["settings"]
-    if found != expected:
-        different = sorted(key for key in expected if found.get(key) != expected[key])
+    stored = json.loads(lines[0])["settings"]
+    if stored != expected:
+        different = sorted(key for key in expected if stored.get(key) != expected[key])
         raise InputError(
-            f"{file}: made with other settings ({', '.join(f'{k}: {found.get(k)!r}' for k in different)}); delete it "
+            f"{file}: made with other settings ({', '.join(f'{k}: {stored.get(k)!r}' for k in different)}); delete it "
             "to start anew, or choose another --out"
         )
     done = {}
@@ -98,9 +106,9 @@ def read_progress(file: Path, expected: dict[str, Any]) -> dict[str, int]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
-            break  # the line that was being written when the run was interrupted; it is the last
+            break  # the last line, incomplete after an interruption
         done[row["id"]] = row["correct"]
-    # Without the half line, so that the next one starts at the margin.
+    # Remove the incomplete line, so that the next one starts on a new line.
     rows = [json.dumps({"settings": expected}), *(json.dumps({"id": k, "correct": v}) for k, v in done.items())]
     file.write_text("\n".join(rows) + "\n")
     return done
@@ -111,7 +119,7 @@ def num_correct(group: Group) -> int:
 
 
 def sample(recipe: Recipe, prompts: list[Prompt], num_samples: int, per_call: int, progress: Path) -> None:
-    """Sample and score ``prompts``, ``per_call`` at a time, appending to ``progress``. Every rank calls it."""
+    """Sample and score ``prompts``, ``per_call`` at a time, and append to ``progress``. Every rank must call it."""
     from megatron_rl.learner.process_groups import resolve_device
     from megatron_rl.process.ranks import world_rank
     from megatron_rl.rewards import Rewarder
@@ -144,7 +152,7 @@ def sample(recipe: Recipe, prompts: list[Prompt], num_samples: int, per_call: in
 
 
 def output_row(problem: Problem, accuracy: float) -> dict[str, Any]:
-    """A row that the project's own loader reads."""
+    """Return a row in the format of the data loader."""
     row: dict[str, Any] = {"id": problem.id.partition(":")[2]}
     row["problem" if isinstance(problem.question, str) else "prompt"] = problem.question
     row |= {"answer": problem.answer, "data_source": problem.data_source, "accuracy": accuracy}
@@ -154,7 +162,7 @@ def output_row(problem: Problem, accuracy: float) -> dict[str, Any]:
 def write_kept(
     file: Path, problems: list[Problem], correct: dict[str, int], num_samples: int, low: float, high: float
 ) -> tuple[int, int]:
-    """Write the problems with low ≤ accuracy ≤ high; (number kept, number sampled)."""
+    """Write the problems with low ≤ accuracy ≤ high; return (number kept, number sampled)."""
     rows = []
     for problem in problems:
         if problem.id in correct:
@@ -169,7 +177,7 @@ def write_kept(
 
 @contextmanager
 def job(recipe: Recipe) -> Iterator[None]:
-    """Join the other ranks of the job, if there are any, and leave them at the end."""
+    """Join the job's other ranks, if there are any, and leave them at the end."""
     from megatron_rl.learner.process_groups import initialize, shutdown
 
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:

@@ -1,9 +1,9 @@
-"""Did a run pass the sanity test of [FP16 §4]? Training accuracy on a perfectible set must exceed 95%.
+"""Say whether a run passed the sanity test of [FP16 §4]: training accuracy on a perfectible set above 95%.
 
-    megatron-rl sanity-verdict RUN [RUN …] [--threshold 0.95]
+    megatron-rl paper sanity-verdict RUN [RUN …] [--threshold 0.95]
 
-Training accuracy is critic/score/mean (rewards before shaping), averaged over the steps that see every problem once;
-the best such stretch counts. Prints one line per run; exit status 0: all passed, 1: one failed, 2: not readable.
+Training accuracy is critic/score/mean (rewards before shaping), averaged over a pass over the problems; the best pass
+counts. Prints one line per run. Exit status: 0 all passed, 1 one failed, 2 not readable.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ EXIT_FAILED = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
-    parser.add_argument("--threshold", type=float, default=0.95, help="accuracy to exceed (default 0.95)")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="Judge this run directory.")
+    parser.add_argument(
+        "--threshold", type=float, default=0.95, help="Pass a run whose accuracy exceeds this (default: 0.95)."
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def best_epoch(scores: list[float], steps_per_epoch: int) -> tuple[float, int]:
-    """(highest mean of ``steps_per_epoch`` scores in a row, its last step). Raises `InputError` if there are fewer."""
+    """Return (highest mean of ``steps_per_epoch`` consecutive scores, its last step). `InputError` for fewer."""
     if len(scores) < steps_per_epoch:
         raise InputError(f"{len(scores)} steps recorded, one pass over the problems takes {steps_per_epoch}")
     means = [
@@ -44,7 +46,7 @@ def best_epoch(scores: list[float], steps_per_epoch: int) -> tuple[float, int]:
 
 
 def verdict(run: Path, threshold: float) -> tuple[bool, str]:
-    """(passed, the line to print) of one run directory."""
+    """Return (passed, the line to print) for one run directory."""
     for name in ("recipe.resolved.yaml", "metrics.jsonl"):
         if not (run / name).is_file():
             raise InputError(f"{run}: no {name}; expected a run directory")

@@ -1,9 +1,9 @@
 """Print the recipe's JSON Schema, for an editor's completion and hints: all keys with their meaning and defaults.
 
-megatron-rl schema > recipe.schema.json
+megatron-rl recipe schema > recipe.schema.json
 
-A recipe that begins with `# yaml-language-server: $schema=recipe.schema.json` is then completed and checked by editors
-that speak to yaml-language-server, such as VS Code with the YAML extension.
+Editors that use yaml-language-server, such as VS Code with the YAML extension, then complete and check a recipe that
+begins with `# yaml-language-server: $schema=recipe.schema.json`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from megatron_rl.config.json_schema import recipe_schema
+    from megatron_rl.config.loader import recipe_schema
 
     print(json.dumps(recipe_schema(), indent=2))
     return EXIT_DONE

@@ -1,9 +1,11 @@
-"""Replay alarm rules over finished runs: lead time before a collapse, missed collapses, false alarms.
+"""Compare alarm rules on finished runs: lead time before a collapse, missed collapses, false alarms.
 
-    megatron-rl score-alarms RUN [RUN ...] [--rules FILE] [--metric NAME] [--drop 0.5] [--horizon 200] [--json]
+    megatron-rl run score-alarms RUN [RUN ...] [--rules FILE] [--metric NAME] [--drop 0.5] [--horizon 200] [--json]
 
 RUN is a run directory (or its metrics.jsonl). The rules are those of --rules (a recipe, or a YAML list of rules), else
-those of each run's own recipe.resolved.yaml. A collapse is the first step from which the metric (median of 5) stays 5
+those of each run's own recipe.resolved.yaml. RUN may also be a file of packed runs
+(docs/lab/runs/*.xz): without --rules its runs get the rules on levels that every run has, and the table has the
+two halves on which those were set and judged. A collapse is the first step from which the metric (median of 5) stays 5
 steps at or below (1 - drop) of its highest value so far. A rule that goes off within --horizon steps before it was
 right; earlier, or in a run that never collapses, it was false.
 """
@@ -12,46 +14,96 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
 from megatron_rl.config import yaml12
+from megatron_rl.config.levels import level_rules
 from megatron_rl.config.monitor import AlarmRule, MonitorConfig
 from megatron_rl.errors import EXIT_DONE, InputError
 from megatron_rl.monitor import read_metrics
-from megatron_rl.monitor.scoring import CollapseRule, RuleScore, score_run
+from megatron_rl.monitor.recorded import distinct, read_packed
+from megatron_rl.monitor.scoring import CollapseRule, RuleScore, SetScore, score_run, score_set
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory, or its metrics.jsonl")
-    parser.add_argument("--rules", type=Path, metavar="FILE", help="a recipe, or a YAML list; default: each run's own")
-    parser.add_argument("--metric", default=CollapseRule.metric, help="what collapses (default: %(default)s)")
     parser.add_argument(
-        "--drop", type=float, default=CollapseRule.drop, help="of its highest value (default: %(default)s)"
+        "runs", nargs="+", type=Path, metavar="RUN", help="Read this run directory, or its metrics.jsonl."
     )
-    parser.add_argument("--horizon", type=int, default=200, help="steps before a collapse in which a warning is right")
-    parser.add_argument("--json", action="store_true", help="print the scores as JSON instead of a table")
+    parser.add_argument(
+        "--rules",
+        type=Path,
+        metavar="FILE",
+        help="Take the rules of this recipe, or of this YAML list (default: each run's own).",
+    )
+    parser.add_argument(
+        "--metric", default=CollapseRule.metric, help="Look for a collapse of this metric (default: %(default)s)."
+    )
+    parser.add_argument(
+        "--drop",
+        type=float,
+        default=CollapseRule.drop,
+        help="Call it a collapse from this share below the highest value on (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--horizon",
+        type=int,
+        default=200,
+        help="Call a warning right if it comes at most this number of steps before a collapse.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
 
 
 def run(options: argparse.Namespace) -> int:
     rule = CollapseRule(metric=options.metric, drop=options.drop)
     scores = {}
+    packed = [path for path in options.runs if path.suffix == ".xz"]
     for path in options.runs:
+        if path in packed:
+            continue
         folder = path.parent if path.is_file() else path
         rules = read_rules(options.rules or folder / "recipe.resolved.yaml")
         scores[str(path)] = score_run(read_metrics(path), rules, rule, options.horizon)
+    halves = score_packed(packed, options.rules, rule) if packed else {}
     if options.json:
-        print(json.dumps({name: [asdict(row) for row in rows] for name, rows in scores.items()}, indent=2))
-    else:
+        found: dict[str, Any] = {name: [asdict(row) for row in rows] for name, rows in scores.items()}
+        print(json.dumps(found | {half: asdict(score) for half, score in halves.items()}, indent=2))
+        return EXIT_DONE
+    if scores:
         print_table(scores)
+    if halves:
+        print_halves(halves)
     return EXIT_DONE
 
 
+def score_packed(files: list[Path], rules: Path | None, rule: CollapseRule) -> dict[str, SetScore]:
+    """The two halves of the runs in ``files``, each distinct run once, and the score of the rules on each."""
+    runs = distinct([run for file in files for run in read_packed(file)])
+    own = read_rules(rules) if rules else None
+    judged = [(run, level_rules(run.recipe) if own is None else own) for run in runs]
+    return {half: score_set([pair for pair in judged if pair[0].half == half], rule) for half in ("set", "judge")}
+
+
+def print_halves(halves: dict[str, SetScore]) -> None:
+    """A row for each half, then what was missed and which rules were wrong."""
+    titles = ("half", "runs", "collapses", "noticed", "in time", "median lead", "healthy steps", "false per 1000")
+    print("".join(f"{title:>{max(len(title), 6) + 2}}" for title in titles))
+    for half, score in halves.items():
+        cells = (half, score.runs, score.collapses, f"{score.share_noticed:.1%}", score.in_time)
+        cells += (f"{score.median_lead:g}", score.healthy_steps, f"{score.false_per_thousand:.2f}")
+        print("".join(f"{cell:>{max(len(title), 6) + 2}}" for title, cell in zip(titles, cells, strict=True)))
+    for half, score in halves.items():
+        false = ", ".join(f"{name} {count}" for name, count in Counter(score.false_alarms).most_common())
+        print(f"{half}: false alarms: {false or 'none'}; not noticed: {', '.join(score.missed) or 'none'}")
+
+
 def read_rules(path: Path) -> list[AlarmRule]:
-    """The rules in ``path``: a recipe's monitor.alarms, or a bare list."""
+    """Return the rules in ``path``: a recipe's monitor.alarms, or a list of rules."""
     if not path.is_file():
         raise InputError(f"{path}: no such file; give the rules with --rules")
     try:
@@ -59,17 +111,17 @@ def read_rules(path: Path) -> list[AlarmRule]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: not valid YAML: {error}") from error
     document = document or {}
-    found = document if isinstance(document, list) else (document.get("monitor") or {}).get("alarms")
-    if not found:
+    alarms = document if isinstance(document, list) else (document.get("monitor") or {}).get("alarms")
+    if not alarms:
         raise InputError(f"{path}: no rules; expected a list of rules, or a recipe with monitor.alarms")
     try:
-        return MonitorConfig(alarms=found).alarms
+        return MonitorConfig(alarms=alarms).alarms
     except ValidationError as error:
         raise InputError(f"{path}: {error}") from error
 
 
 def print_table(scores: dict[str, list[RuleScore]]) -> None:
-    """One row per run and rule, then one per rule over all runs."""
+    """Print one row per run and rule, then one per rule over all runs."""
     print(f"{'run':<32}{'rule':<24}{'collapse':>9}{'first':>7}{'lead':>6}{'false':>7}")
     for run, rows in scores.items():
         for row in rows:

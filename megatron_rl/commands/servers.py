@@ -1,12 +1,14 @@
-"""The rollout servers of a run: which there are, what they hold and how busy they are, or why they are not used.
+"""List a run's rollout servers: version of the weights, load, and why a server is not used.
 
-    megatron-rl servers RUN [--json]
+    megatron-rl run servers RUN [--json]
 
-RUN is a run directory; the run may go on or have ended. It says which servers it uses; where the token is at hand
-(MRL_SERVER_TOKEN, or `rollout.servers.token_file` of the run's recipe) servers that are not lost are asked as well.
+RUN is the directory of a running or finished run. The list comes from the run's own table. With the token
+(MRL_SERVER_TOKEN, or `rollout.servers.token_file` of the run's recipe) the command also queries servers that are not
+lost.
 
-    state   ready: it may be asked · updating: it takes weights · lost, refused: `why` says so · ended: with the run ·
-            answers, silent: found by its file alone, or asked just now
+    state   ready: takes requests · updating: receives weights · lost, refused: see `why` · ended: with the run ·
+            aside: the address answers, but is not a server of the run ·
+            answers, silent: result of the query just now · found: known by its file alone
 """
 
 from __future__ import annotations
@@ -15,51 +17,55 @@ import argparse
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.errors import EXIT_DONE, InputError
+
+if TYPE_CHECKING:
+    from megatron_rl.rollout.servers.rendezvous import Address
 
 COLUMNS = ("name", "url", "version", "state", "running", "waiting", "KV cache", "prefix hits", "tokens/s", "why")
 ASK_S = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("run", type=Path, metavar="RUN", help="Ask the servers of this run directory.")
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
 
 
 def run(options: argparse.Namespace) -> int:
-    found = describe(options.run)
+    table = describe(options.run)
     if options.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(table, indent=1))
     else:
-        print(render(found))
+        print(render(table))
     return EXIT_DONE
 
 
 def describe(run_dir: Path) -> dict[str, Any]:
-    """``due``: policy version that servers should hold; ``servers``: one row each, as the run and they themselves say.
+    """Return ``due`` (the policy version that servers should have) and ``servers`` (a row per server).
 
-    Raises `InputError` where the directory knows of no server.
+    Rows come from the run's table and from the servers' own answers. Raises `InputError` if the directory lists no
+    server.
     """
-    from megatron_rl.rollout.servers.load import Load
     from megatron_rl.rollout.servers.rendezvous import folder, read
     from megatron_rl.rollout.servers.table import read_table, row
+    from megatron_rl.rollout.servers.wire import Load
 
-    told = read_table(run_dir) or {"written": None, "due": None, "servers": []}
+    table = read_table(run_dir) or {"written": None, "due": None, "servers": []}
     addresses = [read(path) for path in sorted(folder(run_dir).glob("*.json"))]
-    known = {one["name"] for one in told["servers"] if one["state"] != "lost"}
+    listed = {one["name"] for one in table["servers"] if one["state"] != "lost"}
     for address in addresses:
-        if address is not None and address.name not in known:
-            told["servers"].append(row(address.name, address.url, None, "found", Load(), ""))
-    if not told["servers"]:
+        if address is not None and address.name not in listed:
+            table["servers"].append(row(address.name, address.url, None, "found", Load(), ""))
+    if not table["servers"]:
         raise InputError(
-            f"{run_dir}: no server has been there; rollout.engine: vllm_server, and `serve` or `train` once"
+            f"{run_dir}: no server has been registered; set rollout.engine: vllm_server and start `serve` or `train`"
         )
     token = _token(run_dir)
     if token is not None:
-        asyncio.run(_ask(told["servers"], token))
-    return told
+        asyncio.run(_ask(table["servers"], {address.name: address for address in addresses if address}, token))
+    return table
 
 
 def _token(run_dir: Path) -> str | None:
@@ -71,20 +77,20 @@ def _token(run_dir: Path) -> str | None:
     return read_token(load_recipe(recipe).rollout.servers) if recipe.is_file() else None
 
 
-async def _ask(servers: list[dict[str, Any]], token: str) -> None:
-    """What servers say of themselves, in place."""
+async def _ask(servers: list[dict[str, Any]], addresses: dict[str, Address], token: str) -> None:
+    """Query ``servers`` and update their rows in place. ``addresses``: the published ones, by name."""
     from megatron_rl.rollout.servers.client import ServerClient, ServerError
-    from megatron_rl.rollout.servers.load import Load
     from megatron_rl.rollout.servers.rendezvous import Address
+    from megatron_rl.rollout.servers.settings import ServerSettings
     from megatron_rl.rollout.servers.table import row
 
     async def ask(one: dict[str, Any]) -> None:
-        client = ServerClient(Address(one["name"], one["url"]), token, ASK_S)
+        client = ServerClient(addresses.get(one["name"]) or Address(one["name"], one["url"]), token, ASK_S)
         try:
-            found = await client.settings()
+            settings = ServerSettings.of(await client.settings())
             state = "answers" if one["state"] == "found" else one["state"]
-            one |= row(one["name"], one["url"], found["version"], state, Load.of(found.get("load")), "")
-        except ServerError as error:
+            one |= row(one["name"], one["url"], settings.version, state, settings.load, "")
+        except (ServerError, ValueError) as error:
             one |= {"state": "silent", "lost": str(error)}
         finally:
             await client.close()
@@ -93,7 +99,7 @@ async def _ask(servers: list[dict[str, Any]], token: str) -> None:
 
 
 def render(found: dict[str, Any]) -> str:
-    """A table, a line for each server."""
+    """Return the table as text, a line per server."""
     lines = [COLUMNS, *(_cells(one) for one in found["servers"])]
     widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]

@@ -1,10 +1,10 @@
-"""The BF16 softmax study of "objective-level hacking", App. C.1: what one softmax in bf16 does to token probabilities.
+"""Measure how a softmax in bf16 changes token probabilities, as in App. C.1 of "objective-level hacking".
 
-    megatron-rl softmax-study --seeds 3 --json study.json --figure study.png
+    megatron-rl paper softmax-study --seeds 3 --json study.json --figure study.png
 
-Logits are drawn from N(0, 1.5²) over a vocabulary of 2048, one token is sampled from each of 50,000 bf16 softmaxes, and
-the token's fp32 probability is divided by its bf16 one, where logits and probabilities are bf16 (the sum inside is
-fp32, as in every kernel in use). The paper reports mean 1.0000, std 0.0048, max 1.019, min 0.981.
+Logits are drawn from N(0, 1.5²) over a vocabulary of 2048, and one token is sampled from each of 50,000 bf16 softmaxes.
+The ratio is the token's fp32 probability over its bf16 one, computed from bf16 logits to bf16 probabilities (with an
+fp32 sum, as in all common kernels). The paper reports mean 1.0000, std 0.0048, max 1.019, min 0.981.
 
 The paper prints a "KL divergence" of 0.014 to 0.047 and does not define it. Two definitions are printed:
 kl is the mean over rows of Σ_v p log(p / p_bf16) in nats, the divergence of the two next-token distributions; the
@@ -31,25 +31,28 @@ from megatron_rl.errors import EXIT_DONE
 NUM_TOKENS, VOCABULARY, LOGIT_STD = 50_000, 2048, 1.5
 HISTOGRAM_BINS, EMPTY_BIN = 500, 1e-10
 PAPER = {"mean": 1.0, "std": 0.0048, "max": 1.0189, "min": 0.9815, "histogram_kl": 0.024220}
-"""Averages of its Table 2; its KL column stands under the definition that gives its size."""
-_ROWS_AT_A_TIME = 2_000  # 16 MB of fp32 logits: fits a processor's cache better than 400 MB
+"""Averages of the paper's Table 2. Its KL is listed under the definition that gives values of this size."""
+_ROWS_AT_A_TIME = 2_000  # 16 MB of fp32 logits, which fit a processor's cache better than 400 MB
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", type=int, default=1, help="draws, seeded 0, 1, … (default 1)")
+    parser.add_argument("--seeds", type=int, default=1, help="Make this number of draws, seeded 0, 1, … (default: 1).")
     parser.add_argument(
-        "--json", nargs="?", const="-", help="write the figures per seed as JSON: to this file, or print"
+        "--json",
+        nargs="?",
+        const="-",
+        help="Write the figures of each seed to this file as JSON. Without FILE: print them.",
     )
-    parser.add_argument("--figure", type=Path, help="draw the histogram of seed 0 to this file")
+    parser.add_argument("--figure", type=Path, help="Draw the histogram of seed 0 to this file.")
 
 
 def run(options: argparse.Namespace) -> int:
-    found = [study(seed) for seed in range(options.seeds)]
-    as_json = json.dumps({"paper": PAPER, "seeds": found}, indent=1)
+    results = [study(seed) for seed in range(options.seeds)]
+    as_json = json.dumps({"paper": PAPER, "seeds": results}, indent=1)
     if options.json == "-":
         print(as_json)
     else:
-        print("\n".join(table(found)))
+        print("\n".join(table(results)))
     if options.json and options.json != "-":
         Path(options.json).write_text(as_json + "\n")
     if options.figure:
@@ -59,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Draw:
-    """Probabilities of the sampled tokens, [num_tokens] float64, and the mean KL of their distributions."""
+    """Probabilities of the sampled tokens, [num_tokens] float64, and the mean KL of the distributions."""
 
     exact: torch.Tensor  # fp32 softmax
     rounded: torch.Tensor  # bf16 softmax
@@ -86,7 +89,7 @@ def sample(seed: int, num_tokens: int = NUM_TOKENS) -> Draw:
 
 
 def histogram_kl(exact: torch.Tensor, rounded: torch.Tensor, bins: int = HISTOGRAM_BINS) -> float:
-    """Σ_b P_b log(P_b / Q_b) in nats of the histograms of two samples of probabilities over their common range."""
+    """Return Σ_b P_b log(P_b / Q_b) in nats of the histograms of two samples, over their common range."""
     both = torch.cat([exact, rounded])
     low, high = float(both.min()), float(both.max())
     p, q = (torch.histc(values, bins, low, high) / len(values) + EMPTY_BIN for values in (exact, rounded))
@@ -94,7 +97,7 @@ def histogram_kl(exact: torch.Tensor, rounded: torch.Tensor, bins: int = HISTOGR
 
 
 def study(seed: int, num_tokens: int = NUM_TOKENS) -> dict[str, float]:
-    """``seed``, and mean, std, max, min, kl and histogram_kl of one draw."""
+    """Return ``seed`` and mean, std, max, min, kl and histogram_kl of one draw."""
     draw = sample(seed, num_tokens)
     values = draw.ratios
     return {
@@ -109,7 +112,7 @@ def study(seed: int, num_tokens: int = NUM_TOKENS) -> dict[str, float]:
 
 
 def draw(path: Path, seed: int, num_tokens: int = NUM_TOKENS) -> None:
-    """Histogram of the ratios of one seed, with the paper's extremes."""
+    """Draw a histogram of the ratios of one seed, with the paper's extremes."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -129,7 +132,7 @@ def draw(path: Path, seed: int, num_tokens: int = NUM_TOKENS) -> None:
 
 
 def table(found: list[dict[str, float]]) -> list[str]:
-    """Lines: the paper's averages, then a row for each draw."""
+    """Return the lines of a table: the paper's averages, then a row per draw."""
     row = "{seed:>5}  {mean:.4f}  {std:.4f}  {max:.4f}  {min:.4f}  {kl:8.2e}  {histogram_kl:12.3f}"
     paper = "paper  {mean:.4f}  {std:.4f}  {max:.4f}  {min:.4f}            {histogram_kl:12.3f}"
     head = " seed    mean     std     max     min        kl  histogram_kl"

@@ -1,9 +1,9 @@
-"""The real learner of a recipe as one rank of its job, without the job: bytes, transients and collectives.
+"""Run a recipe's learner as one rank of its job, without the job, and print bytes, transients and collectives.
 
-megatron-rl trace RECIPE [--gpu h100-80] [--nodes 4] [--rank 0 --rank 31] [--checkpoint-format fully_reshardable]
+megatron-rl recipe trace RECIPE [--gpu h100-80] [--nodes 4] [--rank 0 --rank 31] [--checkpoint-format fully_reshardable]
 
-Tensors have no values and the other ranks are not there, so a model of any size fits on any machine. Exit status 2
-where what lies on a GPU at rest differs from what `plan` says by more than 5%, or where a save does not fit.
+Tensors have no values and other ranks do not exist, so a model of any size fits on any machine. Exit status 2 if the
+static memory of a GPU differs from that of `plan` by more than 5%, or if a save does not fit.
 """
 
 from __future__ import annotations
@@ -14,36 +14,43 @@ import json
 from megatron_rl.commands.arguments import GPU_NAMES, add_recipe, gpu_name
 from megatron_rl.errors import EXIT_DONE, InputError
 
-FORMATS = ("own", "fully_reshardable", "dp_reshardable")  # `trace.FORMATS`, which is slow to import
+FORMATS = ("own", "fully_reshardable", "dp_reshardable")  # equals `trace.FORMATS`, whose module is slow to import
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
-    parser.add_argument("--gpu", default="h100-80", type=gpu_name, choices=GPU_NAMES, help="whose memory is the budget")
-    parser.add_argument("--nodes", type=int, help="nodes (default: as the recipe's name says, …-4n8g-…)")
-    parser.add_argument("--gpus-per-node", type=int, help="GPUs of a node (default: as the recipe's name says, else 8)")
+    parser.add_argument(
+        "--gpu", default="h100-80", type=gpu_name, choices=GPU_NAMES, help="Take the memory of this GPU as the budget."
+    )
+    parser.add_argument(
+        "--nodes", type=int, help="Trace a job of this number of nodes (default: as the recipe's name says, …-4n8g-…)."
+    )
+    parser.add_argument(
+        "--gpus-per-node",
+        type=int,
+        help="Trace a job with this number of GPUs in a node (default: as the recipe's name says, else 8).",
+    )
     parser.add_argument(
         "--rank",
         type=int,
         action="append",
         metavar="N",
-        help="a rank to trace, repeatable (default: those that differ)",
+        help="Trace this rank. The option may be given several times (default: the ranks that differ).",
     )
     parser.add_argument(
         "--checkpoint-format",
         default="own",
         choices=FORMATS,
-        help="own: as a run saves; else Megatron's builder of that name",
+        help="Trace a save in this format. own: as a run saves. Else: Megatron's builder of that name.",
     )
-    parser.add_argument("--no-passes", action="store_true", help="leave out the forward and backward pass")
-    parser.add_argument("--json", action="store_true", help="an object instead of tables")
+    parser.add_argument("--no-passes", action="store_true", help="Leave out the forward and backward pass.")
+    parser.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
 
 
 def run(options: argparse.Namespace) -> int:
-    from megatron_rl.checkpoint.known_models import shape_of
     from megatron_rl.config import load_recipe
-    from megatron_rl.plan import GPUS, make_workload
-    from megatron_rl.trace import (
+    from megatron_rl.instruments.plan import GPUS, make_workload
+    from megatron_rl.instruments.trace import (
         as_json,
         differences,
         ranks_that_differ,
@@ -52,6 +59,7 @@ def run(options: argparse.Namespace) -> int:
         trace_update,
         why_untraced,
     )
+    from megatron_rl.model.known_models import shape_of
 
     recipe = load_recipe(options.recipe, options.overrides)
     architecture, _ = shape_of(recipe.model.path)
@@ -64,6 +72,6 @@ def run(options: argparse.Namespace) -> int:
         for trace in traces:
             trace.phases += trace_update(work, trace.rank)
     print(json.dumps(as_json(work, traces), indent=1) if options.json else render(work, traces))
-    if found := differences(work, traces):
-        raise InputError("the trace does not agree with the plan:\n" + "\n".join(f"  {line}" for line in found))
+    if disagreements := differences(work, traces):
+        raise InputError("the trace does not agree with the plan:\n" + "\n".join(f"  {line}" for line in disagreements))
     return EXIT_DONE

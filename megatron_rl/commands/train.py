@@ -1,9 +1,9 @@
-"""Run a recipe: sample, score, learn, until its last step. Under torchrun or srun for several ranks.
+"""Train a model with a recipe: sample, score and learn until the last step. Several ranks start by torchrun or srun.
 
     megatron-rl train RECIPE [--set KEY.PATH=VALUE …] [--resume auto|never|DIR] [--allow-changes]
     torchrun --nproc-per-node 8 -m megatron_rl train RECIPE
 
-The same command continues an interrupted run. `touch RUN/STOP` saves after the step at hand and ends the run.
+The same command continues an interrupted run. After `touch RUN/STOP` the run saves after the current step and ends.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume",
         default="auto",
         metavar="auto|never|DIR",
-        help="auto (default): continue from the newest complete checkpoint of the run directory, if any; "
-        "never: start anew, refused where the run directory holds a run; DIR: continue from that checkpoint",
+        help="Choose where to start. auto (default): the newest complete checkpoint of the run directory, if there is "
+        "one. never: anew; refused where the run directory holds a run. DIR: that checkpoint.",
     )
     parser.add_argument(
         "--allow-changes",
         action="store_true",
-        help="let the run go on although its recipe, model or data changed; what changed is logged",
+        help="Continue although the recipe, the model or the data changed. The changes are logged.",
     )
 
 
 def run(options: argparse.Namespace) -> int:
     from megatron_rl.check import check_recipe
     from megatron_rl.config import load_recipe
+    from megatron_rl.process.output import outlasting_readers, raise_descriptor_limit
 
     recipe = load_recipe(options.recipe, options.overrides)
     check_recipe(recipe, int(os.environ.get("WORLD_SIZE", 1)))
-    from megatron_rl.train import train  # the engines: not for a recipe that is refused
+    raise_descriptor_limit()
+    from megatron_rl.train import train  # imports the engines, so only after the recipe is accepted
 
-    train(recipe, resume=options.resume, allow_changes=options.allow_changes)
+    with outlasting_readers(f"{recipe.run_dir}/log.txt has the rest of the output"):
+        train(recipe, resume=options.resume, allow_changes=options.allow_changes)
     return EXIT_DONE

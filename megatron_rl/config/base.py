@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,7 +10,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, Strict
 from pydantic_core import core_schema
 
-Dtype = Literal["bf16", "fp16", "fp32"]
+Dtype = Literal["bf16", "fp16", "tf32", "fp32"]
+"""tf32: numbers are stored in fp32, and matrices are multiplied with operands rounded to TF32 (NVIDIA GPUs alone)."""
+FP32_STORED = ("fp32", "tf32")
+"""Those of `Dtype` whose weights and activations lie in memory as fp32."""
 
 
 class Section(BaseModel):
@@ -35,6 +39,14 @@ class LookedUp:
 
     is_function: bool = False
     hub: Literal["model", "dataset"] | None = None
+
+
+FUNCTION_PATH = r"^.+\.py:[A-Za-z_]\w*$"
+"""A function of the user's, as a recipe names it: path/to/file.py:function."""
+
+
+def is_function_path(value: Any) -> bool:
+    return isinstance(value, str) and re.match(FUNCTION_PATH, value) is not None
 
 
 class _Rewritten:
@@ -91,6 +103,46 @@ class ShortList(_Rewritten):
         full = handler(schema["schema"])
         item = {"anyOf": [full["items"], {"type": "string"}]}
         return {"anyOf": [{**full, "items": item}, item, {"type": "null"}]}
+
+
+@dataclass(frozen=True)
+class FunctionUnder(_Rewritten):
+    """The text ``file.py:function``, alone or under ``key``, stands for a mapping with ``function`` under ``key``, this
+    text under ``function``, and every key that ``fields`` does not have under ``parameters``; in a list, for each item.
+    """
+
+    key: str
+    fields: tuple[str, ...]
+
+    @property
+    def other(self) -> dict[str, Any]:
+        text = {"type": "string", "pattern": FUNCTION_PATH}
+        return {"type": "object", "required": [self.key], "properties": {self.key: text}}
+
+    def expand(self, value: Any) -> Any:
+        if isinstance(value, Patch):
+            return value
+        if isinstance(value, list | tuple):
+            return [self._expanded(item) for item in value]
+        return self._expanded(value)
+
+    def _expanded(self, value: Any) -> Any:
+        if not isinstance(value, dict) or not is_function_path(value.get(self.key)):
+            return value
+        own = {self.key: "function", "function": value[self.key]}
+        rest = {key: item for key, item in value.items() if key != self.key}
+        own |= {key: item for key, item in rest.items() if key in self.fields}
+        parameters = {key: item for key, item in rest.items() if key not in self.fields}
+        given = rest.get("parameters", {})
+        if parameters and isinstance(given, dict):
+            own["parameters"] = given | parameters
+        return own
+
+    def __get_pydantic_json_schema__(self, schema: core_schema.CoreSchema, handler: Any) -> dict[str, Any]:
+        full = handler(schema["schema"])
+        if "items" in full:
+            return {**full, "items": {"anyOf": [full["items"], self.other]}}
+        return {"anyOf": [full, self.other]}
 
 
 @dataclass(frozen=True)

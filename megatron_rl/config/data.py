@@ -1,7 +1,8 @@
-"""The `data` section: which problems, how they become prompts, and in what order they come."""
+"""The sections `data` (problems, prompts and their order) and `reward` (how a response earns its reward)."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -47,7 +48,7 @@ class PromptConfig(Section):
     chat_template: Annotated[str, LookedUp()] = "auto"
     """`auto`: the tokenizer's own where it has one; `none`: plain text; anything else: path of a Jinja file."""
     chat_template_args: dict[str, Any] = {}
-    """Extra variables for the chat template, for example {enable_thinking: false}."""
+    """Extra variables for the chat template, for example {enable_thinking: false}. Each is one that it reads."""
     add_special_tokens: bool = True
     """Let the tokenizer add its first token to plain text. Never done after a chat template, which writes its own."""
     max_length: PositiveInt = 1024
@@ -66,6 +67,11 @@ class PromptConfig(Section):
     def _system_needs_a_chat(self) -> PromptConfig:
         if self.system is not None and self.chat_template == "none":
             raise ValueError("`system` needs a chat template, but `chat_template` is none; write it into `template`")
+        if self.chat_template_args and self.chat_template == "none":
+            names = ", ".join(self.chat_template_args)
+            raise ValueError(
+                f"`chat_template_args` ({names}) has no effect, because `chat_template` is none; remove it"
+            )
         return self
 
 
@@ -143,4 +149,83 @@ class DataConfig(Section):
         names = [source.label for source in self.train]
         if not without and (twice := sorted({name for name in names if names.count(name) > 1})):
             raise ValueError(f"train: two sources are named {twice[0]!r}; weights need a `name` for each")
+        return self
+
+
+BUILTIN_REWARDS = ("math", "modsum", "exact")
+_CUSTOM = re.compile(r"(?:.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
+
+
+def _known(name: str) -> str:
+    if name in BUILTIN_REWARDS or _CUSTOM.fullmatch(name):
+        return name
+    raise ValueError(
+        f"unknown reward {name!r}: allowed are {', '.join(BUILTIN_REWARDS)}, by_source, "
+        "path/to/file.py:function and package.module:function"
+    )
+
+
+class OverlongConfig(Section):
+    """Soft punishment of length [DAPO]: R += min(-(T - (L - buffer)) / buffer · penalty, 0)."""
+
+    buffer: PositiveInt
+    """Tokens before the maximum response length L over which the punishment grows from 0 to `penalty`."""
+    penalty: PositiveFloat = 1.0
+    """Punishment at the maximum length."""
+
+
+class MaxErrorFracConfig(Section):
+    """Share of a batch's responses whose scoring may fail. Above it the run is saved and ends with status 1."""
+
+    first: float = Field(0.5, ge=0, le=1)
+    """Of the first batch: a function that does not work at all fails everywhere."""
+    later: float = Field(0.1, ge=0, le=1)
+    """Of every later batch. 1: never end for it."""
+
+
+class RewardConfig(Section):
+    name: Annotated[str, LookedUp(is_function=True)] = "math"
+    """`math`: equal to the gold answer as mathematics. `exact`: the same string. `modsum`: the digit-sum task.
+    `by_source`: chosen per prompt. `file.py:function` or `module:function`: your own, run in worker processes, called
+    as f(response, answer), or as f(data_source, solution_str, ground_truth, extra_info) if it names these arguments.
+    A file, like all that a recipe names to be read, is looked up from the recipe's folder first, then from the working
+    directory."""
+    by_source: Annotated[dict[str, str], LookedUp(is_function=True)] = {}
+    """With `name: by_source`: reward of each `data_source`, spelled like `name`. Every source needs an entry."""
+    accept_unevaluated: bool = False
+    """Under `math`: whether an answer counts that leaves a computation with numbers to the reader, such as
+    `1234\\times 5678` or `\\log_2 1024` for their values. Fractions, roots, powers and sums like 2+√3 always count."""
+    num_workers: PositiveInt = 2
+    """Worker processes for `math` and custom rewards. The other rewards are computed in place."""
+    timeout_s: float = Field(5.0, ge=0.1)
+    """Processor seconds that one response may cost; then it scores 0, counted in `reward/timeouts`. One that
+    waits without computing is given four times this on the clock."""
+    memory_limit_mib: PositiveInt = Field(1024, ge=256)
+    """Memory that one worker may add to what it holds at start; a response that needs more scores 0, also
+    counted in `reward/timeouts`."""
+    max_error_frac: MaxErrorFracConfig = MaxErrorFracConfig()
+    """How many responses may fail to be scored: their reward function raised or returned no number, or went over its
+    limits. Each scores 0; log.txt has an example of each kind."""
+    overlong: OverlongConfig | None = None
+    """Soft punishment of responses close to the length limit. null: none."""
+    mask_truncated: bool = False
+    """Leave responses cut at the length limit out of the loss. They keep their place in their group's baseline."""
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_known(cls, name: str) -> str:
+        return name if name == "by_source" else _known(name)
+
+    @field_validator("by_source")
+    @classmethod
+    def _names_are_known(cls, by_source: dict[str, str]) -> dict[str, str]:
+        return {source: _known(name) for source, name in by_source.items()}
+
+    @model_validator(mode="after")
+    def _by_source_is_used(self) -> RewardConfig:
+        if (self.name == "by_source") != bool(self.by_source):
+            raise ValueError(
+                "`name: by_source` and the mapping `by_source` go together: "
+                f"found name: {self.name} with {len(self.by_source)} entries"
+            )
         return self

@@ -1,17 +1,173 @@
-"""What is wrong with a recipe, in the terms of the one who wrote it: key, value found, values allowed, and the file."""
+"""Error messages of a recipe: key, value found, values allowed, and the file; and ways through the recipe's schema."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import re
-from collections.abc import Mapping
-from typing import Any
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
-from megatron_rl.config.walk import Place, is_plain_union, locate, paths_to, sections_of, tag_key, tag_of
+from megatron_rl.config.base import FUNCTION_PATH, LookedUp, Patch, ShortList, _Rewritten
+from megatron_rl.config.hub import cached
+from megatron_rl.config.recipe import REMOVED
 from megatron_rl.config.yaml12 import Where
+
+
+def is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def sections_of(annotation: Any) -> list[type[BaseModel]]:
+    """Every section that a field's type names: one, the variants of a union, or those of items."""
+    if is_section(annotation):
+        return [annotation]
+    return [section for argument in get_args(annotation) for section in sections_of(argument)]
+
+
+def is_plain_union(annotation: Any) -> bool:
+    """Whether a value may have one of several types, none of them a section: `all | n`. Null does not count."""
+    union = get_origin(annotation) in (Union, UnionType) and not sections_of(annotation)
+    return union and len([kind for kind in get_args(annotation) if kind is not type(None)]) > 1
+
+
+def tag_key(variants: list[type[BaseModel]]) -> str | None:
+    """The key that tells ``variants`` of a union apart; None for a single section."""
+    return next((key for key in ("name", "mode") if len(variants) > 1 and tag_of(variants[0], key)), None)
+
+
+def tag_of(variant: type[BaseModel], key: str) -> str | None:
+    field = variant.model_fields.get(key)
+    return get_args(field.annotation)[0] if field is not None and get_origin(field.annotation) is Literal else None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an error stands. ``keys``: as a recipe writes them, without the tags of unions. ``variants``: the sections
+    that may stand there; several where a union's tag is not known. ``field``: what is wrong, if it is a known one."""
+
+    keys: tuple[str | int, ...]
+    variants: tuple[type[BaseModel], ...]
+    field: FieldInfo | None = None
+
+
+def locate(schema: type[BaseModel], location: tuple[Any, ...]) -> Place:
+    """The place of pydantic's ``location``. ``variants`` are those of the section that holds its last key."""
+    keys: list[str | int] = []
+    holder, variants, field, tag = (schema,), (schema,), None, None
+    for part in location:
+        by_tag = [v for v in variants if tag is not None and tag_of(v, tag) == part]
+        if by_tag:
+            variants, tag = tuple(by_tag), None
+            continue
+        if field is not None and is_plain_union(field.annotation) and isinstance(part, str):
+            continue  # the name of a type of the union
+        keys.append(part)
+        known = next((v.model_fields[part] for v in variants if part in v.model_fields), None)
+        if isinstance(part, int) or (field is not None and not known and get_origin(field.annotation) is dict):
+            continue  # an item: its sections are those of its list or mapping
+        holder, field = variants, known
+        variants = tuple(sections_of(known.annotation)) if known is not None else ()
+        tag = tag_key(list(variants))
+    return Place(tuple(keys), holder if field is not None or not variants else variants, field)
+
+
+def paths_to(name: str, schema: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[str]:
+    """Dotted paths of every key ``name`` in ``schema``; sections in lists and unions left out."""
+    for key, field in schema.model_fields.items():
+        if key == name:
+            yield ".".join((*above, key))
+        sections = sections_of(field.annotation)
+        if len(sections) == 1 and get_origin(field.annotation) is not list:
+            yield from paths_to(name, sections[0], (*above, key))
+
+
+def expand(values: dict[str, Any], schema: type[BaseModel]) -> dict[str, Any]:
+    """``values`` with everything written out that the schema lets one write shorter."""
+    return _rewritten(values, schema, lambda value, field: _expanded(value, field))
+
+
+def _expanded(value: Any, field: FieldInfo) -> Any:
+    for mark in reversed(field.metadata):  # as pydantic runs them: the last one first
+        # What is off by null stays null: a message shall show what was written.
+        if isinstance(mark, _Rewritten) and (value is not None or isinstance(mark, ShortList)):
+            value = mark.expand(value)
+    return value
+
+
+def anchored(values: dict[str, Any], schema: type[BaseModel], *folders: Path) -> dict[str, Any]:
+    """``values`` with paths to read replaced by the first of ``folders`` that has them, names of the hub by what its
+    cache holds; else as written. InputError for a name that says too little (`hub.cached`)."""
+
+    def look_up(value: Any, field: FieldInfo) -> Any:
+        mark = next((mark for mark in field.metadata if isinstance(mark, LookedUp)), None)
+        if mark is None:
+            return value
+        if isinstance(value, dict):
+            return {key: _existing(item, folders, mark) for key, item in value.items()}
+        return _existing(value, folders, mark)
+
+    return _rewritten(values, schema, look_up)
+
+
+def _existing(value: Any, folders: tuple[Path, ...], mark: LookedUp) -> Any:
+    if not isinstance(value, str) or not value:
+        return value
+    path, colon, function = value.rpartition(":") if mark.is_function else (value, "", "")
+    if mark.is_function and not path.endswith(".py"):
+        return value
+    for folder in folders:
+        try:
+            beside = folder / path
+            if not Path(path).is_absolute() and beside.exists():
+                return f"{beside.resolve()}{colon}{function}"
+        except (OSError, ValueError):  # a name that is too long, for one
+            return value
+    if mark.hub is not None and (held := cached(path, mark.hub)) is not None:
+        return str(held)
+    return value
+
+
+def _rewritten(
+    values: dict[str, Any], schema: type[BaseModel], change: Callable[[Any, FieldInfo], Any]
+) -> dict[str, Any]:
+    rewritten = dict(values)
+    for name, field in schema.model_fields.items():
+        if name not in rewritten:
+            continue
+        rewritten[name] = value = change(rewritten[name], field)
+        sections = sections_of(field.annotation)
+        if get_origin(field.annotation) is list:
+            rewritten[name] = _items(value, lambda item, sections=sections: _in_section(item, sections, change))
+        elif isinstance(value, dict) and get_origin(field.annotation) is not dict:
+            rewritten[name] = _in_section(value, sections, change)
+    return rewritten
+
+
+def _in_section(
+    values: dict[str, Any], sections: list[type[BaseModel]], change: Callable[[Any, FieldInfo], Any]
+) -> dict[str, Any]:
+    """``values`` rewritten by the one of ``sections`` that they are of; as they are where their tag is of none."""
+    if len(sections) > 1:
+        key = tag_key(sections)
+        sections = [section for section in sections if key is not None and tag_of(section, key) == values.get(key)]
+    return _rewritten(values, sections[0], change) if sections else values
+
+
+def _items(value: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    if isinstance(value, list):
+        return [change(item) if isinstance(item, dict) else item for item in value]
+    if isinstance(value, Patch):
+        return Patch({index: change(item) if isinstance(item, dict) else item for index, item in value.items()})
+    return value
+
 
 Origins = Mapping[Where, str]
 """Where each value was set: file and line, or the `--set` that did it."""
@@ -19,43 +175,51 @@ Origins = Mapping[Where, str]
 _PATTERNS = {
     r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$": "use letters, digits, '.', '_' and '-', with no '.' first",
     r"^[A-Za-z0-9_-]+$": "use letters, digits, '_' and '-'",
+    FUNCTION_PATH: "write a function of your own as path/to/file.py:function",
 }
 _SECTION_ERRORS = ("model_type", "dict_type", "model_attributes_type", "dataclass_type")
 _TAG_ERRORS = ("union_tag_invalid", "union_tag_not_found")
-_MAX_SHOWN = 80
+_MAX_SHOWN, _MAX_PROBLEMS = 80, 40
 _KEY_PATH = re.compile(r"\b[a-z_]\w*(?:\.\w+)+\b")
 
 
 def explain(error: ValidationError, schema: type[BaseModel], origins: Origins | None = None) -> str:
     """What is wrong with values for ``schema``, a line for each problem."""
     lines = []
-    told = [(item, locate(schema, item["loc"])) for item in error.errors(include_url=False)]
-    for item, place in _merged(told):
+    problems = [(item, locate(schema, item["loc"])) for item in error.errors(include_url=False)[:_MAX_PROBLEMS]]
+    for item, place in _merged(problems):
         tag = (tag_key(sections_of(place.field.annotation)) or "name",) if item["type"] in _TAG_ERRORS else ()
         for line in _describe(item, place, schema):
             lines.append(line + _set_in(line, place.keys + tag, origins or {}))
+    if error.error_count() > _MAX_PROBLEMS:
+        lines.append(f"and {error.error_count() - _MAX_PROBLEMS} problems more")
     return "\n".join(f"  {line}" for line in dict.fromkeys(lines))
 
 
-def _merged(told: list[tuple[Any, Place]]) -> list[tuple[Any, Place]]:
-    """``told`` with what each type of a plain union says of one value in one message."""
-    found: list[tuple[Any, Place]] = []
-    for item, place in told:
+def _merged(problems: list[tuple[Any, Place]]) -> list[tuple[Any, Place]]:
+    """``problems`` with what each type of a plain union says of one value in one message."""
+    merged: list[tuple[Any, Place]] = []
+    for item, place in problems:
         if place.field is not None and is_plain_union(place.field.annotation):
-            says = f"allowed: {item['ctx']['expected']}" if item["type"] == "literal_error" else item["msg"]
+            if item["type"] == "literal_error":
+                says = f"allowed: {item['ctx']['expected']}{_near(item['input'], item['ctx'])}"
+            else:
+                says = _PATTERNS.get(item.get("ctx", {}).get("pattern"), item["msg"])
             says = f"{says[0].lower()}{says[1:]}"
-            if found and found[-1][1].keys == place.keys:
-                found[-1][0]["msg"] += f", or {says}"
+            if merged and merged[-1][1].keys == place.keys:
+                merged[-1][0]["msg"] += f", or {says}"
                 continue
             item = {**item, "type": "union", "msg": says}
-        found.append((item, place))
-    return found
+        merged.append((item, place))
+    return merged
 
 
 def _describe(item: Any, place: Place, schema: type[BaseModel]) -> list[str]:
-    kind, where, found = item["type"], dotted(place.keys), shown(item["input"])
+    kind, where, shown_value = item["type"], dotted(place.keys), shown(item["input"])
     message = item["msg"].removeprefix("Value error, ")
     if kind == "extra_forbidden":
+        if where in REMOVED:
+            return [f"{where}: removed: {REMOVED[where].reason}"]
         return [f"{where}: unknown key{_of_variant(place)}{_remedy(place, schema)}"]
     if kind == "missing":
         return [f"{where}: missing, and it has no default"]
@@ -63,13 +227,13 @@ def _describe(item: Any, place: Place, schema: type[BaseModel]) -> list[str]:
         own = place.field is None or not sections_of(place.field.annotation)
         return [_joined(where, line, own) for line in message.splitlines()]
     if kind == "literal_error":
-        return [f"{where}: found {found}; allowed: {item['ctx']['expected']}{_near(item['input'], item['ctx'])}"]
+        return [f"{where}: found {shown_value}; allowed: {item['ctx']['expected']}{_near(item['input'], item['ctx'])}"]
     if kind == "string_pattern_mismatch":
-        return [f"{where}: found {found}; {_PATTERNS.get(item['ctx']['pattern'], message)}"]
+        return [f"{where}: found {shown_value}; {_PATTERNS.get(item['ctx']['pattern'], message)}"]
     variants = sections_of(place.field.annotation) if place.field is not None else []
     if kind in _TAG_ERRORS:
         key = tag_key(variants) or "name"
-        tags = [str(tag_of(variant, key)) for variant in variants]
+        tags = [str(tag_of(variant, key)).replace("function", "path/to/file.py:function") for variant in variants]
         value = item["input"].get(key) if isinstance(item["input"], Mapping) else item["input"]
         what = "missing" if kind == "union_tag_not_found" else f"found {shown(value)}"
         return [f"{where}.{key}: {what}; allowed: {', '.join(tags)}{_near(value, tags)}"]
@@ -78,8 +242,8 @@ def _describe(item: Any, place: Place, schema: type[BaseModel]) -> list[str]:
             allowed = f"{key}: {', '.join(str(tag_of(variant, key)) for variant in variants)}"
         else:
             allowed = ", ".join(variants[0].model_fields)
-        return [f"{where}: found {found}; expected a mapping with the keys {allowed}"]
-    return [f"{where}: found {found}; {message[0].lower()}{message[1:]}"]
+        return [f"{where}: found {shown_value}; expected a mapping with the keys {allowed}"]
+    return [f"{where}: found {shown_value}; {message[0].lower()}{message[1:]}"]
 
 
 def dotted(keys: Where) -> str:
@@ -90,8 +254,13 @@ def shown(value: Any) -> str:
     """A value as a recipe writes it, shortened."""
     if isinstance(value, bool) or value is None:
         return json.dumps(value)
-    text = repr(value)
+    text = repr(value) if isinstance(value, str | int | float) else _repr.repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
+
+
+_repr = reprlib.Repr()  # of a value that nests deeper than Python can write
+_repr.maxlevel, _repr.maxstring = 12, _MAX_SHOWN
+_repr.maxdict = _repr.maxlist = _repr.maxother = _MAX_SHOWN
 
 
 def _joined(where: str, line: str, own: bool) -> str:
@@ -130,9 +299,9 @@ def _near(value: Any, allowed: Any) -> str:
 def _set_in(line: str, keys: Where, origins: Origins) -> str:
     """`` (set in FILE:LINE)`` of the value at ``keys``; for a rule between sections, of each key that it names."""
     if keys:
-        found = next((origins[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in origins), None)
-        return f" (set in {found})" if found else ""
+        origin = next((origins[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in origins), None)
+        return f" (set in {origin})" if origin else ""
     named = dict.fromkeys(_KEY_PATH.findall(line))
     places = {key: origins.get(tuple(key.split("."))) for key in named}
-    told = ", ".join(f"{key} in {place}" for key, place in places.items() if place)
-    return f" (set: {told})" if told else ""
+    text = ", ".join(f"{key} in {place}" for key, place in places.items() if place)
+    return f" (set: {text})" if text else ""

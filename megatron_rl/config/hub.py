@@ -24,25 +24,25 @@ def cached(text: str, kind: Kind) -> Path | None:
     None where ``text`` is no such name, or is not there. Raises `InputError` where it is there and says too little: a
     dataset of several files, or without that file.
     """
-    found = _parse(text, kind)
-    if found is None:
+    parsed = _parse(text, kind)
+    if parsed is None:
         return None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
         folder = Path(
-            snapshot_download(found["repo"], repo_type=kind, revision=found["revision"], local_files_only=True)
+            snapshot_download(parsed["repo"], repo_type=kind, revision=parsed["revision"], local_files_only=True)
         )
     except (LocalEntryNotFoundError, RepositoryNotFoundError, HFValidationError):
         return None
-    return folder if kind == "model" else _data_file(text, folder, found["file"])
+    return folder if kind == "model" else _data_file(text, folder, parsed["file"])
 
 
 def _parse(text: str, kind: Kind) -> re.Match[str] | None:
     """The parts of OWNER/NAME[@REVISION], for a dataset perhaps with /FILE behind it; None for any other text."""
-    found = _NAME.fullmatch(text)
-    return found if found is not None and (kind == "dataset" or found["file"] is None) else None
+    match = _NAME.fullmatch(text)
+    return match if match is not None and (kind == "dataset" or match["file"] is None) else None
 
 
 def _data_file(text: str, folder: Path, file: str | None) -> Path:
@@ -67,14 +67,14 @@ _SNAPSHOT = re.compile(
 
 def name_of_cached(path: Path) -> str | None:
     """OWNER/NAME@REVISION[/FILE] of a path in the hub's cache; None for any other."""
-    found = _SNAPSHOT.fullmatch(str(path))
-    return f"{found['owner']}/{found['name']}@{found['revision']}{found['file'] or ''}" if found else None
+    match = _SNAPSHOT.fullmatch(str(path))
+    return f"{match['owner']}/{match['name']}@{match['revision']}{match['file'] or ''}" if match else None
 
 
 def how_to_download(text: str, kind: Kind) -> str:
     """The command that brings ``text`` into the cache; "" where it is no name of the hub."""
-    found = _parse(text, kind)
-    if found is None:
+    parsed = _parse(text, kind)
+    if parsed is None:
         return ""
-    revision = f" --revision {found['revision']}" if found["revision"] else ""
-    return f"hf download {found['repo']}{' --repo-type dataset' if kind == 'dataset' else ''}{revision}"
+    revision = f" --revision {parsed['revision']}" if parsed["revision"] else ""
+    return f"hf download {parsed['repo']}{' --repo-type dataset' if kind == 'dataset' else ''}{revision}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -13,17 +13,18 @@ import yaml
 from pydantic import ValidationError
 
 from megatron_rl.config.base import Patch
-from megatron_rl.config.explain import explain
+from megatron_rl.config.explain import anchored, expand, explain, locate
 from megatron_rl.config.objective import with_max_response_length
 from megatron_rl.config.recipe import Recipe
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.config.walk import anchored, expand, locate
-from megatron_rl.config.yaml12 import Where, parse
-from megatron_rl.errors import InputError
+from megatron_rl.config.yaml12 import MAX_CHARS, Where, parse
+from megatron_rl.errors import InputError, shown
 from megatron_rl.shipped import existing_or_shipped
 
 MAX_DEPTH = 32  # of files that extend files
 MAX_BASES = 64  # that one file names
+MAX_BYTES = 128 << 10  # of all files of a recipe together, and of a `--set`; those that ship have a tenth
+MAX_PARTS = 32  # of the path of a `--set`
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class _Tree:
 
     values: dict[str, Any]
     origins: dict[Where, str]
+    num_bytes: int = 0  # of the file alone
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -61,7 +63,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def _refuse_inherited_name(path: Path, values: dict[str, Any]) -> None:
     """Two recipes of one name share a run directory, and the second would go on with the run of the first."""
-    own = read_yaml(path.resolve(), "recipe")
+    own = read_yaml(path, "recipe")
     if "name" in values and "name" not in own:
         raise InputError(
             f"recipe {path}: name: {values['name']!r} is inherited ({path.name} extends {own['extends']}), and so this "
@@ -77,14 +79,16 @@ def is_base(path: str | Path) -> bool:
 
 def _read(path: Path, chain: tuple[Path, ...], known: dict[Path, _Tree]) -> _Tree:
     """``known``: files read already, so that one which many extend is read once."""
-    path = path.resolve()
+    if _is_there(path):  # else the message below names it; a link to itself cannot be resolved
+        path = path.resolve()
     if path in chain:
         raise InputError(f"{path}: extends itself through {' → '.join(p.name for p in (*chain, path))}")
     if path in known:
         return known[path]
     if len(chain) >= MAX_DEPTH:
         raise InputError(f"{path}: extended through {len(chain)} files; at most {MAX_DEPTH} are followed")
-    values, lines = _read_lines(path, "recipe", f" (extended by {chain[-1]})" if chain else "")
+    num_bytes = sum(tree.num_bytes for tree in known.values())
+    values, lines = _read_lines(path, "recipe", f" (extended by {chain[-1]})" if chain else "", MAX_BYTES - num_bytes)
     bases = values.pop("extends", None) or []
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
@@ -96,7 +100,8 @@ def _read(path: Path, chain: tuple[Path, ...], known: dict[Path, _Tree]) -> _Tre
         tree = _over(tree, _read(existing_or_shipped(base, path.parent), (*chain, path), known))
     shown = _shown(path)
     own = anchored(expand(values, Recipe), Recipe, path.parent)
-    known[path] = _over(tree, _Tree(own, {where: f"{shown}:{line}" for where, line in lines.items()}))
+    tree_read = _over(tree, _Tree(own, {where: f"{shown}:{line}" for where, line in lines.items()}))
+    known[path] = replace(tree_read, num_bytes=path.stat().st_size)
     return known[path]
 
 
@@ -112,11 +117,19 @@ def read_yaml(path: Path, kind: str, context: str = "") -> dict[str, Any]:
     return _read_lines(path, kind, context)[0]
 
 
-def _read_lines(path: Path, kind: str, context: str) -> tuple[dict[str, Any], dict[Where, int]]:
+def _read_lines(
+    path: Path, kind: str, context: str, most_bytes: int | None = None
+) -> tuple[dict[str, Any], dict[Where, int]]:
     if not _is_there(path):
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
+        names = [other.name for other in path.parent.glob("*.yaml") if other.name != path.name]
+        near = difflib.get_close_matches(path.name, names, n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise InputError(f"{kind} {path}: no such file{context}{hint}")
+    if most_bytes is not None and most_bytes < path.stat().st_size <= MAX_CHARS:  # `parse` refuses more
+        raise InputError(
+            f"{kind} {path}: {path.stat().st_size} bytes{context}; at most {MAX_BYTES} are read, of all files of a "
+            "recipe together"
+        )
     try:
         values, lines = parse(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
@@ -171,7 +184,12 @@ def _overridden(tree: _Tree, override: str, folder: Path) -> _Tree:
     """``--set``. Paths to read count from the working directory first, as they are typed in a shell."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
-        raise InputError(f"--set {override!r}: expected KEY.PATH=VALUE")
+        raise InputError(f"--set {shown(override)}: expected KEY.PATH=VALUE")
+    if len(override) > MAX_BYTES or key.count(".") >= MAX_PARTS:
+        raise InputError(
+            f"--set {shown(override, 80)}: {len(override)} characters, a path of {key.count('.') + 1} parts; at most "
+            f"{MAX_BYTES} and {MAX_PARTS} are read"
+        )
     try:
         value, _ = parse(text)
     except yaml.YAMLError as error:
@@ -182,8 +200,13 @@ def _overridden(tree: _Tree, override: str, folder: Path) -> _Tree:
     for number in range(len(parts) - 1, -1, -1):
         top = (Patch if _is_list(tree.values, parts[:number]) else dict)({parts[number]: top})
     top = anchored(expand(top, Recipe), Recipe, Path(os.curdir), folder)
-    where = tuple(int(part) if part.isdigit() else part for part in parts)
+    where = tuple(_key(part) for part in parts)
     return _over(tree, _Tree(top, {where: f"--set {override}"}))
+
+
+def _key(part: str) -> int | str:
+    """The number of an item, or the name of a key."""
+    return int(part) if part.isascii() and part.isdigit() and len(part) < 10 else part
 
 
 def _is_list(values: Any, parts: list[str]) -> bool:
@@ -195,8 +218,8 @@ def _is_list(values: Any, parts: list[str]) -> bool:
             values = values.get(part) if isinstance(values, dict) else None
     if values is not None:
         return isinstance(values, list)
-    field = locate(Recipe, tuple(int(part) if part.isdigit() else part for part in parts)).field
-    return field is not None and get_origin(field.annotation) is list and not parts[-1].isdigit()
+    field = locate(Recipe, tuple(_key(part) for part in parts)).field
+    return field is not None and get_origin(field.annotation) is list and isinstance(_key(parts[-1]), str)
 
 
 def _check_way(values: Any, parts: list[str], override: str) -> None:
@@ -204,7 +227,7 @@ def _check_way(values: Any, parts: list[str], override: str) -> None:
     for number, part in enumerate(parts):
         if isinstance(values, list):
             allowed = f"0 … {len(values)}" if values else "0"
-            if not part.isdigit() or int(part) > len(values):  # one behind the last: a further item
+            if not isinstance(_key(part), int) or int(part) > len(values):  # one behind the last: a further item
                 name = ".".join(parts[:number])
                 raise InputError(
                     f"--set {override!r}: {name} is a list of {len(values)}; after it comes the number of an item "
@@ -225,3 +248,38 @@ def _fill_in(values: dict[str, Any]) -> None:
     if isinstance(rollout, dict) and isinstance(objective, dict):
         default = RolloutConfig.model_fields["max_response_length"].default
         values["objective"] = with_max_response_length(objective, rollout.get("max_response_length", default))
+
+
+# The JSON Schema of recipe files, for editors: what `load_recipe` reads, before it merges.
+
+
+_EXTENDS = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "maxItems": MAX_BASES},
+        {"type": "null"},
+    ],
+    "description": "Recipes that this one changes, relative to it: one, or several merged in order.",
+}
+
+
+def recipe_schema() -> dict[str, Any]:
+    """Every key with its sentence, type and range. No key is required: a recipe says what differs from its base."""
+    schema = _without_required(Recipe.model_json_schema())
+    properties = {"extends": _EXTENDS, **schema.pop("properties")}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "properties": properties}
+
+
+def _without_required(node: Any) -> Any:
+    """A part of a variant may stand without the key that names it, so that several variants may fit."""
+    if isinstance(node, list):
+        return [_without_required(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    is_schema = isinstance(node.get("properties"), dict) or "oneOf" in node
+    left_out = ("required", "discriminator") if is_schema else ()
+    return {
+        "anyOf" if key == "oneOf" and is_schema else key: _without_required(value)
+        for key, value in node.items()
+        if key not in left_out
+    }

@@ -1,20 +1,28 @@
-"""What may not go together between a recipe, its model and the ranks. `rules` has what holds without the model.
+"""Rules between a recipe, its model and the ranks, and the precision contract between learner and rollout engine.
 
-Every function returns messages that name keys, values found and values allowed; an empty list where nothing is wrong.
-`check`, `plan`, the engines and the tools all ask here.
+Every function of a rule returns messages that name keys, values found and values allowed; an empty list where nothing
+is wrong. `check`, `plan`, the engines and the tools all use them. `recipe` has the rules that need no model.
+
+The precision contract: pi and mu are one policy computed twice. A difference in rounding (dtype, kernel) is mismatch,
+which is measured and corrected for. A difference in the function (head or router in fp32 on one side, temperature,
+truncation of the vocabulary) makes mu another policy. It is refused unless `precision.allow_asymmetric` allows it.
 """
 
 from __future__ import annotations
 
 import math
+import platform
+from dataclasses import dataclass
 from typing import Literal
 
-from megatron_rl.checkpoint.architecture import Architecture
-from megatron_rl.config.learner import ParallelConfig
-from megatron_rl.config.quantization import ON_CUDA
-from megatron_rl.config.rollout import CPU_EXPERT_MULTIPLE, CPU_HEAD_DIMS, RolloutConfig
-from megatron_rl.config.routing import RoutingConfig
+from megatron_rl.config import Recipe
+from megatron_rl.config.base import FP32_STORED
+from megatron_rl.config.learner import ParallelConfig, RoutingConfig
+from megatron_rl.config.monitor import AlarmRule
+from megatron_rl.config.rollout import CPU_EXPERT_MULTIPLE, CPU_HEAD_DIMS, ON_CUDA, RolloutConfig
 from megatron_rl.config.sections import RecipeSections
+from megatron_rl.errors import InputError
+from megatron_rl.model.architecture import Architecture
 
 
 def model_problems(
@@ -27,14 +35,16 @@ def model_problems(
 
     ``world_size`` and ``device``: None where not known; then only what holds for every value is checked.
     """
-    found = architecture.problems() + layout_problems(recipe.learner.parallel, architecture, world_size)
-    found += rollout_problems(recipe.rollout, architecture, recipe.data.prompt.max_length, world_size, device)
-    found += routing_problems(recipe.routing, architecture) + precision_problems(recipe, architecture)
+    problems = architecture.problems() + layout_problems(recipe.learner.parallel, architecture, world_size)
+    problems += rollout_problems(recipe.rollout, architecture, recipe.data.prompt.max_length, world_size, device)
+    problems += routing_problems(recipe.routing, architecture) + precision_problems(recipe, architecture)
     if recipe.exact.dose is not None and recipe.exact.dose.kind == "router" and not architecture.is_moe:
-        found.append(f"exact.noise.kind: router, but the model ({architecture.model_type}) has none; use another kind")
+        problems.append(
+            f"exact.noise.kind: router, but the model ({architecture.model_type}) has none; use another kind"
+        )
     if recipe.learner.lora is not None:
-        found += lora_problems(architecture, recipe.learner.parallel)
-    return found
+        problems += lora_problems(architecture, recipe.learner.parallel)
+    return problems
 
 
 def smallest_world(parallel: ParallelConfig, rollout: RolloutConfig) -> int:
@@ -46,12 +56,12 @@ def smallest_world(parallel: ParallelConfig, rollout: RolloutConfig) -> int:
 
 def layout_problems(parallel: ParallelConfig, architecture: Architecture, world_size: int | None) -> list[str]:
     """Why this layout cannot hold the model; empty where it can. ``world_size`` None: not known yet."""
-    a, found = architecture, []
+    a, problems = architecture, []
 
     def must_divide(size: int, what: str, number: int, key: str) -> None:
         if number % size:
             fits = [n for n in (1, 2, 4, 8, 16, 32, 64) if number % n == 0]
-            found.append(f"learner.parallel.{key}: {size} does not divide {what} ({number}); try one of {fits}")
+            problems.append(f"learner.parallel.{key}: {size} does not divide {what} ({number}); try one of {fits}")
 
     must_divide(parallel.tensor, "the number of attention heads", a.num_heads, "tensor")
     must_divide(parallel.tensor, "the number of key/value heads", a.num_kv_heads, "tensor")
@@ -60,15 +70,15 @@ def layout_problems(parallel: ParallelConfig, architecture: Architecture, world_
         must_divide(parallel.expert, "the number of experts", a.num_experts, "expert")
         must_divide(parallel.expert_tensor, "the width of an expert", a.moe_ffn_hidden_size, "expert_tensor")
     elif parallel.expert > 1 or parallel.expert_tensor > 1:
-        found.append(f"learner.parallel.expert: {parallel.expert}, but {a.model_type} has no experts; use 1")
+        problems.append(f"learner.parallel.expert: {parallel.expert}, but {a.model_type} has no experts; use 1")
     if world_size is not None:
         for size, key in (
             (parallel.tensor * parallel.pipeline * parallel.context, "tensor · pipeline · context"),
             (parallel.expert * parallel.expert_tensor * parallel.pipeline, "expert · expert_tensor · pipeline"),
         ):
             if world_size % size:
-                found.append(f"learner.parallel: {key} = {size} does not divide the number of ranks ({world_size})")
-    return found
+                problems.append(f"learner.parallel: {key} = {size} does not divide the number of ranks ({world_size})")
+    return problems
 
 
 def rollout_problems(
@@ -79,10 +89,10 @@ def rollout_problems(
     device: Literal["cpu", "cuda"] | None = None,
 ) -> list[str]:
     """Why the `rollout` section cannot serve the model; empty where it can. None: not known yet, and not checked."""
-    found = []
+    problems = []
     total, limit = max_prompt_length + rollout.max_response_length, architecture.max_position_embeddings
     if total > limit:
-        found.append(
+        problems.append(
             f"rollout.max_response_length: prompts of up to {max_prompt_length} tokens (data.prompt.max_length) "
             f"plus responses of up to {rollout.max_response_length} make {total}, but the model's "
             f"max_position_embeddings is {limit}; lower one of the two"
@@ -92,67 +102,82 @@ def rollout_problems(
         (architecture.num_kv_heads, "key/value heads"),
     ):
         if number % rollout.tensor_parallel:
-            found.append(f"rollout.tensor_parallel: {rollout.tensor_parallel} does not divide the {number} {what}")
+            problems.append(f"rollout.tensor_parallel: {rollout.tensor_parallel} does not divide the {number} {what}")
     in_ranks = rollout.engine != "vllm_server"
     if in_ranks and world_size is not None and world_size % rollout.tensor_parallel:
-        found.append(f"rollout.tensor_parallel: {rollout.tensor_parallel} does not divide the {world_size} ranks")
+        problems.append(f"rollout.tensor_parallel: {rollout.tensor_parallel} does not divide the {world_size} ranks")
     too_high = [token for token in rollout.stop_token_ids or [] if token >= architecture.vocab_size]
     if too_high:
-        found.append(
+        problems.append(
             f"rollout.stop_token_ids: {too_high} are outside the vocabulary (0 … {architecture.vocab_size - 1})"
         )
     if device is None:
-        return found
-    return found + (_cpu_problems if device == "cpu" else _cuda_problems)(rollout, architecture)
+        return problems
+    return problems + (cpu_problems if device == "cpu" else _cuda_problems)(rollout, architecture)
 
 
 def _cuda_problems(rollout: RolloutConfig, architecture: Architecture) -> list[str]:
     """Rounding that vLLM on CUDA cannot do again at every weight update."""
-    wanted, found = rollout.quantization, []
+    wanted, problems = rollout.quantization, []
     if wanted.weights in ("int8", "int4"):
-        found.append(
+        problems.append(
             f"rollout.quantization.weights: {wanted.weights} on CUDA, where vLLM rounds linear layers and experts "
             "to fp8 alone while it loads; use fp8, or runtime.device cpu"
         )
     elif wanted.weights is not None:
         if wanted.of_weights not in ON_CUDA:
-            found.append(
+            problems.append(
                 f"rollout.quantization.block: {wanted.block}; vLLM on CUDA has [128, 128], [1, null] and [null, null]"
             )
-        if rollout.dtype == "fp32":
-            found.append(
-                "rollout.dtype: fp32 with rollout.quantization.weights; vLLM's fp8 kernels on CUDA give bf16 or fp16"
+        if rollout.dtype in FP32_STORED:
+            problems.append(
+                f"rollout.dtype: {rollout.dtype} with rollout.quantization.weights; vLLM's fp8 kernels on CUDA "
+                "give bf16 or fp16"
             )
         width = architecture.moe_ffn_hidden_size // rollout.tensor_parallel
         padded = architecture.is_moe and (width % 128 or architecture.hidden_size % 128)
         if wanted.of_weights == (128, 128) and padded:
-            found.append(
+            problems.append(
                 f"rollout.tensor_parallel: {rollout.tensor_parallel} leaves experts of {architecture.hidden_size} × "
                 f"{width}, which rollout.quantization.block [128, 128] does not divide: vLLM would pad them and hold "
                 "those of all layers in full until an update ends; use another tensor_parallel, or block [1, null]"
             )
-    return found
+    return problems
 
 
-def _cpu_problems(rollout: RolloutConfig, architecture: Architecture) -> list[str]:
-    """Shapes that vLLM's CPU kernels do not have."""
-    found = []
+def cpu_problems(rollout: RolloutConfig, architecture: Architecture) -> list[str]:
+    """What vLLM lacks on a CPU: shapes that its kernels do not have, and an fp8 cache without AVX-512."""
+    problems = []
+    if rollout.quantization.kv_cache is not None and not _has_fp8_cache():
+        problems.append(
+            f"rollout.quantization.kv_cache: {rollout.quantization.kv_cache}; vLLM on an x86 CPU has it only with "
+            "AVX-512 or AMX, and this processor has neither; leave kv_cache out, or use another machine"
+        )
     if rollout.quantization.kv_cache is not None and architecture.head_dim % 32:
-        found.append(
+        problems.append(
             f"rollout.quantization.kv_cache: fp8 with a head_dim of {architecture.head_dim}; vLLM on a CPU has it for "
             "multiples of 32"
         )
     if architecture.head_dim not in CPU_HEAD_DIMS:
-        found.append(
+        problems.append(
             f"model.path: head_dim is {architecture.head_dim}; vLLM on a CPU has attention for {CPU_HEAD_DIMS}"
         )
     if (architecture.moe_ffn_hidden_size // rollout.tensor_parallel) % CPU_EXPERT_MULTIPLE:
-        found.append(
+        problems.append(
             f"model.path: experts are {architecture.moe_ffn_hidden_size} wide over rollout.tensor_parallel "
             f"{rollout.tensor_parallel}; vLLM on a CPU can update expert weights only in multiples of "
             f"{CPU_EXPERT_MULTIPLE} (it pads others after loading)"
         )
-    return found
+    return problems
+
+
+def _has_fp8_cache() -> bool:
+    """As vLLM's attention for CPUs decides it."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return True
+    import torch  # seconds to import
+
+    return torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def routing_problems(routing: RoutingConfig, architecture: Architecture) -> list[str]:
@@ -175,19 +200,119 @@ def lora_problems(architecture: Architecture, parallel: ParallelConfig) -> list[
 
 def precision_problems(recipe: RecipeSections, architecture: Architecture) -> list[str]:
     """Differences that make mu another policy than pi, in the recipe's keys; empty where there are none."""
-    rollout, precision, found = recipe.rollout, recipe.precision, []
+    rollout, precision, problems = recipe.rollout, recipe.precision, []
     if (precision.fp32_router or precision.rollout_router) and not architecture.is_moe:
-        found.append(f"precision.fp32_router: true, but the model ({architecture.model_type}) has no router; use false")
+        problems.append(
+            f"precision.fp32_router: true, but the model ({architecture.model_type}) has no router; use false"
+        )
     if precision.allow_asymmetric:
-        return found
+        return problems
     if rollout.top_p < 1.0:
-        found.append(
+        problems.append(
             f"rollout.top_p: {rollout.top_p} cuts the tail off mu but not off pi, a mismatch that no correction "
             "removes; use 1.0 for training, or set precision.allow_asymmetric: true for an ablation"
         )
     if rollout.top_k > 0:
-        found.append(
+        problems.append(
             f"rollout.top_k: {rollout.top_k} cuts mu but not pi; use 0 (off) for training, or set "
             "precision.allow_asymmetric: true for an ablation"
         )
-    return found
+    return problems
+
+
+# Most that two engines with the same weights may differ by in a run's first step: the mean of |po − mu|, by the coarser
+# of their types. Rounding moves a log-prob by a multiple of the type's unit (2^-24, 2^-11, 2^-8), more where a router's
+# choice flips; docs/precision.md ("The first step") has what was measured. The bounds leave a factor of 50 to 100 for
+# depth. Engines with different functions differ by tenths.
+FIRST_STEP_BOUNDS = {"fp32": 1e-3, "tf32": 0.02, "fp16": 0.02, "bf16": 0.1, "fp8": 0.2, "int8": 0.2, "int4": 0.4}
+
+_BY_DEVICE = "by device"  # `confirm_contract` fills it in when the engines run
+
+
+@dataclass(frozen=True)
+class ContractRow:
+    """One aspect, on both sides. ``verdict``: same | rounding | policy (another function)."""
+
+    aspect: str
+    learner: str
+    rollout: str
+    verdict: str
+
+    def __str__(self) -> str:
+        return f"learner {self.learner} · rollout {self.rollout} · {self.verdict}"
+
+
+def contract(recipe: Recipe, architecture: Architecture) -> list[ContractRow]:
+    """The contract as the recipe states it; no engine needed."""
+    precision, rollout = recipe.precision, recipe.rollout
+    learner_dtype, rollout_dtype = recipe.learner.dtype, rollout.dtype
+
+    def fp32_where(asked_learner: bool, asked_rollout: bool, aspect: str) -> ContractRow:
+        left, right = "fp32" if asked_learner else learner_dtype, "fp32" if asked_rollout else rollout_dtype
+        if asked_learner != asked_rollout and left != right:
+            return ContractRow(aspect, left, right, "policy")
+        return ContractRow(aspect, left, right, "same" if left == right else "rounding")
+
+    rows = [
+        ContractRow("dtype", learner_dtype, rollout_dtype, "same" if learner_dtype == rollout_dtype else "rounding"),
+        fp32_where(precision.fp32_head, precision.rollout_head, "head"),
+    ]
+    if architecture.is_moe:
+        rows.append(fp32_where(precision.fp32_router, precision.rollout_router, "router"))
+    if rollout.quantization.weights is not None:
+        rows.append(ContractRow("weights", learner_dtype, rollout.quantization.words, "rounding"))
+    if rollout.quantization.kv_cache is not None:
+        rows.append(ContractRow("kv cache", learner_dtype, rollout.quantization.kv_cache, "rounding"))
+    rows += [
+        ContractRow("attention", _BY_DEVICE, _BY_DEVICE, "rounding"),
+        ContractRow("rope", "Megatron, unfused", _BY_DEVICE, "rounding"),
+        ContractRow("activation", "Megatron, unfused", _BY_DEVICE, "rounding"),
+        # The learner divides its logits by the rollout section's temperature: there is no second key to disagree.
+        ContractRow("temperature", f"{rollout.temperature:g}", f"{rollout.temperature:g}", "same"),
+        ContractRow("log-probs", "after temperature", "after temperature", "same"),
+        ContractRow("top-p", "1", f"{rollout.top_p:g}", "same" if rollout.top_p == 1 else "policy"),
+        ContractRow("top-k", "off", str(rollout.top_k or "off"), "same" if not rollout.top_k else "policy"),
+    ]
+    return rows
+
+
+def confirm_contract(stated: list[ContractRow], learner: dict[str, str], rollout: dict[str, str]) -> list[ContractRow]:
+    """The contract as the started engines keep it.
+
+    Args:
+        stated: from `contract`.
+        learner, rollout: aspect → what the engine does, from `Learner.describe_precision` and the generator.
+
+    Raises:
+        InputError: an engine does something else than the recipe states where that changes the policy or the dtype.
+    """
+    rows, broken = [], []
+    for row in stated:
+        described = {"learner": learner.get(row.aspect, row.learner), "rollout": rollout.get(row.aspect, row.rollout)}
+        for side, value in described.items():
+            promised = getattr(row, side)
+            if value != promised and row.aspect not in ("attention", "rope", "activation"):
+                broken.append(f"{row.aspect}: the {side} engine uses {value}, the recipe says {promised}")
+        rows.append(ContractRow(row.aspect, described["learner"], described["rollout"], row.verdict))
+    if broken:
+        raise InputError("precision contract: " + "; ".join(broken))
+    return rows
+
+
+def first_step_alarms(recipe: Recipe, architecture: Architecture) -> list[AlarmRule]:
+    """Rules that end a run whose first step has more mismatch than rounding in the contract's types explains.
+
+    Empty where the recipe asks for another mismatch: a dose (`exact.noise`), or a row of the contract that says policy.
+    In fp32 on both sides mismatch/rho_std is bounded too. A rule of the same name in `monitor.alarms` takes the place
+    of one of these.
+    """
+    if recipe.exact.dose is not None or any(row.verdict == "policy" for row in contract(recipe, architecture)):
+        return []
+    rounded = [recipe.rollout.quantization.weights, recipe.rollout.quantization.kv_cache]
+    types = {recipe.learner.dtype, recipe.rollout.dtype, *(name for name in rounded if name is not None)}
+    coarsest = max(types, key=list(FIRST_STEP_BOUNDS).index)
+    metrics = {"first-step-difference": "training/rollout_probs_diff_mean"}
+    if coarsest == "fp32":
+        metrics["first-step-mismatch"] = "mismatch/rho_std"
+    bound = FIRST_STEP_BOUNDS[coarsest]
+    return [AlarmRule(name=name, metric=metric, above=bound, then=["warn", "stop"]) for name, metric in metrics.items()]

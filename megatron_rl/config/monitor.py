@@ -7,10 +7,68 @@ from typing import Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from megatron_rl.config.base import OffCount, Section
-from megatron_rl.config.sinks import SinksConfig
+
+# `monitor.sinks`: services for experiments that a run's metrics also go to, each through its own client.
+
+
+class WandbSinkConfig(Section):
+    """Weights & Biases (package `wandb`). The key comes from `wandb login` or WANDB_API_KEY, never from a recipe."""
+
+    project: str = "megatron_rl"
+    """The service's project; made where it is not there."""
+    entity: str | None = None
+    """Team or user; null: the key's own."""
+    name: str | None = None
+    """null: the name of the run directory."""
+    group: str | None = None
+    """Runs with the same group are drawn as one, as seeds of one arm."""
+    tags: list[str] = []
+    """Labels by which the service finds runs."""
+    mode: Literal["online", "offline"] = "online"
+    """offline: everything stays in RUN/wandb until `wandb sync`."""
+
+
+class MlflowSinkConfig(Section):
+    """MLflow (package `mlflow`). Passwords and tokens come from MLFLOW_TRACKING_… variables, never from a recipe."""
+
+    experiment: str = "megatron_rl"
+    """Made where it is not there."""
+    name: str | None = None
+    """null: the name of the run directory."""
+    tracking_uri: str | None = None
+    """null: MLFLOW_TRACKING_URI, and where that is not set the database RUN/mlflow.db."""
+
+
+class SwanlabSinkConfig(Section):
+    """SwanLab (package `swanlab`). The key comes from `swanlab login` or SWANLAB_API_KEY, never from a recipe."""
+
+    project: str = "megatron_rl"
+    """The service's project; made where it is not there."""
+    workspace: str | None = None
+    """null: the key's own."""
+    name: str | None = None
+    """null: the name of the run directory."""
+    tags: list[str] = []
+    """Labels by which the service finds runs."""
+    mode: Literal["online", "offline"] = "online"
+    """offline: everything stays in RUN/swanlab until `swanlab sync`."""
+
+
+class SinksConfig(Section):
+    """Each null: not used. `{}` takes the defaults: `--set monitor.sinks.wandb={}`."""
+
+    wandb: WandbSinkConfig | None = None
+    """Weights & Biases."""
+    mlflow: MlflowSinkConfig | None = None
+    """MLflow."""
+    swanlab: SwanlabSinkConfig | None = None
+    """SwanLab."""
+
 
 Action = Literal["warn", "decay_lr", "save", "record_batch", "stop"]
-Statistic = Literal["value", "ratio", "slope", "log_slope", "log_slope_lower", "not_finite"]
+Statistic = Literal[
+    "value", "mean", "ratio", "of_best", "of_start", "slope", "log_slope", "log_slope_lower", "not_finite"
+]
 
 
 class AlarmRule(Section):
@@ -21,11 +79,14 @@ class AlarmRule(Section):
     metric: str
     """A metric by its name in metrics.jsonl. Steps without it are no observations."""
     statistic: Statistic = "value"
-    """value: the metric. ratio: the metric over the median of the window before it. slope: least-squares slope over
+    """value: the metric. mean: its mean over the window. of_best: that mean over the highest one so far (nothing while
+    that is not above 0). of_start: the median of the window over the median of the run's first window. ratio: the
+    metric over the median of the window before it. slope: least-squares slope over
     the window, per step. log_slope: the same of the metric's natural logarithm (0.01 = 1% a step). log_slope_lower:
     the lower end of that slope's 95% confidence interval. not_finite: 1 for NaN or infinity, else 0."""
     window: PositiveInt = 20
-    """Observations that ratio and the slopes look at; until there are as many, they say nothing."""
+    """Observations that a statistic other than value and not_finite looks at; until there are as many, it says
+    nothing."""
     above: float | None = None
     """The rule's condition holds while the statistic is greater than this."""
     below: float | None = None
@@ -52,7 +113,7 @@ class AlarmRule(Section):
 
 
 class SamplesConfig(Section):
-    """Responses that are written as text: samples.jsonl, TensorBoard's text page, `megatron-rl samples RUN`."""
+    """Responses that are written as text: samples.jsonl, TensorBoard's text page, `megatron-rl run samples RUN`."""
 
     every: OffCount = 10
     """Steps between them; null or 0: none."""
@@ -73,8 +134,6 @@ class MonitorConfig(Section):
     terminal: Literal["auto", "live", "plain", "off"] = "auto"
     """live: coloured lines above a status line with progress, phase and ETA. plain: one line per step. auto: live
     where standard output is a terminal, else plain. log.txt has the plain lines in every case."""
-    show_sample_every: OffCount = 0
-    """Steps between printed sample responses (the first of the step, shortened); 0: none."""
     samples: SamplesConfig = SamplesConfig()
     """Which sampled texts are written, and how much of them."""
     plots: bool = True
@@ -87,10 +146,11 @@ class MonitorConfig(Section):
     microbatches without a pipeline."""
     growth_window: int = Field(50, ge=3)
     """Steps over which mismatch/growth, the slope of log mismatch/rho_std, is fitted."""
-    repetition_ngram: PositiveInt = 8
-    """Length in tokens of the n-grams whose repeats are counted in response/repetition_frac."""
+    levels: bool = True
+    """Warn of what is certainly wrong, beside the rules of `alarms`: no signal, no gradient, reward far below its best,
+    mismatch above what the dtypes explain, and others. A rule of the same name in `alarms` takes the place of one."""
     alarms: list[AlarmRule] = []
-    """Rules that act; see `megatron-rl score-alarms` for what they would have done in past runs."""
+    """Rules that act; see `megatron-rl run score-alarms` for what they would have done in past runs."""
 
     @model_validator(mode="after")
     def _unique_names(self) -> MonitorConfig:

@@ -9,14 +9,317 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, Strict, field_validator, model_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Strict,
+    field_validator,
+    model_validator,
+)
 
-from megatron_rl.config.base import Section, Short, ShortList
-from megatron_rl.config.corrections import WEIGHTING_MODES, Correction
-from megatron_rl.config.policy_terms import PolicyTerm, PpoClip
+from megatron_rl.config.base import FUNCTION_PATH, FunctionUnder, LookedUp, Section, Short, ShortList, is_function_path
 from megatron_rl.errors import OwnWarning
+
+# Policy terms of the `objective` section: their parameters. Equations: `objective/policy_terms.py`.
+#
+# Symbols: mu = probability under the rollout engine, po = under the learner at rollout weights, pi = under the learner
+# now; r = pi/po, w = pi/mu; A = advantage.
+
+
+class TermSection(Section):
+    """What the rest of the objective has to know of a term, beside its parameters."""
+
+    is_anchored_on_rollout: ClassVar[bool] = False
+    """Defined by pi and mu alone: no forward pass at rollout weights, and corrections see w in the place of rho."""
+    carries_w: ClassVar[bool] = False
+    """Holds w = pi/mu already: a second importance weight would square the correction."""
+    has_sequence_ratio: ClassVar[bool] = False
+    """Its ratio belongs to a sequence: it is the paper's only when sequences count alike."""
+
+
+class PpoClip(TermSection):
+    name: Literal["ppo_clip"] = "ppo_clip"
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    """epsilon_low: the ratio r is clipped below at 1 - clip_low."""
+    clip_high: PositiveFloat = 0.28
+    """epsilon_high: r is clipped above at 1 + clip_high (0.28 is DAPO's, 0.2 PPO's)."""
+    dual_clip: float | None = Field(None, gt=1)
+    """For A < 0 the loss is bounded by -dual_clip · A. null: no bound."""
+
+
+class Gspo(TermSection):
+    name: Literal["gspo"] = "gspo"
+    has_sequence_ratio: ClassVar[bool] = True
+    clip_low: float = Field(3e-4, gt=0, lt=1)
+    """epsilon_low of the sequence ratio s; far smaller than PPO's because s is a geometric mean over tokens."""
+    clip_high: PositiveFloat = 4e-4
+    """epsilon_high of the sequence ratio s."""
+
+
+class Gmpo(TermSection):
+    name: Literal["gmpo"] = "gmpo"
+    has_sequence_ratio: ClassVar[bool] = True
+    log_clip_low: PositiveFloat = 0.4
+    """A token's log-ratio is clipped below at -log_clip_low where A < 0."""
+    log_clip_high: PositiveFloat = 0.4
+    """A token's log-ratio is clipped above at log_clip_high where A > 0."""
+
+
+class Cispo(TermSection):
+    name: Literal["cispo"] = "cispo"
+    clip_low: float | None = Field(None, gt=0, lt=1)
+    """epsilon_low: the detached ratio is clipped below at 1 - clip_low. null: no lower bound, as the paper trains."""
+    clip_high: PositiveFloat = 5.0
+    """epsilon_high: the detached ratio is clipped above at 1 + clip_high. The paper tunes it and prints no value."""
+
+
+class Reinforce(TermSection):
+    name: Literal["reinforce"] = "reinforce"
+    is_anchored_on_rollout: ClassVar[bool] = True
+
+
+class MiniRl(TermSection):
+    name: Literal["minirl"] = "minirl"
+    carries_w: ClassVar[bool] = True
+    cap: PositiveFloat = 5.0
+    """w is truncated here."""
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    """Tokens with A < 0 and r < 1 - clip_low are masked."""
+    clip_high: PositiveFloat = 0.27
+    """Tokens with A > 0 and r > 1 + clip_high are masked."""
+
+
+class Dppo(TermSection):
+    name: Literal["dppo"] = "dppo"
+    is_anchored_on_rollout: ClassVar[bool] = True
+    carries_w: ClassVar[bool] = True
+    divergence: Literal["tv", "kl"] = "tv"
+    """Distance between the two-point distributions (sampled token, any other) of mu and pi: |mu - pi|, or KL."""
+    delta: PositiveFloat | None = None
+    """Distance from which updates that move further away are masked. null: 0.15 for tv, 0.05 for kl."""
+    cap: PositiveFloat = 20.0
+    """C: w is truncated here (20 in the authors' code)."""
+
+    @property
+    def threshold(self) -> float:
+        return self.delta if self.delta is not None else {"tv": 0.15, "kl": 0.05}[self.divergence]
+
+
+class Sapo(TermSection):
+    name: Literal["sapo"] = "sapo"
+    tau_positive: PositiveFloat = 1.0
+    """Temperature of the sigmoid gate where A >= 0."""
+    tau_negative: PositiveFloat = 1.05
+    """Temperature of the sigmoid gate where A < 0; larger, so that these fade faster away from r = 1."""
+
+
+FunctionPath = Annotated[str, Field(pattern=FUNCTION_PATH)]
+"""path/to/file.py:function; a relative path counts from the recipe's folder, where the file is there."""
+Parameters = dict[str, bool | int | float | str | None]
+
+
+class FunctionTerm(Section):
+    name: Literal["function"] = "function"
+    function: Annotated[FunctionPath, LookedUp(is_function=True)]
+    """Your own term, `term(tokens, **parameters)`: the loss of each token. docs/add-an-objective.md says what it gets.
+    `name: file.py:function` is the short way to write it."""
+    parameters: Parameters = {}
+    """Passed to the function by name. Keys that stand beside a short `name` come here."""
+    is_anchored_on_rollout: bool = False
+    """The function uses pi and mu alone: no forward pass at rollout weights, corrections see w = pi/mu."""
+    carries_w: bool = False
+    """The function multiplies by w = pi/mu: a second importance weight is then refused."""
+    has_sequence_ratio: bool = False
+    """Its ratio belongs to a sequence: another aggregation than seq-mean-token-mean is then warned of."""
+
+
+PolicyTerm = Annotated[
+    PpoClip | Gspo | Gmpo | Cispo | Reinforce | MiniRl | Dppo | Sapo | FunctionTerm,
+    Discriminator("name"),
+]
+
+
+# Corrections of the training-inference mismatch in the `objective` section. Equations: `objective/corrections.py`.
+#
+# Symbols: mu = probability under the rollout engine, po = under the learner at rollout weights, pi = under the learner
+# now; the ratio is rho = po/mu, or w = pi/mu where the objective is anchored on the rollout engine; A = advantage.
+
+
+Level = Literal["token", "sequence", "geometric"]
+
+
+class NoCorrection(Section):
+    mode: Literal["none"] = "none"
+
+
+class Is(Section):
+    mode: Literal["is"] = "is"
+    level: Level = "token"
+    """Which ratio is the weight: the token's, the product over the sequence, or its geometric mean."""
+
+
+class Tis(Section):
+    mode: Literal["tis"] = "tis"
+    level: Level = "token"
+    """Which ratio is the weight: the token's, the product over the sequence, or its geometric mean."""
+    cap: PositiveFloat = 2.0
+    """C: the weight is min(ratio, C). 2 in arXiv 2602.01826, 3 in arXiv 2510.26788."""
+    lower: PositiveFloat | None = None
+    """The weight is at least this. null: no lower bound, as the papers write it."""
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> Tis:
+        if self.lower is not None and self.lower >= self.cap:
+            raise ValueError(f"lower {self.lower:g} is not below cap {self.cap:g}: every token would weigh the same")
+        return self
+
+
+def _check_bounds(lower: float | None, upper: float | None, dropped: str, unit: str) -> None:
+    """Raise ValueError where neither bound is given, or nothing lies between them."""
+    if lower is None and upper is None:
+        raise ValueError(f"neither lower nor upper is given: nothing would be {dropped}; set at least one")
+    if lower is not None and upper is not None and lower >= upper:
+        raise ValueError(f"lower {lower:g} is not below upper {upper:g}: every {unit} would be dropped")
+
+
+class _Masking(Section):
+    renormalize: bool = False
+    """false: a dropped token keeps its place in the denominators. true: it leaves them."""
+
+
+class Mis(_Masking):
+    mode: Literal["mis"] = "mis"
+    level: Level = "token"
+    """Which ratio is the weight: the token's, the product over the sequence, or its geometric mean."""
+    cap: PositiveFloat = 3.0
+    """C: the weight is the ratio where it is at most C, else 0 (3 with the sequence level in arXiv 2510.26788)."""
+    lower: PositiveFloat | None = None
+    """Ratios below this are dropped too. null: one-sided, as the papers write it."""
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> Mis:
+        if self.lower is not None and self.lower >= self.cap:
+            raise ValueError(f"lower {self.lower:g} is not below cap {self.cap:g}: every token would be dropped")
+        return self
+
+
+class IcePop(_Masking):
+    mode: Literal["icepop"] = "icepop"
+    level: Literal["token"] = "token"
+    """IcePop is defined on tokens."""
+    lower: PositiveFloat = 0.5
+    """Tokens whose ratio is below are dropped."""
+    upper: PositiveFloat = 5.0
+    """Tokens whose ratio is above are dropped."""
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> IcePop:
+        if self.lower >= self.upper:
+            raise ValueError(
+                f"lower {self.lower:g} is not below upper {self.upper:g}: every token would be dropped; "
+                f"the bounds look reversed (lower: {self.upper:g}, upper: {self.lower:g}?)"
+            )
+        return self
+
+
+class Reject(_Masking):
+    mode: Literal["reject"] = "reject"
+    statistic: Literal["geometric", "seq_mean_k1", "seq_mean_k3", "max_k3"] = "seq_mean_k3"
+    """What a sequence is judged by. `geometric` and `seq_mean_k1` are compared with bounds on the ratio scale (1 is
+    agreement): lower <= exp(mean log rho) <= upper. `seq_mean_k3` and `max_k3` are divergences: 0 is agreement."""
+    lower: NonNegativeFloat | None = None
+    """Sequences with a smaller statistic are dropped. null: no bound."""
+    upper: PositiveFloat | None = None
+    """Sequences with a larger statistic are dropped. null: no bound."""
+
+    @field_validator("statistic", mode="before")
+    @classmethod
+    def _other_spellings(cls, statistic: Any) -> Any:
+        others = {"geometric_mean": "geometric", "seq_max_k3": "max_k3"}
+        return others.get(statistic, statistic) if isinstance(statistic, str) else statistic
+
+    @property
+    def on_ratio_scale(self) -> bool:
+        return self.statistic in ("geometric", "seq_mean_k1")
+
+    @model_validator(mode="after")
+    def _bounds_make_sense(self) -> Reject:
+        _check_bounds(self.lower, self.upper, "rejected", "sequence")
+        if self.on_ratio_scale and self.lower == 0:
+            raise ValueError("lower 0 on the ratio scale bounds nothing; leave it out")
+        return self
+
+
+class Veto(_Masking):
+    mode: Literal["veto"] = "veto"
+    threshold: PositiveFloat = 1e-4
+    """A sequence with any token ratio below this is dropped."""
+
+
+class Mask(_Masking):
+    mode: Literal["mask"] = "mask"
+    level: Level = "token"
+    """Which ratio decides: the token's, the product over the sequence, or its geometric mean. A bound on a sum of k1 =
+    -log ratio is the same bound on the ratio: k1 <= c is ratio >= exp(-c)."""
+    lower: PositiveFloat | None = None
+    """Tokens, or sequences, whose ratio is below are dropped. null: no bound."""
+    upper: PositiveFloat | None = None
+    """Tokens, or sequences, whose ratio is above are dropped. null: no bound."""
+
+    @model_validator(mode="after")
+    def _bounds_make_sense(self) -> Mask:
+        _check_bounds(self.lower, self.upper, "dropped", "token")
+        return self
+
+
+class Opsm(_Masking):
+    mode: Literal["opsm"] = "opsm"
+    delta: PositiveFloat = 1e-4
+    """A sequence with A < 0 is dropped where mean_t(log pi_old - log pi) exceeds this."""
+    pi_old: Literal["rollout", "learner"] = "rollout"
+    """rollout: mu, the probability that the rollout engine returned, as the paper defines pi_old. learner: po, which is
+    pi where a batch has one update: nothing is ever dropped then."""
+
+
+class FunctionCorrection(_Masking):
+    mode: Literal["function"] = "function"
+    function: Annotated[FunctionPath, LookedUp(is_function=True)]
+    """Your own correction, `correction(ratios, **parameters)`: a weight, a mask or both for each token.
+    docs/add-an-objective.md says what it gets. `mode: file.py:function` is the short way to write it."""
+    parameters: Parameters = {}
+    """Passed to the function by name. Keys that stand beside a short `mode` come here."""
+    is_weight: bool = True
+    """It multiplies by an importance ratio: refused where the policy term carries w already. false: a mask alone."""
+
+
+Correction = Annotated[
+    NoCorrection | Is | Tis | Mis | IcePop | Reject | Mask | Veto | Opsm | FunctionCorrection,
+    Discriminator("mode"),
+]
+WEIGHTING_MODES = ("is", "tis", "mis", "icepop")
+
+
+def user_functions(config: ObjectiveConfig) -> list[str]:
+    """Every `file.py:function` that the objective names, in the order of its keys, each once."""
+    names = [config.advantage, getattr(config.policy_term, "function", "")]
+    names += [getattr(item, "function", "") for item in config.correction] + [config.aggregation]
+    return list(dict.fromkeys(name for name in names if is_function_path(name)))
+
+
+def is_weight(correction: Correction) -> bool:
+    """Whether it multiplies by an importance ratio."""
+    return correction.mode in WEIGHTING_MODES or getattr(correction, "is_weight", False)
+
+
+def label_of(section: Section, key: Literal["name", "mode"]) -> str:
+    """What a person calls it: the built-in name, or file and function of a user's own."""
+    return getattr(section, "function", getattr(section, key))
+
 
 AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce"]
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
@@ -48,19 +351,24 @@ class Variance(Section):
 class ObjectiveConfig(Section):
     """What is minimised. Spelling and equations: docs/add-an-objective.md and the functions' docstrings."""
 
-    advantage: AdvantageName = "grpo"
+    advantage: Annotated[AdvantageName | FunctionPath, LookedUp(is_function=True)] = "grpo"
     """How rewards become advantages: grpo (standardized in the group), dr_grpo (centred), rloo (leave one out),
-    reinforce_pp (centred, then whitened over the batch), reinforce (the reward itself)."""
-    policy_term: Annotated[PolicyTerm, Short("name")] = PpoClip()
-    """The surrogate of one token or sequence; a bare name stands for its defaults."""
+    reinforce_pp (centred, then whitened over the batch), reinforce (the reward itself), file.py:function (your own)."""
+    policy_term: Annotated[PolicyTerm, FunctionUnder("name", tuple(FunctionTerm.model_fields)), Short("name")] = (
+        PpoClip()
+    )
+    """The surrogate of one token or sequence; a bare name stands for its defaults. `file.py:function`: your own."""
     anchor: Literal["recompute", "bypass"] = "recompute"
     """What r is measured from. recompute: po, the learner's own probability at rollout weights. bypass: mu, the
     engine's, so that r becomes w = pi/mu and no pass for old log-probs is made; with several updates per batch rho is
     then not known either, and corrections and mismatch metrics see w in its place."""
-    correction: Annotated[list[Correction], ShortList("mode")] = []
-    """Weights and masks against the training-inference mismatch; they multiply the policy term, and each other."""
-    aggregation: Aggregation = "token-mean"
-    """How token terms become one number over the global mini-batch."""
+    correction: Annotated[
+        list[Correction], FunctionUnder("mode", tuple(FunctionCorrection.model_fields)), ShortList("mode")
+    ] = []
+    """Weights and masks against the training-inference mismatch; they multiply the policy term, and each other.
+    `file.py:function` in the place of a mode: your own."""
+    aggregation: Annotated[Aggregation | FunctionPath, LookedUp(is_function=True)] = "token-mean"
+    """How token terms become one number over the global mini-batch. `file.py:function`: your own."""
     max_response_length: PositiveInt | None = None
     """L, the constant that seq-mean-token-sum-norm divides by; filled from the rollout section where absent."""
     distortion: Distortion | None = None
@@ -82,28 +390,29 @@ class ObjectiveConfig(Section):
 
     @model_validator(mode="after")
     def _combination_makes_sense(self) -> ObjectiveConfig:
-        name = self.policy_term.name
+        name = label_of(self.policy_term, "name")
         if self.aggregation == "seq-mean-token-sum-norm" and self.max_response_length is None:
             raise ValueError(
                 "aggregation seq-mean-token-sum-norm divides by max_response_length, which is absent; set it to the "
                 "longest response that rollouts may have (never the padded width of a batch)"
             )
         for item in self.correction:
-            if item.mode in WEIGHTING_MODES and self.policy_term.carries_w:
+            mode = label_of(item, "mode")
+            if is_weight(item) and self.policy_term.carries_w:
                 raise ValueError(
-                    f"correction mode {item.mode} on policy term {name}, which already carries w = pi/mu: the mismatch "
-                    f"would be corrected twice; leave it out (masks alone, reject, veto and opsm, are allowed)"
+                    f"correction mode {mode} on policy term {name}, which already carries w = pi/mu: the mismatch "
+                    f"would be corrected twice; leave it out (masks alone, reject, mask, veto and opsm, are allowed)"
                 )
             bypasses = self.anchor == "bypass" and not self.policy_term.is_anchored_on_rollout
-            if item.mode in WEIGHTING_MODES and bypasses:
+            if is_weight(item) and bypasses:
                 raise ValueError(
-                    f"correction mode {item.mode} with anchor bypass: the ratio of {name} is pi/mu already and the "
-                    "mismatch would be corrected twice; leave it out (masks alone, reject, veto and opsm, are allowed) "
-                    "or use anchor: recompute"
+                    f"correction mode {mode} with anchor bypass: the ratio of {name} is pi/mu already and the "
+                    "mismatch would be corrected twice; leave it out (masks alone, reject, mask, veto and opsm, are "
+                    "allowed) or use anchor: recompute"
                 )
             if getattr(item, "renormalize", False) and (self.anchored_on_rollout or item.mode == "opsm"):
                 raise ValueError(
-                    f"renormalize on {item.mode} with policy term {name}, anchor {self.anchor}: what it drops depends "
+                    f"renormalize on {mode} with policy term {name}, anchor {self.anchor}: what it drops depends "
                     "on the current policy, "
                     "so the global denominator would be known only after every microbatch has run; leave it false"
                 )
@@ -131,50 +440,52 @@ class ObjectiveConfig(Section):
         arXiv 2510.26788 §2.1).
 
         With one update per rollout batch pi equals po and `old_logprobs` stays None. With more, only what is anchored
-        on the rollout engine (`reinforce`, `dppo`, anchor bypass) goes without; opsm and distortion look at po
-        themselves, and `renormalize` must know what is dropped before the first gradient.
+        on the rollout engine (`reinforce`, `dppo`, anchor bypass) goes without; opsm on the learner's pi_old and
+        distortion look at po themselves, and `renormalize` must know what is dropped before the first gradient.
         """
         if self.renormalizes:
             return True
         if num_updates_per_batch == 1:
             return False
-        looks_at_po = self.distortion is not None or any(item.mode == "opsm" for item in self.correction)
+        looks_at_po = self.distortion is not None or any(
+            item.mode == "opsm" and item.pi_old == "learner" for item in self.correction
+        )
         return looks_at_po or not self.anchored_on_rollout
 
 
 def objective_warnings(config: ObjectiveConfig) -> list[str]:
     """Reasons to doubt a legal objective, one sentence each; raised as ObjectiveWarning on validation."""
-    term, found = config.policy_term, []
+    term, warnings = config.policy_term, []
     if term.name == "gspo" and max(term.clip_low, term.clip_high) >= PPO_LIKE_CLIP:
-        found.append(
+        warnings.append(
             f"gspo clips at 1 - {term.clip_low:g} and 1 + {term.clip_high:g}, which look like PPO's per-token bounds; "
             "its ratio is a geometric mean over the sequence and needs about 3e-4 and 4e-4, or it is never clipped"
         )
     if term.name == "ppo_clip" and max(term.clip_low, term.clip_high) < PPO_LIKE_CLIP:
-        found.append(
+        warnings.append(
             f"ppo_clip clips at 1 - {term.clip_low:g} and 1 + {term.clip_high:g}, which look like GSPO's bounds for a "
             "sequence ratio; per-token ratios usually need about 0.2"
         )
     if term.has_sequence_ratio and config.aggregation != "seq-mean-token-mean":
-        found.append(
-            f"{term.name} equals the paper's sequence objective only under aggregation seq-mean-token-mean, "
-            f"found {config.aggregation}"
+        warnings.append(
+            f"{label_of(term, 'name')} equals the paper's sequence objective only under aggregation "
+            f"seq-mean-token-mean, found {config.aggregation}"
         )
-    weighting = [item.mode for item in config.correction if item.mode in WEIGHTING_MODES]
+    weighting = [label_of(item, "mode") for item in config.correction if is_weight(item)]
     if len(weighting) > 1:
-        found.append(
+        warnings.append(
             f"the corrections {', '.join(weighting)} each multiply by an importance ratio: the product counts it twice"
         )
     for item in config.correction:
         if item.mode == "reject" and item.on_ratio_scale and not (item.lower or 0) < 1 < (item.upper or math.inf):
-            found.append(
+            warnings.append(
                 f"reject on {item.statistic} compares on the ratio scale, where 1 means agreement, and its bounds "
                 f"(lower {item.lower}, upper {item.upper}) drop sequences on which both engines agree; divergences "
                 "like 0.001 belong to seq_mean_k3 and max_k3"
             )
     if any(getattr(item, "cap", math.inf) < 1 for item in config.correction):
-        found.append("a correction cap below 1 shrinks tokens on which both engines agree")
-    return found
+        warnings.append("a correction cap below 1 shrinks tokens on which both engines agree")
+    return warnings
 
 
 def with_max_response_length(section: Mapping[str, Any] | None, max_response_length: int) -> dict[str, Any]:

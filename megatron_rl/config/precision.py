@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
 from megatron_rl.config.base import Section
+from megatron_rl.errors import InputError
+from megatron_rl.process.fp32_products import Fp32Product
 
 
 class LossScaleConfig(Section):
@@ -16,10 +19,8 @@ class LossScaleConfig(Section):
     """Scale of the first update."""
     minimum: float = Field(1.0, gt=0)
     """The scale never falls below this."""
-    growth_factor: float = Field(2.0, gt=1)
-    """The scale is multiplied by this after `growth_interval` updates in a row without overflow."""
     growth_interval: PositiveInt = 1000
-    """Updates in a row without overflow after which the scale grows."""
+    """Updates in a row without overflow after which the scale doubles."""
     backoff_factor: float = Field(0.5, gt=0, lt=1)
     """The scale is multiplied by this at an overflow."""
     hysteresis: PositiveInt = 1
@@ -35,7 +36,7 @@ class LossScaleConfig(Section):
 class PrecisionConfig(Section):
     """What both engines compute in fp32 whatever their dtypes are, and which weights the rollout engine gets.
 
-    The dtypes themselves are `learner.dtype` and `rollout.dtype`; all nine pairs are legal.
+    The dtypes themselves are `learner.dtype` and `rollout.dtype`; docs/precision.md has the pairs.
     """
 
     fp32_head: bool = False
@@ -75,3 +76,38 @@ class PrecisionConfig(Section):
                     "allow_asymmetric: true for an ablation"
                 )
         return self
+
+
+def fp32_products(
+    learner_dtype: str, rollout_dtype: str, precision: PrecisionConfig
+) -> tuple[set[Fp32Product], set[Fp32Product]]:
+    """What the learner, and what the rollout engine, needs of products of fp32 matrices; empty: it has none.
+
+    Within one process all such products are of one kind (`process.fp32_products`).
+    """
+    learner = _products(learner_dtype, precision.fp32_head or precision.fp32_router)
+    return learner, rollout_fp32_products(rollout_dtype, precision)
+
+
+def rollout_fp32_products(dtype: str, precision: PrecisionConfig) -> set[Fp32Product]:
+    """What a rollout engine of ``dtype`` needs of products of fp32 matrices."""
+    return _products(dtype, precision.rollout_head or precision.rollout_router)
+
+
+def only_product(kinds: set[Fp32Product]) -> Fp32Product | None:
+    """The one that ``kinds`` has, None where there is none. Recipes that need both in one process are refused."""
+    return "tf32" if "tf32" in kinds else "fp32" if kinds else None
+
+
+def refuse_both_products(flag: str, dtypes: Iterable[str]) -> None:
+    """Raise `InputError` where the ``dtypes`` of one command, from its ``flag``, have fp32 and tf32."""
+    if {"fp32", "tf32"} <= set(dtypes):
+        raise InputError(
+            f"{flag}: fp32 and tf32, but a process multiplies all fp32 matrices alike, in full or as TF32; use a "
+            "command for each"
+        )
+
+
+def _products(dtype: str, has_fp32_parts: bool) -> set[Fp32Product]:
+    kinds: set[Fp32Product] = {"fp32"} if has_fp32_parts or dtype == "fp32" else set()
+    return kinds | {"tf32"} if dtype == "tf32" else kinds

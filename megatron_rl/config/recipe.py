@@ -1,18 +1,299 @@
-"""The recipe: one file that says everything about a run."""
+"""The recipe: one file that says everything about a run, and the rules between its sections.
+
+A field's own range stands at the field. `model_rules` has what depends on model and ranks. Every function of a rule
+returns messages that name keys, values found and values allowed; an empty list where nothing is wrong.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from pydantic import model_validator
 
-from megatron_rl.config.rules import section_problems
-from megatron_rl.config.sections import RecipeSections
+from megatron_rl.config.learner import ScheduleConfig
+from megatron_rl.config.precision import fp32_products
+from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.config.sections import BatchConfig, RecipeSections
+
+MAX_CARRY_OVER_FACTOR = 2
+"""Of f · n groups n are learned from; the other (f - 1) · n have to fit into the next step's n."""
+
+
+def section_problems(recipe: RecipeSections) -> list[str]:
+    """Sections that contradict each other. Part of loading a recipe."""
+    problems = list(
+        schedule_problems(
+            recipe.schedule,
+            recipe.learner.optimizer.lr,
+            recipe.learner.optimizer.weight_decay,
+            total_steps=recipe.num_updates,
+        )
+    )
+    problems += exact_problems(recipe) + batch_problems(recipe.batch) + offload_problems(recipe)
+    problems += oversample_problems(recipe.batch, recipe.rollout) + tf32_problems(recipe)
+    if recipe.num_sequences % recipe.batch.minibatches:
+        problems.append(
+            f"batch.minibatches: {recipe.batch.minibatches} does not divide the {recipe.num_sequences} sequences of a "
+            f"step (batch.prompts {recipe.batch.prompts} · rollout.num_samples {recipe.rollout.num_samples})"
+        )
+    if recipe.batch.minibatches == 1:
+        problems += [
+            f"objective.correction.{i}: opsm with pi_old: learner and batch.minibatches 1 never drops anything, "
+            "because pi is then pi_old; use pi_old: rollout, or several mini-batches"
+            for i, item in enumerate(recipe.objective.correction)
+            if item.mode == "opsm" and item.pi_old == "learner"
+        ]
+    if recipe.recorder.record_batches == "off":
+        problems += [
+            f"recorder.record_batches: off, but alarm {rule.name!r} wants record_batch; use on_alarm"
+            for rule in recipe.monitor.alarms
+            if "record_batch" in rule.then
+        ]
+    if recipe.validation.every and not recipe.data.validation:
+        problems.append("validation.every: set, but data.validation names no file")
+    best = recipe.checkpoint.keep_best
+    if best is not None and best.metric.startswith("val/") and not recipe.validation.every:
+        problems.append(f"checkpoint.keep_best: {best.metric} is never measured with validation.every 0; set it")
+    if recipe.learner.lora is not None and recipe.precision.export_from == "master":
+        problems.append("precision.export_from: master needs master weights, which learner.lora has not; use learner")
+    advantage = recipe.objective.advantage
+    if advantage != "reinforce" and recipe.rollout.num_samples < 2:
+        problems.append(
+            f"objective.advantage: {advantage} needs rollout.num_samples of at least 2, found "
+            f"{recipe.rollout.num_samples}: a response is compared with the others of its prompt; use reinforce for one"
+        )
+    return problems
+
+
+def offload_problems(recipe: RecipeSections) -> list[str]:
+    """Parts of `learner.offload` that gain nothing or cannot leave; empty where all fit."""
+    offload, engine, problems = recipe.learner.offload, recipe.rollout.engine, []
+    if offload.during_passes and not offload.optimizer:
+        problems.append(
+            "learner.offload.during_passes: true is about what learner.offload.optimizer moves; set that to true, too"
+        )
+    if engine == "vllm_server":
+        remedies = {"gradients": "", "weights": ""}
+        if not offload.during_passes:
+            remedies["optimizer"] = " or set learner.offload.during_passes"
+        problems += [
+            f"learner.offload.{part}: true with rollout.engine vllm_server, whose servers have GPUs of their own: "
+            f"nothing is gained; use false{remedy}"
+            for part, remedy in remedies.items()
+            if getattr(offload, part)
+        ]
+    if engine == "exact" and offload.weights:
+        problems.append(
+            "learner.offload.weights: true with rollout.engine exact, which generates with the learner's own weights; "
+            "use false"
+        )
+    return problems
+
+
+def tf32_problems(recipe: RecipeSections) -> list[str]:
+    """Where products of fp32 matrices would have to be of two kinds in one process, or TF32 where there is none."""
+    learner, rollout = fp32_products(recipe.learner.dtype, recipe.rollout.dtype, recipe.precision)
+    if "tf32" not in learner | rollout:
+        return []
+    problems, dtypes = [], f"learner.dtype: {recipe.learner.dtype}, rollout.dtype: {recipe.rollout.dtype}"
+    if recipe.runtime.device == "cpu":
+        problems.append(f"{dtypes} with runtime.device cpu: tf32 needs an NVIDIA GPU; use fp32")
+    if recipe.rollout.engine == "exact":
+        problems.append(f"{dtypes} with rollout.engine exact, whose kernels have no TF32; use fp32, bf16 or fp16")
+    processes = [learner, rollout] if recipe.rollout.engine == "vllm_server" else [learner | rollout]
+    if {"fp32", "tf32"} in processes:
+        precision = recipe.precision
+        parts = [
+            f"precision.{name}: true"
+            for name, is_on in (
+                ("fp32_head", precision.fp32_head or precision.rollout_head),
+                ("fp32_router", precision.fp32_router or precision.rollout_router),
+            )
+            if is_on
+        ]
+        problems.append(
+            f"{', '.join([dtypes, *parts])}: one process multiplies all fp32 matrices alike, in full or as TF32; use "
+            "tf32 without fp32 beside it, fp32 without tf32, or rollout.engine vllm_server, whose engine is a process "
+            "of its own"
+        )
+    return problems
+
+
+def batch_problems(batch: BatchConfig) -> list[str]:
+    """Keys of the `batch` section that have no effect, or can never fill a step; empty where all fit."""
+    problems = []
+    if not batch.filter_groups:
+        for key, default in (("max_generations", 1), ("generation_prompts", None), ("filter_metric", "reward")):
+            if (value := getattr(batch, key)) != default:
+                problems.append(f"batch.{key}: {value} is about what filter_groups leaves out; set filter_groups: true")
+    elif batch.generation_prompts and batch.generation_prompts * batch.max_generations < batch.prompts:
+        problems.append(
+            f"batch.generation_prompts: {batch.generation_prompts} in at most {batch.max_generations} rounds "
+            f"(batch.max_generations) never make the {batch.prompts} of batch.prompts; raise one of the two"
+        )
+    return problems
+
+
+def oversample_problems(batch: BatchConfig, rollout: RolloutConfig) -> list[str]:
+    """Why `batch.oversample` cannot be used; empty where it can, or is not set."""
+    oversample, problems = batch.oversample, []
+    if oversample is None:
+        return problems
+    if rollout.engine != "vllm_server":
+        problems.append(
+            f"batch.oversample: set, but rollout.engine {rollout.engine} returns a batch when all of it is complete; "
+            "use null or rollout.engine: vllm_server"
+        )
+    if batch.generation_prompts:
+        problems.append(
+            f"batch.generation_prompts: {batch.generation_prompts} and batch.oversample.factor {oversample.factor:g} "
+            "both say how many groups are asked for; remove generation_prompts"
+        )
+    if oversample.rest == "carry_over" and not rollout.max_staleness:
+        problems.append(
+            "batch.oversample.rest: carry_over with rollout.max_staleness 0; a group that is carried over is one step "
+            "old when it is learned from; set rollout.max_staleness: 1 or more, or use rest: abort"
+        )
+    if oversample.rest == "carry_over" and oversample.factor > MAX_CARRY_OVER_FACTOR:
+        problems.append(
+            f"batch.oversample.factor: {oversample.factor:g} with rest carry_over leaves more groups over than the "
+            f"next step learns from, so that their age would grow; use at most {MAX_CARRY_OVER_FACTOR}, or rest: abort"
+        )
+    return problems
+
+
+def schedule_problems(schedule: ScheduleConfig, lr: float, weight_decay: float, total_steps: int) -> list[str]:
+    """What does not fit the optimizer's numbers or the length of the run; empty where all does."""
+    problems = []
+    if schedule.floor(lr) > lr:
+        problems.append(f"schedule.min_lr: {schedule.min_lr} is above learner.optimizer.lr ({lr})")
+    if schedule.warmup_from > lr:
+        problems.append(f"schedule.warmup_from: {schedule.warmup_from} is above learner.optimizer.lr ({lr})")
+    if schedule.style in ("linear", "cosine") and schedule.warmup_steps >= (schedule.decay_steps or total_steps):
+        problems.append(
+            f"schedule.warmup_steps: {schedule.warmup_steps} leaves nothing of the "
+            f"{schedule.decay_steps or total_steps} steps for the decay"
+        )
+    if schedule.weight_decay_end is not None and schedule.weight_decay_end < weight_decay:
+        problems.append(
+            f"schedule.weight_decay_end: {schedule.weight_decay_end} is below learner.optimizer.weight_decay "
+            f"({weight_decay}); Megatron's weight decay only grows"
+        )
+    return problems
+
+
+def exact_problems(recipe: RecipeSections) -> list[str]:
+    """Why ``recipe`` cannot run with the engine `exact`, or why its `exact` section has no effect."""
+    rollout, parallel, problems = recipe.rollout, recipe.learner.parallel, []
+    if rollout.engine != "exact":
+        if recipe.exact.dose is not None:
+            std = recipe.exact.noise_std
+            problems.append(
+                f"{f'exact.noise_std: {std:g}' if std else f'exact.noise: {recipe.exact.dose.kind}'} needs "
+                f"rollout.engine exact, found {rollout.engine}; other engines bring their own mismatch"
+            )
+        return problems
+    dose = recipe.exact.dose
+    if dose is not None and dose.kind == "weights" and recipe.learner.lora is not None:
+        problems.append(
+            "exact.noise.kind: weights with learner.lora, whose adapters are merged in every pass and would not be "
+            "rounded; use another kind, or no adapters"
+        )
+    if rollout.dtype != recipe.learner.dtype:
+        problems.append(
+            f"rollout.dtype: {rollout.dtype}, but rollout.engine exact generates with the learner's own weights "
+            f"(learner.dtype {recipe.learner.dtype}); set both alike"
+        )
+    if rollout.quantization.weights or rollout.quantization.kv_cache:
+        problems.append(
+            "rollout.quantization: set, but rollout.engine exact generates with the learner's own weights; remove it"
+        )
+    if rollout.top_p < 1 or rollout.top_k:
+        problems.append(
+            f"rollout.top_p {rollout.top_p:g}, top_k {rollout.top_k}: rollout.engine exact samples from the "
+            "policy itself; use top_p 1 and top_k 0"
+        )
+    if recipe.validation.top_p < 1:
+        problems.append(
+            f"validation.top_p: {recipe.validation.top_p:g}, but rollout.engine exact samples from all tokens; use 1"
+        )
+    if rollout.tensor_parallel > 1:
+        problems.append(
+            f"rollout.tensor_parallel: {rollout.tensor_parallel}, but rollout.engine exact has the learner's "
+            "layout (learner.parallel); leave it at 1"
+        )
+    if parallel.context > 1:
+        problems.append(
+            f"learner.parallel.context: {parallel.context}; rollout.engine exact generates token by token, and its "
+            "attention over parts of a sequence would add up in another order; use 1, with tensor or pipeline for the "
+            "rest"
+        )
+    if recipe.routing.needs_engine_routes:
+        key = "replay: r3" if recipe.routing.replay == "r3" else "telemetry: true"
+        problems.append(
+            f"routing.{key} needs another engine's routes; under rollout.engine exact there is none, and routes "
+            "agree by themselves; use replay off or r2 without telemetry"
+        )
+    if recipe.learner.fused_head:
+        problems.append(
+            "learner.fused_head: true with rollout.engine exact, which needs logits that do not depend on how tokens "
+            "are batched; use fused_head: false"
+        )
+    return problems
+
+
+@dataclass(frozen=True)
+class Removed:
+    """A key that earlier versions had."""
+
+    neutral: Any
+    """The value at which it did nothing: resolved recipes of earlier runs hold it, and are read without it."""
+    reason: str
+    """What a recipe with another value is told."""
+
+
+REMOVED = {
+    "learner.compile": Removed(
+        False, "torch.compile made an update on CPUs a tenth faster and had no use on GPUs; leave it out"
+    ),
+    "learner.loss_scale.growth_factor": Removed(2.0, "the loss scale grows by 2; leave it out"),
+    "monitor.repetition_ngram": Removed(8, "response/repetition_frac counts n-grams of 8 tokens; leave it out"),
+    "monitor.show_sample_every": Removed(
+        0, "`megatron-rl run samples RUN` prints the responses that monitor.samples keeps; leave it out"
+    ),
+}
+
+
+def without_removed(values: Any) -> Any:
+    """``values`` of a recipe without the `REMOVED` keys that have their neutral value."""
+    for path, removed in REMOVED.items():
+        values = _without(values, path.split("."), removed.neutral)
+    return values
+
+
+def _without(values: Any, path: list[str], neutral: Any) -> Any:
+    key, *below = path
+    if not isinstance(values, dict) or key not in values:
+        return values
+    removed = values[key]
+    if below:
+        return {**values, key: _without(removed, below, neutral)}
+    if type(removed) is type(neutral) and removed == neutral:
+        return {name: value for name, value in values.items() if name != key}
+    return values
 
 
 class Recipe(RecipeSections):
     """All sections (`config.sections`), and the promise that they go together (`config.rules`)."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed(cls, values: Any) -> Any:
+        return without_removed(values)
+
     @model_validator(mode="after")
     def _sections_fit(self) -> Recipe:
-        if found := section_problems(self):
-            raise ValueError("\n".join(found))
+        if problems := section_problems(self):
+            raise ValueError("\n".join(problems))
         return self

@@ -1,14 +1,117 @@
-"""The `rollout` section: how responses are sampled and what the engine that samples them may use."""
+"""The sections `rollout` (how responses are sampled, what the engine may use) and `exact` (`rollout.engine: exact`)."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megatron_rl.config.base import Dtype, OffCount, Section, Short
-from megatron_rl.config.quantization import QuantizationConfig
-from megatron_rl.config.servers import ServersConfig
+from megatron_rl.config.base import AnyPath, Dtype, LookedUp, OffCount, Section, Short
+
+# What the rollout engine rounds beyond its dtype: the section `rollout.quantization`, see docs/precision.md.
+
+
+WeightType = Literal["fp8", "int8", "int4"]
+Block = tuple[int | None, int | None]
+
+OWN_BLOCK: dict[str, Block] = {"fp8": (128, 128), "int8": (1, None), "int4": (1, 128)}
+"""Rows and columns that share a scale where the recipe does not say."""
+ON_CUDA: dict[Block, str] = {(128, 128): "fp8_per_block", (1, None): "fp8_per_channel", (None, None): "fp8_per_tensor"}
+"""What vLLM 0.30 rounds by itself while it loads, in all linear layers and experts: block of fp8 → its name."""
+
+
+class QuantizationConfig(Section):
+    weights: WeightType | None = None
+    """Type that weights of linear layers and experts are rounded to; embeddings, head, routers and norms keep `dtype`.
+    null: none. int8 and int4: on a CPU only, which computes with the rounded numbers in `dtype`."""
+    block: Annotated[list[PositiveInt | None], Field(min_length=2, max_length=2)] | None = None
+    """Outputs and inputs of a weight that share a scale; null in it: all of them. null: [128, 128] for fp8, [1, null]
+    for int8, [1, 128] for int4. On CUDA fp8 has [128, 128], [1, null] and [null, null]."""
+    kv_cache: Literal["fp8"] | None = None
+    """Type of keys and values in the cache, e4m3 with scale 1. null: `dtype`."""
+
+    @property
+    def of_weights(self) -> Block:
+        """``block``, or the type's own."""
+        if self.block is not None:
+            return self.block[0], self.block[1]
+        return OWN_BLOCK[self.weights or "fp8"]
+
+    @property
+    def words(self) -> str:
+        """Of the weights, for the precision contract."""
+        return in_words(self.weights, self.of_weights) if self.weights else "off"
+
+    @model_validator(mode="after")
+    def _block_is_of_something(self) -> QuantizationConfig:
+        if self.block is not None and self.weights is None:
+            raise ValueError(
+                f"block: {self.block}, but weights is null and nothing is rounded; set weights or leave it"
+            )
+        return self
+
+
+def in_words(weights: str, block: Block) -> str:
+    """Type and block, as the precision contract names them."""
+    return f"{weights} [{', '.join(str(size or 'all') for size in block)}]"
+
+
+# `rollout.servers`: vLLM servers as rollout engines, for `rollout.engine: vllm_server`.
+
+
+TOKEN_VARIABLE = "MRL_SERVER_TOKEN"
+
+
+class ServersConfig(Section):
+    launch: OffCount = 0
+    """Servers that `train` itself starts on its own machine and ends with the run, to try it out. 0: none; they are
+    started with `megatron-rl serve RECIPE`."""
+    addresses: list[str] = []
+    """Where servers are, as `http://host:port`. []: they say so themselves, in files in the run directory's
+    servers/ folder."""
+    count: PositiveInt = 1
+    """Servers that must be there before the run begins; with `launch` or `addresses`, as many as these say. Fewer are
+    enough afterwards, and further ones are used as they come."""
+    wait_s: PositiveFloat = 900.0
+    """Seconds to wait for `count` servers at the start, and for one to come back when all are lost, before the run
+    ends with an error."""
+    request_deadline_s: PositiveFloat = 1800.0
+    """A response, or a weight update of one server, that takes longer is given up; the response is asked for again."""
+    retries: NonNegativeInt = 3
+    """How often a response that failed is asked for again before the run ends with an error."""
+    concurrency: PositiveInt | None = None
+    """Most requests in flight to one server. null: rollout.max_num_seqs."""
+    health_every_s: PositiveFloat = 5.0
+    """Seconds between looks at every server's health and for new servers; three looks without an answer and a server
+    counts as lost."""
+    token_file: Annotated[AnyPath | None, LookedUp()] = None
+    """File (mode 600) with the token that servers ask for. null: the environment variable MRL_SERVER_TOKEN; with
+    `launch`, a random one if that is not set."""
+    weights: Literal["broadcast", "files"] = "files"
+    """How weights reach servers. `broadcast`: straight from the learner's memory, over NCCL, or gloo on a CPU; servers
+    have to reach ports of the learner's first node. Where no group can be formed the log says so, and weights go
+    through files. `files`: through `weights_dir`."""
+    weights_stall_s: PositiveFloat = 60.0
+    """A broadcast in which nothing moves for this long is given up."""
+    weights_dir: AnyPath | None = None
+    """Folder that weights in files travel through; the learner's first node and all servers have to see it. The run
+    makes a subfolder of its own in it and removes nothing else. On one machine /dev/shm is fastest. A relative path
+    counts from the working directory. null: servers/weights in the run directory."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ServersConfig:
+        if self.launch and self.addresses:
+            raise ValueError("launch and addresses: set one of the two; launched servers need no address")
+        for address in self.addresses:
+            if not address.startswith(("http://", "https://")):
+                raise ValueError(f"addresses: found {address!r}; write http://host:port")
+        return self
+
+    @property
+    def num_expected(self) -> int:
+        """Servers to wait for at the start."""
+        return self.launch or len(self.addresses) or self.count
+
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_EXPERT_MULTIPLE = 32
@@ -31,7 +134,8 @@ class RolloutConfig(Section):
     or on other nodes, see docs/servers.md. `exact`: the learner's own forward pass with
     batch-invariant computation, the arm without mismatch; slow, see docs/exact.md."""
     dtype: Dtype = "bf16"
-    """Dtype of the engine's weights and activations; weights reach it directly in this dtype at every update."""
+    """Dtype of the engine's weights and activations; weights reach it directly in this dtype at every update. fp32 and
+    tf32 as in `learner.dtype`."""
     quantization: Annotated[QuantizationConfig, Short("weights", or_null=True)] = QuantizationConfig()
     """What the engine rounds beyond `dtype`: weights, at load and at every update, and its key/value cache. The name of
     a type alone stands for {weights: ...}, null for nothing."""
@@ -39,8 +143,9 @@ class RolloutConfig(Section):
     """Responses sampled to each prompt: the group size G."""
     max_response_length: PositiveInt = 1024
     """Longest response in tokens, the stop token included. What reaches it without stopping counts as truncated."""
-    temperature: float = Field(1.0, gt=0)
-    """Sampling temperature. Log-probs are those of the distribution after temperature, top-p and top-k."""
+    temperature: float = Field(1.0, ge=0.01)
+    """Sampling temperature; vLLM raises anything below 0.01 to 0.01, so that is the least. Log-probs are those of the
+    distribution after temperature, top-p and top-k."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the smallest set of tokens whose probabilities reach this sum. 1: from all."""
     top_k: OffCount = 0
@@ -108,4 +213,87 @@ class RolloutConfig(Section):
                 f"in_flight.mode: {self.in_flight.mode}, but with max_staleness: 0 no response is under way when "
                 "weights change; use max_staleness: 1 or more, or in_flight.mode: finish"
             )
+        return self
+
+
+NoiseKind = Literal["logits", "frozen", "router", "hidden", "weights", "stale"]
+SIZE_OF: dict[NoiseKind, str] = {
+    "logits": "std",
+    "frozen": "std",
+    "router": "std",
+    "hidden": "std",
+    "weights": "bits",
+    "stale": "updates",
+}
+"""The key that says how large a dose of each kind is."""
+
+
+class NoiseConfig(Section):
+    """A dose of mismatch: what makes the sampler's mu differ from the learner's po."""
+
+    kind: NoiseKind = "logits"
+    """`logits`: independent Gaussian noise on the sampling logits, of (rollout.seed, step, prompt id, sample number,
+    position). `frozen`: Gaussian noise on them that is a fixed function of rollout.seed and the last `context` tokens,
+    the same in every step. `router`: on the routers' logits, `hidden`: on what every layer puts out, in units of the
+    root mean square of the token's own; both independent, as `logits`. `weights`: linear layers and experts are rounded
+    to `bits`. `stale`: weights of `updates` optimizer steps ago."""
+    std: NonNegativeFloat = 0.0
+    """Standard deviation, for the kinds `logits`, `frozen`, `router` and `hidden`."""
+    context: PositiveInt | None = None
+    """How many of the last tokens noise of the kind `frozen` is a function of. null: one."""
+    bits: WeightType | None = None
+    """Type that the sampler's weights are rounded to, for the kind `weights`; embeddings, head, routers and norms are
+    left."""
+    block: Annotated[list[PositiveInt | None], Field(min_length=2, max_length=2)] | None = None
+    """As `rollout.quantization.block`, for the kind `weights`, on this rank's part of each matrix."""
+    updates: NonNegativeInt = 0
+    """Age of the sampler's weights in optimizer steps, for the kind `stale`; in a run's first steps the oldest
+    there are."""
+    in_validation: bool = False
+    """Validation samples with the dose, too. false: it measures the policy, not the dose."""
+
+    @property
+    def quantization(self) -> QuantizationConfig:
+        """Of the kind `weights`."""
+        return QuantizationConfig(weights=self.bits, block=self.block)
+
+    @model_validator(mode="after")
+    def _has_its_own_size(self) -> NoiseConfig:
+        wanted = SIZE_OF[self.kind]
+        if not getattr(self, wanted):
+            raise ValueError(f"kind {self.kind} needs {wanted}, the size of the dose")
+        own = {wanted} | {"weights": {"block"}, "frozen": {"context"}}.get(self.kind, set())
+        other = [name for name in ("std", "bits", "updates", "block", "context") if name not in own]
+        for name in other:
+            if getattr(self, name):
+                owner = {"block": "weights", "context": "frozen"}.get(name)
+                owner = owner or next(kind for kind, size in SIZE_OF.items() if size == name)
+                raise ValueError(
+                    f"{name}: {getattr(self, name)} has no effect with kind {self.kind}; remove it, or use kind {owner}"
+                )
+        return self
+
+
+class ExactConfig(Section):
+    noise: NoiseConfig | None = None
+    """Dose of mismatch on the sampler. mu is what was sampled from and po what the learner computes, so that they
+    differ by the dose and by nothing else; the gate compares what is computed without it. null: none. Our instrument,
+    not a paper's; docs/exact.md."""
+    noise_std: NonNegativeFloat = 0.0
+    """Short for `noise: {kind: logits, std: …}`."""
+    gate: Literal["all"] | PositiveInt = "all"
+    """Sequences that each pass is compared on by the bit check: `all`, or this many, drawn anew in every step from the
+    recipe's seed."""
+    kv_cache: bool = True
+    """Keep keys and values of earlier tokens; the probabilities are the same either way."""
+
+    @property
+    def dose(self) -> NoiseConfig | None:
+        """``noise``, or what ``noise_std`` stands for."""
+        return NoiseConfig(std=self.noise_std) if self.noise_std else self.noise
+
+    @model_validator(mode="after")
+    def _one_dose(self) -> ExactConfig:
+        if self.noise_std and self.noise is not None:
+            raise ValueError(f"noise_std: {self.noise_std:g} beside noise, of which it is the short form; remove one")
         return self

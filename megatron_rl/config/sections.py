@@ -1,4 +1,4 @@
-"""All sections of a recipe in one model. What may not go together stands in `rules` and `model_rules`."""
+"""All sections of a recipe in one model. `recipe` and `model_rules` have the rules between them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,44 @@ import math
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
-from megatron_rl.config.base import AnyPath, OffCount, Section, Short
-from megatron_rl.config.data import DataConfig
-from megatron_rl.config.exact import ExactConfig
-from megatron_rl.config.learner import LearnerConfig
-from megatron_rl.config.model import ModelConfig, RuntimeConfig
+from megatron_rl.config.base import AnyPath, LookedUp, OffCount, Section, Short
+from megatron_rl.config.data import DataConfig, RewardConfig
+from megatron_rl.config.learner import LearnerConfig, RoutingConfig, ScheduleConfig
 from megatron_rl.config.monitor import MonitorConfig
 from megatron_rl.config.objective import ObjectiveConfig
 from megatron_rl.config.precision import PrecisionConfig
-from megatron_rl.config.recorder import RecorderConfig
-from megatron_rl.config.reward import RewardConfig
-from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.config.routing import RoutingConfig
-from megatron_rl.config.schedule import ScheduleConfig
+from megatron_rl.config.rollout import ExactConfig, RolloutConfig
+from megatron_rl.errors import printable
+
+# The `model` and `runtime` sections: what is trained, and where.
+
+
+class ModelConfig(Section):
+    path: Annotated[AnyPath, LookedUp(hub="model")]
+    """Folder of the starting checkpoint in Hugging Face layout (config.json, *.safetensors, tokenizer files).
+    A relative path is looked up from the recipe's folder first, then from the working directory. Else a name of the
+    Hugging Face hub, OWNER/NAME or OWNER/NAME@REVISION, that `hf download` has brought into the local cache."""
+
+
+class RuntimeConfig(Section):
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """`auto` is CUDA where PyTorch sees a device. The only switch between a laptop and a cluster."""
+
+
+# The `recorder` section: which batches go to disk.
+
+
+class RecorderConfig(Section):
+    record_batches: Literal["off", "on_alarm", "last_n", "all"] = "on_alarm"
+    """Batches written to batches/ with tokens, log-probs, routes, rewards and versions, for `megatron-rl batch replay`.
+    off: none. on_alarm: those of steps in which an alarm with record_batch goes off. last_n: those of the newest
+    `keep` steps, and of such alarms. all: every step's."""
+    keep: PositiveInt = 4
+    """Batches that last_n keeps. From a checkpoint on, the weights of a step can be had again by repeating the
+    updates in between: for that, at least as many as checkpoint.every."""
+
 
 FilterMetric = Literal["reward", "raw_reward"]
 
@@ -151,6 +174,15 @@ class RecipeSections(Section):
     """What is recorded and alarmed on."""
     recorder: RecorderConfig = RecorderConfig()
     """Which batches are kept on disk."""
+
+    @field_validator("run_root")
+    @classmethod
+    def _run_root_can_be_printed(cls, root: Path) -> Path:
+        if str(root) != printable(str(root)) or "\n" in str(root):
+            raise ValueError(
+                f"{str(root)!r} holds a control character, which scripts cannot pass on; rename the folder"
+            )
+        return root
 
     @property
     def run_dir(self) -> Path:

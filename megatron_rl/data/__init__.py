@@ -1,4 +1,4 @@
-"""Problems to prompts: files, tokenizer and chat template, and the order in which prompts come."""
+"""From problems to prompts: files, tokenizer, chat template, and the order of prompts."""
 
 from megatron_rl.data.mixture import MixedSampler, make_sampler
 from megatron_rl.data.prompts import (

@@ -1,8 +1,8 @@
-"""Prompts on disk, tokenized once: any number of processes and later starts map the same file.
+"""Tokenized prompts on disk: tokenized once, then mapped by any number of processes and later runs.
 
-An entry is a folder named after everything that decides its contents: the data files' hashes, the tokenizer, template,
-chat settings and limits. It appears by renaming when it is whole, and holds the size and checksum of its table. One
-process writes it under a lock while the others wait. Every entry may be deleted at any time.
+An entry is a folder. Its name is a hash of all that determines its contents: the data files' hashes, the tokenizer,
+template, chat settings and limits. One process writes it under a lock while the others wait, and renames it when it is
+complete. The entry holds the size and checksum of its table. You may delete any entry at any time.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from typing import Any
 
 import pyarrow as pa
 
-from megatron_rl.data.table import SCHEMA, Facts, NotStorable, PromptSet, TableWriter, write_whole
+from megatron_rl.data.table import SCHEMA, Facts, NotStorable, PromptSet, TableWriter, remember
 
 logger = logging.getLogger(__name__)
 
 VARIABLE = "MEGATRON_RL_CACHE"
-FORMAT = 1
+FORMAT = 2  # format 1 wrote answers such as 1e-05
 _TABLE, _META = "prompts.arrow", "meta.json"
 _POLL_S, _SAID_AFTER_S = 0.1, 1.0
-_SETTLED_S = 2.0  # a file changed so recently may change again within the resolution of its time stamp
+_SETTLED_S = 2.0  # a file changed so recently may change again without a new time stamp
 
 
 class NotCached(Exception):
-    """Why prompts cannot be kept on disk."""
+    """Raised when prompts cannot be kept on disk, with the reason."""
 
 
 class _Damaged(Exception):
-    """What is wrong with an entry."""
+    """Raised when an entry is damaged, with what is wrong."""
 
 
 def cache_folder(setting: str) -> Path | None:
-    """The folder that `data.cache` names; None where there shall be none."""
+    """Return the folder of `data.cache`; None if there is no cache."""
     if setting == "none":
         return None
     if setting != "auto":
@@ -54,36 +54,36 @@ def cache_folder(setting: str) -> Path | None:
 
 
 class PromptCache:
-    """The entries of one folder."""
+    """The cache entries in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "prompts"
 
     def load(self, key: Callable[[], dict[str, Any]], build: Callable[[TableWriter], None], what: str) -> PromptSet:
-        """The entry of ``key()``, built first where there is none or a damaged one. ``what``: names it in messages.
+        """Return the entry of ``key()``; build it first if it is missing or damaged. ``what`` names it in messages.
 
-        Raises `NotCached` with the reason where the folder cannot be used or the rows cannot be kept.
+        Raises `NotCached` with the reason if the folder cannot be used or the rows cannot be stored.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise NotCached(f"{self.folder}: {error.strerror}") from error
-        wanted = key()
-        name = _name_of(wanted)
+        cache_key = key()
+        name = _name_of(cache_key)
         entry = self.folder / name
-        with contextlib.suppress(_Damaged):  # said by the process that builds it anew
-            if (found := _open(entry)) is not None:
-                return found
+        with contextlib.suppress(_Damaged):  # logged by the process that builds it again
+            if (prompts := _open(entry)) is not None:
+                return prompts
         try:
             with _locked(self.folder / f".lock-{name}", what):
                 try:
-                    if (found := _open(entry)) is not None:
-                        return found
+                    if (prompts := _open(entry)) is not None:
+                        return prompts
                     logger.warning("%s: tokenized once, into %s", what, entry)
                 except _Damaged as damage:
                     logger.warning("%s: %s is damaged (%s); tokenized again", what, entry, damage)
-                self._build(entry, wanted, build)
-                if key() != wanted:
+                self._build(entry, cache_key, build)
+                if key() != cache_key:
                     shutil.rmtree(entry)
                     raise NotCached("a file changed while it was read")
                 return _open(entry) or _vanished(entry)
@@ -93,18 +93,18 @@ class PromptCache:
             raise NotCached(str(reason)) from reason
 
     def file_digest(self, path: Path) -> str:
-        """SHA-256 of a file; known from an earlier time where its size, inode and time stamps are the same."""
+        """Return the SHA-256 of a file; a stored one is used if size, inode and time stamps are unchanged."""
         state = _state(path)
         memo = self.folder / f"file-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]}.json"
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            known = json.loads(memo.read_text(encoding="utf-8"))
-            if known["state"] == state:
-                return str(known["sha256"])
+            stored = json.loads(memo.read_text(encoding="utf-8"))
+            if stored["state"] == state:
+                return str(stored["sha256"])
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         settled = time.time() - path.stat().st_mtime > _SETTLED_S
         if settled and _state(path) == state:
-            write_whole(memo, json.dumps({"path": str(path.resolve()), "state": state, "sha256": digest}))
+            remember(memo, json.dumps({"path": str(path.resolve()), "state": state, "sha256": digest}))
         return digest
 
     def _build(self, entry: Path, key: dict[str, Any], build: Callable[[TableWriter], None]) -> None:
@@ -129,7 +129,7 @@ class PromptCache:
 
 
 def _open(entry: Path) -> PromptSet | None:
-    """The entry, mapped; None where there is none."""
+    """Return the entry, mapped into memory; None if there is none."""
     if not entry.is_dir():
         return None
     try:
@@ -138,7 +138,7 @@ def _open(entry: Path) -> PromptSet | None:
         if mapped.size() != meta["size"]:
             raise _Damaged(f"{_TABLE} has {mapped.size()} bytes of {meta['size']}")
         if zlib.crc32(mapped.read_buffer()) != meta["crc32"]:
-            raise _Damaged(f"{_TABLE} has another checksum than it was written with")
+            raise _Damaged(f"{_TABLE} does not have the checksum that it was written with")
         file = pa.ipc.open_file(mapped)
         batches = [file.get_batch(i) for i in range(file.num_record_batches)]
         return PromptSet(batches, Facts(**meta["facts"]), memo=entry / "chosen")
@@ -161,16 +161,16 @@ def _state(path: Path) -> list[int]:
 
 @contextlib.contextmanager
 def _locked(path: Path, what: str) -> Iterator[None]:
-    """Hold the lock ``path``; the first two ranks of a node say that they wait. OSError where there are no locks."""
+    """Hold the lock ``path``. Ranks 0 and 1 of a node log that they wait. Raises OSError if locks do not work."""
     with path.open("w") as file:
-        started, said = time.monotonic(), os.environ.get("LOCAL_RANK", "0") not in ("0", "1")
+        started, is_logged = time.monotonic(), os.environ.get("LOCAL_RANK", "0") not in ("0", "1")
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if not said and time.monotonic() - started > _SAID_AFTER_S:
+                if not is_logged and time.monotonic() - started > _SAID_AFTER_S:
                     logger.warning("%s: waiting for the process that tokenizes it", what)
-                    said = True
+                    is_logged = True
             time.sleep(_POLL_S)
         yield

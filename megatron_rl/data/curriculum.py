@@ -1,11 +1,11 @@
-"""A curriculum by measured difficulty: an epoch visits a share of the easy and of the hard prompts, all others once.
+"""A curriculum by measured difficulty: an epoch visits a share of easy and of hard prompts, and all others once.
 
-A prompt's success rate is the share of its responses that was solved when it was last sampled. An epoch's visits are
-drawn at its beginning from the rates of that moment. A prompt comes at most once an epoch, so that its rate is the
-latest when it comes; batches that run ahead of the learner are the exception.
+A prompt's success rate is the share of its responses that were correct when it was last sampled. The prompts of an
+epoch are drawn at its beginning from the rates of that moment. A prompt comes at most once per epoch, so that its rate
+is up to date then, except in batches that run ahead of the learner.
 
-The names of the thresholds and fractions are prime-rl's. [K15 §2.3.4] has both ideas: easier tasks first, and more
-visits for prompts that are rarely solved.
+The thresholds and fractions have prime-rl's names. [K15 §2.3.4] has both ideas: easier tasks first, and more visits for
+prompts that are rarely solved.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from megatron_rl.errors import InputError
 from megatron_rl.types import Prompt
 
 KINDS = ("normal", "easy", "hard")
-_FASTEST = 1  # of zlib's levels
+_FASTEST = 1  # zlib's fastest level
 
 
 class CurriculumSampler(PromptSampler):
-    """The walk of `PromptSampler` over the prompts that each epoch visits. See `CurriculumConfig`.
+    """A `PromptSampler` whose epochs visit the prompts that `CurriculumConfig` selects.
 
-    ``rates``: [prompts] float32, share of solved responses; NaN: not measured. At a million prompts an epoch's order
-    takes some 0.1 s, a measurement of a batch a few lookups, and a state some megabytes.
+    ``rates``: [prompts] float32, share of solved responses; NaN if not measured. With a million prompts, the order of
+    an epoch takes about 0.1 s to draw, and a state a few megabytes.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class CurriculumSampler(PromptSampler):
     ) -> None:
         self._config, self._rates = config, rates.astype(np.float32)
         self.curriculum = config.model_dump(mode="json", exclude={"success_rates"})
-        self._taken: dict[str, tuple[int, int]] = {}  # prompt id → its row and the epoch, until it is measured
+        self._taken: dict[str, tuple[int, int]] = {}  # prompt id → (row, epoch) of prompts that are not measured yet
         super().__init__(prompts, seed=seed, shuffle=shuffle)
 
     def _make_order(self) -> np.ndarray:
@@ -57,13 +57,13 @@ class CurriculumSampler(PromptSampler):
         return super()._make_order()
 
     def _begin_epoch(self) -> None:
-        """Fix the rates that this epoch goes by. What was taken two epochs ago and never measured is forgotten."""
+        """Fix the rates of this epoch. Drop prompts that were taken two epochs ago and never measured."""
         self._rates_of_epoch = self._rates.copy()
         self._packed_of_epoch = _pack(self._rates_of_epoch)
-        self._taken = {name: found for name, found in self._taken.items() if found[1] >= self.epoch - 1}
+        self._taken = {name: taken for name, taken in self._taken.items() if taken[1] >= self.epoch - 1}
 
     def _visits(self) -> np.ndarray:
-        """This epoch's prompts, in their order; sets ``_weights``, the factor of each kind with `unbiased`."""
+        """Return this epoch's prompts in order; set ``_weights``, the factor of each kind with `unbiased`."""
         order, kinds = super()._visits(), self._kinds(self._rates_of_epoch)
         visited = np.ones(len(order), dtype=bool)
         chances = dict.fromkeys(KINDS, 1.0)
@@ -82,7 +82,7 @@ class CurriculumSampler(PromptSampler):
         return order
 
     def _kinds(self, rates: np.ndarray) -> np.ndarray:
-        """[prompts] int8, numbers in `KINDS`."""
+        """Return the kind of each prompt: [prompts] int8, indices of `KINDS`."""
         easy, hard = rates >= self._config.easy_threshold, rates <= self._config.hard_threshold
         return easy.astype(np.int8) + 2 * hard.astype(np.int8)
 
@@ -93,10 +93,10 @@ class CurriculumSampler(PromptSampler):
         return prompt if weight == 1.0 else replace(prompt, weight=weight)
 
     def observe(self, success_rates: Mapping[str, float]) -> None:
-        """Note the share of solved responses of prompts that were taken, by id. Others are no prompts of this set."""
+        """Record the success rates of prompts that were taken, by id. Ids of other prompts are ignored."""
         for name, rate in success_rates.items():
-            if (found := self._taken.pop(name, None)) is not None:
-                self._rates[found[0]] = rate
+            if (taken := self._taken.pop(name, None)) is not None:
+                self._rates[taken[0]] = rate
 
     def metrics(self) -> dict[str, float]:
         counts = np.bincount(self._kinds(self._rates), minlength=len(KINDS))
@@ -107,12 +107,12 @@ class CurriculumSampler(PromptSampler):
         return super().state_dict() | {
             "rates": _pack(self._rates),
             "rates_of_epoch": self._packed_of_epoch,
-            "taken": {name: list(found) for name, found in self._taken.items()},
+            "taken": {name: list(taken) for name, taken in self._taken.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "rates" in state:
-            # The order of the epoch is made of the rates at its beginning; the latest are for the next one.
+            # The epoch's order uses the rates at its beginning; the latest rates are for the next epoch.
             self._rates = _unpack(state["rates_of_epoch"])
             self._taken = {name: (row, epoch) for name, (row, epoch) in state["taken"].items()}
         super().load_state_dict(state)
@@ -120,33 +120,33 @@ class CurriculumSampler(PromptSampler):
 
 
 def read_success_rates(path: Path, prompts: PromptSet) -> np.ndarray:
-    """[prompts] float32 from a file of `data.curriculum.success_rates`; NaN where it does not name a prompt.
+    """Return rates [prompts] float32 from the file `data.curriculum.success_rates`; NaN for prompts that it lacks.
 
-    Raises `InputError` where it cannot be read, a rate is outside [0, 1], or it names none of the prompts.
+    Raises `InputError` if it cannot be read, a rate is outside [0, 1], or it names none of the prompts.
     """
-    where, found = f"data.curriculum.success_rates: {path}", {}
+    where, rate_of = f"data.curriculum.success_rates: {path}", {}
     try:
         with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):  # noqa: B007 - the error below names it
+            for number, line in enumerate(lines, start=1):  # noqa: B007 - the error message below uses it
                 if not line.strip():
                     continue
                 row = json.loads(line)
                 rate = float(row["success_rate"])
                 if not 0 <= rate <= 1:
                     raise ValueError(f"success_rate {rate:g} is outside [0, 1]")
-                found[str(row["prompt_id"])] = rate
+                rate_of[str(row["prompt_id"])] = rate
     except OSError as error:
         raise InputError(f"{where} cannot be read ({error.strerror}); is the path right?") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
             f'{where}, line {number}: {error!r}; each line is {{"prompt_id": "gsm8k:17", "success_rate": 0.25}}'
         ) from error
-    rows = prompts.rows_of(list(found))
+    rows = prompts.rows_of(list(rate_of))
     if not (rows >= 0).any():
-        known, asked = prompts[0].id, next(iter(found), "")
-        raise InputError(f"{where} names no prompt of data.train: it has {asked!r}, the data {known!r}; same `name`?")
+        own_id, asked = prompts[0].id, next(iter(rate_of), "")
+        raise InputError(f"{where} names no prompt of data.train: it has {asked!r}, the data {own_id!r}; same `name`?")
     rates = np.full(len(prompts), np.nan, dtype=np.float32)
-    rates[rows[rows >= 0]] = np.array(list(found.values()), dtype=np.float32)[rows >= 0]
+    rates[rows[rows >= 0]] = np.array(list(rate_of.values()), dtype=np.float32)[rows >= 0]
     return rates
 
 

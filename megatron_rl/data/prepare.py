@@ -1,8 +1,7 @@
-"""From a public dataset to a clean one: one row per problem, one answer, none of the evaluation problems.
+"""Cleans a public dataset: one row per problem, one answer, no evaluation problems.
 
-Problems count as the same if they are equal after `normalise`. A training problem overlaps an evaluation problem if it
-is the same, or holds at least half of that problem's runs of eight words (a restatement with other names passes: this
-finds copies, not ideas).
+Problems are the same if they are equal after `normalise`. A training problem overlaps an evaluation problem if it is
+the same or contains at least half of its runs of eight words. This finds copies; a restatement with other names passes.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from typing import Any
 
 from megatron_rl.data.source import Message, Problem
 
-RUN_WORDS = 8  # words that stand together by chance in two problems of competition mathematics: rarely more than six
-NEAR = 0.5  # share of an evaluation problem's runs that makes a training problem a copy of it
+RUN_WORDS = 8  # two unrelated competition problems rarely share a run of more than six words
+NEAR = 0.5  # a training problem with this share of an evaluation problem's runs is a copy of it
 
 # What DAPO-Math-17k and AIME-2024 wrap around every problem, in the files that verl's recipes read.
 _WRAPPERS = (
@@ -33,7 +32,7 @@ _WORD = re.compile(r"[^\W_]+")
 
 
 def bare_problem(text: str) -> tuple[str, bool]:
-    """``text`` without a known instruction around it, and whether there was one."""
+    """Return ``text`` without a known instruction around it, and whether there was one."""
     for before, after in _WRAPPERS:
         stripped = text.strip()
         if stripped.startswith(before) and stripped.endswith(after):
@@ -42,7 +41,7 @@ def bare_problem(text: str) -> tuple[str, bool]:
 
 
 def normalise(text: str) -> str:
-    """Spelling that copies of a problem share: Unicode forms, case, white space and LaTeX spacing are levelled."""
+    """Return ``text`` with normalised Unicode forms, case, white space and LaTeX spacing, equal for all copies."""
     text = _SPACING.sub(" ", unicodedata.normalize("NFKC", text).casefold())
     return " ".join(text.split()).strip(" .")
 
@@ -56,7 +55,7 @@ class Unique:
     """A problem and all its copies."""
 
     question: str | list[Message]
-    text: str  # of the problem alone, by which copies are recognised
+    text: str  # the bare problem, which identifies copies
     data_source: str
     extra: dict[str, Any]
     where: str
@@ -70,11 +69,11 @@ class Unique:
 
     @property
     def id(self) -> str:
-        """The same in every run and every file: made of the problem."""
+        """A hash of the problem, the same in every run and file."""
         return hashlib.sha256(normalise(self.text).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
     def answer(self) -> str:
-        """The most frequent answer; of equally frequent ones that which came first."""
+        """Return the most frequent answer; among equally frequent ones, the first."""
         key = self.keys.most_common(1)[0][0]
         return next(answer for answer in self.answers if self.key_of[answer] == key)
 
@@ -82,11 +81,11 @@ class Unique:
 def collect(
     problems: Iterable[Problem], keep_instructions: bool, answer_key: Callable[[str], str]
 ) -> tuple[list[Unique], Counter[str]]:
-    """Unique problems in order of first appearance; counts of rows and of rows that wore an instruction.
+    """Return unique problems in order of first appearance, and counts of rows and of rows with an instruction.
 
-    ``answer_key``: one spelling for answers that are equal.
+    ``answer_key``: maps equal answers to one spelling.
     """
-    found: dict[str, Unique] = {}
+    uniques: dict[str, Unique] = {}
     counts: Counter[str] = Counter()
     for problem in problems:
         asked = problem.question if isinstance(problem.question, str) else _last_user(problem.question)
@@ -94,16 +93,16 @@ def collect(
         counts["rows"] += 1
         counts["instructions_stripped"] += stripped and not keep_instructions
         name = normalise(text)
-        if name not in found:
+        if name not in uniques:
             alone = isinstance(problem.question, str) or len(problem.question) == 1
             question = text if alone and not keep_instructions else problem.question
-            found[name] = Unique(question, text, problem.data_source, problem.extra, problem.where)
-        unique, answer = found[name], problem.answer
+            uniques[name] = Unique(question, text, problem.data_source, problem.extra, problem.where)
+        unique, answer = uniques[name], problem.answer
         if answer not in unique.key_of:
             unique.key_of[answer] = answer_key(answer)
         unique.answers[answer] += 1
         unique.keys[unique.key_of[answer]] += 1
-    return list(found.values()), counts
+    return list(uniques.values()), counts
 
 
 def _last_user(messages: list[Message]) -> str:
@@ -126,7 +125,7 @@ class OverlapIndex:
                 self.runs[run].add(number)
 
     def kind_of(self, text: str) -> str | None:
-        """``exact``, ``near``, or None for a problem that is not in the evaluation set."""
+        """Return ``exact``, ``near``, or None for a problem that is not in the evaluation set."""
         if normalise(text) in self.exact:
             return "exact"
         shared = Counter(number for run in _runs(words_of(text)) for number in self.runs.get(run, ()))
@@ -138,7 +137,7 @@ def _runs(words: list[str]) -> set[tuple[str, ...]]:
 
 
 def output_row(unique: Unique) -> dict[str, Any]:
-    """A row that the project's own loader reads."""
+    """Return a row in the format of the data loader."""
     row: dict[str, Any] = {"id": unique.id}
     row["problem" if isinstance(unique.question, str) else "prompt"] = unique.question
     row |= {"answer": unique.answer(), "data_source": unique.data_source}

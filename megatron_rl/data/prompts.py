@@ -17,6 +17,7 @@ import numpy as np
 from megatron_rl.config.data import DataConfig, DataSourceConfig, PromptConfig
 from megatron_rl.config.sections import ValidationConfig
 from megatron_rl.data.cache import FORMAT, NotCached, PromptCache, cache_folder
+from megatron_rl.data.chat import chat_template, format_problem
 from megatron_rl.data.source import Problem, read_problems
 from megatron_rl.data.table import PromptSet, TableWriter, in_memory
 from megatron_rl.errors import InputError
@@ -32,30 +33,30 @@ _TOKENIZER_FILES = (
     *_VOCABULARY_FILES,
     *("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
 )
-CACHED_BYTES = 1 << 20  # of data files; less is tokenized in half a second
-_BATCH = 2048  # prompts tokenized at a time
-_FRACTION = 1  # names the draw of `train_fraction` among those of one seed
+CACHED_BYTES = 1 << 20  # smaller data files are not cached: they are tokenized in half a second
+_BATCH, _BATCH_CHARACTERS = 2048, 64 << 20  # largest number of prompts, and of their characters, tokenized at a time
+_FRACTION = 1  # number of the draw of `train_fraction` among the draws of a seed
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Hash of ids, token ids and answers, in order: equal only for the same prompts, tokenized alike."""
+    """Return a hash of ids, token ids and answers in order: equal only for the same prompts and tokenization."""
     return (prompts if isinstance(prompts, PromptSet) else PromptSet.of(prompts)).fingerprint
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    """Equal only for the same ids, tokens, answers, sources and extra columns, in the same order."""
+    """Return a hash of ids, tokens, answers, sources and extra columns, in order."""
     return (prompts if isinstance(prompts, PromptSet) else PromptSet.of(prompts)).digest
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint directory. InputError where there is none."""
-    from transformers import AutoTokenizer  # seconds to import: only where a tokenizer is needed
+    """Return the tokenizer of a checkpoint directory. Raises InputError if there is none."""
+    from transformers import AutoTokenizer  # takes seconds to import, so only when a tokenizer is needed
 
     if not Path(path).is_dir():
         raise InputError(f"tokenizer {path}: no such directory; give a checkpoint in Hugging Face layout")
-    # transformers makes an empty tokenizer of a folder that only has a config.json, and says nothing.
+    # For a folder with only a config.json, transformers silently returns an empty tokenizer.
     if not any((Path(path) / name).is_file() for name in _VOCABULARY_FILES):
-        raise InputError(f"tokenizer {path}: none of {', '.join(_VOCABULARY_FILES)} is there; copy the model's own")
+        raise InputError(f"tokenizer {path}: has none of {', '.join(_VOCABULARY_FILES)}; copy the model's files")
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
@@ -68,16 +69,16 @@ def load_prompts(
     config: PromptConfig | None = None,
     cache: Path | None = None,
 ) -> PromptSet:
-    """Read, format and tokenize the problems of ``sources``, concatenated.
+    """Read, format and tokenize the problems of all ``sources`` and return their prompts.
 
-    ``cache``: a folder where prompts of large files are kept and found again; None: they stay in memory.
+    ``cache``: folder that stores prompts of large files; None keeps them in memory.
 
-    InputError: whatever ``read_problems`` finds; one id in two sources; a prompt longer than ``config.max_length``
-    with ``overlong: error``; no prompt left; a chat that no template can format.
+    Raises InputError for the errors of ``read_problems``; an id in two sources; a prompt longer than
+    ``config.max_length`` with ``overlong: error``; no prompt left; a chat that no template can format.
     """
     sources = [sources] if isinstance(sources, DataSourceConfig) else list(sources)
     config = config or PromptConfig()
-    template = _chat_template(tokenizer, config)
+    template = chat_template(tokenizer, config)
     build = partial(_write, sources, tokenizer, config, template)
     names = ", ".join(source.path for source in sources)
     prompts = None
@@ -93,18 +94,18 @@ def load_prompts(
 
 
 def load_train(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
-    """The prompts of `data.train`, or the share of them that `data.train_fraction` names, in file order."""
+    """Return the prompts of `data.train`, or the share `data.train_fraction` of them, in file order."""
     prompts = load_prompts(data.train, tokenizer, data.prompt, cache_folder(data.cache))
     if data.train_fraction == 1:
         return prompts
     order = np.random.Generator(np.random.PCG64([data.seed, 0, _FRACTION])).permutation(len(prompts))
-    kept = np.sort(order[: max(1, round(data.train_fraction * len(prompts)))])
-    logger.info("data.train_fraction: %d of %d prompts", len(kept), len(prompts))
-    return prompts.choose(kept, f"{data.train_fraction}-{data.seed}")
+    chosen = np.sort(order[: max(1, round(data.train_fraction * len(prompts)))])
+    logger.info("data.train_fraction: %d of %d prompts", len(chosen), len(prompts))
+    return prompts.choose(chosen, f"{data.train_fraction}-{data.seed}")
 
 
 def load_validation(data: DataConfig, validation: ValidationConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
-    """The prompts of `data.validation`; of rows that repeat one (`validation.repeated_rows: merge`) the first."""
+    """Return the prompts of `data.validation`; `validation.repeated_rows: merge` keeps the first of equal rows."""
     prompts = load_prompts(data.validation, tokenizer, data.prompt, cache_folder(data.cache))
     if validation.repeated_rows == "keep" or prompts.num_different == len(prompts):
         return prompts
@@ -118,18 +119,18 @@ def load_validation(data: DataConfig, validation: ValidationConfig, tokenizer: P
 
 
 def check_vocabulary(prompts: PromptSet, vocab_size: int) -> None:
-    """InputError where a prompt holds a token that the model has no embedding for: the tokenizer is another model's."""
+    """Raise InputError if a prompt has a token without embedding: the tokenizer belongs to another model."""
     if (prompt := prompts.beyond(vocab_size)) is not None:
         raise InputError(
             f"prompt {prompt.id!r}: token {max(prompt.tokens)}, but the model's vocabulary has {vocab_size} (0 … "
-            f"{vocab_size - 1}); the tokenizer in model.path belongs to another model: copy the model's own"
+            f"{vocab_size - 1}); the tokenizer in model.path belongs to another model: copy this model's tokenizer"
         )
 
 
 def _is_large(sources: Sequence[DataSourceConfig]) -> bool:
     with contextlib.suppress(OSError, ValueError):
         return sum(Path(source.path).stat().st_size for source in sources) >= CACHED_BYTES
-    return False  # `read_problems` says what is wrong
+    return False  # `read_problems` raises the error
 
 
 def _load_cached(
@@ -141,7 +142,7 @@ def _load_cached(
     build: Callable[[TableWriter], None],
 ) -> PromptSet:
     if template is not None and "strftime_now" in template:
-        raise NotCached("the chat template writes the date of the day")
+        raise NotCached("the chat template writes today's date")
 
     def key() -> dict[str, Any]:
         files = [
@@ -158,7 +159,7 @@ def _load_cached(
 
 
 def _about_tokenizer(tokenizer: Any) -> dict[str, Any]:
-    """Everything that decides what a tokenizer makes of a text."""
+    """Return all that determines how a tokenizer encodes a text."""
     import tokenizers
     import transformers
 
@@ -180,7 +181,7 @@ def _write(
     template: str | None,
     writer: TableWriter,
 ) -> None:
-    """Every prompt of ``sources`` that is not too long."""
+    """Write every prompt of ``sources`` that is not too long."""
     where: dict[str, str] = {}
     for problem, text, tokens in _tokenized(sources, tokenizer, config, template):
         if problem.id in where:
@@ -209,16 +210,23 @@ def _write(
 def _tokenized(
     sources: Sequence[DataSourceConfig], tokenizer: Any, config: PromptConfig, template: str | None
 ) -> Iterator[tuple[Problem, str, list[int] | None]]:
-    """Problem, text and token ids, None for a text that is too long whatever its tokens are.
+    """Yield problem, text and token ids; None as ids of a text that is too long for any tokenization.
 
-    A thread tokenizes a batch, on all cores, while the next one is read and formatted.
+    A thread tokenizes a batch on all cores while the next one is read and formatted.
     """
     longest = config.max_length * max(map(len, tokenizer.get_vocab()), default=1)
 
     def formatted() -> Iterator[list[tuple[Problem, str]]]:
         problems = itertools.chain.from_iterable(read_problems(source) for source in sources)
-        texts = ((problem, _format(problem, tokenizer, config, template)) for problem in problems)
-        while batch := list(itertools.islice(texts, _BATCH)):
+        texts = ((problem, format_problem(problem, tokenizer, config, template)) for problem in problems)
+        batch, characters = [], 0
+        for problem, text in texts:
+            batch.append((problem, text))
+            characters += len(text)
+            if len(batch) == _BATCH or characters >= _BATCH_CHARACTERS:
+                yield batch
+                batch, characters = [], 0
+        if batch:
             yield batch
 
     def encode(batch: list[tuple[Problem, str]]) -> list[list[int] | None]:
@@ -238,53 +246,3 @@ def _tokenized(
                         raise InputError(f"{problem.where}: the prompt is empty after tokenization")
                     yield problem, text, tokens
             before = begun
-
-
-def _chat_template(tokenizer: Any, config: PromptConfig) -> str | None:
-    """The chat template in force, or None for plain text."""
-    if config.chat_template == "none":
-        return None
-    if config.chat_template != "auto":
-        path = Path(config.chat_template)
-        if not path.is_file():
-            raise InputError(
-                f"data.prompt.chat_template: no file {config.chat_template}; allowed are auto, none or the path of a "
-                "Jinja template"
-            )
-        return path.read_text(encoding="utf-8")
-    if tokenizer.chat_template is None and config.system is not None:
-        raise InputError("data.prompt.system: the tokenizer has no chat template; set data.prompt.chat_template")
-    return tokenizer.get_chat_template() if tokenizer.chat_template is not None else None
-
-
-def _format(problem: Problem, tokenizer: Any, config: PromptConfig, template: str | None) -> str:
-    if isinstance(problem.question, str):
-        messages = [{"role": "user", "content": config.template.replace("{problem}", problem.question)}]
-    else:
-        messages = list(problem.question)
-        last_user = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
-        if last_user < 0:
-            raise InputError(f"{problem.where}: the chat has no message of role user")
-        asked = config.template.replace("{problem}", messages[last_user]["content"])
-        messages[last_user] = {"role": "user", "content": asked}
-    if template is None:
-        if len(messages) > 1:
-            raise InputError(
-                f"{problem.where}: a chat of {len(messages)} messages needs a chat template, and there is none "
-                "(data.prompt.chat_template); give the path of one"
-            )
-        return messages[0]["content"]
-    if config.system is not None and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": config.system})
-    return _apply(tokenizer, messages, config, template, problem.where)
-
-
-def _apply(tokenizer: Any, messages: list[dict[str, str]], config: PromptConfig, template: str, where: str) -> str:
-    from jinja2 import TemplateError
-
-    try:
-        return tokenizer.apply_chat_template(
-            messages, chat_template=template, tokenize=False, add_generation_prompt=True, **config.chat_template_args
-        )
-    except TemplateError as error:
-        raise InputError(f"{where}: the chat template refuses these messages: {error}") from error

@@ -1,4 +1,4 @@
-"""Which prompts come next: a shuffled walk over epochs that a checkpoint can interrupt anywhere."""
+"""The order of prompts: shuffled epochs that a checkpoint can interrupt anywhere."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron_rl.types import Prompt
 
 
 class PromptSampler:
-    """Endless: every epoch visits each prompt once, in an order drawn from (seed, epoch).
+    """Yields prompts without end. Each epoch visits each prompt once, in an order drawn from (seed, epoch).
 
-    A batch that straddles two epochs does not name a prompt twice: those it already took from the old epoch come later
-    in the new one. Only a batch larger than the dataset repeats prompts.
+    A batch that spans two epochs does not repeat a prompt: prompts that it took from the old epoch come later in the
+    new one. Only a batch larger than the dataset repeats prompts.
     """
 
-    curriculum: dict[str, Any] | None = None  # the settings that decide which prompts an epoch visits
+    curriculum: dict[str, Any] | None = None  # the settings that determine which prompts an epoch visits
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, shuffle: bool = True) -> None:
         if not prompts:
@@ -28,19 +28,19 @@ class PromptSampler:
         self._seed, self._shuffle = seed, shuffle
         self._fingerprint = fingerprint(prompts)
         self.epoch, self._position = 0, 0
-        self._delayed: list[int] = []  # taken in the batch that began this epoch, from the epoch before
-        self._window = 0  # how many places of this epoch that batch took
+        self._delayed: list[int] = []  # rows that the batch which began this epoch took from the previous epoch
+        self._window = 0  # number of prompts that this batch took from this epoch
         self._order = self._make_order()
 
     def _visits(self) -> np.ndarray:
-        """[visits] int64, the rows of this epoch in their order."""
+        """Return the rows of this epoch in order, [visits] int64."""
         count = len(self._prompts)
         if not self._shuffle:
             return np.arange(count)
         return np.random.Generator(np.random.PCG64([self._seed, self.epoch])).permutation(count)
 
     def _prompt(self, row: int) -> Prompt:
-        """The prompt of ``row`` as this epoch gives it."""
+        """Return the prompt of ``row`` as this epoch presents it."""
         return self._prompts[row]
 
     def _make_order(self) -> np.ndarray:
@@ -51,7 +51,7 @@ class PromptSampler:
         return np.concatenate([first, order[~np.isin(order, first)]])
 
     def take(self, num_prompts: int) -> list[Prompt]:
-        """The next ``num_prompts`` prompts."""
+        """Return the next ``num_prompts`` prompts."""
         taken: list[int] = []
         prompts: list[Prompt] = []
         while len(taken) < num_prompts:
@@ -69,14 +69,14 @@ class PromptSampler:
         return prompts
 
     def observe(self, success_rates: Mapping[str, float]) -> None:
-        """Told after sampling: prompt id → share of its responses that was solved. Here it changes nothing."""
+        """Take success rates by prompt id after sampling. This sampler ignores them."""
 
     def metrics(self) -> dict[str, float]:
-        """`curriculum/*`, where there is one."""
+        """Return `curriculum/*`; empty without a curriculum."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that decides what comes next; plain JSON values."""
+        """Return the state that determines the next prompts, as JSON values."""
         return {
             "epoch": self.epoch,
             "position": self._position,
@@ -90,7 +90,7 @@ class PromptSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly where ``state`` was taken. InputError where the dataset or the order is another."""
+        """Continue exactly from ``state``. Raises InputError if the dataset or the order differs."""
         if "sources" in state:
             raise InputError(
                 f"data.train: the checkpoint was trained on a mix of {', '.join(state['sources'])}, and the recipe "

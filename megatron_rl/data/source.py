@@ -1,25 +1,27 @@
-"""Reads files of problems row by row: JSONL and parquet, {problem, answer} and verl's columns alike."""
+"""Reads files of problems row by row: JSONL or parquet, with {problem, answer} or verl's columns."""
 
 from __future__ import annotations
 
 import difflib
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.data import DataSourceConfig
 from megatron_rl.config.hub import how_to_download
-from megatron_rl.errors import InputError
+from megatron_rl.data.rows import check_depth, column_names, jsonl_rows, parquet_rows
+from megatron_rl.errors import InputError, shown
 
 PROMPT_KEYS = ("prompt", "problem", "question")
 ANSWER_KEYS = ("reward_model.ground_truth", "answer", "ground_truth")
 _EXTENSIONS = (".jsonl", ".parquet")
-_BATCH_ROWS = 1024  # of a parquet file in memory at a time
-_CHECKED_ROWS = 100  # that `check_source` reads
+_EXACT_BELOW = 2**53  # larger whole numbers may differ from those in the file
+_CHECKED_ROWS = 100  # number of rows that `check_source` reads
+_SHOWN_NAMES = 50  # largest number of columns that a message lists
 
 Message = dict[str, str]
 
@@ -38,7 +40,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns of a file mean what, after looking at its first row."""
+    """The columns of a file by meaning, resolved on its first row."""
 
     prompt: str
     answer: str
@@ -46,32 +48,36 @@ class Columns:
 
 
 def check_source(config: DataSourceConfig) -> Columns:
-    """Raise InputError for a file that cannot be used, judging by its first rows. Needs no tokenizer; quick."""
-    rows = list(islice(read_problems(config), _CHECKED_ROWS))
-    assert rows, "read_problems raises on an empty file"
+    """Raise InputError if the first rows of a file are unusable. Quick; needs no tokenizer."""
+    for _ in islice(read_problems(config), _CHECKED_ROWS):
+        pass  # raises for an unusable row
     return find_columns(config, next(_rows(config))[1])
 
 
 def read_problems(config: DataSourceConfig) -> Iterator[Problem]:
-    """The rows of a file in order. InputError: file missing or of another kind, no rows, a broken or incomplete row,
-    a column that is not there, an id that occurs twice."""
+    """Yield the rows of a file in order.
+
+    Raises InputError for a missing file or unknown format, no rows, a broken or incomplete row, a missing column, or an
+    id that occurs twice.
+    """
     name = config.label
     columns: Columns | None = None
     seen: dict[str, str] = {}
     for number, (where, row) in enumerate(islice(_rows(config), config.limit)):
         columns = columns or find_columns(config, row)
+        if columns.id is None and row.get("id") is not None:
+            raise InputError(f"{where}: column 'id' is null in the first row and not here; fill it in, or set id_key")
         key = str(number) if columns.id is None else _scalar(row, columns.id, where)
         if key in seen:
             raise InputError(f"{where}: id {key!r} occurs twice, first in {seen[key]}; set id_key to a unique column")
         if columns.id is not None:
             seen[key] = where
-        extra = row.get("extra_info")
         yield Problem(
             id=f"{name}:{key}",
             question=_question(row, columns.prompt, where),
             answer=_scalar(row, columns.answer, where),
-            data_source=_encodable(str(row.get("data_source") or name), "data_source", where),
-            extra=extra if isinstance(extra, dict) else {},
+            data_source=_data_source(row, where) or name,
+            extra=_extra(row, where),
             where=where,
         )
     if columns is None:
@@ -79,24 +85,28 @@ def read_problems(config: DataSourceConfig) -> Iterator[Problem]:
 
 
 def find_columns(config: DataSourceConfig, row: dict[str, Any]) -> Columns:
-    """Resolve the keys of ``config`` on a row; what is not configured is recognised."""
+    """Return the columns for ``config``, resolved on a row. Keys that are not configured are guessed by name."""
 
     def resolve(key: str, wanted: str | None, known: tuple[str, ...]) -> str:
         candidates = (wanted,) if wanted else known
-        found = next((name for name in candidates if _lookup(row, name) is not None), None)
-        if found is not None:
-            return found
+        column = next((name for name in candidates if _lookup(row, name) is not None), None)
+        if column is not None:
+            return column
         if empty := next((name for name in candidates if _holds(row, name)), None):
             raise InputError(
                 f"{config.path}: column {empty!r}, taken for the {key}, is null in the first row; fill it in, or name "
                 f"another column with {key}_key in this source"
             )
-        available = sorted(_names(row))
-        near = difflib.get_close_matches(wanted or known[0], available, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        path = Path(config.path)
+        available = sorted(column_names(path) if path.suffix == ".parquet" else _names(row))
+        short = [name for name in available[:_SHOWN_NAMES] if len(name) <= 100]
+        near = difflib.get_close_matches(wanted or known[0], short, n=1, cutoff=0.5)
+        hint = f"; did you mean {shown(near[0], 60)}?" if near else ""
         expected = repr(wanted) if wanted else "any of " + ", ".join(known)
+        names = ", ".join(shown(name, 60)[1:-1] for name in available[:_SHOWN_NAMES])
+        names += f" and {len(available) - _SHOWN_NAMES} more" if len(available) > _SHOWN_NAMES else ""
         raise InputError(
-            f"{config.path}: no column for the {key}: expected {expected}, found {', '.join(available)}{hint} "
+            f"{config.path}: no column for the {key}: expected {expected}, found {names}{hint} "
             f"(set {key}_key in this source)"
         )
 
@@ -108,15 +118,16 @@ def find_columns(config: DataSourceConfig, row: dict[str, Any]) -> Columns:
 
 
 def answer_text(value: Any) -> str | None:
-    """A gold answer as text: ``142.0`` → "142", ``0.5`` → "0.5"; None for what is no answer."""
+    """Return a gold answer as text: "142" for ``142.0``, "0.00001" for ``1e-05``; None if it is not an answer."""
     if isinstance(value, list) and len(value) == 1:  # some verl files wrap the answer in a list
         value = value[0]
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         return None
-    if isinstance(value, float):
+    if isinstance(value, float | Decimal):
         if not math.isfinite(value):
             return None
-        return str(int(value)) if value.is_integer() else repr(value)
+        exact = value.normalize() if isinstance(value, Decimal) else Decimal(repr(value))
+        return format(exact or Decimal(0), "f").removesuffix(".0")  # the digits of the file, without an exponent
     return str(value).strip() or None
 
 
@@ -124,12 +135,16 @@ def _scalar(row: dict[str, Any], key: str, where: str) -> str:
     value = _lookup(row, key)
     text = answer_text(value)
     if text is None:
-        raise InputError(f"{where}: column {key!r} must hold text or a number, found {_short(value)}")
+        raise InputError(f"{where}: column {key!r} must hold text or a number, found {shown(value, 80)}")
+    if isinstance(value, float) and abs(value) >= _EXACT_BELOW:
+        raise InputError(
+            f"{where}: column {key!r} holds {value!r}, a number that a file keeps only to 16 digits; write it as text"
+        )
     return _encodable(text, key, where)
 
 
 def _encodable(text: str, key: str, where: str) -> str:
-    r"""``text``, unless it holds half of a character: JSON can write ``\ud800``, no tokenizer or file takes it."""
+    r"""Return ``text``. Raises InputError for half a character, such as ``\ud800``: tokenizers and files reject it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -140,14 +155,44 @@ def _encodable(text: str, key: str, where: str) -> str:
     return text
 
 
+def _data_source(row: dict[str, Any], where: str) -> str:
+    """Return the row's data source, or "" if it names none."""
+    value = row.get("data_source")
+    if value is None or value == "":
+        return ""
+    if not isinstance(value, str):
+        raise InputError(f"{where}: column 'data_source' must hold text, found {shown(value, 80)}")
+    return _encodable(value, "data_source", where)
+
+
+def _extra(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the row's extra columns for its reward function."""
+    value = row.get("extra_info")
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InputError(
+            f"{where}: column 'extra_info' must hold an object, found {shown(value, 80)}; a reward function gets its "
+            "keys. Write it as an object, or rename the column"
+        )
+    check_depth(value, "extra_info", where)
+    return value
+
+
 def _question(row: dict[str, Any], key: str, where: str) -> str | list[Message]:
     value = _lookup(row, key)
     if isinstance(value, str) and value.strip():
         return _encodable(value, key, where)
     if isinstance(value, list) and value and all(_is_message(item) for item in value):
+        for number, item in enumerate(value):
+            if more := [name for name, content in item.items() if content and name not in ("role", "content")]:
+                raise InputError(
+                    f"{where}: message {number} of column {key!r} has {shown(more[0], 60)}, which is not read: only "
+                    "role and content are. Remove it, or write it into the content"
+                )
         return [{part: _encodable(item[part], key, where) for part in ("role", "content")} for item in value]
     raise InputError(
-        f"{where}: column {key!r} must hold text or a list of {{role, content}} messages, found {_short(value)}"
+        f"{where}: column {key!r} must hold text or a list of {{role, content}} messages, found {shown(value, 80)}"
     )
 
 
@@ -155,13 +200,8 @@ def _is_message(item: Any) -> bool:
     return isinstance(item, dict) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
 
 
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."
-
-
 def _lookup(row: dict[str, Any], key: str) -> Any:
-    """``row[key]``, else ``row["a"]["b"]`` for a key ``a.b``; None where there is nothing."""
+    """Return ``row[key]``, else ``row["a"]["b"]`` for a key ``a.b``, else None."""
     if key in row:
         return row[key]
     value: Any = row
@@ -171,7 +211,7 @@ def _lookup(row: dict[str, Any], key: str) -> Any:
 
 
 def _holds(row: dict[str, Any], key: str) -> bool:
-    """Whether ``row`` has a column ``key``, be it null."""
+    """Return whether ``row`` has a column ``key``, even if it is null."""
     above, _, last = key.rpartition(".")
     parent = _lookup(row, above) if above else row
     return key in row or (isinstance(parent, dict) and last in parent)
@@ -197,7 +237,10 @@ def _rows(config: DataSourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         hint += _hub_hint(config.path)
         raise InputError(f"{config.path}: no such file (looked in {path.resolve().parent}){hint}")
-    return _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path)
+    if path.suffix == ".jsonl":
+        return jsonl_rows(path)
+    keys = (config.prompt_key, config.answer_key, config.id_key, *PROMPT_KEYS, *ANSWER_KEYS)
+    return parquet_rows(path, [*filter(None, keys), "id", "data_source", "extra_info"])
 
 
 def _hub_hint(path: str) -> str:
@@ -205,41 +248,3 @@ def _hub_hint(path: str) -> str:
     return (
         f"; if it is a dataset of the Hugging Face hub, `{command}` brings it into the local cache" if command else ""
     )
-
-
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            where = f"{path}, line {number}"
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8-sig"))
-            except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or an integer of over 4300 digits
-                raise InputError(f"{where}: not a JSON object: {error}") from error
-            if not isinstance(row, dict):
-                raise InputError(f"{where}: expected a JSON object {{...}}, found {_short(row)}")
-            yield where, row
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise InputError(f"{path}: not a parquet file: {error}") from error
-    batches, number = file.iter_batches(batch_size=_BATCH_ROWS), 0
-    while True:
-        try:
-            rows = next(batches).to_pylist()
-        except StopIteration:
-            return
-        except (pyarrow.ArrowException, OSError, ValueError) as error:  # a page that was damaged, or text that is none
-            raise InputError(
-                f"{path}: cannot be read after row {number}: {' '.join(str(error).split())}; write or copy it again"
-            ) from error
-        for row in rows:
-            yield f"{path}, row {number}", row
-            number += 1

@@ -1,13 +1,12 @@
-"""Tokenized prompts as columns of Arrow, in memory or mapped from a file. A row is made a `Prompt` when it is read.
+"""Tokenized prompts as Arrow columns, in memory or mapped from a file. A row becomes a `Prompt` when it is read.
 
-1.8 million prompts as Python objects take 8 GB in every rank; as a mapped file they take the page cache of a node once.
+1.8 million prompts take 8 GB in every rank as Python objects; as a mapped file they are in a node's page cache once.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ from typing import Any, overload
 import numpy as np
 import pyarrow as pa
 
+from megatron_rl.process.output import write_whole
 from megatron_rl.types import Prompt
 
 SCHEMA = pa.schema(
@@ -30,7 +30,7 @@ SCHEMA = pa.schema(
         ("text", pa.large_string()),
         ("source", pa.int32()),  # number of the data source in `Facts.sources`
         ("extra", pa.large_string()),  # JSON
-        ("first", pa.int64()),  # the first row of the same tokens, answer and data source: itself, or an earlier one
+        ("first", pa.int64()),  # number of the first row with the same tokens, answer and data source
     ]
 )
 ROWS_OF_A_BATCH = 8192
@@ -38,9 +38,9 @@ ROWS_OF_A_BATCH = 8192
 
 @dataclass
 class Facts:
-    """What is known of all rows together."""
+    """Facts on all rows together."""
 
-    sources: list[str] = field(default_factory=list)  # data sources, as they first occur
+    sources: list[str] = field(default_factory=list)  # data sources in order of first occurrence
     num_dropped: int = 0
     fingerprint: str = ""
     digest: str = ""
@@ -64,11 +64,11 @@ class Digests:
 
 
 class NotStorable(Exception):
-    """A row that a file of prompts cannot give back exactly."""
+    """Raised for a row that a file of prompts cannot store exactly."""
 
 
 class TableWriter:
-    """Takes prompts one by one, hands on record batches of `SCHEMA`. ``to_file``: extra columns must be JSON."""
+    """Collects prompts into record batches of `SCHEMA`. With ``to_file``, extra columns must be JSON."""
 
     def __init__(self, write: Callable[[pa.RecordBatch], Any], to_file: bool) -> None:
         self._write, self._to_file = write, to_file
@@ -77,7 +77,7 @@ class TableWriter:
         self._sources: dict[str, int] = {}
         self._seen: dict[bytes, int] = {}
         self.num_rows = self.num_dropped = 0
-        self.odd: dict[int, dict[str, Any]] = {}  # rows whose extra columns JSON does not give back
+        self.odd: dict[int, dict[str, Any]] = {}  # extra columns that JSON cannot store, by row
 
     def add(self, prompt: Prompt) -> None:
         extra = json.dumps(prompt.extra, default=str) if prompt.extra else ""
@@ -110,10 +110,10 @@ class TableWriter:
 
 
 class PromptSet(Sequence[Prompt]):
-    """Prompts in file order, read-only. `num_dropped`: how many were longer than the limit and left out.
+    """Prompts in file order, read-only. `num_dropped`: number of prompts left out because of their length.
 
-    ``rows``: which rows of ``batches``, int64; None: all. ``memo``: where the hashes of such a choice are kept, once
-    they are known. ``odd``: extra columns by row, where the batches cannot hold them.
+    ``rows``: selected rows of ``batches``, int64; None: all. ``memo``: file that stores the hashes of this selection.
+    ``odd``: extra columns by row that the batches cannot store.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class PromptSet(Sequence[Prompt]):
 
     @classmethod
     def of(cls, prompts: Iterable[Prompt]) -> PromptSet:
-        """A set of prompts that are at hand."""
+        """Return a set of the given prompts."""
 
         def build(writer: TableWriter) -> None:
             for prompt in prompts:
@@ -172,7 +172,7 @@ class PromptSet(Sequence[Prompt]):
         )
 
     def choose(self, rows: np.ndarray, name: str) -> PromptSet:
-        """The prompts ``rows`` (int64, of this set) in that order. ``name``: of the choice, unique in this set."""
+        """Return the prompts ``rows`` (int64) in that order. ``name``: name of the selection, unique in this set."""
         memo = None if self._memo is None else self._memo.with_name(f"{self._memo.stem}-{name}.json")
         rows = rows if self._rows is None else self._rows[rows]
         return PromptSet(self._batches, self._facts, rows=rows, memo=memo, odd=self._odd)
@@ -183,74 +183,74 @@ class PromptSet(Sequence[Prompt]):
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """[prompts] int64, tokens of each."""
+        """Number of tokens of each prompt, [prompts] int64."""
         return self._whole([np.diff(batch.column("tokens").offsets.to_numpy()) for batch in self._batches])
 
     @cached_property
     def first_rows(self) -> np.ndarray:
-        """[prompts] int64: equal for prompts of the same tokens, answer and data source."""
+        """A number per prompt, [prompts] int64: equal for the same tokens, answer and data source."""
         return self._whole([batch.column("first").to_numpy() for batch in self._batches])
 
     @property
     def num_different(self) -> int:
-        """How many of the prompts are no repetition of an earlier one."""
+        """Number of distinct prompts."""
         return len(np.unique(self.first_rows))
 
     @property
     def data_sources(self) -> list[str]:
-        """Every `data_source` that occurs, sorted."""
+        """All `data_source` that occur, sorted."""
         return sorted(prompt.data_source for prompt in self.first_of_each_source())
 
     def first_of_each_source(self) -> list[Prompt]:
-        """The first prompt of every data source, in order."""
+        """Return the first prompt of each data source, in order."""
         numbers = self._whole([batch.column("source").to_numpy() for batch in self._batches])
         return [self[int(i)] for i in sorted(np.unique(numbers, return_index=True)[1])]
 
     def beyond(self, vocab_size: int) -> Prompt | None:
-        """The first prompt that holds a token of ``vocab_size`` or above."""
+        """Return the first prompt with a token of ``vocab_size`` or above; None if there is none."""
         largest = [batch.column("tokens").values.to_numpy().max(initial=0) for batch in self._batches]
         if max(largest, default=0) < vocab_size:
             return None
         return next((prompt for prompt in self if max(prompt.tokens) >= vocab_size), None)
 
     def named(self, names: Iterable[str]) -> dict[str, Prompt]:
-        """Prompts by their ids; those that are not here are left out."""
-        import pyarrow.compute as pc  # a tenth of a second to import
+        """Return prompts by id; ids that the set lacks are left out."""
+        import pyarrow.compute as pc  # takes 0.1 s to import
 
-        wanted, found = pa.array(sorted(set(names)), type=pa.large_string()), {}
+        name_array, by_name = pa.array(sorted(set(names)), type=pa.large_string()), {}
         ids = pa.chunked_array([batch.column("id") for batch in self._batches], type=pa.large_string())
-        hits = self._whole([pc.is_in(ids, wanted).to_numpy(zero_copy_only=False)])
+        hits = self._whole([pc.is_in(ids, name_array).to_numpy(zero_copy_only=False)])
         for i in np.flatnonzero(hits):
             prompt = self[int(i)]
-            found[prompt.id] = prompt
-        return found
+            by_name[prompt.id] = prompt
+        return by_name
 
     def rows_of(self, ids: Sequence[str]) -> np.ndarray:
-        """[ids] int64, the row in this set of each prompt; -1 where it is not here."""
-        import pyarrow.compute as pc  # a tenth of a second to import
+        """Return the row of each prompt in this set, [ids] int64; -1 if it is not in the set."""
+        import pyarrow.compute as pc  # takes 0.1 s to import
 
-        wanted = pa.array(ids, type=pa.large_string())
-        here = pa.chunked_array([batch.column("id") for batch in self._batches], type=pa.large_string())
-        places = self._whole([pc.index_in(here, wanted).fill_null(-1).to_numpy()])
+        id_array = pa.array(ids, type=pa.large_string())
+        own_ids = pa.chunked_array([batch.column("id") for batch in self._batches], type=pa.large_string())
+        places = self._whole([pc.index_in(own_ids, id_array).fill_null(-1).to_numpy()])
         rows = np.full(len(ids), -1, dtype=np.int64)
-        found = np.flatnonzero(places >= 0)
-        rows[places[found]] = found
+        present = np.flatnonzero(places >= 0)
+        rows[places[present]] = present
         return rows
 
     def rows_of_names(self, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """Name of a source → its rows in this set, int64. A row's id begins with the name of its source and a colon.
+        """Return the rows of each source by name, int64. A row's id begins with the name of its source and a colon.
 
-        Of names of which one begins with another and a colon, a row belongs to the longest that fits.
+        If several names fit an id, the row belongs to the longest.
         """
-        import pyarrow.compute as pc  # a tenth of a second to import
+        import pyarrow.compute as pc  # takes 0.1 s to import
 
         ids = pa.chunked_array([batch.column("id") for batch in self._batches], type=pa.large_string())
-        left, found = np.ones(len(self), dtype=bool), {}
+        left, by_name = np.ones(len(self), dtype=bool), {}
         for name in sorted(names, key=len, reverse=True):
             begins = self._whole([pc.starts_with(ids, pattern=f"{name}:").to_numpy(zero_copy_only=False)])
-            found[name] = np.flatnonzero(begins & left)
+            by_name[name] = np.flatnonzero(begins & left)
             left &= ~begins
-        return {name: found[name] for name in names}
+        return {name: by_name[name] for name in names}
 
     @property
     def fingerprint(self) -> str:
@@ -266,15 +266,15 @@ class PromptSet(Sequence[Prompt]):
             return self._facts.fingerprint, self._facts.digest
         if self._memo is not None:
             with suppress(OSError, ValueError, KeyError, TypeError):
-                known = json.loads(self._memo.read_text(encoding="utf-8"))
-                return str(known["fingerprint"]), str(known["digest"])
+                stored = json.loads(self._memo.read_text(encoding="utf-8"))
+                return str(stored["fingerprint"]), str(stored["digest"])
         digests = Digests()
         for prompt in self:
             digests.add(prompt)
-        found = digests.values()
+        hashes = digests.values()
         if self._memo is not None:
-            write_whole(self._memo, json.dumps(dict(zip(("fingerprint", "digest"), found))))
-        return found
+            remember(self._memo, json.dumps(dict(zip(("fingerprint", "digest"), hashes))))
+        return hashes
 
     def _whole(self, parts: list[np.ndarray]) -> np.ndarray:
         column = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
@@ -282,7 +282,7 @@ class PromptSet(Sequence[Prompt]):
 
 
 def in_memory(build: Callable[[TableWriter], None]) -> PromptSet:
-    """The set that ``build`` writes."""
+    """Return the set that ``build`` writes."""
     batches: list[pa.RecordBatch] = []
     writer = TableWriter(batches.append, to_file=False)
     build(writer)
@@ -290,9 +290,7 @@ def in_memory(build: Callable[[TableWriter], None]) -> PromptSet:
     return PromptSet(batches, facts, odd=writer.odd)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """All of the file or nothing. A folder that cannot be written to is left as it is."""
-    partial = path.with_name(f".{path.name}-{os.getpid()}")
+def remember(path: Path, text: str) -> None:
+    """Write the whole file or nothing. Does nothing if the folder is not writable."""
     with suppress(OSError):
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, text)

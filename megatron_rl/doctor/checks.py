@@ -64,6 +64,16 @@ CHECKS = (
         port=21,
     ),
     Check(
+        "binding",
+        "Does every rank have a GPU of its own?",
+        "binding.binding",
+        120,
+        ranks="job",
+        gpu_only="no GPU for a rank to have",
+        port=22,
+    ),
+    Check("fp32", "Is fp32 what multiplies fp32 matrices, and not TF32?", "fp32.products", 120),
+    Check(
         "attention",
         "Which attention does TransformerEngine take for packed rows?",
         "learner.attention",
@@ -93,6 +103,13 @@ CHECKS = (
         ranks="node",
         # As far as kernels can be had that add in a fixed order.
         environment={"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+    ),
+    Check(
+        "engine",
+        "Has the engine the stream and kernels that a run relies on, and does it leave nothing behind?",
+        "built_engine.built",
+        180,
+        ranks="node",
     ),
     Check("mismatch", "Do both engines compute the same, up to rounding, in each type?", "engine.mismatch", 240),
     Check("refit", "Does the engine get the learner's weights?", "engine.refit", 180, ranks="node"),

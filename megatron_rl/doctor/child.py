@@ -19,18 +19,19 @@ from megatron_rl.doctor.checks import find
 from megatron_rl.doctor.outcome import Outcome, failed
 from megatron_rl.doctor.setting import Setting
 from megatron_rl.errors import EXIT_DONE, EXIT_FAULT, Fault, InputError
+from megatron_rl.process.fp32_products import set_environment
+from megatron_rl.process.output import write_whole
 
 
 def main(name: str, setting_file: str, outcome_file: str) -> int:
     faulthandler.enable()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    set_environment()
     for module in (r"torch\.", r"megatron\."):
         warnings.filterwarnings("ignore", module=module)
     outcome, raised = attempt(name, Setting.read(Path(setting_file)))
     path = outcome_path(Path(outcome_file), int(os.environ.get("RANK", 0)))
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(asdict(outcome)))
-    partial.replace(path)
+    write_whole(path, json.dumps(asdict(outcome)))
     if not raised and "torch.distributed" in sys.modules:
         _leave_together()
     sys.stdout.flush()
@@ -51,17 +52,20 @@ def attempt(name: str, setting: Setting) -> tuple[Outcome, bool]:
     except (InputError, Fault) as error:
         traceback.print_exc()
         return failed(str(error), "The message names the place; the log has the stack."), True
+    except ModuleNotFoundError as error:
+        traceback.print_exc()
+        fix = "pip install -r requirements.txt (requirements-cpu.txt without a GPU), as its head says"
+        return failed(f"the package {error.name} is not installed in {sys.executable}", fix), True
     except Exception as error:  # noqa: BLE001 - a check that breaks has failed, whatever broke it
         traceback.print_exc()
         return failed(f"{type(error).__name__}: {error}", "The log has the stack."), True
 
 
 def _leave_together() -> None:
-    """A rank that leaves first takes connections down that its peers still read from."""
-    import torch.distributed as dist
+    """Wait for the other ranks: one that leaves first takes connections down that its peers still read from."""
+    from megatron_rl.process.ranks import any_rank
 
-    if dist.is_initialized():
-        dist.barrier()
+    any_rank(False)  # over gloo, also between GPUs
 
 
 if __name__ == "__main__":

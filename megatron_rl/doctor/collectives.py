@@ -17,6 +17,7 @@ from typing import Any
 from megatron_rl.doctor.outcome import Outcome, failed, not_run, passed
 from megatron_rl.doctor.rendezvous import WAIT_S, open_store, until
 from megatron_rl.doctor.setting import Setting
+from megatron_rl.process.devices import barrier_devices, local_gpu
 
 SLOW = 0.5  # of the median link of its kind: links of one fabric differ by percents, one that fell back by factors
 BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}
@@ -77,7 +78,8 @@ def _outcome(links: list[Link], size: int, device: str) -> Outcome:
     table = {link["ranks"]: {name: link[name] for name in ("kind", *KINDS)} for link in links}
     figures = {"GiB/s": table, "mebibytes": BYTES[device] >> 20}
     if bad := judge(links, device == "cuda"):
-        shown = "; ".join(bad[:4]) + f" and {len(bad) - 4} more" * (len(bad) > 4)
+        more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
+        shown = "; ".join(bad[:4]) + more
         fix = (
             "NCCL_DEBUG=INFO shows the transport of each link; name the fabric with NCCL_IB_HCA and the interface with "
             "NCCL_SOCKET_IFNAME. Between GPUs of a node: nvidia-smi topo -m, nvidia-smi nvlink -s. A node whose links "
@@ -101,7 +103,7 @@ class Measurement:
 
         self.store, self.device = store, torch.device("cpu")
         if device == "cuda":
-            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+            self.device = torch.device("cuda", local_gpu())
             torch.cuda.set_device(self.device)
         self.length = BYTES[device] // 4
 
@@ -116,6 +118,7 @@ class Measurement:
                 rank=rank,
                 world_size=size,
                 timeout=timedelta(seconds=WAIT_S),
+                device_id=self.device if self.device.type == "cuda" else None,
             )
             for kind, call in (("all_reduce", all_reduce), ("all_to_all", all_to_all)):
                 right, seconds = call(self.length, rank, size, self.device)
@@ -166,11 +169,11 @@ def all_to_all(length: int, rank: int, size: int, device: Any) -> tuple[bool, fl
 def _timed(call: Callable[[], None], values: Any, reset: Callable[[], Any]) -> float:
     import torch.distributed as dist
 
-    times = []
+    times, device_ids = [], barrier_devices(values.device)
     for _ in range(1 + REPEATS):  # the first one sets up connections
         reset()
         values[0].item()
-        dist.barrier()
+        dist.barrier(device_ids=device_ids)
         start = time.perf_counter()
         call()
         values[0].item()  # waits for the GPU

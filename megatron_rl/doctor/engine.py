@@ -75,8 +75,8 @@ def judge_mismatch(found: dict[str, Distances]) -> Outcome:
             return failed(
                 f"{name}: the engine's log-probs are {distance.mu_fp32:.2e} from the learner's in fp32, rounding "
                 f"explains {allowed:.2e}",
-                "Look at `packages` and `refit` first. Then compare attention backends: VLLM_ATTENTION_BACKEND, and "
-                "`megatron-rl mismatch` with more prompts.",
+                "Look at `packages` and `refit` first, then at `megatron-rl paper mismatch` with more prompts. vLLM "
+                "itself compares attention backends: `vllm serve --attention-backend NAME`.",
                 **figures,
             )
     told = ", ".join(f"{name} {distance.mu_po:.1e}" for name, distance in found.items())
@@ -170,7 +170,7 @@ def start_engine(recipe: Recipe, learner: Learner) -> Any:
 
 def confirm(recipe: Recipe, learner: Learner, generator: Generator) -> None:
     """Raises `InputError` where an engine computes in another type than the recipe says."""
-    from megatron_rl.config.precision_contract import confirm_contract, contract
+    from megatron_rl.config.model_rules import confirm_contract, contract
 
     stated = contract(recipe, learner.architecture)
     confirm_contract(stated, learner.describe_precision(), generator.describe_precision())

@@ -22,17 +22,26 @@ from megatron_rl.doctor.setting import Setting
 
 LOG_CHARACTERS = 4000
 GRACE_S = 3.0  # for ranks that lost a peer, until they are ended: the first to fail has then printed its error
+END_S = 5.0  # for a process to end that was killed
 _POLL_S = 0.02
 # A process that is no rank must not take itself for one of the job that `doctor` was started in.
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def run_checks(
-    checks: Iterable[Check], setting: Setting, seconds: float, say: Callable[[Result], None] = lambda result: None
+    checks: Iterable[Check],
+    setting: Setting,
+    seconds: float,
+    say: Callable[[Result], None] = lambda result: None,
+    begin: Callable[[list[Result], Check], None] = lambda results, check: None,
 ) -> list[Result]:
-    """Every check, one after the other, within ``seconds``. What is not begun by then is not run."""
+    """Every check, one after the other, within ``seconds``. What is not begun by then is not run.
+
+    ``begin`` is called before each check with the results so far, ``say`` after it with its own.
+    """
     end, results = time.monotonic() + seconds, []
     for check in checks:
+        begin(results, check)
         results.append(run_check(check, setting, end - time.monotonic()))
         say(results[-1])
     return results
@@ -79,7 +88,7 @@ def _in_processes(check: Check, setting: Setting, folder: Path, limit: float) ->
     if first is None:
         outcome = _read(_written(folder, environments[0]))
     else:
-        outcome = _died(processes[first].returncode, first, len(processes), limit)
+        outcome = _died(processes[first].returncode, first, len(processes), limit, check)
         if (path := _written(folder, environments[first])).is_file():  # it raised, and says what
             said = _read(path)
             outcome = replace(said, reason=f"rank {first}: {said.reason}") if len(processes) > 1 else said
@@ -133,7 +142,8 @@ def _end(process: subprocess.Popen) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     if still_runs:
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a driver or a disk cannot be ended
+            process.wait(END_S)
         process.returncode = None  # it did not end by itself
 
 
@@ -147,8 +157,13 @@ def _read(path: Path) -> Outcome:
     return failed("the check ended without an outcome", "The log has what it printed.")
 
 
-def _died(code: int | None, process: int, count: int, limit: float) -> Outcome:
+def _died(code: int | None, process: int, count: int, limit: float, check: Check) -> Outcome:
     who = f"process {process} of {count} " if count > 1 else "it "
+    if code is None and limit < check.seconds:
+        return failed(
+            f"{who}was still running after {limit:.0f} s, when the time for all checks was over (--minutes)",
+            f"It may have {check.seconds:g} s; run it alone: megatron-rl doctor --only {check.name}",
+        )
     if code is None:
         return failed(
             f"{who}was still running after {limit:.0f} s",

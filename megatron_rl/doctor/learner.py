@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.doctor.fp32 import found_products
 from megatron_rl.doctor.outcome import Outcome, failed, not_run, passed
 from megatron_rl.doctor.setting import Setting, planned, tiny
 
@@ -33,25 +34,25 @@ _INDEX = ".metadata"  # of a checkpoint
 def attention(setting: Setting) -> Outcome:
     """Which attention TransformerEngine takes for packed rows on this GPU; one that stores every score is refused."""
     from megatron_rl.errors import InputError
-    from megatron_rl.learner import packed_attention
+    from megatron_rl.learner.layers import attention
 
     config, heads = attention_config(setting)
     if config is None:
         return not_run("TransformerEngine is not installed; the learner takes torch's attention, sequence by sequence")
     try:
-        packed_attention.refuse_unfused_attention(config)
+        attention.refuse_unfused_attention(config)
     except InputError as error:
-        return failed(str(error), f"pip install --no-build-isolation '{packed_attention.FLASH_ATTN}'", heads=heads)
-    chosen = packed_attention.packed_attention(config)
+        return failed(str(error), f"pip install --no-build-isolation '{attention.FLASH_ATTN}'", heads=heads)
+    chosen = attention.packed_attention(config)
     return passed(f"TransformerEngine takes its {chosen} attention for packed rows ({heads})")
 
 
 def attention_config(setting: Setting) -> tuple[Any, str]:
     """Megatron's configuration of what will run here, and a word on its heads; None without TransformerEngine."""
-    from megatron_rl.checkpoint.known_models import shape_of
     from megatron_rl.config import load_recipe
     from megatron_rl.learner.model import transformer_config, use_transformer_engine
     from megatron_rl.learner.process_groups import resolve_device
+    from megatron_rl.model.known_models import shape_of
 
     device = resolve_device(setting.device)
     if not use_transformer_engine(device):
@@ -123,21 +124,27 @@ def rejoin() -> None:
 
 
 def experts(setting: Setting) -> Outcome:
-    """Every expert weight is marked as this rank's own, and the gradient norm is that of data parallelism alone."""
+    """Every expert weight is marked as this rank's own, and the gradient norm is that of data parallelism alone.
+
+    In bf16 where products of fp32 matrices are TF32's, which says nothing of experts and is the check `fp32`.
+    """
     from megatron_rl.learner.learner import Learner
+    from megatron_rl.process.fp32_products import worst
     from megatron_rl.process.ranks import gather_objects
 
+    products = worst(found_products(setting))
+    dtype = "fp32" if products == "fp32" else "bf16"
     ranks, split = setting.ranks, layout(setting.ranks)
     norms: dict[str, float] = {}
     unmarked: list[str] = []
     for parallel in [split] if ranks == 1 else [{"tensor": 1, "expert": 1}, split]:
         if norms:
             rejoin()
-        learner = Learner(tiny(setting, *overrides(parallel, "fp32")))
+        learner = Learner(tiny(setting, *overrides(parallel, dtype)))
         unmarked = sorted(set().union(*gather_objects(set(without_mark(learner.module.named_parameters())))))
         norms[named(parallel, ranks)] = float(learner.update(made_up_batch(0))["actor/grad_norm"])
         learner.close()
-    return judge_experts(unmarked, norms)
+    return judge_experts(unmarked, norms, products)
 
 
 def without_mark(parameters: Iterable[tuple[str, Any]]) -> list[str]:
@@ -150,7 +157,8 @@ def without_mark(parameters: Iterable[tuple[str, Any]]) -> list[str]:
     ]
 
 
-def judge_experts(unmarked: list[str], norms: dict[str, float]) -> Outcome:
+def judge_experts(unmarked: list[str], norms: dict[str, float], products: str = "fp32") -> Outcome:
+    """``products``: what this process does to fp32 matrices; where it is not fp32, ``norms`` are a bf16 learner's."""
     fix = (
         "Gradient norm and clipping would leave out experts. Versions of TransformerEngine and Megatron-Core other than"
         " the pinned ones do this: see the check `packages`, and `learner.model.mark_expert_parameters`."
@@ -159,13 +167,17 @@ def judge_experts(unmarked: list[str], norms: dict[str, float]) -> Outcome:
         shown = ", ".join(unmarked[:3])
         return failed(f"{len(unmarked)} expert weights are not marked, first {shown}", fix, grad_norm=norms)
     first, *others = norms.items()
+    tolerance, note = NORM_TOLERANCE, ""
+    if products != "fp32":
+        tolerance = BF16_NORM_TOLERANCE
+        note = " (bf16: products of fp32 matrices are TF32's here, see the check `fp32`)"
     for name, norm in others:
-        if not abs(norm - first[1]) <= NORM_TOLERANCE * first[1]:
-            told = f"gradient norm {norm:.6f} under {name}, {first[1]:.6f} under {first[0]}"
+        if not abs(norm - first[1]) <= tolerance * first[1]:
+            told = f"gradient norm {norm:.6f} under {name}, {first[1]:.6f} under {first[0]}{note}"
             return failed(told, fix, grad_norm=norms)
     told = " and ".join(norms)
     what = f"marked; the gradient norm is {first[1]:.6f} under {told}" if others else f"marked under {told}; one rank"
-    return passed(f"expert weights are {what}", grad_norm=norms)
+    return passed(f"expert weights are {what}{note}", grad_norm=norms)
 
 
 # -- context parallelism

@@ -126,15 +126,14 @@ def host_memory(setting: Setting) -> Outcome:
 
 def wanted_host_gib(setting: Setting) -> dict[str, float]:
     """By what `plan` puts into the host memory of a node; without a recipe, its processes."""
-    from megatron_rl.plan.hardware import PROCESS_GIB
+    from megatron_rl.instruments.plan.hardware import PROCESS_GIB
 
     recipe = planned(setting)
     if recipe is None or setting.device == "cpu":
         return {"processes": setting.ranks * (PROCESS_GIB if setting.device == "cuda" else CPU_RANK_GIB)}
-    from megatron_rl.checkpoint.known_models import shape_of
-    from megatron_rl.plan import GPUS, make_workload
-    from megatron_rl.plan.host import host_phase
-    from megatron_rl.plan.memory import memory_plan
+    from megatron_rl.instruments.plan import GPUS, make_workload
+    from megatron_rl.instruments.plan.memory import host_phase, memory_plan
+    from megatron_rl.model.known_models import shape_of
 
     architecture, _ = shape_of(recipe.model.path)
     work = make_workload(recipe, architecture, GPUS["h100-80"], gpus_per_node=setting.ranks)

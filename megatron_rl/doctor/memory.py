@@ -14,7 +14,7 @@ from megatron_rl.doctor.setting import Setting, tiny
 
 if TYPE_CHECKING:
     from megatron_rl.config import Recipe
-    from megatron_rl.plan.memory import MemoryPlan
+    from megatron_rl.instruments.plan.memory import MemoryPlan
 
 GIB = 1 << 30
 UTILIZATION = 0.5
@@ -89,9 +89,9 @@ def measure(recipe: Recipe, meter: Any, folder: Path) -> dict[str, float]:
 
 def predict(recipe: Recipe, capacity: float) -> dict[str, float]:
     """Bytes by phase that `plan` expects on one GPU of this size."""
-    from megatron_rl.checkpoint.architecture import read_architecture
-    from megatron_rl.plan import GPUS, make_workload
-    from megatron_rl.plan.memory import memory_plan
+    from megatron_rl.instruments.plan import GPUS, make_workload
+    from megatron_rl.instruments.plan.memory import memory_plan
+    from megatron_rl.model.architecture import read_architecture
 
     gpu = replace(GPUS["h100-80"], memory_gib=capacity / GIB)  # of its figures, memory alone is used here
     plan = memory_plan(make_workload(recipe, read_architecture(recipe.model.path), gpu, 1, 1))
@@ -114,7 +114,8 @@ def judge_memory(measured: dict[str, float], planned: dict[str, float]) -> Outco
         return failed(
             f"more than `plan` expects: {told}",
             "See whether gpu-memory passed: others' memory counts, too. If it did, leave so much more free than the "
-            "plan says (rollout.gpu_memory_utilization), and report it: a constant of plan/hardware.py is too small.",
+            "plan says (rollout.gpu_memory_utilization), and report it: a constant of instruments/plan/hardware.py is "
+            "too small.",
             memory=table,
         )
     worst = max(measured, key=lambda name: measured[name] / planned[name])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_rl.doctor.outcome import Outcome, failed, passed
 from megatron_rl.doctor.setting import Setting
-from megatron_rl.patching import states, target
+from megatron_rl.patching import releases, states, target
 from megatron_rl.shipped import shipped
 
 CUDA_FILE, CPU_FILE = "requirements.txt", "requirements-cpu.txt"
@@ -81,7 +81,7 @@ def patches(setting: Setting, folder: Path | None = None) -> Outcome:
     """Every series for an installed package is applied whole."""
     reports = [
         states.report(series, target.find(series, None, True))
-        for series in states.of_installed_packages(folder or shipped("patches"))
+        for series in releases.of_installed_packages(folder or shipped("patches"))
     ]
     table = {str(entry["upstream"]): {"version": entry["version"], "state": entry["state"]} for entry in reports}
     if bad := [entry for entry in reports if entry["state"] != states.APPLIED]:

@@ -22,7 +22,7 @@ def page(report: dict[str, Any]) -> str:
     nodes = report["nodes"]
     failed = sum(check["status"] == "fail" for node in nodes for check in node["checks"])
     title = f"doctor: {failed} failed" if failed else "doctor: nothing failed"
-    parts = [f"<h1>{title}</h1>", f"<p>{len(nodes)} report{'s' * (len(nodes) > 1)}.</p>"]
+    parts = [f"<h1>{title}</h1>", f"<p>{len(nodes)} report{'s' if len(nodes) > 1 else ''}.</p>"]
     if len(nodes) > 1:
         parts.append(_overview(nodes))
     parts += [_node(node) for node in nodes]

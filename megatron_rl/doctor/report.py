@@ -17,9 +17,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.doctor.outcome import Result
+from megatron_rl.doctor.checks import Check
+from megatron_rl.doctor.outcome import Result, failed
 from megatron_rl.doctor.setting import Setting
 from megatron_rl.errors import InputError
+from megatron_rl.process.output import write_whole
 
 FORMAT = 1
 JOB = "between nodes"  # the "node" of what a job's ranks did together
@@ -27,8 +29,12 @@ NO_REPORT = "report"
 
 
 def make(results: Sequence[Result], setting: Setting, started: float) -> dict[str, Any]:
-    from megatron_rl.monitor.environment import package_versions
+    try:
+        from megatron_rl.monitor.environment import package_versions
 
+        versions = package_versions()
+    except ModuleNotFoundError:  # without torch: the check `packages` says so
+        versions = {}
     node = {
         "node": JOB if setting.in_job else os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
         "device": setting.device,
@@ -36,10 +42,23 @@ def make(results: Sequence[Result], setting: Setting, started: float) -> dict[st
         "recipe": setting.recipe,
         "started": datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
         "seconds": round(time.time() - started, 1),
-        "versions": package_versions(),
+        "versions": versions,
         "checks": [result.as_json() for result in results],
     }
     return {"format": FORMAT, "nodes": [node]}
+
+
+def unended(check: Check) -> Result:
+    """In the place of a check that runs, for a report that is written before it ends."""
+    return Result(
+        check.name,
+        check.question,
+        failed(
+            "it was running when the doctor was ended",
+            f"Run it alone, where its log can be seen: megatron-rl doctor --only {check.name}",
+        ),
+        0.0,
+    )
 
 
 def merge(files: Sequence[Path], expected: Sequence[str] = ()) -> dict[str, Any]:
@@ -61,12 +80,13 @@ def merge(files: Sequence[Path], expected: Sequence[str] = ()) -> dict[str, Any]
 
 
 def _absent(name: str) -> dict[str, Any]:
+    without = "" if name == JOB else "; submit without it: --exclude=" + name
     check = {
         "name": NO_REPORT,
-        "question": "Did the node report?",
+        "question": "Did the ranks report?" if name == JOB else "Did the node report?",
         "status": "fail",
-        "reason": "no report of this node",
-        "fix": "Its log says why; submit without it: --exclude=" + name,
+        "reason": "no report of the ranks" if name == JOB else "no report of this node",
+        "fix": f"The log says why{without}",
         "figures": {},
         "seconds": 0.0,
     }
@@ -84,8 +104,9 @@ def write(report: dict[str, Any], json_file: str | None, page_file: Path | None)
     if json_file == "-":
         sys.stdout.write(text)
     elif json_file:
-        Path(json_file).parent.mkdir(parents=True, exist_ok=True)
-        Path(json_file).write_text(text)
+        path = Path(json_file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text)
     if page_file:
         from megatron_rl.doctor.page import page
 

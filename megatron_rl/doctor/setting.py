@@ -48,6 +48,8 @@ def tiny(setting: Setting, *overrides: str) -> Recipe:
 
 def planned(setting: Setting) -> Recipe | None:
     """The recipe that the command named, if it did."""
+    if not setting.recipe:
+        return None
     from megatron_rl.config import load_recipe
 
-    return load_recipe(setting.recipe, setting.overrides) if setting.recipe else None
+    return load_recipe(setting.recipe, setting.overrides)

@@ -1,6 +1,6 @@
 """The check of exact mode: the probability of every sampled token is bit for bit the one that the update computes [VX].
 
-In every step, before the optimizer moves, it compares what generation recorded with what the learner's passes found:
+In every step, before the optimizer moves, it compares what generation recorded with what the learner's passes computed:
 the pass for old log-probs if there is one, and the forward pass of the step's first update. A difference ends the run.
 Both computations are then repeated layer by layer, so that the message names the first layer that differs.
 """
@@ -15,9 +15,9 @@ from megatron.core import parallel_state
 
 from megatron_rl.errors import RunEnded
 from megatron_rl.exact.decode import Decoder
-from megatron_rl.exact.draws import GivenTokens
+from megatron_rl.exact.generator import GivenTokens
 from megatron_rl.exact.passes import watched
-from megatron_rl.exact.stages import forward
+from megatron_rl.exact.step import forward
 from megatron_rl.learner.exchange import tokens_at
 from megatron_rl.learner.layers.invariant import batch_invariant
 from megatron_rl.learner.learner import Learner
@@ -25,10 +25,10 @@ from megatron_rl.process.ranks import gather_objects
 from megatron_rl.types import Batch
 
 
-def check(learner: Learner, batch: Batch, found: dict[int, np.ndarray], where: str, among: Sequence[int]) -> float:
-    """Compare sequences ``found`` (index → log-probs [R] of a pass) with what generation recorded.
+def check(learner: Learner, batch: Batch, logprobs: dict[int, np.ndarray], where: str, among: Sequence[int]) -> float:
+    """Compare a pass's ``logprobs`` (sequence index → [R]) with what generation recorded.
 
-    ``found``: those of this rank's replica. ``where``: the pass, for the message. ``among``: the sequences of the pass
+    ``logprobs``: of this rank's replica. ``where``: the pass, for the message. ``among``: the sequences of the pass
     on all replicas, of which `exact.gate` says how many are compared. Collective, the same on all ranks.
     Returns `BIT_CHECK_METRIC` over all sequences, which is 0.0 where it returns at all.
 
@@ -37,17 +37,17 @@ def check(learner: Learner, batch: Batch, found: dict[int, np.ndarray], where: s
     """
     largest, wrong = 0.0, None
     compared = sample(among, learner.recipe.exact.gate, learner.recipe.seed, batch.step)
-    for index in sorted(compared.intersection(found)):
+    for index in sorted(compared.intersection(logprobs)):
         sequence = batch.sequences[index]
         recorded = sequence.exact_logprobs
         assert recorded is not None, (
             f"sequence {sequence.id!r} has no exact_logprobs: rollout.engine exact records them"
         )
-        differs = recorded != found[index]  # NaN differs from itself
+        differs = recorded != logprobs[index]  # NaN differs from itself
         if differs.any():
-            wrong = index, _message(batch, index, int(np.argmax(differs)), found[index], where)
+            wrong = index, _message(batch, index, int(np.argmax(differs)), logprobs[index], where)
             break
-        largest = max(largest, float(np.abs(np.exp(recorded) - np.exp(found[index])).max()))
+        largest = max(largest, float(np.abs(np.exp(recorded) - np.exp(logprobs[index])).max()))
     shares = gather_objects((largest, wrong))
     first = min((problem for _, problem in shares if problem is not None), default=None)
     if first is not None:
@@ -63,15 +63,15 @@ def sample(among: Sequence[int], gate: int | str, seed: int, step: int) -> set[i
     return set(np.random.default_rng((seed, step)).choice(np.asarray(among), gate, replace=False).tolist())
 
 
-def _message(batch: Batch, index: int, token: int, found: np.ndarray, where: str) -> str:
+def _message(batch: Batch, index: int, token: int, logprobs: np.ndarray, where: str) -> str:
     sequence = batch.sequences[index]
-    log_mu, log_po = float(sequence.exact_logprobs[token]), float(found[token])
-    number = int((sequence.exact_logprobs != found).sum())
+    log_mu, log_po = float(sequence.exact_logprobs[token]), float(logprobs[token])
+    number = int((sequence.exact_logprobs != logprobs).sum())
     return (
         f"exact mode, step {batch.step}: sequence {sequence.id!r}, response token {token} (id "
         f"{sequence.tokens[sequence.prompt_length + token]}): log mu {log_mu:.9g} in generation, log po {log_po:.9g} "
-        f"in the {where}, |exp - exp| = {abs(np.exp(log_mu) - np.exp(log_po)):.3g}; {number} of {len(found)} tokens of "
-        "the sequence differ."
+        f"in the {where}, |exp - exp| = {abs(np.exp(log_mu) - np.exp(log_po)):.3g}; {number} of {len(logprobs)} tokens "
+        "of the sequence differ."
     )
 
 
@@ -126,8 +126,8 @@ def _generated_rows(learner: Learner, batch: Batch, index: int) -> Rows:
     tokens = tokens_at(batch, decoder.replica_of(len(batch.sequences)), learner.replicas)
     # Of what another replica generates the decoder knows the length alone.
     whole = [tokens.get(i, np.zeros(s.length, np.int32)) for i, s in enumerate(batch.sequences)]
-    prompts = [found[: s.prompt_length].tolist() for found, s in zip(whole, batch.sequences, strict=True)]
-    responses = [found[s.prompt_length :] for found, s in zip(whole, batch.sequences, strict=True)]
+    prompts = [tokens[: s.prompt_length].tolist() for tokens, s in zip(whole, batch.sequences, strict=True)]
+    responses = [tokens[s.prompt_length :] for tokens, s in zip(whole, batch.sequences, strict=True)]
 
     def keep(name: str, hidden: torch.Tensor) -> None:
         for row, (sequence, position) in enumerate(decoder.row_owners):

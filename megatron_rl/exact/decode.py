@@ -1,6 +1,6 @@
 """Generation with the learner's own model: what `rollout.engine: exact` asks of the learner.
 
-`exact.schedule` decides who runs when, `exact.room` how large the cache is, `exact.turns` runs the turns, and
+`exact.schedule` decides who runs when, `exact.decode` how large the cache is, `exact.turns` runs the turns, and
 `exact.passes` has the forward passes.
 
 Shapes: n rows, V/tp this rank's share of the vocabulary, m sequences of this replica.
@@ -8,7 +8,9 @@ Shapes: n rows, V/tp this rank's share of the vocabulary, m sequences of this re
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,20 +18,96 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
+from megatron_rl.errors import InputError
 from megatron_rl.exact.doses import Dose
 from megatron_rl.exact.graphs import Capture, capture_for
-from megatron_rl.exact.pages import Pages
 from megatron_rl.exact.passes import GenerationPasses, in_passes, largest
-from megatron_rl.exact.room import make_cache, rows_and_steps
-from megatron_rl.exact.schedule import Schedule, num_pages
+from megatron_rl.exact.schedule import Pages, Schedule, num_pages
 from megatron_rl.exact.step import Watch
 from megatron_rl.exact.turns import Chooser, Responses, Turns
-from megatron_rl.learner.layers.exact_attention import PagedCache
-from megatron_rl.learner.layers.invariant import batch_invariant
+from megatron_rl.learner.layers.exact_layers import PagedCache
+from megatron_rl.learner.layers.invariant import KEY_BLOCK, TILE, batch_invariant
 from megatron_rl.learner.layers.logprobs import token_logprobs
 from megatron_rl.learner.learner import Learner
 from megatron_rl.process.ranks import gather_objects
+from megatron_rl.rollout.engine_arguments import CPU_KV_CACHE_GIB, GIB
 from megatron_rl.rollout.requests import engines_of, owners_of, share_of
+
+# What a device has room for: pages of keys and values, rows of a step, steps between two looks at the results.
+
+
+LEAST_BESIDE = 2
+"""Pages beside those of the longest sequence: the scratch page, and the copy of a prompt's last page."""
+
+CUDA_ROWS = 64  # with fewer, kernels of other shapes sum in another order
+CUDA_STEPS = 16
+
+
+def rows_and_steps(device: torch.device) -> tuple[int, int]:
+    """What the number of rows is a multiple of, and steps between two looks at what was sampled, which wait for a GPU
+    and cost nothing on a CPU. Neither changes a response."""
+    return (CUDA_ROWS, CUDA_STEPS) if device.type == "cuda" else (TILE, 1)
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Of this rank's part of the model. ``element``: bytes of a number."""
+
+    num_layers: int
+    kv_heads: int
+    width: int
+    element: int
+
+    @classmethod
+    def of(cls, module: GPTModel) -> CacheShape:
+        part = module.decoder.layers[0].self_attention
+        heads, width = part.num_query_groups_per_partition, part.hidden_size_per_attention_head
+        return cls(len(module.decoder.layers), heads, width, next(module.parameters()).element_size())
+
+    @property
+    def page_bytes(self) -> int:
+        return PagedCache.page_bytes(self.num_layers, self.kv_heads, self.width, self.element)
+
+
+def make_cache(
+    module: GPTModel, wanted: int, longest: int, device: torch.device, cache_gib: float | None, utilization: float
+) -> PagedCache:
+    """A cache for this rank's part of ``module``; see `num_cache_pages`."""
+    shape = CacheShape.of(module)
+    pages = num_cache_pages(shape, wanted, longest, device, cache_gib, utilization)
+    first_layer = module.decoder.layers[0].layer_number - 1
+    like = next(module.parameters())
+    return PagedCache(pages, shape.num_layers, shape.kv_heads, shape.width, like, first_layer)
+
+
+def num_cache_pages(
+    shape: CacheShape, wanted: int, longest: int, device: torch.device, cache_gib: float | None, utilization: float
+) -> int:
+    """At most ``wanted`` pages, and what fits; the same on all ranks.
+
+    ``longest``: tokens of the longest sequence that may come. ``cache_gib``: `rollout.kv_cache_gib`. ``utilization``:
+    `rollout.gpu_memory_utilization`, where that is null on a GPU.
+
+    Raises:
+        InputError: the longest sequence does not fit; on all ranks.
+    """
+    budget = (cache_gib or CPU_KV_CACHE_GIB) * GIB
+    if cache_gib is None and device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        budget = utilization * total - (total - free) + kept
+    pages = min(gather_objects(min(wanted, int(budget // shape.page_bytes))))
+    least = num_pages(longest) + LEAST_BESIDE
+    if pages < least:
+        gib = math.ceil(1000 * least * shape.page_bytes / GIB) / 1000
+        raise InputError(
+            f"rollout.kv_cache_gib: {'null' if cache_gib is None else f'{cache_gib:g}'}, room for {max(pages, 0)} "
+            f"pages of {KEY_BLOCK} tokens; the longest prompt with its response has {longest} tokens, which takes "
+            f"{least}. Set rollout.kv_cache_gib to {gib:g} or more"
+            + (", raise rollout.gpu_memory_utilization" if device.type == "cuda" and cache_gib is None else "")
+            + ", or lower rollout.max_response_length"
+        )
+    return pages
 
 
 class Decoder:
@@ -37,7 +115,7 @@ class Decoder:
 
     ``max_tokens``: longest row of prompts that one pass may take. ``max_sequences``: most that run at a time.
     ``kv_cache``: keep keys and values; without, a step is a pass over all tokens. ``cache_gib``: of all pages; None:
-    what the platform leaves, see `exact.room`.
+    what the platform leaves, see `exact.decode`.
     """
 
     def __init__(
@@ -92,13 +170,13 @@ class Decoder:
         """
         mine = share_of(range(len(prompts)), self._replica, self._num_replicas)
         self.passes.prompt_lengths = [len(prompt) for prompt in prompts]
-        found = Responses.empty(len(mine), max(limits, default=0))
+        responses = Responses.empty(len(mine), max(limits, default=0))
         schedule, cache = self._plan(prompts, limits, mine, chooser.most_steps)
         turns = Turns(
             self.passes,
             schedule,
             chooser,
-            found,
+            responses,
             numbers=mine,
             prompts=[prompts[i] for i in mine],
             cache=cache,
@@ -111,7 +189,7 @@ class Decoder:
             turns.run()
         pages = None if cache is None else cache.num_pages - 1  # one is for rows of padding
         self.stats = turns.counts.metrics(schedule.num_preempted, pages, self._num_replicas)
-        return mine, found
+        return mine, responses
 
     def _plan(
         self, prompts: list[list[int]], limits: list[int], mine: range, most_steps: int | None
@@ -158,7 +236,7 @@ class Decoder:
         sequences = [prompt + response.tolist() for prompt, response in zip(prompts, responses, strict=True)]
         parts = in_passes(list(range(len(sequences))), lambda i: len(sequences[i]), self.max_tokens)
         (num_passes,) = largest(len(parts))
-        found = []
+        scores = []
         with self.passes.evaluating():
             for part in parts + [[]] * (num_passes - len(parts)):
                 logits = self.passes.whole_rows([sequences[i] for i in part])
@@ -166,9 +244,9 @@ class Decoder:
                 for i in part:
                     first, end = start + len(prompts[i]) - 1, start + len(sequences[i]) - 1
                     tokens = torch.from_numpy(responses[i].astype(np.int64)).to(self.device)
-                    found.append(self.logprobs(logits[first:end], tokens, temperature).numpy(force=True))
+                    scores.append(self.logprobs(logits[first:end], tokens, temperature).numpy(force=True))
                     start += len(sequences[i])
-        return found
+        return scores
 
     # -- for whoever chooses
 
@@ -176,7 +254,7 @@ class Decoder:
         """log-probs [n] float32 of ``tokens`` [n], by the function that the update uses."""
         positions = torch.arange(len(tokens), device=logits.device)
         with torch.no_grad(), batch_invariant(self.device):
-            found, _ = token_logprobs(
+            logprobs, _ = token_logprobs(
                 logits,
                 positions,
                 tokens,
@@ -185,7 +263,7 @@ class Decoder:
                 group=self.passes.tensor_group,
                 exact=True,
             )
-        return found
+        return logprobs
 
     def whole_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """[n, V/tp] → [n, vocabulary] float32, the same on every rank of the replica."""

@@ -22,7 +22,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megatron_rl.config.exact import ExactConfig, NoiseConfig
+from megatron_rl.config.rollout import ExactConfig, NoiseConfig
 from megatron_rl.process.ranks import gather_objects
 from megatron_rl.rollout.rounding import rounded
 from megatron_rl.types import Rollout
@@ -171,13 +171,15 @@ def make_dose(config: ExactConfig, seed: int) -> Dose:
 
 def size_of(rollouts: list[Rollout]) -> dict[str, float]:
     """Standard deviation (n - 1) of log rho = log po - log mu over all sampled tokens, and the mean over responses of
-    Σ |log rho|. ``rollouts``: those that this rank owns. Collective."""
+    Σ |log rho|; nothing of no tokens. ``rollouts``: those that this rank owns. Collective."""
     differences = [(r.exact_logprobs.astype(np.float64) - r.inference_logprobs) for r in rollouts]
     joined = np.concatenate(differences) if differences else np.zeros(0)
     mine = (len(rollouts), joined.size, joined.sum(), np.square(joined).sum(), np.abs(joined).sum())
     count, tokens, total, square, absolute = np.sum(gather_objects(mine), axis=0).tolist()
-    variance = max(square - total**2 / max(tokens, 1), 0.0) / max(tokens - 1, 1)
-    return {"exact/log_rho_std": math.sqrt(variance), "exact/abs_log_rho_sum": absolute / max(count, 1)}
+    if not tokens:
+        return {}
+    variance = max(square - total**2 / tokens, 0.0) / max(tokens - 1, 1)
+    return {"exact/log_rho_std": math.sqrt(variance), "exact/abs_log_rho_sum": absolute / count}
 
 
 # -- random numbers

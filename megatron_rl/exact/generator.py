@@ -1,8 +1,12 @@
 """The exact engine: sampling from the learner's own forward pass, so that mu = po bit for bit [VX].
 
 It has no weights of its own and nothing to refit. The forward passes are the learner's (`exact.decode`), reached
-through the small `Policy` interface; `exact.draws` draws tokens, and this module wraps responses. They do not depend on
-the batch. Each stays on one rank of the replica that sampled it. docs/exact.md has the cost beside vLLM's.
+through the small `Policy` interface. `Draws` draws tokens. Each response has a random stream of its own, keyed like
+every engine's requests (`requests.request_seed`). Its numbers are drawn on the host, for some steps ahead; the choice
+is made where the logits are. `ExactGenerator` makes rollouts of responses. They do not depend on the batch. Each stays
+on one rank of the replica that sampled it. docs/exact.md compares the cost with vLLM's.
+
+Shapes: n rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,15 +21,100 @@ import torch
 
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.exact.doses import PROMPT_SAMPLE, Dose, size_of
-from megatron_rl.exact.draws import Draws
 from megatron_rl.exact.turns import Responses
+from megatron_rl.learner.layers.invariant import padded
 from megatron_rl.process.ranks import together, world_rank
-from megatron_rl.rollout.calls import check_version, throughput
-from megatron_rl.rollout.generator import RolloutError, Sampling
-from megatron_rl.rollout.ownership import known_everywhere
-from megatron_rl.rollout.payload import make_rollout
-from megatron_rl.rollout.requests import Request, make_groups, make_requests, request_seed
+from megatron_rl.rollout.generator import RolloutError, Sampling, check_version, throughput
+from megatron_rl.rollout.requests import (
+    Request,
+    known_everywhere,
+    make_groups,
+    make_requests,
+    make_rollout,
+    request_seed,
+)
 from megatron_rl.types import Group, Prompt, Rollout
+
+
+class Draws:
+    """Tokens drawn with one uniform number each, for requests with these seeds; see `exact.turns.Chooser`.
+
+    ``temperature`` 0: the most probable token. ``dose``: its noise on the logits that are drawn from.
+    """
+
+    def __init__(self, policy: Policy, prompts: list[list[int]], seeds: list[int], temperature: float, dose: Dose):
+        self._policy, self._temperature, self._dose = policy, temperature, dose
+        self._streams = [np.random.Generator(np.random.Philox(key=seed)) for seed in seeds]
+        self._tokens = prompts  # with what noise has been drawn for
+        # Noise is drawn on the host when the logits are there, from the stream that the uniform number comes from.
+        self.most_steps = 1 if dose.is_on_logits else None
+        self._asked: list[int] = []
+        if dose.is_on_logits:
+            self._tokens = [list(prompt) for prompt in prompts]
+
+    def ahead(self, sequences: list[int], made: np.ndarray, count: int) -> np.ndarray:
+        self._asked = sequences
+        if self._temperature == 0 or self._dose.is_on_logits:
+            return np.zeros((len(sequences), count))
+        return np.stack([self._streams[i].random(count) for i in sequences])
+
+    def choose(self, logits: torch.Tensor, needed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        temperature = self._temperature or 1.0
+        scaled = self._policy.whole_vocabulary(logits).double() / temperature
+        if self._dose.is_on_logits:
+            needed = self._add_noise(scaled).to(needed)
+        tokens = scaled.argmax(1) if self._temperature == 0 else sample(scaled, needed)
+        clean = self._policy.logprobs(logits, tokens, temperature)
+        if not self._dose.is_on_logits:
+            return tokens, clean, clean
+        for sequence, token in zip(self._asked, tokens.tolist(), strict=False):  # rows of padding follow
+            self._tokens[sequence].append(token)
+        return tokens, clean, log_softmax_at(scaled, tokens).float()
+
+    def _add_noise(self, scaled: torch.Tensor) -> torch.Tensor:
+        """To the rows that were asked for; the uniform numbers [n] that come after it in each stream."""
+        uniforms = torch.zeros(len(scaled), dtype=torch.float64)
+        for row, sequence in enumerate(self._asked):
+            stream, tokens = self._streams[sequence], self._tokens[sequence]
+            noise = self._dose.logit_noise(stream, lambda n, tokens=tokens: tokens[-n:], scaled.size(1))
+            scaled[row] += torch.from_numpy(noise).to(scaled.device)
+            uniforms[row] = stream.random()
+        return uniforms
+
+
+class GivenTokens:
+    """Responses that are known, generated again; see `exact.turns.Chooser`."""
+
+    most_steps = None
+
+    def __init__(self, responses: list[np.ndarray], device: torch.device):
+        self._responses, self._nothing = responses, torch.zeros(1, device=device)
+
+    def ahead(self, sequences: list[int], made: np.ndarray, count: int) -> np.ndarray:
+        tokens = np.zeros((len(sequences), count), np.int64)
+        for row, sequence, start in zip(tokens, sequences, made, strict=True):
+            given = self._responses[sequence][start : start + count]
+            row[: len(given)] = given
+        return tokens
+
+    def choose(self, logits: torch.Tensor, needed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        nothing = self._nothing.expand(len(needed))
+        return needed.long(), nothing, nothing
+
+
+def sample(scaled: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Inverse distribution function: of each row of logits [n, V] float64 the first token [n] whose cumulated
+    probability exceeds its uniform number [n]."""
+    cumulated = padded(torch.exp)(scaled - scaled.amax(1, keepdim=True)).cumsum(1)
+    targets = uniforms[:, None] * cumulated[:, -1:]
+    return torch.searchsorted(cumulated, targets, right=True).squeeze(1).clamp_(max=scaled.size(1) - 1)
+
+
+def log_softmax_at(scaled: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """[n] of logits [n, V] at ``tokens`` [n]."""
+    top = scaled.amax(1)
+    log_total = padded(torch.log)(padded(torch.exp)(scaled - top[:, None]).sum(1)) + top
+    return scaled.gather(1, tokens[:, None]).squeeze(1) - log_total
 
 
 class Policy(Protocol):
@@ -61,7 +150,7 @@ class ExactGenerator:
         decode: Callable[[list[int]], str],
         describe: Callable[[], dict[str, str]],
     ) -> None:
-        self._config, self._dose, self._policy = rollout, dose, policy
+        self._config, self._dose, self.policy = rollout, dose, policy
         self._stop, self._decode, self._describe = frozenset(stop_token_ids), decode, describe
         self._policy_version, self._stats = 0, {}
 
@@ -79,11 +168,11 @@ class ExactGenerator:
         is_dosed = config is not None and (sampling is None or config.in_validation)
         is_training, sampling = sampling is None, sampling or Sampling.from_config(self._config)
         requests = make_requests(prompts, num_samples, seed=self._config.seed, step=step)
-        owners = self._policy.owners(len(requests))
+        owners = self.policy.owners(len(requests))
         dose = self._dose if is_dosed else Dose(None, self._config.seed)
         held = self._generate(requests, owners, sampling, step, dose)
         rollouts = known_everywhere(requests, owners, held)
-        self._stats |= self._policy.stats | throughput(rollouts, time.perf_counter() - start)
+        self._stats |= self.policy.stats | throughput(rollouts, time.perf_counter() - start)
         if is_dosed and is_training:
             self._stats |= size_of(held)
         return make_groups(prompts, num_samples, rollouts)
@@ -93,27 +182,31 @@ class ExactGenerator:
     ) -> list[Rollout]:
         """The responses that this rank owns, of those that its replica has sampled."""
         prompts, seeds = [request.prompt.tokens for request in requests], [request.seed for request in requests]
-        prompt_seeds = [request_seed(self._config.seed, step, r.prompt.id, PROMPT_SAMPLE) for r in requests]
-        draws = Draws(self._policy, prompts, seeds, sampling.temperature, dose)
+        prompt_seeds = [
+            request_seed(self._config.seed, step, r.prompt.id, PROMPT_SAMPLE, r.occurrence) for r in requests
+        ]
+        draws = Draws(self.policy, prompts, seeds, sampling.temperature, dose)
         limits = [sampling.max_response_length] * len(requests)
-        with self._policy.dosed(dose, seeds, prompt_seeds):
-            mine, found = self._policy.run(prompts, limits, draws, self._stop)
+        with self.policy.dosed(dose, seeds, prompt_seeds):
+            mine, sampled = self.policy.run(prompts, limits, draws, self._stop)
         if dose.changes_model:
-            responses = [tokens[:length] for tokens, length in zip(found.tokens, found.lengths, strict=True)]
-            clean = self._policy.score([prompts[i] for i in mine], responses, sampling.temperature or 1.0)
-            for row, logprobs in zip(found.clean, clean, strict=True):
+            responses = [tokens[:length] for tokens, length in zip(sampled.tokens, sampled.lengths, strict=True)]
+            clean = self.policy.score([prompts[i] for i in mine], responses, sampling.temperature or 1.0)
+            for row, logprobs in zip(sampled.clean, clean, strict=True):
                 row[: len(logprobs)] = logprobs
         places = [place for place, number in enumerate(mine) if owners[number] == world_rank()]
         return together(
             "exact generation",
-            lambda: [self._wrap(requests[mine[place]], found, place) for place in places],
+            lambda: [self._wrap(requests[mine[place]], sampled, place) for place in places],
             fault=RolloutError,
             describe=str,
         )
 
-    def _wrap(self, request: Request, found: Responses, place: int) -> Rollout:
-        length = found.lengths[place]
-        tokens, log_mu, clean = (column[place, :length].copy() for column in (found.tokens, found.log_mu, found.clean))
+    def _wrap(self, request: Request, responses: Responses, place: int) -> Rollout:
+        length = responses.lengths[place]
+        tokens, log_mu, clean = (
+            column[place, :length].copy() for column in (responses.tokens, responses.log_mu, responses.clean)
+        )
         reason = "stop" if int(tokens[-1]) in self._stop else "length"
         text = self._decode(tokens.tolist())
         rollout = make_rollout(request, tokens, log_mu, reason, self._policy_version, text=text)
@@ -123,7 +216,7 @@ class ExactGenerator:
     def refit(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         """Nothing moves: the weights are the learner's. ``weights`` is not read, so nothing is gathered either."""
         self._policy_version = policy_version
-        self._policy.new_weights(self._dose, policy_version)
+        self.policy.new_weights(self._dose, policy_version)
 
     def sleep(self) -> None:
         """Holds no memory of its own."""

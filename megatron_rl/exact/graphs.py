@@ -81,8 +81,8 @@ class _Graph:
 
         def body() -> None:
             changed = Rows(*self._rows.tensors)
-            found = step(changed, self._needed)
-            self._found = tuple(x.clone() for x in found)  # some are the rows, which change now
+            outputs = step(changed, self._needed)
+            self._found = tuple(x.clone() for x in outputs)  # some are the rows, which change now
             for buffer, new in zip(self._rows.tensors, changed.tensors, strict=True):
                 if new is not buffer:
                     buffer.copy_(new)

@@ -19,9 +19,8 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_rl.exact.doses import Dose
 from megatron_rl.exact.schedule import num_pages
-from megatron_rl.exact.stages import forward
-from megatron_rl.exact.step import StepForward, Watch
-from megatron_rl.learner.layers.exact_attention import CachedPrompts, CachedStep, PackedSequences, PagedCache
+from megatron_rl.exact.step import StepForward, Watch, forward
+from megatron_rl.learner.layers.exact_layers import CachedPrompts, CachedStep, PackedSequences, PagedCache
 from megatron_rl.learner.layers.invariant import KEY_BLOCK, batch_invariant
 from megatron_rl.process.ranks import gather_objects
 

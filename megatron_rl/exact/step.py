@@ -3,7 +3,7 @@
 Megatron's modules take a row of padding and a packed row alike; in steps of a few dozen rows what they do around their
 products costs more than the products. Here a step is these products and what lies between them, with the arithmetic
 of `learner.layers.invariant`: each row has the bits that the modules compute. Ranks that share out heads, experts and
-vocabulary exchange rows in fixed shapes (`exact.sharing`). On kernels no shape depends on a value, and nothing waits
+vocabulary exchange rows in fixed shapes (`exact.step`). On kernels no shape depends on a value, and nothing waits
 for one.
 
 Shapes: n rows, equal on all ranks that share experts; H hidden size, D head width, K experts of a token, V/tp this
@@ -13,18 +13,133 @@ rank's share of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_rl.exact.sharing import RowsOfRanks
-from megatron_rl.learner.layers.exact_attention import CachedStep
-from megatron_rl.learner.layers.exact_experts import add_experts, experts, gated, route
+from megatron_rl.learner.layers import invariant
+from megatron_rl.learner.layers.exact_layers import CachedStep, add_experts, experts, gated, route
 from megatron_rl.learner.layers.invariant import TILE, batch_invariant, linear, rms_norm, rotate
 from megatron_rl.learner.lora import has_adapters
+
+# One forward pass of the policy outside Megatron's schedule, through all pipeline stages.
+
+
+@torch.no_grad()
+def forward(module: GPTModel, tokens: torch.Tensor, positions: torch.Tensor, packed: Any) -> torch.Tensor:
+    """Logits [1, N, V/tp] of a packed row, on every stage, so that all stages draw the same tokens; float32 where there
+    are several.
+
+    A stage waits for the one before it: with P stages each works a P-th of the time. ``tokens`` [1, N], ``positions``
+    [N], the places of the tokens in their sequences. Collective over the ranks of a pipeline.
+    """
+    if hasattr(module.rotary_pos_emb, "position_ids"):
+        module.rotary_pos_emb.position_ids = positions
+    arguments = {
+        "input_ids": tokens,
+        "position_ids": positions[None],
+        "attention_mask": None,
+        "packed_seq_params": packed,
+    }
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stage, last = group.rank(), group.size() - 1
+    if last == 0:
+        return module(**arguments)
+    config, tensor = module.config, parallel_state.get_tensor_model_parallel_world_size()
+    num_rows = tokens.numel()
+    if stage > 0:
+        rows = num_rows // tensor if config.sequence_parallel else num_rows
+        hidden = torch.empty(rows, 1, config.hidden_size, dtype=config.pipeline_dtype, device=tokens.device)
+        dist.recv(hidden, group=group, group_src=stage - 1)
+        module.set_input_tensor(hidden)
+    output = module(**arguments)
+    if stage < last:
+        dist.send(output.contiguous(), group=group, group_dst=stage + 1)
+        output = torch.empty(1, num_rows, module.vocab_size // tensor, device=output.device)
+    output = output.float().contiguous()
+    dist.broadcast(output, group=group, group_src=last)
+    return output
+
+
+# What ranks exchange in a step of generation, in shapes that no value decides.
+#
+# Megatron's dispatcher sends a row to the ranks of its experts, and so has to know how many rows each of them gets.
+# Here every rank of an expert group gets all rows, and returns a place for each result that there can be. That moves
+# more bytes, a few megabytes a layer, and waits for nothing. Sums over tensor-parallel ranks are those of
+# `learner.layers.rank_sums`.
+#
+# Shapes: n rows of a replica; t tensor-parallel ranks, which share them out among themselves; g ranks of an expert
+# group; K experts of a token, E experts of a rank, H hidden size.
+
+
+Group = dist.ProcessGroup
+
+
+class RowsOfRanks:
+    """The groups of this rank, and what goes through them. All methods are collective."""
+
+    def __init__(self) -> None:
+        self.tensor_group: Group = parallel_state.get_tensor_model_parallel_group()
+        self.expert_group: Group = parallel_state.get_expert_model_parallel_group()
+
+    def sum_of_parts(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, …] of every tensor-parallel rank → their sum, added from the first rank on; ``x`` may be changed."""
+        if self.tensor_group.size() > 1:
+            invariant.all_reduce(x, group=self.tensor_group)
+        return x
+
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, …] → [n/t, …], this tensor-parallel rank's."""
+        return x.chunk(self.tensor_group.size())[self.tensor_group.rank()]
+
+    def whole(self, own: torch.Tensor) -> torch.Tensor:
+        """[n/t, …] → [n, …], of all tensor-parallel ranks."""
+        return _gathered(own, self.tensor_group)
+
+    def of_expert_group(self, own: torch.Tensor) -> torch.Tensor:
+        """[n/t, …] → [g · n/t, …], of all ranks whose rows this rank's experts may get."""
+        return _gathered(own, self.expert_group)
+
+    def own_of_expert_group(self, rows: torch.Tensor) -> torch.Tensor:
+        """[g · n/t, …] → [n/t, …]."""
+        return rows.chunk(self.expert_group.size())[self.expert_group.rank()]
+
+    def results(
+        self, results: torch.Tensor, places: torch.Tensor, chosen: torch.Tensor, num_local: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The results of all experts for this rank's own rows.
+
+        Args:
+            results: [M, H], of this rank's experts.
+            places: [g · n/t, K], where in them those of every row lie.
+            chosen: [n/t, K], the experts of this rank's own rows.
+            num_local: E.
+
+        Returns:
+            results [g · n/t · K, H], and the places [n/t, K] in them of the own rows' experts.
+        """
+        if self.expert_group.size() == 1:
+            return results, places
+        sent = results[places.flatten()]
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received.view(-1), sent.view(-1), group=self.expert_group)
+        numbers = torch.arange(chosen.numel(), device=chosen.device).view_as(chosen)
+        return received, torch.add(numbers, chosen // num_local, alpha=chosen.numel())
+
+
+def _gathered(own: torch.Tensor, group: Group) -> torch.Tensor:
+    if group.size() == 1:
+        return own
+    gathered = own.new_empty(group.size() * own.size(0), *own.shape[1:])
+    dist.all_gather_into_tensor(gathered.view(-1), own.contiguous().view(-1), group=group)
+    return gathered
+
 
 Watch = Callable[[str, torch.Tensor], None]
 """(layer, what came out of it [n, …])"""

@@ -16,11 +16,54 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from megatron_rl.exact.counts import Counts
 from megatron_rl.exact.graphs import Capture, Rows, StepGraphs, pages_of_graphs
 from megatron_rl.exact.passes import GenerationPasses, Owners, in_passes, largest
 from megatron_rl.exact.schedule import Schedule, Whole
-from megatron_rl.learner.layers.exact_attention import CachedStep, PagedCache
+from megatron_rl.learner.layers.exact_layers import CachedStep, PagedCache
+from megatron_rl.process.ranks import gather_objects
+
+# How full generation is: sequences and cache pages, counted once in every turn.
+
+
+@dataclass
+class Counts:
+    """Sums over the turns of one replica."""
+
+    turns: int = 0
+    running: int = 0  # sequences with a row
+    waiting: int = 0  # sequences without one, that have not ended
+    pages: int = 0  # in use
+    most_pages: int = 0  # in use in one turn
+
+    def add(self, running: int, waiting: int, pages: int) -> None:
+        self.turns += 1
+        self.running += running
+        self.waiting += waiting
+        self.pages += pages
+        self.most_pages = max(self.most_pages, pages)
+
+    def metrics(self, preempted: int, num_pages: int | None, num_replicas: int) -> dict[str, float]:
+        """`perf/rollout_*` of all replicas, the same on every rank. Collective.
+
+        ``preempted``: times that a sequence of this replica gave up its pages. ``num_pages``: that its cache has for
+        sequences; None without one. Replicas take the same number of turns, and ranks of a replica count the same.
+        """
+        of_ranks = gather_objects((preempted, self.running, self.waiting, self.pages, self.most_pages))
+        columns = list(zip(*of_ranks, strict=True))
+        preempted, running, waiting, pages = (sum(column) for column in columns[:4])
+        taken = max(1, self.turns) * len(of_ranks)
+        values = {
+            "perf/rollout_preempted": preempted * num_replicas / len(of_ranks),
+            "perf/rollout_running": running / taken,
+            "perf/rollout_waiting": waiting / taken,
+        }
+        if num_pages is None:
+            return values
+        return values | {
+            "perf/rollout_pages": pages / taken,
+            "perf/rollout_pages_max": float(max(columns[4])),
+            "perf/rollout_pages_there": float(num_pages),
+        }
 
 
 class Chooser(Protocol):
@@ -81,7 +124,7 @@ class Turns:
         passes: GenerationPasses,
         schedule: Schedule,
         chooser: Chooser,
-        found: Responses,
+        responses: Responses,
         *,
         numbers: range,
         prompts: list[list[int]],
@@ -91,7 +134,7 @@ class Turns:
         max_tokens: int,
         capture: Capture | None = None,
     ):
-        self._passes, self._schedule, self._chooser, self._found = passes, schedule, chooser, found
+        self._passes, self._schedule, self._chooser, self._found = passes, schedule, chooser, responses
         self._numbers, self._prompts, self._cache = numbers, prompts, cache
         self._device, self._bucket, self._max_tokens = passes.device, bucket, max_tokens
         self._stop = torch.tensor(sorted(stop), dtype=torch.int64, device=self._device)
@@ -183,8 +226,8 @@ class Turns:
         numbers, starts = [self._numbers[i] for i in schedule.rows], schedule.num_tokens
         needed = torch.zeros(len(rows.tokens), num_steps, dtype=torch.float64)
         if numbers and num_steps:
-            found = torch.from_numpy(self._chooser.ahead(numbers, schedule.made[schedule.rows], num_steps))
-            needed = torch.cat([found, found.new_zeros(len(needed) - len(found), num_steps)])
+            numbers_ahead = torch.from_numpy(self._chooser.ahead(numbers, schedule.made[schedule.rows], num_steps))
+            needed = torch.cat([numbers_ahead, numbers_ahead.new_zeros(len(needed) - len(numbers_ahead), num_steps)])
         needed, sampled = needed.to(self._device), []
         advance = self._graphs or self._advance
         for turn in range(num_steps):
@@ -210,15 +253,15 @@ class Turns:
 
     def _look(self, rows: Rows, first: First | None, sampled: list[tuple[torch.Tensor, ...]]) -> None:
         """Read what was sampled, and end the sequences whose last token is among it."""
-        schedule, found = self._schedule, self._found
+        schedule, responses = self._schedule, self._found
         numbers = np.array(schedule.rows, np.int64)
         if first is not None:
-            found.add(first.sequences, first.places, *(column.numpy(force=True) for column in first.columns))
+            responses.add(first.sequences, first.places, *(column.numpy(force=True) for column in first.columns))
         if sampled:
             *columns, counts = (torch.stack(c, 1).numpy(force=True)[: len(numbers)] for c in zip(*sampled, strict=True))
             row, turn = counts.nonzero()  # the steps of a row that count are its first ones
             sequences = numbers[row]
-            found.add(sequences, schedule.made[sequences] + turn, *(column[row, turn] for column in columns))
+            responses.add(sequences, schedule.made[sequences] + turn, *(column[row, turn] for column in columns))
             schedule.made[numbers] += counts.sum(1)
         alive = rows.alive.numpy(force=True)[: len(numbers)]
         schedule.end(np.flatnonzero(~alive).tolist())

@@ -64,13 +64,13 @@ WHOLE = ContextShare()
 
 def cut(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
     """Rows ``start`` to ``stop`` - 1 of those that ``ranges`` name one after another, as ranges."""
-    found, before = [], 0
+    chunks, before = [], 0
     for a, b in ranges:
         first, last = max(start - before, 0), min(stop - before, b - a)
         if first < last:
-            found.append((a + first, a + last))
+            chunks.append((a + first, a + last))
         before += b - a
-    return found
+    return chunks
 
 
 def gathered(own: torch.Tensor, places: torch.Tensor, total: int) -> torch.Tensor:

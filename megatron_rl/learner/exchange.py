@@ -19,8 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_rl.learner.process_groups import replica_group
-from megatron_rl.process.arrays import Shape, hand_on, send
-from megatron_rl.process.ranks import gather_objects, world_rank
+from megatron_rl.process.ranks import Shape, gather_objects, hand_on, send, world_rank
 from megatron_rl.types import Batch, Sequence
 
 LOGPROBS = np.dtype(np.float32)
@@ -38,8 +37,8 @@ class Replicas:
     def of_job(cls) -> Replicas:
         """Those of Megatron's layout. Collective."""
         own = parallel_state.get_data_parallel_rank()
-        found = gather_objects(own if speaks() else None)
-        rank_of = {replica: rank for rank, replica in enumerate(found) if replica is not None}
+        gathered = gather_objects(own if speaks() else None)
+        rank_of = {replica: rank for rank, replica in enumerate(gathered) if replica is not None}
         group = replica_group() if dist.is_initialized() else None
         return cls(own, tuple(rank_of[replica] for replica in range(len(rank_of))), group)
 
@@ -82,18 +81,18 @@ class _Contents:
         routes = next((s.routed_experts for s in batch.sequences if s.routed_experts is not None), None)
         exact = any(s.exact_logprobs is not None for s in batch.sequences)
         about = gather_objects((None if routes is None else (routes.dtype.str, *routes.shape[1:]), exact))
-        return cls(next((found for found, _ in about if found is not None), None), any(flag for _, flag in about))
+        return cls(next((shape for shape, _ in about if shape is not None), None), any(flag for _, flag in about))
 
     @property
     def fields(self) -> list[_Field]:
-        found = [
+        described = [
             _TOKENS,
             _Field("inference_logprobs", LOGPROBS, lambda s: (s.response_length,)),
             _Field("policy_versions", np.dtype(np.int32), lambda s: (s.response_length,)),
         ]
         if self.exact:
-            found.append(_Field("exact_logprobs", LOGPROBS, lambda s: (s.response_length,)))
-        return found if self.routes is None else [*found, *_route_fields(*self.routes)]
+            described.append(_Field("exact_logprobs", LOGPROBS, lambda s: (s.response_length,)))
+        return described if self.routes is None else [*described, *_route_fields(*self.routes)]
 
 
 def _route_fields(dtype: str, layers: int, topk: int) -> list[_Field]:
@@ -134,17 +133,19 @@ def hand_over_routes(batch: Batch, source: list[int], target: list[int], replica
 
 
 def hand_over_logprobs(
-    batch: Batch, found: Mapping[int, np.ndarray], source: list[int], target: list[int], replicas: Replicas
+    batch: Batch, computed: Mapping[int, np.ndarray], source: list[int], target: list[int], replicas: Replicas
 ) -> dict[int, np.ndarray]:
     """Log-probs [R] that replica ``source[i]`` has found, at replica ``target[i]``, by number of the sequence.
 
-    ``found``: this replica's, on its last stage. Where both are the same they stay there. Collective.
+    ``computed``: this replica's, on its last stage. Where both are the same they stay there. Collective.
     """
     moving = [i for i in range(len(batch.sequences)) if source[i] != target[i]]
     shapes = {i: (batch.sequences[i].response_length,) for i in moving}
-    arrived = send(found, shapes, LOGPROBS, [(i, *(replicas.speakers[x[i]] for x in (source, target))) for i in moving])
+    arrived = send(
+        computed, shapes, LOGPROBS, [(i, *(replicas.speakers[x[i]] for x in (source, target))) for i in moving]
+    )
     wanted = [i for i in moving if target[i] == replicas.own]
-    stayed = {i: logprobs for i, logprobs in found.items() if source[i] == target[i]}
+    stayed = {i: logprobs for i, logprobs in computed.items() if source[i] == target[i]}
     return stayed | replicas.hand_on(arrived, shapes, LOGPROBS, wanted)
 
 

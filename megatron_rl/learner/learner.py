@@ -19,25 +19,25 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_rl.checkpoint import save as checkpoint
-from megatron_rl.checkpoint.architecture import Architecture, read_architecture
-from megatron_rl.checkpoint.hf_export import write_hf_checkpoint
+from megatron_rl.checkpoint.hf_folder import write_hf_checkpoint
 from megatron_rl.checkpoint.shards import WeightMap
 from megatron_rl.config import Recipe
+from megatron_rl.config.base import FP32_STORED
+from megatron_rl.config.precision import fp32_products, only_product
 from megatron_rl.learner.context import gathered
 from megatron_rl.learner.exchange import Replicas, distribute, hand_over_logprobs, hand_over_routes, speaks
 from megatron_rl.learner.gradient_noise import GradientNoise, update_size
-from megatron_rl.learner.layers.fused_head import FusedHead
-from megatron_rl.learner.layers.logprobs import token_logprobs
+from megatron_rl.learner.layers.logprobs import FusedHead, token_logprobs
 from megatron_rl.learner.lora import Adapters
 from megatron_rl.learner.mixed_precision import OverflowGuard, describe_model, master_reader
-from megatron_rl.learner.model import DTYPES, build_model
+from megatron_rl.learner.model import DTYPES, build_model, use_transformer_engine
 from megatron_rl.learner.offload import Offload
-from megatron_rl.learner.optimizer import unhook, with_optimizer
+from megatron_rl.learner.optimizer import build_scheduler, unhook, with_optimizer
 from megatron_rl.learner.packing import Microbatch, minibatch_denominators
 from megatron_rl.learner.passes import Passes, PhaseFn
 from megatron_rl.learner.process_groups import initialize
 from megatron_rl.learner.router_replay import RouterReplayer, RoutingMode
-from megatron_rl.learner.scheduler import build_scheduler
+from megatron_rl.model.architecture import Architecture, read_architecture
 from megatron_rl.objective import (
     Denominators,
     MetricStats,
@@ -46,28 +46,50 @@ from megatron_rl.objective import (
     compute_objective,
     finalize_metrics,
 )
+from megatron_rl.process import fp32_products as products
 from megatron_rl.process.ranks import gather_objects
 from megatron_rl.types import Batch
 
 BIT_CHECK_METRIC = "exact/max_abs_prob_diff"
 """max |exp(log mu) - exp(log po)| over the step's sampled tokens, the dose of `exact.noise` left out."""
 
-BitCheck = Callable[[Batch, dict[int, np.ndarray], str, Sequence[int]], float]
-"""Called with a batch, log-probs [R] by sequence index, the name of the pass that found them, and the indices of that
-pass on all replicas. Returns `BIT_CHECK_METRIC` over what it compares, or raises `RunEnded`."""
+BitCheck = Callable[["Learner", Batch, dict[int, np.ndarray], str, Sequence[int]], float]
+"""Called with the learner, a batch, log-probs [R] by sequence index, the name of the pass that computed them, and the
+indices of that pass on all replicas. Returns `BIT_CHECK_METRIC` over what it compares, or raises `RunEnded`."""
 
 
 class Learner:
     """Holds the policy pi. Every rank of the job builds one and calls the same methods in the same order."""
 
-    def __init__(self, recipe: Recipe):
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        device: torch.device | None = None,
+        phase: PhaseFn = lambda name: nullcontext(),
+        keep_current_logprobs: bool = False,
+        bit_check: BitCheck | None = None,
+    ) -> None:
+        """Build model and optimizer, and load the model's weights. Collective.
+
+        Args:
+            device: what `initialize` returned to this process; None: join the job here.
+            phase: a context around each named part of an update, which times it.
+            keep_current_logprobs: leave log pi of the update in the batch, for the flight recorder.
+            bit_check: `exact.bit_check.check` beside the engine `exact`.
+        """
         self.recipe = recipe
-        self.phase: PhaseFn = lambda name: nullcontext()  # `train` sets the monitor's, which times them
+        self.phase = phase
         self.config = recipe.learner
-        self.device = initialize(self.config.parallel, recipe.runtime.device, recipe.seed, recipe.rollout.hang_limit_s)
+        if device is None:
+            parallel = self.config.parallel
+            device = initialize(parallel, recipe.runtime.device, recipe.seed, recipe.rollout.hang_limit_s)
+        self.device = device
         self.architecture: Architecture = read_architecture(recipe.model.path)
         self.exact = recipe.rollout.engine == "exact"
-        self.bit_check: BitCheck | None = None  # set beside the engine `exact`, as `exact.bit_check` says
+        self._products = self._settle_products()
+        self.bit_check = None if bit_check is None else partial(bit_check, self)
+        self.keep_current_logprobs = keep_current_logprobs
         model = build_model(self.architecture, self.config, self.device, recipe.precision, self.exact)
         self.weights = WeightMap(model, self.architecture)
         self.weights.load(recipe.model.path)
@@ -79,16 +101,13 @@ class Learner:
             self.replay = RouterReplayer(model, self.architecture, recipe.routing, self.device)
         self.model, self.optimizer = with_optimizer(model, self.config, self.device)
         self.offload = Offload(self.config.offload, self.model, model, self.optimizer, self.device)
-        self.passes = Passes(
-            self.model, model, self.config, self.device, self.replay, self.exact, lambda name: self.phase(name)
-        )
+        self.passes = Passes(self.model, model, self.config, self.device, self.replay, self.exact, phase)
         loss_scale = self.config.loss_scale if self.config.dtype == "fp16" else None
         self.overflow = OverflowGuard(
             self.optimizer, loss_scale, self.config.max_consecutive_overflows, self._trained_parameters
         )
         self.noise = GradientNoise(self.model, self.optimizer) if recipe.monitor.gradient_noise else None
         self.scheduler = build_scheduler(recipe.schedule, self.config.optimizer, self.optimizer, recipe.num_updates)
-        self.keep_current_logprobs = False  # leave log pi of the update in the batch, for the flight recorder
         self.step = 0  # rollout steps done
         self.num_updates = 0  # optimizer steps applied: the policy version
         self._version_of_batch = 0  # before the batch at hand
@@ -122,15 +141,15 @@ class Learner:
         if makes_pass:
             skipped = {}
             with self.phase("old_logprobs"):
-                found = self._logprobs(batch, "record" if records_routes else None)
+                logprobs = self._logprobs(batch, "record" if records_routes else None)
             if self.bit_check is not None:
                 with self.phase("gate"):
                     everything = range(len(batch.sequences))
-                    gaps.append(self.bit_check(batch, found, "pass for old log-probs", everything))
+                    gaps.append(self.bit_check(batch, logprobs, "pass for old log-probs", everything))
             with self.phase("old_logprobs"):
-                found = hand_over_logprobs(batch, found, *homes, self.replicas)
+                logprobs = hand_over_logprobs(batch, logprobs, *homes, self.replicas)
                 for i, sequence in enumerate(batch.sequences):
-                    sequence.old_logprobs = found.get(i)
+                    sequence.old_logprobs = logprobs.get(i)
                 if records_routes:
                     hand_over_routes(batch, *homes, self.replicas)
         updates = [self._update_minibatch(batch, i) for i in range(len(batch.minibatches))]
@@ -157,7 +176,7 @@ class Learner:
         microbatches, results = self.accumulate(batch, indices, indices)
         bit_metric = {}
         if self.keep_current_logprobs or check_is_due:
-            kept = dict(item for _, found in filter(None, results) for item in found)
+            kept = dict(item for _, pieces in filter(None, results) for item in pieces)
             for i in indices:
                 batch.sequences[i].current_logprobs = kept.get(i)
         if check_is_due:
@@ -247,7 +266,7 @@ class Learner:
         ``batch``: one that every rank holds. ``routing``: how tokens are routed; None: as the recipe's
         `routing.replay` says. With "record" every sequence gets the routes that the routers chose.
         """
-        found = self.passes.share(self._logprobs(batch, routing))
+        logprobs = self.passes.share(self._logprobs(batch, routing))
         if routing == "record":
             home = self.passes.homes(batch, [range(len(batch.sequences))])
             routed = [(i, s) for i, s in enumerate(batch.sequences) if home[i] == self.replicas.own]
@@ -255,7 +274,7 @@ class Learner:
                 shared = self.passes.share({i: getattr(s, name) for i, s in routed})
                 for i, sequence in enumerate(batch.sequences):
                     setattr(sequence, name, shared[i])
-        return [found[i] for i in range(len(batch.sequences))]
+        return [logprobs[i] for i in range(len(batch.sequences))]
 
     def _logprobs(self, batch: Batch, routing: RoutingMode | None) -> dict[int, np.ndarray]:
         """`compute_logprobs` of this replica's sequences, by number, on the last stage. With "record" they get routes,
@@ -265,18 +284,18 @@ class Learner:
         recorded: list[Any] = []
 
         def collect(logits: torch.Tensor, microbatch: Microbatch):
-            found = []
+            pieces = []
             if microbatch.indices:
                 logprobs, _ = self._token_logprobs(logits, microbatch)
-                found = self._pieces(logprobs, microbatch)
-            return logits.new_zeros(()), torch.ones((), dtype=torch.int, device=logits.device), found
+                pieces = self._pieces(logprobs, microbatch)
+            return logits.new_zeros(()), torch.ones((), dtype=torch.int, device=logits.device), pieces
 
         with torch.no_grad():
             microbatches = self.passes.microbatches(batch, range(len(batch.sequences)), mode)
             results = self.passes.run(microbatches, collect, mode, forward_only=True, recorded=recorded)
         if mode == "record":
             self.replay.assemble(batch, recorded)
-        return dict(item for found in results for item in found)
+        return dict(item for items in results for item in items)
 
     def _pieces(self, logprobs: torch.Tensor, microbatch: Microbatch) -> list[tuple[int, np.ndarray]]:
         """Log-probs [n] of a microbatch as one array per sequence, with the sequence's index."""
@@ -290,14 +309,14 @@ class Learner:
             "group": parallel_state.get_tensor_model_parallel_group(),
         }
         if self.head is not None:
-            found = self.head.token_logprobs(logits, microbatch.positions, microbatch.labels, **options)
+            outputs = self.head.token_logprobs(logits, microbatch.positions, microbatch.labels, **options)
         else:
             rows = logits.flatten(0, 1)
-            found = token_logprobs(rows, microbatch.positions, microbatch.labels, exact=self.exact, **options)
+            outputs = token_logprobs(rows, microbatch.positions, microbatch.labels, exact=self.exact, **options)
         if microbatch.places is None:
-            return found
+            return outputs
         # The objective takes whole sequences, whichever ranks have computed them.
-        logprobs, entropy = gathered(torch.stack(found), microbatch.places, len(microbatch.loss_mask))
+        logprobs, entropy = gathered(torch.stack(outputs), microbatch.places, len(microbatch.loss_mask))
         return logprobs, entropy.detach()
 
     def _routing_mode(self, updating: bool) -> RoutingMode:
@@ -315,7 +334,20 @@ class Learner:
 
     def describe_precision(self) -> dict[str, str]:
         """Aspect → what this engine does: the learner's column of the precision contract."""
-        return describe_model(self.module)
+        return products.as_measured(describe_model(self.module), self._products)
+
+    def _settle_products(self) -> dict[str, str]:
+        """Make products of fp32 matrices what the recipe says before the first one; library → what it was then found to
+        do, empty where the learner has no such products. Raises `InputError` where one does something else."""
+        own, engine = fp32_products(self.recipe.learner.dtype, self.recipe.rollout.dtype, self.recipe.precision)
+        beside = set() if self.recipe.rollout.engine == "vllm_server" else engine
+        products.settle(own | beside, self.device.type)
+        if not own:
+            return {}
+        te = use_transformer_engine(self.device, self.exact)
+        measured = products.measured_products(self.device, transformer_engine=te, triton=False)
+        products.hold(only_product(own), measured, "learner")
+        return measured
 
     def step_aside(self, weights: bool = True) -> None:
         """Make room for the engine, as `learner.offload` says. Whatever needs a part that left brings it back.
@@ -329,7 +361,8 @@ class Learner:
         `WeightMap.export`). Learner dtype, or with ``precision.export_from: master`` rounded once from fp32. Weights
         that are in host memory stay there."""
         dtype, wanted = self.config.dtype, self.recipe.rollout.dtype
-        if self.adapters is not None or self.recipe.precision.export_from == "learner" or dtype in ("fp32", wanted):
+        learners = self.adapters is not None or self.recipe.precision.export_from == "learner"
+        if learners or dtype in (*FP32_STORED, wanted):
             return self.weights.export(None if self.adapters is None and self.offload.is_all_here else self._current)
         return self.weights.export(master_reader(self.optimizer, self.offload.device_values), DTYPES[wanted])
 

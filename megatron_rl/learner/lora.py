@@ -153,12 +153,12 @@ class Adapters:
 
     def named_parameters(self, weights: list[tuple[str, torch.nn.Parameter]]) -> list[tuple[str, torch.nn.Parameter]]:
         """The trained parameters, under the names that ``weights`` gives to what they adapt."""
-        found = []
+        named = []
         for name, weight in weights:
             if weight in self._adapters:
                 adapter = self._adapters[weight]
-                found += [(f"adapter A of {name}", adapter.a), (f"adapter B of {name}", adapter.b)]
-        return found
+                named += [(f"adapter A of {name}", adapter.a), (f"adapter B of {name}", adapter.b)]
+        return named
 
 
 def _places(block: torch.nn.Module) -> Iterator[_Place]:

@@ -36,7 +36,7 @@ class LossScaler(DynamicGradScaler):
         super().__init__(
             initial_scale=config.initial,
             min_scale=config.minimum,
-            growth_factor=config.growth_factor,
+            growth_factor=2.0,
             backoff_factor=config.backoff_factor,
             growth_interval=config.growth_interval,
             hysteresis=config.hysteresis,
@@ -105,8 +105,8 @@ class OverflowGuard:
             if not math.isfinite(parameter.main_grad.sum().item()) and not parameter.main_grad.isfinite().all()
         ]
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        found = gather_objects((stage, *max(mine)) if mine else None)
-        return max((item for item in found if item is not None), default=(0, 0, "no single tensor"))[2]
+        places = gather_objects((stage, *max(mine)) if mine else None)
+        return max((item for item in places if item is not None), default=(0, 0, "no single tensor"))[2]
 
     def metrics(self) -> dict[str, float]:
         """`precision/*`: the loss scale of the next update and the updates skipped so far in the run."""
@@ -155,17 +155,17 @@ def describe_model(model: GPTModel) -> dict[str, str]:
     """Aspect → what the built model does: the learner's column of the precision contract."""
     config, names = model.config, {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
     dtype = names[config.params_dtype]
-    found = {
+    dtypes = {
         "dtype": dtype,
         "attention": type(model.decoder.layers[0].self_attention.core_attention).__name__,
         "rope": f"Megatron, {'fused' if config.apply_rope_fusion else 'unfused'}",
         "activation": f"Megatron, {'fused' if config.bias_activation_fusion else 'unfused'}",
     }
     if config.num_moe_experts:
-        found["router"] = config.moe_router_dtype or dtype
+        dtypes["router"] = config.moe_router_dtype or dtype
     if model.post_process:
-        found["head"] = "fp32" if model.output_layer._forward_pre_hooks else dtype
-    return found
+        dtypes["head"] = "fp32" if model.output_layer._forward_pre_hooks else dtype
+    return dtypes
 
 
 def master_reader(

@@ -13,18 +13,17 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.checkpoint.architecture import Architecture
 from megatron_rl.config.learner import LearnerConfig
 from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.errors import InputError
-from megatron_rl.learner.layers.attention import SDPACoreAttention
+from megatron_rl.learner.layers.attention import CONTEXT_COMMUNICATION, SDPACoreAttention, refuse_unfused_attention
 from megatron_rl.learner.layers.cpu_layers import finish_few_pass_model, use_few_pass_layers
 from megatron_rl.learner.layers.exact_layers import finish_exact_model, use_exact_layers
 from megatron_rl.learner.mixed_precision import compute_head_in_fp32
-from megatron_rl.learner.packed_attention import CONTEXT_COMMUNICATION, refuse_unfused_attention
+from megatron_rl.model.architecture import Architecture
 
 _EXPERT_SHARD_DIM = {"linear_fc1": 0, "linear_fc2": 1}  # what expert tensor parallelism cuts: outputs, then inputs
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32, "fp32": torch.float32}
 
 TRANSFORMER_ENGINE_DEVICES = {"cuda"}  # types of device that its kernels run on
 
@@ -129,7 +128,10 @@ def _recompute(mode: str, is_moe: bool) -> dict[str, object]:
     if mode == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if mode == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"] + ["moe"] * is_moe}
+        return {
+            "recompute_granularity": "selective",
+            "recompute_modules": ["core_attn", "moe"] if is_moe else ["core_attn"],
+        }
     return {}
 
 
@@ -161,10 +163,6 @@ def build_model(
     """
     if problems := architecture.problems():
         raise InputError("; ".join(problems))
-    if learner.compile and use_transformer_engine(device, exact):
-        raise InputError(
-            "learner.compile: true, but TransformerEngine's layers bring their own kernels; use compile: false"
-        )
     if exact and device.type == "cuda" and importlib.util.find_spec("triton") is None:
         raise InputError(
             "rollout.engine: exact on cuda runs Triton kernels, and Triton is not installed. Install triton, "
@@ -193,7 +191,7 @@ def build_model(
         if exact:
             finish_exact_model(model)
         else:
-            finish_few_pass_model(model, learner.compile)
+            finish_few_pass_model(model)
     model = model.to(device=device, dtype=DTYPES[learner.dtype])
     if precision.fp32_head and model.post_process:
         compute_head_in_fp32(model.output_layer)

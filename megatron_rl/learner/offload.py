@@ -51,17 +51,19 @@ class HostCopy:
         """Copy the storages of ``tensors`` to host memory and free them. Nothing happens where they are away."""
         if self._away:
             return
-        found = {_key(t): t.untyped_storage() for t in tensors if t.device.type == self._device.type}
-        found = {key: storage for key, storage in found.items() if storage.nbytes()}
-        if {key: storage.nbytes() for key, storage in found.items()} != {k: p.numel() for k, p in self._places.items()}:
-            self._allocate(found)
-        for key, storage in found.items():
+        storages = {_key(t): t.untyped_storage() for t in tensors if t.device.type == self._device.type}
+        storages = {key: storage for key, storage in storages.items() if storage.nbytes()}
+        if {key: storage.nbytes() for key, storage in storages.items()} != {
+            k: p.numel() for k, p in self._places.items()
+        }:
+            self._allocate(storages)
+        for key, storage in storages.items():
             self._places[key].copy_(_bytes(storage), non_blocking=True)
         if self._is_gpu:
             torch.cuda.current_stream().synchronize()
-        for storage in found.values():
+        for storage in storages.values():
             storage.resize_(0)
-        self._away = found
+        self._away = storages
 
     def come_back(self) -> None:
         """Storage and values as they were. The stream that the copies are queued on is the one that reads them."""
@@ -168,8 +170,8 @@ class Offload:
 
     def device_values(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, or a copy on the device where it is away."""
-        found = self.host_values(tensor)
-        return found if found is tensor else found.to(self._device)
+        values = self.host_values(tensor)
+        return values if values is tensor else values.to(self._device)
 
     @contextmanager
     def readable_optimizer(self) -> Iterator[None]:
@@ -200,20 +202,20 @@ class Offload:
     def _expected_states(self) -> int:
         """Bytes of Adam's states from its first update on: moments do not exist before."""
         models = {_key(parameter) for parameter in self._module.parameters()}
-        found = 0
+        num_bytes = 0
         for parameter in self._optimizer_tensors():
             if parameter.dtype == torch.float32:  # a master, or of an fp32 model a part of its weights
-                found += (2 + (_key(parameter) not in models)) * _aligned(parameter.nbytes)
-        return found
+                num_bytes += (2 + (_key(parameter) not in models)) * _aligned(parameter.nbytes)
+        return num_bytes
 
     def _optimizer_tensors(self) -> list[torch.Tensor]:
-        found: list[Any] = []
+        tensors: list[Any] = []
         for chained in distributed_optimizers(self._optimizer):
             inner = chained.optimizer
-            found += [p for group in inner.param_groups for p in group["params"]]
+            tensors += [p for group in inner.param_groups for p in group["params"]]
             # Step counters of torch's Adam are scalars on the CPU, whatever the device, and stay.
-            found += [t for state in inner.state.values() for t in state.values() if torch.is_tensor(t) and t.dim()]
-        return found
+            tensors += [t for state in inner.state.values() for t in state.values() if torch.is_tensor(t) and t.dim()]
+        return tensors
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -137,9 +137,9 @@ def build_microbatch(
         here = np.full(starts[-1], -1)  # of each token of the row its place in the share
         here[own] = np.arange(len(own))
         tokens, position_ids = [np.concatenate(tokens)[own]], [np.concatenate(position_ids)[own]]
-        found = here[np.concatenate([*rows, np.zeros(0, np.int64)])]
-        places = np.flatnonzero(found >= 0)
-        rows, labels = [found[places]], [np.concatenate([*labels, np.zeros(0, np.int64)])[places]]
+        chosen = here[np.concatenate([*rows, np.zeros(0, np.int64)])]
+        places = np.flatnonzero(chosen >= 0)
+        rows, labels = [chosen[places]], [np.concatenate([*labels, np.zeros(0, np.int64)])[places]]
         num_real = sum(max(0, min(b, n) - a) for n, p in zip(row.lengths, padded) for a, b in share.chunks(p))
     has_old = bool(sequences) and all(s.old_logprobs is not None for s in sequences)
     return Microbatch(

@@ -50,7 +50,7 @@ class Passes:
             RouteError: a sequence's routes are missing or of another model; on every rank.
         """
         share = ContextShare.of_this_rank()
-        found = [
+        packed = [
             build_microbatch(
                 batch,
                 chosen,
@@ -64,8 +64,8 @@ class Passes:
         ]
         if mode in ("replay", "watch"):
             with self._phase("routes"):
-                self._add_routes(batch, found)
-        return found
+                self._add_routes(batch, packed)
+        return packed
 
     def _deal(self, batch: Batch, indices: list[int] | range) -> list[list[list[int]]]:
         """Of every replica the sequences of each microbatch: the same on every rank."""
@@ -134,9 +134,9 @@ class Passes:
             packed_seq_params=microbatch.packed,
         )
 
-    def share(self, found: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+    def share(self, values: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
         """Arrays of all replicas by number of the sequence, on every rank: for tools, on batches small enough.
 
         Collective.
         """
-        return {i: array for rank in gather_objects(dict(found) if speaks() else {}) for i, array in rank.items()}
+        return {i: array for rank in gather_objects(dict(values) if speaks() else {}) for i, array in rank.items()}

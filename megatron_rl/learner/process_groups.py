@@ -12,19 +12,19 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.jit import disable_jit_fuser
 
 from megatron_rl.config.learner import ParallelConfig
-from megatron_rl.process.devices import default_device
-from megatron_rl.process.native_threads import wait_until_idle
+from megatron_rl.process.devices import default_device, leave_default_stream, local_gpu, refuse_shared_gpus
+from megatron_rl.process.threads import wait_until_idle
 
 DEFAULT_TIMEOUT_MINUTES = 30.0
 _replica: dist.ProcessGroup | None = None  # where it is not Megatron's model-parallel group
 
 
 def resolve_device(device: str) -> torch.device:
-    """``auto | cuda | cpu`` → the device of this process (``LOCAL_RANK`` picks the GPU)."""
+    """``auto | cuda | cpu`` → the device of this process (`process.devices.local_gpu` picks the GPU)."""
     if device == "auto":
         device = default_device()
     if device == "cuda":
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        return torch.device("cuda", local_gpu())
     return torch.device("cpu")
 
 
@@ -42,6 +42,7 @@ def initialize(parallel: ParallelConfig, device: str, seed: int, longest_wait_s:
             # connection keeps. CUDA reads it when it starts.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(where)
+        leave_default_stream(where)
     else:
         # Megatron compiles fused elementwise functions: about 20 s of C++ compilation a process on a CPU, without
         # gain.
@@ -60,6 +61,8 @@ def initialize(parallel: ParallelConfig, device: str, seed: int, longest_wait_s:
             dist.init_process_group(_backend(where), store=store, rank=0, world_size=1, timeout=timeout)
         else:
             dist.init_process_group(_backend(where), timeout=timeout)
+        if where.type == "cuda":
+            refuse_shared_gpus(where.index)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
@@ -91,7 +94,10 @@ def replica_group() -> dist.ProcessGroup:
 
 
 def _backend(device: torch.device) -> str:
-    # Objects and CPU tensors (groups of rollouts, checkpoints' metadata) travel over gloo also on GPU nodes.
+    # Objects and CPU tensors (groups of rollouts, checkpoints' metadata) travel over gloo also on GPU nodes. With gloo
+    # beside NCCL, torch also sends barriers without a device over gloo, such as Megatron's own. The world has no
+    # device_id: it would open a communicator for each of Megatron's groups by a collective of all ranks, and with 256
+    # ranks there are more than a thousand such groups.
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 

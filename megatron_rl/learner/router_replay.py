@@ -24,13 +24,13 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.checkpoint.architecture import Architecture
-from megatron_rl.config.routing import RoutingConfig
+from megatron_rl.config.learner import RoutingConfig
 from megatron_rl.errors import InputError
 from megatron_rl.learner.context import cut
 from megatron_rl.learner.packing import Microbatch
 from megatron_rl.learner.process_groups import replica_group
-from megatron_rl.process.arrays import hand_on
+from megatron_rl.model.architecture import Architecture
+from megatron_rl.process.ranks import hand_on
 from megatron_rl.routing import (
     LayerTelemetry,
     RouteShape,
@@ -135,10 +135,10 @@ class RouterReplayer:
     def _check_rows(self, routes: RouteSlice) -> None:
         """On the device: every row that is not padding names different experts that there are."""
         small = routes.experts if routes.experts.dtype == np.uint8 else routes.experts.astype(np.int32)
-        found = malformed_on(torch.from_numpy(small).to(self.device), self.shape.num_experts)
-        if not found.any():
+        malformed = malformed_on(torch.from_numpy(small).to(self.device), self.shape.num_experts)
+        if not malformed.any():
             return
-        wrong = found.cpu().numpy()
+        wrong = malformed.cpu().numpy()
         if self.config.malformed == "error":
             row, layer = (int(x) for x in np.argwhere(wrong)[0])
             sequence, token = routes.owner(row)
@@ -222,11 +222,11 @@ class RouterReplayer:
             starts = np.cumsum([0, *padded]).tolist()
             for i, start in zip(row, starts):  # padding at the end belongs to none
                 routes[i] = whole[row][start : start + batch.sequences[i].length]
-        for i, found in routes.items():
+        for i, routed in routes.items():
             # As an engine reports them: the last token predicts nothing, so its route is left out.
             sequence = batch.sequences[i]
-            sequence.routed_experts = found[:-1]
-            sequence.route_checksums = route_checksums(sequence.id, sequence.tokens, found[:-1])
+            sequence.routed_experts = routed[:-1]
+            sequence.route_checksums = route_checksums(sequence.id, sequence.tokens, routed[:-1])
 
     def _of_replica(self, pieces: list[Piece]) -> Iterator[Piece]:
         """The pieces of one rank of this replica after the other."""
@@ -236,8 +236,8 @@ class RouterReplayer:
         for source, its in zip(dist.get_process_group_ranks(group), abouts, strict=True):
             shapes = {number: shape for number, (*_, shape) in enumerate(its)}
             held = {number: ids for number, (*_, ids) in enumerate(pieces)} if source == dist.get_rank() else {}
-            found = hand_on(held, shapes, self.shape.dtype, list(shapes), group, source)
-            yield from ((*about, found[number]) for number, (*about, _) in enumerate(its))
+            received = hand_on(held, shapes, self.shape.dtype, list(shapes), group, source)
+            yield from ((*about, received[number]) for number, (*about, _) in enumerate(its))
 
     # -- results
 

@@ -1,4 +1,4 @@
-"""What a run shows and records of itself."""
+"""Metrics, alarms, samples and plots of a run: what it records and shows."""
 
 from megatron_rl.monitor.alarms import AlarmEvent, Alarms, wanted
 from megatron_rl.monitor.environment import write_environment

@@ -1,4 +1,4 @@
-"""Rules on metrics that ask the loop to act. This module decides when; the loop does what a rule asks for."""
+"""Alarm rules on metrics. This module decides when a rule goes off; the training loop carries out its actions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_rl.monitor.growth import fit_slope
 
 @dataclass(frozen=True)
 class AlarmEvent:
-    """One rule going off."""
+    """An alarm rule that went off at a step, with its actions."""
 
     name: str
     step: int
@@ -24,31 +24,41 @@ class AlarmEvent:
 
 
 def wanted(events: Sequence[AlarmEvent], action: Action) -> bool:
-    """Whether any of ``events`` asks for ``action``."""
+    """Return whether any of ``events`` requests ``action``."""
     return any(action in event.actions for event in events)
 
 
 class _RuleState:
-    """One rule with its window and its count of steps."""
+    """An alarm rule with its window of values and its count of steps."""
 
-    def __init__(self, rule: AlarmRule) -> None:
+    def __init__(self, rule: AlarmRule, once: bool = False) -> None:
         self.rule = rule
+        self.is_due = True  # a rule with once=True is checked on its first observation only
+        self._once = once
         self.points: deque[tuple[float, float]] = deque(maxlen=rule.window)
         self.held = 0  # consecutive observations with the condition true
         self.statistic = math.nan
+        self.mark: float | None = None  # of_best: the highest mean so far; of_start: the median of the first window
 
     def observe(self, step: int, value: float) -> bool:
-        """Take one value; whether the rule goes off now."""
+        """Add one value and return whether the rule goes off now."""
+        if not self.is_due:
+            return False
+        self.is_due = not self._once
         self.statistic = self._statistic(step, value)
         self.held = self.held + 1 if self._condition() else 0
         rule = self.rule
         over = self.held - rule.for_steps
         return over == 0 or (over > 0 and rule.again_after is not None and over % rule.again_after == 0)
 
+    def resume(self) -> None:
+        """Prepare for a run that continues from a later step: a rule with once=True is not checked again."""
+        self.is_due = not self._once
+
     def _condition(self) -> bool:
         if self.rule.statistic == "not_finite":
             return self.statistic > 0
-        # NaN compares false either way: a statistic that is not there yet (or a NaN metric) sets nothing off.
+        # Comparisons with NaN are false, so a missing statistic or a NaN metric never triggers the rule.
         above, below = self.rule.above, self.rule.below
         return self.statistic > above if above is not None else self.statistic < below
 
@@ -61,6 +71,8 @@ class _RuleState:
         is_log = kind.startswith("log_")
         if not math.isfinite(value) or (is_log and value <= 0):
             return math.nan
+        if kind in ("mean", "of_best", "of_start"):
+            return self._level(step, value)
         is_full = len(self.points) == self.points.maxlen
         if kind == "ratio":
             base = median(past for _, past in self.points) if is_full else 0.0
@@ -72,8 +84,24 @@ class _RuleState:
             return math.nan
         return slope.lower if kind == "log_slope_lower" else slope.value
 
+    def _level(self, step: int, value: float) -> float:
+        """The window's mean or median, held against what `mark` remembers of the run."""
+        self.points.append((float(step), value))
+        if len(self.points) < self.rule.window:
+            return math.nan
+        values = [value for _, value in self.points]
+        if self.rule.statistic == "of_start":
+            level = median(values)
+            self.mark = level if self.mark is None else self.mark
+        else:
+            level = sum(values) / len(values)
+            if self.rule.statistic == "mean":
+                return level
+            self.mark = level if self.mark is None else max(self.mark, level)
+        return level / self.mark if self.mark > 0 else math.nan
+
     def describe(self) -> str:
-        """The rule's condition with the number that met it."""
+        """Return the rule's condition as text, with the value that met it."""
         rule = self.rule
         what = rule.metric if rule.statistic == "value" else f"{rule.statistic} of {rule.metric}"
         if rule.statistic == "not_finite":
@@ -82,21 +110,27 @@ class _RuleState:
         return f"{what} = {self.statistic:.4g} {sign} {bound:g} for {self.held} steps"
 
 
-# Of every run, whatever its recipe says; a rule of the same name there takes its place.
+# Rules that every run has. A rule of the same name in the recipe replaces the built-in one.
 BUILT_IN = (AlarmRule(name="reward-errors", metric="reward/errors", above=0.0, then=["warn"]),)
 
 
 class Alarms:
-    """All rules of a recipe. ``built_in``: further ones, whose metric is there only in steps in which they go off."""
+    """Checks the recipe's alarm rules and the built-in ones; a recipe rule replaces a built-in rule of the same name.
 
-    def __init__(self, rules: Sequence[AlarmRule], built_in: Sequence[AlarmRule] = ()) -> None:
-        own = {rule.name for rule in rules}
-        added = [rule for rule in built_in if rule.name not in own]
-        self._rules = [_RuleState(rule) for rule in (*rules, *added)]
-        self._silent = {rule.name for rule in added}
+    ``built_in``: rules whose metric exists only in steps in which they go off. ``first``: built-in rules that are
+    checked only on the first step of a run that has their metric.
+    """
+
+    def __init__(
+        self, rules: Sequence[AlarmRule], built_in: Sequence[AlarmRule] = (), first: Sequence[AlarmRule] = ()
+    ) -> None:
+        recipe_names = {rule.name for rule in rules}
+        added = [_RuleState(rule, once=rule in first) for rule in (*built_in, *first) if rule.name not in recipe_names]
+        self._rules = [*(_RuleState(rule) for rule in rules), *added]
+        self._silent = {state.rule.name for state in added}
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> list[AlarmEvent]:
-        """Show every rule its metric of ``step``; the rules that go off. A metric that is absent changes nothing."""
+        """Return the rules that go off at ``step``. A rule whose metric is absent keeps its state."""
         events = []
         for state in self._rules:
             rule = state.rule
@@ -106,7 +140,7 @@ class Alarms:
         return events
 
     def metrics(self, events: Sequence[AlarmEvent]) -> dict[str, float]:
-        """`alarm/<name>` of every rule: 1 where it is among ``events``, else 0 (built-in ones: absent)."""
+        """Return `alarm/<name>` per rule: 1 if it is in ``events``, else 0 (built-in rules: no metric)."""
         gone_off = {event.name for event in events}
         names = [state.rule.name for state in self._rules]
         return {
@@ -115,12 +149,16 @@ class Alarms:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values, by rule name."""
-        return {s.rule.name: {"held": s.held, "points": [list(point) for point in s.points]} for s in self._rules}
+        return {
+            s.rule.name: {"held": s.held, "points": [list(point) for point in s.points], "mark": s.mark}
+            for s in self._rules
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`; rules that it does not know start afresh."""
+        """Continue from `state_dict`. Rules missing there start afresh; first-step rules are not checked again."""
         for rule in self._rules:
+            rule.resume()
             if rule.rule.name in state:
                 saved = state[rule.rule.name]
-                rule.held = saved["held"]
+                rule.held, rule.mark = saved["held"], saved.get("mark")
                 rule.points = deque((tuple(point) for point in saved["points"]), maxlen=rule.rule.window)

@@ -1,4 +1,4 @@
-"""Runs as curves: seeds of one experiment put together, over steps, hours or tokens, smoothed."""
+"""Curves of runs: groups the seeds of an experiment, smooths them, and puts them over steps, hours or tokens."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from megatron_rl.monitor.jsonl import read_metrics
 XAxis = Literal["step", "time", "tokens"]
 X_LABELS = {"step": "step", "time": "hours", "tokens": "million response tokens"}
 _STEP_SECONDS, _STEP_TOKENS = "perf/time/step", "perf/rollout_tokens"
-UNSMOOTHED_STEPS = 40  # up to so many steps, every one of them can be seen
-SMOOTHED_SHARE = 40  # beyond: the smoothing's span is this part of the curve
+UNSMOOTHED_STEPS = 40  # a curve of at most this many steps is not smoothed
+SMOOTHED_SHARE = 40  # a longer curve is smoothed over about 2/40 of its steps
 
 
 @dataclass
 class Curves:
-    """One line group of an overlay: a name and the records of each of its seeds."""
+    """A named group of runs (the seeds of one experiment) with the records of each."""
 
     label: str
     runs: list[list[dict[str, float]]] = field(default_factory=list)
 
     @property
     def metrics(self) -> set[str]:
-        """Every metric that any record has."""
+        """Names of all metrics that any record has."""
         return {name for run in self.runs for record in run for name in record}
 
     def series(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps ``[S]`` and values ``[seeds, S]`` of ``metric``; NaN where a seed lacks a step."""
+        """Return steps ``[S]`` and values ``[seeds, S]`` of ``metric``; NaN where a seed lacks a step."""
         by_run = [{r["step"]: float(r[metric]) for r in run if metric in r} for run in self.runs]
         steps = np.array(sorted({step for run in by_run for step in run}), dtype=np.int64)
         return steps, np.array([[run.get(int(step), np.nan) for step in steps] for run in by_run])
 
     def along(self, steps: np.ndarray, x: XAxis) -> np.ndarray:
-        """Where ``steps`` [S] lie on the axis: the mean over seeds of the hours or tokens spent by the end of each."""
+        """Return the axis positions [S] of ``steps`` [S]: hours or tokens at the end of each, averaged over seeds."""
         if x == "step":
             return steps.astype(float)
         spent = []
@@ -56,16 +56,16 @@ class Curves:
         return np.mean(spent, axis=0)
 
 
-# "grpo-seed3", "grpo_s3", "grpo/seed_3": the rest of the name is the experiment, the number one repetition of it.
+# The seed at the end of a run's name: "grpo-seed3", "grpo_s3", "grpo/seed_3". What precedes it is the experiment.
 _SEED = re.compile(r"(?:^|[-_./])(?:seed|s)[-_=]?\d+$")
 
 
 def group_runs(arguments: Sequence[str]) -> list[Curves]:
-    """Read runs and put seeds of one experiment together.
+    """Read runs and group the seeds of each experiment.
 
-    An argument is a run directory (or its metrics.jsonl), optionally as ``label=PATH``. Equal labels are one group;
-    without a label, the folder's name less a trailing ``-seed<n>`` or ``-s<n>`` is the label. Raises `InputError`
-    for what cannot be read.
+    An argument is a run directory (or its metrics.jsonl), optionally as ``label=PATH``. Runs with equal labels form
+    one group. The default label is the folder's name without a trailing ``-seed<n>`` or ``-s<n>``. Raises
+    `InputError` for a run that cannot be read.
     """
     groups: dict[str, Curves] = {}
     for argument in arguments:
@@ -78,33 +78,33 @@ def group_runs(arguments: Sequence[str]) -> list[Curves]:
 
 
 def matching(patterns: Sequence[str], available: set[str]) -> list[str]:
-    """The names in ``available`` that a pattern matches whole, in the order of the patterns, then by name."""
-    found = [name for pattern in patterns for name in sorted(available) if re.fullmatch(pattern, name)]
-    return list(dict.fromkeys(found))
+    """Return the names in ``available`` that fully match a pattern, ordered by pattern, then by name."""
+    matches = [name for pattern in patterns for name in sorted(available) if re.fullmatch(pattern, name)]
+    return list(dict.fromkeys(matches))
 
 
 def distinct(groups: Sequence[Curves], metrics: Sequence[str]) -> dict[str, list[str]]:
-    """Of ``metrics`` those to draw, each with the ones that are equal to it throughout; without those that are 0."""
-    kept: dict[str, list[str]] = {}
-    known: dict[tuple, str] = {}
+    """Return the metrics to draw, each with the metrics of identical values. Metrics that are always 0 are left out."""
+    by_first: dict[str, list[str]] = {}
+    first_of: dict[tuple, str] = {}
     for metric in metrics:
         if not any(r.get(metric, 0) != 0 for group in groups for run in group.runs for r in run):
             continue
         values = [group.series(metric) for group in groups]
-        key = tuple((steps.tobytes(), found.tobytes()) for steps, found in values)
-        kept.setdefault(known.setdefault(key, metric), []).append(metric)
-    return {first: names[1:] for first, names in kept.items()}
+        key = tuple((steps.tobytes(), series.tobytes()) for steps, series in values)
+        by_first.setdefault(first_of.setdefault(key, metric), []).append(metric)
+    return {first: names[1:] for first, names in by_first.items()}
 
 
 def smoothing_span(num_steps: int, asked: int | None) -> int:
-    """Steps that a smoothed value looks back over; 1: none. ``asked`` None: by the length of the curve."""
+    """Return the span of smoothing in steps (1: none). ``asked`` None derives it from the length of the curve."""
     if asked is not None:
         return max(1, asked)
     return 1 if num_steps <= UNSMOOTHED_STEPS else max(2, num_steps // SMOOTHED_SHARE * 2)
 
 
 def smoothed(values: np.ndarray, span: int) -> np.ndarray:
-    """Exponential mean along the last axis with weight 2/(span + 1) of the newest, not biased at its start."""
+    """Return the bias-corrected exponential mean along the last axis; the newest value has weight 2/(span + 1)."""
     if span <= 1:
         return values
     keep = 1 - 2 / (span + 1)
@@ -118,13 +118,13 @@ def smoothed(values: np.ndarray, span: int) -> np.ndarray:
 
 
 def last_values(groups: Sequence[Curves], metrics: Sequence[str]) -> Mapping[str, list[str]]:
-    """Per group, the mean over seeds of each metric's last value, as text; "" where there is none."""
+    """Return, per group, the text of each metric's last value (mean over seeds); "" where there is none."""
     table = {}
     for group in groups:
         cells = []
         for metric in metrics:
             ends = [[r[metric] for r in run if metric in r][-1:] for run in group.runs]
-            found = [float(end[0]) for end in ends if end]
-            cells.append(f"{np.mean(found):.4g}" if found else "")
+            last = [float(end[0]) for end in ends if end]
+            cells.append(f"{np.mean(last):.4g}" if last else "")
         table[group.label] = cells
     return table

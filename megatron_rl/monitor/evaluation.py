@@ -1,4 +1,4 @@
-"""The table of `eval`: one row for each file of held-out problems, with confidence intervals."""
+"""The table of `eval`: one row per file of held-out problems, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class FileRow:
-    """Figures of one file. An interval is the 95% one of a mean over problems; None where a value is outside [0, 1]."""
+    """Figures of one file. Intervals are 95%, of a mean over problems; None if a value is outside [0, 1]."""
 
     file: str
     problems: int
-    samples: int  # responses to each problem; the fewest that one has
+    samples: int  # responses per problem (the minimum over problems)
     reward: float = math.nan  # mean raw reward
     reward_ci95: tuple[float, float] | None = None
     pass_at: dict[int, float] = field(default_factory=dict)  # by k
     pass_at_ci95: dict[int, tuple[float, float]] = field(default_factory=dict)
-    length: float = math.nan  # mean tokens of a response
+    length: float = math.nan  # mean response length in tokens
     truncated: float = math.nan  # share of responses that were cut
 
     def to_json(self) -> dict[str, Any]:
-        """As `eval --output` has it; figures that are not there are null."""
-        found = asdict(self)
+        """Return the row as `eval --output` writes it; missing figures are null."""
+        row = asdict(self)
         for name in ("pass_at", "pass_at_ci95"):
-            found[name] = {str(k): value for k, value in found[name].items()}
-        absent = {name for name, value in found.items() if isinstance(value, float) and math.isnan(value)}
-        return {name: None if name in absent else value for name, value in found.items()}
+            row[name] = {str(k): value for k, value in row[name].items()}
+        absent = {name for name, value in row.items() if isinstance(value, float) and math.isnan(value)}
+        return {name: None if name in absent else value for name, value in row.items()}
 
 
 def check_names(sources: Sequence[DataSourceConfig]) -> None:
-    """Raise `InputError` where two of ``sources`` have one label, so that their prompts could not be told apart."""
+    """Raise `InputError` if two of ``sources`` have the same label: their prompts could not be told apart."""
     labels = [source.label for source in sources]
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
         raise InputError(f"data.validation: two files are named {twice[0]!r}; give each a `name`")
 
 
 def file_rows(groups: Sequence[Group], sources: Sequence[DataSourceConfig]) -> list[FileRow]:
-    """One row for each of ``sources`` in their order, and one of all problems where there are several.
+    """Return one row per source in order, and a row of all problems if there are several sources.
 
-    A prompt belongs to the longest label that its id begins with. The labels differ: see `check_names`.
+    A prompt belongs to the source with the longest label that its id begins with. `check_names` makes labels unique.
     """
     labels = [source.label for source in sources]
     members: dict[str, list[Group]] = {label: [] for label in labels}
@@ -83,7 +83,7 @@ def _row(file: str, groups: Sequence[Group]) -> FileRow:
 
 
 def table(rows: Sequence[FileRow]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells."""
+    """Return the table's header and its cells as text."""
     ks = sorted({k for row in rows for k in row.pass_at})
     header = ["file", "problems", "n", "reward", *(f"pass@{k}" for k in ks), "length", "truncated"]
     return header, [

@@ -1,4 +1,4 @@
-"""Slopes with confidence: is a metric growing, and how sure is that?"""
+"""Slopes of metrics with confidence intervals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Z_975 = 1.959963984540054  # normal quantile of a two-sided 95% interval
 
 
 def t_quantile_975(degrees: int) -> float:
-    """97.5% quantile of Student's t: exact for 1 and 2 degrees of freedom, Cornish-Fisher series (to 0.2%) above."""
+    """Return the 97.5% quantile of Student's t: exact for 1 and 2 degrees of freedom, else a series (to 0.2%)."""
     if degrees < 1:
         return math.inf
     if degrees <= 2:
@@ -37,9 +37,9 @@ class Slope:
 
 
 def fit_slope(xs: Sequence[float], ys: Sequence[float]) -> Slope | None:
-    """Ordinary least squares of ys on xs; None with fewer than 3 points or equal xs.
+    """Return the least-squares slope of ys on xs; None with fewer than 3 points or equal xs.
 
-    The interval takes residuals as independent; where neighbouring steps are alike it is too narrow.
+    The interval assumes independent residuals; it is too narrow when neighbouring steps are correlated.
     """
     n = len(xs)
     if n < 3:
@@ -57,14 +57,14 @@ def fit_slope(xs: Sequence[float], ys: Sequence[float]) -> Slope | None:
 class LogGrowth:
     """Slope of the logarithm of a positive metric over a sliding window: 0.01 means 1% a step.
 
-    Values that are not finite or not above 0 (a step without mismatch at all) are no observations.
+    Values that are not finite or not above 0 (a step without any mismatch) are skipped.
     """
 
     def __init__(self, window: int) -> None:
         self._points: deque[tuple[float, float]] = deque(maxlen=window)
 
     def observe(self, step: int, value: float) -> Slope | None:
-        """Take the value of ``step``; the slope over the window, None while that is not full."""
+        """Add the value of ``step`` and return the slope over the window; None until the window is full."""
         if math.isfinite(value) and value > 0:
             self._points.append((float(step), math.log(value)))
         if len(self._points) < self._points.maxlen:
@@ -72,7 +72,7 @@ class LogGrowth:
         return fit_slope(*zip(*self._points, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return the state as JSON values."""
         return {"points": [list(point) for point in self._points]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one line of JSON per step, the record that every plot and every offline tool reads."""
+"""`metrics.jsonl`: one JSON line per step. All plots and offline tools read it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import InputError
+from megatron_rl.errors import InputError, shown
 
-_NON_FINITE = {"NaN", "Infinity", "-Infinity"}  # as strings: JSON has no such numbers, and float() reads them back
+_NON_FINITE = {"NaN", "Infinity", "-Infinity"}  # written as strings: JSON has no such numbers; float() reads them
 
 
 def _to_json(value: Any) -> float | int | str:
@@ -25,33 +25,36 @@ def _to_json(value: Any) -> float | int | str:
 
 
 def encode_line(step: int, metrics: Mapping[str, float]) -> str:
-    """One line, newline included: step, Unix time, then the metrics in the order given. Always valid JSON."""
+    """Return one line with its newline: step, Unix time, then the metrics in their order. Always valid JSON."""
     record = {"step": step, "time": round(time.time(), 3)} | encode_record(metrics)
     return json.dumps(record, allow_nan=False) + "\n"
 
 
 def encode_record(metrics: Mapping[str, float]) -> dict[str, float | int | str]:
-    """What JSON holds; `decode_line` reads it back as it was."""
+    """Return ``metrics`` as JSON values; `decode_line` restores the originals."""
     return {name: _to_json(value) for name, value in metrics.items()}
 
 
 def decode_line(line: bytes) -> dict[str, float]:
-    """The record of a line. ValueError where it is none: no JSON object of numbers, or one without a step."""
+    """Return the record of a line. Raises ValueError unless it is a JSON object of numbers with a step."""
     record = json.loads(line.decode("utf-8"))
     if not isinstance(record, dict):
         raise ValueError(f"a {type(record).__name__}, not an object")
-    found = {name: float(v) if isinstance(v, str) and v in _NON_FINITE else v for name, v in record.items()}
-    wrong = [name for name, value in found.items() if isinstance(value, bool) or not isinstance(value, int | float)]
-    if wrong or not isinstance(found.get("step"), int):
-        raise ValueError(f"{wrong[0]!r} is no number" if wrong else "no step")
-    return found
+    metrics = {name: float(v) if isinstance(v, str) and v in _NON_FINITE else v for name, v in record.items()}
+    wrong = [name for name, value in metrics.items() if isinstance(value, bool) or not isinstance(value, int | float)]
+    if wrong or not isinstance(metrics.get("step"), int):
+        raise ValueError(f"{shown(wrong[0], 60)} is not a number" if wrong else "no step")
+    large = [name for name, value in metrics.items() if isinstance(value, int) and abs(value) >= 2**63]
+    if large:
+        raise ValueError(f"{shown(large[0], 60)} has more than 63 bits")
+    return metrics
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """All records of ``path`` (a metrics.jsonl or a run directory), in order; each has "step" and "time".
+    """Return all records of ``path`` (a metrics.jsonl or a run directory), in order; each has "step" and "time".
 
-    A torn last line (a run killed while writing) is left out. Raises `InputError` for a missing file and for a broken
-    line elsewhere.
+    An incomplete last line (of a run killed while writing) is skipped. Raises `InputError` for a missing file or any
+    other broken line.
     """
     path = Path(path)
     file = path / "metrics.jsonl" if path.is_dir() else path
@@ -73,7 +76,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def _is_before(line: bytes, step: int) -> bool:
-    """Whether ``line`` is whole and records a step before ``step``."""
+    """Return whether ``line`` is complete and records a step before ``step``."""
     try:
         return line.endswith(b"\n") and json.loads(line)["step"] < step
     except (ValueError, KeyError, TypeError):
@@ -81,7 +84,7 @@ def _is_before(line: bytes, step: int) -> bool:
 
 
 def append_whole(path: Path, data: bytes) -> None:
-    """Append ``data`` in one system call; a partial write (disk full) is taken back before the OSError."""
+    """Append ``data`` in one system call. After a partial write (disk full), truncate the file and raise OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         before = os.fstat(descriptor).st_size
@@ -94,26 +97,26 @@ def append_whole(path: Path, data: bytes) -> None:
 
 
 def drop_from(path: Path, step: int) -> None:
-    """Drop the lines that record ``step`` or later, and a torn last one. Nothing to do where there is no file."""
+    """Drop the lines of ``step`` and later, and an incomplete last line. A missing file is left as it is."""
     if not path.exists():
         return
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _is_before(line, step)]
-    if kept == lines[: len(kept)]:  # the usual case: cut, which a full disk allows
-        os.truncate(path, sum(map(len, kept)))
+    earlier = [line for line in lines if _is_before(line, step)]
+    if earlier == lines[: len(earlier)]:  # the usual case: truncate, which works on a full disk
+        os.truncate(path, sum(map(len, earlier)))
         return
     partial = path.with_name(f".partial-{path.name}")
     with partial.open("wb") as file:
-        file.writelines(kept)
+        file.writelines(earlier)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
 
 
 class JsonlSink:
-    """Appends lines whole: a reader, or a run that dies, never leaves part of one behind a later line.
+    """Appends complete lines to metrics.jsonl. A crash can leave only the last line incomplete.
 
-    Lines that cannot be written (disk full) wait in memory and go first as soon as there is room.
+    Lines that cannot be written (disk full) wait in memory and are written first when there is space again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -121,11 +124,12 @@ class JsonlSink:
         self._waiting: list[bytes] = []
 
     def resume_at(self, step: int) -> None:
-        """Drop what was recorded for ``step`` and later, and a torn last line: ``step`` is the next to be recorded."""
+        """Drop the records of ``step`` and later, and an incomplete last line. ``step`` is recorded next."""
+        self._waiting = [line for line in self._waiting if _is_before(line, step)]
         drop_from(self.path, step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append the line of a step, after those that wait. OSError where it has to wait as well."""
+        """Append the lines that wait, then that of ``step``. Raises OSError if it cannot be written yet."""
         self._waiting.append(encode_line(step, metrics).encode())
         self._flush()
 
@@ -134,6 +138,15 @@ class JsonlSink:
             append_whole(self.path, self._waiting[0])
             del self._waiting[0]
 
+    @property
+    def waiting(self) -> list[str]:
+        """Return the lines that could not be written yet."""
+        return [line.decode() for line in self._waiting]
+
+    def take_back(self, lines: list[str]) -> None:
+        """Queue ``lines`` (the `waiting` of an earlier start) before all others."""
+        self._waiting[:0] = [line.encode() for line in lines]
+
     def close(self) -> None:
-        """Write what still waits; nothing is kept open. OSError where that is not possible either."""
+        """Write the lines that still wait. Raises OSError if that fails. No file is kept open."""
         self._flush()

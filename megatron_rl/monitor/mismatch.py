@@ -22,11 +22,10 @@ def mismatch_metrics(
     cu_seqlens: Tensor | None = None,
     bands: Sequence[float] = DEFAULT_BANDS,
 ) -> dict[str, float]:
-    """log po, log mu and mask, [B, T] or packed [N] with cu_seqlens → `rollout_corr/*`, `mismatch/*` and
-    `training/rollout_*` (algorithms.md §11), the same numbers that compute_objective reports.
+    """Return `rollout_corr/*`, `mismatch/*` and `training/rollout_*` (algorithms.md §11), as compute_objective does.
 
-    Mismatch is the spread of rho = po/mu [OH §2; LD Eqs 7-8 for log_ppl_abs_diff_sum]. Raises InputError where shapes
-    disagree.
+    Takes log po, log mu and the mask, each [B, T], or packed [N] with ``cu_seqlens``. Mismatch is the spread of
+    rho = po/mu [OH §2; LD Eqs 7-8 for log_ppl_abs_diff_sum]. Raises InputError for shapes that disagree.
     """
     no_advantage = torch.zeros_like(old_logprobs)
     tokens = read_tokens(

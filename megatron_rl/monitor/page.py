@@ -1,4 +1,4 @@
-"""One HTML file with the curves of several runs: opens anywhere, loads nothing."""
+"""One self-contained HTML file with the curves of several runs."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ th:first-child, td:first-child { text-align: left; }
 
 
 def panel_svg(panel: Panel, groups: Sequence[Curves], view: View) -> str:
-    """One panel as an ``<svg>`` element."""
-    # A salt per panel: clip paths of different panels must not share an id within one page.
+    """Return one panel as an ``<svg>`` element."""
+    # Each panel has its own salt: the ids of clip paths must be unique within the page.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": panel.title}):
         figure = Figure(figsize=(5.2, 3.5), layout="constrained")
         draw_panel(figure.add_subplot(), panel, groups, view)
@@ -50,7 +50,7 @@ def panel_svg(panel: Panel, groups: Sequence[Curves], view: View) -> str:
 
 
 def _table(groups: Sequence[Curves]) -> str:
-    """Last values: a row for each metric, a column for each group, as wide as a few groups are."""
+    """Return the table of last values: a row per metric, a column per group, wrapped after a few groups."""
     metrics = [name for name in _TABLE_METRICS if any(name in group.metrics for group in groups)]
     metrics += matching(VALIDATION, set().union(*(group.metrics for group in groups)))
     values = last_values(groups, metrics)
@@ -74,7 +74,7 @@ def _legend(groups: Sequence[Curves]) -> str:
 
 
 def build_page(groups: Sequence[Curves], title: str, view: View | None = None) -> str:
-    """The page: last values as a table, then every panel; bands span the seeds, lines are their mean."""
+    """Return the page: a table of last values, then all panels. Bands span the seeds; lines are their mean."""
     view = view or View()
     panels = "\n".join(f"<figure>{panel_svg(panel, groups, view)}</figure>" for panel in drawable_panels(groups))
     name, zero = html.escape(title), html.escape(", ".join(zero_panels(groups)))

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Panel:
-    """One small plot: which metrics (regular expressions of whole names), on which scale, how many at most."""
+    """One small plot: its metrics (regular expressions of full names), scale and largest number of curves."""
 
     title: str
     metrics: tuple[str, ...]
     is_log: bool = False
-    limit: int | None = None  # of more, those with the largest mean
+    limit: int | None = None  # if more metrics match, those with the largest mean are drawn
 
 
 VALIDATION = (r"val/reward/mean", r"val/.+/(avg|pass)@\d+")

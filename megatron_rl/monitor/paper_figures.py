@@ -1,4 +1,4 @@
-"""The figures of the papers, from metrics.jsonl of runs: one for each paper figure, on its axes, seeds as a band."""
+"""Figures of the papers, drawn from the metrics.jsonl of runs: same axes as in the paper, seeds as a band."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ NOT_RECORDED = "no recipe key records it"
 
 @dataclass(frozen=True)
 class PaperPanel(Panel):
-    """A panel and how it is drawn. ``kind``: curves over steps; the last step's values over the bins that the metrics'
-    names end in; rho's quantiles over them; or points over steps with their correlation.
-    ``hint``: what records the metrics, where it is not every run."""
+    """A panel and how to draw it.
+
+    ``kind``: curves over steps; the last step's values over bins (named at the end of the metrics' names); quantiles
+    of rho over bins; or points over steps with their correlation. ``hint``: the setting that records the metrics, if
+    not every run has them.
+    """
 
     kind: str = "curves"
     hint: str = ""
@@ -157,9 +160,9 @@ PAPERS: dict[str, tuple[PaperFigure, ...]] = {
 
 
 def draw_paper(paper: str, groups: Sequence[Curves], folder: Path, only: Sequence[str] = ()) -> tuple[list, list[str]]:
-    """Draw the figures of ``paper`` (those named by ``only``, else all) to ``folder``.
+    """Draw the figures of ``paper`` (those in ``only``, else all) into ``folder``.
 
-    Returns the files, and one sentence for each run and panel whose metric was not recorded.
+    Returns the files, and a sentence per run and panel whose metric was not recorded.
     """
     written, missing = [], []
     for figure in PAPERS[paper]:
@@ -205,27 +208,27 @@ def _curves(axes: Axes, panel: PaperPanel, groups: Sequence[Curves]) -> None:
 
 
 def _last(group: Curves, metric: str) -> float:
-    """Mean over seeds of the last value of ``metric``."""
+    """Return the last value of ``metric``, averaged over seeds."""
     ends = [[record[metric] for record in run if metric in record][-1:] for run in group.runs]
     return float(np.mean([end[0] for end in ends if end]))
 
 
 def _families(panel: PaperPanel, group: Curves) -> dict[str, dict[str, float]]:
-    """Name without its bin → bin → the last value, bins in ascending order."""
-    found: dict[str, dict[str, float]] = {}
+    """Return {name without bin: {bin: last value}}, bins in ascending order."""
+    by_family: dict[str, dict[str, float]] = {}
     for metric in matching(panel.metrics, group.metrics):
         family, _, bin_of = metric.rpartition("/")
-        found.setdefault(family, {})[bin_of] = _last(group, metric)
-    return {family: dict(sorted(bins.items(), key=lambda item: _low(item[0]))) for family, bins in found.items()}
+        by_family.setdefault(family, {})[bin_of] = _last(group, metric)
+    return {family: dict(sorted(bins.items(), key=lambda item: _low(item[0]))) for family, bins in by_family.items()}
 
 
 def _low(label: str) -> float:
-    """Lower end of a bin: "0.05-0.1" → 0.05."""
+    """Return the lower end of a bin: 0.05 for "0.05-0.1"."""
     return float(re.match(r"[\d.]+(?:e-?\d+)?", label)[0])
 
 
 def _bins(axes: Axes, panel: PaperPanel, groups: Sequence[Curves]) -> None:
-    """A line over bins for each family of metrics, a colour for each group."""
+    """Draw a line over bins per family of metrics, in a colour per group."""
     order = sorted({b for g in groups for bins in _families(panel, g).values() for b in bins}, key=_low)
     for number, group in enumerate(groups):
         families = _families(panel, group)
@@ -246,7 +249,7 @@ def _bins(axes: Axes, panel: PaperPanel, groups: Sequence[Curves]) -> None:
 
 
 def _quantiles(axes: Axes, panel: PaperPanel, groups: Sequence[Curves]) -> None:
-    """In each band of po the median of rho, and a bar from its 5% to its 95% quantile."""
+    """Draw the median of rho in each band of po, with a bar from its 5% to its 95% quantile."""
     order = sorted({b for g in groups for bins in _families(panel, g).values() for b in bins}, key=_low)
     for number, group in enumerate(groups):
         families = _families(panel, group)
@@ -266,7 +269,7 @@ def _quantiles(axes: Axes, panel: PaperPanel, groups: Sequence[Curves]) -> None:
 
 
 def _points(axes: Axes, panel: PaperPanel, groups: Sequence[Curves]) -> None:
-    """A dot a step, and the Pearson correlation of the metric with the step in the legend."""
+    """Draw a dot per step; the legend has the Pearson correlation of the metric with the step."""
     for number, group in enumerate(groups):
         steps, values = group.series(panel.metrics[0])
         x = np.tile(steps, len(values))

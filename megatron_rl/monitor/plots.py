@@ -1,4 +1,4 @@
-"""Curves of runs, from their metrics.jsonl and nothing else."""
+"""Plots of runs, drawn from their metrics.jsonl alone."""
 
 from __future__ import annotations
 
@@ -8,34 +8,75 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
 from megatron_rl.monitor.curves import X_LABELS, Curves, XAxis, distinct, matching, smoothed, smoothing_span
-from megatron_rl.monitor.heatmap import draw_disagreement
 from megatron_rl.monitor.jsonl import read_metrics
 from megatron_rl.monitor.panels import PANELS, Panel
 from megatron_rl.monitor.run_directory import RunDirectory
 
+# Routing disagreement of a run, layer by step, from its metrics.jsonl.
+
+
+_PREFIX = "router/agree_frac/layer_"
+# Disagreement below 1 in 10,000 rows is drawn as none: a step of the tiny model has a few thousand rows per layer.
+_FLOOR = 1e-4
+
+
+def disagreement(records: Sequence[dict[str, float]]) -> tuple[list[int], list[int], np.ndarray]:
+    """Return layers [L], steps [S] and 1 − `router/agree_frac/layer_<i>` [L, S]; NaN where a step lacks a layer."""
+    steps = [int(r["step"]) for r in records if any(name.startswith(_PREFIX) for name in r)]
+    by_step = {int(r["step"]): r for r in records}
+    names = {name for r in records for name in r if name.startswith(_PREFIX)}
+    layers = sorted(int(name.removeprefix(_PREFIX)) for name in names)
+    values = [[1.0 - by_step[step].get(f"{_PREFIX}{layer}", np.nan) for step in steps] for layer in layers]
+    return layers, steps, np.array(values).reshape(len(layers), len(steps))
+
+
+def draw_disagreement(records: Sequence[dict[str, float]], title: str) -> Figure | None:
+    """Return a heat map of disagreement by layer and step; None for a run that measured no routes."""
+    layers, steps, values = disagreement(records)
+    if not layers:
+        return None
+    figure = Figure(figsize=(8, max(2.2, 0.22 * len(layers) + 1.2)), layout="constrained")
+    axes = figure.subplots()
+    # Columns are positions, not step numbers, so that a step without an update leaves no gap.
+    image = axes.imshow(
+        np.maximum(values, _FLOOR), aspect="auto", origin="lower", interpolation="nearest", norm=LogNorm(_FLOOR, 1.0)
+    )
+    round_steps = MaxNLocator(8, integer=True).tick_values(steps[0], steps[-1])
+    ticks = [steps.index(int(step)) for step in round_steps if int(step) in steps] or [0]
+    axes.set_xticks(ticks, [str(steps[i]) for i in ticks], fontsize=8)
+    rows = range(0, len(layers), max(1, len(layers) // 24))
+    axes.set_yticks(list(rows), [str(layers[i]) for i in rows], fontsize=8)
+    axes.set_xlabel("step", fontsize=9)
+    axes.set_ylabel("layer", fontsize=9)
+    axes.set_title(f"{title}: share of tokens that the learner alone would route otherwise", fontsize=10)
+    figure.colorbar(image, ax=axes, pad=0.01).ax.tick_params(labelsize=8)
+    return figure
+
+
 LINE_STYLES = ("-", "--", ":", "-.")
 COLOURS = tuple(f"C{index}" for index in range(10))
-FAINT = 0.25  # opacity of what the smoothed line was made of
-FEW_POINTS = 12  # validations: a line alone hides where they are
+FAINT = 0.25  # opacity of the unsmoothed curve
+FEW_POINTS = 12  # curves with at most this many points get markers
 
 
 @dataclass(frozen=True)
 class View:
-    """How curves are drawn. ``smoothing``: steps that the exponential mean looks back over; None: by their number."""
+    """How curves are drawn. ``smoothing``: span of the exponential mean in steps; None: from the number of steps."""
 
     x: XAxis = "step"
     smoothing: int | None = None
 
 
 def _names(panel: Panel, groups: Sequence[Curves]) -> dict[str, list[str]]:
-    """Metrics that ``panel`` draws, each with those that are equal to it."""
+    """Return the metrics that ``panel`` draws, each with the metrics of identical values."""
     names = distinct(groups, matching(panel.metrics, set().union(*(group.metrics for group in groups))))
-    # Side by side, several runs leave room for fewer curves each.
+    # With several groups, each draws fewer curves.
     limit = panel.limit if len(groups) == 1 else panel.limit and min(panel.limit, 2)
     if limit is None or len(names) <= limit:
         return names
@@ -48,12 +89,12 @@ def _names(panel: Panel, groups: Sequence[Curves]) -> dict[str, list[str]]:
 
 
 def drawable_panels(groups: Sequence[Curves]) -> list[Panel]:
-    """The panels for which at least one run has a metric that is not 0 throughout."""
+    """Return the panels that have a metric with a nonzero value in any run."""
     return [panel for panel in PANELS if groups and _names(panel, groups)]
 
 
 def zero_panels(groups: Sequence[Curves]) -> list[str]:
-    """Titles of panels that are left out because every value is 0."""
+    """Return the titles of panels that are left out because all values are 0."""
     available = set().union(*(group.metrics for group in groups)) if groups else set()
     return [panel.title for panel in PANELS if matching(panel.metrics, available) and not _names(panel, groups)]
 
@@ -61,7 +102,7 @@ def zero_panels(groups: Sequence[Curves]) -> list[str]:
 def draw_panel(axes: Axes, panel: Panel, groups: Sequence[Curves], view: View | None = None) -> None:
     """Draw ``panel``: a colour per group (mean over seeds, band from lowest to highest), a line style per metric.
 
-    With one group the colours tell metrics apart. What tells groups apart is drawn by `add_group_legend`.
+    With one group, the colour marks the metric instead. The figure's legend names the groups.
     """
     view = view or View(smoothing=1)
     metrics, single, positive = _names(panel, groups), len(groups) == 1, [np.empty(0)]
@@ -87,13 +128,13 @@ def draw_panel(axes: Axes, panel: Panel, groups: Sequence[Curves], view: View | 
 
 
 def say_why_empty(axes: Axes, why: str) -> None:
-    """Write ``why`` where curves would be."""
+    """Write ``why`` into an empty plot."""
     axes.set(xticks=[], yticks=[])
     axes.text(0.5, 0.5, why, transform=axes.transAxes, ha="center", va="center", fontsize=9, color="0.4")
 
 
 def _draw_curve(axes: Axes, group: Curves, metric: str, view: View, colour: str, style: str) -> np.ndarray:
-    """Draw one metric of one group. Returns its positive values, which a logarithmic axis has to hold."""
+    """Draw one metric of one group and return its positive values, for the limits of a logarithmic axis."""
     steps, values = group.series(metric)
     values = np.where(np.isfinite(values), values, np.nan)
     seen = np.isfinite(values).any(axis=0)
@@ -112,7 +153,7 @@ def _draw_curve(axes: Axes, group: Curves, metric: str, view: View, colour: str,
 
 
 def _scale(axes: Axes, panel: Panel, positive: np.ndarray) -> None:
-    # Within less than a decade the ticks of a logarithmic axis are hard to read, and nothing is gained.
+    # Below one decade a logarithmic axis has hard-to-read ticks and no advantage.
     if panel.is_log and positive.size and positive.max() > 10 * positive.min():
         axes.set_yscale("log")
         if positive.max() > 100 * positive.min():
@@ -126,7 +167,7 @@ def _scale(axes: Axes, panel: Panel, positive: np.ndarray) -> None:
 
 
 def _number(value: float) -> str:
-    """``value`` in six digits at most, without the zeros of a small one: 1.2e-4, not 0.00012."""
+    """Return ``value`` with at most six digits; small values as 1.2e-4, not 0.00012."""
     if value == 0 or 1e-3 <= abs(value) < 1e6:
         return f"{value:.6g}"
     mantissa, exponent = f"{value:.5e}".split("e")
@@ -138,29 +179,29 @@ def _colour(index: int) -> str:
 
 
 def _label(metric: str, equal: Sequence[str]) -> str:
-    """A metric's name, and the last parts of the names of those that have the same values."""
+    """Return a metric's name with the last parts of the names of identical metrics."""
     return escaped(" = ".join([metric, *(name.rpartition("/")[2] for name in equal)]))
 
 
 def escaped(text: str) -> str:
-    """``text`` as matplotlib is to show it: no formula between dollar signs, and no name that legends leave out."""
+    """Return ``text`` escaped for matplotlib: dollar signs start no formula, a leading underscore is shown."""
     return ("\u200b" if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
 def legend_below(axes: Axes, handles: Iterable[Line2D], columns: int) -> None:
-    """A legend under the axis of ``axes``, where no curve is."""
+    """Add a legend below the axis of ``axes``, where it covers no curve."""
     axes.legend(
         handles=list(handles), fontsize=7, ncols=columns, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2)
     )
 
 
 def group_handles(groups: Sequence[Curves]) -> list[Line2D]:
-    """A coloured line for every group, with its name."""
+    """Return the legend's handles: a coloured line per group, with its name."""
     return [Line2D([], [], color=_colour(i), lw=2, label=escaped(group.label)) for i, group in enumerate(groups)]
 
 
 def draw_figure(groups: Sequence[Curves], title: str, columns: int = 3, view: View | None = None) -> Figure:
-    """All drawable panels in one figure; the names of several groups stand above them."""
+    """Return one figure of all drawable panels; if there are several groups, their names are at the top."""
     panels = drawable_panels(groups)
     rows = max(1, -(-len(panels) // columns))
     figure = Figure(figsize=(4.6 * columns, 3.1 * rows + 0.8), layout="constrained")
@@ -179,7 +220,7 @@ def draw_figure(groups: Sequence[Curves], title: str, columns: int = 3, view: Vi
 
 
 def plot_run(run_dir: RunDirectory) -> Path:
-    """``plots/curves.png`` of one run (returned), and ``plots/routes.png`` where routes were measured."""
+    """Draw and return ``plots/curves.png`` of a run; also draw ``plots/routes.png`` if routes were measured."""
     run_dir.plots.mkdir(parents=True, exist_ok=True)
     path = run_dir.plots / "curves.png"
     records = read_metrics(run_dir.metrics)

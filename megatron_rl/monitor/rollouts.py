@@ -1,4 +1,4 @@
-"""Metrics that follow from the sampled responses alone."""
+"""Metrics computed from the sampled responses alone."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import numpy as np
 
 from megatron_rl.types import Group
 
-# Odd multiplier of the polynomial hash over n-grams, modulo 2^64 (Knuth's MMIX constant). Two different n-grams of one
-# response collide with probability about 2^-64 per pair: without weight in a fraction.
+# Odd multiplier of the polynomial hash over n-grams, modulo 2^64 (Knuth's MMIX constant). Two different n-grams collide
+# with probability of about 2^-64, which does not matter for a fraction.
 _HASH_MULTIPLIER = np.uint64(6364136223846793005)
+REPETITION_NGRAM = 8
+"""Length in tokens of the n-grams that response/repetition_frac counts."""
 
 
-def repetition_fraction(tokens: Sequence[int], ngram: int) -> float:
-    """Share of the response's n-grams that already occurred in it: 0 = none, near 1 = the same loop again and again.
+def repetition_fraction(tokens: Sequence[int], ngram: int = REPETITION_NGRAM) -> float:
+    """Return the share of n-grams that occurred earlier in the response: 0 for none, near 1 for an endless loop.
 
-    ``tokens`` [R]; a response with fewer than two n-grams has no repeats: 0.
+    ``tokens`` [R]. Returns 0 for a response with fewer than two n-grams.
     """
     num_ngrams = len(tokens) - ngram + 1
     if num_ngrams < 2:
@@ -28,8 +30,8 @@ def repetition_fraction(tokens: Sequence[int], ngram: int) -> float:
     return 1.0 - len(np.unique(hashes)) / num_ngrams
 
 
-def rollout_metrics(groups: Sequence[Group], ngram: int) -> dict[str, float]:
-    """`critic/rewards/*`, `critic/score/mean`, `response_length/*`, `response/*` and `groups/*` of a step's groups.
+def rollout_metrics(groups: Sequence[Group], ngram: int = REPETITION_NGRAM) -> dict[str, float]:
+    """Return `critic/rewards/*`, `critic/score/mean`, `response_length/*`, `response/*` and `groups/*` of a step.
 
     Rewards are after shaping, scores before; lengths in tokens, the stop token included; `clip_ratio` is the share of
     responses cut at the length limit; `groups/no_signal_frac` the share of groups whose rewards are all equal.

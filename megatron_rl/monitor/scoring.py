@@ -1,4 +1,4 @@
-"""Judging alarm rules on runs that are over: how long before a collapse they went off, and how often for nothing."""
+"""Scores of alarm rules on finished runs: steps of warning before a collapse, and number of false alarms."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from statistics import median
 
 from megatron_rl.config.monitor import AlarmRule
 from megatron_rl.monitor.alarms import Alarms
+from megatron_rl.monitor.recorded import RecordedRun
 
 
 @dataclass(frozen=True)
 class CollapseRule:
-    """A run has collapsed at the first step from which the smoothed metric stays, for ``hold`` observations, at or
-    below (1 − drop) of the highest smoothed value before. Smoothing: median of ``smoothing`` observations."""
+    """When a run counts as collapsed.
+
+    It collapses at the first step from which the smoothed metric stays, for ``hold`` observations, at or below
+    (1 − drop) times the highest smoothed value before. Smoothing is the median of ``smoothing`` observations.
+    """
 
     metric: str = "critic/rewards/mean"
     drop: float = 0.5
@@ -23,10 +27,10 @@ class CollapseRule:
 
 
 def collapse_step(records: Sequence[Mapping[str, float]], rule: CollapseRule) -> int | None:
-    """The step of the collapse, None for a run without one. Values that are not finite count as the worst seen.
+    """Return the step of the collapse; None if there is none. Values that are not finite count as the worst seen.
 
-    The lab's outcome of this name (`lab.statistics`) takes a running mean instead, asks for no ``hold``, leaves values
-    that are not finite out, and gives a run without a collapse the step after its last.
+    The lab's outcome of the same name (`lab.statistics`) differs: it uses a running mean, has no ``hold``, skips values
+    that are not finite, and gives a run without collapse the step after its last.
     """
     values = [(int(r["step"]), float(r[rule.metric])) for r in records if rule.metric in r]
     finite = [value for _, value in values if math.isfinite(value)]
@@ -50,20 +54,22 @@ def collapse_step(records: Sequence[Mapping[str, float]], rule: CollapseRule) ->
 
 @dataclass(frozen=True)
 class RuleScore:
-    """How one rule did on one run."""
+    """The score of one rule on one run."""
 
     rule: str
     fired: tuple[int, ...]  # steps at which it went off
     collapse: int | None
-    lead: int | None  # steps from the first warning in time to the collapse; None: no collapse, or not warned
+    lead: int | None  # steps from the first timely warning to the collapse; None: no collapse, or no warning
     false_alarms: int  # times it went off more than ``horizon`` steps before a collapse, or without one
 
 
 def score_run(
     records: Sequence[Mapping[str, float]], rules: Sequence[AlarmRule], rule: CollapseRule, horizon: int
 ) -> list[RuleScore]:
-    """Replay ``rules`` over a run. A warning within ``horizon`` steps before the collapse is right; one after it is
-    too late to count either way; every other one is false."""
+    """Replay ``rules`` over a run and return a score per rule.
+
+    A warning within ``horizon`` steps before the collapse is right, one after it does not count, any other is false.
+    """
     collapse, alarms = collapse_step(records, rule), Alarms(rules)
     fired: dict[str, list[int]] = {r.name: [] for r in rules}
     for record in records:
@@ -76,3 +82,73 @@ def score_run(
         lead = collapse - in_time[0] if in_time else None
         scores.append(RuleScore(name, tuple(steps), collapse, lead, len(false)))
     return scores
+
+
+HELD_OUT = "val/reward/mean"
+HEALTHY_DROP = 1 / 3  # a run whose reward fell by this much for as long is neither healthy nor collapsed
+
+
+@dataclass(frozen=True)
+class SetScore:
+    """How a whole set of rules did on a set of runs."""
+
+    runs: int
+    collapses: int
+    noticed: int  # collapsed runs in which a rule went off
+    in_time: int  # before the collapse
+    leads: tuple[int, ...]  # of those noticed: steps from the first alarm to the collapse, negative after it
+    healthy_runs: int
+    healthy_steps: int
+    false_alarms: tuple[str, ...]  # the rule of each alarm in a healthy run
+    missed: tuple[str, ...]
+
+    @property
+    def share_noticed(self) -> float:
+        return self.noticed / self.collapses if self.collapses else math.nan
+
+    @property
+    def median_lead(self) -> float:
+        return median(self.leads) if self.leads else math.nan
+
+    @property
+    def false_per_thousand(self) -> float:
+        return 1000 * len(self.false_alarms) / self.healthy_steps if self.healthy_steps else math.nan
+
+
+def first_collapse(records: Sequence[Mapping[str, float]], rule: CollapseRule) -> int | None:
+    """The earlier of the collapse by ``rule`` and that of the held-out reward: two validations in a row."""
+    held_out = CollapseRule(HELD_OUT, rule.drop, hold=2, smoothing=1)
+    found = [step for r in (rule, held_out) if (step := collapse_step(records, r)) is not None]
+    return min(found, default=None)
+
+
+def score_set(runs: Sequence[tuple[RecordedRun, Sequence[AlarmRule]]], rule: CollapseRule) -> SetScore:
+    """Replay each run's rules over it, all together.
+
+    Healthy: nothing was planted, and no held fall of the reward by `HEALTHY_DROP` or more. Alarms in the runs between
+    healthy and collapsed count neither way.
+    """
+    leads, missed, false, healthy_runs, healthy_steps = [], [], [], 0, 0
+    milder = CollapseRule(rule.metric, min(rule.drop, HEALTHY_DROP), rule.hold, rule.smoothing)
+    for run, rules in runs:
+        alarms = Alarms(rules)
+        events = [event for record in run.records for event in alarms.observe(int(record["step"]), record)]
+        collapse = first_collapse(run.records, rule)
+        if collapse is not None and events:
+            leads.append(collapse - events[0].step)
+        elif collapse is not None:
+            missed.append(run.name)
+        elif not run.cause and first_collapse(run.records, milder) is None:
+            healthy_runs, healthy_steps = healthy_runs + 1, healthy_steps + len(run.records)
+            false += [event.name for event in events]
+    return SetScore(
+        runs=len(runs),
+        collapses=len(leads) + len(missed),
+        noticed=len(leads),
+        in_time=sum(lead > 0 for lead in leads),
+        leads=tuple(leads),
+        healthy_runs=healthy_runs,
+        healthy_steps=healthy_steps,
+        false_alarms=tuple(false),
+        missed=tuple(missed),
+    )

@@ -1,7 +1,7 @@
 """A run's metrics in Weights & Biases, MLflow and SwanLab, through their own clients.
 
-Each client works in a thread of its own: no service that is slow or away holds up a step. `metrics.jsonl` stays the
-record of the run; a sink is a copy of it.
+Each client runs in its own thread, so that a slow or unreachable service never delays a step. Sinks are copies; the
+record of a run is its `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_rl.config.sinks import MlflowSinkConfig, SinksConfig, SwanlabSinkConfig, WandbSinkConfig
+from megatron_rl.config.monitor import MlflowSinkConfig, SinksConfig, SwanlabSinkConfig, WandbSinkConfig
 from megatron_rl.config.yaml12 import parse
 from megatron_rl.monitor.run_directory import RunDirectory
 
-CLOSING_SECONDS = 120.0  # that the end of a run waits for a service to take what still waits
-MOST_WAITING = 100_000  # steps; a service that is away for longer loses the oldest
+CLOSING_SECONDS = 120.0  # longest wait at the end of a run for a service to take the remaining steps
+MOST_WAITING = 100_000  # steps kept for an unreachable service; beyond, the oldest are dropped
 _METRICS_A_CALL, _PARAMETERS_A_CALL, _PARAMETER_CHARACTERS = 1000, 100, 6000  # MLflow's limits
 
 
 class SinkError(Exception):
-    """A service did not take what it was sent."""
+    """A service did not accept the data that was sent."""
 
 
 class Client(Protocol):
-    """What a service is to `ServiceSink`. All three are called from one thread, in this order."""
+    """A service's client as `ServiceSink` uses it: one thread calls begin, log and end in this order."""
 
     def begin(self, recipe: Mapping[str, Any], resumes: bool) -> None:
-        """Open the run on the service; ``resumes``: it goes on with the one of an earlier start."""
+        """Open the run on the service; ``resumes``: continue the run of an earlier start."""
 
     def log(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
         """Send a step, recorded at Unix time ``seconds``."""
 
     def end(self) -> None:
-        """Send what waits; the run is over."""
+        """Send the remaining steps and close the run."""
 
 
 class ServiceSink:
-    """Sends each step to a service, from a thread; `write` returns at once.
+    """Sends each step to a service from its own thread; `write` returns at once.
 
-    A failure is raised by the next `write` or by `close`, as `SinkError`. A service at which the run could not begin
-    is not asked again.
+    The next `write` or `close` raises a failure as `SinkError`. If the service could not open the run, it is not
+    tried again.
     """
 
     def __init__(self, client: Client, recipe: Path) -> None:
@@ -57,11 +57,11 @@ class ServiceSink:
         self._thread: threading.Thread | None = None
 
     def resume_at(self, step: int) -> None:
-        """The run goes on: the service's run of the earlier start does, too."""
+        """Continue the service's run of the earlier start."""
         self._resumes = step > 0
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand over a step. SinkError for a failure of an earlier one."""
+        """Queue a step. Raises SinkError if an earlier one failed."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="sink", daemon=True)
             self._thread.start()
@@ -72,14 +72,14 @@ class ServiceSink:
         self._raise_failure()
 
     def close(self) -> None:
-        """Wait until everything is sent, `CLOSING_SECONDS` at most. SinkError where it is not."""
+        """Wait up to `CLOSING_SECONDS` until all steps are sent. Raises SinkError if they are not."""
         if self._thread is None:
             return
         if self._thread.is_alive():
             self._waiting.put(None)
             self._thread.join(CLOSING_SECONDS)
         if self._thread.is_alive():
-            raise SinkError(f"not everything was sent within {CLOSING_SECONDS:.0f} s; metrics.jsonl has it all")
+            raise SinkError(f"not all steps were sent within {CLOSING_SECONDS:.0f} s; metrics.jsonl has all of them")
         self._raise_failure()
 
     def _raise_failure(self) -> None:
@@ -91,7 +91,7 @@ class ServiceSink:
         try:
             recipe = parse(self._recipe.read_text())[0] if self._recipe.is_file() else {}
             self._client.begin(recipe, self._resumes)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a client raises, the run goes on
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - no error of a client may end the run
             self._failure = error
             return
         while (item := self._waiting.get()) is not None:
@@ -106,7 +106,7 @@ class ServiceSink:
 
 
 def service_sinks(config: SinksConfig, directory: RunDirectory) -> dict[str, ServiceSink]:
-    """The sinks that ``config`` asks for, by name. Nothing is opened or imported before the first record."""
+    """Return the configured sinks by name. The first record imports and opens their clients."""
     clients: dict[str, Client] = {}
     if config.wandb is not None:
         clients["wandb"] = Wandb(config.wandb, directory)
@@ -118,17 +118,17 @@ def service_sinks(config: SinksConfig, directory: RunDirectory) -> dict[str, Ser
 
 
 def missing_clients(config: SinksConfig) -> list[str]:
-    """A problem for each service whose client is not installed here."""
-    wanted = [name for name in ("wandb", "mlflow", "swanlab") if getattr(config, name) is not None]
+    """Return an error message per configured service whose client is not installed."""
+    services = [name for name in ("wandb", "mlflow", "swanlab") if getattr(config, name) is not None]
     return [
         f"monitor.sinks.{name}: the package {name} is not installed; `pip install {name}`, or set the key to null"
-        for name in wanted
+        for name in services
         if importlib.util.find_spec(name) is None
     ]
 
 
 class Wandb:
-    """Weights & Biases takes a step once: of steps that a resumed run repeats it keeps the first numbers."""
+    """Weights & Biases. It accepts a step once, so steps that a resumed run repeats keep their first values."""
 
     def __init__(self, config: WandbSinkConfig, directory: RunDirectory) -> None:
         self._config, self._directory = config, directory
@@ -137,7 +137,7 @@ class Wandb:
         import wandb
 
         config = self._config
-        settings = wandb.Settings(console="off", silent=True)  # the terminal is ours
+        settings = wandb.Settings(console="off", silent=True)  # only megatron_rl writes to the terminal
         self._run = wandb.init(
             project=config.project,
             entity=config.entity,
@@ -160,7 +160,7 @@ class Wandb:
 
 
 class Swanlab:
-    """SwanLab takes a step once, as Weights & Biases does."""
+    """SwanLab. It accepts a step once, as Weights & Biases does."""
 
     def __init__(self, config: SwanlabSinkConfig, directory: RunDirectory) -> None:
         self._config, self._directory = config, directory
@@ -189,24 +189,26 @@ class Swanlab:
 
 
 class Mlflow:
-    """MLflow keeps every number that a step was recorded with; the newest is shown. Names get "_at_" for "@"."""
+    """MLflow. It keeps all values of a repeated step and shows the newest. "@" in names becomes "_at_"."""
 
     def __init__(self, config: MlflowSinkConfig, directory: RunDirectory) -> None:
         self._config, self._directory = config, directory
 
     def begin(self, recipe: Mapping[str, Any], resumes: bool) -> None:
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # its 7 are ten minutes for a server that is away
+        os.environ.setdefault(
+            "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3"
+        )  # the default of 7 waits ten minutes for an unreachable server
         import mlflow
         from mlflow.entities import Param
 
         config = self._config
-        own = f"sqlite:///{self._directory.root.absolute() / 'mlflow.db'}"
-        uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or own
+        local_database = f"sqlite:///{self._directory.root.absolute() / 'mlflow.db'}"
+        uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or local_database
         self._client = mlflow.MlflowClient(tracking_uri=uri)
-        known = _read_id(self._directory, "mlflow") if resumes else None
-        if known is not None:
-            self._id = known
-            self._client.update_run(known, status="RUNNING")
+        stored_id = _read_id(self._directory, "mlflow") if resumes else None
+        if stored_id is not None:
+            self._id = stored_id
+            self._client.update_run(stored_id, status="RUNNING")
             return
         experiment = self._client.get_experiment_by_name(config.experiment)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(config.experiment)
@@ -220,9 +222,9 @@ class Mlflow:
     def log(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
         from mlflow.entities import Metric
 
-        found = [Metric(_mlflow_name(name), value, int(1000 * seconds), step) for name, value in metrics.items()]
-        for start in range(0, len(found), _METRICS_A_CALL):
-            self._client.log_batch(self._id, metrics=found[start : start + _METRICS_A_CALL])
+        entries = [Metric(_mlflow_name(name), value, int(1000 * seconds), step) for name, value in metrics.items()]
+        for start in range(0, len(entries), _METRICS_A_CALL):
+            self._client.log_batch(self._id, metrics=entries[start : start + _METRICS_A_CALL])
 
     def end(self) -> None:
         self._client.set_terminated(self._id)
@@ -233,7 +235,7 @@ def _mlflow_name(name: str) -> str:
 
 
 def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
-    """The leaves of a recipe as pairs of dotted key and text."""
+    """Return the leaves of a recipe as pairs (dotted key, text)."""
     if isinstance(value, Mapping):
         return [pair for key, part in value.items() for pair in _flat(part, f"{prefix}{key}.")]
     if isinstance(value, list):
@@ -242,12 +244,12 @@ def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
 
 
 def _run_id(directory: RunDirectory, service: str, resumes: bool) -> str:
-    """The service's id of this run: a new one, or that of the earlier start. Both services take letters and digits."""
-    known = _read_id(directory, service) if resumes else None
-    if known is None:
-        known = os.urandom(16).hex()[:21]
-        _write_id(directory, service, known)
-    return known
+    """Return this run's id at a service: that of the earlier start, or a new one of letters and digits."""
+    run_id = _read_id(directory, service) if resumes else None
+    if run_id is None:
+        run_id = os.urandom(16).hex()[:21]
+        _write_id(directory, service, run_id)
+    return run_id
 
 
 def _id_file(directory: RunDirectory, service: str) -> Path:

@@ -13,11 +13,11 @@ from megatron_rl.monitor.jsonl import append_whole
 
 
 class TensorBoardSink:
-    """Appends one event per step with every metric as a scalar, whole or not at all.
+    """Appends one event per step with all metrics as scalars; never part of an event.
 
-    The file begins with the first record, when a resumed step is known. Events that cannot be written (disk full) wait
-    in memory and go first as soon as there is room. TensorBoard's own writer does that from a thread, which one failed
-    write ends with a traceback on the terminal.
+    The file is created by the first record, when a resumed step is known. Events that cannot be written (disk full)
+    wait in memory and are written first when there is space again. TensorBoard's own writer is not used: its thread
+    ends at the first failed write, with a traceback on the terminal.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -27,12 +27,12 @@ class TensorBoardSink:
         self._waiting: list[bytes] = []
 
     def resume_at(self, step: int) -> None:
-        """Have TensorBoard hide what earlier event files say of ``step`` and later."""
+        """Make TensorBoard hide the events of ``step`` and later in earlier files."""
         self._resumed_step = step
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append the event of a step, after those that wait. OSError where it has to wait as well."""
-        from tensorboard.compat.proto.summary_pb2 import Summary  # recipes may have it off
+        """Append the events that wait, then that of ``step``. Raises OSError if it cannot be written yet."""
+        from tensorboard.compat.proto.summary_pb2 import Summary  # imported late: a recipe may turn TensorBoard off
 
         if self._file is None:
             self._begin()
@@ -41,7 +41,7 @@ class TensorBoardSink:
         self._flush()
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Append one event with the texts by their tags. They are shown as they are: blocks of code, not Markdown."""
+        """Append one event with texts by tag. TensorBoard shows them unchanged, as code rather than Markdown."""
         if self._file is None:
             self._begin()
         values = [_text(tag, text) for tag, text in texts.items()]
@@ -49,7 +49,7 @@ class TensorBoardSink:
         self._flush()
 
     def close(self) -> None:
-        """Write what still waits; nothing is kept open. OSError where that is not possible either."""
+        """Write the events that still wait. Raises OSError if that fails. No file is kept open."""
         self._flush()
 
     def _begin(self) -> None:
@@ -76,7 +76,7 @@ def _summary(values: list) -> object:
 
 
 def _text(tag: str, text: str) -> object:
-    """A value of TensorBoard's text plugin. Indented by four, every line is code to Markdown."""
+    """Return a value for TensorBoard's text plugin. Four spaces of indentation make each line code in Markdown."""
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
     from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
@@ -92,7 +92,7 @@ def _text(tag: str, text: str) -> object:
 
 
 def _record(**fields: object) -> bytes:
-    """One event as a record of an event file: its length, its bytes and the checksums of both."""
+    """Return one event as a record of an event file: its length, its bytes and the checksums of both."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter
 

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: one line per step, and on a terminal a status line below."""
+"""A run's output: one line per step and, on a terminal, a status line below."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megatron_rl.errors import printable
+
 # Column title, metric, format, width. A metric that a step lacks leaves its column empty.
 COLUMNS = (
     ("reward", "critic/rewards/mean", "{:.3f}", 6),
@@ -29,20 +31,20 @@ COLUMNS = (
     ("step s", "perf/time/step", "{:.2f}", 7),
     ("own", "perf/overhead_frac", "{:.0%}", 4),
 )
-# Of the last this many steps the ETA takes the mean wall time: long enough to include a checkpoint now and then.
+# The ETA uses the mean wall time of this many steps: enough to include a checkpoint now and then.
 ETA_STEPS = 20
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def format_duration(seconds: float) -> str:
-    """``h:mm:ss``, or ``m:ss`` below an hour."""
-    minutes, rest = divmod(round(seconds), 60)
+    """Return ``h:mm:ss``, or ``m:ss`` below an hour."""
+    minutes, seconds_left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{seconds_left:02d}" if hours else f"{minutes}:{seconds_left:02d}"
 
 
 def sparkline(values: list[float]) -> str:
-    """One block character per value, from the smallest to the largest; what is not finite becomes a space."""
+    """Return one block character per value, scaled from the smallest to the largest; a space if not finite."""
     finite = [v for v in values if math.isfinite(v)]
     if not finite:
         return ""
@@ -52,7 +54,7 @@ def sparkline(values: list[float]) -> str:
 
 
 def phase_times(metrics: Mapping[str, float]) -> str:
-    """``generate 0.21  refit 0.30``: seconds of the phases that took a hundredth of the step, the longest first."""
+    """Return the seconds of phases that took at least 1% of the step, longest first: ``refit 0.30  reward 0.21``."""
     prefix = "perf/time/"
     times = {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix) and k != prefix + "step"}
     worth_saying = 0.01 * metrics.get(prefix + "step", 0.0)
@@ -61,9 +63,9 @@ def phase_times(metrics: Mapping[str, float]) -> str:
 
 
 class TerminalSink:
-    """Lines to standard output (coloured and with a status line where ``live``) and, plain, to ``log_file``.
+    """Writes lines to standard output (with colour and a status line if ``live``) and plain lines to ``log_file``.
 
-    ``num_steps`` is the number of steps of the run, None where unknown (then there is no ETA).
+    ``num_steps`` is the number of steps of the run; None if unknown (then there is no ETA).
     """
 
     def __init__(self, log_file: Path, mode: str, num_steps: int | None, console: Console | None = None) -> None:
@@ -81,7 +83,7 @@ class TerminalSink:
         self._phase = ""
 
     def header(self, summary: Mapping[str, Any]) -> None:
-        """Say what is being run, one ``key: value`` a line."""
+        """Print the run's summary, one ``key: value`` per line."""
         for key, value in summary.items():
             self.log(f"{key}: {value}")
 
@@ -90,25 +92,26 @@ class TerminalSink:
         self._done = step
 
     def log(self, message: str, style: str | None = None) -> None:
-        """One message, to the terminal above the status line and to log.txt."""
-        if not self.is_off:  # first: a full disk must not silence the terminal
+        """Write one message to log.txt and to the terminal, above the status line."""
+        message = printable(message)
+        if not self.is_off:  # before log.txt: a full disk must not silence the terminal
             self.console.print(Text(message, style=style or ""))
         with self.log_file.open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%H:%M:%S')} {message}\n")
 
     def enter_phase(self, name: str) -> None:
-        """Show the phase that begins in the status line."""
+        """Show in the status line the phase that begins."""
         self._phase = name
         self._refresh()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The line of one step, with the column titles above every 25th."""
+        """Print the line of one step, with the column titles before every 25th."""
         now = time.perf_counter()
         if self._last_time is not None:
             self._walls.append(now - self._last_time)
         elif "perf/time/step" in metrics:
             self._walls.append(metrics["perf/time/step"])
-        # A record after the last step (its validation) is no further step.
+        # The validation after the last step is recorded too, but is not a further step.
         self._last_time, self._done = now, min(step + 1, self.num_steps or step + 1)
         self._rewards.append(float(metrics.get("critic/rewards/mean", math.nan)))
         if self._lines % 25 == 0:
@@ -122,7 +125,7 @@ class TerminalSink:
         self._refresh()
 
     def close(self) -> None:
-        """Take the status line away."""
+        """Remove the status line."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -136,7 +139,7 @@ class TerminalSink:
         if not self.is_live or self.is_off or not self.num_steps:
             return
         if self._live is None:
-            # Redrawn when a phase begins and by no thread of its own: engines fork and load while a run goes on.
+            # Redrawn when a phase begins, not by a thread: engines fork processes during a run.
             self._live = Live(console=self.console, auto_refresh=False, transient=True)
             self._live.start()
         row = Table.grid(padding=(0, 2))

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: phases as context managers."""
+"""Times the phases of a step, with context managers."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from dataclasses import dataclass
 
 import torch
 
-# Phases spent inside one of the two engines. All other time of a step is our own and counts as overhead:
-# packing, rewards, weight sync, checkpoints, logging. A phase inside one of these counts as part of it.
+# Phases inside one of the two engines. The rest of a step counts as overhead: packing, rewards, weight sync,
+# checkpoints, logging. A phase inside one of these counts as part of it.
 ENGINE_PHASES = frozenset({"generate", "validate", "old_logprobs", "forward_backward", "optimizer"})
 
 
 @dataclass
 class Span:
-    """One pass through a phase; set ``tokens`` to have a rate reported."""
+    """One pass through a phase. If ``tokens`` is set, the phase's tokens per second are reported."""
 
     name: str
     tokens: int = 0
 
 
 class PhaseTimer:
-    """Collects seconds and tokens per phase until `collect` turns them into `perf/*` metrics.
+    """Adds up seconds and tokens per phase; `collect` returns them as `perf/*` metrics.
 
-    A step's wall time runs from the end of the step before (the previous `collect`) to its own `collect`; the first
-    step begins with the first phase, so that start-up does not count.
+    A step's wall time runs from the previous `collect` to its own; the first step begins with its first phase, so that
+    start-up does not count. ``clock`` returns seconds and may be replaced between steps.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+        self.clock = clock
         self._step_start: float | None = None
         self._seconds: dict[str, float] = {}
         self._tokens: dict[str, int] = {}
@@ -42,17 +42,17 @@ class PhaseTimer:
 
     @property
     def current(self) -> str | None:
-        """The innermost phase that is running, if any."""
+        """The innermost running phase, or None."""
         return self._open[-1] if self._open else None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Span]:
-        """Time the body as `perf/time/<name>` (seconds); phases may nest, and one name may come several times."""
+        """Time the body as `perf/time/<name>` (seconds). Phases may nest and repeat; repeats are added up."""
         span, is_engine = Span(name), name in ENGINE_PHASES
         inside_engine = any(outer in ENGINE_PHASES for outer in self._open)
         if self.on_enter is not None:
             self.on_enter(name)
-        start = self._clock()
+        start = self.clock()
         if self._step_start is None:
             self._step_start = start
         self._open.append(name)
@@ -60,8 +60,8 @@ class PhaseTimer:
             yield span
         finally:
             if is_engine and torch.cuda.is_initialized():
-                torch.cuda.synchronize()  # kernels still queued belong to this phase, not to whoever waits next
-            seconds = self._clock() - start
+                torch.cuda.synchronize()  # count queued kernels in this phase, not in the next one that waits
+            seconds = self.clock() - start
             self._open.pop()
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
             self._tokens[name] = self._tokens.get(name, 0) + span.tokens
@@ -69,9 +69,12 @@ class PhaseTimer:
                 self._engine_seconds += seconds
 
     def collect(self) -> dict[str, float]:
-        """End the step: `perf/time/<phase>`, `perf/time/step`, `perf/tokens_per_s/<phase>`, `perf/overhead_frac`,
-        `perf/peak_mem_gib`; then start over."""
-        now = self._clock()
+        """End the step, reset all sums and return the step's metrics.
+
+        They are `perf/time/<phase>`, `perf/time/step`, `perf/tokens_per_s/<phase>`, `perf/overhead_frac` and
+        `perf/peak_mem_gib`.
+        """
+        now = self.clock()
         wall = now - (now if self._step_start is None else self._step_start)
         metrics = {f"perf/time/{name}": seconds for name, seconds in self._seconds.items()}
         metrics["perf/time/step"] = wall
@@ -88,8 +91,10 @@ class PhaseTimer:
 
 
 def peak_memory_gib() -> float:
-    """Most memory held so far, GiB: allocated on the CUDA device where one is in use, else the process's resident
-    set. What another process holds (a separate engine) is not in it."""
+    """Return this process's peak memory in GiB: allocated on the CUDA device if one is in use, else resident.
+
+    It does not include other processes, such as a separate engine.
+    """
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB elsewhere

@@ -1,4 +1,4 @@
-"""Validation figures of groups of scored rollouts: avg@n, pass@k, and how sure one can be of them."""
+"""Validation figures of scored rollouts: avg@n and pass@k, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Z_95 = 1.959964  # two-sided 95% quantile of the normal distribution
 
 
 def avg_at_n(rewards: Sequence[Sequence[float]]) -> float:
-    """Mean over problems of the mean raw reward of their samples. ``rewards``: one list per problem."""
+    """Return the mean over problems of their mean raw reward. ``rewards``: one list of samples per problem."""
     return math.fsum(math.fsum(samples) / len(samples) for samples in rewards) / len(rewards)
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Chance that k samples drawn without replacement hold a correct one: 1 − C(n−c, k) / C(n, k).
+    """Return the chance that k samples drawn without replacement contain a correct one: 1 − C(n−c, k) / C(n, k).
 
-    Unbiased for any k ≤ n (Chen et al., arXiv 2107.03374, Eq. 1). ValueError outside 0 ≤ c ≤ n, 1 ≤ k ≤ n.
+    Unbiased for any k ≤ n (Chen et al., arXiv 2107.03374, Eq. 1). Raises ValueError unless 0 ≤ c ≤ n, 1 ≤ k ≤ n.
     """
     if not (1 <= k <= num_samples and 0 <= num_correct <= num_samples):
         raise ValueError(f"pass@{k} needs 1 <= k <= n and 0 <= c <= n, found n = {num_samples}, c = {num_correct}")
@@ -28,11 +28,11 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def confidence_interval(means: Sequence[float]) -> tuple[float, float]:
-    """95% interval of the mean of ``means``, one value in [0, 1] per problem.
+    """Return the 95% interval of the mean of ``means``, one value in [0, 1] per problem.
 
-    Problems are the independent draws, not their samples. Wilson's interval at the effective number of trials
-    p (1 − p) / SE² with SE the standard error between problems, at least the number of problems: it keeps its width
-    where every problem got the same value, and stays inside [0, 1].
+    The independent draws are the problems, not their samples. This is Wilson's interval for p (1 − p) / SE² effective
+    trials (at least the number of problems), where SE is the standard error between problems. It has a width even if
+    all problems have the same value, and stays inside [0, 1].
     """
     count = len(means)
     mean = min(max(math.fsum(means) / count, 0.0), 1.0)
@@ -44,20 +44,19 @@ def confidence_interval(means: Sequence[float]) -> tuple[float, float]:
 
 
 def success_rates(groups: Iterable[Group]) -> dict[str, float]:
-    """Prompt id → share of its responses that solved the problem."""
-    return {
-        group.prompt.id: sum(rollout.raw_reward >= CORRECT for rollout in group.rollouts) / len(group.rollouts)
-        for group in groups
-        if group.rollouts
-    }
+    """Return, by prompt id, the share of responses that solved the problem, over all its groups."""
+    solved: defaultdict[str, list[bool]] = defaultdict(list)
+    for group in groups:
+        solved[group.prompt.id] += [rollout.raw_reward >= CORRECT for rollout in group.rollouts]
+    return {name: sum(outcomes) / len(outcomes) for name, outcomes in solved.items() if outcomes}
 
 
 def summarise(groups: Iterable[Group]) -> dict[str, float]:
-    """``val/<source>/…`` of every `data_source` among ``groups``.
+    """Return the metrics ``val/<source>/…`` of each `data_source` in ``groups``.
 
-    ``avg@n`` of raw rewards with ``avg@n_ci95_low`` and ``_high`` (where raw rewards lie in [0, 1]); ``pass@k`` for
-    k = 1, 2, 4, … and n; ``response_length/{mean,max,clip_ratio}``; ``num_problems``. n is the smallest number of
-    samples that a problem of the source has.
+    They are ``avg@n`` of raw rewards with ``avg@n_ci95_low`` and ``_high`` (if raw rewards are in [0, 1]); ``pass@k``
+    for k = 1, 2, 4, … and n; ``response_length/{mean,max,clip_ratio}``; ``num_problems``. n is the smallest number of
+    samples of a problem.
     """
     by_source: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
@@ -70,7 +69,7 @@ def summarise(groups: Iterable[Group]) -> dict[str, float]:
 
 
 def numbers_of_k(n: int) -> list[int]:
-    """The k of pass@k that n samples are shown by: 1, 2, 4, … and n."""
+    """Return the k for which pass@k is reported with n samples: 1, 2, 4, … and n."""
     return sorted({1 << power for power in range(n.bit_length())} | {n})
 
 

@@ -1,4 +1,4 @@
-"""Metrics under verl's names, where both mean the same: for TensorBoard, beside ours.
+"""Metrics under verl's names, for TensorBoard, where verl's metric means the same as ours.
 
 verl's loop has fewer phases: `timing_s/update_actor` is the sum of ours that make up an update.
 """
@@ -30,26 +30,28 @@ _SAME = {
 
 
 def verl_names(step: int, metrics: Mapping[str, float], batch: Batch | None) -> dict[str, float]:
-    """What ``metrics`` and ``batch`` say under verl's names. verl counts steps from 1."""
-    found = {}
+    """Return the figures of ``metrics`` and ``batch`` under verl's names. verl counts steps from 1."""
+    values = {}
     for name, ours in _SAME.items():
         present = [metrics[our] for our in ours if our in metrics]
         if present:
-            found[name] = float(sum(present))
+            values[name] = float(sum(present))
     if batch is None or not batch.sequences:
-        return found
-    found["training/global_step"] = float(step + 1)
-    found["perf/total_num_tokens"] = float(batch.num_tokens)
+        return values
+    values["training/global_step"] = float(step + 1)
+    values["perf/total_num_tokens"] = float(batch.num_tokens)
     lengths = np.array([sequence.prompt_length for sequence in batch.sequences])
-    found |= _summary("prompt_length/", lengths, np.ones_like(lengths))
+    values |= _summary("prompt_length/", lengths, np.ones_like(lengths))
     advantages = np.array([sequence.advantage for sequence in batch.sequences])
     trained = np.array([sequence.num_trained for sequence in batch.sequences])
-    return found | _summary("critic/advantages/", advantages, trained)
+    return values | _summary("critic/advantages/", advantages, trained)
 
 
 def _summary(name: str, values: np.ndarray, weights: np.ndarray) -> dict[str, float]:
-    """Mean, largest and smallest of ``values`` [B], each as often as its weight [B] says; as verl takes advantages over
-    tokens."""
+    """Return mean, maximum and minimum of ``values`` [B], weighted by ``weights`` [B], as verl weights by tokens.
+
+    Values of weight 0 do not count.
+    """
     if not weights.any():
         return {}
     seen = values[weights > 0]

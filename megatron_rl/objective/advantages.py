@@ -1,4 +1,4 @@
-"""Advantages of one prompt group each (algorithms.md §1). Shapes: ``B`` responses of the whole batch."""
+"""Advantages of responses within their prompt groups (algorithms.md §1). Shapes: ``B`` responses of the batch."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_rl.config.base import is_function_path
 from megatron_rl.errors import InputError
 from megatron_rl.objective.guards import MIN_WHITENING_VARIANCE, STD_EPSILON
+from megatron_rl.process.user_functions import load_function
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Rewards with the sizes and means of their groups, gathered back to the responses; all [B] float64."""
+    """Rewards with the sizes and means of their groups, gathered back to the responses; all [B], float64 but
+    for the ids."""
 
     rewards: Tensor
     size: Tensor
-    centred: Tensor  # R - group mean; exactly 0 throughout a group of equal rewards
+    centred: Tensor  # R - group mean; exactly 0 in a group of equal rewards
     sum_of_squares: Tensor  # Σ over the group of centred²
     lengths: Tensor  # trained tokens
+    ids: Tensor  # int64: the number of the response's group, from 0
 
 
 def grpo(groups: Groups) -> Tensor:
@@ -39,7 +43,7 @@ def rloo(groups: Groups) -> Tensor:
     if bool((groups.size == 1).any()):
         alone = int((groups.size == 1).sum())
         raise InputError(
-            f"advantage rloo compares a response with the others of its group, and {alone} group(s) hold one response; "
+            f"advantage rloo compares a response with the others of its group, but {alone} group(s) have one response; "
             "sample at least 2 per prompt, or use dr_grpo"
         )
     return groups.centred * groups.size / (groups.size - 1)
@@ -48,7 +52,7 @@ def rloo(groups: Groups) -> Tensor:
 def reinforce_pp(groups: Groups) -> Tensor:
     """R - group mean, whitened over the global batch: mean and variance weighted by tokens [arXiv 2501.03262].
 
-    The variance is the population's. Groups of equal rewards take part with 0 before whitening, and with minus the
+    It uses the population variance. Groups of equal rewards are included: they are 0 before whitening, and minus the
     batch mean after it.
     """
     share = groups.lengths / groups.lengths.sum().clamp(min=1)
@@ -72,22 +76,23 @@ ADVANTAGES: dict[str, Callable[[Groups], Tensor]] = {
 
 
 def compute_advantages(rewards: Tensor, group_ids: Tensor, name: str, lengths: Tensor | None = None) -> Tensor:
-    """[B] rewards, [B] integer group ids (any values, any order) → [B] advantages in the dtype of the rewards.
+    """Return advantages [B], in the rewards' dtype, from rewards [B] and integer group ids [B] in any order.
 
-    Computed in float64 over the whole batch of a step, before it is split over ranks. `lengths` [B], the
-    number of trained tokens of each response, matters to reinforce_pp alone; without it all responses weigh alike.
+    They are computed in float64 over the whole batch of a step, before it is split over ranks. Only reinforce_pp uses
+    `lengths` [B], the number of trained tokens of each response; without it all responses have equal weight.
 
     Raises InputError for an unknown name, shapes that disagree, or rloo on a group of one.
     """
-    if name not in ADVANTAGES:
-        raise InputError(f"unknown advantage {name!r}; allowed: {', '.join(ADVANTAGES)}")
+    if name not in ADVANTAGES and not is_function_path(name):
+        raise InputError(f"unknown advantage {name!r}; allowed: {', '.join(ADVANTAGES)}, path/to/file.py:function")
     rewards = torch.as_tensor(rewards)
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
-    return ADVANTAGES[name](group_rewards(rewards, group_ids, lengths)).to(dtype)
+    advantage = ADVANTAGES.get(name) or load_function(name)
+    return advantage(group_rewards(rewards, group_ids, lengths)).to(dtype)
 
 
 def group_rewards(rewards: Tensor, group_ids: Tensor, lengths: Tensor | None = None) -> Groups:
-    """Sizes, means and spreads of the groups, gathered back to their members."""
+    """Return sizes, means and spreads of the groups, repeated on their members."""
     rewards = torch.as_tensor(rewards).double()
     ids = torch.as_tensor(group_ids, device=rewards.device)
     if rewards.dim() != 1 or ids.shape != rewards.shape:
@@ -101,7 +106,41 @@ def group_rewards(rewards: Tensor, group_ids: Tensor, lengths: Tensor | None = N
     mean = zeros.index_add(0, member, rewards)[member] / size
     highest = zeros.scatter_reduce(0, member, rewards, "amax", include_self=False)[member]
     lowest = zeros.scatter_reduce(0, member, rewards, "amin", include_self=False)[member]
-    # The mean of equal numbers may miss them by a rounding, which GRPO's division would blow up.
+    # The mean of equal numbers may differ by a rounding error, which GRPO's division would amplify.
     centred = (rewards - mean).masked_fill(highest == lowest, 0.0)
     squares = zeros.index_add(0, member, centred.square())[member]
-    return Groups(rewards, size, centred, squares, weights)
+    return Groups(rewards, size, centred, squares, weights, member)
+
+
+# Which groups carry a gradient [DAPO; LD App. C]. Shapes: ``B`` responses of the groups at hand.
+#
+# Only pure functions are here. The training loop samples further prompts until enough groups are left, and the room
+# `rewards` applies the soft penalty of length.
+
+
+def informative_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """Return, per response, whether its group has different rewards: [B] bool from rewards [B] and group ids [B].
+
+    Other groups have zero advantage under every group baseline. A group of one is never informative.
+    """
+    groups = group_rewards(rewards, group_ids)
+    return groups.sum_of_squares > 0
+
+
+def group_filter_metrics(rewards: Tensor, group_ids: Tensor, solved: float = 1.0) -> dict[str, float]:
+    """Return the fractions of groups that filtering keeps, and that it drops because all (none) reach `solved`.
+
+    Groups of equal rewards below `solved` count as unsolved. Without groups, all fractions are 0.
+    """
+    rewards = torch.as_tensor(rewards)
+    if rewards.numel() == 0:
+        return {f"groups/{name}": 0.0 for name in ("informative_frac", "all_solved_frac", "none_solved_frac")}
+    groups = group_rewards(rewards, group_ids)
+    share = 1 / groups.size  # every group has a total weight of 1
+    num_groups, informative = share.sum(), groups.sum_of_squares > 0
+    reached = groups.rewards >= solved
+    return {
+        "groups/informative_frac": float((share * informative).sum() / num_groups),
+        "groups/all_solved_frac": float((share * (~informative & reached)).sum() / num_groups),
+        "groups/none_solved_frac": float((share * (~informative & ~reached)).sum() / num_groups),
+    }

@@ -1,8 +1,8 @@
-"""From token terms to one number over the global mini-batch (algorithms.md §4).
+"""Aggregates token terms to one number over the global mini-batch (algorithms.md §4).
 
-Every call returns its additive share: with the global denominators passed in, the shares of all microbatches of all
-data-parallel ranks sum to the loss of the mini-batch. Shapes: "tokens" is [B, T] padded or [N] packed; ``B``
-sequences; L = max_response_length.
+Each call returns an additive share: with global denominators, the shares of all microbatches of all data-parallel ranks
+sum to the loss of the mini-batch. Shapes: "tokens" is [B, T] padded or [N] packed; ``B`` sequences;
+L = max_response_length.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from megatron_rl.config.objective import ObjectiveConfig
 from megatron_rl.errors import InputError
 from megatron_rl.objective.corrections import correct
 from megatron_rl.objective.inputs import Denominators, ObjectiveInputs, Tokens, check_available, read_tokens
+from megatron_rl.process.user_functions import load_function
 
 
 def _token_mean(lengths: Tensor, counts: Denominators, config: ObjectiveConfig) -> Tensor | float:
@@ -34,12 +35,12 @@ def _seq_mean_token_sum(lengths: Tensor, counts: Denominators, config: Objective
 
 
 def _seq_mean_token_sum_norm(lengths: Tensor, counts: Denominators, config: ObjectiveConfig) -> Tensor | float:
-    """(1/B) Σ_i Σ_t m l / L, Dr. GRPO with the configured L, whatever the padded width."""
+    """(1/B) Σ_i Σ_t m l / L: Dr. GRPO with the configured L, not the padded width."""
     return _share(1.0 / config.max_response_length, counts.num_sequences)
 
 
 def _share(numerator: float, count: Tensor | float) -> Tensor | float:
-    """numerator / count; numerator where nothing is counted: every term is masked then and the loss 0, not 0/0."""
+    """numerator / count; numerator if count is 0, as all terms are masked then and the loss must be 0, not 0/0."""
     return numerator / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1))
 
 
@@ -49,18 +50,20 @@ AGGREGATIONS: dict[str, Callable[[Tensor, Denominators, ObjectiveConfig], Tensor
     "seq-mean-token-sum": _seq_mean_token_sum,
     "seq-mean-token-sum-norm": _seq_mean_token_sum_norm,
 }
-"""Functions of (trained tokens of each sequence [B], global counts, config) to a factor: a number or [B]."""
+"""Functions of (trained tokens of each sequence [B], global counts, config) to a factor: a number or [B].
+A user's function, `file.py:function`, is called the same way."""
 
 
 def token_factors(tokens: Tokens, kept: Tensor, counts: Denominators, config: ObjectiveConfig) -> Tensor | float:
-    """The factor of each token's term, a number or tokens; `kept` are the bool tokens that denominators count."""
+    """Return the factor of each token's term, a number or tokens; `kept`: bool tokens that denominators count."""
     lengths = tokens.lengths if kept is tokens.mask else tokens.layout.sum(kept.to(tokens.weight.dtype))
-    factor = AGGREGATIONS[config.aggregation](lengths, counts, config)
+    aggregate = AGGREGATIONS.get(config.aggregation) or load_function(config.aggregation)
+    factor = aggregate(lengths, counts, config)
     return tokens.layout.expand(factor) if isinstance(factor, Tensor) and factor.dim() else factor
 
 
 def count(tokens: Tokens, kept: Tensor, renormalized: bool) -> Denominators:
-    """Denominators of the given tokens alone. Every sequence counts, fully masked ones too, unless renormalized."""
+    """Return denominators of these tokens. Fully masked sequences count too, unless renormalized."""
     num_tokens = torch.count_nonzero(kept).double()
     if not renormalized:
         return Denominators(num_tokens, float(tokens.layout.num_sequences))
@@ -70,20 +73,20 @@ def count(tokens: Tokens, kept: Tensor, renormalized: bool) -> Denominators:
 
 @torch.no_grad()
 def compute_denominators(inputs: ObjectiveInputs, config: ObjectiveConfig | None = None) -> Denominators:
-    """Counts of these sequences, to be summed over microbatches and ranks before the first gradient.
+    """Return the counts of these sequences; sum them over microbatches and ranks before the first gradient.
 
-    Reads `loss_mask` and its layout. Where `config` has a `renormalize` correction it also applies the corrections,
-    which needs `old_logprobs` and `inference_logprobs` (`current_logprobs` is then any tensor of the same shape; the
-    old log-probs will do). The results are 0-dim tensors on the device: nothing waits for it.
+    Reads `loss_mask` and its layout. If `config` has a `renormalize` correction, it also applies the corrections, which
+    needs `old_logprobs` and `inference_logprobs` (`current_logprobs` may then be any tensor of the same shape, such as
+    the old log-probs). Results are 0-dim tensors on the device, without waiting for it.
 
-    Raises InputError where a needed tensor is absent.
+    Raises InputError if a needed tensor is absent.
     """
     if config is None or not config.renormalizes:
         num_sequences = len(inputs.loss_mask) if inputs.cu_seqlens is None else inputs.cu_seqlens.numel() - 1
         return Denominators(torch.count_nonzero(inputs.loss_mask).double(), float(num_sequences))
     if inputs.old_logprobs is None:
         raise InputError(
-            "old_logprobs is None, but a correction with renormalize: true needs them to count what is kept"
+            "old_logprobs is None, but a correction with renormalize: true needs them to count the kept tokens"
         )
     check_available(inputs, config)
     tokens = read_tokens(inputs)
@@ -91,5 +94,5 @@ def compute_denominators(inputs: ObjectiveInputs, config: ObjectiveConfig | None
 
 
 def kept_tokens(tokens: Tokens, left_out: Tensor | None) -> Tensor:
-    """bool tokens that denominators count; the mask itself where nothing is left out."""
+    """Return the bool tokens that denominators count; the mask itself if no token is left out."""
     return tokens.mask if left_out is None else tokens.mask & ~left_out

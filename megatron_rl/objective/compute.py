@@ -22,7 +22,7 @@ from megatron_rl.objective.inputs import (
 )
 from megatron_rl.objective.instruments import distortion_factor, ids_for_noise, variance_factor
 from megatron_rl.objective.metrics import collect, finalize_metrics
-from megatron_rl.objective.policy_terms import POLICY_TERMS
+from megatron_rl.objective.policy_terms import policy_term
 from megatron_rl.objective.stats import MetricStats
 
 
@@ -43,23 +43,23 @@ def compute_objective(
     denominators: Denominators | None = None,
     noise_key: NoiseKey | tuple[int, int] = (0, 0),
 ) -> ObjectiveResult:
-    """Loss and metric statistics of some sequences of a mini-batch.
+    """Return loss and metric statistics of sequences of a mini-batch.
 
-    With `denominators` of the global mini-batch (see compute_denominators) the losses of its microbatches and ranks
-    sum to the loss of the whole, whatever the split; without, these sequences are the mini-batch. Nothing waits for
-    the device before `result.metrics` is read.
+    With `denominators` of the global mini-batch (see compute_denominators), the losses of its microbatches and ranks
+    sum to the loss of the mini-batch for any split; without them, these sequences are the mini-batch. It does not wait
+    for the device; reading `result.metrics` does.
 
-    Per token: loss = φ · ξ · weight · term, times the factor of the aggregation; all but the term carry no gradient
-    (algorithms.md §2 term, §3 weight, §4 factor, §5 φ and ξ). `noise_key` (seed, step) names the draw of ξ.
+    Per token: loss = φ · ξ · weight · term, times the factor of the aggregation. Only the term has a gradient
+    (algorithms.md §2 term, §3 weight, §4 factor, §5 φ and ξ). `noise_key` (seed, step) selects the draw of ξ.
 
-    Raises InputError where shapes disagree or a needed tensor is absent.
+    Raises InputError if shapes disagree or a needed tensor is absent.
     """
     check_available(inputs, config)
     tokens = read_tokens(inputs, bypass=config.anchor == "bypass")
     corrected = correct(tokens, config)
-    kept = kept_tokens(tokens, corrected.left_out)
-    factor = token_factors(tokens, kept, _denominators(tokens, kept, config, denominators), config)
-    term = POLICY_TERMS[config.policy_term.name](tokens, config.policy_term)
+    contributes = kept_tokens(tokens, corrected.left_out)
+    factor = token_factors(tokens, contributes, _denominators(tokens, contributes, config, denominators), config)
+    term = policy_term(tokens, config.policy_term)
     weight = _token_weight(tokens, config, corrected, denominators is None, NoiseKey(*noise_key))
     loss = (term.loss * (weight * factor)).sum()
     return ObjectiveResult(loss, collect(tokens, config, term, corrected, loss))
@@ -69,7 +69,7 @@ def compute_objective(
 def _token_weight(
     tokens: Tokens, config: ObjectiveConfig, corrected: Corrected, whole_minibatch: bool, key: NoiseKey
 ) -> Tensor:
-    """tokens: product of mask, corrections, φ and ξ."""
+    """Return the product of mask, corrections, φ and ξ: tokens."""
     weight = tokens.weight
     if corrected.weight is not None:
         weight = weight * corrected.weight

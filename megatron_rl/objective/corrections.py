@@ -1,7 +1,7 @@
 """Corrections of the training-inference mismatch: weights and masks outside the policy term (algorithms.md §3).
 
-Symbols: rho = po/mu per token; for terms anchored on the rollout engine (reinforce, dppo) w = pi/mu stands in its
-place. Nothing here carries a gradient. Shapes: "tokens" is [B, T] padded or [N] packed; ``B`` sequences.
+Symbols: rho = po/mu per token; terms anchored on the rollout engine (reinforce, dppo) use w = pi/mu instead. No value
+here has a gradient. Shapes: "tokens" is [B, T] padded or [N] packed; ``B`` sequences.
 """
 
 from __future__ import annotations
@@ -14,19 +14,23 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megatron_rl.config.corrections import Reject
-from megatron_rl.config.objective import ObjectiveConfig
+from megatron_rl.config.objective import FunctionCorrection, Mask, ObjectiveConfig, Opsm, Reject
 from megatron_rl.objective.guards import k3, safe_exp
 from megatron_rl.objective.inputs import Tokens
+from megatron_rl.process.user_functions import load_function
 
 
 class Ratios:
-    """The importance ratios that corrections are made of, each computed at most once."""
+    """Importance ratios for the corrections, each computed at most once."""
 
     def __init__(self, tokens: Tokens, anchored_on_rollout: bool):
         self.tokens = tokens
-        learner = tokens.current.detach() if anchored_on_rollout else tokens.old
-        self.log = learner - tokens.inference  # tokens, log rho (or log w), 0 where masked
+        self._learner = tokens.current.detach() if anchored_on_rollout else tokens.old
+
+    @cached_property
+    def log(self) -> Tensor:
+        """tokens: log rho (or log w), 0 where masked."""
+        return self._learner - self.tokens.inference
 
     @cached_property
     def log_sum(self) -> Tensor:
@@ -55,11 +59,11 @@ class Ratios:
 
 @dataclass(frozen=True)
 class Effect:
-    """What one correction does: multiply by `weight`, then set to 0 where not `keep`."""
+    """The effect of one correction: multiply by `weight`, then set to 0 where not `keep`."""
 
     weight: Tensor | None = None  # tokens
     keep: Tensor | None = None  # bool tokens
-    bounds: tuple[float, float] | None = None  # of the weighting modes' ratio, for rollout_is_* metrics
+    bounds: tuple[float, float] | None = None  # bounds of the weighting modes' ratio, for rollout_is_* metrics
 
 
 def importance(config, ratios: Ratios) -> Effect:
@@ -68,8 +72,10 @@ def importance(config, ratios: Ratios) -> Effect:
 
 
 def truncated(config, ratios: Ratios) -> Effect:
-    """`tis`: min(rho, C) [LD; FP16]."""
-    return Effect(weight=ratios.at(config.level).clamp(max=config.cap), bounds=(0.0, config.cap))
+    """`tis`: min(rho, C) [LD; FP16]; with a lower bound max(that, lower)."""
+    return Effect(
+        weight=ratios.at(config.level).clamp(config.lower, config.cap), bounds=(config.lower or 0.0, config.cap)
+    )
 
 
 def masked(config, ratios: Ratios) -> Effect:
@@ -89,8 +95,8 @@ def _band(ratio: Tensor, lower: float, upper: float) -> Effect:
 def reject(config: Reject, ratios: Ratios) -> Effect:
     """`reject`: 1[lower <= statistic <= upper] on whole sequences.
 
-    `geometric` and `seq_mean_k1` hold mean_t log rho, which is minus the mean of k1, against
-    [log lower, log upper]; holding k1 itself against them would keep [1/upper, 1/lower] instead.
+    `geometric` and `seq_mean_k1` compare mean_t log rho (minus the mean of k1) with [log lower, log upper]; comparing
+    k1 itself would keep [1/upper, 1/lower] instead.
     """
     if config.on_ratio_scale:
         statistic, lower, upper = ratios.log_mean, _log(config.lower, -math.inf), _log(config.upper, math.inf)
@@ -102,6 +108,14 @@ def reject(config: Reject, ratios: Ratios) -> Effect:
     return Effect(keep=ratios.expand((statistic >= lower) & (statistic <= upper)))
 
 
+def mask(config: Mask, ratios: Ratios) -> Effect:
+    """`mask`: 1[lower <= ratio <= upper], on tokens or on whole sequences; the weight stays 1."""
+    ratio = ratios.at(config.level)
+    lower = 0.0 if config.lower is None else config.lower
+    upper = math.inf if config.upper is None else config.upper
+    return Effect(keep=(ratio >= lower) & (ratio <= upper))
+
+
 def veto(config, ratios: Ratios) -> Effect:
     """`veto`: drop a sequence with any rho_t below the threshold."""
     tokens = ratios.tokens
@@ -109,9 +123,14 @@ def veto(config, ratios: Ratios) -> Effect:
     return Effect(keep=ratios.expand(tokens.layout.sum(catastrophic.to(tokens.weight.dtype)) == 0))
 
 
-def opsm(config, ratios: Ratios | None, tokens: Tokens) -> Effect:
-    """`opsm`, off-policy sequence masking: drop where A < 0 and mean_t(log po - log pi) > δ."""
-    drift = tokens.sequence_mean(-tokens.log_ratio.detach())
+def opsm(config: Opsm, ratios: Ratios) -> Effect:
+    """`opsm`, off-policy sequence masking: drop where A < 0 and mean_t(log pi_old - log pi) > δ [DeepSeek-V3.2 Eq 9].
+
+    pi_old is mu, the probability that the rollout engine returned; with ``pi_old: learner`` it is po.
+    """
+    tokens = ratios.tokens
+    old = tokens.inference if config.pi_old == "rollout" else tokens.old
+    drift = tokens.sequence_mean(old - tokens.current.detach())
     return Effect(keep=~(tokens.layout.expand(drift > config.delta) & (tokens.advantages < 0)))
 
 
@@ -125,14 +144,16 @@ CORRECTIONS: dict[str, Callable[[object, Ratios], Effect]] = {
     "mis": masked,
     "icepop": icepop,
     "reject": reject,
+    "mask": mask,
     "veto": veto,
+    "opsm": opsm,
 }
-"""Keys are the `mode` of an entry of ObjectiveConfig.correction; `opsm` is apart because it needs no mu."""
+"""Keys are the `mode` of an entry of ObjectiveConfig.correction, but `function`, which names one of the user's."""
 
 
 @dataclass(frozen=True)
 class Corrected:
-    """All corrections of an objective together; None stands for ones, or for nothing dropped."""
+    """All corrections of an objective combined; None means ones, or nothing dropped."""
 
     weight: Tensor | None = None  # tokens: product of all weights and masks
     dropped: Tensor | None = None  # bool tokens, trained tokens that some mask set to 0
@@ -145,14 +166,22 @@ class Corrected:
 def correct(tokens: Tokens, config: ObjectiveConfig) -> Corrected:
     """Apply every entry of `config.correction`; weights multiply, masks accumulate."""
     entries, result = config.active_corrections, Corrected()
-    if any(entry.mode != "opsm" for entry in entries):
-        ratios = Ratios(tokens, config.anchored_on_rollout)
+    ratios = Ratios(tokens, config.anchored_on_rollout)
     for entry in entries:
-        effect = opsm(entry, None, tokens) if entry.mode == "opsm" else CORRECTIONS[entry.mode](entry, ratios)
+        is_own = isinstance(entry, FunctionCorrection)
+        effect = _of_user(entry, ratios) if is_own else CORRECTIONS[entry.mode](entry, ratios)
         result = _combine(result, entry, effect, tokens)
         if effect.bounds is not None and result.bounds is None:
-            result = replace(result, ratio=ratios.at(entry.level), bounds=effect.bounds)
+            result = replace(result, ratio=ratios.at(getattr(entry, "level", "token")), bounds=effect.bounds)
     return result
+
+
+def _of_user(entry: FunctionCorrection, ratios: Ratios) -> Effect:
+    """What a user's function returns: an `Effect`, a weight (floating point) or what to keep (bool), each tokens."""
+    result = load_function(entry.function)(ratios, **entry.parameters)
+    if isinstance(result, Effect):
+        return result
+    return Effect(keep=result) if result.dtype == torch.bool else Effect(weight=result)
 
 
 def _combine(result: Corrected, entry, effect: Effect, tokens: Tokens) -> Corrected:

@@ -1,4 +1,4 @@
-"""What an objective is computed from, and the denominators it divides by.
+"""Inputs of an objective, and its denominators.
 
 Shapes: ``B`` sequences, ``T`` padded length, ``N`` packed tokens; "tokens" is [B, T] when padded and [N] when packed.
 """
@@ -6,27 +6,127 @@ Shapes: ``B`` sequences, ``T`` padded length, ``N`` packed tokens; "tokens" is [
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_rl.config.objective import ObjectiveConfig
+from megatron_rl.config.objective import ObjectiveConfig, label_of
 from megatron_rl.errors import InputError
 from megatron_rl.objective.guards import MIN_LOGPROB
-from megatron_rl.objective.layout import Layout, Packed, Padded
+
+# Layouts: reductions from tokens to sequences and back, the same for padded rows and packed tokens.
+#
+# Shapes: ``B`` sequences, ``T`` padded length, ``N`` packed tokens; "tokens" is [B, T] when padded and [N] when packed.
+# No operation waits for the device. None uses atomics, so equal inputs give equal bits.
+
+
+class Layout(Protocol):
+    num_sequences: int
+
+    def sum(self, values: Tensor) -> Tensor:
+        """tokens → [B]: sum over each sequence; differentiable."""
+
+    def max(self, values: Tensor) -> Tensor:
+        """tokens → [B]: largest value of each sequence; not differentiable. Values must be >= 0."""
+
+    def expand(self, per_sequence: Tensor) -> Tensor:
+        """[B] → tokens: each token gets its sequence's value; differentiable where floating point."""
+
+    def rank(self, mask: Tensor) -> Tensor:
+        """bool tokens → int64 tokens: number of earlier tokens of the same sequence where ``mask`` is true."""
+
+
+class Padded:
+    """One sequence per row of [B, T]."""
+
+    def __init__(self, mask: Tensor):
+        self.num_sequences, self._width = mask.shape
+
+    def sum(self, values: Tensor) -> Tensor:
+        return values.sum(dim=-1)
+
+    def max(self, values: Tensor) -> Tensor:
+        return values.amax(dim=-1) if self._width else values.new_zeros(self.num_sequences)
+
+    def expand(self, per_sequence: Tensor) -> Tensor:
+        return per_sequence[:, None].expand(-1, self._width)
+
+    def rank(self, mask: Tensor) -> Tensor:
+        counted = mask.to(torch.int64)
+        return counted.cumsum(dim=-1) - counted
+
+
+class Packed:
+    """Sequences one after another in [N]; sequence i holds tokens cu_seqlens[i] to cu_seqlens[i + 1] - 1.
+
+    Tokens beyond the last offset (padding of the pack) belong to no sequence and must be masked out.
+    """
+
+    def __init__(self, mask: Tensor, cu_seqlens: Tensor):
+        self.num_sequences = cu_seqlens.numel() - 1
+        self._offsets = cu_seqlens.to(device=mask.device, dtype=torch.int64)
+        tail = mask.numel() - self._offsets[-1:]
+        owners = torch.arange(self.num_sequences + 1, device=mask.device).clamp_(max=max(self.num_sequences - 1, 0))
+        counts = torch.cat([self._offsets.diff(), tail])
+        # Without the size, repeat_interleave would read it back from the device.
+        self._sequence = owners.repeat_interleave(counts, output_size=mask.numel())
+
+    def sum(self, values: Tensor) -> Tensor:
+        return _SegmentSum.apply(values, self._offsets, self._sequence)
+
+    def max(self, values: Tensor) -> Tensor:
+        return torch.segment_reduce(values.detach(), "max", offsets=self._offsets, initial=0.0, unsafe=True)
+
+    def expand(self, per_sequence: Tensor) -> Tensor:
+        return _SegmentExpand.apply(per_sequence, self._offsets, self._sequence)
+
+    def rank(self, mask: Tensor) -> Tensor:
+        counted = mask.to(torch.int64)
+        before = counted.cumsum(dim=0) - counted
+        starts = torch.cat([before, before.new_zeros(1)]).index_select(0, self._offsets[:-1])
+        return before - starts.index_select(0, self._sequence)
+
+
+class _SegmentSum(torch.autograd.Function):
+    """tokens [N] → [B]. It replaces index_add, whose order of additions varies on a GPU."""
+
+    @staticmethod
+    def forward(ctx, values, offsets, sequence):
+        ctx.save_for_backward(sequence)
+        return torch.segment_reduce(values, "sum", offsets=offsets, initial=0.0, unsafe=True)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (sequence,) = ctx.saved_tensors
+        return grad.index_select(0, sequence), None, None
+
+
+class _SegmentExpand(torch.autograd.Function):
+    """[B] → tokens [N]; its gradient is the sum over each sequence."""
+
+    @staticmethod
+    def forward(ctx, per_sequence, offsets, sequence):
+        ctx.save_for_backward(offsets)
+        return per_sequence.index_select(0, sequence)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (offsets,) = ctx.saved_tensors
+        summed = torch.segment_reduce(grad.contiguous(), "sum", offsets=offsets, initial=0.0, unsafe=True)
+        return summed, None, None
 
 
 @dataclass(frozen=True)
 class ObjectiveInputs:
     """Log-probs of the sampled tokens, padded [B, T], or packed [N] with `cu_seqlens`; whole sequences either way.
 
-    Values under a false `loss_mask` (prompts, padding, NaN or not) are never read. Log-probs in half precision are
-    taken to float32.
+    Values where `loss_mask` is false (prompts, padding, even NaN) are never read. Log-probs in half precision are
+    converted to float32.
     """
 
     current_logprobs: Tensor  # tokens, log pi; the only tensor that gets a gradient
-    old_logprobs: Tensor | None  # tokens, log po; None: exactly one update per rollout batch, so po = sg(pi)
+    old_logprobs: Tensor | None  # tokens, log po; None if each rollout batch has one update, so that po = sg(pi)
     inference_logprobs: Tensor | None  # tokens, log mu; None: no correction and no mismatch metrics
     advantages: Tensor  # [B], or tokens (a packed tensor of N values is per token)
     loss_mask: Tensor  # tokens, bool or 0/1: trained tokens
@@ -37,21 +137,21 @@ class ObjectiveInputs:
 
 
 class NoiseKey(NamedTuple):
-    """Names the noise of one optimizer step, on every rank and layout."""
+    """Identifies the noise of one optimizer step, the same on every rank and layout."""
 
     seed: int = 0
-    step: int = 0  # optimizer step; another one, another draw
+    step: int = 0  # optimizer step; each has its own draw
 
 
 @dataclass(frozen=True)
 class Denominators:
     """Counts over the global mini-batch: all microbatches of all data-parallel ranks, computed once.
 
-    Numbers, or 0-dim tensors on the device. Local counts add up: reduce `as_tensor()` over the ranks.
+    They are numbers or 0-dim tensors on the device. To sum local counts, reduce `as_tensor()` over the ranks.
     """
 
     num_tokens: Tensor | float  # trained tokens
-    num_sequences: Tensor | float  # sequences, the fully masked ones included
+    num_sequences: Tensor | float  # sequences, including fully masked ones
     renormalized: bool = False  # counted without the tokens that `renormalize` corrections drop
 
     def __add__(self, other: Denominators) -> Denominators:
@@ -62,14 +162,9 @@ class Denominators:
         )
 
     def as_tensor(self, device: torch.device | str | None = None) -> Tensor:
-        """[2] float64, for a reduction over ranks."""
+        """Return the counts as [2] float64, for a reduction over ranks."""
         counts = (self.num_tokens, self.num_sequences)
         return torch.stack([torch.as_tensor(count, dtype=torch.float64, device=device) for count in counts])
-
-    @classmethod
-    def from_tensor(cls, counts: Tensor, renormalized: bool = False) -> Denominators:
-        """The inverse of `as_tensor`; stays on the device."""
-        return cls(counts[0], counts[1], renormalized)
 
 
 @dataclass(frozen=True)
@@ -95,7 +190,7 @@ class Tokens:
 
 
 def read_tokens(inputs: ObjectiveInputs, bypass: bool = False) -> Tokens:
-    """Check shapes and bring every tensor to one dtype, masked places to 0. Raises InputError naming the tensor.
+    """Check shapes and return all tensors in one dtype, 0 where masked. Raises InputError that names the tensor.
 
     ``bypass``: r is measured from mu instead of po (`objective.anchor`).
     """
@@ -104,7 +199,9 @@ def read_tokens(inputs: ObjectiveInputs, bypass: bool = False) -> Tokens:
     layout = Padded(mask) if inputs.cu_seqlens is None else Packed(mask, inputs.cu_seqlens)
     dtype = torch.promote_types(inputs.current_logprobs.dtype, torch.float32)
     outside = ~mask
-    current = inputs.current_logprobs.to(dtype).masked_fill(outside, 0.0)
+    current = inputs.current_logprobs.to(dtype)
+    # A token that the learner holds for impossible has a finite log-prob and no gradient, as mu and po have a floor.
+    current = current.clamp(min=MIN_LOGPROB).masked_fill(outside, 0.0)
 
     def constant(logprobs: Tensor) -> Tensor:
         return logprobs.detach().to(dtype).clamp(min=MIN_LOGPROB).masked_fill_(outside, 0.0)
@@ -157,10 +254,14 @@ def _check_shapes(inputs: ObjectiveInputs) -> None:
 
 
 def check_available(inputs: ObjectiveInputs, config: ObjectiveConfig) -> None:
-    """Raise InputError where the objective needs log-probs that are absent."""
-    term = config.policy_term.name
+    """Raise InputError if the objective needs log-probs that are absent."""
+    term = label_of(config.policy_term, "name")
     if inputs.inference_logprobs is None:
-        users = [f"correction mode {item.mode}" for item in config.active_corrections if item.mode != "opsm"]
+        users = [
+            f"correction mode {label_of(item, 'mode')}"
+            for item in config.active_corrections
+            if getattr(item, "pi_old", "rollout") == "rollout"
+        ]
         users += [f"policy term {term}"] if config.policy_term.carries_w else []
         users += ["anchor bypass"] if config.anchor == "bypass" else []
         if users:

@@ -1,9 +1,9 @@
-"""Metrics of an objective (algorithms.md §11): what is summed per microbatch, and how sums become numbers.
+"""Metrics of an objective (algorithms.md §11): sums per microbatch, and the numbers computed from them.
 
-Symbols: mu, po, pi = probability under the rollout engine, the learner at rollout weights, the learner now;
-d = log mu - log po, rho = po/mu, r = pi/po. Where no old log-probs exist po is pi of the same step.
-Ratios are summed as rho - 1 and probabilities as 1 - p: variances and correlations of numbers close to 1 then keep
-their digits. Shapes: "tokens" is [B, T] padded or [N] packed; ``B`` sequences.
+Symbols: mu, po, pi = probability under the rollout engine, the learner at rollout weights, the current learner;
+d = log mu - log po, rho = po/mu, r = pi/po. Without old log-probs, po is pi of the same step. Ratios are summed as
+rho - 1 and probabilities as 1 - p, so that variances and correlations of numbers close to 1 keep their digits. Shapes:
+"tokens" is [B, T] padded or [N] packed; ``B`` sequences.
 """
 
 from __future__ import annotations
@@ -16,19 +16,24 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.objective import ObjectiveConfig
-from megatron_rl.objective.by_distance import LABELS, collect_by_distance, finalize_by_distance
 from megatron_rl.objective.corrections import Corrected
 from megatron_rl.objective.guards import MAX_LOG_RATIO, safe_exp
 from megatron_rl.objective.inputs import Tokens
 from megatron_rl.objective.instruments import REFERENCE_DISTORTION, is_low
-from megatron_rl.objective.mismatch_detail import collect_detail, finalize_detail
+from megatron_rl.objective.mismatch_detail import (
+    LABELS,
+    collect_by_distance,
+    collect_detail,
+    finalize_by_distance,
+    finalize_detail,
+)
 from megatron_rl.objective.policy_terms import Term
 from megatron_rl.objective.stats import Collector, MetricStats
 
 
 @torch.no_grad()
 def collect(tokens: Tokens, config: ObjectiveConfig, term: Term, corrected: Corrected, loss: Tensor) -> MetricStats:
-    """Statistics of one call of compute_objective; `loss` is its share of the loss."""
+    """Return the statistics of one call of compute_objective; `loss` is its share of the loss."""
     collector = start(tokens)
     collector.add("pg_loss", loss)
     collector.add("log r", tokens.log_ratio)
@@ -52,7 +57,7 @@ def collect(tokens: Tokens, config: ObjectiveConfig, term: Term, corrected: Corr
 
 
 def start(tokens: Tokens) -> Collector:
-    """A collector that holds the counts every mean divides by: trained tokens, sequences with any."""
+    """Return a collector with the denominators of all means: trained tokens, and sequences that have any."""
     collector = Collector()
     collector.add("tokens", tokens.lengths)
     collector.add("sequences", tokens.lengths > 0)
@@ -60,7 +65,7 @@ def start(tokens: Tokens) -> Collector:
 
 
 def collect_mismatch(collector: Collector, tokens: Tokens, bands: Sequence[float]) -> None:
-    """Statistics of rho = po/mu and of the two probabilities over trained tokens."""
+    """Add the statistics of rho = po/mu and of both probabilities over trained tokens."""
     log_rho = tokens.old - tokens.inference
     clamped = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     excess = clamped.expm1()  # rho - 1
@@ -77,7 +82,7 @@ def collect_mismatch(collector: Collector, tokens: Tokens, bands: Sequence[float
     collector.add_product("po mu", rest_po, rest_mu)
     below = torch.zeros_like(tokens.mask)
     for label, high in zip(band_labels(bands), [*bands, None]):
-        # Masked tokens have log po = 0 and are below no edge; the last band takes what is left of the mask.
+        # Masked tokens have log po = 0, which is below no edge; the last band is the rest of the mask.
         below_high = tokens.mask if high is None else tokens.old < math.log(high)
         inside = below_high ^ below
         collector.add(f"tokens in {label}", inside)
@@ -97,10 +102,10 @@ def _collect_sequence_mismatch(collector: Collector, tokens: Tokens, log_rho: Te
 
 
 def _collect_spurious(collector: Collector, tokens: Tokens, term: Term) -> None:
-    """X = r A [OH Eq 10], and X (phi - 1) [OH Eq 14].
+    """Add the statistics of X = r A [OH Eq 10] and X (phi - 1) [OH Eq 14].
 
-    phi = 0 on every token whose ratio is outside the clip range, whether its gradient is cut or not [OH Eq 12]; for
-    terms without such a range, where the term clips.
+    phi = 0 on every token whose ratio is outside the clip range, even if its gradient is not cut [OH Eq 12]. For terms
+    without such a range, phi = 0 where the term clips.
     """
     x = safe_exp(tokens.log_ratio.detach()) * tokens.advantages
     inverse = (tokens.inference - tokens.old).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1_()
@@ -116,23 +121,30 @@ def _collect_corrections(collector: Collector, tokens: Tokens, corrected: Correc
     if corrected.bounds is not None:
         lower, upper = corrected.bounds
         ratio = corrected.ratio
-        # The floor 1/C of a one-sided cap is verl's: it keeps the effective sample size from rewarding tiny weights.
+        # A one-sided cap has verl's floor 1/C, so that tiny weights do not raise the effective sample size.
         bounded = (ratio.clamp(lower or (1 / upper if upper < math.inf else 0.0), upper) - 1) * tokens.weight
         collector.add("is", (ratio - 1) * tokens.weight)
         collector.range_of("is", ratio, tokens.mask, smallest=True)
         collector.add_moments("is bounded", bounded)
         collector.add("is outside", ((ratio < lower) | (ratio > upper)) & tokens.mask)
+    if corrected.weight is not None:
+        applied = (corrected.weight - 1) * tokens.weight
+        collector.range_of("applied", corrected.weight, tokens.mask, smallest=True)
+        collector.add_moments("applied", applied)
     if corrected.dropped is not None:
         collector.add("dropped", corrected.dropped)
         collector.add("dropped sequences", tokens.layout.sum(corrected.dropped.to(tokens.weight.dtype)) > 0)
 
 
 def finalize_metrics(stats: MetricStats) -> dict[str, float]:
-    """Numbers with the names of algorithms.md §11 from statistics of a whole mini-batch (the one read of the device).
+    """Return the metrics of algorithms.md §11 from statistics of a whole mini-batch. It reads the device once.
 
-    Absent inputs leave their metrics out. A mini-batch without a trained token has mean 0 everywhere, not NaN.
+    Metrics of absent inputs are left out. For a mini-batch without trained tokens, only its loss (0) and counts are
+    returned: means are left out, so that no alarm or curve takes them for measurements.
     """
     sums, maxs, mins = _read(stats)
+    if not sums["tokens"]:
+        return {"actor/pg_loss": sums["pg_loss"], **_band_metrics(sums)}
     metrics = {**_actor_metrics(sums), **_correction_metrics(sums, maxs, mins)}
     if "rho" in sums:
         metrics.update(_mismatch_metrics(sums, maxs))
@@ -146,9 +158,9 @@ def finalize_metrics(stats: MetricStats) -> dict[str, float]:
 
 
 def finalize_mismatch(stats: MetricStats) -> dict[str, float]:
-    """Numbers from statistics that collect_mismatch alone has filled."""
+    """Return the mismatch metrics from statistics of collect_mismatch; without tokens, only counts."""
     sums, maxs, _ = _read(stats)
-    return _mismatch_metrics(sums, maxs)
+    return _mismatch_metrics(sums, maxs) if sums["tokens"] else _band_metrics(sums)
 
 
 def _read(stats: MetricStats) -> tuple[dict[str, float], ...]:
@@ -177,22 +189,39 @@ def _spurious_metrics(sums: dict[str, float]) -> dict[str, float]:
 def _correction_metrics(sums: dict, maxs: dict, mins: dict) -> dict[str, float]:
     num_tokens, metrics = max(sums["tokens"], 1.0), {}
     if "is" in sums:
-        mean = sums["is bounded"] / num_tokens
-        square = sums["is bounded²"] / num_tokens
-        second_moment = square + 2 * mean + 1
+        std, sample_size = _spread(sums, "is bounded")
         metrics = {
             "mean": 1 + sums["is"] / num_tokens,
-            "std": math.sqrt(max(square - mean**2, 0.0)),
+            "std": std,
             "max": _finite(maxs["is"]),
             "min": _finite(mins["is"]),
-            "eff_sample_size": (1 + mean) ** 2 / second_moment if second_moment > 0 else 0.0,
+            "eff_sample_size": sample_size,
             "oob_ratio": sums["is outside"] / num_tokens,
         }
         metrics = {f"rollout_corr/rollout_is_{name}": value for name, value in metrics.items()}
+    if "applied" in sums:
+        std, sample_size = _spread(sums, "applied")
+        applied = {
+            "mean": 1 + sums["applied"] / num_tokens,
+            "std": std,
+            "max": _finite(maxs["applied"]),
+            "min": _finite(mins["applied"]),
+            "eff_sample_size": sample_size,
+        }
+        metrics |= {f"rollout_corr/applied_weight_{name}": value for name, value in applied.items()}
     if "dropped" in sums:
         metrics["rollout_corr/rollout_rs_masked_fraction"] = sums["dropped"] / num_tokens
         metrics["rollout_corr/rollout_rs_seq_masked_fraction"] = sums["dropped sequences"] / max(sums["sequences"], 1.0)
     return metrics
+
+
+def _spread(sums: dict, name: str) -> tuple[float, float]:
+    """Return standard deviation and effective sample size (Σw)² / (n Σw²) of weights summed as w - 1 under ``name``."""
+    num_tokens = max(sums["tokens"], 1.0)
+    mean, square = sums[name] / num_tokens, sums[f"{name}²"] / num_tokens
+    second_moment = square + 2 * mean + 1
+    sample_size = (1 + mean) ** 2 / second_moment if second_moment > 0 else 0.0
+    return math.sqrt(max(square - mean**2, 0.0)), sample_size
 
 
 def _mismatch_metrics(sums: dict[str, float], maxs: dict[str, float]) -> dict[str, float]:
@@ -218,12 +247,12 @@ def _mismatch_metrics(sums: dict[str, float], maxs: dict[str, float]) -> dict[st
 
 
 def band_labels(edges: Sequence[float]) -> list[str]:
-    """["0-0.1", "0.1-1"] of one edge 0.1: the bands [low, high) of po."""
+    """Return labels of the bands [low, high) of po: ["0-0.1", "0.1-1"] for one edge 0.1."""
     return [f"{low:g}-{high:g}" for low, high in pairwise([0.0, *edges, 1.0])]
 
 
 def _band_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Mean and count of rho per band of po; an empty band has count 0 and no mean."""
+    """Return mean and count of rho per band of po; an empty band has count 0 and no mean."""
     metrics = {}
     for label in (name.removeprefix("tokens in ") for name in sums if name.startswith("tokens in ")):
         count = sums[f"tokens in {label}"]
@@ -234,7 +263,7 @@ def _band_metrics(sums: dict[str, float]) -> dict[str, float]:
 
 
 def _std(sums: dict[str, float], name: str) -> float:
-    """Sample standard deviation (n - 1), as torch.std and verl; 0 for fewer than two tokens."""
+    """Return the sample standard deviation (n - 1), as torch.std and verl do; 0 for fewer than two tokens."""
     num_tokens = sums["tokens"]
     if num_tokens < 2:
         return 0.0
@@ -243,7 +272,7 @@ def _std(sums: dict[str, float], name: str) -> float:
 
 
 def _correlation(sums: dict[str, float], x: str, y: str, num_tokens: float) -> float:
-    """Pearson correlation; 0 where one of the two does not vary, which leaves it undefined."""
+    """Return the Pearson correlation; 0 if one of the two is constant, where it is undefined."""
     variance_x = sums[f"{x}²"] - sums[x] ** 2 / num_tokens
     variance_y = sums[f"{y}²"] - sums[y] ** 2 / num_tokens
     covariance = sums[f"{x} {y}"] - sums[x] * sums[y] / num_tokens
@@ -252,5 +281,5 @@ def _correlation(sums: dict[str, float], x: str, y: str, num_tokens: float) -> f
 
 
 def _finite(value: float) -> float:
-    """0 for the extreme of an empty set."""
+    """Return ``value``, or 0 for the extreme of an empty set."""
     return value if math.isfinite(value) else 0.0

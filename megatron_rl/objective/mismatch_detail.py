@@ -1,8 +1,8 @@
-"""Mismatch by probability, position and length, as the papers' figures draw it (`objective.mismatch_detail`).
+"""Mismatch by probability, position and length, as in the papers' figures (`objective.mismatch_detail`).
 
-Symbols as in `metrics`: d = log mu - log po, rho = po/mu. Everything is a sum per microbatch, without atomics and
-without waiting for the device, so that it adds up over any split like every other metric. Shapes: "tokens" is [B, T]
-padded or [N] packed; ``B`` sequences.
+Symbols as in `metrics`: d = log mu - log po, rho = po/mu. All values are sums per microbatch, computed without atomics
+and without waiting for the device, so that they add up over any split. Shapes: "tokens" is [B, T] padded or [N] packed;
+``B`` sequences.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ PLACE_EDGES = (4, 16, 64, 256, 1024, 4096, 16384, 65536)
 """Bounds of the bins of positions and of lengths, in tokens."""
 PROBABILITY_BINS = 20
 SMALLEST_LOG_RHO, NUM_LOG_RHO_EDGES = 1e-6, 40
-"""|log rho| is counted in bins from this to MAX_LOG_RATIO, each 1.54 times as wide as the one before: quantiles of rho
-are interpolated in one of them."""
+"""|log rho| is counted in bins from this value to MAX_LOG_RATIO, each 1.54 times as wide as the previous. Quantiles of
+rho are interpolated inside a bin."""
 QUANTILES = (0.05, 0.5, 0.95)
 
 
 def place_labels() -> list[str]:
-    """["0-4", "4-16", …, "65536-"]: the bins [low, high) of positions and lengths."""
+    """Return the labels of the bins [low, high) of positions and lengths: ["0-4", "4-16", …, "65536-"]."""
     return [f"{low}-{high}" for low, high in pairwise([0, *PLACE_EDGES])] + [f"{PLACE_EDGES[-1]}-"]
 
 
@@ -37,13 +37,13 @@ def probability_labels() -> list[str]:
 
 
 def log_rho_edges() -> list[float]:
-    """Ascending, symmetric about 0."""
+    """Return the edges of the bins of log rho, ascending and symmetric about 0."""
     positive = [SMALLEST_LOG_RHO * math.exp(i * _log_step()) for i in range(NUM_LOG_RHO_EDGES)]
     return [-edge for edge in reversed(positive)] + positive
 
 
 def collect_detail(collector: Collector, tokens: Tokens, bands: Sequence[str], band_edges: Sequence[float]) -> None:
-    """``bands``: labels of the bands of po that ``band_edges`` divide (0, 1) into."""
+    """Add the detailed statistics. ``bands``: labels of the bands of po that ``band_edges`` divide (0, 1) into."""
     log_rho = (tokens.old - tokens.inference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     difference = tokens.old.exp() - tokens.inference.exp()
     collector.range_of("po - mu", difference, tokens.mask, smallest=True)
@@ -64,9 +64,9 @@ def collect_detail(collector: Collector, tokens: Tokens, bands: Sequence[str], b
     by_length = _bins(tokens.lengths, PLACE_EDGES)
     trained, product = tokens.lengths > 0, tokens.layout.sum(tokens.old - tokens.inference).abs()
     for i, label in enumerate(place_labels()):
-        here = (place == i) & tokens.mask
-        collector.add(f"tokens at {label}", here)
-        collector.add(f"|d| at {label}", log_rho.abs() * here)
+        in_bin = (place == i) & tokens.mask
+        collector.add(f"tokens at {label}", in_bin)
+        collector.add(f"|d| at {label}", log_rho.abs() * in_bin)
         of_length = (by_length == i) & trained
         collector.add(f"sequences of {label}", of_length)
         collector.add(f"|sum d| of {label}", product * of_length)
@@ -74,7 +74,7 @@ def collect_detail(collector: Collector, tokens: Tokens, bands: Sequence[str], b
 
 
 def _bins(values: Tensor, edges: Sequence[float]) -> Tensor:
-    """Index of the bin [low, high) that each value falls into, 0 … len(edges); for few edges."""
+    """Return the index of the bin [low, high) of each value, 0 … len(edges); fast for few edges."""
     index = torch.zeros_like(values, dtype=torch.int64)
     for edge in edges:
         index += values >= edge
@@ -82,7 +82,7 @@ def _bins(values: Tensor, edges: Sequence[float]) -> Tensor:
 
 
 def _log_rho_bins(log_rho: Tensor) -> Tensor:
-    """The same for `log_rho_edges`, which are made on the device: a copy from the host would be waited for."""
+    """Return the same for `log_rho_edges`, computed on the device: copying them from the host would wait."""
     steps = torch.arange(NUM_LOG_RHO_EDGES, dtype=torch.float64, device=log_rho.device)
     positive = SMALLEST_LOG_RHO * (steps * _log_step()).exp()
     edges = torch.cat([-positive.flip(0), positive]).to(log_rho.dtype)
@@ -94,14 +94,14 @@ def _log_step() -> float:
 
 
 def _add_counts(collector: Collector, name: str, index: Tensor, mask: Tensor, size: int) -> None:
-    """How often each of 0 … size - 1 occurs in ``index`` under the mask."""
+    """Add how often each of 0 … size - 1 occurs in ``index`` under the mask."""
     ordered = index.masked_fill(~mask, -1).flatten().sort().values
     bounds = torch.searchsorted(ordered, torch.arange(size + 1, device=index.device))
     collector.add_vector(name, bounds.diff())
 
 
 def finalize_detail(sums: dict[str, float], maxs: dict[str, float], mins: dict[str, float]) -> dict[str, float]:
-    """`mismatch/*` of the sums of a whole mini-batch; a bin without tokens (sequences) has a count of 0 and no mean."""
+    """Return `mismatch/*` from the sums of a whole mini-batch; an empty bin has a count of 0 and no mean."""
     num_tokens = max(sums["tokens"], 1.0)
     total_variation = sums["|rho - 1|"] / num_tokens / 2
     metrics = {
@@ -133,16 +133,57 @@ def finalize_detail(sums: dict[str, float], maxs: dict[str, float], mins: dict[s
 
 
 def _quantile(counts: Sequence[float], share: float) -> float:
-    """The log rho below which ``share`` of the counted tokens lie, linear inside a bin."""
+    """Return the log rho below which the share ``share`` of tokens is, interpolated linearly inside a bin."""
     edges = [-MAX_LOG_RATIO, *log_rho_edges(), MAX_LOG_RATIO]
-    wanted, before = share * sum(counts), 0.0
+    rank, before = share * sum(counts), 0.0
     for count, low, high in zip(counts, edges, edges[1:], strict=True):
-        if count and before + count >= wanted:
-            return low + (high - low) * (wanted - before) / count
+        if count and before + count >= rank:
+            return low + (high - low) * (rank - before) / count
         before += count
     return edges[-1]
 
 
 def _finite(value: float) -> float:
-    """0 for the extreme of an empty set."""
+    """Return ``value``, or 0 for the extreme of an empty set."""
     return value if math.isfinite(value) else 0.0
+
+
+# Mismatch by the age of the weights that sampled a token, if generation runs ahead (`rollout.max_staleness`).
+#
+# A response may come from several policies (`rollout.in_flight`). If the weights have not changed since, rho = po/mu is
+# only the engines' mismatch; each optimizer step in between adds staleness. Shapes: "tokens" is [B, T] padded or [N]
+# packed.
+
+
+EDGES = (0, 1, 2, 3, 5, 9, 17)
+"""Distances in optimizer steps at which a bin begins."""
+LABELS = [f"{low}" if high == low + 1 else f"{low}-{high - 1}" for low, high in pairwise(EDGES)] + [f"{EDGES[-1]}-"]
+
+
+def collect_by_distance(collector: Collector, log_rho: Tensor, distances: Tensor, mask: Tensor) -> None:
+    """Add statistics of ``log_rho`` (tokens, log po - log mu) by ``distances`` (tokens, int) under ``mask``."""
+    clamped = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    k3 = clamped.expm1() - clamped
+    edges = torch.tensor(EDGES[1:], device=distances.device)
+    index = torch.bucketize(distances, edges, right=True)
+    for number, label in enumerate(LABELS):
+        in_bin = (index == number) & mask
+        collector.add(f"tokens of age {label}", in_bin)
+        collector.add_moments(f"log rho of age {label}", clamped * in_bin)
+        collector.add(f"k3 of age {label}", k3 * in_bin)
+
+
+def finalize_by_distance(sums: dict[str, float]) -> dict[str, float]:
+    """Return `mismatch/*/distance/*` from the sums of a mini-batch; a distance without tokens has no metrics."""
+    metrics, num_tokens = {}, max(sums["tokens"], 1.0)
+    for label in LABELS:
+        if not (count := sums[f"tokens of age {label}"]):
+            continue
+        total, square = sums[f"log rho of age {label}"], sums[f"log rho of age {label}²"]
+        metrics[f"mismatch/share/distance/{label}"] = count / num_tokens
+        metrics[f"mismatch/log_rho_mean/distance/{label}"] = total / count
+        metrics[f"mismatch/k3/distance/{label}"] = sums[f"k3 of age {label}"] / count
+        if count > 1:
+            variance = max(square - total**2 / count, 0.0) / (count - 1)
+            metrics[f"mismatch/log_rho_std/distance/{label}"] = math.sqrt(variance)
+    return metrics

@@ -1,8 +1,8 @@
 """Policy terms: the loss of one token before correction, instruments and aggregation (algorithms.md §2).
 
-Symbols: r = pi/po, w = pi/mu, A = advantage, sg = stop-gradient. Shapes: every argument and result is "tokens",
-[B, T] padded or [N] packed, zero where masked; ``B`` sequences where said. A term of a sequence is repeated on its
-tokens, so that seq-mean-token-mean gives it back.
+Symbols: r = pi/po, w = pi/mu, A = advantage, sg = stop-gradient. Shapes: all arguments and results are "tokens" unless
+noted: [B, T] padded or [N] packed, zero where masked. The term of a sequence is repeated on its tokens, so that
+seq-mean-token-mean restores it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rl.config.policy_terms import Cispo, Dppo, Gmpo, Gspo, MiniRl, PpoClip, Reinforce, Sapo
+from megatron_rl.config.objective import (
+    Cispo,
+    Dppo,
+    FunctionTerm,
+    Gmpo,
+    Gspo,
+    MiniRl,
+    PolicyTerm,
+    PpoClip,
+    Reinforce,
+    Sapo,
+)
 from megatron_rl.objective.guards import safe_exp
 from megatron_rl.objective.inputs import Tokens
+from megatron_rl.process.user_functions import load_function
 
 
 class Term(NamedTuple):
@@ -34,8 +46,8 @@ def ppo_clip(tokens: Tokens, config: PpoClip) -> Term:
 def gspo(tokens: Tokens, config: Gspo) -> Term:
     """max(-s_it A, -clip(s_it, 1-ε_low, 1+ε_high) A) [GSPO Eqs 7, 13-14].
 
-    s_i = exp(mean_t log r) and s_it = sg(s_i) pi/sg(pi): the value of the sequence, the gradient of the token. Under
-    seq-mean-token-mean that is the gradient of the sequence form -min(s_i A, clip(s_i) A).
+    s_i = exp(mean_t log r) and s_it = sg(s_i) pi/sg(pi), which has the value of the sequence and the gradient of the
+    token. Under seq-mean-token-mean this is the gradient of the sequence form -min(s_i A, clip(s_i) A).
     """
     log_s = tokens.layout.expand(tokens.sequence_mean(tokens.log_ratio.detach()))
     follows_pi = tokens.current - tokens.current.detach()  # 0, with the gradient of log pi
@@ -57,8 +69,8 @@ def _clipped_surrogate(ratio: Tensor, advantages: Tensor, config: PpoClip | Gspo
 def gmpo(tokens: Tokens, config: Gmpo) -> Term:
     """-A exp(mean_t l_t), l_t = min(log r, ε_high) for A > 0 and max(log r, -ε_low) for A < 0 [arXiv 2507.20673 Eq 4].
 
-    The mean is over trained tokens, so that padding does not pull the ratio to 1; the gradient reaches every token
-    of the sequence through it.
+    The mean is over trained tokens, so that padding does not change the ratio. Through it, the gradient reaches every
+    token of the sequence.
     """
     high = _select(tokens, tokens.advantages > 0, config.log_clip_high, math.inf)
     low = _select(tokens, tokens.advantages < 0, -config.log_clip_low, -math.inf)
@@ -68,10 +80,12 @@ def gmpo(tokens: Tokens, config: Gmpo) -> Term:
 
 
 def cispo(tokens: Tokens, config: Cispo) -> Term:
-    """-sg(clip(r, 0, 1+ε_high)) A log pi [arXiv 2506.13585 Eqs 4-5]: the weight is clipped, no token is dropped."""
+    """-sg(clip(r, 1-ε_low, 1+ε_high)) A log pi [arXiv 2506.13585 Eqs 4-5]: the weight is clipped, no token is dropped.
+
+    Without ε_low the lower bound is 0."""
     ratio = safe_exp(tokens.log_ratio.detach())
-    limit = 1 + config.clip_high
-    return Term(-ratio.clamp(max=limit) * tokens.advantages * tokens.current, ratio > limit)
+    low, high = 0.0 if config.clip_low is None else 1 - config.clip_low, 1 + config.clip_high
+    return Term(-ratio.clamp(low, high) * tokens.advantages * tokens.current, (ratio < low) | (ratio > high))
 
 
 def reinforce(tokens: Tokens, config: Reinforce) -> Term:
@@ -108,7 +122,7 @@ def sapo(tokens: Tokens, config: Sapo) -> Term:
 
 
 def _select(tokens: Tokens, condition: Tensor, value: float, other: float) -> Tensor:
-    """torch.where on two numbers, in the dtype of the computation (torch's own would round both to float32)."""
+    """Return torch.where of two numbers in the dtype of the computation; torch itself would round to float32."""
     return torch.full_like(tokens.weight, other).masked_fill_(condition, value)
 
 
@@ -118,15 +132,15 @@ def _w(tokens: Tokens) -> Tensor:
 
 
 _LARGEST_LOGPROB = -1e-7
-"""log(1 - p) is taken no closer to p = 1 than float32 can tell: the KL stays finite where a token is certain."""
+"""Smallest distance of p from 1 in log(1 - p), the resolution of float32: the KL of a certain token stays finite."""
 
 
 def _two_point_kl(tokens: Tokens, mu: Tensor) -> Tensor:
     """mu log(mu/pi) + (1 - mu) log((1 - mu)/(1 - pi))."""
     log_mu = tokens.inference.clamp(max=_LARGEST_LOGPROB)
     log_pi = tokens.current.detach().clamp(max=_LARGEST_LOGPROB)
-    rest = (-log_mu.expm1()).log() - (-log_pi.expm1()).log()
-    return mu * (log_mu - log_pi) + (1 - mu) * rest
+    log_ratio_of_rest = (-log_mu.expm1()).log() - (-log_pi.expm1()).log()
+    return mu * (log_mu - log_pi) + (1 - mu) * log_ratio_of_rest
 
 
 POLICY_TERMS: dict[str, Callable[[Tokens, object], Term]] = {
@@ -139,4 +153,15 @@ POLICY_TERMS: dict[str, Callable[[Tokens, object], Term]] = {
     "dppo": dppo,
     "sapo": sapo,
 }
-"""Keys are the `policy_term.name` of ObjectiveConfig."""
+"""Keys are the `policy_term.name` of ObjectiveConfig, but `function`, which names a function of the user's."""
+
+
+def policy_term(tokens: Tokens, config: PolicyTerm) -> Term:
+    """The loss of each token under the recipe's policy term.
+
+    A user's function gets the tokens and its parameters, and returns a `Term` or its loss alone.
+    """
+    if not isinstance(config, FunctionTerm):
+        return POLICY_TERMS[config.name](tokens, config)
+    result = load_function(config.function)(tokens, **config.parameters)
+    return result if isinstance(result, Term) else Term(result)

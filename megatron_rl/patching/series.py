@@ -1,4 +1,8 @@
-"""patches/<upstream>/: the pin (UPSTREAM), the order (series) and the patches with their trailers."""
+"""patches/<upstream>/: the pin (UPSTREAM), the order (series) and the patches with their trailers.
+
+The patches to Megatron stand in patches/megatron/<purpose>/, because one file may serve several releases. git reads and
+applies patches; the user's settings, and a repository around the files, do not change the result.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +10,100 @@ import dataclasses
 import email.header
 import email.parser
 import hashlib
+import os
 import re
+import subprocess
+import tempfile
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from megatron_rl.patching import unified
-from megatron_rl.patching.errors import PatchError
+from megatron_rl.errors import InputError
 
 Files = dict[str, bytes | None]
 """Contents by path; None: the file does not exist."""
 
+
+class PatchError(InputError):
+    """A tree, patch or pin is invalid; the message says what to do."""
+
+
+class GitMissing(InputError):
+    """git is not installed. It is not a PatchError, because the tree and the patches may be valid."""
+
+
+def run_git(folder: Path, *arguments: str, given: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    """Run `git ARGUMENTS` in ``folder`` with ``given`` as its standard input."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    environment |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "LC_ALL": "C"}
+    environment["GIT_CEILING_DIRECTORIES"] = str(folder.parent)  # do not search for a repository above the folder
+    command = ["git", "-C", str(folder), *arguments]
+    try:
+        return subprocess.run(command, input=given, capture_output=True, env=environment)
+    except FileNotFoundError:
+        raise GitMissing("patches are read and applied by git, which is not installed (apt-get install git)") from None
+
+
+def apply(diff: bytes, files: Files, paths: Sequence[str], source: str, reverse: bool = False) -> Files:
+    """Return ``files`` after ``diff`` (``reverse``: before it), with changes to ``paths`` only.
+
+    Removed lines and their context must match byte for byte; their position may differ. If a change does not fit,
+    PatchError names it, after ``source``.
+    """
+    with tempfile.TemporaryDirectory(prefix="patches-") as name:
+        folder = Path(name).resolve()
+        write_files(folder, {path: files[path] for path in paths})
+        options = ["--whitespace=nowarn", *(f"--include={path}" for path in paths), *(["--reverse"] if reverse else [])]
+        done = run_git(folder, "apply", *options, "-", given=diff)
+        if done.returncode != 0:
+            lines = done.stderr.decode(errors="replace").strip().splitlines()
+            raise PatchError(f"{source}: {'; '.join(line.removeprefix('error: ') for line in lines)}")
+        return files | {path: _content(folder / path) for path in paths}
+
+
+def write_files(folder: Path, files: Files) -> None:
+    """Write those of ``files`` that exist below ``folder``."""
+    for path, content in files.items():
+        if content is not None:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(content)
+
+
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
+
+
 TRAILERS = ("Origin", "Forwarded", "Drop-When", "Test")
+FOR_UPSTREAM = "Upstream-Test"
+"""The trailer of patches to Megatron that says the smallest test which a pull request would bring."""
+PURPOSES = ("routing", "precision", "schedule", "fixes", "cpu")
+DEFAULT_PURPOSES = ("routing", "precision", "fixes", "cpu")
+"""What is applied if none is named: what runs and tests of this project need."""
+_POOL = "megatron"
 _REQUIRED_PINS = ("Project", "Version", "Source", "Package", "Root", "Tree-Before", "Tree-After")
-_PINS = (*_REQUIRED_PINS, "Download")
+_PINS = (*_REQUIRED_PINS, "Download", "Checkout-Root")
+_LISTS = ("Superseded", "Lacking")
 
 
 @dataclasses.dataclass(frozen=True)
 class Patch:
-    """One file of the series."""
+    """One patch file of a series."""
 
     name: str
     subject: str
     trailers: dict[str, str]
-    changes: tuple[unified.FileChange, ...]
+    diff: bytes
+    paths: tuple[str, ...]
+    """Files that it changes."""
+    created: frozenset[str]
+    """Those of them that it creates."""
+    purpose: str | None
+    """The series that it belongs to; None: it is of no series of Megatron's."""
 
     @classmethod
     def read(cls, path: Path) -> Patch:
-        """Parse and check one patch file."""
+        """Parse, check and return one patch file."""
         raw = path.read_bytes()
-        head, separator, _ = raw.partition(b"\n---\n")
+        head, separator, diff = raw.partition(b"\n---\n")
         if not separator:
             raise PatchError(f"{path.name}: no line `---` between message and diff (git format-patch form)")
         message = email.parser.BytesParser().parsebytes(head.split(b"\n", 1)[1])
@@ -43,25 +113,28 @@ class Patch:
         paragraphs = message.get_payload().strip().split("\n\n")
         pairs = [line.partition(": ") for line in paragraphs[-1].splitlines()]
         trailers = {key: value.strip() for key, _, value in pairs}
-        missing = [key for key in TRAILERS if not trailers.get(key)]
+        purpose = path.parent.name if path.parent.parent.name == _POOL else None
+        wanted = TRAILERS if purpose is None or trailers.get("Forwarded") == "not-needed" else (*TRAILERS, FOR_UPSTREAM)
+        missing = [key for key in wanted if not trailers.get(key)]
         if missing:
             raise PatchError(f"{path.name}: the last paragraph of the message lacks {', '.join(missing)}")
         if len(paragraphs) < 2:
             raise PatchError(f"{path.name}: the message does not say why the patch is needed")
         if re.search(rb"\n-- \n[\d.]+", raw):
             raise PatchError(f"{path.name}: carries git's version as a signature")
-        changes = tuple(unified.parse(raw, path.name))
-        if not changes:
+        diff = separator + diff
+        if other := re.search(rb"(?m)^(GIT binary patch|Binary files|rename |copy |old mode).*", diff):
+            raise PatchError(f"{path.name}: {other[0].decode()}: only changes of text are supported")
+        paths = tuple(name.decode() for name in re.findall(rb"(?m)^diff --git a/(.+) b/\1$", diff))
+        if not paths:
             raise PatchError(f"{path.name}: changes nothing")
-        return cls(path.name, subject.removeprefix("[PATCH] "), trailers, changes)
+        created = re.findall(rb"(?m)^diff --git a/.+ b/(.+)\nnew file mode", diff)
+        subject = subject.removeprefix("[PATCH] ")
+        return cls(path.name, subject, trailers, diff, paths, frozenset(map(bytes.decode, created)), purpose)
 
-    def applied_to(self, files: Files, reverse: bool = False) -> Files:
-        """`files` after (`reverse`: before) this patch; only its own files are looked at."""
-        result = dict(files)
-        for change in self.changes:
-            step = change.reversed() if reverse else change
-            result[change.path] = unified.apply(result[change.path], step, self.name)
-        return result
+    def applied_to(self, files: Files, reverse: bool = False, only: str | None = None) -> Files:
+        """Return `files` after (`reverse`: before) this patch, or after its part for the file `only`."""
+        return apply(self.diff, files, self.paths if only is None else (only,), self.name, reverse)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,24 +146,55 @@ class Series:
     archives: dict[str, str]
     """File name of each archive that may be unpacked, with its SHA-256."""
     patches: tuple[Patch, ...]
+    files: dict[str, Path]
+    """Where each patch stands, by its name."""
+    notes: dict[str, list[str]]
+    """What UPSTREAM says of patches that it does not list: `Superseded` by upstream, or `Lacking` and why."""
 
     @classmethod
     def read(cls, folder: Path) -> Series:
-        """Parse and check the folder; every patch must be listed once, every listed patch must exist."""
+        """Parse, check and return the folder's series. Its list and its patch files must agree."""
         if not (folder / "UPSTREAM").is_file() or not (folder / "series").is_file():
             raise PatchError(f"{folder}: needs the files UPSTREAM and series")
-        pins, archives = _read_pins(folder / "UPSTREAM")
+        pins, archives, notes = _read_pins(folder / "UPSTREAM")
         lines = (line.split("#")[0].strip() for line in (folder / "series").read_text().splitlines())
         names = [line for line in lines if line]
+        pool = folder.parent / _POOL
+        files = {Path(name).name: (pool if "/" in name else folder) / name for name in names}
         present = {path.name for path in folder.glob("*.patch")}
-        if len(set(names)) != len(names) or set(names) != present:
-            odd = sorted(set(names) ^ present) or sorted({name for name in names if names.count(name) > 1})
+        own = {name for name in names if "/" not in name}
+        lost = {name for name, path in files.items() if not path.is_file()}
+        if len(files) != len(names) or own != present or lost:
+            odd = sorted((own ^ present) | lost) or sorted({name for name in names if names.count(name) > 1})
             raise PatchError(f"{folder}/series and the patch files disagree about: {', '.join(odd)}")
-        patches = tuple(Patch.read(folder / name) for name in names)
-        outside = [c.path for patch in patches for c in patch.changes if not c.path.startswith(pins["Root"] + "/")]
+        patches = tuple(map(Patch.read, files.values()))
+        tops = tuple(pins[key] + "/" for key in ("Root", "Checkout-Root") if key in pins)
+        outside = [path for patch in patches for path in patch.paths if not path.startswith(tops) or "/../" in path]
         if outside:
-            raise PatchError(f"{folder.name}: files outside of {pins['Root']}/: {', '.join(outside)}")
-        return cls(folder, pins, archives, patches)
+            raise PatchError(f"{folder.name}: files outside of {' and '.join(tops)}: {', '.join(outside)}")
+        return cls(folder, pins, archives, patches, files, notes)
+
+    @property
+    def purposes(self) -> tuple[str, ...]:
+        """The series that it holds patches of, in the order in which they are applied."""
+        return tuple(dict.fromkeys(patch.purpose for patch in self.patches if patch.purpose))
+
+    def of(self, purposes: Sequence[str] | None) -> list[Patch]:
+        """The patches of these series (None: of those that are applied by default)."""
+        wanted = DEFAULT_PURPOSES if purposes is None else purposes
+        return [patch for patch in self.patches if patch.purpose is None or patch.purpose in wanted]
+
+    def reachable(self, patch: Patch, files: Files) -> bool:
+        """Whether the tree has what ``patch`` changes. A package has not all of the files of a checkout."""
+        return all(files[path] is not None or path in patch.created or self._in_root(path) for path in patch.paths)
+
+    def known_by_hash(self, files: Files) -> str | None:
+        """`known_state` where it says everything: no file beyond the package's can be patched."""
+        reachable = {path for patch in self.patches if self.reachable(patch, files) for path in patch.paths}
+        return self.known_state(files) if all(map(self._in_root, reachable)) else None
+
+    def _in_root(self, path: str) -> bool:
+        return path.startswith(self.pins["Root"] + "/")
 
     @property
     def name(self) -> str:
@@ -99,78 +203,88 @@ class Series:
 
     @property
     def requirement(self) -> str:
-        """What pip downloads the archive by: `Download` where no environment holds the package patched."""
+        """The requirement by which pip downloads the archive: `Download` if no environment has the patched package."""
         return self.pins.get("Download", self.pins["Package"])
 
     @property
     def needs_tree(self) -> bool:
-        """Whether it is for a source tree alone: no package holds its files, so it is used only when named."""
+        """Whether it is only for a source tree: no package has its files, so it is used only when named."""
         return self.pins["Package"] == "none"
 
     @property
     def package(self) -> str:
-        """The package that holds its files, without a version."""
+        """The package with its files, without a version."""
         return self.pins["Package"].split("==")[0]
 
     @property
     def paths(self) -> list[str]:
         """Every file that the series touches, sorted."""
-        return sorted({change.path for patch in self.patches for change in patch.changes})
+        return sorted({path for patch in self.patches for path in patch.paths})
 
     def load(self, root: Path) -> Files:
-        """The touched files as they are in `root`."""
+        """Return the touched files as they are in `root`."""
         return {path: (root / path).read_bytes() if (root / path).exists() else None for path in self.paths}
 
     def pristine(self, files: Files) -> Files:
-        """Upstream's files, whichever part of the series is applied to each of `files`.
+        """Upstream's files, whichever patches each of `files` holds.
 
         Files are looked at one by one: an interrupted run, or an upgrade that replaced some of them, leaves some
-        patched and some not. Raises PatchError if a file is neither.
+        patched and some not. Raises PatchError if git has not undone what it would do.
         """
-        return {path: self._undo(path, files[path])[1] for path in self.paths}
+        return self.undo(files)[0]
+
+    def known_state(self, files: Files) -> str | None:
+        """Tree-Before or Tree-After, whichever pin has the hash of the package's files; git is not needed for that."""
+        return {self.pins[key]: key for key in ("Tree-Before", "Tree-After")}.get(self.tree_hash(files))
+
+    def tree_hash(self, files: Files) -> str:
+        """The hash of those of `files` that a package holds."""
+        return tree_hash({path: content for path, content in files.items() if self._in_root(path)})
+
+    def undo(self, files: Files) -> tuple[Files, dict[str, set[str]]]:
+        """Upstream's files, and by path the names of the patches that `files` hold."""
+        held: dict[str, set[str]] = {path: set() for path in self.paths}
+        if self.known_by_hash(files) == "Tree-Before":
+            return files, held
+        pristine: Files = {}
+        for path in self.paths:
+            pristine[path], held[path] = self._undo(path, files[path])
+        return pristine, held
 
     def applied(self, files: Files) -> dict[str, bool]:
-        """Whether each patch is in `files`: in all files that it touches, together with those before it."""
-        missing: set[str] = set()
-        for path in self.paths:
-            try:
-                count = self._undo(path, files[path])[0]
-            except PatchError:
-                count = 0
-            missing |= {name for name, _ in self._steps(path)[count:]}
-        return {patch.name: patch.name not in missing for patch in self.patches}
+        """Whether each patch is in `files`: in all files that it touches."""
+        if known := self.known_by_hash(files):
+            return {patch.name: known == "Tree-After" and patch in self.of(None) for patch in self.patches}
+        held = self.undo(files)[1]
+        return {patch.name: all(patch.name in held[path] for path in patch.paths) for patch in self.patches}
 
-    def _steps(self, path: str) -> list[tuple[str, unified.FileChange]]:
-        return [(patch.name, change) for patch in self.patches for change in patch.changes if change.path == path]
-
-    def _undo(self, path: str, content: bytes | None) -> tuple[int, bytes | None]:
-        """How many of the changes to one file it holds, and the file without them."""
-        steps = self._steps(path)
-        for count in range(len(steps), -1, -1):
+    def _undo(self, path: str, content: bytes | None) -> tuple[bytes | None, set[str]]:
+        """One file without the patches that it holds, and their names."""
+        state, held = {path: content}, []
+        for patch in reversed([patch for patch in self.patches if path in patch.paths]):
             try:
-                before = content
-                for name, change in reversed(steps[:count]):
-                    before = unified.apply(before, change.reversed(), name)
-                after = before
-                for name, change in steps:
-                    after = unified.apply(after, change, name)
+                state = patch.applied_to(state, reverse=True, only=path)
             except PatchError:
                 continue
-            return count, before
-        for name, change in steps:  # Find out what does not fit, for the message.
-            content = unified.apply(content, change, name)
-        raise PatchError(f"{path}: in a state that {self.name}'s series does not know")
+            held.append(patch)
+        again = state
+        for patch in reversed(held):
+            again = patch.applied_to(again, only=path)
+        if again != {path: content}:
+            raise PatchError(f"{path}: in a state that {self.name}'s patches do not lead to")
+        return state[path], {patch.name for patch in held}
 
-    def patched(self, pristine: Files) -> Files:
-        """Upstream's files with the whole series."""
+    def patched(self, pristine: Files, names: Collection[str] | None = None) -> Files:
+        """Upstream's files with the patches of these names (None: with those that are applied by default)."""
+        chosen = self.of(None) if names is None else [patch for patch in self.patches if patch.name in names]
         files = pristine
-        for patch in self.patches:
+        for patch in chosen:
             files = patch.applied_to(files)
         return files
 
 
 def tree_hash(files: Files) -> str:
-    """SHA-256 over paths and contents; a missing file counts as missing."""
+    """Return the SHA-256 over paths and contents; a missing file is part of the hash."""
     total = hashlib.sha256()
     for path in sorted(files):
         content = files[path]
@@ -179,9 +293,10 @@ def tree_hash(files: Files) -> str:
     return total.hexdigest()
 
 
-def _read_pins(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+def _read_pins(path: Path) -> tuple[dict[str, str], dict[str, str], dict[str, list[str]]]:
     pins: dict[str, str] = {}
     archives: dict[str, str] = {}
+    notes: dict[str, list[str]] = {key: [] for key in _LISTS}
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
@@ -193,6 +308,8 @@ def _read_pins(path: Path) -> tuple[dict[str, str], dict[str, str]]:
             if not re.fullmatch(r"[0-9a-f]{64}", digest):
                 raise PatchError(f"{path}, line {number}: expected `Archive: FILE sha256:DIGEST`")
             archives[file] = digest
+        elif key in _LISTS:
+            notes[key].append(value)
         elif key in pins or key not in _PINS:
             raise PatchError(f"{path}, line {number}: {key}: repeated or unknown; known: {', '.join(_PINS)}")
         else:
@@ -200,4 +317,4 @@ def _read_pins(path: Path) -> tuple[dict[str, str], dict[str, str]]:
     missing = [key for key in _REQUIRED_PINS if key not in pins]
     if missing:
         raise PatchError(f"{path}: lacks {', '.join(missing)}")
-    return pins, archives
+    return pins, archives, notes

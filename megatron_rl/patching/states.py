@@ -2,113 +2,208 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from megatron_rl.patching import target
-from megatron_rl.patching.errors import PatchError
-from megatron_rl.patching.series import Files, Series, tree_hash
+from megatron_rl.errors import InputError
+from megatron_rl.patching import releases, target
+from megatron_rl.patching.replace import replace_files
+from megatron_rl.patching.series import Files, Patch, PatchError, Series
 
-APPLIED, PRISTINE, PARTIAL = "applied", "not applied", "partly applied"
-
-
-def state_of(series: Series, files: Files) -> tuple[str, Files]:
-    """The state of the touched files, and upstream's files. Raises PatchError if a file is neither."""
-    if tree_hash(files) == series.pins["Tree-Before"]:
-        return PRISTINE, files
-    pristine = series.pristine(files)
-    if files == series.patched(pristine):
-        return APPLIED, pristine
-    return (PRISTINE if files == pristine else PARTIAL), pristine
+APPLIED, PRISTINE, PARTIAL, UNFIT = "applied", "not applied", "partly applied", "does not fit"
+UNKNOWN = "unknown"
 
 
-def upstream_files(series: Series, where: target.Target, files: Files) -> tuple[str, Files]:
-    """`state_of`, with an installed package held to the pinned upstream."""
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What a tree holds."""
+
+    series: Series
+    files: Files
+    pristine: Files
+    """Upstream's files."""
+    whole: frozenset[str]
+    """The patches that are in all files that they touch."""
+    begun: frozenset[str]
+    """The patches that are in some of them only."""
+
+    def reachable(self, purposes: Sequence[str] | None) -> list[Patch]:
+        """The patches of these series that can be applied to this tree at all."""
+        return [patch for patch in self.series.of(purposes) if self.series.reachable(patch, self.pristine)]
+
+    def misfits(self, patches: Iterable[Patch]) -> dict[str, str]:
+        """Why each of ``patches`` that does not fit upstream's files does not."""
+        files, reasons = self.pristine, {}
+        for patch in patches:
+            try:
+                files = patch.applied_to(files)
+            except PatchError as error:
+                reasons[patch.name] = str(error)
+        return reasons
+
+    def pinned(self) -> bool:
+        """Whether upstream's files are those of the release that the series is proven on."""
+        return self.series.tree_hash(self.pristine) == self.series.pins["Tree-Before"]
+
+
+def examine(series: Series, where: target.Target) -> State:
+    """Look at the tree. An installed package of the pinned version is held to the pinned upstream."""
+    files = series.load(where.root)
     try:
-        state, pristine = state_of(series, files)
+        pristine, held = series.undo(files)
     except PatchError as error:
         raise PatchError(f"{error}\n{_advice(series, where)}") from None
-    if where.version is not None and tree_hash(pristine) != series.pins["Tree-Before"]:
-        raise PatchError(f"{where.root}: differs from upstream's {where.version}\n{_advice(series, where)}")
-    return state, pristine
+    whole = {p.name for p in series.patches if all(p.name in held[path] for path in p.paths)}
+    begun = set().union(*held.values()) - whole
+    state = State(series, files, pristine, frozenset(whole), frozenset(begun))
+    if where.version == series.pins["Version"] and not state.pinned():
+        reasons = "".join(f"{reason}\n" for reason in state.misfits(state.reachable(None)).values())
+        raise PatchError(f"{reasons}{where.root}: differs from upstream's {where.version}\n{_advice(series, where)}")
+    return state
 
 
 def _advice(series: Series, where: target.Target) -> str:
-    what = f"{where.root} is neither upstream nor patched with this series (an older one?); nothing was changed."
-    if where.version is None:
-        return f"{what}\nCheck it out afresh."
-    return f"{what}\nReinstall it: pip install --no-deps --force-reinstall {series.pins['Package']}"
+    """What to do about files that are neither upstream's nor patched."""
+    if where.version is not None:
+        pip = f"pip install --no-deps --force-reinstall {series.package}=={where.version}"
+        return f"{where.root} holds edits or older patches; nothing was changed.\nReinstall it: {pip}"
+    what = f"{where.root} ({where.kind}): {series.name} is proven on {series.pins['Version']}; nothing was changed."
+    version = releases.version_of(where.root)
+    for name, other in releases.others(series).items():
+        if version is not None and releases.line(version) == releases.line(other):
+            return f"{what}\nThe patches for this tree are {name}: leave out the name, and they are found."
+    return f"{what}\n`patch status --tree DIR` says which series fit; take those: --series NAME."
 
 
-def apply_or_revert(series: Series, where: target.Target, revert: bool) -> str:
-    """Bring the tree to the wanted state; what was done, in words."""
+def apply_or_revert(series: Series, where: target.Target, revert: bool, purposes: Sequence[str] | None = None) -> str:
+    """Bring the tree to the wanted state; what was done, in words.
+
+    ``purposes``: the series to apply (None: the default ones) or to revert (None: all). Others stay as they are.
+    """
     with target.locked(where.root):
-        files = series.load(where.root)
-        state, pristine = upstream_files(series, where, files)
-        wanted = pristine if revert else series.patched(pristine)
-        record = where.record(pristine, series.patched(pristine), revert)
-        changed = target.replace_files(where.root, files | record[0], wanted | record[1])
+        state = examine(series, where)
+        named = series.purposes if revert and purposes is None else purposes
+        patches = state.reachable(named)
+        if purposes and not patches:
+            raise PatchError(
+                f"{series.name} has no {' or '.join(purposes)} for {where.root}: {why_not(state, purposes)}"
+            )
+        _expect_fit(state, where, patches)
+        chosen = {patch.name for patch in patches}
+        names = state.whole - chosen if revert else state.whole | chosen
+        wanted = series.patched(state.pristine, names)
+        record = where.record(state.pristine, wanted)
+        changed = replace_files(where.root, state.files | record[0], wanted | record[1])
     if not changed:
         return f"{'not applied' if revert else 'already applied'}, nothing to do"
-    done = "reverted" if revert else "completed" if state == PARTIAL else "applied"
-    pinned = tree_hash(pristine) == series.pins["Tree-Before"]
-    note = "" if pinned else f" (its files are not those of {series.pins['Version']})"
-    return f"{done}, {len(series.patches)} patches, {len(files)} files in {where.root}{note}"
+    done = "reverted" if revert else "completed" if state.begun or state.whole & chosen else "applied"
+    note = "" if state.pinned() else f" (its files are not those of {series.pins['Version']})"
+    touched = {path for patch in patches for path in patch.paths}
+    return f"{done}, {len(patches)} patches, {len(touched)} files in {where.root}{note}"
 
 
-def report(series: Series, where: target.Target) -> dict[str, object]:
-    """What `status` prints, as data: state, version and each patch."""
+def _expect_fit(state: State, where: target.Target, patches: list[Patch]) -> None:
+    if reasons := state.misfits(patches):
+        raise PatchError("\n".join([*reasons.values(), _advice(state.series, where)]))
+
+
+def why_not(state: State, purposes: Sequence[str]) -> str:
+    """Why there is nothing of these series for the tree."""
+    notes = [note for key in ("Lacking", "Superseded") for note in state.series.notes[key]]
+    beyond = [p.name for p in state.series.of(purposes) if not state.series.reachable(p, state.pristine)]
+    return "; ".join([f"{name} is for a whole checkout" for name in beyond] + notes) or "it lists none"
+
+
+def report(series: Series, where: target.Target, purposes: Sequence[str] | None = None) -> dict[str, Any]:
+    """What `status` prints, as data: state, version, each series and each patch.
+
+    The state is that of the series ``purposes`` (None: of those that are applied by default).
+    """
     files = series.load(where.root)
-    message = ""
-    try:
-        state = upstream_files(series, where, files)[0]
-    except PatchError as error:
-        state, message = "unknown", str(error)
-    applied = series.applied(files)
-    patches = [{"name": p.name, "subject": p.subject, "applied": applied[p.name]} for p in series.patches]
+    state, groups = _groups(series, where, files)
+    applied = {p.name: p.name in state.whole for p in series.patches} if state else _applied(series, files)
+    wanted = [name for name in groups if name in _default(series, purposes)]
+    states = {groups[name]["state"] for name in wanted}
     return {
         "upstream": series.name,
-        "version": where.version or series.pins["Version"],
+        "version": where.version or releases.version_of(where.root) or series.pins["Version"],
         "root": str(where.root),
-        "state": state,
-        "tree": tree_hash(files),
-        "message": message,
-        "patches": patches,
+        "kind": where.kind,
+        "state": next(iter(states)) if len(states) == 1 else UNKNOWN if states & {UNKNOWN, UNFIT} else PARTIAL,
+        "tree": series.tree_hash(files),
+        "message": "\n".join(dict.fromkeys(groups[name]["message"] for name in wanted if groups[name]["message"])),
+        "series": groups,
+        "superseded": series.notes["Superseded"],
+        "lacking": series.notes["Lacking"],
+        "patches": [
+            {"name": p.name, "subject": p.subject, "purpose": p.purpose, "applied": applied[p.name]}
+            for p in series.patches
+        ],
     }
 
 
-def names(folder: Path) -> list[str]:
-    """The series below ``folder``."""
-    return sorted(path.parent.name for path in folder.glob("*/UPSTREAM"))
+def _applied(series: Series, files: Files) -> dict[str, bool]:
+    try:
+        return series.applied(files)
+    except PatchError:
+        return dict.fromkeys((patch.name for patch in series.patches), False)
 
 
-def of_installed_packages(folder: Path) -> list[Series]:
-    """One series for each package: that for its installed version, else the first, of which `target.find` says why not.
-
-    A series for source trees alone (UPSTREAM: `Package: none`) is used only when it is named.
-    """
-    chosen: dict[str, Series] = {}
-    for name in names(folder):
-        series = Series.read(folder / name)
-        if not series.needs_tree and (series.package not in chosen or target.is_installed(series)):
-            chosen[series.package] = series
-    return list(chosen.values())
+def _default(series: Series, purposes: Sequence[str] | None) -> list[str]:
+    return [""] if not series.purposes else list(dict.fromkeys(p.purpose or "" for p in series.of(purposes)))
 
 
-def lines(reports: Iterable[dict[str, object]]) -> list[str]:
-    """Reports for a person: a line for each series, and one for each of its patches."""
+def _groups(series: Series, where: target.Target, files: Files) -> tuple[State | None, dict[str, dict[str, str]]]:
+    """The state of each series; of patches that are of none, under an empty name."""
+    names = series.purposes or ("",)
+    known = {"Tree-Before": PRISTINE, "Tree-After": APPLIED, None: None}[series.known_by_hash(files)]
+    if known:
+        default = _default(series, None)
+        return None, {n: {"state": known if n in default else PRISTINE, "message": ""} for n in names}
+    try:
+        state = examine(series, where)
+    except PatchError as error:
+        return None, {name: {"state": UNKNOWN, "message": str(error)} for name in names}
+    return state, {name: _group(state, name) for name in names}
+
+
+def _group(state: State, purpose: str) -> dict[str, str]:
+    patches = state.reachable([purpose] if purpose else None)
+    missing = [patch for patch in patches if patch.name not in state.whole]
+    if not missing:
+        return {"state": APPLIED if patches else UNFIT, "message": "" if patches else why_not(state, [purpose])}
+    if reasons := state.misfits(patches):
+        return {"state": UNFIT, "message": "\n".join(reasons.values())}
+    begun = len(missing) < len(patches) or any(patch.name in state.begun for patch in missing)
+    return {"state": PARTIAL if begun else PRISTINE, "message": ""}
+
+
+def lines(reports: Iterable[dict[str, Any]]) -> list[str]:
+    """Reports for a person: a line for each upstream, for each of its series, and for each patch."""
     text = []
     for entry in reports:
-        text.append(f"{entry['upstream']} {entry['version']} in {entry['root']}: {entry['state']}")
-        text += [
-            f"  {'+' if patch['applied'] else '-'} {patch['name']}: {patch['subject']}" for patch in entry["patches"]
-        ]
+        text.append(f"{entry['upstream']} {entry['version']} in {entry['root']} ({entry['kind']}): {entry['state']}")
+        for name, group in entry["series"].items():
+            if name:
+                text.append(f"  {name}: {group['state']}{', but fits' if group['state'] == PRISTINE else ''}")
+            reasons = group["message"].splitlines() if group["state"] == UNFIT else []  # of others, said once
+            text += [f"      {reason}" for reason in reasons]
+            text += [
+                f"  {'+' if patch['applied'] else '-'} {patch['name']}: {patch['subject']}"
+                for patch in entry["patches"]
+                if (patch["purpose"] or "") == name
+            ]
+        text += [f"  superseded: {note}" for note in entry["superseded"]]
+        text += [f"  lacking: {note}" for note in entry["lacking"]]
     return text
 
 
 def installed_status(folder: Path) -> list[str]:
     """`lines` of the packages of this interpreter's environment. What cannot be read is said in a line of its own."""
     try:
-        return lines(report(series, target.find(series, None, True)) for series in of_installed_packages(folder))
-    except (PatchError, OSError) as error:
+        found = releases.of_installed_packages(folder)
+        return lines(report(series, target.find(series, None, True)) for series in found)
+    except (InputError, OSError) as error:
         return [f"unknown: {error}"]

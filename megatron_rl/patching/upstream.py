@@ -1,4 +1,4 @@
-"""The pinned upstream archive, and the proof that a series fits it."""
+"""The pinned upstream archive, the proof that a series fits it, and the export of patches."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.patching import target
-from megatron_rl.patching.errors import PatchError
-from megatron_rl.patching.series import Files, Series, tree_hash
+from megatron_rl.patching.releases import line
+from megatron_rl.patching.replace import replace_files
+from megatron_rl.patching.series import PURPOSES, Files, Patch, PatchError, Series, apply, run_git, write_files
 
 SAFELY: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4 has filters
 
 
 def fetch(series: Series, cache: Path, archive: str | None) -> Path:
-    """The verified archive: `archive` if given, else from `cache`, else from the package registry through pip."""
+    """Return the verified archive: `archive` if given, else from `cache`, else downloaded by pip."""
     if archive is not None:
         return _verified(series, Path(archive))
     for name in series.archives:
@@ -39,7 +40,7 @@ def fetch(series: Series, cache: Path, archive: str | None) -> Path:
 
 
 def _python_of(series: Series) -> list[str]:
-    """Options by which pip takes the pinned wheel, whichever Python is running."""
+    """Return the options by which pip selects the pinned wheel for any running Python."""
     tags = [re.search(r"-cp(\d)(\d+)-[^-]+-[^-]+\.whl$", name) for name in series.archives]
     versions = [f"{tag[1]}.{tag[2]}" for tag in tags if tag]
     return ["--python-version", versions[0]] if versions else []
@@ -49,8 +50,8 @@ def _verified(series: Series, path: Path) -> Path:
     if not path.is_file():
         raise PatchError(f"{path}: no such archive")
     if path.name not in series.archives:
-        known = ", ".join(series.archives) or "none"
-        raise PatchError(f"{path.name} is not pinned in {series.name}/UPSTREAM; known archives: {known}")
+        archives = ", ".join(series.archives) or "none"
+        raise PatchError(f"{path.name} is not pinned in {series.name}/UPSTREAM; known archives: {archives}")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     if digest != series.archives[path.name]:
         raise PatchError(f"{path}: SHA-256 is {digest}, UPSTREAM pins {series.archives[path.name]}; delete it")
@@ -58,7 +59,7 @@ def _verified(series: Series, path: Path) -> Path:
 
 
 def unpack(archive: Path, folder: Path, top: str) -> Path:
-    """Unpack a wheel or an sdist; the folder that holds `top`."""
+    """Unpack a wheel or an sdist and return the folder that contains `top`."""
     if archive.suffix in (".whl", ".zip"):
         with zipfile.ZipFile(archive) as wheel:
             wheel.extractall(folder)
@@ -71,13 +72,20 @@ def unpack(archive: Path, folder: Path, top: str) -> Path:
     raise PatchError(f"{archive.name}: holds no {top}/")
 
 
-def check(series: Series, repository: Path, cache: Path, archive: str | None, tree: Path | None = None) -> str:
+def check(
+    series: Series,
+    repository: Path,
+    cache: Path,
+    archive: str | None,
+    tree: Path | None = None,
+    purposes: Sequence[str] | None = None,
+) -> str:
     """Prove the series on a copy of the pristine files of ``tree``, else of the archive; a line that says what was
     checked. A series for source trees alone has no archive: without a tree only its tests and its form are checked."""
     missing = sorted({p.trailers["Test"] for p in series.patches if not (repository / p.trailers["Test"]).is_file()})
     if missing:
         raise PatchError(f"{series.name}: tests named in trailers do not exist: {', '.join(missing)}")
-    if tree is None and series.needs_tree and not series.archives:
+    if tree is None and not series.archives:
         return (
             f"skipped, read only ({len(series.patches)} patches, {len(series.paths)} files): prove it on "
             f"{series.pins['Source']} with `check --tree DIR {series.name}`"
@@ -85,40 +93,197 @@ def check(series: Series, repository: Path, cache: Path, archive: str | None, tr
     with tempfile.TemporaryDirectory(prefix="patches-check-") as folder:
         if tree is not None:
             root, what = Path(folder), str(tree)
-            pristine = series.pristine(series.load(tree))
-            target.replace_files(root, dict.fromkeys(pristine), pristine)
+            write_files(root, series.pristine(series.load(tree)))
         else:
             source = fetch(series, cache, archive)
             root, what = unpack(source, Path(folder), series.pins["Root"]), source.name
         pristine = series.load(root)
-        _expect(series, "Tree-Before", tree_hash(pristine), f"{what} as it comes")
-        _prove(series, root, pristine)
-    return f"{len(series.patches)} patches, {len(pristine)} files: apply to {what} and revert exactly"
+        _expect(series, "Tree-Before", series.tree_hash(pristine), f"{what} as it comes")
+        proven = [
+            patch
+            for patch in series.of(series.purposes if purposes is None else purposes)
+            if series.reachable(patch, pristine)
+        ]
+        for purpose in dict.fromkeys(patch.purpose for patch in proven):
+            there_and_back(pristine, [patch for patch in proven if patch.purpose == purpose])
+        prove(series, root, proven)
+        _expect(series, "Tree-After", series.tree_hash(series.patched(pristine)), "the patched tree")
+        return f"{len(proven)} patches, {len(pristine)} files: apply to {what} and revert exactly"
 
 
-def _prove(series: Series, root: Path, pristine: Files) -> None:
-    """Apply to the tree at ``root``, compare hashes, compile, revert, compare bytes."""
-    for count, patch in enumerate(series.patches):
-        state = pristine
-        for earlier in series.patches[:count]:
-            state = earlier.applied_to(state)
-        after = patch.applied_to(state)
-        if patch.applied_to(after, reverse=True) != state:
-            raise PatchError(f"{patch.name}: does not revert to what it was applied to")
-    patched = series.patched(pristine)
-    target.replace_files(root, pristine, patched)
-    _expect(series, "Tree-After", tree_hash(series.load(root)), "the patched tree")
-    for path, content in patched.items():
-        if content is not None and path.endswith(".py"):
-            compile(content, path, "exec")
-    target.replace_files(root, patched, pristine)
+def prove(series: Series, root: Path, patches: Sequence[Patch]) -> None:
+    """Apply to the pristine tree at ``root``, compile, revert, and compare bytes."""
+    pristine = series.load(root)
+    patched = there_and_back(pristine, patches)
+    replace_files(root, pristine, patched)
+    compile_changed(pristine, series.load(root))
+    again, held = series.undo(series.load(root))
+    found = set().union(*held.values())
+    if again != pristine or found != {patch.name for patch in patches}:
+        raise PatchError(f"{series.name}: what is applied is not recognised: {', '.join(sorted(found))}")
+    replace_files(root, patched, pristine)
     if series.load(root) != pristine:
         raise PatchError(f"{series.name}: reverting does not restore upstream's files")
 
 
-def _expect(series: Series, pin: str, found: str, what: str) -> None:
-    if found != series.pins[pin]:
+def compile_changed(before: Files, after: Files) -> None:
+    """Compile the Python files that differ."""
+    for path, content in after.items():
+        if content is not None and content != before[path] and path.endswith(".py"):
+            compile(content, path, "exec")
+
+
+def there_and_back(pristine: Files, patches: Sequence[Patch]) -> Files:
+    """``pristine`` with ``patches``, each of which reverts to what it was applied to."""
+    patched = pristine
+    for patch in patches:
+        before, patched = patched, patch.applied_to(patched)
+        if patch.applied_to(patched, reverse=True) != before:
+            raise PatchError(f"{patch.name}: does not revert to what it was applied to")
+    return patched
+
+
+def _expect(series: Series, pin: str, pinned: str, what: str) -> None:
+    if pinned != series.pins[pin]:
         raise PatchError(
-            f"{series.name}: {what}: the touched files hash to {found}, UPSTREAM says {pin}: {series.pins[pin]}; "
+            f"{series.name}: {what}: the touched files hash to {pinned}, UPSTREAM says {pin}: {series.pins[pin]}; "
             "after changing the series run `export`, which updates it"
         )
+
+
+# Write patch files from a git checkout with one commit per patch, or from a patched tree.
+
+
+_DIFF = ("diff", "--no-color", "--no-ext-diff", "--no-renames")
+_ZERO = "From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001\n"
+
+
+def from_checkout(series: Series, checkout: Path, base: str, purpose: str | None = None) -> list[str]:
+    """One patch for each commit in `base..HEAD`, oldest first; their names.
+
+    A commit keeps the file name of the patch with the same subject; others are named after their subject, and are of
+    the series ``purpose``.
+    """
+    names = {patch.subject: patch.name for patch in series.patches}
+    commits = _git(checkout, "rev-list", "--reverse", "--no-merges", f"{base}..HEAD").split()
+    if not commits:
+        raise PatchError(f"{checkout}: no commits in {base}..HEAD")
+    texts: dict[str, str] = {}
+    for commit in commits:
+        subject, author, body = _git(checkout, "log", "-1", "--format=%s%x00%an <%ae>%x00%b", commit).split("\0")
+        name = names.get(subject) or re.sub(r"[^a-z0-9]+", "-", subject.lower()).strip("-")[:60] + ".patch"
+        if name in texts:
+            raise PatchError(f"{checkout}: two commits would become {name}")
+        diff = _without_index(_git(checkout, *_DIFF, f"{commit}~", commit, "--"))
+        texts[name] = f"{_ZERO}From: {author}\nSubject: [PATCH] {subject}\n\n{body.strip()}\n---\n{diff}"
+    first = {path: _show(checkout, base, path) for path in _changed("".join(texts.values()))}
+    _write(series, first, texts, purpose)
+    first = {path: _show(checkout, base, path) for path in Series.read(series.folder).paths}
+    return _finish(series.folder, first, texts)
+
+
+def refresh(series: Series, files: Files) -> list[str]:
+    """Rewrite the patches with line numbers and context of a (newer) tree, and return their names."""
+    state = first = series.pristine(files)
+    texts: dict[str, str] = {}
+    for patch in series.patches:
+        after = patch.applied_to(state)
+        head = series.files[patch.name].read_text().partition("\n---\n")[0]
+        texts[patch.name] = f"{head}\n---\n{_diff(state, after)}"
+        state = after
+    _write(series, first, texts)
+    return _finish(series.folder, first, texts)
+
+
+def _diff(old: Files, new: Files) -> str:
+    """Return git's diff of two states of the files."""
+    with tempfile.TemporaryDirectory() as folder:
+        for side, files in (("a", old), ("b", new)):
+            write_files(Path(folder, side), files)
+        diff = _git(Path(folder), *_DIFF, "--no-prefix", "--no-index", "a", "b", differences=True)
+    # A side without the file is named /dev/null only in its own place.
+    return re.sub(r"(?m)^diff --git [ab]/(.*) [ab]/\1$", r"diff --git a/\1 b/\1", _without_index(diff))
+
+
+def _without_index(diff: str) -> str:
+    """Return the diff without blob hashes: UPSTREAM has the tree's hash, and they change with every earlier edit."""
+    return re.sub(r"(?m)^index [0-9a-f]+\.\.[0-9a-f]+.*\n", "", diff)
+
+
+def _write(series: Series, pristine: Files, texts: dict[str, str], purpose: str | None = None) -> None:
+    """Write the patch files and the list of them.
+
+    A file that stands beside the list belongs to it alone. One of patches/megatron/ serves several releases: if its
+    change is still the same, it keeps its text for all of them; if not, this release gets a file of its own.
+    """
+    folder, lines = series.folder, []
+    comments = [line for line in (folder / "series").read_text().splitlines() if line.startswith("#")]
+    patches, state = {patch.name: patch for patch in series.patches}, pristine
+    for path in folder.glob("*.patch"):
+        if path.name not in texts:
+            path.unlink()
+    for name, text in texts.items():
+        known = patches.get(name)
+        group = known.purpose if known else purpose
+        if group is None and series.purposes:
+            raise PatchError(f"{name} is new: name the series that it is for (--series {'|'.join(PURPOSES)})")
+        head, _, diff = text.partition("\n---\n")
+        after = apply(f"\n{diff}".encode(), state, _changed(diff), name)
+        if group is None:
+            (folder / name).write_text(text)
+            lines.append(name)
+        elif known and _same(known, state, after):
+            lines.append(f"{group}/{name}")
+            if (old := series.files[name].read_text().partition("\n---\n"))[0] != head:
+                series.files[name].write_text(f"{head}\n---\n{old[2]}")
+        else:
+            if known and name in _shared(series):
+                name = f"{name.removesuffix('.patch')}-{line(series.pins['Version'])}.patch"
+            (folder.parent / "megatron" / group).mkdir(parents=True, exist_ok=True)
+            (folder.parent / "megatron" / group / name).write_text(text)
+            lines.append(f"{group}/{name}")
+        state = after
+    (folder / "series").write_text("\n".join([*comments, *lines]) + "\n")
+
+
+def _changed(diff: str) -> list[str]:
+    return re.findall(r"(?m)^diff --git a/(.+) b/\1$", diff)
+
+
+def _same(patch: Patch, state: Files, after: Files) -> bool:
+    """Whether ``patch`` makes ``after`` of ``state``."""
+    try:
+        return patch.applied_to({path: state.get(path) for path in patch.paths} | state) == after
+    except PatchError:
+        return False
+
+
+def _shared(series: Series) -> set[str]:
+    """The patch files that other releases list, too."""
+    others = (path for path in series.folder.parent.glob("*/series") if path.parent != series.folder)
+    return {text.rpartition("/")[2].strip() for path in others for text in path.read_text().splitlines()}
+
+
+def _finish(folder: Path, pristine: Files, texts: dict[str, str]) -> list[str]:
+    """Pin the hashes of the touched files before and after."""
+    series = Series.read(folder)
+    pins = {"Tree-Before": series.tree_hash(pristine), "Tree-After": series.tree_hash(series.patched(pristine))}
+    text = (folder / "UPSTREAM").read_text()
+    for key, value in pins.items():
+        text = re.sub(rf"(?m)^{key}:.*$", f"{key}: {value}", text)
+    (folder / "UPSTREAM").write_text(text)
+    return list(texts)
+
+
+def _git(checkout: Path, *arguments: str, differences: bool = False) -> str:
+    """Output of git; with `differences`, status 1 says that there are some."""
+    done = run_git(checkout, *arguments)
+    if done.returncode not in ((0, 1) if differences else (0,)):
+        raise PatchError(f"git {arguments[0]} in {checkout}: {done.stderr.decode().strip()}")
+    return done.stdout.decode()
+
+
+def _show(checkout: Path, commit: str, path: str) -> bytes | None:
+    """The file as it was in `commit`."""
+    done = run_git(checkout, "show", f"{commit}:{path}")
+    return done.stdout if done.returncode == 0 else None

@@ -1,6 +1,6 @@
-"""Verifiable rewards. Importing this package imports neither torch nor NumPy: worker processes do it, too."""
+"""Verifiable rewards. The package imports neither torch nor NumPy, because worker processes import it too."""
 
-from megatron_rl.rewards.custom import check_function
+from megatron_rl.process.user_functions import check_function
 from megatron_rl.rewards.math_task import math_reward
 from megatron_rl.rewards.rewarder import Rewarder, check_reward
 from megatron_rl.rewards.shaping import overlong_penalty

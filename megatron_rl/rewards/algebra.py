@@ -1,133 +1,261 @@
-r"""Equality of two mathematical expressions by math-verify. Imported by worker processes alone.
+"""Equality of expressions by their values at 120 digits. Only worker processes import this module.
 
-Expressions are read with math-verify's LaTeX reader, whole: its `parse`, made to find an answer somewhere in a text,
-would take `1/2` out of anything that holds ``\frac{1}{2}``.
-
-math-verify (SymPy behind it) proposes; a numeric check at high precision disposes. The check is needed: math-verify
-compares decimals at six places and chops small differences to zero, so that it takes ``.0000671`` for ``.0000672`` and
-``2^{-97}`` for ``2^{-98}``.
-
-Decimals are read as the fractions that they are: as floating-point numbers they agree with nothing to 30 digits.
+Two expressions without variables are equal if their values agree to 60 digits. Two with variables are equal if they
+agree at several points of both signs and several sizes; points where an expression has no real value do not count. For
+expressions as short as an answer, such agreement at arbitrary points is not a coincidence. There is no search and no
+rewriting, so time and memory are bounded by the size of the expressions.
 """
 
 from __future__ import annotations
 
-import logging
-import re
+import zlib
+from collections.abc import Callable, Mapping
 from fractions import Fraction
-from functools import lru_cache
 
-import sympy
-from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
-from math_verify import verify
-from math_verify.grader import should_treat_as_complex
+import mpmath
 
-from megatron_rl.rewards.canonical import plain_number, rounds_to
+from megatron_rl.rewards import units
+from megatron_rl.rewards.tree import Node, number, walk
+from megatron_rl.rewards.values import Algebra, TooLarge, exact
 
-logging.disable(logging.CRITICAL)  # math-verify logs each expression that it cannot read
+_MP = mpmath.mp.clone()
+_MP.prec = 400
+_MAX_MAGNITUDE = 1 << 14  # largest number of bits before the binary point of an intermediate value
+_AGREE = _MP.mpf(10) ** -60  # relative difference of equal values
+_ZERO = _MP.mpf(10) ** -90
+_SCALES = (1, 1, -1, -1, 9, 60, 700, -9)  # sizes and signs of the points
+_MIN_POINTS = 2
+_NEAR_WHOLE = _MP.mpf(10) ** -60
 
-_DIGITS = 30  # of numeric evaluation
-_AGREE = sympy.Float("1e-20", _DIGITS)  # relative difference of equal values at that precision, with room to spare
-_ZERO = sympy.Float("1e-25", _DIGITS)  # what is left of an expression whose exact value is zero
-_SPELLING = NormalizationConfig(basic_latex=True, malformed_operators=True, boxed="none")
-_POINTS = (Fraction(17, 13), Fraction(29, 11), Fraction(5, 7))  # where expressions with variables are compared
-_DECIMAL = re.compile(r"(?<![\d.])((?:\d{1,3}(?:,\d{3})+|\d*))\.(\d+)(?![\d.])")
-
-
-def _exact_decimals(latex: str) -> str:
-    r"""``0.5`` as ``\frac{5}{10}``."""
-
-    def fraction(match: re.Match[str]) -> str:
-        return rf"\frac{{{int(match[1].replace(',', '') + match[2])}}}{{{10 ** len(match[2])}}}"
-
-    return _DECIMAL.sub(fraction, latex)
+Value = mpmath.mpf | mpmath.mpc
 
 
-@lru_cache(maxsize=4096)
-def _expression(latex: str) -> sympy.Basic | None:
-    """``latex`` as SymPy reads it, or None. The time limit is the worker's, hence none here."""
-    latex = _exact_decimals(latex.replace(r"\text{degree}", r"^{\circ}"))
-    latex = normalize_latex(latex, _SPELLING)
-    try:
-        expression = latex2sympy(latex, is_real=not should_treat_as_complex(latex), normalization_config=None)
-    except MemoryError:
-        raise
-    except Exception:  # noqa: BLE001  the reader raises whatever it stumbles over; such text is no expression
-        return None
-    if not isinstance(expression, sympy.Basic | sympy.MatrixBase):
-        return None
-    if {str(symbol) for symbol in expression.free_symbols} == {"i"}:
-        return expression.subs(next(iter(expression.free_symbols)), sympy.I)
-    return expression
+class _NoValue(ArithmeticError):
+    """Raised if the expression has no value at this point, or none within the bounds."""
 
 
-def algebra_equal(candidate: str, gold: str) -> bool:
-    """Whether two LaTeX expressions, or two equations, are equal. May take any time and memory: run it limited."""
-    ours, theirs = _expression(candidate), _expression(gold)
-    if ours is None or theirs is None:
-        return False
-    if isinstance(theirs, sympy.Eq) or isinstance(ours, sympy.Eq):
-        return isinstance(theirs, sympy.Eq) and isinstance(ours, sympy.Eq) and _same_locus(ours, theirs)
-    if _agree(ours, theirs) and _proved(ours, theirs):  # the quick test first
-        return True
-    decimal, other = plain_number(candidate), theirs
-    if decimal is None or decimal.places is None:
-        decimal, other = plain_number(gold), ours
-    if decimal is None or decimal.places is None:
-        return False
-    value = _constant(other)
-    return value is not None and rounds_to(value, decimal)
+class NumericAlgebra(Algebra):
+    """Compares by values with many digits where exact fractions do not decide."""
 
+    def equal(self, one: Node, other: Node) -> bool:
+        return any(_agree(one, other, base) for base in _log_bases(one, other))
 
-def _proved(ours: sympy.Basic, theirs: sympy.Basic) -> bool:
-    if verify(theirs, ours, timeout_seconds=None):
-        return True
-    expressions = isinstance(ours, sympy.Expr) and isinstance(theirs, sympy.Expr)
-    return expressions and sympy.simplify((ours - theirs).doit()) == 0  # math-verify misses 2·(1/2)·x against x
-
-
-def _constant(expression: sympy.Basic) -> Fraction | None:
-    """Value of a real constant to 30 digits; None for anything else."""
-    if not isinstance(expression, sympy.Expr) or expression.free_symbols:
-        return None
-    value = expression.doit().evalf(_DIGITS)
-    return Fraction(str(value)) if value.is_Float or value.is_Rational else None
-
-
-def _same_locus(ours: sympy.Eq, theirs: sympy.Eq) -> bool:
-    """Two equations with one solution set: their sides' differences have a constant ratio other than zero."""
-    difference, reference = ours.lhs - ours.rhs, theirs.lhs - theirs.rhs
-    if difference.free_symbols != reference.free_symbols or not reference.free_symbols:
-        return False
-    ratio = sympy.cancel(difference.doit() / reference.doit())
-    return bool(ratio.is_number and ratio.is_finite and ratio.is_nonzero)
-
-
-def _agree(ours: sympy.Basic, theirs: sympy.Basic) -> bool:
-    """Numeric agreement: of constants at 30 digits, of expressions with variables at points of them."""
-    if not isinstance(ours, sympy.Expr) or not isinstance(theirs, sympy.Expr):
-        return True  # sets and functions: nothing to evaluate, math-verify compared their structure
-    names = sorted(ours.free_symbols | theirs.free_symbols, key=str)
-    if not names:
-        return _close(ours.doit().evalf(_DIGITS), theirs.doit().evalf(_DIGITS))
-    seen = 0
-    for shift in range(len(_POINTS)):
-        point = {
-            name: sympy.Rational(*_POINTS[(k + shift) % len(_POINTS)].as_integer_ratio()) + k
-            for k, name in enumerate(names)
-        }
-        values = [expression.doit().subs(point).evalf(_DIGITS) for expression in (ours, theirs)]
-        if not all(value.is_number and value.is_finite for value in values):
-            continue  # a pole, or a function without a value
-        if not _close(*values):
+    def same_solutions(self, one: Node, other: Node) -> bool:
+        """Return whether two equations (differences of their sides) have a constant nonzero ratio."""
+        names = _names(one)
+        if names != _names(other) or not names:
             return False
-        seen += 1
-    return seen > 0 or ours == theirs
+        ratios = []
+        for point in _points(names, real=True):
+            values = _values_at(one, other, point, _MP.e)
+            if values is not None and abs(values[1]) > _ZERO:
+                ratios.append(values[0] / values[1])
+        return len(ratios) > _MIN_POINTS and all(abs(r) > _ZERO and _close(r, ratios[0]) for r in ratios)
+
+    def value(self, node: Node) -> Fraction | None:
+        exact_value = exact(node)
+        if exact_value is not None:
+            return exact_value
+        try:
+            value = _Evaluator({}, _MP.e).value(node)
+        except _NoValue:
+            return None
+        if _imaginary(value):
+            return None
+        sign, mantissa, exponent, _ = _MP.mpf(_MP.re(value))._mpf_
+        return (-1) ** sign * Fraction(int(mantissa)) * Fraction(2) ** exponent
 
 
-def _close(one: sympy.Expr, other: sympy.Expr) -> bool:
-    if not (one.is_finite and other.is_finite):
-        return bool(one == other)
-    if one == 0 or other == 0:
-        return bool(abs(one - other) < _ZERO)
-    return bool(abs(one - other) <= _AGREE * sympy.Max(abs(one), abs(other)))
+def _log_bases(one: Node, other: Node) -> tuple[Value, ...]:
+    r"""Return the bases to try for ``\log`` without a base: e and 10. Both answers must use the same one."""
+    bare = any(
+        part.kind == "call" and part.value == "log" and len(part.args) == 1 for n in (one, other) for part in walk(n)
+    )
+    return (_MP.e, _MP.mpf(10)) if bare else (_MP.e,)
+
+
+def _names(*nodes: Node) -> list[str]:
+    return sorted({part.value for node in nodes for part in walk(node) if part.kind == "name"})
+
+
+def _points(names: list[str], real: bool):
+    """Yield the points to compare at: arbitrary fractions, or small whole numbers."""
+    for k, scale in enumerate(_SCALES):
+        point = {}
+        for j, name in enumerate(names):
+            if real:
+                size = Fraction((37 * (j + 1) + 53 * (k + 1) ** 2) % 97 + 20, 71) * abs(scale)
+                flip = scale < 0 and (len(names) == 1 or (j + k) % 2 == 0)
+                point[name] = _MP.mpf((-size if flip else size).numerator) / size.denominator
+            else:
+                point[name] = _MP.mpf(k + 2 * j + 1)
+        yield point
+
+
+def _agree(one: Node, other: Node, log_base: Value) -> bool:
+    names = _names(one, other)
+    if not names:
+        values = _values_at(one, other, {}, log_base, complex_too=True)
+        return values is not None and _close(*values)
+    has_i = any(part.kind == "constant" and part.value == "i" for node in (one, other) for part in walk(node))
+    for real in (True, False):
+        seen = 0
+        for point in _points(names, real):
+            values = _values_at(one, other, point, log_base, complex_too=has_i)
+            if values is None:
+                continue
+            if not _close(*values):
+                return False
+            seen += 1
+        if seen >= _MIN_POINTS:
+            return True
+    return False
+
+
+def _values_at(
+    one: Node, other: Node, point: Mapping[str, Value], log_base: Value, complex_too: bool = False
+) -> tuple[Value, Value] | None:
+    """Return both values; None if there are none, or no real ones."""
+    evaluator = _Evaluator(point, log_base)
+    try:
+        values = evaluator.value(one), evaluator.value(other)
+    except _NoValue:
+        return None
+    if not complex_too and any(_imaginary(value) for value in values):
+        return None
+    return values
+
+
+def _imaginary(value: Value) -> bool:
+    return abs(_MP.im(value)) > _AGREE * max(1, abs(_MP.re(value)))
+
+
+def _close(one: Value, other: Value) -> bool:
+    size = max(abs(one), abs(other))
+    return bool(size < _ZERO or abs(one - other) <= _AGREE * size)
+
+
+class _Evaluator:
+    """Evaluates at one point. Each operation is bounded before it is done."""
+
+    def __init__(self, point: Mapping[str, Value], log_base: Value) -> None:
+        self._point, self._log_base = point, log_base
+
+    def value(self, node: Node) -> Value:
+        try:
+            value = self._of(node)
+        except (ZeroDivisionError, ValueError, OverflowError, TypeError, TooLarge) as error:
+            raise _NoValue from error
+        if not _MP.isfinite(value) or (value and _MP.mag(value) > _MAX_MAGNITUDE):
+            raise _NoValue
+        return value
+
+    def _of(self, node: Node) -> Value:
+        kind = node.kind
+        if kind == "number":
+            return _MP.mpf(node.value.value.numerator) / node.value.value.denominator
+        if kind == "name" and node.value in self._point and node.value != "ldots":
+            return self._point[node.value]
+        if kind == "constant" and node.value != "infinity":
+            return {"pi": _MP.pi, "e": _MP.e, "i": _MP.mpc(0, 1)}[node.value] * 1
+        if kind == "dash":
+            return _MP.mpf(exact(node).numerator)
+        if kind == "pow":
+            return self._power(*node.args)
+        if kind == "root":
+            return self._power(node.args[0], Node("div", (number(1), node.args[1])))
+        if kind == "call":
+            return self._call(node)
+        args = [self.value(arg) for arg in node.args]
+        if kind == "add":
+            return _MP.fsum(args)
+        if kind == "mul":
+            return args[0] * args[1]
+        if kind in ("div", "divide"):
+            return args[0] / args[1]
+        if kind == "neg":
+            return -args[0]
+        if kind == "percent":
+            return args[0] / 100
+        if kind == "quantity" and node.value == units.DEGREE:
+            return args[0] * _MP.pi / 180
+        raise _NoValue
+
+    def _power(self, base_node: Node, exponent_node: Node) -> Value:
+        base, rational = self.value(base_node), exact(exponent_node)
+        exponent = self.value(exponent_node)
+        if base == 0:
+            if _MP.re(exponent) <= 0:
+                raise _NoValue
+            return _MP.mpf(0)
+        if abs(exponent) * (abs(_MP.mag(base)) + 1) > _MAX_MAGNITUDE:
+            raise _NoValue
+        if rational is not None and rational.denominator == 1:
+            return base**rational.numerator
+        if rational is not None and rational.denominator % 2 and not _imaginary(base) and _MP.re(base) < 0:
+            sign = -1 if rational.numerator % 2 else 1  # the real root, as taught in school
+            return sign * _MP.power(-_MP.re(base), exponent)
+        if _MP.im(exponent) == 0 and not _imaginary(base) and exponent == _MP.nint(_MP.re(exponent)):
+            return _MP.re(base) ** int(_MP.re(exponent))
+        return _MP.power(base, exponent)
+
+    def _call(self, node: Node) -> Value:
+        name = node.value
+        if name == "det":
+            return self._determinant(node.args[0])
+        args = [self.value(arg) for arg in node.args]
+        if name in _ELEMENTARY and len(args) == 1:
+            if args[0] and _MP.mag(args[0]) > 100 + 8 * (name in ("abs", "floor", "ceil", "Re", "Im")) * 1000:
+                raise _NoValue
+            if name in ("sinh", "cosh", "tanh", "coth", "sech", "csch") and abs(args[0]) > _MAX_MAGNITUDE:
+                raise _NoValue
+            return _ELEMENTARY[name](args[0])
+        if name == "log":
+            base = args[1] if len(args) == 2 else self._log_base
+            return _MP.log(args[0]) / _MP.log(base)
+        if name in ("factorial", "binom"):
+            if any(abs(arg) > 1000 for arg in args):
+                raise _NoValue
+            return _MP.factorial(args[0]) if name == "factorial" else _MP.binomial(*args)
+        if name in ("max", "min") and not any(_imaginary(arg) for arg in args):
+            return {"max": max, "min": min}[name](args)
+        if name in ("f", "g", "h", "F", "G", "H") or name.startswith(("f_", "g_", "h_", "f'", "g'", "h'")):
+            return self._unknown(name, args)
+        result = exact(node)
+        if result is None:
+            raise _NoValue
+        return _MP.mpf(result.numerator) / result.denominator
+
+    def _unknown(self, name: str, args: list[Value]) -> Value:
+        """Return a value for an unknown function; two answers agree only if they use it at the same arguments."""
+        seed = zlib.crc32(name.encode())
+        total = _MP.mpf(seed % 89 + 1) / 97
+        for place, arg in enumerate(args):
+            if abs(arg) > 10**6:
+                raise _NoValue
+            total += _MP.sin(arg * (seed % (31 + place) + 7) / 13 + place) + arg * (seed % 17 + 3) / (11 + place)
+        return total
+
+    def _determinant(self, matrix: Node) -> Value:
+        size = matrix.value if matrix.kind == "matrix" else 0
+        if not 0 < size <= 6 or len(matrix.args) != size * size:
+            raise _NoValue
+        values = [self.value(arg) for arg in matrix.args]
+        return _MP.det(_MP.matrix([values[k : k + size] for k in range(0, len(values), size)]))
+
+
+def _floor(value: Value) -> Value:
+    if _imaginary(value):
+        raise _NoValue
+    real = _MP.re(value)
+    nearest = _MP.nint(real)
+    return nearest if abs(real - nearest) < _NEAR_WHOLE else _MP.floor(real)
+
+
+_ELEMENTARY: dict[str, Callable[[Value], Value]] = {
+    "sin": _MP.sin, "cos": _MP.cos, "tan": _MP.tan, "cot": _MP.cot, "sec": _MP.sec, "csc": _MP.csc,
+    "arcsin": _MP.asin, "arccos": _MP.acos, "arctan": _MP.atan, "arccot": _MP.acot, "arcsec": _MP.asec,
+    "arccsc": _MP.acsc, "sinh": _MP.sinh, "cosh": _MP.cosh, "tanh": _MP.tanh, "coth": _MP.coth, "sech": _MP.sech,
+    "csch": _MP.csch, "abs": abs, "floor": _floor, "ceil": lambda value: -_floor(-value), "Re": _MP.re, "Im": _MP.im,
+    "sign": _MP.sign, "arg": _MP.arg,
+}  # fmt: skip

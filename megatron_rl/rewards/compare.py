@@ -1,280 +1,466 @@
-r"""Whether two canonical answers say the same: by shape here, by algebra only for the expressions inside.
+r"""Compares two answers: their shape here, the expressions inside by exact values or `Algebra`.
 
-Lists, tuples, intervals, unions, matrices, equations and words are taken apart as text, so that what must not be
-confused never is: ``(1,2)`` and ``(2,1)``, ``[0,1)`` and ``[0,1]``, ``1,2,3`` and ``2``, *east* and *seat*. What is
-left are single expressions; those that are not plain numbers go to ``algebra(candidate, gold)``.
+Answers that cannot be read completely are equal only if they consist of the same tokens. Answers that differ have
+different trees: ``(1,2)`` and ``(2,1)``, ``[0,1)`` and ``[0,1]``, *east* and *seat*, 5 and ``5_8``.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import lru_cache
 
-from megatron_rl.rewards.canonical import canonical, plain_equal, plain_number, split_quantity
+from megatron_rl.rewards import units
+from megatron_rl.rewards.grammar import readings
+from megatron_rl.rewards.latex import Unread, spelled, tokenize
+from megatron_rl.rewards.regions import DESCRIBE_SETS, RegionReader
+from megatron_rl.rewards.tree import Node, negative, number, walk
+from megatron_rl.rewards.values import Algebra, TooLarge, exact, has_names, is_unfinished, plain, rounds_to
 
-Algebra = Callable[[str, str], bool]
-
-MAX_ITEMS = 64  # a list longer than this is compared as a string only
-MAX_OPERATIONS = 2  # of an expression offered for a plain number: more is the problem restated, not its answer
-MAX_EXPRESSION_CHARS = 200  # of an expression given to algebra, or this many times the gold's length:
-MAX_TIMES_GOLD = 3  # reading a longer one costs seconds, and it is not what the gold answer says
-MAX_NESTING = 12  # brackets inside brackets of such an expression
-_MAX_DEPTH = 6
-
-_OPENING, _CLOSING = "([{", ")]}"
-_TEXT = re.compile(r"\\text\{([^{}]*)\}")
-_NAME = r"(?:\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([A-Za-z]\))?)"
-_MEMBER = re.compile(rf"{_NAME}\s?\\in(?![A-Za-z])\s?")
-_EQUALS = re.compile(r"(?<![<>!\\:])=(?!=)|\\approx(?![A-Za-z])")
-_ORDER = re.compile(r"<=|>=|<|>|\\le(?![A-Za-z])|\\ge(?![A-Za-z])")
-_PM = re.compile(r"\\pm(?![A-Za-z])")
-_BASED = re.compile(r"0*([0-9A-Z]+)_\{?(\d+)\}?")
-_DEFERRED = re.compile(r"\\(?:sum|prod|int|lim|binom|det|gcd|max|min|b?mod|pmod|[cld]?dots)(?![a-z])|!")
-_OPERATION = re.compile(r"[+*/^]|(?<=[^({,\s])-|\\(?:times|cdot|div|frac|sqrt)(?![A-Za-z])")
+MAX_ITEMS = 64  # longest list that is compared in any order
+_MAX_SIGNS = 3  # largest number of ± in one value
+_NO_SCALARS = frozenset(["list", "tuple", "set", "matrix", "relation", "domain", "empty"])
+_VOWELS = frozenset("aeiou")
 
 
-_COMMAND, _LETTER = re.compile(r"\\[A-Za-z]+"), re.compile(r"[A-Za-z]")
+@lru_cache(maxsize=1024)
+def spelling(text: str) -> str:
+    """Return ``text`` without layout: equal for answers that differ only in fonts and spaces."""
+    try:
+        return spelled(tokenize(text))
+    except Unread:
+        return " ".join(text.split())
 
 
-def split_top(text: str, separator: re.Pattern[str]) -> list[str]:
-    """Pieces of ``text`` between the separators that stand outside every bracket."""
-    pieces, depth, start, position = [], 0, 0, 0
-    while position < len(text):
-        match = separator.match(text, position) if depth == 0 else None
-        if match and match.end() > match.start():
-            pieces.append(text[start : match.start()].strip())
-            position = start = match.end()
-            continue
-        depth = max(0, depth + (text[position] in _OPENING) - (text[position] in _CLOSING))
-        position += 1
-    return [*pieces, text[start:].strip()]
+def same(candidate: str, gold: str, algebra: Algebra, accept_unevaluated: bool = False) -> bool:
+    r"""Return whether ``candidate`` means the same as ``gold``. Raises only what ``algebra`` raises.
 
-
-_COMMA, _UNION = re.compile(r"[,;]"), re.compile(r"\\cup(?![A-Za-z])")
-_ROW, _CELL = re.compile(r"\\\\"), re.compile(r"&")
-
-
-@dataclass(frozen=True)
-class Shape:
-    """An answer taken apart. ``kind``: scalar, list (any order), tuple, interval, union, matrix or equation."""
-
-    kind: str
-    items: tuple[str, ...]
-    brackets: str = ""
-    width: int = 0  # of a matrix
-
-
-def shape_of(text: str) -> Shape:
-    """Take one level of ``text`` apart."""
-    text = _MEMBER.sub("", text, count=1) if _MEMBER.match(text) else text
-    if text.startswith(r"\begin{pmatrix}") and text.endswith(r"\end{pmatrix}"):
-        rows = split_top(text[len(r"\begin{pmatrix}") : -len(r"\end{pmatrix}")], _ROW)
-        cells = [split_top(row, _CELL) for row in rows if row]
-        flat = tuple(cell for row in cells for cell in row)
-        return Shape("matrix", flat, width=len(cells[0]) if cells else 0)
-    ordered = _interval_of(text)
-    text = ordered or text
-    members = split_top(text, _UNION)
-    if len(members) > 1:
-        return Shape("union", tuple(members))
-    if text.startswith(r"\{") and text.endswith(r"\}"):
-        return Shape("list", _signs(split_top(text[2:-2], _COMMA)), brackets="{}")
-    if len(text) > 2 and text[0] in "([" and text[-1] in ")]" and _closes_at_end(text):
-        items = split_top(text[1:-1], _COMMA)
-        if len(items) > 1:
-            kind = "interval" if len(items) == 2 and text[0] + text[-1] != "()" else "tuple"
-            return Shape(kind, tuple(items), brackets=text[0] + text[-1])
-        return shape_of(text[1:-1]) if text[0] + text[-1] == "()" else Shape("scalar", (text,))
-    if plain_number(text) is None:
-        items = _signs(split_top(text, _COMMA))
-        if len(items) > 1:
-            intervals = [_interval_of(item) for item in items]
-            return Shape("union", tuple(intervals)) if all(intervals) else Shape("list", items)
-        sides = split_top(text, _EQUALS)
-        if len(sides) > 1:
-            return Shape("equation", tuple(sides))
-    return Shape("scalar", (text,))
-
-
-def _closes_at_end(text: str) -> bool:
-    """Whether the bracket that opens ``text`` is closed by its last character."""
-    depth = 0
-    for position, char in enumerate(text):
-        depth += (char in _OPENING) - (char in _CLOSING)
-        if depth == 0:
-            return position == len(text) - 1
-    return False
-
-
-def _signs(items: list[str]) -> tuple[str, ...]:
-    r"""``a \pm b`` is two items, ``a+b`` and ``a-b``."""
-    spread: list[str] = []
-    for item in items:
-        spread += [_PM.sub(sign, item).lstrip("+").replace("+ ", "+") for sign in "+-"] if _PM.search(item) else [item]
-    return tuple(canonical(item) for item in spread) if len(spread) > len(items) else tuple(items)
-
-
-def _interval_of(text: str) -> str | None:
-    r"""``-2\le x<7`` as ``[-2,7)``, ``x>3`` as ``(3,\infty)``; None where ``text`` is no such chain."""
-    signs = _ORDER.findall(text)
-    sides = split_top(text, _ORDER)
-    if not signs or len(sides) != len(signs) + 1 or not all(sides):
-        return None
-    down = [sign in (">", ">=", r"\ge") for sign in signs]
-    closed = [sign not in "<>" for sign in signs]
-    name = re.compile(_NAME)
-    if len(signs) == 1:
-        if name.fullmatch(sides[1]) and not name.fullmatch(sides[0]):
-            sides, down = sides[::-1], [not down[0]]
-        if not name.fullmatch(sides[0]) or (name.fullmatch(sides[1]) and not sides[1].startswith("\\")):
-            return None
-        if down[0]:
-            return f"{'[' if closed[0] else '('}{sides[1]},\\infty)"
-        return f"(-\\infty,{sides[1]}{']' if closed[0] else ')'}"
-    if len(signs) == 2 and down[0] == down[1] and name.fullmatch(sides[1]):
-        if down[0]:
-            sides, closed = sides[::-1], closed[::-1]
-        return f"{'[' if closed[0] else '('}{sides[0]},{sides[2]}{']' if closed[1] else ')'}"
-    return None
-
-
-def words_of(text: str) -> list[str] | None:
-    r"""The words of an answer that is words (``\text{east}``, ``(C)``, ``4:51 p.m.``); None where it is mathematics."""
-    bare = _TEXT.sub(lambda m: f" {m[1]} ", text)
-    rest = _TEXT.sub("", text).strip("()., ")
-    is_clock = re.fullmatch(r"\d{1,2}(?::\d{2}){1,2}\D{0,12}", bare.strip()) is not None
-    if rest and not is_clock and not (re.fullmatch(r"[A-Za-z][A-Za-z' ]{3,}", rest) and rest == text.strip("()., ")):
-        return None
-    if not rest and not re.search(r"[A-Za-z]", bare):
-        return None
-    folded = re.sub(r"[.\"'()]", " ", bare) if not is_clock else re.sub(r"[\s.]", "", bare)
-    items = [" ".join(item.split()) for item in folded.split(",")]
-    return [item if len(item) == 1 else item.casefold() for item in items if item]
-
-
-def _same_words(candidate: str, gold_words: list[str]) -> bool:
-    found = words_of(candidate) or words_of(rf"\text{{{candidate}}}") or []
-    letters = all(len(item) == 1 for item in gold_words)  # a set of choices; words in a row may be an order
-    return sorted(found) == sorted(gold_words) if letters else found == gold_words
-
-
-def same(candidate: str, gold: str, algebra: Algebra, depth: int = 0) -> bool:
-    """Whether canonical ``candidate`` says what canonical ``gold`` says. Raises only what ``algebra`` raises."""
-    if candidate == gold:
-        return bool(gold)
-    if not candidate or not gold or depth > _MAX_DEPTH:
+    ``accept_unevaluated``: also accept an answer with a computation left to do, such as ``12\cdot 34`` for 408.
+    """
+    if not spelling(candidate) or not spelling(gold):
         return False
-    gold_words = words_of(gold)
-    if gold_words is not None:
-        return _same_words(candidate, gold_words)
-    based = _BASED.fullmatch(gold)
-    if based:
-        found = _BASED.fullmatch(candidate)
-        return found is not None and found.groups() == based.groups()
-    ours, theirs = shape_of(candidate), shape_of(gold)
-    if max(len(ours.items), len(theirs.items)) > MAX_ITEMS:
-        return False
-    if "equation" in (ours.kind, theirs.kind):
-        return _same_equation(ours, theirs, algebra, depth)
-    if ours.kind == theirs.kind == "scalar":
-        return _same_scalar(ours.items[0], theirs.items[0], algebra)
-    return _same_items(ours, theirs, lambda c, g: same(c, g, algebra, depth + 1))
-
-
-def _same_items(ours: Shape, theirs: Shape, equal: Algebra) -> bool:
-    if len(ours.items) != len(theirs.items) or not ours.items:
-        return False
-    in_order = all(equal(c, g) for c, g in zip(ours.items, theirs.items)) if theirs.kind != "union" else False
-    kinds = (ours.kind, theirs.kind)
-    if kinds in (("tuple", "list"), ("list", "tuple")):
-        return in_order and "{}" not in (ours.brackets, theirs.brackets)  # a pair written without its brackets
-    if ours.kind != theirs.kind:
-        return False
-    if theirs.kind in ("list", "union"):
-        return in_order or _match_any_order(list(ours.items), theirs.items, equal)
-    return in_order and ours.brackets == theirs.brackets and ours.width == theirs.width
-
-
-def _match_any_order(candidates: list[str], golds: tuple[str, ...], equal: Algebra) -> bool:
-    for gold in golds:
-        partner = next((item for item in candidates if equal(item, gold)), None)
-        if partner is None:
-            return False
-        candidates.remove(partner)
-    return True
-
-
-def _same_equation(ours: Shape, theirs: Shape, algebra: Algebra, depth: int) -> bool:
-    """Two equations; or a value against ``name = value``, on either side."""
-
-    def equal(c: str, g: str) -> bool:
-        return same(c, g, algebra, depth + 1)
-
-    if ours.kind == theirs.kind:
-        if len(ours.items) != 2 or len(theirs.items) != 2:
-            return False
-        if re.fullmatch(_NAME, ours.items[0]) and re.fullmatch(_NAME, theirs.items[0]):
-            return ours.items[0] == theirs.items[0] and equal(ours.items[1], theirs.items[1])
-        return algebra("=".join(ours.items), "=".join(theirs.items))
-    if theirs.kind == "equation":
-        value = ours.items[0] if ours.kind == "scalar" else _written(ours)
-        return len(theirs.items) == 2 and bool(re.fullmatch(_NAME, theirs.items[0])) and equal(value, theirs.items[1])
-    gold = theirs.items[0] if theirs.kind == "scalar" else _written(theirs)
-    *left, value = ours.items  # every other side must name something or be equal: `1=2` is no way to say 2
-    return equal(value, gold) and all(_names_something(side) or equal(side, gold) for side in left)
-
-
-def _written(shape: Shape) -> str:
-    """A shape as text again."""
-    if shape.kind == "union":
-        return r"\cup ".join(shape.items)
-    if shape.kind == "matrix":
-        rows = [shape.items[i : i + shape.width] for i in range(0, len(shape.items), shape.width or 1)]
-        return r"\begin{pmatrix}" + r"\\".join("&".join(row) for row in rows) + r"\end{pmatrix}"
-    opening, closing = {"{}": (r"\{", r"\}"), "": ("", "")}.get(shape.brackets, tuple(shape.brackets))
-    return opening + ",".join(shape.items) + closing
-
-
-def _worth_parsing(candidate: str, gold: str) -> bool:
-    """Whether ``candidate`` can be an expression like ``gold`` at all: not far longer, and its brackets balanced."""
-    if len(candidate) > max(MAX_EXPRESSION_CHARS, MAX_TIMES_GOLD * len(gold)):
-        return False
-    depth = 0
-    for char in candidate:
-        depth += (char in _OPENING) - (char in _CLOSING)
-        if not 0 <= depth <= MAX_NESTING:
-            return False
-    return depth == 0
-
-
-def _names_something(side: str) -> bool:
-    """Whether ``side`` is a name or names put together (``x_1``, ``f(3)``, ``m+n``); ``2x-5`` is not."""
-    names = re.sub(r"_\{?\w+\}?|\([^()]*\)|\\(?:text|angle|triangle|frac|overline)(?![A-Za-z])|[{}|\\]", " ", side)
-    return re.fullmatch(r"[A-Za-z+*/ -]*[A-Za-z][A-Za-z+*/ -]*", names) is not None
-
-
-def _same_scalar(candidate: str, gold: str, algebra: Algebra) -> bool:
-    ours, theirs = split_quantity(candidate), split_quantity(gold)
-    if ours.unit and theirs.unit and ours.unit != theirs.unit:
-        return False
-    ours_number, theirs_number = plain_number(ours.value), plain_number(theirs.value)
-    if ours_number and theirs_number:
-        if plain_equal(ours_number, theirs_number):
-            return True
-        if ours.percent == theirs.percent:
-            return False
-        percent, plain = (ours_number, theirs_number) if ours.percent else (theirs_number, ours_number)
-        return percent.value == plain.value * 100
-    if ours.value == theirs.value:
+    if spelling(candidate) == spelling(gold):
         return True
-    if set(_DEFERRED.findall(ours.value)) - set(_DEFERRED.findall(theirs.value)):
-        return False  # a sum, limit or factorial left to be worked out is not yet an answer
-    if theirs_number and len(_OPERATION.findall(ours.value)) > MAX_OPERATIONS:
+    comparison = _Comparison(algebra, accept_unevaluated)
+    return any(comparison.equal(ours, theirs) for ours in readings(candidate) for theirs in readings(gold))
+
+
+class _Comparison:
+    def __init__(self, algebra: Algebra, accept_unevaluated: bool) -> None:
+        self._algebra = algebra
+        self._accept_unevaluated = accept_unevaluated
+
+    def equal(self, ours: Node, theirs: Node) -> bool:
+        if ours == theirs:
+            return True
+        if "option" in (ours.kind, theirs.kind):
+            return self._same_option(ours, theirs)
+        ours, theirs = _spread_signs(_membership(ours)), _spread_signs(_membership(theirs))
+        ours, theirs = _without_tuple_name(ours, theirs)
+        if ours == theirs:
+            return True
+        kinds = {ours.kind, theirs.kind}
+        if "word" in kinds:
+            return self._same_word(ours, theirs)
+        if kinds & {"based", "date", "dash"}:
+            return self._same_as_written(ours, theirs)
+        if kinds & DESCRIBE_SETS and (region := self._same_region(ours, theirs)) is not None:
+            return region
+        if "relation" in kinds:
+            return self._same_relation(ours, theirs)
+        ours, theirs = _matrix(ours), _matrix(theirs)
+        for some, rule in self._rules:
+            if ours.kind in some or theirs.kind in some:
+                return rule(self, ours, theirs)
+        return self._same_value(ours, theirs)
+
+    # Kinds that are compared as written.
+
+    def _same_option(self, ours: Node, theirs: Node) -> bool:
+        if ours.kind == theirs.kind:
+            return ours.value == theirs.value and (
+                not ours.args or not theirs.args or self.equal(ours.args[0], theirs.args[0])
+            )
+        option, other = (ours, theirs) if ours.kind == "option" else (theirs, ours)
+        if other.kind == "name" and len(other.value) == 1 and other.value.isupper():
+            return option.value == other.value
+        if not option.args:
+            return False
+        return self.equal(option.args[0], theirs) if option is ours else self.equal(ours, option.args[0])
+
+    def _same_word(self, ours: Node, theirs: Node) -> bool:
+        if ours.kind == theirs.kind:
+            commute = ours.args and theirs.args and not _VOWELS & set(ours.value)
+            return ours.value == theirs.value or bool(commute and sorted(ours.value) == sorted(theirs.value))
+        word, other = (ours, theirs) if ours.kind == "word" else (theirs, ours)
+        if not word.args:
+            return other.kind == "relation" and other.value == ("=",) and self._same_relation(ours, theirs)
+        if _VOWELS & set(word.value):  # `odd` is no d²o
+            return word.args[0] == other
+        return self.equal(*((word.args[0], other) if word is ours else (other, word.args[0])))
+
+    def _same_as_written(self, ours: Node, theirs: Node) -> bool:
+        if ours.kind == theirs.kind == "based":
+            return ours.value == theirs.value
+        if ours.kind == theirs.kind:
+            return list(map(int, ours.value)) == list(map(int, theirs.value))
+        if "relation" in (ours.kind, theirs.kind):
+            return self._same_relation(ours, theirs)
+        if ours.kind == "dash" and self._accept_unevaluated and theirs.kind not in ("based", "date"):
+            return self._same_value(ours, theirs)
         return False
-    if not _worth_parsing(ours.value, theirs.value):
+
+    # Collections.
+
+    def _same_region(self, ours: Node, theirs: Node) -> bool | None:
+        """Return whether two sets of real numbers are equal; None if one is not such a set."""
+        reader = RegionReader(self._algebra)
+        try:
+            one, other = reader.read(ours), reader.read(theirs)
+        except TooLarge:
+            return None
+        if one is None or other is None:
+            return None
+        if ours.kind == theirs.kind == "relation" and ours.value == theirs.value == ("=",):
+            return None
+        if _is_equation(ours) or _is_equation(theirs):
+            return None
+        return one.pieces == other.pieces and (not one.variable or not other.variable or one.variable == other.variable)
+
+    def _same_sets(self, ours: Node, theirs: Node) -> bool:
+        if ours.kind != theirs.kind or not ours.args:
+            return False
+        if ours.kind in ("difference", "builder"):
+            return self._in_order(ours.args, theirs.args)
+        return self._any_order(ours.args, theirs.args)
+
+    def _same_items(self, ours: Node, theirs: Node) -> bool:
+        kinds = (ours.kind, theirs.kind)
+        if kinds in (("list", "tuple"), ("tuple", "list")):
+            plain_tuple = ours if ours.kind == "tuple" else theirs
+            items, their_items = (_given_values(node.args, other) for node, other in ((ours, theirs), (theirs, ours)))
+            return plain_tuple.value == "()" and self._in_order(items, their_items)
+        if kinds[0] == kinds[1] == "tuple":
+            return ours.value == theirs.value and self._in_order(ours.args, theirs.args)
+        if not set(kinds) <= {"list", "set"}:
+            return False
+        if any(item.kind == "word" and len(item.value) > 1 and not item.args for item in theirs.args):
+            return self._in_order(ours.args, theirs.args)  # words in a row may be an order
+        return self._any_order(ours.args, theirs.args)
+
+    def _same_matrix(self, ours: Node, theirs: Node) -> bool:
+        return ours.kind == theirs.kind and ours.value == theirs.value and self._in_order(ours.args, theirs.args)
+
+    def _same_ratio(self, ours: Node, theirs: Node) -> bool:
+        if ours.kind != theirs.kind or len(ours.args) != len(theirs.args) or ours.value != theirs.value:
+            return False
+        if self._in_order(ours.args, theirs.args):
+            return True
+        parts = [[exact(arg) for arg in node.args] for node in (ours, theirs)]
+        if any(value is None or value <= 0 for part in parts for value in part) or _is_time(parts[1]):
+            return False
+        return all(c * parts[1][0] == g * parts[0][0] for c, g in zip(*parts))
+
+    def _same_congruence(self, ours: Node, theirs: Node) -> bool:
+        if ours.kind != theirs.kind or not self.equal(ours.args[-1], theirs.args[-1]):
+            return False
+        if len(ours.args) == len(theirs.args) == 3 and not self.equal(ours.args[0], theirs.args[0]):
+            return False
+        residues, modulus = [exact(node.args[-2]) for node in (ours, theirs)], exact(theirs.args[-1])
+        if None in residues or not modulus:
+            return self.equal(ours.args[-2], theirs.args[-2])
+        return (residues[0] - residues[1]) % modulus == 0
+
+    def _in_order(self, ours: Sequence[Node], theirs: Sequence[Node]) -> bool:
+        return len(ours) == len(theirs) and all(map(self.equal, ours, theirs))
+
+    def _any_order(self, ours: Sequence[Node], theirs: Sequence[Node]) -> bool:
+        if len(ours) != len(theirs) or len(ours) > MAX_ITEMS:
+            return False
+        left = list(ours)
+        for gold in theirs:
+            partner = next((k for k, item in enumerate(left) if self.equal(item, gold)), None)
+            if partner is None:
+                return False
+            del left[partner]
+        return True
+
+    _rules: tuple[tuple[frozenset[str], Callable], ...] = (
+        (frozenset(["ratio"]), _same_ratio),
+        (frozenset(["congruence"]), _same_congruence),
+        (frozenset(["matrix"]), _same_matrix),
+        (frozenset(["list", "tuple", "set"]), _same_items),
+        (DESCRIBE_SETS, _same_sets),
+    )
+
+    # Relations.
+
+    def _same_relation(self, ours: Node, theirs: Node) -> bool:
+        """Compare two equations, or a value with ``name = value`` on either side."""
+        if ours.kind == theirs.kind:
+            if len(ours.args) != 2 or len(theirs.args) != 2 or ours.value != theirs.value:
+                return False
+            if ours.value != ("=",):
+                return self._in_order(ours.args, theirs.args)
+            return self._same_equation(_name_first(ours).args, _name_first(theirs).args)
+        if theirs.kind == "relation":
+            gold = _name_first(theirs)
+            named = gold.value in (("=",), ("≈",)) and _names_something(gold.args[0])
+            return named and self.equal(ours, gold.args[1])
+        if any(sign not in ("=", "≈") for sign in ours.value):
+            return False
+        chain = _name_first(ours)
+        *left, value = chain.args
+        if chain.value[-1] == "≈" and not _names_something(left[-1]):
+            if not self._near(left[-1], value):
+                return False
+            *left, exact_value = left
+            value = value if self.equal(value, theirs) else exact_value
+        return self.equal(value, theirs) and all(_names_something(side) or self.equal(side, theirs) for side in left)
+
+    def _same_equation(self, ours: Sequence[Node], theirs: Sequence[Node]) -> bool:
+        heads = ours[0], theirs[0]
+        if all(head.kind in ("name", "word") or (head.kind == "call" and head.value in "fghFGH") for head in heads):
+            ours, heads = _with_argument_of(ours, theirs)
+            if heads[0] == heads[1]:
+                return self.equal(ours[1], theirs[1])
+            if {head.kind for head in heads} != {"name"}:
+                return False
+        try:
+            differences = [Node("add", (sides[0], negative(sides[1]))) for sides in (ours, theirs)]
+            return self._algebra.same_solutions(*differences)
+        except TooLarge:
+            return False
+
+    def _near(self, one: Node, other: Node) -> bool:
+        """Whether two constants differ by at most a hundredth."""
+        try:
+            values = [self._algebra.value(node) for node in (one, other)]
+        except TooLarge:
+            return False
+        return None not in values and abs(values[0] - values[1]) <= abs(values[0]) / 100
+
+    # Values.
+
+    def _same_value(self, ours: Node, theirs: Node) -> bool:
+        (ours, our_unit), (theirs, their_unit) = _split_unit(ours), _split_unit(theirs)
+        if any(n.kind == "percent" for n in (ours, theirs)) and any(u and u.dimensions for u in (our_unit, their_unit)):
+            return False
+        if our_unit and their_unit and our_unit.dimensions and their_unit.dimensions:
+            angles = {our_unit, their_unit} == {units.DEGREE, units.RADIAN}
+            if our_unit.dimensions != their_unit.dimensions and not angles:
+                return False
+            if angles:
+                return self._same_number(*_in_radians((ours, our_unit), (theirs, their_unit)))
+            if our_unit.factor != their_unit.factor:
+                return self._same_number(ours, theirs, our_unit.factor / their_unit.factor)
+        if self._same_number(ours, theirs):
+            return True
+        if units.DEGREE in (our_unit, their_unit) and our_unit != their_unit:  # 60° is \pi/3
+            plain_number = theirs if our_unit else ours
+            has_pi = any(part.kind == "constant" and part.value == "pi" for part in walk(plain_number))
+            return has_pi and self._same_number(*_in_radians((ours, our_unit), (theirs, their_unit)))
         return False
-    letters = [set(_LETTER.findall(_COMMAND.sub("", value))) for value in (ours.value, theirs.value)]
-    if letters[0] != letters[1] and {x.lower() for x in letters[0]} == {x.lower() for x in letters[1]}:
-        return False  # math-verify reads r and R as one variable
-    return algebra(ours.value, theirs.value)
+
+    def _same_number(self, ours: Node, theirs: Node, factor: Fraction = Fraction(1)) -> bool:
+        """Whether two scalars are equal; ``factor``: of our unit in terms of theirs."""
+        ours_percent, theirs_percent = ours.kind == "percent", theirs.kind == "percent"
+        ours, theirs = (node.args[0] if node.kind == "percent" else node for node in (ours, theirs))
+        if ours_percent != theirs_percent and factor == 1:
+            percent, bare = (ours, theirs) if ours_percent else (theirs, ours)
+            hundredfold = Node("mul", (number(100), bare))
+            if exact_or_none(percent) is not None and exact_or_none(percent) == exact_or_none(hundredfold):
+                return not self._refused(ours, theirs)
+        if ours == theirs and factor == 1:
+            return True
+        if self._refused(ours, theirs):
+            return False
+        scaled = ours if factor == 1 else Node("mul", (number(factor), ours))
+        return self._same_scalar(scaled, theirs)
+
+    def _refused(self, ours: Node, theirs: Node) -> bool:
+        """Return whether ``ours`` leaves a computation undone that ``theirs`` has done."""
+        return not self._accept_unevaluated and is_unfinished(ours) and not is_unfinished(theirs)
+
+    def _same_scalar(self, ours: Node, theirs: Node) -> bool:
+        if any(
+            node.kind in ("list", "tuple", "set", "matrix", "relation", "domain", "empty") for node in (ours, theirs)
+        ):
+            return False
+        if any(_is_infinite(node) for node in (ours, theirs)):
+            return ours == theirs
+        try:
+            our_value, their_value = exact(ours), exact(theirs)
+            if our_value is not None and their_value is not None:
+                decimals = [plain(node) for node in (ours, theirs)]
+                shown = [decimal is not None and decimal.places is not None for decimal in decimals]
+                if our_value == their_value or all(shown):
+                    return our_value == their_value
+                return rounds_to(their_value, decimals[0]) or rounds_to(our_value, decimals[1])
+            if has_names(ours) or has_names(theirs):
+                return self._algebra.equal(ours, theirs)
+            if their_value is None and our_value is None:
+                return self._algebra.equal(ours, theirs)
+            return self._rational_and_not(ours, theirs, their_value is not None)
+        except TooLarge:
+            return False
+
+    def _rational_and_not(self, ours: Node, theirs: Node, gold_is_rational: bool) -> bool:
+        """One side is rational by arithmetic, the other has roots, functions or constants in it."""
+        rational, other = (theirs, ours) if gold_is_rational else (ours, theirs)
+        written = plain(rational)
+        if written is not None and written.places is not None and written.significant >= 6:
+            value = self._algebra.value(other)
+            return value is not None and (rounds_to(value, written) or value == written.value)
+        if gold_is_rational and not self._accept_unevaluated and not is_unfinished(theirs):
+            return False  # `e^{\ln 5}` for 5: a rational value must be written as a rational number
+        return self._algebra.equal(ours, theirs)
+
+
+def exact_or_none(node: Node) -> Fraction | None:
+    try:
+        return exact(node)
+    except TooLarge:
+        return None
+
+
+def _is_equation(node: Node) -> bool:
+    return node.kind == "relation" and set(node.value) <= {"=", "≈"}
+
+
+def _membership(node: Node) -> Node:
+    r"""``x \in S`` says S."""
+    if node.kind == "relation" and node.value == ("∈",) and _names_something(node.args[0]):
+        return node.args[1]
+    return node
+
+
+def _without_tuple_name(ours: Node, theirs: Node) -> tuple[Node, Node]:
+    """``(x,y)=(3,-2)`` says ``(3,-2)``, unless both name their tuple and by different names."""
+    equations = [node.kind == "relation" and node.value == ("=",) for node in (ours, theirs)]
+    heads = [node.args[0] if is_one else node for node, is_one in zip((ours, theirs), equations)]
+    named = [one and head.kind == "tuple" and _names_something(head) for one, head in zip(equations, heads)]
+    if all(named) and ours.args[0] != theirs.args[0]:
+        return ours, theirs
+    return (ours.args[1] if named[0] else ours), (theirs.args[1] if named[1] else theirs)
+
+
+def _given_values(items: Sequence[Node], other: Node) -> Sequence[Node]:
+    """``x=3, y=-2`` beside a tuple: its values, where the names are different and in their order."""
+    named = all(item.kind == "relation" and item.value == ("=",) and item.args[0].kind == "name" for item in items)
+    if not named or other.kind != "tuple":
+        return items
+    names = [item.args[0].value for item in items]
+    return [item.args[1] for item in items] if names == sorted(set(names)) else items
+
+
+def _spread_signs(node: Node) -> Node:
+    r"""``a \pm b`` is the list of ``a+b`` and ``a-b``; also inside a list or set."""
+    if node.kind in ("list", "set"):
+        items = []
+        for arg in node.args:
+            spread = _spread_signs(arg)
+            items += spread.args if spread.kind == "list" and arg.kind != "list" else [arg]
+        return Node(node.kind, tuple(items), node.value)
+    if node.kind == "relation" and node.value == ("=",):
+        value = _spread_signs(node.args[1])
+        if value.kind != "list" or node.args[1].kind == "list":
+            return Node("relation", (node.args[0], value), ("=",))
+        return Node("list", tuple(Node("relation", (node.args[0], item), ("=",)) for item in value.args))
+    if node.kind in ("tuple", "matrix", "word", "option", "and", "or", "comma"):
+        return node
+    count = sum(part.kind == "pm" for part in walk(node))
+    if not 0 < count <= _MAX_SIGNS:
+        return node
+    linked = any(part.kind == "pm" and part.value == -1 for part in walk(node))
+    patterns = [(1,) * count, (-1,) * count] if linked or count == 1 else _sign_patterns(count)
+    return Node("list", tuple(_with_signs(node, list(pattern)) for pattern in patterns))
+
+
+def _sign_patterns(count: int) -> list[tuple[int, ...]]:
+    return [tuple(1 - 2 * (k >> j & 1) for j in range(count)) for k in range(1 << count)]
+
+
+def _with_signs(node: Node, signs: list[int]) -> Node:
+    if node.kind == "pm":
+        sign = signs.pop(0) * node.value
+        inner = _with_signs(node.args[0], signs)
+        return inner if sign == 1 else negative(inner)
+    return Node(node.kind, tuple(_with_signs(arg, signs) for arg in node.args), node.value)
+
+
+def _matrix(node: Node) -> Node:
+    r"""``\frac12 M`` and ``-M`` as matrices of products."""
+    if node.kind == "neg" and node.args[0].kind in ("matrix", "mul", "div"):
+        inner = _matrix(node.args[0])
+        return Node("matrix", tuple(map(negative, inner.args)), inner.value) if inner.kind == "matrix" else node
+    if node.kind in ("mul", "div") and "matrix" in (node.args[0].kind, node.args[1].kind):
+        at = int(node.args[1].kind == "matrix")
+        matrix, scalar = node.args[at], node.args[1 - at]
+        if scalar.kind == "matrix" or (node.kind == "div" and at == 1):
+            return node
+        cells = (Node("div", (c, scalar)) if node.kind == "div" else _scaled(scalar, c) for c in matrix.args)
+        return Node("matrix", tuple(cells), matrix.value)
+    return node
+
+
+def _scaled(scalar: Node, cell: Node) -> Node:
+    product = Node("mul", (scalar, cell))
+    value = exact_or_none(product)
+    return product if value is None else number(value)
+
+
+def _with_argument_of(ours: Sequence[Node], theirs: Sequence[Node]) -> tuple[Sequence[Node], tuple[Node, Node]]:
+    """``f(n) = n+1`` with the variable of ``f(x) = …``, and the two left sides."""
+    heads = ours[0], theirs[0]
+    calls = all(head.kind == "call" and len(head.args) == 1 and head.args[0].kind == "name" for head in heads)
+    if calls and heads[0].args != heads[1].args:
+        old, new = (head.args[0].value for head in heads)
+        if not any(part.kind == "name" and part.value == new for part in walk(ours[1])):
+            ours = [_renamed(side, old, new) for side in ours]
+    return ours, (ours[0], theirs[0])
+
+
+def _renamed(node: Node, old: str, new: str) -> Node:
+    value = new if node.kind == "name" and node.value == old else node.value
+    return Node(node.kind, tuple(_renamed(arg, old, new) for arg in node.args), value)
+
+
+def _is_time(parts: Sequence[Fraction]) -> bool:
+    """``9:24`` may be a time: it is not 3:8."""
+    return all(part.denominator == 1 for part in parts) and parts[0] <= 24 and all(9 < part < 60 for part in parts[1:])
+
+
+def _name_first(node: Node) -> Node:
+    """``5 = x`` as ``x = 5``."""
+    if len(node.args) == 2 and _names_something(node.args[1]) and not _names_something(node.args[0]):
+        return Node("relation", node.args[::-1], node.value)
+    return node
+
+
+def _names_something(node: Node) -> bool:
+    r"""Whether ``node`` is a name or names put together (``x_1``, ``f(3)``, ``m+n``, ``AB^2``); ``2x-5`` is not."""
+    kind, args = node.kind, node.args
+    if kind in ("name", "word"):
+        return True
+    if kind == "call":
+        return node.value in "fghFGH" or (bool(args) and all(map(_names_something, args)))
+    if kind == "pow":
+        return _names_something(args[0]) and plain(args[1]) is not None
+    if kind == "mul" and args[0].kind == "name" and args[0].value[0].isupper() and len(args) == 2:
+        return True  # `P(X>1)`, `A(3)`
+    return kind in ("add", "mul", "div", "neg", "tuple", "root") and all(map(_names_something, args))
+
+
+def _split_unit(node: Node) -> tuple[Node, units.Unit | None]:
+    if node.kind == "neg" and node.args[0].kind == "quantity":
+        return negative(node.args[0].args[0]), node.args[0].value
+    return (node.args[0], node.value) if node.kind == "quantity" else (node, None)
+
+
+def _in_radians(*sides: tuple[Node, units.Unit | None]) -> list[Node]:
+    return [Node("quantity", (node,), unit) if unit == units.DEGREE else node for node, unit in sides]
+
+
+def _is_infinite(node: Node) -> bool:
+    return any(part.kind == "constant" and part.value == "infinity" for part in walk(node))

@@ -1,4 +1,4 @@
-"""Responses that could not be scored: an example of each kind, how many there are, and when there are too many."""
+"""Responses that could not be scored: an example and a count of each kind, and the limit."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from megatron_rl.errors import Fault
 
-MAX_KINDS = 8  # examples that one rank tells the others of
+MAX_KINDS = 8  # number of examples that a rank shares with the others
 _WHAT = {"error": "failed", "limit": "went over its time or memory limit", "crash": "killed its worker process"}
 
 
 class RewardFault(Fault):
-    """Too many responses could not be scored: what would be learned are rewards that mean nothing."""
+    """Too many responses could not be scored, so their rewards would be meaningless."""
 
 
 @dataclass(frozen=True)
@@ -34,31 +34,31 @@ class Failure:
 
     @property
     def text(self) -> str:
-        """For the log: what happened to which response, and the traceback."""
+        """The failure for the log: prompt, response and traceback."""
         response = self.response if len(self.response) <= 200 else self.response[:200] + " …"
         head = f"the reward of prompt {self.prompt} {_WHAT[self.kind]} and counts as 0; the response was {response!r}"
         return head + (f"\n{self.detail.rstrip()}" if self.detail else "")
 
     @property
     def summary(self) -> str:
-        """One line."""
+        """The failure in one line."""
         last = f": {self.detail.strip().splitlines()[-1]}" if self.detail.strip() else ""
         return f"the reward of prompt {self.prompt} {_WHAT[self.kind]}{last}"
 
 
 def merge(failures: Iterable[Failure]) -> list[Failure]:
-    """One `Failure` of each kind with the sum of their counts, in the order of the first ones."""
-    found: dict[tuple[str, str, str], Failure] = {}
+    """Return one `Failure` of each kind with the sum of the counts, ordered by first occurrence."""
+    by_key: dict[tuple[str, str, str], Failure] = {}
     for failure in failures:
-        first = found.get(failure.key)
+        first = by_key.get(failure.key)
         count = failure.count + (first.count if first else 0)
         example = first or failure
-        found[failure.key] = Failure(example.kind, count, example.prompt, example.response, example.detail)
-    return list(found.values())
+        by_key[failure.key] = Failure(example.kind, count, example.prompt, example.response, example.detail)
+    return list(by_key.values())
 
 
 def refuse_too_many(num_failed: int, num_scored: int, limit: float, failures: Sequence[Failure]) -> None:
-    """Raise `RewardFault` where more than the share ``limit`` of the responses failed."""
+    """Raise `RewardFault` if more than the share ``limit`` of the responses failed."""
     if num_failed <= limit * num_scored:
         return
     raise RewardFault(

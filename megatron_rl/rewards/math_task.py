@@ -1,8 +1,8 @@
 r"""``math_reward``: whether a response's final answer equals the gold answer as mathematics.
 
-Most answers are decided here in microseconds: equal spellings, plain numbers, words, and everything built of these.
-The rest goes to math-verify in a worker process under hard limits. Text that a model wrote is never evaluated in the
-calling process.
+Most answers are decided here in a few hundred microseconds: equal spellings, rational numbers, words, and combinations
+of these. A worker process compares the rest by values with many digits, under hard limits in addition to the bounds of
+the comparison.
 """
 
 from __future__ import annotations
@@ -11,39 +11,33 @@ import atexit
 import logging
 import os
 import threading
+from typing import Any
 
-from megatron_rl.rewards.canonical import canonical
 from megatron_rl.rewards.compare import same
 from megatron_rl.rewards.extract import MAX_ANSWER_CHARS, final_answer, gold_answer
 from megatron_rl.rewards.pool import WorkerPool
+from megatron_rl.rewards.values import Algebra, NeedsWorker
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S, DEFAULT_MEMORY_MIB = 5.0, 1024
 
-MathTask = dict[str, str]
+MathTask = dict[str, Any]
+
+_EXACT = Algebra()
 
 
-class _NeedsAlgebra(Exception):
-    pass
-
-
-def _defer(candidate: str, gold: str) -> bool:
-    raise _NeedsAlgebra
-
-
-def math_verdict(response: str, gold: str) -> float | MathTask:
-    """1.0 or 0.0 where that needs no algebra, else the task to give to a worker. Never raises on two strings."""
+def math_verdict(response: str, gold: str, accept_unevaluated: bool = False) -> float | MathTask:
+    """Return 1.0 or 0.0 if fractions decide, else the task for a worker. Never raises for two strings."""
     answer, reference = final_answer(response), gold_answer(gold)
     if answer is None or not reference:
         return 0.0
     if len(reference) > MAX_ANSWER_CHARS:
         return float(answer == reference)
-    candidate, reference = canonical(answer), canonical(reference)
     try:
-        return float(same(candidate, reference, _defer))
-    except _NeedsAlgebra:
-        return {"kind": "math", "candidate": candidate, "gold": reference}
+        return float(same(answer, reference, _EXACT, accept_unevaluated))
+    except NeedsWorker:
+        return {"kind": "math", "candidate": answer, "gold": reference, "accept_unevaluated": accept_unevaluated}
 
 
 _lock = threading.Lock()
@@ -51,7 +45,7 @@ _pool: tuple[int, WorkerPool] | None = None  # (process that owns it, the pool)
 
 
 def _shared_pool() -> WorkerPool:
-    """One worker for this process, started on first need; a forked child gets its own."""
+    """Return this process's pool of one worker, started when first needed; a forked child gets its own."""
     global _pool
     with _lock:
         if _pool is None or _pool[0] != os.getpid():
@@ -61,18 +55,20 @@ def _shared_pool() -> WorkerPool:
         return _pool[1]
 
 
-def math_reward(response: str, gold_answer: str) -> float:
-    r"""1.0 where the final answer of ``response`` equals ``gold_answer``, else 0.0.
+def math_reward(response: str, gold_answer: str, *, accept_unevaluated: bool = False) -> float:
+    r"""Return 1.0 if the final answer of ``response`` equals ``gold_answer``, else 0.0.
 
-    The final answer is the last ``\boxed{…}``, else what follows the last ``####``, else the last "answer is …", else a
-    short response as a whole. Never raises, for any two values; takes at most ``DEFAULT_TIMEOUT_S`` of processor time.
-    To score many responses use ``Rewarder``, which spreads them over several workers.
+    The final answer is the last ``\boxed{…}`` after the last ``</think>``, else the text after the last ``####``, else
+    after the last "answer is …", else the whole of a short response. ``accept_unevaluated``: also accept an answer with
+    a computation left to do (``1234\times 5678`` or ``\log_2 1024`` for their values). Never raises; takes at most
+    ``DEFAULT_TIMEOUT_S`` of processor time. To score many responses use ``Rewarder``, which spreads them over workers.
     """
-    verdict = math_verdict("" if response is None else str(response), "" if gold_answer is None else str(gold_answer))
+    texts = ["" if value is None else str(value) for value in (response, gold_answer)]
+    verdict = math_verdict(*texts, accept_unevaluated)
     if isinstance(verdict, float):
         return verdict
     try:
         return _shared_pool().run([verdict])[0].value
     except (OSError, RuntimeError) as error:
-        logger.warning("math_reward: no worker process could be had, scoring 0: %s", error)
+        logger.warning("math_reward: no worker process could be started, scoring 0: %s", error)
         return 0.0

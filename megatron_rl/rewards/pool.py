@@ -1,9 +1,10 @@
-"""A pool of reward workers. Each holds one task at a time; a task that exceeds its limits costs these and no more."""
+"""A pool of reward workers. Each has one task at a time; a task that exceeds its limits is ended."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import signal
@@ -17,19 +18,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_rl.errors import InputError
-from megatron_rl.rewards.worker import read_frame, write_frame
+from megatron_rl.errors import InputError, printable
+from megatron_rl.rewards.descendants import end_descendants
+from megatron_rl.rewards.worker import BrokenFrames, read_frame, write_frame
 
-WALL_PER_CPU = 4.0  # wall seconds per processor second granted: tasks that sleep, and machines that are busy
-_START_S = 300.0  # a worker that is not ready by then (imports over a slow file system) will not be
-_GRACE_S = 10.0  # beyond the wall limit, which the worker enforces itself, before its whole process is replaced
+WALL_PER_CPU = 4.0  # wall seconds per allowed processor second, for tasks that sleep and busy machines
+_START_S = 300.0  # longest start of a worker, with imports over a slow file system
+_GRACE_S = 10.0  # time beyond the worker's own wall limit until its process is replaced
+_MOST_REPLY_BYTES = 1 << 20  # a number, or the end of a traceback
 _PROGRAM = "from megatron_rl.rewards.worker import main; main()"
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one task: a value, or why there is none."""
+    """Result of one task: a value, or the reason for its absence."""
 
     value: float = 0.0
     failure: Literal["", "limit", "crash", "error"] = ""
@@ -55,11 +58,11 @@ class _Worker:
 
 
 class WorkerPool:
-    """Persistent worker processes, started afresh (never forked from this process, which may hold threads and GPUs).
+    """Persistent worker processes. They are not forked from this process, which may have threads and GPUs.
 
-    ``algebra``: workers grade mathematics. ``functions``: names of custom reward functions that they load. Limits are
-    per task: ``timeout_s`` of processor time, ``WALL_PER_CPU`` times that on the clock, ``memory_limit_mib`` on top of
-    what a worker holds at start. Workers start with the pool and get ready while the caller goes on.
+    ``algebra``: workers grade mathematics. ``functions``: names of custom reward functions to load. Limits are per
+    task: ``timeout_s`` of processor time, ``WALL_PER_CPU`` times that of wall time, ``memory_limit_mib`` beyond a
+    worker's memory at start. Workers start with the pool and get ready while the caller continues.
     """
 
     def __init__(
@@ -96,10 +99,11 @@ class WorkerPool:
             env=environment,
             start_new_session=True,  # one signal then ends a worker together with its child
         )
+        os.set_blocking(process.stdin.fileno(), False)
         return _Worker(process, deadline=time.monotonic() + _START_S)
 
     def run(self, tasks: Sequence[Mapping[str, Any]]) -> list[Outcome]:
-        """Outcomes of ``tasks``, in their order. Blocks; safe to call from several threads, one after another."""
+        """Run ``tasks`` and return their outcomes in order. Calls from several threads run one after another."""
         with self._lock:
             return self._run(tasks)
 
@@ -125,31 +129,33 @@ class WorkerPool:
         return [outcome for outcome in outcomes if outcome is not None]
 
     def _send(self, worker: _Worker, waiting: deque[int], tasks: Sequence[Mapping[str, Any]], first_id: int) -> bool:
-        """Give the next waiting task to ``worker``; False where the worker is gone."""
+        """Send the next waiting task to ``worker``; return False if the worker has ended."""
+        deadline = time.monotonic() + self._setup["wall_s"] + _GRACE_S
         try:
-            write_frame(worker.requests, {**tasks[waiting[0]], "id": first_id + waiting[0]})
-        except OSError:
+            write_frame(worker.requests, {**tasks[waiting[0]], "id": first_id + waiting[0]}, deadline)
+        except (OSError, BrokenFrames):
             return False
-        worker.task = waiting.popleft()
-        worker.deadline = time.monotonic() + self._setup["wall_s"] + _GRACE_S
+        worker.task, worker.deadline = waiting.popleft(), deadline
         return True
 
     def _receive(
         self, worker: _Worker, outcomes: list[Outcome | None], first_id: int, selector: selectors.BaseSelector
     ) -> int:
-        """Read one message; the number of tasks that it ends."""
-        message = read_frame(worker.replies)
-        if message is None:  # the process is gone, which its child's limits do not explain
+        """Read one message and return the number of tasks that it ends."""
+        try:
+            message = read_frame(worker.replies, worker.deadline, _MOST_REPLY_BYTES)
+        except BrokenFrames:
+            message = None
+        if message is None:  # the process is gone, or a reward function wrote into its pipe
             return self._lose(worker, outcomes, selector, "crash")
-        if "fatal" in message:
+        if not worker.ready and "fatal" in message:
             raise InputError(message["fatal"])
         if "ready" in message:
             worker.ready = True
             return 0
-        if worker.task is None or message["id"] != first_id + worker.task:
+        if worker.task is None or message.get("id") != first_id + worker.task:
             return 0
-        failure = message.get("failure") or ("error" if "error" in message else "")
-        outcomes[worker.task] = Outcome(message.get("value", 0.0), failure, message.get("error", ""))
+        outcomes[worker.task] = _outcome(message)
         worker.task = None
         return 1
 
@@ -195,7 +201,22 @@ class WorkerPool:
         self.close()
 
 
+def _outcome(message: Mapping[str, Any]) -> Outcome:
+    """Return the outcome in a worker's message; a crash if the message is not valid."""
+    value, detail = message.get("value", 0.0), message.get("error", "")
+    failure = message.get("failure") or ("error" if "error" in message else "")
+    if type(value) not in (int, float) or not math.isfinite(value) or not isinstance(detail, str):
+        return Outcome(failure="crash")
+    if failure not in ("", "limit", "crash", "error"):
+        return Outcome(failure="crash")
+    return Outcome(float(value), failure, printable(detail))
+
+
 def _end(process: subprocess.Popen) -> None:
+    """End a worker and all that its tasks have started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(process.pid, signal.SIGSTOP)  # or it replaces its child
+    end_descendants(process.pid)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     for pipe in (process.stdin, process.stdout):

@@ -1,4 +1,4 @@
-"""Scores groups of rollouts: the reward that a recipe names, over worker processes, then shaping by length."""
+"""Scores groups of rollouts with a recipe's reward, in worker processes, then shapes by length."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.errors import InputError
-from megatron_rl.rewards.custom import check_function
+from megatron_rl.process.user_functions import check_function
 from megatron_rl.rewards.failures import Failure, RewardFault, merge
 from megatron_rl.rewards.math_task import math_verdict
 from megatron_rl.rewards.modsum import modsum_reward
 from megatron_rl.rewards.pool import Outcome, WorkerPool
 from megatron_rl.rewards.shaping import overlong_penalty
 
-if TYPE_CHECKING:  # workers import this package and need none of these
-    from megatron_rl.config.reward import RewardConfig
+if TYPE_CHECKING:  # workers import this package without these
+    from megatron_rl.config.data import RewardConfig
     from megatron_rl.types import Group, Prompt, Rollout
 
 Task = dict[str, Any]
@@ -36,17 +36,17 @@ class Trial:
 
 
 def check_reward(config: RewardConfig, max_response_length: int, sources: Iterable[str] = ()) -> None:
-    """Raise InputError for a `reward` section that cannot work. Starts and imports nothing: quick enough for `check`.
+    """Raise InputError for an unusable `reward` section. Quick: starts no process and imports nothing.
 
     ``sources``: every `data_source` of the prompts, where already known.
     """
     for name in _names(config):
         if ":" in name:
-            check_function(name)
+            check_function(name, "reward")
     if config.overlong and config.overlong.buffer > max_response_length:
         raise InputError(
             f"reward.overlong.buffer: {config.overlong.buffer} is more than the maximum response length "
-            f"({max_response_length}); every response would be punished. Use a part of it, say a quarter"
+            f"({max_response_length}); every response would be penalised. Use a part of it, such as a quarter"
         )
     missing = sorted(set(sources) - set(config.by_source)) if config.name == "by_source" else []
     if missing:
@@ -61,10 +61,10 @@ def _names(config: RewardConfig) -> list[str]:
 
 
 class Rewarder:
-    """Fills ``raw_reward``, ``reward`` and ``masked`` of rollouts.
+    """Sets ``raw_reward``, ``reward`` and ``masked`` of rollouts.
 
-    Scoring is local: under several ranks each scores the groups that it holds. Worker processes start with the
-    Rewarder, where the reward needs any, and get ready while the engines do; `close` ends them.
+    Scoring is local: each rank scores the groups that it has. If the reward needs worker processes, they start with the
+    Rewarder and get ready while the engines start; `close` ends them.
     """
 
     def __init__(self, config: RewardConfig, max_response_length: int, sources: Iterable[str] = ()) -> None:
@@ -85,11 +85,11 @@ class Rewarder:
         self.failures: list[Failure] = []  # of the latest `score`, one of each kind
 
     def score(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Score every rollout in place and return the metrics of it.
+        """Score every rollout in place and return metrics.
 
-        A response whose scoring failed earns 0: counted as ``reward/timeouts`` (over its time or memory limit),
-        ``reward/worker_failures`` (its worker died) or ``reward/errors`` (a reward function raised, or returned what is
-        no number). `failures` then has an example of each kind.
+        A response whose scoring failed gets 0 and is counted in ``reward/timeouts`` (over its time or memory limit),
+        ``reward/worker_failures`` (its worker died) or ``reward/errors`` (a reward function raised or did not return a
+        number). `failures` then has an example of each kind.
         """
         rollouts = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
         verdicts = [self._verdict(prompt, rollout) for prompt, rollout in rollouts]
@@ -101,10 +101,10 @@ class Rewarder:
         return _metrics([rollout for _, rollout in rollouts], outcomes)
 
     def try_on(self, prompts: Iterable[Prompt]) -> Trial:
-        """Score a right answer to one prompt of each reward: proof that the reward can be called.
+        """Score a right answer to a prompt of each reward, to prove that rewards can be computed.
 
-        The response is the gold answer, written as the reward wants it. Raises `InputError` where a function cannot be
-        loaded, raises, or returns what is no number, `RewardFault` where no worker can be started.
+        The response is the gold answer in the reward's format. Raises `InputError` if a function cannot be loaded,
+        raises or does not return a number, `RewardFault` if no worker can be started.
         """
         first: Trial | None = None
         tried: set[str] = set()
@@ -128,19 +128,19 @@ class Rewarder:
         if outcome.failure:
             failure = Failure(outcome.failure, 1, prompt.id, response, outcome.detail)
             raise InputError(
-                f"reward {name}: {failure.text}\na reward function has to give a number for every response"
+                f"reward {name}: {failure.text}\na reward function must return a number for every response"
             )
         return Trial(prompt, response, outcome.value)
 
     def _verdict(self, prompt: Prompt, rollout: Rollout) -> float | Task:
-        """The reward, or the task for a worker that finds it."""
+        """Return the reward, or the task for a worker that computes it."""
         name = self._config.name
         if name == "by_source":
             if prompt.data_source not in self._config.by_source:
                 check_reward(self._config, self._max_response_length, [prompt.data_source])
             name = self._config.by_source[prompt.data_source]
         if name == "math":
-            return math_verdict(rollout.text, prompt.answer)
+            return math_verdict(rollout.text, prompt.answer, self._config.accept_unevaluated)
         if name in _IN_PLACE:
             return _IN_PLACE[name](rollout.text, prompt.answer)
         return {
@@ -152,7 +152,7 @@ class Rewarder:
         }
 
     def _settle(self, verdicts: Sequence[float | Task]) -> list[Outcome]:
-        """Have workers compute what is still a task; equal tasks once."""
+        """Compute remaining tasks in workers, equal tasks once, and return all outcomes."""
         unique: dict[Any, int] = {}
         tasks: list[Task] = []
         places: list[int] = []

@@ -1,12 +1,12 @@
-"""A reward worker: reads one request at a time, answers it from a child that a hard limit may kill.
+"""A reward worker: reads one request at a time and answers it from a child that hard limits may kill.
 
-The process that the pool starts imports what it needs once and then only forks. Its child computes; timers of the
-kernel end a child that uses too much processor or wall time, wherever it is (a C loop inside an integer power as well
-as Python code), and a replacement is one ``fork`` away, a few milliseconds. Memory is limited likewise. Nothing heavy
-is imported: a worker that grades mathematics holds some 60 MB, most of it shared with its child.
+The process that the pool starts imports its modules once and then only forks. Its child computes. Kernel timers end a
+child that uses too much processor or wall time, in C loops as well as in Python code; a new fork takes a few
+milliseconds. Memory is limited in the same way. Imports are light: a worker that grades mathematics takes about 60 MB,
+most of it shared with its child.
 
-Frames on both pipes are 4 bytes of length and that much JSON: what comes back from a process that handled hostile text
-is data, never a pickle.
+Frames on both pipes are 4 bytes of length and JSON of that length. Data from a process that handled untrusted text is
+never unpickled.
 """
 
 from __future__ import annotations
@@ -16,39 +16,79 @@ import math
 import mmap
 import os
 import resource
+import select
 import signal
 import struct
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 from megatron_rl.errors import InputError
-from megatron_rl.rewards.custom import call_reward, check_signature, load_function
+from megatron_rl.process.user_functions import load_function
+from megatron_rl.rewards.custom import call_reward, check_signature
+from megatron_rl.rewards.descendants import adopt_orphans, die_with_parent, end_descendants
 
 Handler = Callable[[dict[str, Any]], float]
 
 _OWN_FILES = (os.path.dirname(os.path.abspath(__file__)) + os.sep, "<frozen ")
-_MAX_IDLE_DEATHS = 3  # children that died without work in a row: something is wrong that a new one will not mend
+_OVER_MEMORY = 77  # exit status of a child over its memory limit; processes that its task started still run
+_MAX_IDLE_DEATHS = 3  # after so many consecutive deaths of idle children, a new child would not help
 
 
-def write_frame(fd: int, message: dict[str, Any]) -> None:
+class BrokenFrames(Exception):
+    """Raised for invalid frames: a reward function wrote into the pipe or read from it."""
+
+
+def write_frame(fd: int, message: dict[str, Any], deadline: float = math.inf) -> None:
+    """Send ``message``. Raises `BrokenFrames` if it is not read before ``deadline`` (of `time.monotonic`).
+
+    With a deadline, the descriptor must be non-blocking.
+    """
     payload = json.dumps(message, default=str).encode()  # `extra_info` may hold dates and other objects
     data = memoryview(struct.pack("<I", len(payload)) + payload)
     while data:
+        _await(fd, select.POLLOUT, deadline)
         data = data[os.write(fd, data) :]
 
 
-def read_frame(fd: int) -> dict[str, Any] | None:
-    """The next message, or None at the end of the stream."""
-    header = _read_exactly(fd, 4)
-    payload = _read_exactly(fd, struct.unpack("<I", header)[0]) if header else None
-    return json.loads(payload) if payload else None
+def read_frame(fd: int, deadline: float = math.inf, most: int | None = None) -> dict[str, Any] | None:
+    """Return the next message, or None at the end of the stream.
+
+    Raises `BrokenFrames` for an invalid message, more than ``most`` bytes, or one not complete before ``deadline``.
+    """
+    header = _read_exactly(fd, 4, deadline)
+    if not header:
+        return None
+    size = struct.unpack("<I", header)[0]
+    if most is not None and size > most:
+        raise BrokenFrames(f"a frame of {size} bytes")
+    payload = _read_exactly(fd, size, deadline)
+    if payload is None:
+        return None
+    try:
+        message = json.loads(payload)
+    except (ValueError, RecursionError) as error:
+        raise BrokenFrames(str(error)) from error
+    if not isinstance(message, dict):
+        raise BrokenFrames(f"a {type(message).__name__}")
+    return message
 
 
-def _read_exactly(fd: int, size: int) -> bytes | None:
+def _await(fd: int, event: int, deadline: float) -> None:
+    if deadline == math.inf:
+        return
+    waiting = select.poll()
+    waiting.register(fd, event)
+    if not waiting.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
+        raise BrokenFrames("the other end does not move")
+
+
+def _read_exactly(fd: int, size: int, deadline: float) -> bytes | None:
     data = bytearray()
     while len(data) < size:
+        _await(fd, select.POLLIN, deadline)
         piece = os.read(fd, size - len(data))
         if not piece:
             return None
@@ -57,22 +97,16 @@ def _read_exactly(fd: int, size: int) -> bytes | None:
 
 
 def _handlers(setup: dict[str, Any]) -> dict[str, Handler]:
-    """What this worker can compute. Imports happen here, before any child exists."""
+    """Return the functions that this worker can compute. All imports happen here, before any child exists."""
     handlers: dict[str, Handler] = {}
     if setup["algebra"]:
-        from megatron_rl.rewards.algebra import algebra_equal
+        from megatron_rl.rewards.algebra import NumericAlgebra
         from megatron_rl.rewards.compare import same
 
-        def grade(task: dict[str, Any]) -> float:
-            try:
-                return float(same(task["candidate"], task["gold"], algebra_equal))
-            except MemoryError:
-                raise
-            except Exception:  # noqa: BLE001  whatever SymPy stumbles over in a model's text, it is not the answer
-                return 0.0
-
-        handlers["math"] = grade
-        handlers["algebra"] = lambda task: float(algebra_equal(task["candidate"], task["gold"]))
+        algebra = NumericAlgebra()
+        handlers["math"] = lambda task: float(
+            same(task["candidate"], task["gold"], algebra, task.get("accept_unevaluated", False))
+        )
     for name in setup["functions"]:
         function = load_function(name)
         check_signature(name, function)
@@ -81,7 +115,7 @@ def _handlers(setup: dict[str, Any]) -> dict[str, Handler]:
 
 
 def _trace(error: BaseException) -> str:
-    """The traceback without the frames of this package: what is left is the user's."""
+    """Return the traceback without this package's frames, so that only the user's are left."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OWN_FILES)]
     head = ["Traceback (most recent call last):\n", *traceback.format_list(frames[-4:])] if frames else []
     return "".join([*head, *traceback.format_exception_only(error)])
@@ -95,24 +129,37 @@ def _limit_memory(more_mib: int) -> None:
 
 
 def _serve(requests: int, replies: int, busy: mmap.mmap, handlers: dict[str, Handler], setup: dict[str, Any]) -> None:
-    """The child: compute until the requests end."""
+    """Run the child: compute until the requests end."""
+    die_with_parent()
     _limit_memory(setup["memory_limit_mib"])
     while (task := read_frame(requests)) is not None:
         busy[:8] = struct.pack("<q", task["id"])
         signal.setitimer(signal.ITIMER_PROF, setup["cpu_s"])
         signal.setitimer(signal.ITIMER_REAL, setup["wall_s"])
         reply: dict[str, Any] = {"id": task["id"]}
+        ends = False
         try:
             value = float(handlers[task["kind"]](task))
             reply |= {"value": value} if math.isfinite(value) else {"error": f"the reward was {value}"}
         except MemoryError:
             reply["failure"] = "limit"
+            ends = True
         except (Exception, SystemExit) as error:  # noqa: BLE001  a reward function may raise anything
             reply["error"] = _trace(error)[-2000:]
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         write_frame(replies, reply)
         busy[:8] = bytes(8)
+        if ends:
+            os._exit(_OVER_MEMORY)
+
+
+def _wait_for(pid: int) -> int:
+    """Return the exit status of the child ``pid``. Meanwhile collect orphans of reward functions that end."""
+    while True:
+        ended, status = os.waitpid(-1, 0)
+        if ended == pid:
+            return status
 
 
 def main() -> None:
@@ -129,7 +176,8 @@ def main() -> None:
     except (Exception, SystemExit) as error:  # noqa: BLE001  the user's module may raise anything; the pool reports it
         write_frame(replies, {"fatal": f"a reward function could not be loaded:\n{_trace(error)[-4000:]}"})
         return
-    busy = mmap.mmap(-1, 8)  # id of the task at hand, shared: a killed child cannot say what it was doing
+    busy = mmap.mmap(-1, 8)  # id of the current task, in shared memory because a killed child cannot report it
+    adopt_orphans()
     write_frame(replies, {"ready": os.getpid()})
     idle_deaths = 0
     while idle_deaths < _MAX_IDLE_DEATHS:
@@ -137,9 +185,12 @@ def main() -> None:
         if pid == 0:
             _serve(requests, replies, busy, handlers, setup)
             os._exit(0)
-        _, status = os.waitpid(pid, 0)
+        status = _wait_for(pid)
+        end_descendants(os.getpid(), reap=True)  # end the processes that the task started
         if os.waitstatus_to_exitcode(status) == 0:
             return
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == _OVER_MEMORY:
+            continue
         task_id = struct.unpack("<q", busy[:8])[0]
         busy[:8] = bytes(8)
         idle_deaths = 0 if task_id else idle_deaths + 1

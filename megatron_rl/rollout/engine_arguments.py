@@ -7,10 +7,9 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from megatron_rl.config.quantization import ON_CUDA, QuantizationConfig
-from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.config.rollout import ON_CUDA, QuantizationConfig, RolloutConfig
 
-VLLM_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+VLLM_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32", "fp32": "float32"}
 CPU_KV_CACHE_GIB = 0.25
 # Half of vLLM's own block on a CPU: tokens of short responses lie closer together in memory.
 CPU_BLOCK_TOKENS = 64
@@ -56,12 +55,28 @@ def engine_arguments(
         # Only whole blocks are shared: with shorter prompts the cache is book-keeping alone, a twentieth of a step.
         arguments["enable_prefix_caching"] &= max_prompt_length >= CPU_BLOCK_TOKENS
         if runs_eagerly(config, device):
-            from megatron_rl.rollout.cpu_kernels import PRIORITY
+            from megatron_rl.rollout.cpu_engine import PRIORITY
 
             arguments["kernel_config"] = {"ir_op_priority": PRIORITY}
     else:
         arguments["enable_sleep_mode"] = True
+        arguments |= kernels_on_cuda(config)
     return arguments | quantization_arguments(config.quantization, device)
+
+
+def kernels_on_cuda(config: RolloutConfig) -> dict[str, Any]:
+    """Which of vLLM's kernels compute experts and attention: those that it takes by itself on A100 and H100.
+
+    On Blackwell it would take FlashInfer's. Those of experts want bf16 and refuse to start in fp16 and fp32; those of
+    attention are compiled with a CUDA toolkit, or fetched from NVIDIA's server, when they are first needed. Experts
+    and caches that are quantized are left to vLLM, and so is attention in fp32, which FlashAttention does not have.
+    """
+    found = {}
+    if config.quantization.weights is None:
+        found["moe_backend"] = "triton"
+    if config.quantization.kv_cache is None and config.dtype in ("bf16", "fp16"):
+        found["attention_backend"] = "FLASH_ATTN"
+    return found
 
 
 def quantization_arguments(wanted: QuantizationConfig, device: Device) -> dict[str, Any]:

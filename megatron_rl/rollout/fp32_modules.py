@@ -17,10 +17,12 @@ from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 from vllm.model_executor.layers.quantization.online import fp8 as online
 
 from megatron_rl.config.precision import PrecisionConfig
-from megatron_rl.config.quantization import in_words
+from megatron_rl.config.rollout import in_words
+from megatron_rl.process import fp32_products
 
 _ROUTER_KEY = "router_dtype"  # in the model's configuration; vLLM and transformers do not read it
 _ROUTER_SUFFIX = ".mlp.gate"
+_PRODUCTS = "products"  # of a described model: what its process does to fp32 matrices
 _ONLINE = {
     online.Fp8PerBlockOnlineLinearMethod: (128, 128),
     online.Fp8PerBlockOnlineMoEMethod: (128, 128),
@@ -35,8 +37,8 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 def overrides(precision: PrecisionConfig) -> dict[str, str]:
     """What to add to the model's configuration (vLLM's `hf_overrides`)."""
-    found = {"head_dtype": "float32"} if precision.rollout_head else {}
-    return found | ({_ROUTER_KEY: "float32"} if precision.rollout_router else {})
+    changes = {"head_dtype": "float32"} if precision.rollout_head else {}
+    return changes | ({_ROUTER_KEY: "float32"} if precision.rollout_router else {})
 
 
 class Router(ReplicatedLinear):
@@ -60,8 +62,8 @@ if ReplicatedLinear.__name__ not in op_registry_oot:  # a re-import must not rai
 
 def describe_model(model: torch.nn.Module) -> dict[str, str]:
     """Router dtype, types of weights and cache, attention backend, rope and activation of a loaded model, for the
-    precision contract."""
-    found: dict[str, str] = {}
+    precision contract; and what its process does to fp32 matrices, which `described` puts in the place of fp32."""
+    dtypes: dict[str, str] = {}
     weights: set[str] = set()
     for name, module in model.named_modules():
         kind = type(module).__name__
@@ -69,15 +71,17 @@ def describe_model(model: torch.nn.Module) -> dict[str, str]:
             weights.add(_type_of_weights(module))
         if name.endswith(_ROUTER_SUFFIX):
             in_fp32 = getattr(module, "in_fp32", False)
-            found["router"] = "fp32" if in_fp32 else _NAMES[module.params_dtype]
+            dtypes["router"] = "fp32" if in_fp32 else _NAMES[module.params_dtype]
         elif kind == "Attention":
-            found["attention"] = f"vLLM {module.attn_backend.get_name()}"
-            found["kv cache"] = "fp8" if module.kv_cache_dtype.startswith("fp8") else module.kv_cache_dtype
+            dtypes["attention"] = f"vLLM {module.attn_backend.get_name()}"
+            dtypes["kv cache"] = "fp8" if module.kv_cache_dtype.startswith("fp8") else module.kv_cache_dtype
         elif "RotaryEmbedding" in kind:
-            found["rope"] = _implementation(module)
+            dtypes["rope"] = _implementation(module)
         elif kind in ("SiluAndMul", "RoutedExperts"):
-            found["activation"] = _implementation(module)
-    return found | {"weights": ", ".join(sorted(weights))}
+            dtypes["activation"] = _implementation(module)
+    device = next(model.parameters()).device
+    products = fp32_products.measured_products(device, transformer_engine=False, triton=device.type == "cuda")
+    return dtypes | {"weights": ", ".join(sorted(weights)), _PRODUCTS: fp32_products.worst(products)}
 
 
 def _type_of_weights(module: torch.nn.Module) -> str:
@@ -100,7 +104,13 @@ def _implementation(module: torch.nn.Module) -> str:
 
 def describe_engine(llm: Any) -> dict[str, str]:
     """What the started engine computes in what type: the rollout column of the precision contract."""
-    return describe_configuration(llm.llm_engine.model_config) | llm.apply_model(describe_model)[0]
+    return described(llm.llm_engine.model_config, llm.apply_model(describe_model)[0])
+
+
+def described(configuration: Any, model: dict[str, str]) -> dict[str, str]:
+    """Of vLLM's model configuration and what `describe_model` says of the model: the rollout column of the contract."""
+    dtypes = describe_configuration(configuration) | model
+    return fp32_products.as_measured(dtypes, {"engine": dtypes.pop(_PRODUCTS)})
 
 
 def describe_configuration(model: Any) -> dict[str, str]:

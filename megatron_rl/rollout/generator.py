@@ -1,4 +1,4 @@
-"""What the loop asks of any engine that generates."""
+"""The interface of an engine that generates, vLLM's parameters for one response, and checks that every engine makes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.sections import ValidationConfig
-from megatron_rl.errors import Fault
-from megatron_rl.types import Group, Prompt
+from megatron_rl.errors import Fault, InputError
+from megatron_rl.types import Group, Prompt, Rollout
 
 
 class RolloutError(Fault):
@@ -127,3 +128,80 @@ class Generator(Protocol):
     def close(self) -> None:
         """End the engine, leaving the learner's process groups as they are. Safe to call twice."""
         ...
+
+
+def sampling_fields(sampling: Sampling, seed: int, stop_token_ids: list[int]) -> dict[str, Any]:
+    """What differs from call to call, as JSON can hold it."""
+    return {
+        "max_tokens": sampling.max_response_length,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": seed,
+        "stop_token_ids": stop_token_ids,
+    }
+
+
+def sampling_params(fields: dict[str, Any]) -> Any:
+    """vLLM's `SamplingParams` of `sampling_fields`. Raises `ValueError` (or `TypeError`) for what vLLM refuses."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        **fields,
+        ignore_eos=True,  # stop_token_ids are all that stops
+        logprobs=0,  # of the sampled token alone
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def sampled_tokens(completion: Any, name: str = "") -> tuple[list[int], list[float]]:
+    """Tokens of vLLM's ``completion`` and their log-probs. `RolloutError`, begun with ``name``, where they differ."""
+    tokens, logprobs = list(completion.token_ids), completion.logprobs
+    if list(logprobs.token_ids) != tokens:
+        raise RolloutError(f"{name}log-probs belong to other tokens than were sampled")
+    return tokens, logprobs.logprobs
+
+
+def check_version(who_holds: str, held: int, wanted: int) -> None:
+    """Raise `RolloutError` unless the weights that are asked for are there. ``who_holds`` begins the message."""
+    if wanted != held:
+        raise RolloutError(
+            f"{who_holds} the weights of policy version {held}, rollouts of {wanted} were asked for: a refit is missing"
+        )
+
+
+def check_token_versions(name: str, versions: np.ndarray, begun_with: int, exactly: bool) -> int:
+    """How many policies sampled a response: ``versions`` [R] of its tokens, each ``begun_with`` or later.
+
+    Raises `RolloutError`, begun with ``name``, for a token of older weights; with ``exactly``, of any others.
+    """
+    wrong = versions != begun_with if exactly else versions < begun_with
+    if wrong.any():
+        token = int(wrong.argmax())
+        due = f"{begun_with}" if exactly else f"{begun_with} or a later one, with which its batch was begun"
+        raise RolloutError(f"{name}: token {token} was sampled by policy version {versions[token]}, expected {due}")
+    return 1 + int(np.count_nonzero(np.diff(versions)))
+
+
+def check_lengths(prompts: list[Prompt], sampling: Sampling, max_prompt_length: int, max_response_length: int) -> None:
+    """Raise `InputError` where ``prompts`` or ``sampling`` go beyond what the engine was started for."""
+    if sampling.max_response_length > max_response_length:
+        raise InputError(
+            f"sampling: max_response_length {sampling.max_response_length} is above the engine's "
+            f"{max_response_length} (rollout.max_response_length)"
+        )
+    for prompt in prompts:
+        if not 0 < len(prompt.tokens) <= max_prompt_length:
+            raise InputError(
+                f"prompt {prompt.id!r} has {len(prompt.tokens)} tokens; 1 … {max_prompt_length} are allowed "
+                "(data.prompt.max_length)"
+            )
+
+
+def throughput(rollouts: list[Rollout], seconds: float) -> dict[str, float]:
+    """`perf/*` of a call that took ``seconds``. Tokens are those of responses."""
+    num_tokens = sum(rollout.length for rollout in rollouts)
+    return {"perf/rollout_tokens": float(num_tokens), "perf/tokens_per_s/rollout": num_tokens / seconds}

@@ -6,11 +6,14 @@ import gc
 import logging
 import os
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import torch
+
+from megatron_rl.errors import Fault, InputError
 
 # Set before vLLM is imported, unless the user has set them.
 DEFAULTS = {
@@ -23,8 +26,11 @@ REQUIRED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 @contextmanager
-def contained(rank: int) -> Iterator[None]:
+def contained(rank: int, gpu: int | None = None) -> Iterator[None]:
     """A context to start an engine in. Environment, random states and thread settings are put back afterwards.
+
+    ``gpu``: index of the GPU that the engine has to use among the visible ones, on a CPU None. vLLM takes LOCAL_RANK
+    for this index, and refuses one that is not smaller than the number of visible GPUs.
 
     vLLM seeds every global generator, replaces ``torch.set_num_threads`` by a function that does nothing, and puts
     libraries into ``LD_PRELOAD``, which reward workers would inherit.
@@ -33,8 +39,12 @@ def contained(rank: int) -> Iterator[None]:
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     os.environ.update(REQUIRED)
+    # vLLM turns expandable segments off for its memory pool, which cannot be of them, where it finds them under the
+    # older of the two names that torch knows.
+    if (allocator := os.environ.get("PYTORCH_ALLOC_CONF")) is not None:
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", allocator)
     # Read by vLLM's external launcher; ranks that were spawned rather than launched may lack them.
-    os.environ.update(RANK=str(rank), LOCAL_RANK=os.environ.get("LOCAL_RANK", str(rank)))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=os.environ.get("LOCAL_RANK", str(rank)) if gpu is None else str(gpu))
     set_num_threads = torch.set_num_threads
     # Its warning says at every start that Triton is absent, which is so on every CPU.
     triton_log = logging.getLogger("torch._library.triton")
@@ -90,8 +100,57 @@ def compilation(allowed: bool) -> Iterator[None]:
             yield
 
 
+def forget_stacks() -> None:
+    """Drop the tracebacks of exceptions that are kept somewhere, are handled by nobody, and reach an engine.
+
+    A traceback holds the frames of all callers, and their variables. vLLM keeps the ImportError of an optional package
+    (`vllm.multimodal.media.audio` that of torchcodec, which does not load without FFmpeg). It was raised inside the
+    call that made the engine, so it would keep the engine and its weights until the process ends. An exception that is
+    being handled, its causes, and errors of this package keep theirs. Looks at all objects once: tenths of a second.
+    """
+    gc.unfreeze()  # vLLM hides all objects of its start from the collector (freeze_gc_heap), kept exceptions too
+    # By type: `isinstance` asks an object for its class, and some objects of torch then warn that they are deprecated.
+    kept: list[BaseException] = [
+        candidate for candidate in gc.get_objects() if issubclass(type(candidate), BaseException)
+    ]
+    ours = [error for error in kept if isinstance(error, (Fault, InputError))]
+    spared = {id(error) for first in (*_handled(), *ours) for error in _with_causes(first)}
+    for error in kept:
+        if id(error) not in spared and _reaches_engine(error):
+            error.__traceback__ = None
+
+
+def _handled() -> list[BaseException]:
+    """What each thread handles right now. Python 3.11 tells type and traceback along with each."""
+    errors = [error[1] if isinstance(error, tuple) else error for error in sys._current_exceptions().values()]
+    return [error for error in errors if error is not None]
+
+
+def _with_causes(error: BaseException) -> list[BaseException]:
+    chain, left = [], [error]
+    while left:
+        if (one := left.pop()) is not None and all(one is not known for known in chain):
+            chain.append(one)
+            left += [one.__cause__, one.__context__]
+    return chain
+
+
+def _reaches_engine(error: BaseException) -> bool:
+    """Whether the traceback of ``error`` holds a frame of vLLM, or of a caller of vLLM in this package."""
+    trace, frames = error.__traceback__, []
+    while trace is not None:
+        frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    frame = frames[0].f_back if frames else None
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    names = [str(one.f_globals.get("__name__")) for one in frames]
+    return any(f"{name}.".startswith(("vllm.", f"{__package__}.")) for name in names)
+
+
 def destroy_engine_groups() -> None:
-    """End vLLM's process groups and nothing else: its own clean-up would destroy the learner's world as well."""
+    """End vLLM's process groups, those of a failed start too: its own clean-up would destroy the learner's world."""
     from vllm.distributed import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -100,3 +159,14 @@ def destroy_engine_groups() -> None:
         parallel_state._WORLD = None
     parallel_state._NODE_COUNT = None
     gc.collect()
+
+
+def sums_of_ranks() -> str:
+    """What adds the parts that the ranks of this process's engine have: vLLM's own kernels, or its communicator."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    communicator = get_tp_group().device_communicator
+    own = {"ca_comm": "custom", "qr_comm": "quick", "symm_mem_comm": "symmetric memory", "fi_ar_comm": "FlashInfer"}
+    parts = {said: getattr(communicator, name, None) for name, said in own.items()}
+    used = [said for said, part in parts.items() if part is not None and not getattr(part, "disabled", False)]
+    return ", ".join([*used, type(communicator).__name__])

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_rl.config.quantization import Block, WeightType
+from megatron_rl.config.rollout import Block, WeightType
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0

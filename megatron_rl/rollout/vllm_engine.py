@@ -19,6 +19,7 @@ Left out: stop strings (stop tokens are what a policy can learn to emit) and spe
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import time
@@ -29,24 +30,45 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.architecture import read_architecture
-from megatron_rl.checkpoint.hf_folder import HFFolder, resolve_stop_token_ids
+from megatron_rl.checkpoint.hf_folder import (
+    HFFolder,
+    check_weights,
+    model_shapes,
+    model_weights,
+    resolve_stop_token_ids,
+)
 from megatron_rl.config.model_rules import rollout_problems
-from megatron_rl.config.precision import PrecisionConfig
+from megatron_rl.config.precision import PrecisionConfig, only_product, rollout_fp32_products
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
+from megatron_rl.model.architecture import read_architecture
+from megatron_rl.process import fp32_products
+from megatron_rl.process.devices import leave_default_stream, local_gpu
 from megatron_rl.process.ranks import gather_objects, world_rank, world_size
-from megatron_rl.process.watchdog import limited
+from megatron_rl.process.threads import limited
 from megatron_rl.rollout import process_state
-from megatron_rl.rollout.calls import check_lengths, check_version, throughput
-from megatron_rl.rollout.checksums import check_own_refit, parameter_checksums
 from megatron_rl.rollout.engine_arguments import engine_arguments, runs_eagerly
-from megatron_rl.rollout.generator import RolloutError, Sampling
-from megatron_rl.rollout.ownership import known_everywhere
-from megatron_rl.rollout.payload import make_rollout
-from megatron_rl.rollout.requests import Request, consecutive_ranks, make_groups, make_requests, owners_of, share_of
-from megatron_rl.rollout.sampling_params import sampled_tokens, sampling_fields, sampling_params
-from megatron_rl.rollout.weight_check import checked
+from megatron_rl.rollout.generator import (
+    RolloutError,
+    Sampling,
+    check_lengths,
+    check_version,
+    sampled_tokens,
+    sampling_fields,
+    sampling_params,
+    throughput,
+)
+from megatron_rl.rollout.requests import (
+    Request,
+    consecutive_ranks,
+    known_everywhere,
+    make_groups,
+    make_requests,
+    make_rollout,
+    owners_of,
+    share_of,
+)
+from megatron_rl.rollout.weights import check_own_refit, checked, parameter_checksums
 from megatron_rl.types import Group, Prompt, Rollout
 
 STEPS_PER_DEADLINE_CHECK = 8  # one step is one token of every running response
@@ -85,19 +107,28 @@ class VllmGenerator:
         self._sampling = Sampling.from_config(config)
         self._stop_token_ids = resolve_stop_token_ids(config.stop_token_ids, model_path)
         self._num_engines, self._engine = world_size // config.tensor_parallel, self._rank // config.tensor_parallel
-        self._shapes = HFFolder(model_path).shapes()
+        check_weights(HFFolder(model_path), self._architecture)
+        self._shapes = model_shapes(self._architecture)
         self._policy_version, self._broken, self._stats = 0, "", {}
         self._wants_weights = self._wants_cache = False  # since they were given up in `sleep`
-        self._owns_world = not dist.is_initialized()
         start = time.perf_counter()
+        kinds = rollout_fp32_products(config.dtype, self._precision)
+        fp32_products.settle(kinds, device)
         self._llm: Any = self._start(model_path)
-        if config.verify_refit:
-            try:
+        try:
+            self._hold_products(only_product(kinds))
+            if config.verify_refit:
                 self._verify_refit(model_path)
-            except RolloutError:
-                self.close()
-                raise
+        except (InputError, RolloutError):
+            self.close()
+            raise
         self.start_s = time.perf_counter() - start
+
+    def _hold_products(self, kind: fp32_products.Fp32Product | None) -> None:
+        """Raise `InputError` where the started engine multiplies fp32 matrices in another way than ``kind``."""
+        if kind is not None and self._device == "cuda":
+            measured = fp32_products.measured_products("cuda", transformer_engine=False, triton=True)
+            fp32_products.hold(kind, measured, "rollout engine")
 
     # ---------------------------------------------------------------- generation
 
@@ -230,7 +261,7 @@ class VllmGenerator:
         before = self._llm.apply_model(parameter_checksums)[0]
         self.sleep()
         self.wake()
-        self.refit(HFFolder(model_path).items(), 0)
+        self.refit(model_weights(HFFolder(model_path), self._architecture), 0)
         self._take_cache()  # a cache that does not fit is found out at the start
         after = self._llm.apply_model(parameter_checksums)[0]
         check_own_refit(before, after)
@@ -267,10 +298,12 @@ class VllmGenerator:
         return dict(self._stats)
 
     def close(self) -> None:
+        """End the engine and give its memory back: another engine may be started in this process."""
         if self._llm is None:
             return
         import vllm.v1.engine.core as engine_core
 
+        process_state.forget_stacks()  # vLLM frees the weights' memory pool when it shuts down: nothing may hold them
         core, self._llm = self._llm.llm_engine.engine_core.engine_core, None
         own_clean_up = engine_core.cleanup_dist_env_and_memory
         if not self._owns_world:
@@ -279,13 +312,22 @@ class VllmGenerator:
             core.shutdown()
         finally:
             engine_core.cleanup_dist_env_and_memory = own_clean_up
+            del core
+            process_state.forget_stacks()
+            gc.collect()
+            if self._device == "cuda":
+                torch.cuda.empty_cache()
 
     def _start(self, model_path: Path) -> Any:
-        with process_state.contained(self._rank):
+        self._owns_world = not dist.is_initialized()
+        gpu = local_gpu() if self._device == "cuda" else None
+        with process_state.contained(self._rank, gpu):
             from vllm import LLM
 
             from megatron_rl.rollout.fp32_modules import overrides
 
+            if gpu is not None:
+                leave_default_stream(torch.device("cuda", gpu))
             try:
                 arguments = engine_arguments(
                     self._config, model_path, self._device, self._max_prompt_length, record_routes=self._record_routes
@@ -293,6 +335,9 @@ class VllmGenerator:
                 llm = LLM(**arguments, hf_overrides=overrides(self._precision))
                 llm.init_weight_transfer_engine({"init_info": {}})
             except (RuntimeError, ValueError, AssertionError, MemoryError) as error:
+                process_state.destroy_engine_groups()
+                if self._owns_world and dist.is_initialized():
+                    dist.destroy_process_group()
                 raise RolloutError(f"vLLM did not start: {type(error).__name__}: {_one_line(error)}") from error
         return llm
 

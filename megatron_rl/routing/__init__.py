@@ -1,4 +1,4 @@
-"""Router replay without an engine: payload, checksums, slicing over layouts, telemetry (algorithms.md §8)."""
+"""Router replay apart from the engines: payload, checksums, slices per layout, telemetry (algorithms.md §8)."""
 
 from megatron_rl.routing.checksum import joined_checksums, route_checksums
 from megatron_rl.routing.errors import RouteError

@@ -1,11 +1,12 @@
 """Checksums that tie a route to its token, its layer and its experts.
 
-A route is meaningless beside another token, and nothing in its numbers shows it: shifted by one token or with two
-layers exchanged, shapes fit and training goes on. So a route travels with a hash of what it belongs to.
+A route that is assigned to the wrong token cannot be recognised by its numbers: if routes are shifted by one token or
+two layers are exchanged, shapes still fit and training continues. Each route therefore travels with a hash of its token
+and layer.
 
 ``key`` of a token = hash(token id, position in its sequence, sequence id). ``seal`` of a route = hash(key, layer
-number, expert ids). A sequence carries the sums of its seals over layers (one number per row) and over rows (one per
-layer), made where the engine hands the routes over: together they say which token and which layer are wrong.
+number, expert ids). The engine adds to each sequence the sums of its seals over layers (one number per row) and over
+rows (one per layer). Together they identify a wrong token and layer.
 
 Shapes: S tokens of a sequence, n rows, L MoE layers, K experts per token. Sums wrap around at 2^64.
 """
@@ -31,20 +32,20 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def sequence_key(sequence_id: str) -> np.uint64:
-    """64 bits of a hash of the id, the same in every process."""
+    """Return a 64-bit hash of the id, the same in every process."""
     return np.uint64(int.from_bytes(hashlib.blake2b(sequence_id.encode(), digest_size=8).digest(), "little"))
 
 
 def token_keys(tokens: np.ndarray, positions: np.ndarray, sequence_keys: np.ndarray | np.uint64) -> np.ndarray:
-    """[n] token ids, their positions, and the `sequence_key` of each → [n] uint64."""
+    """Return the keys [n] uint64 of token ids [n], their positions, and the `sequence_key` of each."""
     keys = _mix(np.asarray(tokens).astype(np.uint64) ^ sequence_keys)
     return _mix(keys ^ np.asarray(positions).astype(np.uint64))
 
 
 def route_seals(keys: np.ndarray, routes: np.ndarray, layers: Sequence[int]) -> np.ndarray:
-    """[n] keys, [n, L, K] uint8 or uint16 routes and the L layers' numbers in the whole model → [n, L] uint64.
+    """Return seals [n, L] uint64 of keys [n], routes [n, L, K] (uint8 or uint16) and the numbers of the L layers.
 
-    The ids enter as bytes, eight at a time: same dtype, same seal.
+    Ids are hashed as bytes, eight at a time, so the seal depends on their dtype.
     """
     n, num_layers, _ = routes.shape
     raw = np.ascontiguousarray(routes).view(np.uint8).reshape(n, num_layers, -1)
@@ -58,10 +59,10 @@ def route_seals(keys: np.ndarray, routes: np.ndarray, layers: Sequence[int]) -> 
 
 
 def route_checksums(sequence_id: str, tokens: np.ndarray, routes: np.ndarray, first_row: int = 0) -> np.ndarray:
-    """Checksums that travel with ``routes`` [S - 1, L, K] of ``tokens`` [S]: [S - 1 + L] int64, rows first.
+    """Return the checksums of ``routes`` [S - 1, L, K] of ``tokens`` [S]: [S - 1 + L] int64, rows first.
 
-    ``first_row``: ``routes`` [S - 1 - first_row, L, K] lack the rows before it, and the checksums do likewise. Parts
-    of a sequence put together: their rows' checksums one after the other, their layers' added (`joined_checksums`).
+    With ``first_row``, ``routes`` [S - 1 - first_row, L, K] and the checksums lack the rows before it. To join parts of
+    a sequence, concatenate the checksums of rows and add those of layers (`joined_checksums`).
     """
     positions = np.arange(first_row, first_row + len(routes))
     keys = token_keys(tokens[first_row : first_row + len(routes)], positions, sequence_key(sequence_id))
@@ -70,19 +71,19 @@ def route_checksums(sequence_id: str, tokens: np.ndarray, routes: np.ndarray, fi
 
 
 def joined_checksums(parts: Sequence[np.ndarray], num_layers: int) -> np.ndarray:
-    """`route_checksums` of a sequence from those of its parts, which follow each other."""
+    """Return the `route_checksums` of a sequence from those of its consecutive parts."""
     rows, layers = [part[:-num_layers] for part in parts], [part[-num_layers:].view(np.uint64) for part in parts]
     return np.concatenate([*rows, np.sum(layers, axis=0, dtype=np.uint64).view(np.int64)])
 
 
 def check_checksums(sequence_id: str, seals: np.ndarray, checksums: np.ndarray) -> None:
-    """Compare the [S - 1, L] seals of a sequence, made from its tokens here, with the checksums it came with.
+    """Compare the seals [S - 1, L] of a sequence, computed from its tokens, with the checksums that it arrived with.
 
     Raises `RouteError` that names the sequence, and the first token and layer that differ.
     """
     want = np.asarray(checksums).view(np.uint64)
     if len(want) != sum(seals.shape):
-        raise RouteError(f"sequence {sequence_id}: {len(want)} route checksums, {sum(seals.shape)} are due")
+        raise RouteError(f"sequence {sequence_id}: {len(want)} route checksums, expected {sum(seals.shape)}")
     wrong_rows = seals.sum(axis=1) != want[: len(seals)]
     wrong_layers = seals.sum(axis=0) != want[len(seals) :]
     if wrong_rows.any() or wrong_layers.any():

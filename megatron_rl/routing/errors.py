@@ -1,4 +1,4 @@
-"""What is wrong with a route."""
+"""The error of a wrong route."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from megatron_rl.errors import Fault
 
 
 class RouteError(Fault):
-    """Routes that are not those of the tokens they stand beside. Never trained on; names sequence, layer and token."""
+    """Routes do not belong to their tokens. They are never trained on; the message names sequence, layer and token."""

@@ -1,7 +1,7 @@
-"""Routes of a packed row of tokens, the slice of one rank, and the proof that the slice is that of its tokens.
+"""Routes of a packed row of tokens, the slice of one rank, and the check that the slice belongs to its tokens.
 
 Shapes: N packed tokens of a microbatch, n = N / (tp · cp) of them on this rank, L MoE layers of the model, l of them on
-this pipeline stage, K experts per token. Layers are counted among the MoE layers of the whole model, from 0.
+this pipeline stage, K experts per token. Layers are numbered among the MoE layers of the whole model, from 0.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from itertools import zip_longest
 import numpy as np
 import torch
 
-from megatron_rl.config.routing import RoutingConfig
+from megatron_rl.config.learner import RoutingConfig
 from megatron_rl.routing.checksum import route_seals, sequence_key, token_keys
 from megatron_rl.routing.errors import RouteError
 from megatron_rl.routing.payload import RouteShape, checked_routes, missing_id
 from megatron_rl.types import Sequence
 
-PADDING_ID = "padding"  # sequence id of the tokens that fill the row up
+PADDING_ID = "padding"  # sequence id of the padding at the end of a row
 
 
 @dataclass
 class RouteSlice:
-    """Routes of one microbatch as one rank needs them."""
+    """The routes of one microbatch for one rank."""
 
-    experts: np.ndarray  # [n, l, K], `RouteShape.dtype`; rows of `missing_id` are left to the router
-    seals: np.ndarray | None  # [n, l] uint64, made of the whole sequences' tokens; None once `settle` was called
+    experts: np.ndarray  # [n, l, K], `RouteShape.dtype`; the router decides rows of `missing_id`
+    seals: np.ndarray | None  # [n, l] uint64, from the whole sequences' tokens; None after `settle`
     is_real: np.ndarray  # [n] bool: not padding
     num_due: int  # (token, layer) rows of this slice that should have a route
     parts: list[tuple[str, int]]  # sequence ids and lengths of the whole packed row, for messages
-    ranges: list[tuple[int, int]]  # (start, stop) of the slice's rows in it, in order
-    num_missing: int = 0  # (token, layer) rows that should have a route and have none
+    ranges: list[tuple[int, int]]  # (start, stop) of the slice's rows in the packed row, in order
+    num_missing: int = 0  # (token, layer) rows whose route is missing
     gaps: tuple[bool, ...] = ()  # [l]: whether any row of the layer has no record
 
     def verify(self, keys: np.ndarray, layers: Seq[int], shape: RouteShape) -> None:
-        """Hold the slice against the tokens and layers that are really on this rank.
+        """Check the slice against the actual tokens and layers of this rank.
 
-        ``keys`` [n] uint64: `token_keys` of the tokens as Megatron deals them to this rank. ``layers`` [l]: what the
-        routers say of themselves. Raises `RouteError` that names sequence, layer and token.
+        ``keys`` [n] uint64: `token_keys` of the tokens that Megatron assigns to this rank. ``layers`` [l]: the layer
+        numbers of the routers. Raises `RouteError` that names sequence, layer and token.
         """
         if self.experts.shape[:2] != (len(keys), len(layers)):
             raise RouteError(
@@ -57,7 +57,7 @@ class RouteSlice:
             )
 
     def owner(self, row: int) -> tuple[str, int]:
-        """Sequence id and position of a row of the slice."""
+        """Return sequence id and position of a row of the slice."""
         for start, stop in self.ranges:
             if row < stop - start:
                 row += start
@@ -70,17 +70,21 @@ class RouteSlice:
         raise AssertionError("row beyond the packed row")
 
     def settle(self) -> None:
-        """After all checks: the seals, as large as the routes, have done their work."""
+        """Free the seals after all checks; they are as large as the routes."""
         missing = self._missing()
         self.seals, self.gaps = None, tuple(missing.any(axis=0).tolist())
         self.num_missing = self.num_due - int((~missing & self.is_real[:, None]).sum())
 
     def on(self, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """What the routers read: ids of each layer [n, K] int64, -1 throughout for "no record"; counted [n, l] bool,
-        real tokens with a route. Bytes travel to the device, and become integers there."""
+        """Return the routers' input on ``device``: ids per layer [n, K] int64, and counted [n, l] bool.
+
+        Rows without a record are -1. ``counted`` marks real tokens with a route. The ids are copied as bytes and become
+        integers on the device.
+        """
         small = self.experts if self.experts.dtype == np.uint8 else self.experts.astype(np.int32)
         layers = torch.from_numpy(small).to(device).unbind(1)
-        # One block a layer: the allocator has such blocks at hand, where one for all layers would be fresh pages.
+        # One block per layer: the allocator can reuse blocks of this size, but would need new pages for a single large
+        # one.
         ids = [layer.to(torch.int64, memory_format=torch.contiguous_format) for layer in layers]
         real = torch.from_numpy(self.is_real).to(device)[:, None]
         if not any(self.gaps):
@@ -91,22 +95,22 @@ class RouteSlice:
         return ids, ~torch.cat(missing, dim=1) & real
 
     def _missing(self) -> np.ndarray:
-        """[n, l] bool: no record. Rows are whole: where one id is missing, all are."""
+        """Return the rows without a record, [n, l] bool. In such a row all ids are missing."""
         return self.experts[..., 0] == missing_id(self.experts.dtype)
 
 
 @dataclass
 class _Part:
-    """Routes of one sequence, or of the padding, in every MoE layer."""
+    """Routes of one sequence, or of padding, in every MoE layer."""
 
     id: str
     length: int  # S tokens
     keys: np.ndarray  # [S] uint64
     experts: np.ndarray  # [m, L, K]: m = S - 1 for a sequence, S for the padding
-    seals: np.ndarray | None  # [m, L] uint64; None: to be made of what is taken
+    seals: np.ndarray | None  # [m, L] uint64; None: computed when taken
 
     def take(self, first: int, last: int, layers: Seq[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Experts and seals of the tokens ``first`` to ``last`` - 1. The last token of a sequence has no record."""
+        """Yield experts and seals of tokens ``first`` to ``last`` - 1. A sequence's last token has no record."""
         end = min(last, len(self.experts))
         if first < end:
             experts = _columns(self.experts[first:end], layers)
@@ -122,12 +126,12 @@ class _Part:
 
 @dataclass
 class PackedRoutes:
-    """Routes of all tokens of a packed row. Nothing is copied before a rank takes its slice."""
+    """Routes of all tokens of a packed row. They are copied only when a rank takes its slice."""
 
     parts: list[_Part]
 
     def take(self, ranges: Seq[tuple[int, int]], layers: Seq[int]) -> RouteSlice:
-        """The slice of a rank that holds the rows of ``ranges`` (start, stop), in order, and ``layers``."""
+        """Return the slice of a rank with the rows of ``ranges`` (start, stop), in order, and ``layers``."""
         taken, real, num_due = [], [], 0
         starts = np.cumsum([0, *(part.length for part in self.parts)]).tolist()
         for begin, end in ranges:
@@ -149,7 +153,7 @@ class PackedRoutes:
 
 
 def _columns(x: np.ndarray, layers: Seq[int]) -> np.ndarray:
-    """``x`` [n, L, …] at ``layers``, contiguous. A whole row of layers is not copied."""
+    """Return ``x`` [n, L, …] at ``layers``, contiguous; without a copy if these are all layers."""
     return x if list(layers) == list(range(x.shape[1])) else np.ascontiguousarray(x[:, list(layers)])
 
 
@@ -161,12 +165,12 @@ def pack_routes(
     known: CheckedRoutes | None = None,
     after: Seq[int] = (),
 ) -> PackedRoutes:
-    """Routes of ``sequences``, one after another, then ``num_padding`` tokens of padding: as `build_microbatch` does.
-    ``after``: tokens of padding after each sequence, whose positions go on where it ends.
+    """Return the routes of ``sequences`` in order, then of ``num_padding`` tokens of padding, as in `build_microbatch`.
 
-    The last token of each sequence has no record. Padding is spread over the experts in turn: left to the router, all
-    of it would crowd into the same ones. ``known``: sequences in it are not checked again, the others are entered.
-    Raises `RouteError` (see `checked_routes`).
+    ``after``: padding tokens after each sequence, whose positions continue those of the sequence. The last token of
+    each sequence has no record. Padding is spread evenly over the experts; the router would send it all to the same
+    ones. ``known``: its sequences are not checked again; the others are added to it. Raises `RouteError` (see
+    `checked_routes`).
     """
     known, parts, padded = CheckedRoutes() if known is None else known, [], 0
 
@@ -191,10 +195,10 @@ def pack_routes(
 
 
 class CheckedRoutes:
-    """Routes that have passed their checks, so that the next pass of a step does not repeat them.
+    """Routes that passed their checks, so that the next pass of a step does not repeat them.
 
-    A sequence is known by the very arrays that were checked: other tokens, routes or checksums are checked anew.
-    ``checks_rows``: look for rows that cannot be; False where the device does (`payload.malformed_on`).
+    A sequence is identified by the checked arrays themselves: other tokens, routes or checksums are checked again.
+    ``checks_rows``: look for malformed rows; False if the device does (`payload.malformed_on`).
     """
 
     def __init__(self, checks_rows: bool = True) -> None:
@@ -215,22 +219,24 @@ class CheckedRoutes:
 
 
 def padding_routes(num_padding: int, shape: RouteShape, before: int = 0) -> np.ndarray:
-    """[num_padding, L, K]: experts in turn, no two layers beginning at the same one until all have had their turn.
-    ``before``: tokens of padding that have had theirs."""
+    """Return routes for padding, [num_padding, L, K]: experts in turn, starting at different experts per layer.
+
+    ``before``: number of padding tokens that already have routes.
+    """
     start = (before + np.arange(num_padding))[:, None] * shape.topk + np.arange(len(shape.layers))
     return ((start[..., None] + np.arange(shape.topk)) % shape.num_experts).astype(shape.dtype)
 
 
 def parts_in(parts: Seq[tuple[str, int]], ranges: Seq[tuple[int, int]]) -> list[tuple[str, int]]:
-    """Ids and lengths of what the rows of ``ranges`` have of ``parts``, which are those of the whole row."""
-    starts, found = np.cumsum([0, *(length for _, length in parts)]).tolist(), []
+    """Return ids and lengths of the pieces of ``parts`` (of the whole row) in the rows of ``ranges``."""
+    starts, parts_of_range = np.cumsum([0, *(length for _, length in parts)]).tolist(), []
     for begin, end in ranges:
         for number in range(bisect_right(starts, begin) - 1, bisect_left(starts, end)):
-            found.append((parts[number][0], min(end, starts[number + 1]) - max(begin, starts[number])))
-    return found
+            parts_of_range.append((parts[number][0], min(end, starts[number + 1]) - max(begin, starts[number])))
+    return parts_of_range
 
 
 def packed_keys(tokens: np.ndarray, positions: np.ndarray, ids: list[str], lengths: list[int]) -> np.ndarray:
-    """`token_keys` of a packed row from the tensors that the model gets: [N] uint64."""
+    """Return the `token_keys` [N] uint64 of a packed row from the model's input tensors."""
     sequence_keys = np.repeat(np.array([sequence_key(i) for i in ids], dtype=np.uint64), lengths)
     return token_keys(tokens, positions, sequence_keys)

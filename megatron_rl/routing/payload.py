@@ -1,7 +1,7 @@
-"""Routes of one sequence as they travel: compact, checked for what can be known to be wrong.
+"""Compact routes of one sequence for transfer, and their checks.
 
 Shapes: S tokens of a sequence (P + R), L MoE layers, K experts per token. A row whose K ids all equal
-`missing_id(dtype)` has no record: the learner's router decides.
+`missing_id(dtype)` has no record; the learner's router decides it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from megatron_rl.checkpoint.architecture import Architecture
+from megatron_rl.model.architecture import Architecture
 from megatron_rl.routing.checksum import check_checksums, route_seals, sequence_key, token_keys
 from megatron_rl.routing.errors import RouteError
 from megatron_rl.types import Sequence
@@ -21,7 +21,7 @@ from megatron_rl.types import Sequence
 
 @dataclass(frozen=True)
 class RouteShape:
-    """The numbers of a model that routes are checked against."""
+    """The sizes of a model that its routes must fit."""
 
     num_experts: int
     topk: int
@@ -34,23 +34,23 @@ class RouteShape:
 
     @property
     def dtype(self) -> np.dtype:
-        """The smallest type that numbers the experts and has a value left for "no record"."""
+        """The smallest type that can number the experts and still has a value for "no record"."""
         return np.dtype(np.uint8 if self.num_experts < 256 else np.uint16)
 
     @property
     def bytes_per_token(self) -> int:
-        """What one token's routes weigh on their way, row checksum included."""
+        """Bytes that one token's routes take in transfer, with the row's checksum."""
         return len(self.layers) * self.topk * self.dtype.itemsize + 8
 
 
 def missing_id(dtype: np.dtype) -> int:
-    """The id that says "no record"; larger than any expert's (see `RouteShape.dtype`)."""
+    """Return the id that means "no record"; it is larger than any expert's id (see `RouteShape.dtype`)."""
     return int(np.iinfo(dtype).max)
 
 
 def malformed_rows(routes: np.ndarray, num_experts: int) -> np.ndarray:
-    """[…, L, K] → bool […, L]: out of range, or one expert twice; rows without a record are not malformed."""
-    columns = np.ascontiguousarray(np.moveaxis(routes, -1, 0))  # [K, …, L]: every comparison reads memory in order
+    """Return malformed rows, bool […, L]: an id out of range or twice. Rows without a record are not malformed."""
+    columns = np.ascontiguousarray(np.moveaxis(routes, -1, 0))  # [K, …, L], so that comparisons read memory in order
     wrong = np.zeros(columns.shape[1:], dtype=bool)
     for first, second in combinations(columns, 2):
         wrong |= first == second
@@ -61,9 +61,9 @@ def malformed_rows(routes: np.ndarray, num_experts: int) -> np.ndarray:
 
 
 def malformed_on(routes: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """`malformed_rows` where the routes are, on a device: [n, L, K] uint8 or int32 → bool [n, L].
+    """Return `malformed_rows`, computed on the routes' device: [n, L, K] uint8 or int32 → bool [n, L].
 
-    A row without record is one whose ids are all beyond the experts and equal.
+    A row without a record has equal ids that are larger than any expert's.
     """
     columns = routes.unbind(-1)
     wrong, alike = torch.zeros_like(columns[0], dtype=torch.bool), torch.ones_like(columns[0], dtype=torch.bool)
@@ -78,7 +78,7 @@ def malformed_on(routes: torch.Tensor, num_experts: int) -> torch.Tensor:
 def malformed_error(
     where: str, shape: RouteShape, layer: int, token: int, experts: np.ndarray, how_many: str
 ) -> RouteError:
-    """``layer``: among the MoE layers. ``how_many``: such rows, in words."""
+    """Return the error for a malformed row. ``layer``: index among MoE layers; ``how_many``: such rows, in words."""
     return RouteError(
         f"{where}, layer {shape.layers[layer]}, token {token}: experts {experts.tolist()}; expected {shape.topk} "
         f"different ones of 0 … {shape.num_experts - 1} (such rows: {how_many}; routing.malformed: fallback leaves "
@@ -89,10 +89,10 @@ def malformed_error(
 def checked_routes(
     sequence: Sequence, shape: RouteShape, malformed: Literal["error", "fallback"], checks_rows: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The sequence's routes after all checks: [S - 1, L, K] of ``shape.dtype``, and their seals [S - 1, L].
+    """Return the sequence's checked routes [S - 1, L, K] of ``shape.dtype`` and their seals [S - 1, L].
 
-    Malformed rows are an error or become rows without record; ``checks_rows`` False leaves them. Raises `RouteError`
-    that names the sequence where routes are absent, of another shape, or not those of the sequence's tokens.
+    Malformed rows are an error or become rows without record; ``checks_rows`` False does not look for them. Raises
+    `RouteError` that names the sequence if routes are absent, have another shape, or do not belong to its tokens.
     """
     routes, where = sequence.routed_experts, f"sequence {sequence.id}"
     if routes is None or sequence.route_checksums is None:
@@ -100,7 +100,7 @@ def checked_routes(
     due = (len(sequence.tokens) - 1, len(shape.layers), shape.topk)
     if routes.shape != due:
         raise RouteError(
-            f"{where}: routes of shape {routes.shape}, due are {due}: {sequence.prompt_length} prompt tokens + "
+            f"{where}: routes of shape {routes.shape}, expected {due}: {sequence.prompt_length} prompt tokens + "
             f"{sequence.response_length} response tokens - 1, MoE layers, experts per token"
         )
     wrong = malformed_rows(routes, shape.num_experts) if checks_rows else np.zeros(due[:2], dtype=bool)

@@ -1,6 +1,6 @@
-"""What is measured of routes: agreement of the learner's own choice with the routes on record, and gate margins.
+"""Measurements of routes: agreement of the learner's own choice with the recorded routes, and gate margins.
 
-A *row* is one token in one MoE layer. It agrees where the router's own top-k and the recorded ids are the same set.
+A *row* is one token in one MoE layer. It agrees if the router's own top-k and the recorded ids are the same set.
 Shapes: n tokens of a rank, l MoE layers of its pipeline stage, L of the model, E experts, K experts per token.
 """
 
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-# Margins are counted in bins that are equally wide in log10: from below any difference that fp32 resolves up to 1.
+# Margins are counted in bins of equal width in log10, from below the resolution of fp32 up to 1.
 MARGIN_BINS, MARGIN_FLOOR = 80, -8.0
 MARGIN_QUANTILES = (1, 10, 50)
-_OUTSIDE = 9.0  # log10 margin of a row that is not counted: outside of the histogram's range
+_OUTSIDE = 9.0  # log10 margin for rows that are not counted; outside the histogram's range
 
 
 class LayerTelemetry:
-    """Counts of one router, on its device; nothing here waits for the device."""
+    """Counts of one router, on its device. No method waits for the device."""
 
     def __init__(self, device: torch.device):
         self.agreed = torch.zeros((), dtype=torch.float64, device=device)
@@ -45,12 +45,12 @@ class LayerTelemetry:
         return ~agrees & counted
 
     def packed(self) -> torch.Tensor:
-        """[2 + MARGIN_BINS] float64: what adds up over ranks."""
+        """Return the counts to add up over ranks, [2 + MARGIN_BINS] float64."""
         return torch.cat([torch.stack([self.agreed, self.counted]), self.margins])
 
 
 def margin_quantiles(histogram: np.ndarray) -> dict[str, float]:
-    """Quantiles of p_k − p_(k+1) from the histogram, to within a bin (a factor of 10^0.1); empty for no counts."""
+    """Return quantiles of p_k − p_(k+1), to within a bin (a factor of 10^0.1); empty without counts."""
     total = histogram.sum()
     if total == 0:
         return {}
@@ -63,26 +63,26 @@ def router_metrics(
     layers: Sequence[int], counts: np.ndarray, *, flipped: float, tokens: float, due: float, missing: float,
     bytes_per_token: float, is_replayed: bool,
 ) -> dict[str, float]:  # fmt: skip
-    """`router/*` from counts of the whole step.
+    """Return `router/*` from the counts of a whole step.
 
-    ``layers`` [L]: numbers of the MoE layers in the model. ``counts`` [L, 2 + MARGIN_BINS]: `LayerTelemetry.packed`
-    added up. ``flipped`` of ``tokens`` tokens with a route differ in at least one layer. ``due`` rows should have had
-    a route (all but those of each sequence's last token), ``missing`` of them had none.
+    ``layers`` [L]: numbers of the MoE layers in the model. ``counts`` [L, 2 + MARGIN_BINS]: sums of
+    `LayerTelemetry.packed`. ``flipped`` of ``tokens`` tokens with a route differ in at least one layer. ``due`` rows
+    should have a route (all but those of each sequence's last token); ``missing`` of them have none. A share with
+    denominator 0 is left out.
     """
     agreed, counted = counts[:, 0], counts[:, 1]
     metrics = {
-        "router/agree_frac": _ratio(agreed.sum(), counted.sum()),
-        "router/any_flip_frac": _ratio(flipped, tokens),
+        **_share("router/agree_frac", agreed.sum(), counted.sum()),
+        **_share("router/any_flip_frac", flipped, tokens),
         "router/payload_bytes": float(bytes_per_token),
         **margin_quantiles(counts[:, 2:].sum(axis=0)),
     }
     if is_replayed:
-        metrics["router/replay_coverage"] = _ratio(due - missing, due)
-        metrics["router/fallback_frac"] = _ratio(missing, due)
+        metrics |= _share("router/replay_coverage", due - missing, due) | _share("router/fallback_frac", missing, due)
     for layer, good, number in zip(layers, agreed, counted, strict=True):
-        metrics[f"router/agree_frac/layer_{layer}"] = _ratio(good, number)
+        metrics |= _share(f"router/agree_frac/layer_{layer}", good, number)
     return metrics
 
 
-def _ratio(part: float, whole: float) -> float:
-    return float(part / whole) if whole else 0.0
+def _share(name: str, part: float, whole: float) -> dict[str, float]:
+    return {name: float(part / whole)} if whole else {}

@@ -25,6 +25,11 @@ from megatron_rl.rollout import Generator
 T = TypeVar("T")
 
 
+def make_learner(recipe: Recipe, **options: Any) -> Learner:
+    """The learner of a run, with the check of every token where the engine is `exact`. ``options``: see `Learner`."""
+    return Learner(recipe, bit_check=bit_check.check if recipe.rollout.engine == "exact" else None, **options)
+
+
 def start_generator(
     recipe: Recipe,
     tokenizer: Any,
@@ -40,7 +45,6 @@ def start_generator(
     together("learner.offload", learner.step_aside, fault=OffloadError, describe=str)
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     if recipe.rollout.engine == "exact":
-        learner.bit_check = partial(bit_check.check, learner)
         return ExactGenerator(
             recipe.rollout,
             make_dose(recipe.exact, recipe.rollout.seed),
@@ -112,6 +116,6 @@ def load_beside(learner: Learner, generator: Generator, load: Callable[[], T]) -
     """Fill the learner by ``load`` while the engine sleeps, then `hand_over`. Returns what ``load`` returned."""
     generator.sleep()
     learner.offload.come_back()
-    found = load()
+    loaded = load()
     hand_over(learner, generator)
-    return found
+    return loaded

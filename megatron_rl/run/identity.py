@@ -1,7 +1,10 @@
 """A run directory holds one run: what its recipe, model, data and reward code were, and whether they still are.
 
 The recipe in force is `recipe.resolved.yaml`. Each one that was ever in force is `recipe.resolved.<n>.yaml`; its first
-line says from which step on. What the files hold that a recipe names is in `environment.json`, under `identity`.
+line says from which step on. The contents of the files that a recipe names are in `environment.json`, under `identity`.
+
+The keys listed here may change when a run is resumed: they change how fast a run is, where it is or what is written of
+it, never what is learned. Every other change makes it another run.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +24,128 @@ from pydantic import ValidationError
 
 from megatron_rl.checkpoint.manifest import TRAINER_FILE, checkpoint_step, list_checkpoints
 from megatron_rl.config import Recipe
-from megatron_rl.config.identity import Change, differences, recipe_changes
+from megatron_rl.config.objective import user_functions
 from megatron_rl.config.yaml12 import parse
 from megatron_rl.data import prompts_digest
 from megatron_rl.errors import InputError
 from megatron_rl.monitor import RunDirectory
 from megatron_rl.types import Prompt
+
+MAY_CHANGE = (
+    # The folder of the run, and where its inputs are. What the files hold is compared by itself (`run.identity`).
+    "name",
+    "run_root",
+    "model.path",
+    "data.train",
+    "data.validation",
+    "data.cache",
+    # How long the run is. `_moves_the_schedule` has the exception.
+    "num_steps",
+    # Layout, memory and speed. Checkpoints load under every layout.
+    "runtime.device",
+    "learner.parallel.*",
+    "learner.max_tokens_per_microbatch",
+    "learner.recompute",
+    "learner.fused_head",
+    "learner.offload.*",
+    "rollout.tensor_parallel",
+    "rollout.max_num_seqs",
+    "rollout.kv_cache_gib",
+    "rollout.gpu_memory_utilization",
+    "rollout.enforce_eager",
+    "rollout.enable_prefix_caching",
+    "rollout.verify_refit",
+    "rollout.servers.*",
+    "reward.num_workers",
+    # Limits that end a run.
+    "rollout.deadline_s",
+    "reward.max_error_frac.*",
+    "learner.max_consecutive_overflows",
+    # What is measured, written and kept. `_decays_the_rate` has the exception.
+    "routing.telemetry",
+    "validation.every",
+    "checkpoint.*",
+    "monitor.*",
+    "recorder.*",
+)
+SHOWN_CHARACTERS = 100  # of a value in a message
+ABSENT = "absent"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key whose value is another. ``why``: what the change does, where the key alone does not say it."""
+
+    key: str
+    old: Any
+    new: Any
+    why: str = ""
+
+    def __str__(self) -> str:
+        why = f" ({self.why})" if self.why else ""
+        return f"{self.key}: {_short(self.old)} → {_short(self.new)}{why}"
+
+
+def recipe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[Change], list[Change]]:
+    """Changes that a run may make, and changes that make another run of it.
+
+    ``old`` and ``new``: recipes as `Recipe.model_dump(mode="json")` gives them. Lists are compared whole.
+    """
+    allowed, others = [], []
+    for change in differences(old, new):
+        why = _moves_the_schedule(change.key, new) or _decays_the_rate(change)
+        if why:
+            others.append(Change(change.key, change.old, change.new, why))
+        elif any(fnmatchcase(change.key, pattern) for pattern in MAY_CHANGE):
+            allowed.append(change)
+        else:
+            others.append(change)
+    return allowed, others
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+    """Dotted keys whose values differ, in the order of ``new``. A key that one side lacks has the value `ABSENT`."""
+    a, b = _flatten(old), _flatten(new)
+    keys = list(dict.fromkeys([*b, *a]))
+    changes = [Change(key, a.get(key, ABSENT), b.get(key, ABSENT)) for key in keys]
+    return [change for change in changes if change.old != change.new]
+
+
+def _moves_the_schedule(key: str, recipe: Mapping[str, Any]) -> str:
+    """Why another number of steps is another schedule; "" where it is not."""
+    schedule = recipe.get("schedule") or {}
+    if key != "num_steps":
+        return ""
+    if schedule.get("style") in ("linear", "cosine") and schedule.get("decay_steps") is None:
+        return f"schedule.style {schedule['style']} ends at the last step, as schedule.decay_steps is null"
+    if schedule.get("weight_decay_end") is not None:
+        return "schedule.weight_decay_end is reached at the last step"
+    return ""
+
+
+def _decays_the_rate(change: Change) -> str:
+    """Why other alarms are another schedule; "" where they are not."""
+    if change.key != "monitor.alarms":
+        return ""
+    both = [rules if isinstance(rules, list) else [] for rules in (change.old, change.new)]
+    acting = [[rule for rule in rules if "decay_lr" in rule["then"]] for rules in both]
+    return "alarms with decay_lr set the learning rate" if acting[0] != acting[1] else ""
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _short(value: Any) -> str:
+    shown = "null" if value is None else str(value)
+    return shown if len(shown) <= SHOWN_CHARACTERS else shown[:SHOWN_CHARACTERS] + " …"
+
 
 _MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _FROM_STEP = re.compile(r"# in force from step (\d+) on")
@@ -46,17 +166,24 @@ class Comparison:
 
 
 def contents(recipe: Recipe, train: Sequence[Prompt], validation: Sequence[Prompt]) -> dict[str, Any]:
-    """What the files hold that the recipe names: model without its weights, prompts, reward functions.
+    """What the files hold that the recipe names: model without its weights, prompts, functions of
+    the reward and the objective.
 
     Weights are left out, because a resumed run has its own.
     """
-    names = sorted({recipe.reward.name, *recipe.reward.by_source.values()})
-    files = {name: Path(name.rpartition(":")[0]) for name in names if name.rpartition(":")[0].endswith(".py")}
+    rewards = {recipe.reward.name, *recipe.reward.by_source.values()}
     return {
         "model": {name: _model_file(recipe.model.path / name) for name in _MODEL_FILES},
         "data": {"train": prompts_digest(train), "validation": prompts_digest(validation)},
-        "reward": {name: _digest(path.read_bytes()) for name, path in files.items() if path.is_file()},
+        "reward": _files_of(rewards),
+        **({"objective": own} if (own := _files_of(user_functions(recipe.objective))) else {}),
     }
+
+
+def _files_of(functions: Iterable[str]) -> dict[str, str]:
+    """The digest of each function's file; functions of modules are left out."""
+    files = {name: Path(name.rpartition(":")[0]) for name in sorted(functions)}
+    return {name: _digest(path.read_bytes()) for name, path in files.items() if path.suffix == ".py" and path.is_file()}
 
 
 def _model_file(path: Path) -> Any:
@@ -105,10 +232,10 @@ def compare_origin(directory: RunDirectory, checkpoint: Path, recipe: Recipe, no
             f"--resume {checkpoint}: of another run, and {directory.root} holds steps of its own; continue these with "
             "--resume auto, or give the new run a name of its own (--set name=…)"
         )
-    found = compare(origin, recipe, now)
-    refused = [change for change in found.refused if change.key.startswith("model.")]
-    said = [change for change in found.refused if change not in refused]
-    return Comparison([*said, *found.allowed], refused)
+    comparison = compare(origin, recipe, now)
+    refused = [change for change in comparison.refused if change.key.startswith("model.")]
+    others = [change for change in comparison.refused if change not in refused]
+    return Comparison([*others, *comparison.allowed], refused)
 
 
 def started_at(directory: RunDirectory) -> int:
@@ -126,12 +253,12 @@ def has_begun(directory: RunDirectory) -> bool:
     return recorded or bool(list_checkpoints(directory.checkpoints))
 
 
-def refuse(directory: RunDirectory, found: Comparison) -> None:
+def refuse(directory: RunDirectory, comparison: Comparison) -> None:
     """Raise `InputError` with the changes that make another run of it."""
-    if found.refused:
+    if comparison.refused:
         raise InputError(
             f"run directory {directory.root} holds a run with another recipe ({directory.recipe.name}):\n"
-            + "\n".join(f"  {change}" for change in found.refused)
+            + "\n".join(f"  {change}" for change in comparison.refused)
             + "\ngive the new run a name of its own (--set name=…), or let this one go on with the changes "
             "(--allow-changes; they are logged, and both recipes are kept)"
         )
@@ -160,7 +287,7 @@ def read_contents(directory: RunDirectory) -> dict[str, Any] | None:
         record = json.loads(directory.environment.read_text(encoding="utf-8"))
         starts = [record, *record.get("resumed", [])]
         return next((start["identity"] for start in reversed(starts) if "identity" in start), None)
-    except (OSError, ValueError, AttributeError, TypeError):
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         return None
 
 

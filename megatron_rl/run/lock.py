@@ -110,7 +110,7 @@ class RunLock:
         try:
             owner = json.loads(self.path.read_text(encoding="utf-8"))
             return owner if {"host", "pid", "boot", "started", "beat"} <= owner.keys() else None
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError, AttributeError, RecursionError):
             return None
 
     def _write(self, beat: int) -> None:

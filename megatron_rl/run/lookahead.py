@@ -63,11 +63,13 @@ class Begun:
         return [prompt for place, prompt in enumerate(self.prompts) if place not in self.settled]
 
     def state_dict(self) -> dict[str, Any]:
-        """What is open; plain JSON values. ``weights`` where one is not 1."""
+        """What is open; plain JSON values. ``weights`` where one is not 1, ``occurrences`` where one is not 0."""
         left = self.open_prompts
         state: dict[str, Any] = {"step": self.step, "prompts": [prompt.id for prompt in left]}
         if any(prompt.weight != 1.0 for prompt in left):
             state["weights"] = [prompt.weight for prompt in left]
+        if any(prompt.occurrence for prompt in left):
+            state["occurrences"] = [prompt.occurrence for prompt in left]
         return state
 
     @classmethod
@@ -75,7 +77,9 @@ class Begun:
         """From `state_dict`. Raises `KeyError` for a prompt that is not in ``by_id``."""
         names = state["prompts"]
         weights = state.get("weights", [1.0] * len(names))
-        return cls(state["step"], [replace(by_id[name], weight=weight) for name, weight in zip(names, weights)])
+        occurrences = state.get("occurrences", [0] * len(names))
+        rows = zip(names, weights, occurrences, strict=True)
+        return cls(state["step"], [replace(by_id[name], weight=w, occurrence=n) for name, w, n in rows])
 
 
 class Lookahead:
@@ -101,6 +105,7 @@ class Lookahead:
         self._begun: list[Begun] = []  # in the order of their steps
         self._owed: list[Prompt] = []  # taken for steps that are over, by a run that carried groups over
         self._versions: dict[int, int] = {}  # by step: of the learner's weights when it began
+        self._next: dict[int, dict[str, int]] = {}  # step → prompt id → the lowest `Prompt.occurrence` that is left
 
     def sample(self, num_prompts: int, *, step: int, policy_version: int) -> list[Group]:
         """Responses to the prompts that were taken for ``step``, or to ``num_prompts`` new ones."""
@@ -109,7 +114,7 @@ class Lookahead:
             self._owed += self._begun.pop(0).prompts
         begun = self._begun.pop(0) if self._begun and self._begun[0].step == step else None
         if begun is None:
-            begun = Begun(step, self._take(num_prompts))
+            begun = Begun(step, self._take(num_prompts, step))
         if not self._max_staleness:
             return self._generator.rollout(begun.prompts, self._num_samples, policy_version=policy_version, step=step)
         if begun.ticket is None:
@@ -138,14 +143,32 @@ class Lookahead:
         for ahead in range(step + 1, min(step + self._max_staleness, self._num_steps - 1) + 1):
             begun = next((item for item in self._begun if item.step == ahead), None)
             if begun is None:
-                begun = Begun(ahead, self._take(self._num_prompts))
+                begun = Begun(ahead, self._take(self._num_prompts, ahead))
                 self._begun.append(begun)
             if begun.ticket is None:
                 begun.ticket = self._begin(begun, policy_version)
 
-    def _take(self, num_prompts: int) -> list[Prompt]:
+    def _take(self, num_prompts: int, step: int) -> list[Prompt]:
+        """The next prompts, for ``step``. Each says how often it was taken for the same step before."""
         first, self._owed = self._owed[:num_prompts], self._owed[num_prompts:]
-        return first + self._prompts.take(num_prompts - len(first))
+        taken = first + self._prompts.take(num_prompts - len(first))
+        following = self._next.setdefault(step, self._occurrences_left(step))
+        self._next = {number: ready for number, ready in self._next.items() if number >= step - self._max_staleness}
+        numbered = []
+        for prompt in taken:
+            occurrence = following.get(prompt.id, 0)
+            following[prompt.id] = occurrence + 1
+            numbered.append(replace(prompt, occurrence=occurrence) if occurrence or prompt.occurrence else prompt)
+        return numbered
+
+    def _occurrences_left(self, step: int) -> dict[str, int]:
+        """Prompt id → the lowest `Prompt.occurrence` that no prompt begun for ``step`` has."""
+        begun = [prompt for item in self._begun if self._share_a_batch(item.step, step) for prompt in item.open_prompts]
+        return _following(begun)
+
+    def _share_a_batch(self, earlier: int, step: int) -> bool:
+        """Whether a batch can hold groups that were begun for both steps."""
+        return earlier == step
 
     def _begin(self, begun: Begun, policy_version: int) -> Any:
         return self._generator.begin(begun.prompts, self._num_samples, policy_version=policy_version, step=begun.step)
@@ -162,6 +185,15 @@ class Lookahead:
             self._begun = [Begun.of(item, by_id) for item in state]
         except KeyError as error:
             raise InputError(f"the checkpoint had begun with prompt {error}, which is not in data.train") from error
+        self._next = {item.step: self._occurrences_left(item.step) for item in self._begun}
+
+
+def _following(prompts: list[Prompt]) -> dict[str, int]:
+    """Prompt id → the lowest occurrence above all that ``prompts`` have."""
+    places: dict[str, int] = {}
+    for prompt in prompts:
+        places[prompt.id] = max(places.get(prompt.id, 0), prompt.occurrence + 1)
+    return places
 
 
 def staleness_metrics(groups: list[Group], num_updates: int) -> dict[str, float]:
@@ -171,8 +203,8 @@ def staleness_metrics(groups: list[Group], num_updates: int) -> dict[str, float]
     """
     versions = [r.policy_versions for group in groups for r in group.rollouts if r.policy_versions is not None]
     staleness = num_updates - np.concatenate([*versions, np.empty(0, np.int64)])
-    found = gather_objects((int(staleness.sum()), staleness.size, int(staleness.max(initial=-1))))
-    totals, counts, largest = zip(*found)
+    shares = gather_objects((int(staleness.sum()), staleness.size, int(staleness.max(initial=-1))))
+    totals, counts, largest = zip(*shares)
     if not sum(counts):
         return {}
     return {"rollout/staleness_mean": sum(totals) / sum(counts), "rollout/staleness_max": float(max(largest))}

@@ -106,16 +106,17 @@ def _version() -> str:
 
 def _facts(recipe: Mapping[str, Any], environment: Mapping[str, Any], step: int) -> list[tuple[str, str]]:
     objective, batch, data = recipe["objective"], recipe["batch"], recipe["data"]
+    term = objective["policy_term"]
     optimizer, rollout = recipe["learner"]["optimizer"], recipe["rollout"]
     versions = {"python": environment.get("python"), **environment.get("versions", {})}
-    found = {
+    facts = {
         "Base model": recipe["model"]["path"],
         "Data": ", ".join(source["path"] for source in data["train"]),
         "Held-out data": ", ".join(source["path"] for source in data.get("validation", [])),
         "Reward": recipe["reward"]["name"],
         "Steps": f"{step} of {recipe['num_steps']}; each {batch['prompts']} prompts × {rollout['num_samples']} "
         f"responses in {batch['minibatches']} mini-batches",
-        "Objective": f"advantage {objective['advantage']}, policy term {objective['policy_term']['name']}, "
+        "Objective": f"advantage {objective['advantage']}, policy term {term.get('function', term['name'])}, "
         f"aggregation {objective['aggregation']}",
         "Learning rate": f"{optimizer['lr']:g}",
         "Precision": f"learner {recipe['learner']['dtype']}, rollouts {rollout['dtype']}",
@@ -123,19 +124,19 @@ def _facts(recipe: Mapping[str, Any], environment: Mapping[str, Any], step: int)
         "Versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
         "Commit": (code_of(environment) or "").replace("+changes", " with changes"),
     }
-    return [(name, value) for name, value in found.items() if value]
+    return [(name, value) for name, value in facts.items() if value]
 
 
 def _results(record: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Source → figures of one validation, with the ends of intervals."""
-    found: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, float]] = {}
     for key, value in record.items():
         if match := _FIGURE.fullmatch(key):
-            figures = found.setdefault(match["source"], {})
+            figures = results.setdefault(match["source"], {})
             figures[match["name"]] = value
             ends = {f"{match['name']} {end}": record.get(f"{key}_ci95_{end}") for end in ("low", "high")}
             figures |= {name: end for name, end in ends.items() if end is not None}
-    return found
+    return results
 
 
 def _shown(results: Mapping[str, Mapping[str, float]], measured: int, step: int) -> str:

@@ -153,9 +153,12 @@ class Oversampling(Lookahead):
             self._request(missing, step, policy_version)
 
     def _request(self, num_prompts: int, step: int, policy_version: int) -> None:
-        begun = Begun(step, self._take(num_prompts))
+        begun = Begun(step, self._take(num_prompts, step))
         begun.ticket = self._begin(begun, policy_version)
         self._begun.insert(len(self._up_to(step)), begun)
+
+    def _share_a_batch(self, earlier: int, step: int) -> bool:
+        return earlier <= step  # groups that were carried over come first
 
     def _cancel(self, over: list[_Ready]) -> int:
         """End what is left of this step. Returns the tokens of complete responses that are lost by it."""

@@ -6,16 +6,18 @@ Recipe, model, layout, tokenizer, prompts and reward are loaded as the run will 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.check import CheckedRecipe, check_recipe
+from megatron_rl.checkpoint.hf_folder import resolve_stop_token_ids
 from megatron_rl.checkpoint.manifest import list_checkpoints
 from megatron_rl.config import Recipe
 from megatron_rl.data import PromptSet, check_vocabulary, load_tokenizer, load_train, load_validation
-from megatron_rl.errors import InputError
+from megatron_rl.errors import InputError, shown
 from megatron_rl.monitor.run_directory import RunDirectory
 from megatron_rl.monitor.sinks import missing_clients
 from megatron_rl.rewards import Rewarder
@@ -63,36 +65,49 @@ def prepare(recipe: Recipe, world_size: int | None) -> Iterator[Prepared]:
     names = {prompt.data_source for prompt in first}
     with Rewarder(recipe.reward, recipe.rollout.max_response_length, names) as rewarder:
         trial = rewarder.try_on(first)
-        report = [*checked.report, *_report(recipe, train, validation, trial)]
+        report = [*checked.report, *_report(recipe, train, validation, trial, _ends(recipe, tokenizer))]
         yield Prepared(checked, tokenizer, train, validation, rewarder, report)
 
 
-def report(recipe: Recipe, world_size: int | None, offline: bool = False) -> list[tuple[str, str]]:
-    """What `check` prints. ``offline``: model and data may be absent; what depends on them is then left out."""
+def report(
+    recipe: Recipe, world_size: int | None, offline: bool = False, free_gib: float | None = None
+) -> list[tuple[str, str]]:
+    """What `check` prints. ``offline``: model and data may be absent; what depends on them is then left out.
+
+    ``free_gib``: memory for the comparison of the learner's model with transformers'; None: they are not compared.
+    """
     files = [recipe.model.path, *(Path(source.path) for source in (*recipe.data.train, *recipe.data.validation))]
     if offline and not all(path.exists() for path in files):
         return check_recipe(recipe, world_size, offline=True).report
     with prepare(recipe, world_size) as prepared:
-        return [*prepared.report, *_run_there(recipe, prepared)]
+        there = _run_there(recipe, prepared)
+    if free_gib is not None:
+        from megatron_rl.learner.compare_logits import witness
+
+        prompt = list(prepared.train.first_of_each_source()[0].tokens)
+        there.append(("witness", witness(recipe.model.path, prepared.checked.architecture, prompt, free_gib)))
+    return [*prepared.report, *there]
 
 
 def _run_there(recipe: Recipe, prepared: Prepared) -> list[tuple[str, str]]:
     """What `train` would go on from. Raises `InputError` where it would refuse to."""
     directory = RunDirectory(recipe.run_dir)
+    directory.check()
     if not has_begun(directory):
         return []
-    found = compare(directory, recipe, contents(recipe, prepared.train, prepared.validation))
-    refuse(directory, found)
+    comparison = compare(directory, recipe, contents(recipe, prepared.train, prepared.validation))
+    refuse(directory, comparison)
     if is_complete(directory, recipe.num_steps):
         return [("there", f"{directory.root} is complete: nothing is left to do")]
     checkpoints = list_checkpoints(directory.checkpoints)
     step = begin_step(directory, checkpoints[-1] if checkpoints else None, recipe.num_steps)
-    return [("there", f"{directory.root} goes on from step {step}"), *(("", line) for line in found.lines)]
+    return [("there", f"{directory.root} goes on from step {step}"), *(("", line) for line in comparison.lines)]
 
 
-def _report(recipe: Recipe, train: PromptSet, validation: PromptSet, trial: Trial) -> list[tuple[str, str]]:
+def _report(recipe: Recipe, train: PromptSet, validation: PromptSet, trial: Trial, ends: str) -> list[tuple[str, str]]:
     longest = max(train.lengths.max(initial=0), validation.lengths.max(initial=0))
     value = f"{trial.reward:g} for the response {_short(trial.response)}"
+    notes = [("repeats", note) for note in _repeats(recipe, train)]
     return [
         (
             "data",
@@ -100,15 +115,46 @@ def _report(recipe: Recipe, train: PromptSet, validation: PromptSet, trial: Tria
             + (f", the first {recipe.validation.limit} of them used" if recipe.validation.limit else "")
             + f"; the longest has {longest} of at most {recipe.data.prompt.max_length} tokens",
         ),
-        ("prompt", f"{trial.prompt.id}: {_short(trial.prompt.text)}, {len(trial.prompt.tokens)} tokens"),
+        *notes,
+        ("prompt", f"{trial.prompt.id}: {_short(trial.prompt.text)}, {len(trial.prompt.tokens)} tokens{ends}"),
         ("answer", _short(trial.prompt.answer)),
         ("reward", value if trial.reward > 0 else f"{value}: a right answer is not rewarded"),
     ]
 
 
+def _repeats(recipe: Recipe, train: PromptSet) -> list[str]:
+    """What to say where a step asks for a prompt more than once. Each time it is sampled with other random numbers."""
+    batch, weights = recipe.batch, recipe.data.weights
+    again = "; each is sampled anew, but its groups count as if they were different prompts"
+    repeats = []
+    for name, rows in train.rows_of_names(list(weights)).items() if weights else ():
+        asked = weights[name] / sum(weights.values()) * batch.prompts_of_a_round
+        if len(rows) and asked > len(rows):
+            repeats.append(
+                f"data.train: source {name} has {len(rows)} prompts, and a step asks for about {asked:.0f} of its "
+                f"(weight {weights[name]:g}): each comes up to {math.ceil(asked / len(rows))} times in a step{again}. "
+                "Lower its weight or batch.prompts, or add data"
+            )
+    most = batch.prompts_of_a_round * batch.max_generations
+    if not repeats and batch.filter_groups and most > len(train):
+        repeats.append(
+            f"batch.max_generations: a step may ask for {most} prompts, and data.train has {len(train)}: later rounds "
+            f"then ask for prompts again{again}"
+        )
+    return repeats
+
+
+def _ends(recipe: Recipe, tokenizer: Any) -> str:
+    """What to say where responses do not end with the tokenizer's own end of sequence."""
+    stops, own = resolve_stop_token_ids(recipe.rollout.stop_token_ids, recipe.model.path), tokenizer.eos_token_id
+    if own is None or own in stops:
+        return ""
+    return f"; responses end with tokens {stops}, not with the tokenizer's {tokenizer.eos_token!r} ({own})"
+
+
 def _names(prompts: PromptSet) -> str:
     names = prompts.data_sources
-    return ", ".join(names[:SHOWN_SOURCES]) + (
+    return ", ".join(shown(name, 60)[1:-1] for name in names[:SHOWN_SOURCES]) + (
         f" and {len(names) - SHOWN_SOURCES} more" if len(names) > SHOWN_SOURCES else ""
     )
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_rl.monitor.rollouts import repetition_fraction
+from megatron_rl.monitor.rollouts import REPETITION_NGRAM, repetition_fraction
 from megatron_rl.monitor.samples import rho_summary
-from megatron_rl.process.arrays import gather_rows
-from megatron_rl.process.ranks import gather_objects, world_rank, world_size
+from megatron_rl.process.ranks import gather_objects, gather_rows, world_rank, world_size
 from megatron_rl.types import Batch, Group, Rollout
 
 
-def share_repetition(groups: Sequence[Group], ngram: int) -> None:
+def share_repetition(groups: Sequence[Group], ngram: int = REPETITION_NGRAM) -> None:
     """Fill `Rollout.repetition` on every rank; each computes it for the responses that it holds. Collective."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     places = [i % world_size() if r.owner is None else r.owner for i, r in enumerate(rollouts)]
     rank = world_rank()
     mine = [r for r, place in zip(rollouts, places, strict=True) if place == rank]
-    found = gather_rows([[repetition_fraction(r.tokens, ngram)] for r in mine], places, width=1)
-    for rollout, value in zip(rollouts, found[:, 0].tolist(), strict=True):
+    fractions = gather_rows([[repetition_fraction(r.tokens, ngram)] for r in mine], places, width=1)
+    for rollout, value in zip(rollouts, fractions[:, 0].tolist(), strict=True):
         rollout.repetition = value
 
 

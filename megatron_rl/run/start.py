@@ -14,13 +14,15 @@ from typing import Any
 from megatron_rl.checkpoint.manifest import checkpoint_name, checkpoint_step, list_checkpoints
 from megatron_rl.checkpoint.save import SaveError
 from megatron_rl.config import Recipe
-from megatron_rl.config.precision_contract import confirm_contract, contract
+from megatron_rl.config.levels import level_rules
+from megatron_rl.config.model_rules import confirm_contract, contract, first_step_alarms
 from megatron_rl.config.sections import CheckpointConfig
 from megatron_rl.data import MixedSampler, PromptSampler, PromptSet, make_sampler
 from megatron_rl.errors import Fault
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import initialize, shutdown
 from megatron_rl.monitor import AlarmEvent, Monitor, RunDirectory, write_environment
+from megatron_rl.monitor.timing import PhaseTimer
 from megatron_rl.patching.states import installed_status
 from megatron_rl.process.ranks import (
     broadcast_object,
@@ -32,7 +34,7 @@ from megatron_rl.rewards.failures import refuse_too_many
 from megatron_rl.rewards.shared import Scores, score_shared
 from megatron_rl.rollout import Generator
 from megatron_rl.rollout.generator import RolloutInterrupted
-from megatron_rl.run.engines import load_beside, start_generator
+from megatron_rl.run.engines import load_beside, make_learner, start_generator
 from megatron_rl.run.identity import (
     Comparison,
     begin_step,
@@ -47,8 +49,7 @@ from megatron_rl.run.lock import RunLock
 from megatron_rl.run.lookahead import Lookahead
 from megatron_rl.run.oversampling import make_lookahead
 from megatron_rl.run.prepare import Prepared, prepare
-from megatron_rl.run.resume import check_resume, find_checkpoint
-from megatron_rl.run.saving import Saving
+from megatron_rl.run.saving import Saving, check_resume, find_checkpoint
 from megatron_rl.run.shown import share_repetition, share_samples
 from megatron_rl.run.stop import StopRequest
 from megatron_rl.shipped import shipped
@@ -82,7 +83,7 @@ class Run:
         )  # ahead of time, it is a later batch's
         ratios = {}
         if groups:
-            share_repetition(groups, self.recipe.monitor.repetition_ngram)
+            share_repetition(groups)
             ratios = share_samples(groups, batch, self.monitor.samples_wanted(step, groups))
         events = self.monitor.record(step, metrics, groups, batch, epoch, ratios)
         best = self.recipe.checkpoint.keep_best
@@ -178,20 +179,35 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
     with contextlib.ExitStack() as stack:
         prepared = stack.enter_context(prepare(recipe, int(os.environ.get("WORLD_SIZE", 1))))
         sampler = make_sampler(prepared.train, recipe.data)
-        initialize(recipe.learner.parallel, recipe.runtime.device, recipe.seed, recipe.rollout.hang_limit_s)
+        device = initialize(recipe.learner.parallel, recipe.runtime.device, recipe.seed, recipe.rollout.hang_limit_s)
         stack.callback(shutdown)
         beginning = _begin(stack, recipe, prepared, directory, resume, allow_changes)
         if beginning is None:
             yield None
             return
-        learner, checkpoint, is_main = Learner(recipe), beginning.checkpoint, world_rank() == 0
+        checkpoint, is_main = beginning.checkpoint, world_rank() == 0
+        timer = PhaseTimer()
+        learner = make_learner(
+            recipe, device=device, phase=timer.phase, keep_current_logprobs=recipe.may_record_batches
+        )
         stack.callback(learner.close)
         summary = {"run": str(directory.root), **dict(prepared.report), "num_steps": recipe.num_steps}
-        monitor = stack.enter_context(Monitor(directory, recipe.monitor, summary, is_main, share=broadcast_object))
+        alarms = first_step_alarms(recipe, prepared.checked.architecture)
+        levels = level_rules(recipe.model_dump(mode="json"))
+        monitor = stack.enter_context(
+            Monitor(
+                directory,
+                recipe.monitor,
+                summary,
+                is_main,
+                broadcast_object,
+                first_alarms=alarms,
+                levels=levels,
+                timer=timer,
+            )
+        )
         for line in beginning.lines:
             monitor.log(line)
-        learner.phase = monitor.phase
-        learner.keep_current_logprobs = recipe.may_record_batches
         if is_main:
             directory.done.unlink(missing_ok=True)  # a complete run that goes on
             keep_recipe(directory, recipe, beginning.step)
@@ -291,13 +307,13 @@ def _settle(
 
     Raises `InputError` for changes that make another run of it, unless they are allowed.
     """
-    found = compare(directory, recipe, now)
+    comparison = compare(directory, recipe, now)
     if resume not in ("auto", "never"):
         origin = compare_origin(directory, Path(resume), recipe, now)
-        found = Comparison([*found.allowed, *origin.allowed], [*found.refused, *origin.refused])
+        comparison = Comparison([*comparison.allowed, *origin.allowed], [*comparison.refused, *origin.refused])
     if not allow_changes:
-        refuse(directory, found)
-    return found.lines, resume == "auto" and is_complete(directory, recipe.num_steps)
+        refuse(directory, comparison)
+    return comparison.lines, resume == "auto" and is_complete(directory, recipe.num_steps)
 
 
 def best_steps(scores: dict[int, float], config: CheckpointConfig) -> list[int]:

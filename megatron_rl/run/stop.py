@@ -8,15 +8,21 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from megatron_rl.monitor.run_directory import STOP_FILE
 from megatron_rl.process.ranks import any_rank, world_rank
 
-STOP_FILE = "STOP"  # `touch RUN/STOP`: save after the step at hand and leave
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# A scheduler's, a person's, and those of a terminal or session that closes.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 @contextlib.contextmanager
 def taking(numbers: tuple[int, ...], take: Callable[..., None]) -> Iterator[None]:
-    """``take`` handles these signals within, in the main thread; the handlers from before come back."""
+    """``take`` handles these signals within, in the main thread; the handlers from before come back.
+
+    SIGHUP stays ignored where it is (`nohup`).
+    """
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    numbers = tuple(number for number in numbers if not (number == signal.SIGHUP and ignored))
     before = [(number, signal.signal(number, take)) for number in numbers]
     try:
         yield
@@ -63,4 +69,5 @@ class StopRequest:
     def met(self) -> None:
         """The request is met: take the STOP file away, or the command that continues would stop as well."""
         if world_rank() == 0:
-            self._file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a folder: it asks for a stop each time
+                self._file.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""Learning-rate schedules: pure arithmetic on step numbers and response lengths, no torch, no Megatron.
+"""Learning-rate schedules: arithmetic on step numbers and response lengths, without torch or Megatron.
 
-Megatron's scheduler class is extended with this logic in `megatron_rl.learner.scheduler`.
+Megatron's scheduler class is extended with this logic in `megatron_rl.learner.optimizer`.
 """
 
 from megatron_rl.schedule.learning_rate import LearningRateSchedule

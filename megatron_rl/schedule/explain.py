@@ -1,36 +1,36 @@
-"""Going through a recorded run again: what the schedule saw at each step, what it did, and why."""
+"""Replays a schedule on a recorded run: the schedule's inputs, action and reason at each step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_rl.config.schedule import ScheduleConfig
+from megatron_rl.config.learner import ScheduleConfig
 from megatron_rl.schedule.learning_rate import LearningRateSchedule
 
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """One recorded step with the schedule's view of it. None: not recorded, or not known yet."""
+    """One recorded step with the schedule's values. None: not recorded, or not known yet."""
 
     step: int  # rollout step, as in metrics.jsonl
     t: int  # optimizer step that the schedule counts
     length: float | None
     smoothed: float | None
     baseline: float | None
-    lr: float  # the replayed schedule's
-    shadow_lr: float  # what it would be if mode shadow acted
+    lr: float  # rate of the replayed schedule
+    shadow_lr: float  # rate that mode shadow would set
     recorded_lr: float | None
-    event: str  # "" where nothing happened
+    event: str  # "" if nothing happened
 
 
 def replay(
     records: Sequence[Mapping[str, float]], config: ScheduleConfig, lr: float, total_steps: int
 ) -> list[ReplayedStep]:
-    """Show ``config`` the response lengths of ``records`` (lines of a metrics.jsonl), in order.
+    """Replay the schedule ``config`` on ``records`` (lines of a metrics.jsonl) and return its steps.
 
-    The length is `lr_sched/length` (what the detector was shown), else `response_length/mean`; t is `lr_sched/step`,
-    else the rollout step (which is the same for one update per step, none skipped). ``lr`` is the peak rate.
+    The length is `lr_sched/length` (the detector's input), else `response_length/mean`; t is `lr_sched/step`, else the
+    rollout step (equal for one update per step and none skipped). ``lr`` is the peak rate.
     """
     schedule, steps, previous = LearningRateSchedule(config, lr, total_steps), [], None
     for record in records:

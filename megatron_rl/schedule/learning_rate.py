@@ -1,4 +1,4 @@
-"""The whole learning-rate schedule of a run, warm-up included, without an optimizer: for plans, plots and checks."""
+"""The full learning-rate schedule of a run with warm-up, without an optimizer: for plans, plots and checks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.config.schedule import ScheduleConfig
+from megatron_rl.config.learner import ScheduleConfig
 from megatron_rl.schedule.length_decay import LengthDecay
 
 
@@ -22,7 +22,7 @@ class LearningRateSchedule:
         self.length_decay = LengthDecay(config) if config.style == "length-decay" else None
 
     def lr(self, step: int, max_lr: float | None = None, min_lr: float | None = None) -> float:
-        """The rate at ``step`` (from 0); ``max_lr`` and ``min_lr`` replace peak and floor for a parameter group."""
+        """Return the rate at ``step`` (from 0). ``max_lr`` and ``min_lr``: peak and floor of a parameter group."""
         high = self.max_lr if max_lr is None else max_lr
         low = self.min_lr if min_lr is None else min_lr
         warmup = self.config.warmup_steps
@@ -39,11 +39,11 @@ class LearningRateSchedule:
         return low + left * (high - low)
 
     def observe_length(self, step: int, mean_length: float) -> int | None:
-        """Show the schedule the mean response length (tokens) of ``step``; the surge step, once, else None."""
+        """Add the mean response length (tokens) of ``step``; return the surge step once, else None."""
         return None if self.length_decay is None else self.length_decay.observe(step, mean_length)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values; empty for styles without memory."""
+        """Return the state as JSON values; empty for styles without memory."""
         return {} if self.length_decay is None else {"length_decay": self.length_decay.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The length-decay learning rate [arXiv 2602.01826, Algorithm 1]: halving on a clock that the response length sets."""
+"""The length-decay learning rate [arXiv 2602.01826, Algorithm 1]: halved periodically, by response length."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.config.schedule import ScheduleConfig
+from megatron_rl.config.learner import ScheduleConfig
 from megatron_rl.schedule.surge import SurgeDetector
 
 
 def length_decay_lr(step: int, lr: float = 1e-6, min_lr: float | None = None, decay_period: int | None = 204) -> float:
-    """η(t) = max(η0 · 2^−floor(t / T_decay), η_min) [arXiv 2602.01826, Algorithm 1].
+    """Return η(t) = max(η0 · 2^−floor(t / T_decay), η_min) [arXiv 2602.01826, Algorithm 1].
 
     ``step`` is t, the absolute optimizer step counted from 0; ``lr`` is η0; ``min_lr`` is η_min, None for 0.1 · η0;
     ``decay_period`` is T_decay in steps, None for a constant rate. The halvings are exact in floating point.
@@ -30,10 +30,10 @@ def length_decay_lr(step: int, lr: float = 1e-6, min_lr: float | None = None, de
 
 
 class LengthDecay:
-    """The state of a length-decay schedule: which period is in force, and where it came from.
+    """The state of a length-decay schedule: the current period and its origin.
 
-    Modes (`ScheduleConfig.mode`): `manual` has its period from the start; `auto` gets it, once, when the detector
-    confirms a surge; `shadow` changes nothing and answers `shadow_lr`.
+    Modes (`ScheduleConfig.mode`): `manual` has a period from the start; `auto` sets it once, when the detector confirms
+    a surge; `shadow` keeps the rate and computes `shadow_lr`.
     """
 
     def __init__(self, config: ScheduleConfig) -> None:
@@ -44,52 +44,51 @@ class LengthDecay:
 
     @property
     def planned_period(self) -> int | None:
-        """The period that the given number or the surge asks for, whether or not the mode acts on it."""
+        """The period from the recipe or the surge, even if the mode does not apply it."""
         return self.config.decay_period if self.config.decay_period is not None else self._latched_period
 
     @property
     def decay_period(self) -> int | None:
-        """The period in force; None: the rate is constant (so far)."""
+        """The current period; None while the rate is constant."""
         return None if self.config.mode == "shadow" else self.planned_period
 
     def observe(self, step: int, mean_length: float) -> int | None:
-        """Show the detector the mean response length (tokens) of ``step``; returns the surge step, once, else None."""
+        """Add the mean response length (tokens) of ``step``; return the surge step once, else None."""
         surge_step = self.detector.observe(step, mean_length)
         if surge_step is not None and self._latched_period is None:
-            # A run whose first observation already surges would get period 0.
+            # Step 0 is observed twice if its first update overflowed. A surge at step 0 would give period 0.
             self._latched_period = max(1, round(self.config.period_factor * surge_step))
         return surge_step
 
     def lr(self, step: int, max_lr: float, min_lr: float) -> float:
-        """The rate in force at ``step`` between ``max_lr`` and ``min_lr``."""
+        """Return the rate at ``step`` between ``max_lr`` and ``min_lr``."""
         return length_decay_lr(step + self.config.decay_phase, max_lr, min_lr, self.decay_period)
 
     def shadow_lr(self, step: int, max_lr: float, min_lr: float) -> float:
-        """The rate that the planned period gives at ``step``; differs from `lr` in mode shadow only."""
+        """Return the rate of the planned period at ``step``; it differs from `lr` only in mode shadow."""
         return length_decay_lr(step + self.config.decay_phase, max_lr, min_lr, self.planned_period)
 
     def metrics(self, step: int) -> dict[str, float]:
-        """`lr_sched/*` of ``step``, less the rates themselves. -1 stands for "none yet".
+        """Return `lr_sched/*` of ``step`` without the rates. -1 means "none yet".
 
-        `length` is what the detector was shown last, `length_ema` its smoothed form, `length_baseline` the minimum it
-        is compared with.
+        `length` is the latest length, `length_ema` its smoothed value, `length_baseline` the minimum for comparison.
         """
         detector, period, clock = self.detector, self.planned_period, step + self.config.decay_phase
-        found = {
+        metrics = {
             "lr_sched/step": float(step),
             "lr_sched/surge_step": float(-1 if detector.surge_step is None else detector.surge_step),
             "lr_sched/decay_period": float(-1 if period is None else period),
             "lr_sched/decay_count": float(0 if self.decay_period is None else clock // self.decay_period),
         }
         if detector.length is not None:
-            found["lr_sched/length"] = detector.length
+            metrics["lr_sched/length"] = detector.length
         if detector.smoothed is not None:
-            found["lr_sched/length_ema"] = detector.smoothed
-            found["lr_sched/length_baseline"] = detector.baseline
-        return found
+            metrics["lr_sched/length_ema"] = detector.smoothed
+            metrics["lr_sched/length_baseline"] = detector.baseline
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values: the mode and period that were in force, the latched period, the detector's memory."""
+        """Return mode, period, latched period and the detector's memory as JSON values."""
         return {
             "mode": self.config.mode,
             "decay_period": self.config.decay_period,
@@ -98,7 +97,10 @@ class LengthDecay:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. A latched period stays what it was, whatever the recipe now says of its factor;
-        mode and a given `decay_period` are the recipe's."""
+        """Continue from `state_dict`.
+
+        A latched period stays, even if the recipe has another factor; mode and a given `decay_period` come from the
+        recipe.
+        """
         self._latched_period = state["latched_period"]
         self.detector.load_state_dict(state["detector"])

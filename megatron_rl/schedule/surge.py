@@ -1,12 +1,12 @@
-"""The response-length surge: the early warning that starts the decay in mode `auto` [arXiv 2602.01826, §4].
+"""Detects a surge of the response length, which starts the decay in mode `auto` [arXiv 2602.01826, §4].
 
-The paper reads the surge off a plot; the rule here is ours:
+The paper reads the surge off a plot. This project's rule is:
 
 * smoothed length ``s_t`` = median of the last `smoothing_steps` observed mean lengths,
 * baseline ``b_t`` = smallest ``s`` among the last `baseline_window` observations,
 * surge = ``s_t >= surge_ratio · b_t`` in `confirm_steps` consecutive observations, none before `min_step`.
 
-A median drops outliers that an average would carry along; a trailing minimum follows slow growth and decline alike.
+The median ignores outliers that would shift an average. The trailing minimum follows both slow growth and decline.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from megatron_rl.config.schedule import DetectorConfig
+from megatron_rl.config.learner import DetectorConfig
 
 
 class SurgeDetector:
-    """Watches the mean response length of each step; reports the step of the first surge, once."""
+    """Observes the mean response length of each step and reports the step of the first surge once."""
 
     def __init__(self, config: DetectorConfig) -> None:
         self.config = config
@@ -36,14 +36,14 @@ class SurgeDetector:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | DetectorConfig | None) -> SurgeDetector:
-        """From a recipe's `schedule.detector` mapping; None gives the defaults. Unknown keys are errors."""
+        """Return a detector for a recipe's `schedule.detector`; None gives the defaults. Unknown keys are errors."""
         return cls(DetectorConfig.model_validate({} if config is None else config))
 
     def observe(self, step: int, mean_length: float) -> int | None:
-        """Take the mean response length (tokens) of ``step``; return ``step`` if it confirms the surge, else None.
+        """Add the mean response length (tokens) of ``step``; return ``step`` if it confirms the surge, else None.
 
-        Steps must not go back; a step may repeat (an update skipped for overflow is done again at the same step).
-        A length that is not finite, or not above 0 (an empty step), is no observation.
+        Steps must not decrease; a step may repeat (an update skipped for overflow is repeated at the same step).
+        Lengths that are not finite or not above 0 (an empty step) are ignored.
         """
         if self._last_step is not None and step < self._last_step:
             raise ValueError(f"step {step} comes after step {self._last_step}: observations must be in order")
@@ -53,7 +53,7 @@ class SurgeDetector:
         self.length = float(mean_length)
         self._recent.append(self.length)
         if len(self._recent) < self.config.smoothing_steps:
-            return None  # a median of few would make a chance dip the baseline of the next `baseline_window` steps
+            return None  # with few values, a random low would become the baseline of `baseline_window` steps
         self.smoothed = float(median(self._recent))
         self._window.append(self.smoothed)
         self.baseline = min(self._window)
@@ -66,11 +66,11 @@ class SurgeDetector:
 
     @property
     def ratio(self) -> float:
-        """Smoothed length over baseline; 1 until there are enough observations to smooth."""
+        """Smoothed length over baseline; 1 until enough lengths are observed."""
         return 1.0 if self.smoothed is None else self.smoothed / self.baseline
 
     def explain(self) -> str:
-        """One sentence: what the detector sees now and what it made of it."""
+        """Return a sentence on the detector's current values and decision."""
         if self.smoothed is None:
             return f"fewer than {self.config.smoothing_steps} response lengths observed so far"
         c = self.config
@@ -84,7 +84,7 @@ class SurgeDetector:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that later decisions depend on, as plain JSON values."""
+        """Return the state that later decisions depend on, as JSON values."""
         return {
             "surge_step": self.surge_step,
             "streak": self.streak,
@@ -94,7 +94,7 @@ class SurgeDetector:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. With a shorter window than it was saved with, the latest values are kept."""
+        """Continue from `state_dict`. If the window is now shorter, keep the latest values."""
         self.surge_step, self.streak, self._last_step = state["surge_step"], state["streak"], state["last_step"]
         self._recent = deque(state["recent"], maxlen=self.config.smoothing_steps)
         self._window = deque(state["window"], maxlen=self.config.baseline_window)

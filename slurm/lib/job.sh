@@ -3,6 +3,8 @@
 # Sourced by the batch scripts, in their strict mode: what a training and an evaluation job have in common.
 : "${home:?the folder of the checkout, set before this file is sourced}"
 
+within=() # what ends the ranks of `launch`, such as (timeout 60)
+
 say() { printf '[%(%H:%M:%S)T +%ds] %s\n' -1 "$SECONDS" "$*"; }
 
 die() { # die STATUS MESSAGE…: end the job for good
@@ -12,8 +14,9 @@ die() { # die STATUS MESSAGE…: end the job for good
   exit "$status"
 }
 
-job_field() { # job_field NAME: of this job's record, such as JobState or EndTime
-  scontrol show job "$SLURM_JOB_ID" | sed -nE "s/^(.* )?$1=([^ ]+).*/\\2/p"
+# JobState begins a line and EndTime comes second in one: a job's name or comment may hold "EndTime=" as well.
+job_field() { # job_field NAME: of this job's record, JobState or EndTime
+  scontrol show job "$SLURM_JOB_ID" | sed -nE "s/^ *(StartTime=[^ ]+ )?$1=([^ ]+).*/\\2/p"
 }
 
 # Everything that a site decides, and how many ranks there are. Topology comes from Slurm and from nowhere else.
@@ -49,6 +52,11 @@ prepare() {
   local cache=${MRL_LOCAL_DIR:-${TMPDIR:-/tmp}}/megatron_rl-$SLURM_JOB_ID
   export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$cache/triton} VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-$cache/vllm}
   export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$cache/inductor}
+  export FLASHINFER_WORKSPACE_BASE=${FLASHINFER_WORKSPACE_BASE:-$cache/flashinfer} # not in HOME, where its locks would be
+  export TILELANG_CACHE_DIR=${TILELANG_CACHE_DIR:-$cache/tilelang} QUACK_CACHE_DIR=${QUACK_CACHE_DIR:-$cache/quack}
+  export HUMMING_CACHE_DIR=${HUMMING_CACHE_DIR:-$cache/humming} HUMMING_TMP_DIR=${HUMMING_TMP_DIR:-$cache/humming-tmp}
+  export CUDA_CACHE_PATH=${CUDA_CACHE_PATH:-$cache/cuda}
+  export DG_JIT_CACHE_DIR=${DG_JIT_CACHE_DIR:-$cache/deep_gemm} TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$cache/extensions}
   ulimit -n 65535 2>/dev/null || ulimit -n "$(ulimit -Hn)"
   use_container
 }
@@ -85,6 +93,7 @@ count_ranks() {
 use_container() {
   container_srun=() container_run=()
   [ -n "${MRL_CONTAINER:-}" ] || return 0
+  [[ $home$PWD != *[,:]* ]] || die 2 "$home, $PWD: a folder with a comma or colon cannot be mounted; rename it"
   local mounts="$home:$home,$PWD:$PWD${MRL_MOUNTS:+,$MRL_MOUNTS}"
   if [[ $MRL_CONTAINER == *.sif || -d $MRL_CONTAINER ]]; then
     container_run=(apptainer exec --nv --bind "$mounts" --pwd "$PWD" "$MRL_CONTAINER")
@@ -164,7 +173,7 @@ preflight_network() {
 
 # One process per rank, in the background: sets srun_pid. Each rank logs to its own file and leaves its exit status.
 launch() { # launch ARGUMENTS OF python -m megatron_rl
-  srun --nodes="${#nodes[@]}" --nodelist="$(list "${nodes[@]}")" --ntasks="$num_ranks" \
+  "${within[@]}" srun --nodes="${#nodes[@]}" --nodelist="$(list "${nodes[@]}")" --ntasks="$num_ranks" \
     --ntasks-per-node="$ranks_per_node" --cpus-per-task="$cpus_per_rank" --kill-on-bad-exit=1 --output="$attempt/rank-%3t.log" \
     "${container_srun[@]}" "${container_run[@]}" \
     bash "$home/slurm/lib/rank.sh" "$attempt/status" "$MRL_PYTHON" -m megatron_rl "$@" &

@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from megatron_rl.doctor.collectives import ring
+from megatron_rl.process.devices import barrier_devices
 
 SLOW = 0.5  # of the median node: links of one fabric differ by percents, a link that fell back to another by factors
 REPEATS = 5
@@ -55,12 +56,13 @@ def speed_of(store, name: str, rank: int, size: int) -> float:
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=seconds()),
+            device_id=device if on_gpu else None,
         )
         values = torch.ones(mebibytes() * 2**18, device=device)
         times = []
         for _ in range(1 + REPEATS):  # the first one sets up connections
             values.fill_(1.0)
-            dist.barrier()
+            dist.barrier(device_ids=barrier_devices(device))
             start = time.perf_counter()
             dist.all_reduce(values)
             values[0].item()  # waits for the GPU
@@ -86,7 +88,7 @@ def mebibytes() -> int:
 
 def measure(store, rank: int, num_nodes: int) -> None:
     """This node's part of every round; the lower end of a pair leaves the figure in the store."""
-    for pair in [pair for found in ring(num_nodes) for pair in found if rank in pair]:
+    for pair in [pair for round_pairs in ring(num_nodes) for pair in round_pairs if rank in pair]:
         speed = speed_of(store, f"pair {pair[0]}-{pair[1]}", pair.index(rank), 2)
         store.set(f"link/{pair[0]}-{pair[1]}/{pair.index(rank)}", str(speed))
 
@@ -94,7 +96,7 @@ def measure(store, rank: int, num_nodes: int) -> None:
 def collect(store, num_nodes: int) -> Links:
     """Figures of all links, as the slower end saw them."""
     links = {}
-    for pair in [pair for found in ring(num_nodes) for pair in found]:
+    for pair in [pair for round_pairs in ring(num_nodes) for pair in round_pairs]:
         links[pair] = min(float(store.get(f"link/{pair[0]}-{pair[1]}/{end}")) for end in (0, 1))
     return links
 
@@ -115,8 +117,8 @@ def write(folder: Path, bad: dict[str, str], summary: str) -> None:
 
 def lead(store, nodes: list[str], folder: Path) -> None:
     """The first node's part: who is there, what the links say, the verdict."""
-    here = arrived(store, len(nodes))
-    absent = {nodes[i]: "does not reach the first node" for i in range(len(nodes)) if i not in here}
+    arrivals = arrived(store, len(nodes))
+    absent = {nodes[i]: "does not reach the first node" for i in range(len(nodes)) if i not in arrivals}
     store.set("start", "" if absent else "yes")
     if absent:
         write(folder, absent, "not measured")

@@ -6,7 +6,9 @@ gpus=$1
 shift
 if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then # this server's part of the node's
   IFS=, read -ra devices <<<"$CUDA_VISIBLE_DEVICES"
-  devices=("${devices[@]:$((SLURM_LOCALID * gpus)):gpus}")
+  if [ "${#devices[@]}" -gt "$gpus" ]; then # else Slurm has given this task its own already (--gpus-per-task)
+    devices=("${devices[@]:$((SLURM_LOCALID * gpus)):gpus}")
+  fi
   CUDA_VISIBLE_DEVICES=$(
     IFS=,
     echo "${devices[*]}"

@@ -25,8 +25,8 @@ from safetensors.torch import save_file
 
 from megatron_rl.checkpoint.hf_folder import HFFolder
 from megatron_rl.config import Recipe
+from megatron_rl.rollout.servers.dispatch import Legs
 from megatron_rl.rollout.servers.generator import ServerGenerator
-from megatron_rl.rollout.servers.legs import Legs
 from megatron_rl.rollout.servers.wire import Answer
 from megatron_rl.routing import route_checksums
 from megatron_rl.types import Group, Prompt, Rollout

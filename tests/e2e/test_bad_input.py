@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from megatron_rl.__main__ import main
 from tests.support.tiny import MODEL, REPOSITORY
@@ -126,7 +127,8 @@ def test_checkpoint_of_another_architecture(refused, tmp_path):
 
 
 def test_model_without_a_tokenizer(refused, tmp_path):
-    (tmp_path / "config.json").write_text((MODEL / "config.json").read_text())
+    for name in ("config.json", "model.safetensors", "generation_config.json"):
+        (tmp_path / name).symlink_to(MODEL / name)
     assert "tokenizer" in refused(f"model.path={tmp_path}")
 
 
@@ -136,6 +138,10 @@ def test_tokenizer_of_another_model(refused, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 8, "eos_token_id": 2}))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_text((MODEL / name).read_text())
+    weights = load_file(MODEL / "model.safetensors")
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        weights[name] = weights[name][:8].clone()
+    save_file(weights, tmp_path / "model.safetensors")
     message = refused(f"model.path={tmp_path}")
     assert "the model's vocabulary has 8 (0 … 7)" in message
     assert "the tokenizer in model.path belongs to another model" in message

@@ -19,7 +19,7 @@ GPU_ONLY = {check.name for check in CHECKS if check.gpu_only} | {"driver"}
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("doctor")
-    command = [sys.executable, "-m", "megatron_rl", "doctor", "--shared", str(folder / "runs")]
+    command = [sys.executable, "-m", "megatron_rl", "doctor", "--shared", str(folder / "runs"), "--minutes", "60"]
     command += ["--json", str(folder / "report.json"), "--page", str(folder / "report.html")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     found = json.loads((folder / "report.json").read_text())
@@ -72,6 +72,14 @@ def test_a_broken_update_of_the_engine_fails(program, told, tmp_path):
     setting = Setting("cpu", 1, str(tmp_path), scratch=str(tmp_path))
     outcome = run_ranks("tests.parallel.programs.doctor", program, 1, init_process_group=False, setting=setting)[0]
     assert (outcome.status, told in outcome.reason) == ("fail", True), outcome
+
+
+def test_an_engine_that_says_other_log_probs_fails(tmp_path):
+    setting = Setting("cpu", 1, str(tmp_path), scratch=str(tmp_path))
+    outcome = run_ranks(
+        "tests.parallel.programs.doctor", "other_logprobs", 1, init_process_group=False, setting=setting
+    )
+    assert (outcome[0].status, "bf16/bf16: the engine's log-probs are" in outcome[0].reason) == ("fail", True), outcome
 
 
 def test_the_runners_check_on_the_runner_that_a_cpu_has(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_rl.__main__ import main
-from megatron_rl.stored.batches import batch_path, load_batch
+from megatron_rl.run.recorded_batches import batch_path, load_batch
 from tests.parallel.gloo import run_ranks
 from tests.support.plain_training import Limits, float32_limits_on, run_on
 from tests.support.rounding import rounded

@@ -12,7 +12,7 @@ import torch
 
 from megatron_rl.__main__ import main
 from megatron_rl.commands.mismatch_pairs import measure_pair
-from megatron_rl.config.precision_contract import confirm_contract, contract
+from megatron_rl.config.model_rules import confirm_contract, contract
 from megatron_rl.errors import RunEnded
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import shutdown

@@ -60,8 +60,9 @@ def test_the_studies_are_there():
     assert folders == {*paper, "servers", "quantized", "long_context"}
 
 
-@pytest.mark.parametrize("path", SCALED, ids=IDS)
+@pytest.mark.parametrize("path", list({path.parent: path for path in SCALED}.values()), ids=lambda path: path.stem)
 def test_recipe_is_checked_and_fits_as_its_header_says(path):
+    """One of every study; `make lint` checks them all."""
     assert " GiB a GPU; " in check_recipes.check(path)
 
 
@@ -98,6 +99,7 @@ def test_every_recipe_has_a_twin_that_switches_the_same(recipes, representatives
         assert twin_key(twins[key]) == key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IDS)
 def test_twin_runs(recipes, representatives, twins, finished, name):
     recipe = recipes[name]
@@ -118,5 +120,6 @@ def test_twin_runs(recipes, representatives, twins, finished, name):
             assert row["precision/loss_scale"] > 1
 
 
+@pytest.mark.slow
 def test_engines_are_shared(finished):
     assert finished["num_engines"] <= 7

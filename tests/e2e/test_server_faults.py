@@ -22,12 +22,12 @@ from safetensors import SafetensorError
 from megatron_rl.config.sections import OversampleConfig
 from megatron_rl.data import PromptSampler, PromptSet
 from megatron_rl.rollout.generator import RolloutError, RolloutInterrupted, Sampling
-from megatron_rl.rollout.servers import broadcaster, weight_broadcast, weight_files
+from megatron_rl.rollout.servers import weight_broadcast, weight_updates
 from megatron_rl.rollout.servers.client import ServerClient
 from megatron_rl.rollout.servers.generator import ServerGenerator
-from megatron_rl.rollout.servers.local import LocalServers
-from megatron_rl.rollout.servers.members import Member
-from megatron_rl.rollout.servers.weight_group import GroupError
+from megatron_rl.rollout.servers.pool import Member
+from megatron_rl.rollout.servers.run_servers import LocalServers
+from megatron_rl.rollout.servers.weight_broadcast import GroupError
 from megatron_rl.run.lookahead import staleness_metrics
 from megatron_rl.run.oversampling import Oversampling
 from megatron_rl.types import Group
@@ -48,6 +48,7 @@ from tests.e2e.in_flight import (
 )
 from tests.parallel.gloo import run_ranks
 from tests.support.patience import PATIENCE_S
+from tests.support.slow import slow_but
 from tests.support.tiny import MODEL
 from tests.support.zygote import surroundings, zygote
 
@@ -72,7 +73,7 @@ def servers(tmp_path_factory):
     local.close()
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(scope="module", params=slow_but(["abort_and_resume"], MODES))
 def generator(request, servers):
     run_dir, recipe, local = servers
     local.relaunch(print)  # what the mode before has killed at its end
@@ -227,7 +228,7 @@ class TestFaults:
             raise GroupError("servers reach this machine at different addresses")
 
         generator._updates.broadcaster.close()
-        monkeypatch.setattr(broadcaster, "address_for", unreachable)
+        monkeypatch.setattr(weight_updates, "address_for", unreachable)
         asked = Asked(generator, 6).until_at(*both)
         update(generator, models)
         assert generator._updates.broadcaster.refused == "servers reach this machine at different addresses"
@@ -239,7 +240,7 @@ class TestFaults:
         def no_room(*_):
             raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-        monkeypatch.setattr(weight_files, "save_file", no_room)
+        monkeypatch.setattr(weight_updates, "save_file", no_room)
         generator._updates.broadcaster.refused = "this test"
         asked = Asked(generator, 7).until_at(*both)
         with pytest.raises(RolloutError, match=r"weights for the servers could not be written to .*No space"):
@@ -253,7 +254,7 @@ class TestFaults:
         victim, engine = both[0], engine_of(both[0])
         generator._updates.broadcaster.close()  # so that the group is made anew, with these limits
         monkeypatch.setattr(generator._updates.broadcaster, "_stall_s", 3.0)
-        monkeypatch.setattr(broadcaster, "GRACE_S", 1.0)
+        monkeypatch.setattr(weight_updates, "GRACE_S", 1.0)
         asked = Asked(generator, 8).until_at(*both)
         try:
             disturbed_update(generator, models, lambda: os.kill(engine, signal.SIGSTOP))

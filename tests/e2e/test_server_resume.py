@@ -16,9 +16,10 @@ import pytest
 import yaml
 
 from megatron_rl.config import load_recipe
-from megatron_rl.rollout.servers.local import LocalServers
 from megatron_rl.rollout.servers.rendezvous import folder, read
-from megatron_rl.stored.batches import RecordedBatch, batch_path, load_batch, recorded_steps
+from megatron_rl.rollout.servers.run_servers import LocalServers
+from megatron_rl.run.recorded_batches import RecordedBatch, batch_path, load_batch, recorded_steps
+from tests.support.slow import slow_but
 from tests.support.tiny import REPOSITORY
 from tests.support.zygote import surroundings, zygote
 
@@ -97,7 +98,7 @@ class Interrupted:
         return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture(scope="module", params=["abort_and_resume", "keep"])
+@pytest.fixture(scope="module", params=slow_but(["keep"], ["abort_and_resume", "keep"]))
 def run(request, urls, tmp_path_factory) -> Interrupted:
     return Interrupted(request.param, urls, tmp_path_factory.mktemp("runs"))
 

@@ -28,14 +28,14 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.sections import OversampleConfig
 from megatron_rl.data import PromptSampler, PromptSet
 from megatron_rl.rollout import RolloutError, Sampling
-from megatron_rl.rollout.checksums import parameter_checksums
-from megatron_rl.rollout.servers import broadcaster, weight_broadcast, weight_files
+from megatron_rl.rollout.servers import weight_broadcast, weight_updates
 from megatron_rl.rollout.servers.client import ServerClient
 from megatron_rl.rollout.servers.generator import ServerGenerator
 from megatron_rl.rollout.servers.guard import GENERATE
 from megatron_rl.rollout.servers.rendezvous import Address, folder, read
-from megatron_rl.rollout.servers.weight_group import GroupError
+from megatron_rl.rollout.servers.weight_broadcast import GroupError
 from megatron_rl.rollout.vllm_engine import VllmGenerator
+from megatron_rl.rollout.weights import parameter_checksums
 from megatron_rl.run.oversampling import Oversampling
 from megatron_rl.types import Group, Prompt
 from tests.e2e.hf_reference import assert_same as assert_same_by
@@ -184,7 +184,7 @@ class TestTwoServers:
             raise SafetensorError("I/O error: No space left on device (os error 28)")
 
         stream = iter(perturbed(3).items())
-        monkeypatch.setattr(weight_files, "save_file", no_room)
+        monkeypatch.setattr(weight_updates, "save_file", no_room)
         monkeypatch.setattr(generator._updates.broadcaster, "refused", "this test")
         with pytest.raises(RolloutError, match=r"weights for the servers could not be written to .*: .*No space"):
             generator.refit(stream, 5)
@@ -205,7 +205,7 @@ class TestTwoServers:
             raise GroupError("servers reach this machine at different addresses")
 
         generator._updates.broadcaster.close()
-        monkeypatch.setattr(broadcaster, "address_for", unreachable)
+        monkeypatch.setattr(weight_updates, "address_for", unreachable)
         monkeypatch.setattr(generator._updates, "_say", said.append)
         generator.refit(perturbed(2).items(), 4)
         (line,) = said
@@ -268,7 +268,7 @@ class TestTwoServers:
         victim, survivor = pool.ready
         generator._updates.broadcaster.close()  # so that the group is made anew, with these limits
         monkeypatch.setattr(generator._updates.broadcaster, "_stall_s", 2.0)
-        monkeypatch.setattr(broadcaster, "GRACE_S", 3.0)
+        monkeypatch.setattr(weight_updates, "GRACE_S", 3.0)
         start = time.monotonic()
         generator.refit(Disturbed(perturbed(2), lambda: stop(victim.address, signal.SIGSTOP)), 5)
         assert victim.lost

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_rl.rollout import Sampling
 from megatron_rl.rollout.servers.generator import ServerGenerator
-from megatron_rl.rollout.servers.local import LocalServers
+from megatron_rl.rollout.servers.run_servers import LocalServers
 from tests.e2e.in_flight import (
     TOKEN,
     assert_sampled_as_said,
@@ -24,6 +24,7 @@ from tests.e2e.in_flight import (
     two_models,
     update,
 )
+from tests.support.slow import slow_but
 
 LENGTH = 160
 SAMPLING = Sampling(LENGTH)
@@ -45,7 +46,7 @@ def servers(tmp_path_factory):
     local.close()
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(scope="module", params=slow_but(["abort_and_resume"], MODES))
 def generator(request, servers):
     made = generator_on(*servers, request.param)
     yield made

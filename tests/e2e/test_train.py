@@ -19,13 +19,13 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_rl.checkpoint.hf_folder import HFFolder
+from megatron_rl.instruments.watch import tokens as watched_tokens
+from megatron_rl.instruments.watch import views
+from megatron_rl.instruments.watch.run import WatchedRun
 from megatron_rl.monitor.samples import read_samples
 from megatron_rl.rollout.generator import Sampling
-from megatron_rl.stored.batches import batch_path, load_batch
+from megatron_rl.run.recorded_batches import batch_path, load_batch
 from megatron_rl.types import Batch
-from megatron_rl.watch import tokens as watched_tokens
-from megatron_rl.watch import views
-from megatron_rl.watch.run import WatchedRun
 from tests.e2e import hf_reference
 from tests.support.patience import PATIENCE_S
 from tests.support.plain_training import Limits, float32_limits_on, run_on
@@ -87,7 +87,6 @@ def root(tmp_path_factory) -> Path:
             "validation.every=2",
             "monitor.plots=true",
             "checkpoint={every: 2, keep_last: 0, export_hf: true}",
-            "monitor.show_sample_every=2",
             "recorder.record_batches=all",
             own_interpreter=True,
         )
@@ -153,8 +152,8 @@ def test_a_run_leaves_its_whole_record(root, log_rho):
 def test_a_learner_that_steps_aside_trains_the_same(root):
     """Gradients, Adam's states and weights leave between updates: every figure and the exported weights stay."""
     offload = "learner.offload={gradients: true, optimizer: true, weights: true, during_passes: true}"
-    settings = ["validation.every=2", "monitor.show_sample_every=2"]
-    succeeded(train(root, "aside", "checkpoint={every: 2, keep_last: 0, export_hf: true}", *settings, offload))
+    checkpoint = "checkpoint={every: 2, keep_last: 0, export_hf: true}"
+    succeeded(train(root, "aside", checkpoint, "validation.every=2", offload))
     found = metrics(root, "aside")
     assert without_times(found) == without_times(metrics(root, "whole"))
     assert all(row["perf/time/offload"] > 0 for row in found[:STEPS])

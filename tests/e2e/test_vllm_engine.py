@@ -17,15 +17,16 @@ from megatron_rl.checkpoint.hf_folder import HFFolder
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.rewards.modsum import modsum_reward
-from megatron_rl.rollout import RolloutError, Sampling, expert_stacks, worker_extension
-from megatron_rl.rollout.checksums import parameter_checksums
-from megatron_rl.rollout.expert_stacks import load_stacks, stackable_blocks
+from megatron_rl.rollout import RolloutError, Sampling, worker_extension
+from megatron_rl.rollout.cpu_engine import UniformStream
 from megatron_rl.rollout.requests import request_seed
-from megatron_rl.rollout.uniforms import UniformStream
 from megatron_rl.rollout.vllm_engine import VllmGenerator
+from megatron_rl.rollout.weights import parameter_checksums
+from megatron_rl.rollout.worker_extension import load_stacks, stackable_blocks
 from megatron_rl.types import Group, Prompt
 from tests.e2e import hf_reference
 from tests.support.rounding import bound_from_double
+from tests.support.slow import slow_but
 from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, build_tokenizer, save_checkpoint
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny"
@@ -227,7 +228,7 @@ def export(weights: dict[str, torch.Tensor], folder: Path) -> Path:
 
 
 class TestRefit:
-    @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+    @pytest.mark.parametrize("dtype", slow_but(["bf16"], ["bf16", "fp16", "fp32"]))
     def test_after_every_update_the_engine_equals_a_fresh_one(self, dtype, tmp_path):
         checked_updates = {1, 3} if dtype == "fp32" else {3}
         seen = {}
@@ -278,13 +279,13 @@ class TestRefit:
         assert asked == [2, ["weights"], ["kv_cache"]]
 
     def test_experts_are_loaded_a_projection_at_a_time(self, monkeypatch):
-        stacks, load = [], expert_stacks._load
+        stacks, load = [], worker_extension._load
 
         def watched(module, projection, stack):
             stacks.append((projection, stack))
             load(module, projection, stack)
 
-        monkeypatch.setattr(expert_stacks, "_load", watched)
+        monkeypatch.setattr(worker_extension, "_load", watched)
         with engine(verify_refit=False, record_routes=False) as generator:
             generator.refit(HFFolder(MODEL).items(), 1)
             assert [projection for projection, _ in stacks].count("down") == 4
@@ -300,7 +301,7 @@ class TestRefit:
 
             generator._llm.apply_model(incomplete)
 
-    @pytest.mark.parametrize("times", [0, 2], ids=["never-packed", "packed-twice"])
+    @pytest.mark.parametrize("times", slow_but([2], [0, 2]), ids=["never-packed", "packed-twice"])
     def test_an_engine_that_corrupts_experts_does_not_start(self, times, monkeypatch):
         pack = worker_extension.pack_cpu_experts
         monkeypatch.setattr(

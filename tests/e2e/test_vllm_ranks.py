@@ -11,6 +11,7 @@ from megatron_rl.rollout import Sampling
 from tests.e2e.hf_reference import rounding_bound
 from tests.e2e.programs import rollout as rollout_programs
 from tests.parallel.gloo import run_ranks
+from tests.support.slow import slow_but
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def rollouts(results):
     return [rollout for groups in results for group in groups for rollout in group.rollouts]
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2], ids=["two engines", "one engine over two ranks"])
+@pytest.mark.parametrize("tensor_parallel", slow_but([2], [1, 2]), ids=["two engines", "one engine over two ranks"])
 def test_two_ranks_return_what_one_returns(tensor_parallel, alone, left_by_a_killed_run):
     ranks = run_ranks("tests.e2e.programs.rollout", "rollout_beside_megatron", 2, tensor_parallel=tensor_parallel)
     bound = 2 * max(rounding_bound(groups, Sampling(24)) for groups in alone)

@@ -10,9 +10,8 @@ from vllm.model_executor.layers.quantization.online import fp8
 from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
 from megatron_rl.checkpoint.hf_folder import HFFolder
-from megatron_rl.config.quantization import QuantizationConfig
-from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.rollout import expert_stacks, vllm_engine
+from megatron_rl.config.rollout import QuantizationConfig, RolloutConfig
+from megatron_rl.rollout import vllm_engine, worker_extension
 from megatron_rl.rollout.engine_arguments import engine_arguments, quantization_arguments
 from megatron_rl.types import Prompt
 from tests.support.plain_rounding import rounded_checkpoint
@@ -95,8 +94,8 @@ def test_codes_and_scales_are_ours_after_load_and_after_an_update(monkeypatch):
     monkeypatch.setattr(fp8._Fp8OnlineMoEBase, "_setup_kernel", set_up)
     on_cuda = quantization_arguments(QuantizationConfig(weights="fp8"), "cuda")
     monkeypatch.setattr(vllm_engine, "engine_arguments", lambda *a, **k: engine_arguments(*a, **k) | on_cuda)
-    stacks, load = [], expert_stacks._load
-    monkeypatch.setattr(expert_stacks, "_load", lambda *arguments: stacks.append(arguments[1]) or load(*arguments))
+    stacks, load = [], worker_extension._load
+    monkeypatch.setattr(worker_extension, "_load", lambda *arguments: stacks.append(arguments[1]) or load(*arguments))
 
     config = RolloutConfig(dtype="bf16", max_response_length=8, kv_cache_gib=0.0625)
     generator = vllm_engine.VllmGenerator(config, MODEL, max_prompt_length=16)  # verify_refit is one update, and passes

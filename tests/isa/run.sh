@@ -9,14 +9,15 @@ python=${1:-python}
 engine=tests/e2e/test_vllm_engine.py::TestSampling
 files=(
     tests/isa
-    tests/unit/support
+    tests/unit/support/test_plain_training.py
+    tests/unit/support/test_rounding.py
     tests/unit/objective/test_aggregation.py
     tests/unit/objective/test_metrics.py
-    tests/unit/learner/test_fused_head.py
+    tests/unit/learner/test_logprobs_fused_head.py
     tests/unit/learner/test_invariant.py
     tests/unit/learner/test_logprobs.py
     tests/unit/learner/test_packing.py
-    tests/unit/rollout/test_cpu_sampler.py
+    tests/unit/rollout/test_cpu_engine_sampler.py
     tests/unit/rollout/test_rounding.py
     "$engine::test_logprobs_and_routes_are_those_of_the_hf_model"
 )

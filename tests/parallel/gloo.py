@@ -28,7 +28,9 @@ import pickle
 import signal
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ OUTPUT_TAIL_CHARS = 6000
 POLL_SECONDS = 0.02
 # Ranks that merely lost their peer get this long to print their own error before they are ended.
 GRACE_SECONDS = 2.0
+RAISED = ".raised"  # beside a rank's log: when its call raised
 
 
 class RankFailure(AssertionError):
@@ -77,29 +80,58 @@ def run_ranks(
 
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="gloo-ranks-") as folder:
-        job = Path(folder, "job.pkl")
-        job.write_bytes(pickle.dumps((fn_module, fn_name, kwargs, init_process_group)))
-        logs = [Path(folder, f"rank{rank}.log") for rank in range(world_size)]
         ranks: list[Child] = []
         deadline = time.monotonic() + timeout_s
         with Zygote(env) if env and helper is None else nullcontext(helper or zygote()) as helper:
             try:
-                for rank, log in enumerate(logs):
-                    environment = _rank_environment(rank, world_size, store.port, env or {})
-                    ranks.append(
-                        helper.start(__name__, "rank_main", {"job": job}, log=log, env=environment, imports=[fn_module])
-                    )
-                failure = _wait(ranks, deadline)
+                ranks, logs = launch(
+                    helper, fn_module, fn_name, kwargs, world_size, store.port, Path(folder), init_process_group, env
+                )
+                failure = wait_for(ranks, deadline)
             finally:
                 for child in ranks:
                     child.end()
         if failure is not None or os.environ.get("GLOO_RANKS_VERBOSE"):
-            report = _report(ranks, logs, failure)
+            report = report_of(ranks, logs, failure)
             if failure is not None:
                 first, reason = failure
                 raise RankFailure(f"{fn_module}.{fn_name} on {world_size} ranks: rank {first} {reason}\n{report}")
             print(report)
         return [pickle.loads(Path(folder, f"result{rank}.pkl").read_bytes()) for rank in range(world_size)]
+
+
+def launch(
+    helper: Zygote,
+    fn_module: str,
+    fn_name: str,
+    kwargs: dict[str, Any],
+    world_size: int,
+    port: int,
+    folder: Path,
+    join: bool = True,
+    env: dict[str, str] | None = None,
+    imports: Sequence[str] = (),
+) -> tuple[list[Child], list[Path]]:
+    """Start ranks that make one call, and the logs of each.
+
+    ``port``: of the store where they meet. ``imports``: modules that the helper imports beside the program.
+    """
+    job = folder / "job.pkl"
+    job.write_bytes(pickle.dumps((fn_module, fn_name, kwargs, join)))
+    logs, ranks = [folder / f"rank{rank}.log" for rank in range(world_size)], []
+    try:
+        for rank, log in enumerate(logs):
+            environment = _rank_environment(rank, world_size, port, env or {})
+            ranks.append(
+                helper.start(
+                    __name__, "rank_main", {"job": job}, log=log, env=environment, imports=[fn_module, *imports]
+                )
+            )
+    except BaseException:
+        for child in ranks:
+            child.end()
+        raise
+    return ranks, logs
 
 
 def _rank_environment(rank: int, world_size: int, port: int, extra: dict[str, str]) -> dict[str, str]:
@@ -118,18 +150,21 @@ def _rank_environment(rank: int, world_size: int, port: int, extra: dict[str, st
     }
 
 
-def _wait(ranks: list[Child], deadline: float) -> tuple[int, str] | None:
-    """Wait for all ranks; the first that failed and why, or None."""
+def wait_for(ranks: list[Child], deadline: float, done: Callable[[], bool] = lambda: False) -> tuple[int, str] | None:
+    """Wait until all ranks have ended, or ``done``; the first that failed and why, or None."""
     while True:
+        if done():
+            return None
         codes = [process.poll() for process in ranks]
         failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
         if failed:
             grace = time.monotonic() + GRACE_SECONDS
             while any(process.poll() is None for process in ranks) and time.monotonic() < grace:
                 time.sleep(POLL_SECONDS)
-            code = codes[failed[0]]
+            first = min(failed, key=lambda rank: (_raised_at(ranks[rank]), rank))
+            code = codes[first]
             reason = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with status {code}"
-            return failed[0], reason
+            return first, reason
         if None not in codes:
             return None
         if time.monotonic() > deadline:
@@ -137,7 +172,13 @@ def _wait(ranks: list[Child], deadline: float) -> tuple[int, str] | None:
         time.sleep(POLL_SECONDS)
 
 
-def _report(ranks: list[Child], logs: list[Path], failure: tuple[int, str] | None) -> str:
+def _raised_at(rank: Child) -> int:
+    """When the rank's call raised, in ns of the machine's monotonic clock; 0 where a signal ended it without a word."""
+    raised = rank.log.with_suffix(RAISED)
+    return int(raised.read_text() or 0) if raised.exists() else 0
+
+
+def report_of(ranks: list[Child], logs: list[Path], failure: tuple[int, str] | None) -> str:
     order = sorted(range(len(ranks)), key=lambda rank: (failure is not None and rank != failure[0], rank))
     parts = []
     for rank in order:
@@ -154,9 +195,30 @@ def rank_main(job: Path) -> None:
     torch.set_num_threads(1)
     if join:
         torch.distributed.init_process_group("gloo")
-    result = getattr(importlib.import_module(fn_module), fn_name)(**kwargs)
+    try:
+        result = getattr(importlib.import_module(fn_module), fn_name)(**kwargs)
+    except BaseException:
+        # Peers fail as soon as this rank is gone: only the time says who was first.
+        Path(job.parent, f"rank{os.environ['RANK']}{RAISED}").write_text(str(time.monotonic_ns()))
+        raise
     Path(job.parent, f"result{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(result))
     if torch.distributed.is_initialized():
         # A rank that leaves early tears down the connections that its peers still use.
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
+
+
+def serve_jobs(folder: str) -> None:
+    """What a rank of `pool.Ranks` calls: the jobs that it is told of, until it is told to leave."""
+    from torch.distributed import TCPStore
+
+    patience = timedelta(days=1)  # between two jobs; a caller that is gone ends its ranks
+    store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, False, timeout=patience)
+    number, rank = 0, os.environ["RANK"]
+    while store.get(f"job{number}") == b"run":
+        module, function, arguments = pickle.loads(Path(folder, f"job{number}.pkl").read_bytes())
+        result = getattr(importlib.import_module(module), function)(**arguments)
+        part = Path(folder, f"job{number}-rank{rank}.part")
+        part.write_bytes(pickle.dumps(result))
+        part.rename(part.with_suffix(".pkl"))
+        number += 1

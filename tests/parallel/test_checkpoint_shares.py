@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.checkpoint.architecture import read_architecture
 from megatron_rl.checkpoint.sharded import boxes
-from megatron_rl.plan import GPUS
-from megatron_rl.plan.checkpoint import checkpoint_cost
-from megatron_rl.plan.workload import Workload
+from megatron_rl.instruments.plan import GPUS
+from megatron_rl.instruments.plan.learner import checkpoint_cost
+from megatron_rl.instruments.plan.workload import Workload
+from megatron_rl.model.architecture import read_architecture
 from tests.parallel.gloo import run_ranks
+from tests.parallel.pool import Jobs
+from tests.support.slow import slow_but
 from tests.support.tiny import tiny_recipe
 from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
 
@@ -23,31 +25,31 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> dict[str, list[dict]]:
+def ranks(tmp_path_factory):
     """Layout → what each of four ranks found."""
     folder = tmp_path_factory.mktemp("checkpoints")
     jobs = {
         name: ("save_and_load", {"folder": str(folder / name), "learner": {"dtype": "bf16", "parallel": parallel}})
         for name, parallel in LAYOUTS.items()
     }
-    found = run_ranks("tests.parallel.jobs", "run_jobs", 4, module="tests.parallel.programs.shares", jobs=jobs)
-    return {name: [rank[name] for rank in found] for name in LAYOUTS}
+    with Jobs({4: jobs}, module="tests.parallel.programs.shares") as found:
+        yield found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(["dp4", "tp2ep2"], LAYOUTS))
 def test_ranks_write_equal_shares(ranks, layout):
     written = [rank["written"] for rank in ranks[layout]]
     assert min(written) > 0.9 * max(written), written
 
 
-@pytest.mark.parametrize("layout", ["dp4", "ep2"])
+@pytest.mark.parametrize("layout", slow_but(["dp4"], ["dp4", "ep2"]))
 def test_the_plan_knows_how_much(ranks, layout):
     recipe = tiny_recipe(learner={"dtype": "bf16", "parallel": LAYOUTS[layout]})
     work = Workload(recipe, read_architecture(recipe.model.path), GPUS["h100-80"], 1, 4, 1.0, 1.0, host_gib=0.0)
     assert sum(rank["payload"] for rank in ranks[layout]) == 4 * checkpoint_cost(work).size
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(["dp4", "tp2ep2"], LAYOUTS))
 def test_a_rank_reads_what_it_holds(ranks, layout):
     """Its weights, and of the optimizer what it owns; each tensor takes up to 2 kB more in its file, and a tensor
     that two ranks wrote parts of is read as these parts."""
@@ -55,7 +57,7 @@ def test_a_rank_reads_what_it_holds(ranks, layout):
         assert rank["held"] < rank["read"] < rank["held"] + 2048 * rank["pieces"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(["dp4", "tp2ep2"], LAYOUTS))
 def test_saving_gathers_nothing_of_the_state(ranks, layout):
     """What a rank receives from others describes tensors; it holds none of them, and is nothing on the ranks that do
     not write the index."""
@@ -64,7 +66,7 @@ def test_saving_gathers_nothing_of_the_state(ranks, layout):
         assert rank["object_bytes_received"] < (1024 * rank["all_pieces"] if number == 0 else 4096), rank
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(["dp4", "tp2ep2"], LAYOUTS))
 def test_megatron_reads_it_and_it_reads_megatrons(ranks, layout):
     """Megatron's `fully_reshardable` builder, which gathers, reads and writes the same format."""
     for rank in ranks[layout]:
@@ -96,6 +98,7 @@ def memory(tmp_path_factory) -> dict[int, list[dict]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", ["at once", "beside training"])
 def test_four_times_the_ranks_need_no_more_memory_each(memory, save):
     """Must hold: at most 5% more, where a rank's part is the same. Gathering the state would add twelve parts."""

@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.checkpoint import conversion
-from megatron_rl.checkpoint.architecture import read_architecture
-from megatron_rl.checkpoint.foreign import INDEX_FILE
-from megatron_rl.checkpoint.names import EXTRA_STATE, extra_states, stored_tensors
+from megatron_rl.checkpoint.load import INDEX_FILE
 from megatron_rl.errors import InputError
+from megatron_rl.model.architecture import read_architecture
+from megatron_rl.model.names import EXTRA_STATE, extra_states, stored_tensors
 from tests.parallel.gloo import run_ranks
+from tests.parallel.pool import Jobs
 from tests.support.evil import Evil
 from tests.support.tiny import MODEL
 from tests.support.zygote import run_command
@@ -86,7 +87,7 @@ def dense(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def saved(other, dense, tmp_path_factory) -> dict:
+def saved(other, dense, tmp_path_factory):
     """Checkpoints that four ranks wrote, under several layouts, of weights that were converted for them."""
     folder = tmp_path_factory.mktemp("checkpoints")
     conversion.to_megatron(other, folder / "other")
@@ -106,8 +107,8 @@ def saved(other, dense, tmp_path_factory) -> dict:
             {"folder": str(folder / "bf16"), "learner": {"dtype": "bf16", "parallel": MIXED}},
         ),
     }
-    module = "tests.parallel.programs.convert"
-    return run_ranks("tests.parallel.jobs", "run_jobs", 4, module=module, jobs=jobs)[0]
+    with Jobs({4: jobs}, module="tests.parallel.programs.convert") as found:
+        yield found.of_rank(0)
 
 
 @pytest.mark.parametrize("layout", ["mixed", "experts split"])

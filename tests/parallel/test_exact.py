@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
 
-from tests.parallel.gloo import run_ranks
+from tests.parallel.pool import Jobs
 from tests.parallel.programs.exact import prompts
 from tests.support.rounding import rounded
+from tests.support.slow import slow_but
 from tests.support.tiny import MODEL
 from tools.dev.exact_runs import with_four_key_heads
 
@@ -86,47 +90,57 @@ def four_key_heads(tmp_path_factory) -> str:
     return str(with_four_key_heads(MODEL, tmp_path_factory.mktemp("model") / "model"))
 
 
+@dataclass
+class Agreed:
+    """Results of jobs by name, which are the same on every rank."""
+
+    jobs: Jobs
+
+    def __getitem__(self, name: str) -> Any:
+        first, *others = self.jobs[name]
+        assert name.startswith("broken") or all(other == first for other in others), name
+        return first
+
+
 @pytest.fixture(scope="module", params=[1, 2, 4], ids=["1 rank", "2 ranks", "4 ranks"])
 def results(request, four_key_heads):
     world_size = request.param
-    ranks = run_ranks(
-        "tests.parallel.jobs",
-        "run_jobs",
-        world_size,
-        init_process_group=False,
-        module=MODULE,
-        jobs=jobs_for(world_size, four_key_heads if world_size == 4 else str(MODEL)),
-    )
-    for rank in ranks[1:]:
-        for name in ranks[0]:
-            assert name.startswith("broken") or rank[name] == ranks[0][name], name
-    return world_size, ranks[0]
+    jobs = jobs_for(world_size, four_key_heads if world_size == 4 else str(MODEL))
+    with Jobs({world_size: jobs}, module=MODULE, init_process_group=False) as found:
+        yield world_size, Agreed(found)
 
 
-def test_no_token_differs_in_any_batch(results):
+def jobs_named(start: str) -> list[Any]:
+    """(ranks, job) of every job whose name begins so; `make test` runs the first one of one rank and of two."""
+    jobs = [(size, name) for size in SIZES for name in jobs_for(size) if name.startswith(start)]
+    quick = [next(job for job in jobs if job[0] == size) for size in (1, 2)]
+    return slow_but(quick, jobs)
+
+
+@pytest.mark.parametrize(("results", "name"), jobs_named("bits"), indirect=["results"])
+def test_no_token_differs_in_any_batch(results, name):
     _, found = results
-    for name in [name for name in found if name.startswith("bits")]:
-        assert max(found[name]["lengths"]) > 2 * min(found[name]["lengths"]), "lengths are mixed"
-        assert set(found[name]["differing"].values()) == {0}, (name, found[name]["differing"])
+    assert max(found[name]["lengths"]) > 2 * min(found[name]["lengths"]), "lengths are mixed"
+    assert set(found[name]["differing"].values()) == {0}, found[name]["differing"]
 
 
-def test_the_gate_is_zero_in_updates(results):
+@pytest.mark.parametrize(("results", "name"), jobs_named("gate"), indirect=["results"])
+def test_the_gate_is_zero_in_updates(results, name):
     _, found = results
-    for name in [name for name in found if name.startswith("gate")]:
-        assert found[name] == [0.0] * 6, name
+    assert found[name] == [0.0] * 6
 
 
-def test_the_gate_names_what_differs(results):
+@pytest.mark.parametrize(("results", "name"), jobs_named("broken"), indirect=["results"])
+def test_the_gate_names_what_differs(results, name):
     _, found = results
-    for name in [name for name in found if name.startswith("broken")]:
-        message = found[name]
-        assert message.startswith("exact mode, step 0: sequence 'p:"), message
-        assert "response token" in message
-        assert "output of the layer 2" in message
-        assert "MOVED" not in message
+    message = found[name]
+    assert message.startswith("exact mode, step 0: sequence 'p:"), message
+    assert "response token" in message
+    assert "output of the layer 2" in message
+    assert "MOVED" not in message
 
 
-@pytest.mark.parametrize("results", [2, 4], indirect=True)
+@pytest.mark.parametrize("results", slow_but([2], [2, 4]), indirect=True)
 def test_ranks_are_added_in_their_order(results):
     _, found = results
     assert found["sums"]
@@ -141,12 +155,13 @@ def test_the_gate_names_what_a_step_computes_otherwise(results):
 
 
 @pytest.mark.parametrize("results", [1], indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", slow_but(["bf16"], DTYPES))
 def test_the_gate_is_zero_for_any_number_of_responses(results, dtype):
     _, found = results
     assert found[f"sizes {dtype}"] == [0.0] * len(STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("results", [1], indirect=True)
 def test_every_schedule_gives_the_same_responses(results):
     _, found = results
@@ -157,7 +172,7 @@ def test_every_schedule_gives_the_same_responses(results):
     assert max(found["schedules"]["lengths"]) == 100 > min(found["schedules"]["lengths"])
 
 
-@pytest.mark.parametrize("results", [2, 4], indirect=True)
+@pytest.mark.parametrize("results", slow_but([2], [2, 4]), indirect=True)
 def test_ranks_that_exchange_rows_give_the_responses_of_the_module(results):
     world_size, found = results
     for parallel in CUT[world_size]:
@@ -168,6 +183,7 @@ def test_ranks_that_exchange_rows_give_the_responses_of_the_module(results):
             assert responses[name] == responses["plain"], (parallel, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("results", [2], indirect=True)
 def test_replicas_that_share_experts_take_as_many_rows_as_the_one_that_needs_most(results):
     """More than a tile of rows on one of them, and less on the other: the exchange has one shape."""
@@ -177,6 +193,7 @@ def test_replicas_that_share_experts_take_as_many_rows_as_the_one_that_needs_mos
     assert others == [plain] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("results", [1], indirect=True)
 def test_counts_say_how_full_generation_was(results):
     _, found = results
@@ -195,7 +212,7 @@ def test_counts_say_how_full_generation_was(results):
 
 
 @pytest.mark.parametrize("results", [1], indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", slow_but(["bf16"], DTYPES))
 def test_every_row_of_a_batch_is_the_row_alone(results, dtype):
     _, found = results
     assert found[f"alone {dtype}"]["differing"] == dict.fromkeys(ROWS, 0)
@@ -212,7 +229,7 @@ def test_the_cost_of_the_gate_is_a_phase_of_its_own(results):
 
 
 @pytest.mark.parametrize("results", [2], indirect=True)
-@pytest.mark.parametrize("parallel", HOLDERS, ids=str)
+@pytest.mark.parametrize("parallel", slow_but([HOLDERS[0]], HOLDERS), ids=str)
 def test_a_response_is_on_one_rank_and_then_where_it_is_learned_from(results, parallel):
     _, found = results
     held = found[f"held {parallel}"]
@@ -229,7 +246,7 @@ def test_weights_that_changed_are_told_apart(results):
     assert "the weights changed between generation and update" in found["changed"]
 
 
-@pytest.mark.parametrize("results", [1, 2], indirect=True)
+@pytest.mark.parametrize("results", slow_but([1], [1, 2]), indirect=True)
 def test_doses_stand_apart_from_what_is_computed_without_them(results):
     _, found = results
     for name, dose in found["doses"].items():

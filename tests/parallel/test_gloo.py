@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+from types import SimpleNamespace
+
 import pytest
 
-from tests.parallel.gloo import RankFailure, run_ranks
+from tests.parallel.gloo import RAISED, RankFailure, run_ranks, wait_for
 
 PROGRAMS = "tests.parallel.programs.gloo"
 
@@ -24,6 +27,24 @@ def test_failure_shows_the_rank_that_raised_first(bad_rank):
     with pytest.raises(RankFailure, match=f"rank {bad_rank} left with status 1") as caught:
         run_ranks(PROGRAMS, "one_rank_raises", 2, bad_rank=bad_rank)
     assert f"ValueError: broken on purpose at rank {bad_rank}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("codes", "raised", "first"),
+    [
+        ((1, 1), (20, 10), (1, "left with status 1")),
+        ((1, 1), (10, 20), (0, "left with status 1")),
+        ((1, -signal.SIGABRT), (10, None), (1, "was ended by SIGABRT")),
+    ],
+)
+def test_of_ranks_that_failed_at_once_the_first_is_named(tmp_path, codes, raised, first):
+    ranks = []
+    for rank, (code, at) in enumerate(zip(codes, raised, strict=True)):
+        log = tmp_path / f"rank{rank}.log"
+        ranks.append(SimpleNamespace(poll=lambda code=code: code, log=log))
+        if at is not None:
+            log.with_suffix(RAISED).write_text(str(at))
+    assert wait_for(ranks, deadline=0.0) == first
 
 
 def test_failure_of_a_rank_that_dies_names_the_signal():

@@ -6,16 +6,17 @@ per number of ranks and run all layouts of that number one after the other.
 
 from __future__ import annotations
 
-import shutil
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from tests.parallel.gloo import run_ranks
+from tests.parallel.pool import Jobs
 from tests.parallel.programs.learner import largest_difference
 from tests.support.plain_training import Limits, float32_limits, run
 from tests.support.rounding import rounded
+from tests.support.slow import slow_but
 from tests.support.tiny import MODEL, stored_rollouts
 
 STEPS = 3  # of Adam: without moments, with them, and once more
@@ -43,8 +44,6 @@ VARIANTS = {
     "recompute full": {"recompute": "full"},
     "recompute selective": {"recompute": "selective"},
     "fused head": {"fused_head": True},
-    # Without a C++ compiler the same functions are traced and run by tests/unit/learner/test_cpu_layers.py alone.
-    **({"compiled": {"compile": True}} if shutil.which("g++") else {}),
 }
 ON_TWO_CONTEXT_RANKS = {
     "one sequence each": {"max_tokens_per_microbatch": 1},
@@ -70,20 +69,10 @@ def train(section: dict, num_steps: int = STEPS, minibatches: int = 1) -> tuple[
     return "train_on_stored_rollouts", {"num_steps": num_steps, "minibatches": minibatches, "learner": section}
 
 
-def start(world_size: int, jobs: dict) -> list[dict]:
-    return run_ranks(
-        "tests.parallel.jobs",
-        "run_jobs",
-        world_size,
-        module="tests.parallel.programs.learner",
-        jobs=jobs,
-    )
-
-
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict[str, list[dict]]:
+def runs(tmp_path_factory):
     """Result of every job on every rank: ``runs[job][rank]``."""
-    jobs: dict[int, dict[str, tuple[str, dict]]] = {
+    jobs: dict[int, dict] = {
         1: {
             "one": train(learner()),
             "one, minibatches": train(learner(), 2, 4),
@@ -107,17 +96,15 @@ def runs(tmp_path_factory) -> dict[str, list[dict]]:
     for name, ((ranks, parallel), _) in RESHARDINGS.items():
         folder = str(tmp_path_factory.mktemp("checkpoint"))
         jobs[ranks][f"save, {name}"] = ("save_after", {"folder": folder, "num_steps": 2, "learner": learner(parallel)})
-    results: dict[str, list[dict]] = {}
-    for n in jobs:
-        ranks = start(n, jobs[n])
-        results |= {name: [rank[name] for rank in ranks] for name in jobs[n]}
-    loads: dict[int, dict[str, tuple[str, dict]]] = {1: {}, 2: {}}
+
+    def load(name: str, parallel: dict) -> tuple[str, dict]:
+        path = found[f"save, {name}"][0]["path"]
+        return "load_and_continue", {"path": path, "learner": learner(parallel)}
+
     for name, (_, (ranks, parallel)) in RESHARDINGS.items():
-        path = results[f"save, {name}"][0]["path"]
-        loads[ranks][f"load, {name}"] = ("load_and_continue", {"path": path, "learner": learner(parallel)})
-    return results | {
-        name: [rank[name] for rank in ranks] for n in loads for ranks in [start(n, loads[n])] for name in loads[n]
-    }
+        jobs[ranks][f"load, {name}"] = partial(load, name, parallel)
+    with Jobs(jobs, module="tests.parallel.programs.learner") as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +125,7 @@ def assert_same_run(result: dict, reference: dict, limits: Limits, updates_a_ste
     assert largest_difference(result["weights"], reference["weights"]) <= limits.weights
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(["dp2", "tp2etp2", "cp2ep2", "tp2ep2pp2"], LAYOUTS))
 def test_layout_equals_one_rank(runs, layout, limits):
     first, *others = runs[layout]
     assert_same_run(first, runs["one"][0], limits)
@@ -152,18 +139,22 @@ def test_several_minibatches_on_two_ranks(runs):
     limits = float32_limits(2, minibatches=4, eps=EPS)
     assert_same_run(runs["ep2, minibatches"][0], one, limits, updates_a_step=4)
     assert abs(one["metrics"][0]["actor/ppo_kl"]) > limits.of_metric("actor/ppo_kl"), "old log-probs were not used"
+    loss = np.mean(run(torch.float64, 1, minibatches=4, eps=EPS).losses)
+    assert abs(loss) > limits.of_metric("actor/pg_loss"), "a sum over the mini-batches would not show"
+    assert abs(one["metrics"][0]["actor/pg_loss"] - loss) <= limits.of_metric("actor/pg_loss")
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", slow_but(["small microbatches", "recompute full", "fused head"], VARIANTS))
 def test_microbatches_recompute_and_compilation_change_nothing(runs, variant, limits):
     assert_same_run(runs[variant][0], runs["one"][0], limits)
 
 
-@pytest.mark.parametrize("variant", ON_TWO_CONTEXT_RANKS)
+@pytest.mark.parametrize("variant", slow_but(["recompute full, fused head"], ON_TWO_CONTEXT_RANKS))
 def test_variants_on_two_context_ranks(runs, variant, limits):
     assert_same_run(runs[f"cp2, {variant}"][0], runs["one"][0], limits)
 
 
+@pytest.mark.slow
 def test_fused_head_on_a_mixed_layout(runs, limits):
     assert_same_run(runs["fused head, tp2ep2pp2"][0], runs["one"][0], limits)
 
@@ -240,7 +231,7 @@ def test_a_finished_job_leaves_the_threads_of_one_group(runs):
         assert third - second <= THREADS_OF_A_GROUP
 
 
-@pytest.mark.parametrize("resharding", RESHARDINGS)
+@pytest.mark.parametrize("resharding", slow_but(["tp2ep2 to 1", "1 to cp2"], RESHARDINGS))
 def test_checkpoint_continues_the_run(runs, resharding):
     saved, loaded = runs[f"save, {resharding}"][0], runs[f"load, {resharding}"][0]
     exact = resharding == "same layout"

@@ -13,12 +13,14 @@ from safetensors.torch import load_file
 
 from megatron_rl.check import check_recipe
 from megatron_rl.errors import InputError
-from tests.parallel.gloo import run_ranks
+from tests.parallel.pool import Jobs
 from tests.parallel.programs.lora import LORA, OPTIMIZER
 from tests.support.plain_training import Limits, adapters, float32_limits, run
 from tests.support.rounding import bound_from_double
+from tests.support.slow import slow_but
 from tests.support.tiny import MODEL, stored_rollouts, tiny_recipe
 
+MODULE = "tests.parallel.programs.lora"
 STEPS = 3
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LONGEST_SUM = sum(len(s.tokens) for s in stored_rollouts(0).sequences)
@@ -27,12 +29,8 @@ EXPERTS = str(MODEL)
 PRECISION = 1e-5  # relative, of a gradient or a movement: what is asked for of every layout
 
 
-def start(world_size: int, jobs: dict) -> list[dict]:
-    return run_ranks("tests.parallel.jobs", "run_jobs", world_size, module="tests.parallel.programs.lora", jobs=jobs)
-
-
 @pytest.fixture(scope="module")
-def one(dense, tmp_path_factory) -> dict:
+def one(dense, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("run"))
     jobs = {
         "run": ("train", {"model": dense, "num_steps": STEPS, "folder": folder}),
@@ -43,9 +41,9 @@ def one(dense, tmp_path_factory) -> dict:
         "adapters' gradient": ("first_gradient", {"model": dense, "lora": True}),
         "whole gradient": ("first_gradient", {"model": dense, "lora": False}),
     }
-    (results,) = start(1, jobs)
-    (resumed,) = start(1, {"resumed": ("resume", {"model": dense, "path": results["run"]["path"]})})
-    return results | resumed
+    jobs["resumed"] = lambda: ("resume", {"model": dense, "path": found["run"][0]["path"]})
+    with Jobs({1: jobs}, module=MODULE) as found:
+        yield found.of_rank(0)
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +97,7 @@ def test_exported_weights_are_those_of_the_forward_pass(one):
     assert np.abs(one["run"]["after"] - one["run"]["before"]).max() > 100 * bound
 
 
+@pytest.mark.slow
 def test_recomputation_changes_nothing(one):
     assert (one["recompute"]["after"] == one["run"]["after"]).all()
 
@@ -110,7 +109,7 @@ def test_a_checkpoint_continues_the_run(one):
 
 
 @pytest.fixture(scope="module")
-def two(one, dense, tmp_path_factory) -> list[dict]:
+def two(one, dense, tmp_path_factory):
     """Every layout of two ranks, and checkpoints of one rank read by them."""
 
     def train(model: str, folder: str = "", **parallel: int) -> tuple[str, dict]:
@@ -124,16 +123,17 @@ def two(one, dense, tmp_path_factory) -> list[dict]:
         "experts ep2": train(EXPERTS, expert=2),
         "experts tp2 ep2": train(EXPERTS, folders["experts tp2 ep2"], tensor=2, expert=2),
         "experts tp2": train(EXPERTS, tensor=2),
-        "resumed tp2": ("resume", {"model": dense, "path": one["run"]["path"], "parallel": {"tensor": 2}}),
-        "resumed tp2 ep2": (
+        "resumed tp2": lambda: ("resume", {"model": dense, "path": one["run"]["path"], "parallel": {"tensor": 2}}),
+        "resumed tp2 ep2": lambda: (
             "resume",
             {"model": EXPERTS, "path": one["experts"]["path"], "parallel": {"tensor": 2, "expert": 2}},
         ),
     }
-    return start(2, jobs)
+    with Jobs({2: jobs}, module=MODULE) as found:
+        yield [found.of_rank(rank) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("layout", ["dp2", "pp2", "tp2"])
+@pytest.mark.parametrize("layout", slow_but(["tp2"], ["dp2", "pp2", "tp2"]))
 def test_two_ranks_equal_one(one, two, dense, layout):
     limits = float32_limits(STEPS, **OPTIMIZER, path=dense, mutate=adapters(LORA["rank"], SCALE))
     for rank in two:
@@ -147,7 +147,7 @@ def moved(run: dict, name: str) -> torch.Tensor:
     return run["exported"][name].double() - run["exported before"][name].double()
 
 
-@pytest.mark.parametrize("layout", ["experts ep2", "experts tp2 ep2", "experts tp2"])
+@pytest.mark.parametrize("layout", slow_but(["experts tp2 ep2"], ["experts ep2", "experts tp2 ep2", "experts tp2"]))
 def test_adapters_of_experts_equal_those_of_one_rank(one, two, layout):
     """Gradient norms of three updates, and how far each kind of weight moved in them."""
     expected = one["experts"]
@@ -180,15 +180,17 @@ def test_recomputed_experts_are_merged_again(one):
 
 
 @pytest.fixture(scope="module")
-def back(two, dense) -> dict:
+def back(two, dense):
     """Checkpoints of two ranks, read by one."""
     jobs = {
-        "tp2": ("resume", {"model": dense, "path": two[0]["tp2"]["path"]}),
-        "experts tp2 ep2": ("resume", {"model": EXPERTS, "path": two[0]["experts tp2 ep2"]["path"]}),
+        "tp2": lambda: ("resume", {"model": dense, "path": two[0]["tp2"]["path"]}),
+        "experts tp2 ep2": lambda: ("resume", {"model": EXPERTS, "path": two[0]["experts tp2 ep2"]["path"]}),
     }
-    return start(1, jobs)[0]
+    with Jobs({1: jobs}, module=MODULE) as found:
+        yield found.of_rank(0)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_under_another_layout(one, two, back):
     pairs = [(rank["resumed tp2"], one["run"]) for rank in two]
     pairs += [(rank["resumed tp2 ep2"], one["experts"]) for rank in two]

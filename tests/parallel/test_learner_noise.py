@@ -8,9 +8,10 @@ import math
 import pytest
 import torch
 
-from tests.parallel.gloo import run_ranks
+from tests.parallel.pool import Jobs
 from tests.support.plain_training import float32_limits, relative_gradient_error, run
 from tests.support.rounding import CLOSED_FORM, adam_first_update, gamma, rounded
+from tests.support.slow import slow_but
 
 MODULE = "tests.parallel.programs.noise"
 OPTIMIZER = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-3}  # this eps: see test_learner_layouts.py
@@ -29,6 +30,8 @@ LAYOUTS = {
     "dp2 tp2 ep2": (4, {"parallel": {"tensor": 2, "expert": 2}}, (2, False)),
     "dp2 pp2": (4, {"parallel": {"pipeline": 2}}, (2, False)),
 }
+QUICK = ("one", "ep2", "cp2")
+WITH_PARTS = [name for name, (_, _, parts) in LAYOUTS.items() if parts is not None]
 STEPS = 2
 INPUTS = ("noise/sq_small", "noise/sq_big", "noise/batch_small", "noise/batch_big")
 
@@ -38,7 +41,7 @@ def section(layout: str, **changes) -> dict:
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict:
+def runs():
     """``runs[job][rank]``."""
     jobs: dict[int, dict] = {n: {} for n in (1, 2, 4)}
     for name, (ranks, _, parts) in LAYOUTS.items():
@@ -52,11 +55,11 @@ def runs() -> dict:
     jobs[2]["fewer sequences than ranks"] = ("updates", {"num_steps": 1, "num_sequences": 1, **section("dp2")})
     jobs[2]["dp2 minibatches"] = ("updates", {"num_steps": 1, "minibatches": 2, **section("dp2")})
     jobs[1]["one minibatches"] = ("updates", {"num_steps": 1, "minibatches": 2, **section("one microbatch")})
-    started = {n: run_ranks("tests.parallel.jobs", "run_jobs", n, module=MODULE, jobs=jobs[n]) for n in jobs}
-    return {name: [rank[name] for rank in started[n]] for n in jobs for name in jobs[n]}
+    with Jobs(jobs, module=MODULE) as found:
+        yield found
 
 
-@pytest.mark.parametrize("layout", [name for name, (_, _, parts) in LAYOUTS.items() if parts is not None])
+@pytest.mark.parametrize("layout", slow_but(QUICK, WITH_PARTS))
 def test_squared_norms_are_those_of_the_parts(runs, layout):
     found = runs[layout][0][0]
     (parts,) = runs[f"parts, {layout}"]
@@ -77,7 +80,7 @@ def test_squared_norms_are_those_of_the_parts(runs, layout):
     assert abs(found["noise/sq_small"] - mean) <= small < 0.01 * mean
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(QUICK, LAYOUTS))
 def test_update_size_is_what_the_weights_did(runs, layout):
     for metrics in runs[layout][0]:
         # What the weights did is a difference of two weights that are rounded themselves, each by up to u.
@@ -89,7 +92,7 @@ def test_update_size_is_what_the_weights_did(runs, layout):
     assert all(rank == runs[layout][0] for rank in runs[layout])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(QUICK, LAYOUTS))
 def test_first_update_is_the_same_on_every_layout(runs, layout):
     plain = run(torch.float64, 0)
     error = adam_first_update(float32_limits(1).gradients[0], OPTIMIZER["lr"], OPTIMIZER["eps"])

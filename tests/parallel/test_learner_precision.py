@@ -6,18 +6,21 @@ Rollouts are stored; gradients are made to overflow by a hook on one parameter. 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
-from megatron_rl.checkpoint.architecture import read_architecture
-from tests.parallel.gloo import run_ranks
+from megatron_rl.model.architecture import read_architecture
+from tests.parallel.pool import Jobs
 from tests.parallel.programs.precision import ATTENTION, EXPERT
 from tests.support.plain_training import relative_gradient_error
 from tests.support.rounding import gamma, unit_roundoff
+from tests.support.slow import slow_but
 from tests.support.tiny import MODEL
 
 # Small enough that the tiny model's own gradients do not overflow, so that injected overflows are the only ones.
+MODULE = "tests.parallel.programs.precision"
 QUIET = {"dtype": "fp16", "loss_scale": {"initial": 256.0, "growth_interval": 1000}}
 HIGH = {"dtype": "fp16", "loss_scale": {"initial": 2.0**24}}
 HUGE = {"parameter": ATTENTION, "factor": 1e30, "at": (12,)}
@@ -25,18 +28,8 @@ NAN = {"parameter": ATTENTION, "factor": float("nan"), "at": range(1, 100)}
 IN_EXPERTS = {"parameter": EXPERT, "factor": 1e30, "at": (0,)}
 
 
-def start(world_size: int, jobs: dict) -> list[dict]:
-    return run_ranks(
-        "tests.parallel.jobs",
-        "run_jobs",
-        world_size,
-        module="tests.parallel.programs.precision",
-        jobs=jobs,
-    )
-
-
 @pytest.fixture(scope="module")
-def one(tmp_path_factory) -> dict:
+def one(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("checkpoints"))
     jobs = {
         "clean": ("train", {"num_steps": 18, "learner": HIGH}),
@@ -67,17 +60,18 @@ def one(tmp_path_factory) -> dict:
         )
     never = {"inject": NAN | {"at": range(100)}, "save_after": 1, "folder": folder + "/never"}
     jobs["never"] = ("train", {"num_steps": 2, "learner": QUIET} | never)
-    (results,) = start(1, jobs)
-    loads = {
-        "resumed": ("resume", {"path": results["huge"]["path"], "num_steps": 4, "learner": HIGH}),
-        "first update": ("resume", {"path": results["never"]["path"], "num_steps": 1, "learner": QUIET}),
-    }
-    (resumed,) = start(1, loads)
-    return results | resumed
+
+    def resume(saved: str, num_steps: int, learner: dict) -> tuple[str, dict]:
+        return "resume", {"path": found[saved][0]["path"], "num_steps": num_steps, "learner": learner}
+
+    jobs["resumed"] = partial(resume, "huge", 4, HIGH)
+    jobs["first update"] = partial(resume, "never", 1, QUIET)
+    with Jobs({1: jobs}, module=MODULE) as found:
+        yield found.of_rank(0)
 
 
 @pytest.fixture(scope="module")
-def two() -> list[dict]:
+def two():
     layouts = {"dp2": {}, "ep2": {"expert": 2}}
     jobs = {name: ("train", {"num_steps": 3, "learner": QUIET | {"parallel": p}}) for name, p in layouts.items()}
     inject = {"parameter": ATTENTION, "factor": 1e30, "at": (1,), "rank": 1}
@@ -89,7 +83,8 @@ def two() -> list[dict]:
         {"num_steps": 2} | section | {"learner": {"dtype": "bf16", "parallel": {"expert": 2}}},
     )
     jobs["head tp2"] = ("fp32_parts", {"dtype": "bf16", "tensor": 2})
-    return start(2, jobs)
+    with Jobs({2: jobs}, module=MODULE) as found:
+        yield [found.of_rank(rank) for rank in (0, 1)]
 
 
 def applied(run: dict) -> list[float]:
@@ -154,7 +149,7 @@ def test_an_overflow_in_the_experts_alone_leaves_one_scale(one):
         assert torch.equal(tensor, one["without"]["weights"][name]), name
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("dtype", slow_but(["fp16"], ["fp16", "bf16", "fp32"]))
 def test_nan_that_does_not_clear_ends_the_run(one, dtype):
     run = one[f"nan {dtype}"]
     assert run["finite"]
@@ -191,7 +186,7 @@ def is_bf16(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() == tensor.bfloat16().float()
 
 
-@pytest.mark.parametrize("pair", ["fp16/fp16", "fp32/fp16"])
+@pytest.mark.parametrize("pair", slow_but(["fp16/fp16"], ["fp16/fp16", "fp32/fp16"]))
 def test_no_bf16_on_an_fp16_path(one, pair):
     """Every bit of fp16's longer significand is in use in what is sent, and it is the master rounded once."""
     export = one[f"export {pair}"]
@@ -202,7 +197,7 @@ def test_no_bf16_on_an_fp16_path(one, pair):
             assert is_bf16(sent).float().mean() < 0.25, name  # 1 in 8 by chance
 
 
-@pytest.mark.parametrize("pair", ["bf16/fp16", "bf16/fp32"])
+@pytest.mark.parametrize("pair", slow_but(["bf16/fp16"], ["bf16/fp16", "bf16/fp32"]))
 def test_master_weights_are_rounded_once(one, pair):
     export, dtype = one[f"export {pair}"], {"fp16": torch.float16, "fp32": torch.float32}[pair[5:]]
     differ = 0
@@ -224,7 +219,7 @@ def test_master_weights_gathered_from_two_ranks(two):
             assert torch.equal(first["own"][name], tensor.bfloat16()), name
 
 
-@pytest.mark.parametrize("layout", ["dp2", "ep2"])
+@pytest.mark.parametrize("layout", slow_but(["ep2"], ["dp2", "ep2"]))
 def test_fp16_on_two_ranks_equals_one(one, two, layout):
     for rank in two:
         for got, want in zip(rank[layout]["steps"], one["quiet"]["steps"], strict=True):

@@ -8,10 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.checkpoint.architecture import read_architecture
-from megatron_rl.plan.learner import learner_memory
+from megatron_rl.instruments.plan.learner import learner_memory
+from megatron_rl.model.architecture import read_architecture
 from tests.parallel.gloo import run_ranks
 from tests.parallel.programs.lora import LORA
+from tests.support.slow import asked, slow_but
 from tests.support.tiny import MODEL, tiny_recipe
 
 ALL = {"gradients": True, "optimizer": True, "weights": True}
@@ -54,12 +55,16 @@ def jobs_of(cases: dict, folder) -> tuple[dict, dict]:
     return first, second
 
 
+QUICK = ("fp32", "bf16", "lora", "bf16, tp2ep2")
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, dense) -> dict[str, list[dict]]:
+def runs(request, tmp_path_factory, dense) -> dict[str, list[dict]]:
     """``runs[case and number of the setting][rank]``, and those resumed under "resumed …"."""
     lora = {"lora": ({"model": {"path": dense}, "learner": {"dtype": "bf16", "lora": LORA}}, (THROUGHOUT,))}
-    found = {}
-    for world_size, cases in ((1, CASES | lora), (2, LAYOUT_CASES)):
+    wanted, found = {case for (case,) in asked(request, "case")}, {}
+    for world_size, every in ((1, CASES | lora), (2, LAYOUT_CASES)):
+        cases = {case: about for case, about in every.items() if case in wanted}
         first, second = jobs_of(cases, tmp_path_factory.mktemp(f"checkpoints{world_size}"))
         trained, resumed = start(world_size, first), start(world_size, second)
         found |= {name: [rank[name] for rank in trained] for name in first}
@@ -69,13 +74,14 @@ def runs(tmp_path_factory, dense) -> dict[str, list[dict]]:
 
 SETTINGS = {name: settings for name, (_, settings) in (CASES | LAYOUT_CASES).items()} | {"lora": (THROUGHOUT,)}
 NAMES = [(case, number) for case, settings in SETTINGS.items() for number in range(len(settings))]
+QUICK_NAMES = [(case, number) for case, number in NAMES if case in QUICK]
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize(("case", "number"), NAMES)
+@pytest.mark.parametrize(("case", "number"), slow_but(QUICK_NAMES, NAMES))
 def test_results_are_the_same_bit_for_bit(runs, case, number):
     for off, on in zip(runs[f"{case} 0"], runs[f"{case} {number + 1}"], strict=True):
         assert on["metrics"] == off["metrics"]
@@ -84,7 +90,7 @@ def test_results_are_the_same_bit_for_bit(runs, case, number):
         assert not same(off["sent"][0], off["sent"][1]), "nothing moved: no proof"
 
 
-@pytest.mark.parametrize(("case", "number"), NAMES)
+@pytest.mark.parametrize(("case", "number"), slow_but(QUICK_NAMES, NAMES))
 def test_what_leaves_is_gone_while_the_engine_generates(runs, case, number):
     asked = SETTINGS[case][number]
     own = {"gradients": asked.get("gradients"), "states": asked.get("optimizer"), "weights": asked.get("weights")}
@@ -103,7 +109,7 @@ def test_what_leaves_is_gone_while_the_engine_generates(runs, case, number):
             assert rank["host at the start"] == rank["host"]
 
 
-@pytest.mark.parametrize("case", SETTINGS)
+@pytest.mark.parametrize("case", slow_but(QUICK, SETTINGS))
 def test_a_checkpoint_of_a_learner_that_is_aside(runs, case):
     """Written with everything away, and read by a learner that has it all; and the other way round."""
     last = len(SETTINGS[case])

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from megatron_rl.checkpoint.architecture import architecture_from, read_architecture
-from megatron_rl.checkpoint.known_models import KNOWN_MODELS
+from megatron_rl.model.architecture import architecture_from, read_architecture
+from megatron_rl.model.known_models import KNOWN_MODELS
 from tests.parallel.gloo import run_ranks
 from tests.support.rounding import bound_from_double
 from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint

@@ -6,14 +6,16 @@ fp32, stored rollouts, routes made without an engine. Ranks start once per numbe
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import numpy as np
 import pytest
 
-from tests.parallel.gloo import run_ranks
+from tests.parallel.pool import Jobs
 from tests.parallel.programs.replay import H
 from tests.support.plain_training import Limits, float32_limits
 from tests.support.rounding import rounded
+from tests.support.slow import slow_but
 
 LAYOUTS = {
     "one": (1, {}),
@@ -29,12 +31,10 @@ LAYOUTS = {
     "one, recompute full": (1, {"recompute": "full", "max_tokens_per_microbatch": 128}),
     "one, recompute selective": (1, {"recompute": "selective"}),
 }
+QUICK = ("tp2", "pp2")
+WITHOUT_RECOMPUTATION = [name for name, (_, section) in LAYOUTS.items() if "recompute" not in section]
 MUTATIONS = ("shift", "swap layers", "drop row", "duplicate", "out of range", "other sequence")
 SLICE_MUTATIONS = {"permute ranks": "tp2", "swap local layers": "pp2", "other stage's layers": "pp2"}
-
-
-def start(world_size: int, jobs: dict) -> list[dict]:
-    return run_ranks("tests.parallel.jobs", "run_jobs", world_size, module="tests.parallel.programs.replay", jobs=jobs)
 
 
 @pytest.fixture(scope="module")
@@ -45,21 +45,23 @@ def tiny_with_a_dense_layer(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def runs(tiny_with_a_dense_layer) -> dict[str, list[dict]]:
+def runs(tiny_with_a_dense_layer):
     """Result of every job on every rank: ``runs[job][rank]``."""
-    (alone,) = start(1, {"native": ("native_routes", {}), "random": ("some_routes", {})})
-    native, random = alone["native"], alone["random"]
-    jobs: dict[int, dict] = {1: {}, 2: {}}
+
+    def gradients(mode: str, routes: str, section: dict) -> tuple[str, dict]:
+        return "gradients", {"mode": mode, "routes": found[routes][0] if routes else None, **section}
+
+    jobs: dict[int, dict] = {1: {"native": ("native_routes", {}), "random": ("some_routes", {})}, 2: {}}
     for name, (ranks, section) in LAYOUTS.items():
         jobs[ranks] |= {
-            f"{name}: off": ("gradients", {"mode": "off", "routes": None, **section}),
-            f"{name}: native": ("gradients", {"mode": "r3", "routes": native, **section}),
-            f"{name}: random": ("gradients", {"mode": "r3", "routes": random, **section}),
+            f"{name}: off": partial(gradients, "off", "", section),
+            f"{name}: native": partial(gradients, "r3", "native", section),
+            f"{name}: random": partial(gradients, "r3", "random", section),
         }
         if "recompute" not in section:
             jobs[ranks] |= {
-                f"{name}: r2": ("gradients", {"mode": "r2", "routes": None, **section}),
-                f"{name}: watch": ("gradients", {"mode": "off", "routes": random, "telemetry": True, **section}),
+                f"{name}: r2": partial(gradients, "r2", "", section),
+                f"{name}: watch": partial(gradients, "off", "random", {"telemetry": True, **section}),
             }
     for name in ("one", "pp2", "tp2"):
         ranks, section = LAYOUTS[name]
@@ -72,7 +74,8 @@ def runs(tiny_with_a_dense_layer) -> dict[str, list[dict]]:
     jobs[1]["finite differences"] = ("finite_differences", {})
     jobs[1]["fallback"] = ("with_missing_rows", {})
     jobs[1]["refused"] = ("refused_options", {})
-    return {name: [rank[name] for rank in ranks] for n in jobs for ranks in [start(n, jobs[n])] for name in jobs[n]}
+    with Jobs(jobs, module="tests.parallel.programs.replay") as found:
+        yield found
 
 
 def worst(result: dict, reference: dict) -> float:
@@ -93,7 +96,7 @@ def of_padding(layout: str, limit: float) -> float:
     return limit if "context" in LAYOUTS[layout][1].get("parallel", {}) else 0.0
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but([*QUICK, "pp2, recompute full"], LAYOUTS))
 def test_replaying_native_routes_is_native_routing(runs, layout, limits):
     for off, native in zip(runs[f"{layout}: off"], runs[f"{layout}: native"], strict=True):
         assert worst(native, off) <= of_padding(layout, limits.tensor_gradients)
@@ -103,7 +106,7 @@ def test_replaying_native_routes_is_native_routing(runs, layout, limits):
         assert native["metrics"]["router/fallback_frac"] == 0.0
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but([*QUICK, "pp2, recompute full"], LAYOUTS))
 def test_replaying_any_routes_gives_the_gradients_of_one_rank(runs, layout, limits):
     one = runs["one: random"][0]
     for result in runs[f"{layout}: random"]:
@@ -118,7 +121,7 @@ def test_replaying_any_routes_gives_the_gradients_of_one_rank(runs, layout, limi
     assert one["metrics"]["router/any_flip_frac"] > 0.9
 
 
-@pytest.mark.parametrize("layout", [name for name, (_, section) in LAYOUTS.items() if "recompute" not in section])
+@pytest.mark.parametrize("layout", slow_but(QUICK, WITHOUT_RECOMPUTATION))
 def test_r2_records_what_one_rank_routes_and_changes_nothing(runs, layout, limits):
     native = runs["one: native"][0]["routes"]
     for rank, result in enumerate(runs[f"{layout}: r2"]):
@@ -128,7 +131,7 @@ def test_r2_records_what_one_rank_routes_and_changes_nothing(runs, layout, limit
         assert result["metrics"]["router/agree_frac"] == 1.0
 
 
-@pytest.mark.parametrize("layout", [name for name, (_, section) in LAYOUTS.items() if "recompute" not in section])
+@pytest.mark.parametrize("layout", slow_but(QUICK, WITHOUT_RECOMPUTATION))
 def test_watching_measures_and_changes_nothing(runs, layout):
     for rank, result in enumerate(runs[f"{layout}: watch"]):
         assert worst(result, runs[f"{layout}: off"][rank]) == 0.0
@@ -145,7 +148,7 @@ def test_routers_get_the_gradient_of_the_replayed_experts(runs, limits):
     assert abs(near - result["autograd"]) <= truncation + rounding < 0.05 * result["autograd"]
 
 
-@pytest.mark.parametrize("layout", ["one", "pp2", "tp2"])
+@pytest.mark.parametrize("layout", slow_but(["pp2"], ["one", "pp2", "tp2"]))
 def test_dense_layers_among_the_others_have_no_routes(runs, layout, limits):
     one = runs["one: dense"][0]
     assert {name for name in one["native"]["metrics"] if "/layer_" in name} == {
@@ -161,7 +164,7 @@ def test_dense_layers_among_the_others_have_no_routes(runs, layout, limits):
     [
         ("shift", r"sequence train:5/0: .*first at token 0 \(.*MoE layer 0"),
         ("swap layers", r"sequence train:5/0: .*MoE layer 1 \(2 of 4 layers\)"),
-        ("drop row", r"sequence train:5/0: routes of shape \(\d+, 4, 2\), due are"),
+        ("drop row", r"sequence train:5/0: routes of shape \(\d+, 4, 2\), expected"),
         ("duplicate", r"sequence train:5/0, layer 2, token 3: experts \[1, 1\]; expected 2 different ones"),
         ("out of range", r"sequence train:5/0, layer 2, token 3: experts \[8, 1\]; expected 2 different ones"),
         ("other sequence", r"sequence train:5/0: .*first at token 0 "),

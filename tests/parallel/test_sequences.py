@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_rl.stored.batches import batch_path, keep_newest, load_batch, recorded_steps
+from megatron_rl.run.recorded_batches import batch_path, keep_newest, load_batch, recorded_steps
 from tests.parallel.gloo import run_ranks
 from tests.parallel.programs import sequences as programs
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.checkpoint.architecture import read_architecture
 from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.model.architecture import read_architecture
 from megatron_rl.rollout.generator import Sampling
-from megatron_rl.rollout.payload import SealedRoutes, make_rollout
-from megatron_rl.rollout.requests import make_requests
+from megatron_rl.rollout.requests import SealedRoutes, make_requests, make_rollout
 from megatron_rl.rollout.servers.client import request_body
 from megatron_rl.rollout.servers.settings import agreed_settings
 from tests.parallel.gloo import run_ranks

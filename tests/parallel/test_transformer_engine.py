@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.checkpoint.architecture import read_architecture
+from megatron_rl.model.architecture import read_architecture
 from tests.parallel.programs.learner import largest_difference
 from tests.parallel.programs.precision import ATTENTION
 from tests.parallel.transformer_engine import (
@@ -25,6 +25,8 @@ from tests.parallel.transformer_engine import (
     load,
     lora,
     other_weights,
+    over_local,
+    over_te,
     parts,
     replayed,
     same_adapters,
@@ -33,8 +35,6 @@ from tests.parallel.transformer_engine import (
     same_noise,
     same_weights,
     save_after,
-    start,
-    start_local,
     updates,
     worst,
 )
@@ -43,6 +43,7 @@ from tests.support.plain_training import float32_limits
 from tests.support.rounding import gamma
 from tests.support.routes import random_routes
 from tests.support.series import megatron_core
+from tests.support.slow import slow_but
 from tests.support.tiny import MODEL, stored_rollouts
 from tests.support.zygote import Zygote
 
@@ -86,7 +87,7 @@ def other(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def local(tmp_path_factory, dense) -> dict:
+def local(tmp_path_factory, dense):
     """Megatron's own layers on one rank."""
     jobs = {
         "one": train(learner()),
@@ -96,11 +97,12 @@ def local(tmp_path_factory, dense) -> dict:
         "lora": lora(dense),
         "saved": save_after(tmp_path_factory.mktemp("run"), learner()),
     }
-    return start_local(jobs)
+    with over_local(jobs) as found:
+        yield found.of_rank(0)
 
 
 @pytest.fixture(scope="module")
-def runs(helper, local, other, dense, tmp_path_factory) -> dict[str, list[dict]]:
+def runs(helper, local, other, dense, tmp_path_factory):
     """Result of every job on every rank: ``runs[job][rank]``."""
     jobs: dict[int, dict] = {1: {}, 2: {}, 4: {}}
     for name, (ranks, parallel) in LAYOUTS.items():
@@ -118,15 +120,14 @@ def runs(helper, local, other, dense, tmp_path_factory) -> dict[str, list[dict]]
     jobs[1]["noise"] = updates(max_tokens_per_microbatch=SMALL)
     jobs[1]["lora"] = lora(dense)
     jobs[1]["saved"] = save_after(tmp_path_factory.mktemp("run"), learner())
-    jobs[1]["loaded"] = load(local["saved"]["path"], learner())
+    jobs[1]["loaded"] = lambda: load(local["saved"]["path"], learner())
     jobs[1]["converted"] = convert(other, tmp_path_factory.mktemp("converted"))
     jobs[1]["attention"] = ("thd_choices", {})
-    return {
-        name: [rank[name] for rank in ranks] for n in jobs for ranks in [start(helper, n, jobs[n])] for name in jobs[n]
-    }
+    with over_te(helper, jobs) as found:
+        yield found
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, *VARIANTS])
+@pytest.mark.parametrize("name", slow_but(["tp2ep2"], [*LAYOUTS, *VARIANTS]))
 def test_equals_megatrons_own_layers_on_one_rank(runs, local, name):
     reference, limits = local["one"], float32_limits(STEPS, eps=EPS)
     for result in runs[name]:
@@ -150,7 +151,7 @@ def test_without_the_marks_of_experts_the_gradient_norm_leaves_some_out(runs, lo
             assert abs(got - want) <= limits.of_metric("actor/grad_norm", step)
 
 
-@pytest.mark.parametrize("name", REPLAYS)
+@pytest.mark.parametrize("name", slow_but(["recompute full"], REPLAYS))
 def test_replayed_routes_give_the_gradients_of_megatrons_own_layers(runs, local, name):
     for result in runs[f"r3, {name}"]:
         assert worst(result, local["r3"]) <= float32_limits(1).tensor_gradients
@@ -198,7 +199,8 @@ def test_it_continues_a_run_of_megatrons_own_layers(runs, local):
 
 def test_megatrons_own_layers_continue_a_run_of_it(runs):
     saved = runs["saved"][0]
-    same_continuation(start_local({"loaded": load(saved["path"], learner())})["loaded"], saved)
+    with over_local({"loaded": load(saved["path"], learner())}) as found:
+        same_continuation(found["loaded"][0], saved)
 
 
 def test_conversion_both_ways(runs, other, tmp_path):

@@ -7,6 +7,7 @@ between both kinds of layers, conversion. Ranks start once per number of ranks.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,8 @@ from tests.parallel.transformer_engine import (
     load,
     lora,
     other_weights,
+    over_local,
+    over_te,
     parts,
     replayed,
     same_adapters,
@@ -31,8 +34,6 @@ from tests.parallel.transformer_engine import (
     same_noise,
     same_weights,
     save_after,
-    start,
-    start_local,
     updates,
     worst,
 )
@@ -41,6 +42,7 @@ from tests.support.plain_training import float32_limits, relative_gradient_error
 from tests.support.rounding import bound_from_double
 from tests.support.routes import random_routes
 from tests.support.series import megatron_core
+from tests.support.slow import slow_but
 from tests.support.tiny import MODEL, stored_rollouts
 from tests.support.zygote import Zygote
 
@@ -83,9 +85,9 @@ def other(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def local(tmp_path_factory, dense) -> dict:
+def local(tmp_path_factory, dense):
     """Megatron's own layers on one rank."""
-    return start_local(
+    with over_local(
         {
             "norms": norms({}),
             "r3": replayed(random_routes(stored_rollouts(0))),
@@ -98,14 +100,19 @@ def local(tmp_path_factory, dense) -> dict:
             "lora, experts": lora(str(MODEL)),
             "saved": save_after(tmp_path_factory.mktemp("run"), learner()),
         }
-    )
+    ) as found:
+        yield found.of_rank(0)
 
 
 @pytest.fixture(scope="module")
-def runs(local, other, dense, tmp_path_factory) -> dict[str, list[dict]]:
+def runs(local, other, dense, tmp_path_factory):
     """Result of every job on every rank: ``runs[job][rank]``."""
     jobs: dict[int, dict] = {2: {}, 4: {}}
     routes = random_routes(stored_rollouts(0))
+
+    def load_saved(parallel: dict) -> tuple[str, dict]:
+        return load(local["saved"]["path"], learner(parallel))
+
     for layout, (ranks, parallel) in LAYOUTS.items():
         section = {"parallel": parallel}
         jobs[ranks] |= {
@@ -117,7 +124,7 @@ def runs(local, other, dense, tmp_path_factory) -> dict[str, list[dict]]:
             f"head, {layout}": ("precision.fp32_parts", {"dtype": "bf16", **parallel}),
             f"noise, {layout}": updates(parallel=parallel, **NOISE[layout][0]),
             f"saved, {layout}": save_after(tmp_path_factory.mktemp("run"), learner(parallel)),
-            f"loaded, {layout}": load(local["saved"]["path"], learner(parallel)),
+            f"loaded, {layout}": partial(load_saved, parallel),
             f"converted, {layout}": convert(other, tmp_path_factory.mktemp("converted"), parallel),
         }
     for layout in SPLIT_EXPERTS:
@@ -131,9 +138,8 @@ def runs(local, other, dense, tmp_path_factory) -> dict[str, list[dict]]:
     jobs[2] |= {
         f"lora, experts {name}": lora(str(MODEL), parallel=parallel) for name, parallel in ADAPTERS_OF_EXPERTS.items()
     }
-    with Zygote({"NVTE_PROJECT_BUILDING": "1"}) as helper:
-        started = {n: start(helper, n, jobs[n]) for n in jobs}
-    return {name: [rank[name] for rank in started[n]] for n in jobs for name in jobs[n]}
+    with Zygote({"NVTE_PROJECT_BUILDING": "1"}) as helper, over_te(helper, jobs) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -158,14 +164,14 @@ def same_clipped_update(got: dict, want: dict, error: float) -> None:
     assert largest <= float32_limits(1).tensor_gradients + 2 * error
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(["tp2etp2"], LAYOUTS))
 def test_gradient_norms_and_clipping(runs, local, error, layout):
     for rank in runs[f"norms, {layout}"]:
         same_norms(rank, local["norms"], error)
         same_clipped_update(rank, local["norms"], error)
 
 
-@pytest.mark.parametrize("layout", SPLIT_EXPERTS)
+@pytest.mark.parametrize("layout", slow_but(["tp2etp2"], SPLIT_EXPERTS))
 def test_without_the_marks_of_experts_norms_and_clipping_are_wrong(runs, local, error, layout):
     """The mutation that the tests of norms must see: every norm is off by a hundred times what they allow, and more.
 
@@ -182,7 +188,7 @@ def test_without_the_marks_of_experts_norms_and_clipping_are_wrong(runs, local, 
         assert rank["clipped norm"] > (1 + 100 * PRECISION) * local["norms"]["clipped norm"]
 
 
-@pytest.mark.parametrize("layout", SPLIT_EXPERTS)
+@pytest.mark.parametrize("layout", slow_but(["tp2etp2"], SPLIT_EXPERTS))
 def test_the_patch_for_upstream_marks_experts_as_well_as_we_do(runs, local, error, layout):
     for rank in runs[f"upstream {layout}"]:
         same_norms(rank, local["norms"], error)
@@ -201,7 +207,7 @@ def test_the_patch_for_upstream_fits_the_release():
     assert tree_hash(upstream.patched(released)) == upstream.pins["Tree-After"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(["tp2etp2"], LAYOUTS))
 def test_replayed_routes_give_the_gradients_of_one_rank(runs, local, layout):
     for rank in runs[f"r3, {layout}"]:
         assert worst(rank, local["r3"]) <= float32_limits(1).tensor_gradients
@@ -209,7 +215,7 @@ def test_replayed_routes_give_the_gradients_of_one_rank(runs, local, layout):
         assert rank["metrics"]["router/replay_coverage"] == 1.0
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(["tp2etp2"], LAYOUTS))
 def test_r2_replays_what_it_recorded(runs, local, layout):
     for rank, off in zip(runs[f"r2, {layout}"], runs[f"off, {layout}"], strict=True):
         assert worst(rank, off) <= float32_limits(1).tensor_gradients
@@ -217,13 +223,13 @@ def test_r2_replays_what_it_recorded(runs, local, layout):
         assert rank["metrics"]["router/agree_frac"] == 1.0
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(["tp2etp2"], LAYOUTS))
 def test_an_fp16_overflow_on_one_rank_is_skipped_on_all(runs, local, layout):
     for rank in runs[f"fp16, {layout}"]:
         same_fp16_run(rank, local["fp16"])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(["tp2etp2"], LAYOUTS))
 def test_fp32_head_and_router(runs, local, layout):
     ranks = runs[f"head, {layout}"]
     heads = [rank["description"]["head"] for rank in ranks if rank["found"]["head"]]  # of the last stage's ranks
@@ -237,7 +243,7 @@ def test_fp32_head_and_router(runs, local, layout):
             assert abs(ratio - 1) <= relative_gradient_error(torch.bfloat16), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(["tp2etp2"], LAYOUTS))
 def test_noise(runs, local, layout):
     for (metrics,) in runs[f"noise, {layout}"]:
         same_noise(metrics, local[NOISE[layout][1]])
@@ -260,14 +266,14 @@ def test_a_learner_with_ring_attention(runs, local):
         assert rank["metrics"]["router/replay_coverage"] == 1.0
 
 
-@pytest.mark.parametrize("layout", ADAPTERS)
+@pytest.mark.parametrize("layout", slow_but(["pp2"], ADAPTERS))
 def test_adapters(runs, local, dense, layout):
     for rank in runs[f"lora, {layout}"]:
         assert any("lora_" in name for name in rank["adapters"])
         same_adapters(rank, local["lora"], dense)
 
 
-@pytest.mark.parametrize("layout", ADAPTERS_OF_EXPERTS)
+@pytest.mark.parametrize("layout", slow_but(["ep2"], ADAPTERS_OF_EXPERTS))
 def test_adapters_of_grouped_experts(runs, local, layout):
     """Layers that hold all experts of a rank have the adapters of Megatron's layers of one expert each."""
     want = local["lora, experts"]
@@ -283,19 +289,19 @@ def test_adapters_of_grouped_experts(runs, local, layout):
         assert error <= PRECISION * size
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(["tp2etp2"], LAYOUTS))
 def test_a_layout_continues_a_run_of_megatrons_own_layers(runs, local, layout):
     for rank in runs[f"loaded, {layout}"]:
         same_continuation(rank, local["saved"])
 
 
-def test_megatrons_own_layers_continue_runs_of_all_layouts(runs):
-    saved = {layout: runs[f"saved, {layout}"][0] for layout in LAYOUTS}
-    found = start_local({layout: load(run["path"], learner()) for layout, run in saved.items()})
-    for layout in LAYOUTS:
-        same_continuation(found[layout], saved[layout])
+@pytest.mark.parametrize("layout", slow_but(["tp2etp2"], LAYOUTS))
+def test_megatrons_own_layers_continue_runs_of_all_layouts(runs, layout):
+    saved = runs[f"saved, {layout}"][0]
+    with over_local({"loaded": load(saved["path"], learner())}) as found:
+        same_continuation(found["loaded"][0], saved)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(["tp2etp2"], LAYOUTS))
 def test_conversion_both_ways(runs, other, tmp_path, layout):
     same_weights(runs[f"converted, {layout}"][0], other, tmp_path / "hf")

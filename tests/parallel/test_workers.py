@@ -28,6 +28,7 @@ def workers_of(folder: Path, cores: set[int]) -> dict[str, set[str]]:
         for name in ("a", "b"):
             (folder / "tests" / room / f"test_{room}_{name}.py").write_text(TEST)
     shutil.copy(REPOSITORY / "tests" / "conftest.py", folder / "tests")
+    (folder / "tests" / "support").symlink_to(REPOSITORY / "tests" / "support")  # the conftest imports from there
     shutil.copy(REPOSITORY / "pyproject.toml", folder)
     command = [sys.executable, "-m", "pytest", "-q", "--numprocesses", "auto", "--dist", "loadscope"]
     done = subprocess.run(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.gloo import run_ranks
+from tests.support.patience import PATIENCE_S
 from tests.support.zygote import Child, Zygote, run_command, surroundings, zygote
 
 PROGRAMS = "tests.parallel.programs.zygote"
@@ -69,7 +70,7 @@ def test_processes_that_a_child_left_behind_end_with_it(start):
     assert is_alive(left)
     child.end()
     assert child.returncode == 3
-    deadline = time.monotonic() + 60  # the kill was sent; the system delivers it when it likes
+    deadline = time.monotonic() + PATIENCE_S  # the kill was sent; the system delivers it when it likes
     while is_alive(left) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not is_alive(left)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.checkpoint import conversion
-from tests.parallel.gloo import run_ranks
+from tests.parallel.pool import Jobs
 from tests.parallel.programs.learner import largest_difference
 from tests.parallel.programs.lora import LORA, OPTIMIZER
 from tests.support.plain_training import adapters, float32_limits, relative_gradient_error
@@ -62,17 +62,14 @@ def convert(weights: Path, folder: Path, parallel: dict | None = None) -> Job:
     return "convert.load_and_save", {"model": model, "weights": source, "folder": str(folder), "learner": section}
 
 
-def start(helper: Zygote, world_size: int, jobs: dict[str, Job]) -> list[dict]:
+def over_te(helper: Zygote, jobs: dict[int, dict[str, Job]]) -> Jobs:
     """Over TransformerEngine's layers; ``helper`` has their imports."""
-    module = "tests.parallel.programs.transformer_engine"
-    return run_ranks(module, "run_jobs", world_size, helper=helper, jobs=jobs)
+    return Jobs(jobs, runner="tests.parallel.programs.transformer_engine", helper=helper)
 
 
-def start_local(jobs: dict[str, Job]) -> dict:
+def over_local(jobs: dict[str, Job]) -> Jobs:
     """Over Megatron's own layers on one rank."""
-    module = "tests.parallel.programs"
-    (results,) = run_ranks("tests.parallel.jobs", "run_jobs", 1, jobs=jobs, module=module)
-    return results
+    return Jobs({1: jobs}, module="tests.parallel.programs")
 
 
 def other_weights(folder: Path) -> Path:

@@ -1,6 +1,6 @@
 """Device patches leave CUDA alone: with the helpers spelled out for CUDA, the patched code *is* upstream's.
 
-No GPU is needed, nor the package: the series for the newest release is compared in its archive. Both versions of each
+No GPU is needed, nor the package: releases that are not installed are compared in their archives. Both versions of each
 file are parsed, the helpers are replaced by what they return where CUDA is available, branches for the CPU drop out,
 and the trees are compared function by function. The few functions that differ otherwise are named here with the reason
 why CUDA cannot tell.
@@ -14,12 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.patching import target, upstream
+from megatron_rl.patching import releases, target, upstream
 from megatron_rl.patching.series import Series
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-SERIES = {name: Series.read(REPOSITORY / "patches" / name) for name in ("megatron-core-0.16", "megatron-core-0.19")}
+SERIES = {
+    name: Series.read(REPOSITORY / "patches" / name)
+    for name in releases.names(REPOSITORY / "patches")
+    if name.startswith("megatron-core-") and Series.read(REPOSITORY / "patches" / name).archives
+}
 DEVICE_PATCHES = [
     pytest.param(name, patch, id=f"{name}-{patch.name}")
     for name, series in SERIES.items()
@@ -130,14 +134,14 @@ def states(tmp_path_factory) -> dict[str, dict[str, tuple[dict, dict]]]:
     """Files before and after each patch of each series, from the installed package or from the pinned archive."""
     result = {}
     for name, series in SERIES.items():
-        if target.is_installed(series):
+        if releases.installed_version(series) == series.pins["Version"]:
             root = target.find(series, None, allow_global=True).root
         else:
             archive = upstream.fetch(series, REPOSITORY / ".cache" / "patches", None)
             root = upstream.unpack(archive, tmp_path_factory.mktemp(name), series.pins["Root"])
         files = series.pristine(series.load(root))
         result[name] = {}
-        for patch in series.patches:
+        for patch in series.of(["cpu"]):
             after = patch.applied_to(files)
             result[name][patch.name] = (files, after)
             files = after
@@ -152,7 +156,7 @@ def differing_functions(before: bytes, after: bytes) -> set[str]:
 @pytest.mark.parametrize(("name", "patch"), DEVICE_PATCHES)
 def test_device_patches_are_upstream_where_cuda_is_available(name, patch, states):
     before, after = states[name][patch.name]
-    for path in (change.path for change in patch.changes):
+    for path in patch.paths:
         allowed = {name for file, name in EXCEPTIONS if path.endswith(file)}
         if path.endswith("tensor_parallel/random.py"):
             allowed.add("_cuda_manual_seed")  # new; its calls are spelled out above

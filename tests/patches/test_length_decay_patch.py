@@ -1,7 +1,7 @@
 """The decay style length-decay for users of Megatron's own scripts equals ours, step by step.
 
-The patch also changes megatron/training and megatron/rl, which no wheel holds: that part is checked where MEGATRON_LM
-names a checkout of the pinned tag.
+The scheduler of every release is the one in its wheel. The patch of the command line changes megatron/training and
+megatron/rl, which no wheel holds: it is checked where MEGATRON_LM names a checkout of a pinned release.
 """
 
 from __future__ import annotations
@@ -9,26 +9,32 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import megatron.core.optimizer_param_scheduler as installed
 import numpy as np
 import pytest
 
-from megatron_rl.config.learner import OptimizerConfig
-from megatron_rl.config.schedule import ScheduleConfig
-from megatron_rl.learner.scheduler import build_scheduler
-from megatron_rl.schedule import synthetic
+from megatron_rl.config.learner import OptimizerConfig, ScheduleConfig
+from megatron_rl.learner.optimizer import build_scheduler
+from megatron_rl.patching import releases, upstream
+from megatron_rl.patching.series import Series
 from tests.support.patience import PATIENCE_S
-from tests.support.series import megatron_core
+from tools.dev import length_curves
 
-PATCH = Path(__file__).parents[2] / "patches" / "megatron-lm" / "lr-decay-style-length-decay.patch"
-TOOL = PATCH.parents[2] / "tools" / "patches.py"
+REPOSITORY = Path(__file__).parents[2]
+NAME = "megatron/core/optimizer_param_scheduler.py"
+RELEASES = {
+    name: series
+    for name in releases.names(REPOSITORY / "patches")
+    if (series := Series.read(REPOSITORY / "patches" / name)).purposes and series.archives
+}
 STEPS, BATCH_SIZE = 600, 64
-LENGTHS = synthetic.paper_curve(110, 3500.0, num_steps=STEPS)(np.random.default_rng(11), 0.1)
+LENGTHS = length_curves.paper_curve(110, 3500.0, num_steps=STEPS)(np.random.default_rng(11), 0.1)
 
 
 def load(name: str, path: Path) -> ModuleType:
@@ -39,20 +45,24 @@ def load(name: str, path: Path) -> ModuleType:
     return module
 
 
-@pytest.fixture
-def patched(tmp_path, monkeypatch) -> SimpleNamespace:
-    """The patched scheduler module and the new one, built from the installed package's file."""
-    if megatron_core().name != "megatron-core-0.16":
-        pytest.skip("the series megatron-lm is for checkouts of core_v0.16.1")
-    name = "megatron/core/optimizer_param_scheduler.py"
-    (tmp_path / name).parent.mkdir(parents=True)
-    (tmp_path / name).write_bytes(Path(installed.__file__).read_bytes())
-    subprocess.run(["git", "apply", "--include=megatron/core/*", str(PATCH)], cwd=tmp_path, check=True)
+@pytest.fixture(params=RELEASES)
+def patched(request, tmp_path, monkeypatch) -> SimpleNamespace:
+    """The scheduler of a release before and after the patch, and the new module, beside the installed package."""
+    series = RELEASES[request.param]
+    with zipfile.ZipFile(upstream.fetch(series, REPOSITORY / ".cache" / "patches", None)) as wheel:
+        files = {"megatron/core/length_decay.py": None, NAME: wheel.read(NAME)}
+    (patch,) = [patch for patch in series.patches if patch.name.startswith("length-decay-in-the-scheduler")]
+    for side, content in (("before", files), ("after", patch.applied_to(files))):
+        for name, text in content.items():
+            if text is not None:
+                (tmp_path / side / name).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / side / name).write_bytes(text)
     # The patched file imports the new one by its final name; restored afterwards with everything else here.
-    monkeypatch.setitem(sys.modules, "megatron.core.length_decay", None)
-    monkeypatch.setitem(sys.modules, "patched_scheduler", None)
-    decay = load("megatron.core.length_decay", tmp_path / "megatron/core/length_decay.py")
-    return SimpleNamespace(decay=decay, scheduler=load("patched_scheduler", tmp_path / name))
+    for name in ("megatron.core.length_decay", "pristine_scheduler", "patched_scheduler"):
+        monkeypatch.setitem(sys.modules, name, None)
+    decay = load("megatron.core.length_decay", tmp_path / "after/megatron/core/length_decay.py")
+    before = load("pristine_scheduler", tmp_path / "before" / NAME)
+    return SimpleNamespace(decay=decay, scheduler=load("patched_scheduler", tmp_path / "after" / NAME), before=before)
 
 
 def groups() -> list[dict]:
@@ -103,7 +113,7 @@ def test_equals_ours_step_by_step_and_across_a_resume(patched, keys, warmup):
 @pytest.mark.parametrize("style", ["constant", "cosine"])
 def test_other_styles_are_untouched(patched, style):
     arguments = (0.0, 1e-6, 1e-7, 10, 100, style, 0.0, 0.1, 100, "linear")
-    before = installed.OptimizerParamScheduler(SimpleNamespace(param_groups=groups()), *arguments)
+    before = patched.before.OptimizerParamScheduler(SimpleNamespace(param_groups=groups()), *arguments)
     after = patched.scheduler.OptimizerParamScheduler(SimpleNamespace(param_groups=groups()), *arguments)
     for _ in range(120):
         assert after.optimizer.param_groups == before.optimizer.param_groups
@@ -121,21 +131,24 @@ def test_bad_settings_are_refused(patched):
 
 
 def patches(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(TOOL), *arguments], capture_output=True, text=True, timeout=PATIENCE_S)
+    command = [sys.executable, "-m", "megatron_rl", "patch", *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
-def test_the_series_is_used_only_when_named():
-    assert "megatron-lm" not in patches("status").stdout
+def test_the_series_is_applied_only_when_named():
+    (report,) = json.loads(patches("status", "--json").stdout)
+    assert (report["state"], report["series"]["schedule"]["state"]) == ("applied", "not applied")
     done = patches("status", "megatron-lm")
     assert done.returncode == 2
+    assert "megatron-lm is the old name of --series schedule" in done.stderr
     assert "name yours with --tree" in done.stderr
-    done = patches("check", "megatron-lm")
-    assert done.returncode == 0
-    assert done.stdout.startswith("megatron-lm: skipped, read only (1 patches, 5 files)")
 
 
-if tree := os.environ.get("MEGATRON_LM"):  # a checkout of Megatron-LM at core_v0.16.1, which no package holds
+if tree := os.environ.get("MEGATRON_LM"):  # a checkout of Megatron-LM at a pinned release, which no package holds
 
     def test_whole_series_fits_a_checkout():
         done = patches("check", "--tree", tree, "megatron-lm")
-        assert done.stdout == f"megatron-lm: 1 patches, 5 files: apply to {Path(tree).resolve()} and revert exactly\n"
+        assert re.fullmatch(
+            rf"megatron-core-\S+: 2 patches, \d+ files: apply to {Path(tree).resolve()} and revert exactly\n",
+            done.stdout,
+        )

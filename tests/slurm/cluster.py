@@ -159,7 +159,7 @@ class Cluster:
             return
         self.run("scancel", "--signal=KILL", "--full", "--user", str(os.getuid()), check=False)
         self.run("scancel", "--user", str(os.getuid()), check=False)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline and self._says("squeue", "-h"):
             time.sleep(0.1)
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 import yaml
 
-from megatron_rl.lab import load_study
-from megatron_rl.lab.runner import StudyRunner
+from megatron_rl.instruments.lab import load_study
+from megatron_rl.instruments.lab.runner import StudyRunner
 from tests.slurm.cluster import Job
 from tests.support.tiny import REPOSITORY
 

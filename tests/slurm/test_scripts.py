@@ -22,6 +22,22 @@ def test_bash_can_read_it(script):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_field_of_a_job_is_not_taken_from_its_name(tmp_path):
+    """As `scontrol show job` writes it, of a job whose name and comment hold other fields."""
+    record = """JobId=7 JobName=x EndTime=1999-01-01 JobState=DONE
+   UserId=me(1000) GroupId=me(1000) MCS_label=N/A
+   JobState=RUNNING Reason=None Dependency=(null)
+   StartTime=2026-01-01T00:00:00 EndTime=2026-01-02T00:00:00 Deadline=N/A
+   Comment=StartTime=1 EndTime=2
+"""
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\ncat <<'END'\n{record}END\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    script = f"home=x SLURM_JOB_ID=7; source {FOLDER}/lib/job.sh; job_field EndTime; job_field JobState"
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["2026-01-02T00:00:00", "RUNNING"], done.stderr
+
+
 @pytest.fixture(scope="module")
 def network():
     """The program that measures the network, as a module."""

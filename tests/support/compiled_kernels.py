@@ -1,12 +1,17 @@
-"""Exact mode's Triton kernels compiled for an H100, which takes no GPU: python -m tests.support.compiled_kernels.
+"""Exact mode's Triton kernels compiled for a GPU, which takes no GPU: python -m tests.support.compiled_kernels 90.
 
-Prints JSON: of each kernel and type the instructions of interest. A process of its own, with Triton as a compiler.
+Prints JSON: of each type and kernel the instructions of interest, the shared memory of a program, and the bytes of
+a thread's values that the assembler spills to memory. A process of its own, with Triton as a compiler.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -17,17 +22,21 @@ from tests.support.kernel_modules import kernel_modules
 from tests.support.te import run_with_triton
 
 DTYPES = (torch.float32, torch.bfloat16)
-FUSED, PRODUCT = re.compile(r"\bfma\.rn\.f32\b"), re.compile(r"\b(?:wgmma\.mma_async|mma)\.sync")
+TARGETS = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}
+"""Compute capabilities of A100, H100 and B200 → what the assembler calls them, as Triton does."""
+SPILLED = re.compile(r"(\d+) bytes spill stores")
+FUSED, PRODUCT = re.compile(r"\bfma\.rn\.f32\b"), re.compile(r"\b(?:wgmma\.mma_async\.sync|mma\.sync|tcgen05\.mma)")
 
 
-def run() -> dict[str, Any]:
+def run(capability: str) -> dict[str, Any]:
     """What the program prints, from a process of its own."""
-    return json.loads(run_with_triton("tests.support.compiled_kernels", interpreted=False).splitlines()[-1])
+    said = run_with_triton("tests.support.compiled_kernels", capability, interpreted=False)
+    return json.loads(said.splitlines()[-1])
 
 
 def call_all(dtype: torch.dtype) -> None:
     """Every wrapper of `learner.layers.kernels`, with small tensors of the shapes that models have."""
-    from megatron_rl.learner.layers.kernels import attention, gemm, order, rows
+    from megatron_rl.learner.layers.kernels import attention, gemm, rows
 
     x, weights = torch.zeros(64, 128, dtype=dtype), [torch.zeros(256, 128, dtype=dtype) for _ in range(16)]
     numbers, probs = torch.arange(64), torch.zeros(64, dtype=dtype)
@@ -39,7 +48,7 @@ def call_all(dtype: torch.dtype) -> None:
     rows.gated_silu(x, probs)
     rows.route(x, 8, True)
     rows.combine(x, numbers.view(8, 8))
-    order.sort_by_expert(numbers.view(8, 8), x[:8, :8].contiguous(), 0, 16)
+    rows.sort_by_expert(numbers.view(8, 8), x[:8, :8].contiguous(), 0, 16)
     rows.add_rows(x[:8].clone(), x, numbers, torch.arange(8, 72, 8))
     rows.token_statistics(x, numbers, numbers, temperature=0.9)
     query, key = torch.zeros(64, 16, 128, dtype=dtype), torch.zeros(64, 2, 128, dtype=dtype)
@@ -50,12 +59,26 @@ def call_all(dtype: torch.dtype) -> None:
     attention.step_attention(query, cache, cache.clone(), numbers, pages, 0.1)
 
 
-def main() -> dict[str, Any]:
+def spilled(ptx: str, capability: int) -> int:
+    """Bytes of a thread, as the assembler that comes with Triton says; it has another one for Blackwell."""
+    import triton
+
+    binaries = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [binaries / ("ptxas-blackwell" if capability >= 100 else "ptxas"), "-v"]
+        command += [f"--gpu-name={TARGETS[capability]}", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return sum(map(int, SPILLED.findall(said)))
+
+
+def compiled_for(capability: int) -> dict[str, Any]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
 
-    target = GPUTarget("cuda", 90, 32)
+    target = GPUTarget("cuda", capability, 32)
     triton.runtime.driver.set_active(
         SimpleNamespace(
             get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda _device: 0
@@ -71,6 +94,8 @@ def main() -> dict[str, Any]:
             "bytes": len(kernel.asm["cubin"]),
             "fused": len(FUSED.findall(code)),
             "tensor cores": len(PRODUCT.findall(code)),
+            "shared": kernel.metadata.shared,
+            "spilled": spilled(code, capability),
         }
 
     with patch.object(JITFunction, "run", compile_only):
@@ -84,4 +109,4 @@ def main() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main()))
+    print(json.dumps(compiled_for(int(sys.argv[1]))))

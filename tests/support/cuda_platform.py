@@ -33,6 +33,9 @@ class Device:
 DEVICES = {
     "h100-80": Device("NVIDIA H100 80GB HBM3", (9, 0), 81559),
     "a100-80": Device("NVIDIA A100-SXM4-80GB", (8, 0), 81920),
+    "a100-40": Device("NVIDIA A100-SXM4-40GB", (8, 0), 40960),
+    "h200": Device("NVIDIA H200", (9, 0), 143771),
+    "b200": Device("NVIDIA B200", (10, 0), 183359),
 }
 BINARIES = (
     "vllm._C_stable_libtorch",
@@ -67,6 +70,8 @@ def install(gpu: str) -> None:
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: _device.count
     torch.cuda.get_device_capability = lambda device=None: _device.capability
+    torch.cuda.current_stream, torch.cuda.default_stream = lambda device=None: "own", lambda device=None: "default"
+    torch.cuda.set_stream = lambda stream: None
     _answer_operators(torch)
     _answer_nvml()
     import vllm.platforms

@@ -7,6 +7,7 @@ Triton: the tests' folder for TransformerEngine does.
 from __future__ import annotations
 
 import json
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -17,15 +18,15 @@ import torch.nn.functional as F
 from tests.support.rounding import assert_as_double, gamma, unit_roundoff
 from tests.support.te import run_interpreted
 
-COMPOSITIONS = 70  # of the batch, for each of three types
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+COMPOSITIONS = 70  # of the batch, for each type; the command line may have other numbers of both
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FUNCTION = 8  # roundings that exp, log and the like count as
 Tensor = torch.Tensor
 
 
-def run() -> dict[str, dict[str, Any]]:
-    """What the program prints, from one process for all kernels."""
-    return json.loads(run_interpreted("tests.support.kernels").splitlines()[-1])
+def run(compositions: int, types: int) -> dict[str, dict[str, Any]]:
+    """What the program prints, from one process for all kernels: so many random batches of the last of the types."""
+    return json.loads(run_interpreted("tests.support.kernels", str(compositions), str(types)).splitlines()[-1])
 
 
 def some_rows(total: int, most: int = 12) -> Tensor:
@@ -96,7 +97,7 @@ def grouped(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def rms_norm(dtype: torch.dtype) -> dict[str, Any]:
-    from megatron_rl.learner.layers.elementwise import rms_norm as cpu
+    from megatron_rl.learner.layers.cpu_layers import rms_norm as cpu
     from megatron_rl.learner.layers.kernels import rows as kernels
 
     x, weight = torch.randn(60, 72, dtype=dtype) * 3, torch.randn(72, dtype=dtype)
@@ -127,7 +128,7 @@ def rotate(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def gated_silu(dtype: torch.dtype) -> dict[str, Any]:
-    from megatron_rl.learner.layers.elementwise import gated_silu as cpu
+    from megatron_rl.learner.layers.cpu_layers import gated_silu as cpu
     from megatron_rl.learner.layers.kernels import rows as kernels
 
     hidden, probs = torch.randn(60, 66, dtype=dtype), torch.rand(60)
@@ -196,7 +197,7 @@ def combine(dtype: torch.dtype) -> dict[str, Any]:
 
 def sort_by_expert(dtype: torch.dtype) -> dict[str, Any]:
     """Against a stable sort, whichever experts are here; 400 tokens are two looks of a program."""
-    from megatron_rl.learner.layers.kernels.order import sort_by_expert as kernel
+    from megatron_rl.learner.layers.kernels.rows import sort_by_expert as kernel
 
     def differs(number: int, first: int, num_local: int) -> bool:
         chosen, probs = torch.rand(number, 12).topk(3).indices.sort(1).values, torch.rand(number, 3).to(dtype)
@@ -485,4 +486,5 @@ def found_of(kernel: Callable[[torch.dtype], dict[str, Any]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    COMPOSITIONS, DTYPES = int(sys.argv[1]), DTYPES[-int(sys.argv[2]) :]
     print(json.dumps({kernel.__name__: found_of(kernel) for kernel in KERNELS}))

@@ -23,40 +23,51 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CUDA = re.compile(r"\bcuda\b")
 Seen = set[tuple[str, int]]
 """Files, from the repository's root, and lines that ran."""
-CONFIG = "tests/unit/config/test_config.py::test_errors_name_key_value_and_remedy"
-DEVICES = "tests/unit/process/test_devices.py::test_a_gpu_is_looked_for_without_the_cuda_runtime"
 BITS = "tests/unit/doctor/test_learner.py::test_a_gpu_whose_kernels_do_not_repeat_is_not_held_to_bits"
 METER = "tests/unit/doctor/test_engine.py::test_the_meters_peak_counts_what_pytorch_took_beyond_what_was_in_use"
 DOCTOR = "tests/unit/doctor/test_command.py::test_ranks_and_folder_follow_from_node_and_recipe"
+PLANTED = "tests/unit/doctor/test_planted_faults.py"
 LEARNER = "tests/unit/learner/test_cuda.py"
 TRACE = "tests/parallel/test_trace.py"
-REACHED = {
+REACHED: dict[str, str | tuple[str, ...]] = {
     "megatron_rl/checkpoint/save.py": "tests/unit/checkpoint/test_save.py",
     "megatron_rl/commands/doctor.py": DOCTOR,
-    "megatron_rl/config/rules.py": CONFIG,
+    "megatron_rl/doctor/binding.py": PLANTED,
+    "megatron_rl/doctor/built_engine.py": PLANTED,
+    "megatron_rl/doctor/fp32.py": "tests/unit/doctor/test_fp32.py",
     "megatron_rl/doctor/learner.py": BITS,
     "megatron_rl/doctor/machine.py": "tests/unit/doctor/test_machine.py",
     "megatron_rl/doctor/memory.py": METER,
     "megatron_rl/exact/graphs.py": "tests/unit/exact/test_graphs.py",
-    "megatron_rl/exact/room.py": "tests/unit/exact/test_room.py",
+    "megatron_rl/exact/decode.py": "tests/unit/exact/test_decode_room.py",
     "megatron_rl/learner/layers/invariant.py": LEARNER,
     "megatron_rl/learner/model.py": LEARNER,
     "megatron_rl/learner/offload.py": "tests/unit/learner/test_offload.py",
     "megatron_rl/learner/optimizer.py": LEARNER,
-    "megatron_rl/learner/packed_attention.py": LEARNER,
+    "megatron_rl/learner/layers/attention.py": LEARNER,
     "megatron_rl/learner/process_groups.py": LEARNER,
     "megatron_rl/monitor/environment.py": LEARNER,
     "megatron_rl/monitor/timing.py": LEARNER,
-    "megatron_rl/plan/workload.py": "tests/unit/plan/test_quantized.py",
-    "megatron_rl/process/devices.py": DEVICES,
+    "megatron_rl/instruments/plan/workload.py": "tests/unit/instruments/plan/test_quantized.py",
+    "megatron_rl/process/devices.py": ("tests/unit/process/test_devices.py", "tests/unit/doctor/test_nccl.py"),
+    "megatron_rl/process/fp32_products.py": "tests/unit/process/test_fp32_products.py",
     "megatron_rl/rollout/engine_arguments.py": "tests/unit/rollout/test_engine_arguments.py",
+    "megatron_rl/rollout/fp32_modules.py": "tests/unit/rollout/test_vllm_engine_sleep.py",
     "megatron_rl/rollout/process_state.py": "tests/unit/rollout/test_process_state.py",
-    "megatron_rl/rollout/servers/weight_group.py": "tests/unit/rollout/test_server_broadcast.py::test_a_group_of_gpus",
-    "megatron_rl/rollout/vllm_engine.py": "tests/unit/rollout/test_sleep.py",
-    "megatron_rl/trace/fake_rank.py": TRACE,
-    "megatron_rl/trace/learner.py": TRACE,
+    "megatron_rl/rollout/servers/weight_broadcast.py": (
+        "tests/unit/rollout/servers/test_weight_broadcast.py::test_a_group_of_gpus",
+    ),
+    "megatron_rl/rollout/vllm_engine.py": "tests/unit/rollout/test_vllm_engine_sleep.py",
+    "megatron_rl/instruments/trace/fake_rank.py": TRACE,
+    "megatron_rl/instruments/trace/learner.py": TRACE,
 }
-"""File → the test file, or the function in it, that runs its lines for CUDA."""
+"""File → the test file, or the function in it, that runs its lines for CUDA; or several of them."""
+
+
+def tests_of(file: str) -> tuple[str, ...]:
+    """The entries of `REACHED` for ``file``."""
+    tests = REACHED[file]
+    return tests if isinstance(tests, tuple) else (tests,)
 
 
 def mentions(node: ast.AST) -> bool:

@@ -93,8 +93,8 @@ def main() -> dict[str, Any]:
         learner, generator = start("bf16", model=model, rollout=limits)
         for name in ("run", "repeated"):
             generator = generator_of(learner)
-            generator._policy.steps = STEPS
-            generator._policy.capture = recording.capture if name == "repeated" else None
+            generator.policy.steps = STEPS
+            generator.policy.capture = recording.capture if name == "repeated" else None
             groups = generator.rollout(prompts(2), 2, policy_version=0, step=0)
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             found[name] = [(r.tokens.tolist(), r.exact_logprobs.tolist()) for r in rollouts]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megatron_rl.patching import states
+from megatron_rl.patching import releases
 from megatron_rl.patching.series import Series
 from tests.support.tiny import REPOSITORY
 
 
 def megatron_core() -> Series:
     """The series for the installed version."""
-    found = states.of_installed_packages(REPOSITORY / "patches")
+    found = releases.of_installed_packages(REPOSITORY / "patches")
     return next(series for series in found if series.package == "megatron-core")

@@ -124,7 +124,7 @@ def kernels_recorded(found: Found) -> Iterator[None]:
 @contextmanager
 def exchanges_recorded(found: Found) -> Iterator[None]:
     """Between ranks that are not there."""
-    from megatron_rl.learner.layers import rank_sums
+    from megatron_rl.learner.layers import invariant
 
     def recorded(name: str) -> Callable[..., None]:
         def exchange(output: torch.Tensor, sent: torch.Tensor, group: Group) -> None:
@@ -137,7 +137,7 @@ def exchanges_recorded(found: Found) -> Iterator[None]:
     with (
         recorded("all_gather_into_tensor"),
         recorded("all_to_all_single"),
-        patch.object(rank_sums, "_is_ours", lambda _op, group, _async: group.size() > 1),
+        patch.object(invariant, "_is_ours", lambda _op, group, _async: group.size() > 1),
     ):
         yield
 
@@ -183,18 +183,17 @@ def step(dtype: str, tensor: int = 1, expert: int = 1) -> Found:
     """One step with its choice of tokens, which nothing may hold up; as one of ``tensor`` and of ``expert`` ranks. It
     has all weights, and the shapes of what it exchanges are those of ranks that share them out."""
     from megatron_rl.exact.doses import Dose
-    from megatron_rl.exact.draws import Draws
+    from megatron_rl.exact.generator import Draws
     from megatron_rl.exact.graphs import Rows
-    from megatron_rl.exact.pages import Pages
-    from megatron_rl.exact.schedule import Schedule
+    from megatron_rl.exact.schedule import Pages, Schedule
     from megatron_rl.exact.turns import Responses, Turns
-    from megatron_rl.learner.layers.exact_attention import PagedCache
+    from megatron_rl.learner.layers.exact_layers import PagedCache
     from megatron_rl.learner.layers.invariant import forced_kernels
     from tests.parallel.programs.exact import start
 
     with tempfile.TemporaryDirectory() as folder:
         learner, generator = start(dtype, model={"path": small_model(Path(folder))})
-    decoder, found = generator._policy, Found()
+    decoder, found = generator.policy, Found()
     passes = decoder.passes
     with forced_kernels(), torch.no_grad(), torch.device(DEVICE), kernels_recorded(found), exchanges_recorded(found):
         without_values(learner.module)

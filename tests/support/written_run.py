@@ -12,7 +12,7 @@ import yaml
 from megatron_rl.monitor.jsonl import JsonlSink, append_whole
 from megatron_rl.monitor.run_directory import RunDirectory
 from megatron_rl.monitor.samples import SampleFile
-from megatron_rl.stored.batches import record_batch
+from megatron_rl.run.recorded_batches import record_batch
 from megatron_rl.types import Batch
 from tests.support.tiny import stored_rollouts, tiny_recipe
 

@@ -35,6 +35,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.support.costs import PROCESS, count_engines, note_start
 from tests.support.patience import PATIENCE_S
 from tests.support.tiny import REPOSITORY
 
@@ -180,6 +181,7 @@ class Zygote:
             self.ended[pid] = status
             return None
         self.ended.pop(pid, None)  # the system gave a number a second time
+        note_start(PROCESS)
         return pid
 
 
@@ -214,6 +216,7 @@ def main(pipe: Connection, warm: Sequence[str]) -> None:
     """The helper: fork a child for every call, tell the status of each that ended, until the caller is gone."""
     faulthandler.enable()
     started_with = dict(os.environ)
+    count_engines()
     for module in warm:
         importlib.import_module(module)
     children: dict[int, int] = {}  # descriptor of a process → its number

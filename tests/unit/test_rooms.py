@@ -15,7 +15,8 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 AT_THE_TOP = {"__init__", "__main__", "train", "evaluate", "batch", "check", "types", "errors"}
-ENGINES = {"megatron": {"checkpoint", "learner", "exact", "trace"}, "vllm": {"rollout"}}
+ENGINES = {"megatron": {"checkpoint", "learner", "exact", "instruments.trace"}, "vllm": {"rollout"}}
+BESIDE_A_RUN = {"instruments", "doctor", "commands"}  # nothing of a run imports these; the rest is what a run needs
 
 
 def imported(module: str) -> Iterator[str]:
@@ -30,8 +31,54 @@ def imported(module: str) -> Iterator[str]:
 
 
 def room(module: str) -> str:
-    """The folder of a module; a module at the top is a room of its own."""
-    return module.split(".")[1] if "." in module else module
+    """The folder of a module; a module at the top is a room of its own, and so is each instrument."""
+    parts = module.split(".")[1:]
+    if not parts:
+        return module
+    return ".".join(parts[:2]) if parts[0] == "instruments" and len(parts) > 1 else parts[0]
+
+
+def names_of(module: str) -> set[str]:
+    """Names that a module binds outside of its functions and classes, and the modules below it."""
+    below = {name.removeprefix(f"{module}.") for name in MODULES if name.startswith(f"{module}.")}
+    bound = {name for name in below if "." not in name} | {"__file__", "__doc__", "__name__"}
+    nodes: list[ast.AST] = [ast.parse(MODULES[module].read_text())]
+    while nodes:
+        for node in ast.iter_child_nodes(nodes.pop()):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                bound.add(node.name)
+                continue
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                bound |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                bound.add(node.id)
+            nodes.append(node)
+    return bound
+
+
+def missing_names(source: str, bound: dict[str, set[str]]) -> list[str]:
+    """What ``source`` imports or reads from modules of the package that is not in ``bound``, their names."""
+    tree = ast.parse(source)
+    missing, aliases = [], {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in bound:
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                aliases |= {alias.asname or alias.name: whole} if whole in bound else {}
+                missing += [] if alias.name in bound[node.module] else [whole]
+    own = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module = aliases.get(node.value.id)
+            if module and node.value.id not in own and node.attr not in bound[module]:
+                missing.append(f"{module}.{node.attr}")
+    return missing
+
+
+def circle_of(name: str) -> str:
+    """The first part of a room's name: `instruments` of `instruments.plan`."""
+    return name.split(".")[0]
 
 
 def circle(arrows: dict[str, set[str]]) -> list[str]:
@@ -68,6 +115,27 @@ def test_no_modules_import_each_other_in_a_circle():
 
 def test_no_rooms_import_each_other_in_a_circle():
     assert circle(arrows(by_room=True)) == []
+
+
+def test_a_run_imports_no_instrument_and_an_instrument_no_command():
+    by_room = arrows(by_room=True)
+    of_a_run = {name for name in by_room if circle_of(name) not in BESIDE_A_RUN} - {"__main__"}
+    assert [(name, goal) for name in of_a_run for goal in by_room[name] if circle_of(goal) in BESIDE_A_RUN] == []
+    instruments = {name for name in by_room if circle_of(name) in {"instruments", "doctor"}}
+    assert [name for name in instruments if "commands" in by_room[name]] == []
+
+
+def test_a_module_uses_names_of_other_modules_that_they_have():
+    """Commands import when they run, so that a name that has moved would be found by a user."""
+    bound = {module: names_of(module) for module in MODULES}
+    missing = {module: missing_names(MODULES[module].read_text(), bound) for module in MODULES}
+    assert {module: names for module, names in missing.items() if names} == {}
+
+
+def test_a_name_that_a_module_does_not_have_is_found():
+    bound = {"pack": {"rows"}, "pack.rows": {"read"}}
+    source = "def run():\n    from pack import rows\n    from pack.rows import write\n    rows.read(rows.size)"
+    assert missing_names(source, bound) == ["pack.rows.write", "pack.rows.size"]
 
 
 def test_a_circle_is_found():

@@ -1,6 +1,6 @@
 """Benchmarks. From the repository root: ``python -m tools.bench.NAME``, for example ``python -m tools.bench.engines``.
 
-Python runs this file before any of them: what torch, vLLM and Megatron read when they are imported is set here.
+Python runs this file before each of them, so the environment of torch, vLLM and Megatron is set here.
 """
 
 import os

@@ -1,12 +1,12 @@
-"""What fetching a response from a server costs the rank that fetches, in processor time for each of its tokens.
+"""Processor time per token of a rank that fetches responses from servers.
 
     python -m tools.bench.answers [--responses 64] [--length 8192] [--servers 2] [--rounds 5] [--json] [--compress]
 
 Servers are processes without an engine (`lib.made_up_server`) that answer in a real server's bytes, over HTTP, with
 routes of 48 layers and 8 of 128 experts. The rank asks for all responses at once, as `ServerGenerator` does, and makes
 rollouts of the answers; decoding to text is not part of it. Processor time is that of the whole process: reception by
-the kernel, checksums, every thread. ``--compress``: what three compressors make of the routes of the tiny model, which
-are real, and of routes drawn at random, which no router's are.
+the kernel, checksums, every thread. ``--compress``: three compressors on real routes of the tiny model, and on random
+routes for comparison.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.checkpoint.architecture import Architecture, read_architecture
 from megatron_rl.config import load_recipe
+from megatron_rl.model.architecture import Architecture, read_architecture
 from megatron_rl.rollout.generator import Sampling
-from megatron_rl.rollout.payload import SealedRoutes, make_rollout, seal_routes
-from megatron_rl.rollout.requests import make_requests
+from megatron_rl.rollout.requests import SealedRoutes, make_requests, make_rollout, seal_routes
 from megatron_rl.rollout.servers.client import ServerClient, Weights, request_body
 from megatron_rl.rollout.servers.dispatch import Dispatch
-from megatron_rl.rollout.servers.members import PoolLimits
-from megatron_rl.rollout.servers.pool import ServerPool
+from megatron_rl.rollout.servers.pool import PoolLimits, ServerPool
 from megatron_rl.rollout.servers.rendezvous import Address, folder, read
 from megatron_rl.types import Prompt, Rollout
 from tools.bench.lib import made_up_server
@@ -42,7 +40,7 @@ from tools.bench.unit_costs import fit
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "token-of-a-measurement"
 PROMPT, GROUP = 256, 16  # tokens of a prompt, responses to each
-DIFFERENT = 4  # answers that a server draws, and gives again
+DIFFERENT = 4  # different answers of a server, which it repeats
 START_S = 60.0
 
 
@@ -55,7 +53,7 @@ def architecture() -> Architecture:
 def start_servers(
     run_dir: Path, number: int, length: int, shape: Architecture | None = None
 ) -> tuple[list, list[Address]]:
-    """``shape``: of the routes that answers bring; None: they bring none."""
+    """Start servers and return their processes and addresses. ``shape``: of the answers' routes; None: no routes."""
     context = multiprocessing.get_context("spawn")
     arguments = {"agreed": {}, "architecture": shape, "length": length, "answers": DIFFERENT}
     processes = [
@@ -94,7 +92,7 @@ async def fetch(pool: ServerPool, requests: list, sampling: Sampling, shape: Arc
 async def measure(
     addresses: list[Address], responses: int, length: int, rounds: int, shape: Architecture | None
 ) -> dict[str, list[float]]:
-    """Microseconds for each token of a response, by round; the first round, in which servers draw, does not count."""
+    """Return microseconds per token of a response, by round, without the first round, in which servers draw answers."""
     pool = ServerPool(
         PoolLimits(20.0, 5.0),
         discover=lambda: addresses,
@@ -104,7 +102,7 @@ async def measure(
     )
     prompts = [Prompt(f"p{i}", [1] * PROMPT, "") for i in range(-(-responses // GROUP))]
     requests = make_requests(prompts, GROUP, seed=0, step=0)[:responses]
-    sampling, found = Sampling(length), {"processor": [], "wall": []}
+    sampling, costs = Sampling(length), {"processor": [], "wall": []}
     await pool.start(len(addresses))
     await pool.push(Weights(0))
     try:
@@ -114,18 +112,18 @@ async def measure(
             spent, passed = time.process_time() - before, time.perf_counter() - start
             tokens = sum(rollout.length for rollout in rollouts)
             assert tokens == responses * length
-            found["processor"].append(1e6 * spent / tokens)
-            found["wall"].append(1e6 * passed / tokens)
+            costs["processor"].append(1e6 * spent / tokens)
+            costs["wall"].append(1e6 * passed / tokens)
             del rollouts
     finally:
         await pool.close()
-    return {name: values[1:] for name, values in found.items()}
+    return {name: values[1:] for name, values in costs.items()}
 
 
 def measured(
     servers: int, responses: int, length: int, rounds: int, shape: Architecture | None
 ) -> dict[str, list[float]]:
-    """`measure` with servers of its own."""
+    """Start servers and return `measure` on them."""
     with tempfile.TemporaryDirectory() as directory:
         processes, addresses = start_servers(Path(directory), servers, length, shape)
         try:
@@ -137,20 +135,20 @@ def measured(
 
 
 def unit_costs(quick: bool = False) -> list[float]:
-    """Processor seconds of the rank that fetches, for a response, a token of it and a byte of its routes."""
+    """Return processor seconds of the fetching rank per response, per token and per byte of routes."""
     shape, length = architecture(), 1024 if quick else 4096
     settings = ((32, length, shape), (32, length, None), (32, 4 * length, None), (512, 16, None))
     rows, seconds = [], []
     for number, tokens, routes in settings:
-        found = measured(2, number, tokens, 3 if quick else 5, routes)
+        costs = measured(2, number, tokens, 3 if quick else 5, routes)
         num_routes = (PROMPT + tokens - 1) * shape.num_layers * shape.experts_per_token * (routes is not None)
         rows.append((number, number * tokens, number * num_routes))
-        seconds.append(1e-6 * statistics.median(found["processor"]) * number * tokens)
+        seconds.append(1e-6 * statistics.median(costs["processor"]) * number * tokens)
     return [float(f"{unit:.3g}") for unit in fit(np.array(rows, float), np.array(seconds))]
 
 
 def sealing(length: int) -> float:
-    """Microseconds of a server for each token's seals."""
+    """Return a server's microseconds per token for seals."""
     shape, rng = architecture(), np.random.default_rng(0)
     prompt, tokens = [1] * PROMPT, rng.integers(0, 100, length).astype(np.int32)
     routes = rng.integers(0, 128, (PROMPT + length - 1, 48, 8)).astype(np.int16)
@@ -163,7 +161,7 @@ def sealing(length: int) -> float:
 
 
 def real_routes() -> np.ndarray:
-    """[tokens, 4, 2] uint8: what vLLM records while the tiny model answers the toy task."""
+    """Return routes [tokens, 4, 2] uint8 that vLLM records while the tiny model answers the toy task."""
     from megatron_rl.data import load_prompts, load_tokenizer
     from megatron_rl.rollout.vllm_engine import VllmGenerator
 
@@ -179,7 +177,7 @@ def real_routes() -> np.ndarray:
 
 
 def compression(routes: np.ndarray) -> dict[str, tuple[float, float, float]]:
-    """Codec → ratio, MB of routes compressed and restored in a second of processor time."""
+    """Return, per codec: ratio, and MB of routes compressed and restored per second of processor time."""
     import pyarrow
 
     raw = np.tile(routes.reshape(-1), -(-(8 << 20) // routes.size)) if routes.size < 1 << 20 else routes.reshape(-1)
@@ -189,13 +187,13 @@ def compression(routes: np.ndarray) -> dict[str, tuple[float, float, float]]:
         "zstd -1": (_with(pyarrow.Codec("zstd", 1)), lambda b, n: pyarrow.decompress(b, n, "zstd")),
         "lz4": (_with(pyarrow.Codec("lz4")), lambda b, n: pyarrow.decompress(b, n, "lz4")),
     }
-    found = {}
+    results = {}
     for name, (pack, unpack) in codecs.items():
         packed = pack(blob)
         assert bytes(unpack(packed, len(blob))) == blob
         rates = [_rate(lambda: pack(blob), len(blob)), _rate(lambda: unpack(packed, len(blob)), len(blob))]  # noqa: B023
-        found[name] = (len(blob) / len(packed), *rates)
-    return found
+        results[name] = (len(blob) / len(packed), *rates)
+    return results
 
 
 def _with(codec):
@@ -203,7 +201,7 @@ def _with(codec):
 
 
 def _rate(work, size: int) -> float:
-    """MB a second of processor time, over half a second."""
+    """Return MB per second of processor time, measured over half a second."""
     start, times = time.process_time(), 0
     while time.process_time() - start < 0.5:
         work()
@@ -220,13 +218,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--compress", action="store_true", help="measure compressors too; starts an engine")
     options = parser.parse_args()
-    found = measured(options.servers, options.responses, options.length, options.rounds, architecture())
-    middle = {name: statistics.median(values) for name, values in found.items()} | {"seal": sealing(options.length)}
+    costs = measured(options.servers, options.responses, options.length, options.rounds, architecture())
+    middle = {name: statistics.median(values) for name, values in costs.items()} | {"seal": sealing(options.length)}
     if options.json:
         print(json.dumps(middle))
         return
     print(f"{options.responses} responses of {options.length} tokens, load {os.getloadavg()[0]:.1f}; µs a token")
-    print(f"fetching rank, processor {middle['processor']:.3f} ({min(found['processor']):.3f} the least)")
+    print(f"fetching rank, processor {middle['processor']:.3f} ({min(costs['processor']):.3f} the least)")
     print(f"fetching rank, wall      {middle['wall']:.3f}")
     print(f"server, seals            {middle['seal']:.3f}")
     if options.compress:

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 
 from megatron_rl.learner.learner import Learner
-from megatron_rl.rollout.servers.weight_broadcast import Receiver, Sender
-from megatron_rl.rollout.servers.weight_group import GroupError, GroupPlace, WeightGroup
+from megatron_rl.rollout.servers.weight_broadcast import GroupError, GroupPlace, Receiver, Sender, WeightGroup
 from tests.support.tiny import tiny_recipe
 from tools.bench.lib.timing import alternate, median_ratio, medians
 from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint

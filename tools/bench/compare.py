@@ -1,4 +1,4 @@
-"""Is a commit slower than another? Both at once, side by side, round by round, in one run.
+"""Compares the speed of two commits, side by side, round by round, in one run.
 
     python -m tools.bench.compare --rounds 15 --allow 1.10
     python -m tools.bench.compare OLDER NEWER --only update
@@ -41,7 +41,7 @@ WORKING_TREE = "working tree"
 
 @dataclass
 class Outcome:
-    """A case on both sides, older first. ``problem``: why it fails, "" where it does not."""
+    """A case on both sides, older first. ``problem``: why it fails, else ""."""
 
     name: str
     shown: tuple[str, str, str]
@@ -60,7 +60,7 @@ class Side:
         self._process = subprocess.Popen(command, env=environment, cwd=tree, text=True, **pipes)
 
     def round(self, name: str) -> dict[str, Any]:
-        """One round of a case: `seconds`, `count` or `error`."""
+        """Return one round of a case: `seconds`, `count` or `error`."""
         self._process.stdin.write(f"{name}\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
@@ -72,13 +72,13 @@ class Side:
 
 
 def files_of(commit: str, folder: Path, repository: Path = REPOSITORY) -> Path:
-    """The files of ``commit`` below ``folder``; those of the working tree where they lie."""
+    """Unpack the files of ``commit`` below ``folder`` and return it; the working tree is used in place."""
     if commit == WORKING_TREE:
         return repository
-    told = subprocess.run(["git", "archive", commit], cwd=repository, capture_output=True, check=False)
-    if told.returncode:
-        raise SystemExit(f"{commit}: {told.stderr.decode().strip()}")
-    with tarfile.open(fileobj=io.BytesIO(told.stdout)) as archive:
+    archived = subprocess.run(["git", "archive", commit], cwd=repository, capture_output=True, check=False)
+    if archived.returncode:
+        raise SystemExit(f"{commit}: {archived.stderr.decode().strip()}")
+    with tarfile.open(fileobj=io.BytesIO(archived.stdout)) as archive:
         archive.extractall(folder, **SAFELY)
     return folder
 
@@ -87,18 +87,20 @@ def compare(sides: Sequence[Side], name: str, rounds: int, allow: float) -> Outc
     """One case, round by round. The first round warms up and does not count."""
     seconds: tuple[list[float], list[float]] = ([], [])
     for number in range(rounds + 1):
-        found: dict[int, dict[str, Any]] = {}
+        answers: dict[int, dict[str, Any]] = {}
         for side in (0, 1) if number % 2 == 0 else (1, 0):
-            found[side] = sides[side].round(name)
-        errors = [f"{which}: {found[i]['error']}" for i, which in enumerate(("older", "newer")) if "error" in found[i]]
+            answers[side] = sides[side].round(name)
+        errors = [
+            f"{which}: {answers[i]['error']}" for i, which in enumerate(("older", "newer")) if "error" in answers[i]
+        ]
         if errors:
-            is_new = "error" not in found[1]  # the older commit may lack what the case calls
+            is_new = "error" not in answers[1]  # the older commit may lack what the case calls
             return Outcome(name, ("", "", "not compared: " + "; ".join(errors)), "" if is_new else errors[-1])
-        if "count" in found[0]:
-            return compare_counts(name, found[0]["count"], found[1]["count"])
+        if "count" in answers[0]:
+            return compare_counts(name, answers[0]["count"], answers[1]["count"])
         if number:
-            seconds[0].append(found[0]["seconds"])
-            seconds[1].append(found[1]["seconds"])
+            seconds[0].append(answers[0]["seconds"])
+            seconds[1].append(answers[1]["seconds"])
     return compare_times(name, *seconds, allow)
 
 
@@ -108,7 +110,7 @@ def compare_counts(name: str, older: float, newer: float) -> Outcome:
 
 
 def compare_times(name: str, older: Sequence[float], newer: Sequence[float], allow: float) -> Outcome:
-    """It fails where the lower quarter of the ratios newer / older is above ``allow``."""
+    """Return the outcome; it fails if the lower quarter of the ratios newer / older is above ``allow``."""
     ratios = sorted(new / old for old, new in zip(older, newer, strict=True))
     low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
     shown = (f"{1e3 * sorted(older)[len(older) // 2]:.2f} ms", f"{1e3 * sorted(newer)[len(newer) // 2]:.2f} ms")
@@ -117,7 +119,7 @@ def compare_times(name: str, older: Sequence[float], newer: Sequence[float], all
 
 
 def noise(outcomes: Sequence[Outcome], allow: float) -> list[str]:
-    """What a comparison of a commit with itself says of each case.
+    """Return a line per case from a comparison of a commit with itself.
 
     A slowdown by s multiplies every ratio by s, so that the case fails from s = ``allow`` / (lower quarter) on.
     """
@@ -130,7 +132,7 @@ def noise(outcomes: Sequence[Outcome], allow: float) -> list[str]:
 
 
 def against_baseline(outcomes: Sequence[Outcome], counts: dict[str, float]) -> None:
-    """A count above the file's fails as well."""
+    """Mark a case as failed if its count is above that in the file."""
     for outcome in outcomes:
         if outcome.count is not None and outcome.count > counts.get(outcome.name, outcome.count):
             outcome.problem = f"{outcome.count:,.0f}, {counts[outcome.name]:,.0f} in {BASELINE.name}"
@@ -178,18 +180,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     baseline = (
         json.loads(options.baseline.read_text()) if options.baseline.exists() else {"commit": "HEAD", "counts": {}}
     )
-    given = options.commits
+    commit_names = options.commits
     if options.accept or options.noise:
-        given = 2 * (given if options.noise and given else ["HEAD"])
-    commits = (given[0] if given else baseline["commit"], given[1] if len(given) > 1 else WORKING_TREE)
-    known = names_of(options.cases)
-    if unknown := [name for name in options.only or () if name not in known]:
-        parser.error(f"--only {unknown[0]}: one of {', '.join(known)}")
+        commit_names = 2 * (commit_names if options.noise and commit_names else ["HEAD"])
+    commits = (
+        commit_names[0] if commit_names else baseline["commit"],
+        commit_names[1] if len(commit_names) > 1 else WORKING_TREE,
+    )
+    all_names = names_of(options.cases)
+    if unknown := [name for name in options.only or () if name not in all_names]:
+        parser.error(f"--only {unknown[0]}: one of {', '.join(all_names)}")
     print(f"older: {commits[0]}, newer: {commits[1]}")
-    outcomes = measure(commits, options.cases, options.only or known, options)
+    outcomes = measure(commits, options.cases, options.only or all_names, options)
     if options.accept:
         return accept(options, outcomes)
-    if not given:
+    if not commit_names:
         against_baseline(outcomes, baseline["counts"])
     if options.noise:
         print("\n".join(["", *noise(outcomes, options.allow)]))
@@ -200,11 +205,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def accept(options: argparse.Namespace, outcomes: Sequence[Outcome]) -> int:
-    told = subprocess.run(
+    head = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=options.repository, capture_output=True, text=True, check=True
     )
     counts = {outcome.name: outcome.count for outcome in outcomes if outcome.count is not None}
-    options.baseline.write_text(json.dumps({"commit": told.stdout.strip(), "counts": counts}, indent=1) + "\n")
+    options.baseline.write_text(json.dumps({"commit": head.stdout.strip(), "counts": counts}, indent=1) + "\n")
     print(f"wrote {options.baseline}")
     return 0
 

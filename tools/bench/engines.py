@@ -1,4 +1,4 @@
-"""What our layers cost on top of the two engines: generation against raw vLLM, update against a bare Megatron loop.
+"""Cost of our layers on top of both engines: generation against raw vLLM, update against a bare Megatron loop.
 
     python -m tools.bench.engines [--prompts 8] [--group 8] [--length 64] [--rounds 15] [--set a.b=c …]
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def compare(name: str, ours: Callable[[], Any], engine: Callable[[], Any], rounds: int) -> dict[str, Any]:
-    """Print the engine's share of our time; what each side returned last."""
+    """Print the engine's share of our time and return the last result of each side."""
     results: dict[str, Any] = {}
     sides = {"ours": ours, "engine": engine}
     times = alternate(rounds, {side: partial(_keep, results, side, call) for side, call in sides.items()})
@@ -71,8 +71,8 @@ def bench_generation(generator: Any, prompts: list, group: int, rounds: int) -> 
 
     results = compare("generation", ours, raw, rounds)
     rollouts = [rollout.tokens for group in results["ours"] for rollout in group.rollouts]
-    same = rollouts == [list(output.outputs[0].token_ids) for output in results["engine"]]
-    assert same, "other tokens: nothing to compare"
+    theirs = [list(output.outputs[0].token_ids) for output in results["engine"]]
+    assert [tokens.tolist() for tokens in rollouts] == theirs, "other tokens: nothing to compare"
     return results["ours"]
 
 

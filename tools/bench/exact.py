@@ -1,4 +1,4 @@
-"""What exactness costs: generation and update of the exact engine against vLLM and the ordinary learner.
+"""Cost of exactness: generation and update of the exact engine against vLLM and the ordinary learner.
 
     python -m tools.bench.exact [--dtype fp32] [--sequences 8 32 128] [--tokens 64] [--rounds 5]
 
@@ -47,7 +47,7 @@ def generator_of(learner: Learner, kv_cache: bool = True, modules: bool = False)
     learner.recipe.exact.kv_cache = kv_cache
     generator = start_generator(learner.recipe, SimpleNamespace(decode=lambda tokens, **_: ""), learner)
     if modules:
-        generator._policy.passes.step_forward = None
+        generator.policy.passes.step_forward = None
     return generator
 
 
@@ -87,7 +87,7 @@ def compare_engines(dtype: str, sizes: list[int], tokens: int, rounds: int) -> N
 
 
 def rows_that_change() -> None:
-    """Rows of 1 to 199 among 200 whose bits differ from the same row in the whole batch."""
+    """Print how many rows differ in bits between a part of 1 to 199 rows and the whole batch of 200."""
     torch.manual_seed(0)
     print("rows that change with the batch     plain  invariant")
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -101,11 +101,11 @@ def rows_that_change() -> None:
             counts = []
             for mode in (False, True):
                 with BatchInvariant() if mode else torch.no_grad():
-                    whole, changed, total = function(x), 0, 0
+                    full, changed, total = function(x), 0, 0
                     for size in (1, 2, 3, 5, 8, 16, 31, 64, 199):
                         for start in (0, 1, 200 - size):
                             part = x[start : start + size].clone()
-                            changed += int((function(part) != whole[start : start + size]).any(1).sum())
+                            changed += int((function(part) != full[start : start + size]).any(1).sum())
                             total += size
                 counts.append(f"{changed}/{total}")
             print(f"{str(dtype)[6:]:9} {name:22} {counts[0]:>9} {counts[1]:>10}")

@@ -1,6 +1,6 @@
 """Generation on a CPU with what we change in vLLM against vLLM as it is, in one engine in turn.
 
-The changes are `rollout/cpu_sampler.py` and `rollout/cpu_bookkeeping.py`; each is left out alone, and both. Blocks of
+The changes are the sampler and the book-keeping of `rollout/cpu_engine.py`; each is left out alone, and both. Blocks of
 the key/value cache have another size too: an engine of its own has vLLM's 128 tokens.
 
     python -m tools.bench.generation [--compiled] [--prompts 8] [--group 8] [--length 64] [--rounds 25]
@@ -23,14 +23,14 @@ from vllm.v1.sample.sampler import Sampler
 
 from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.data import load_prompts, load_tokenizer
-from megatron_rl.rollout import cpu_bookkeeping, cpu_sampler, engine_arguments
+from megatron_rl.rollout import cpu_engine, engine_arguments
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from tools.bench.lib.timing import alternate, medians, spread
 
 ROOT = Path(__file__).resolve().parents[2]
 VLLM = (TopKTopPSampler.forward_cpu, Sampler.gather_logprobs)  # before our engine puts its own there
 
-OURS = (cpu_sampler.forward_cpu, cpu_sampler.gather_logprobs)
+OURS = (cpu_engine.forward_cpu, cpu_engine.gather_logprobs)
 
 VLLM_BLOCK_TOKENS = 128
 
@@ -63,7 +63,7 @@ def main() -> None:
     ) -> None:
         forward, Sampler.gather_logprobs = functions[0], staticmethod(functions[1])
         sampler.forward = forward.__get__(sampler)
-        books = cpu_bookkeeping
+        books = cpu_engine
         KVCacheManager.allocate_slots = books.allocate_slots if our_bookkeeping else books._allocate_slots
         update = books.update_sample_logprobs if our_bookkeeping else books._update_sample_logprobs
         LogprobsProcessor._update_sample_logprobs = update

@@ -40,7 +40,7 @@ T_975 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57}
 
 
 def fit(sizes: list[int], seconds: list[float]) -> tuple[float, float]:
-    """Slope of log seconds over log size, and half the width of its 95% interval."""
+    """Return the slope of log seconds over log size, and half the width of its 95% interval."""
     x, y = np.log(sizes), np.log(seconds)
     x = x - x.mean()
     slope = float((x @ y) / (x @ x))
@@ -93,7 +93,7 @@ class Case:
         return {
             "update": lambda: self.learner.update(self.batch),
             "packing": self.pack,
-            "monitor": lambda: rollout_metrics(self.groups, self.recipe.monitor.repetition_ngram),
+            "monitor": lambda: rollout_metrics(self.groups),
             "export": lambda: sum(1 for _ in self.learner.export_weights()),
         }
 
@@ -104,7 +104,7 @@ class Case:
 
 
 class HostCase(Case):
-    """A batch too large to learn from here: what is done for each sequence beside the model."""
+    """A batch that is too large for an update here: times the work per sequence apart from the model."""
 
     def parts(self) -> dict[str, Callable[[], object]]:
         return {name: part for name, part in super().parts().items() if name in ("packing", "monitor")}
@@ -132,7 +132,7 @@ def sweeps(folder: Path) -> Iterator[tuple[str, list[int], Callable[[int], Case 
 
 
 def measure(sizes: list[int], make: Callable[[int], Case | DealCase], rounds: int) -> dict[str, list[float]]:
-    """Least processor time of every part at every size."""
+    """Return the least processor time of every part at every size."""
     best: dict[str, list[float]] = {}
     for size in sizes:
         case = make(size)

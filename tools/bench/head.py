@@ -24,8 +24,7 @@ def measure(side: str, tokens: int, width: int, vocab: int) -> dict[str, float]:
     """One forward and backward pass in this process: peak MiB above the inputs, seconds, and sums to compare."""
     import torch
 
-    from megatron_rl.learner.layers.fused_head import head_logprobs
-    from megatron_rl.learner.layers.logprobs import token_logprobs
+    from megatron_rl.learner.layers.logprobs import head_logprobs, token_logprobs
 
     torch.manual_seed(0)
     hidden = torch.randn(tokens, width, requires_grad=True)
@@ -56,20 +55,20 @@ def main() -> None:
     if options.side:
         print(json.dumps(measure(options.side, *sizes)))
         return
-    found: dict[str, list[dict[str, float]]] = {"whole": [], "fused": []}
+    by_side: dict[str, list[dict[str, float]]] = {"whole": [], "fused": []}
     for _ in range(options.rounds):
-        for side, results in found.items():
+        for side, results in by_side.items():
             command = [sys.executable, "-m", "tools.bench.head", *sys.argv[1:], "--side", side]
             results.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
     middle = {
-        side: {k: statistics.median(r[k] for r in results) for k in results[0]} for side, results in found.items()
+        side: {k: statistics.median(r[k] for r in results) for k in results[0]} for side, results in by_side.items()
     }
     logits = options.tokens * options.vocab * 4 / 2**20
     print(f"{options.tokens} tokens, width {options.width}, vocabulary {options.vocab}, fp32: logits {logits:.0f} MiB")
     for side, values in middle.items():
         print(f"{side:<6} " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
     print(f"peak memory fused/whole {middle['fused']['peak_mib'] / middle['whole']['peak_mib']:.3f}")
-    ratios = [f["seconds"] / w["seconds"] for f, w in zip(found["fused"], found["whole"], strict=True)]
+    ratios = [f["seconds"] / w["seconds"] for f, w in zip(by_side["fused"], by_side["whole"], strict=True)]
     print(f"time fused/whole {statistics.median(ratios):.2f} (rounds: {', '.join(f'{r:.2f}' for r in ratios)})")
 
 

@@ -1,11 +1,11 @@
 """Learner forward + backward against the same model in transformers: tokens per second, side by side in one run.
 
-    python -m tools.bench.learner [--model recipes/tiny/model] [--sequences 8] [--length 256] [--rounds 15] [--compiled]
+    python -m tools.bench.learner [--model recipes/tiny/model] [--sequences 8] [--length 256] [--rounds 15]
 
 All compute the log-prob of every next token in fp32 and its gradient, at one thread, in alternating rounds; the median
 of the rounds' ratios, with their middle half, is the figure to quote (absolute speeds drift with the machine). The last
 line says how far they are from the arithmetic: 6 FLOPs per active parameter and token, plus attention, at this core's
-measured matmul rate. ``--compiled`` adds the learner with `learner.compile`.
+measured matmul rate.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.checkpoint.architecture import Architecture, read_architecture
 from megatron_rl.checkpoint.shards import WeightMap
 from megatron_rl.config.learner import LearnerConfig
 from megatron_rl.learner.layers.attention import PackedSequences
 from megatron_rl.learner.layers.logprobs import token_logprobs
 from megatron_rl.learner.model import build_model
 from megatron_rl.learner.process_groups import initialize, shutdown
+from megatron_rl.model.architecture import Architecture, read_architecture
 from tools.bench.lib.timing import alternate, medians, spread
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def megatron_step(path: Path, tokens: torch.Tensor, compiled: bool = False):
-    architecture, config = read_architecture(path), LearnerConfig(dtype="fp32", compile=compiled)
+def megatron_step(path: Path, tokens: torch.Tensor):
+    architecture, config = read_architecture(path), LearnerConfig(dtype="fp32")
     model = build_model(architecture, config, initialize(config.parallel, "cpu", 0))
     WeightMap(model, architecture).load(path)
     num, length = tokens.shape
@@ -83,15 +83,12 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--compiled", action="store_true", help="also the learner with learner.compile")
     options = parser.parse_args()
     torch.set_num_threads(1)
     architecture = read_architecture(options.model)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, architecture.vocab_size, (options.sequences, options.length), generator=generator)
     sides = {"megatron_rl": megatron_step(options.model, tokens)}
-    if options.compiled:
-        sides["compiled"] = megatron_step(options.model, tokens, compiled=True)
     sides["transformers"] = transformers_step(options.model, tokens)
     results = [step() for step in sides.values()]
     difference = max(results) - min(results)

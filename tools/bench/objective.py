@@ -74,11 +74,11 @@ def shortest(functions: list, repeats: int) -> list[float]:
     """Shortest time of each function in s, called in turn so that other work on the machine hits all of them."""
     times = [[] for _ in functions]
     for _ in range(repeats):
-        for function, found in zip(functions, times):
+        for function, seconds in zip(functions, times):
             start = time.perf_counter()
             function()
-            found.append(time.perf_counter() - start)
-    return [min(found) for found in times]
+            seconds.append(time.perf_counter() - start)
+    return [min(seconds) for seconds in times]
 
 
 def passes_of_exp(values: torch.Tensor, num_passes: int) -> None:

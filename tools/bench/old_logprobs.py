@@ -1,4 +1,4 @@
-"""What the pass for old log-probs costs: its share of training, which an update that skips it saves.
+"""Cost of the pass for old log-probs: its share of training, which an update without it saves.
 
     python -m tools.bench.old_logprobs [--sequences 64] [--length 128] [--rounds 9]
 

@@ -64,8 +64,8 @@ def run(
     process = start("train", 0)
     programs = [process, start("serve", 1)] if own_cores else [process]
     marks: list[tuple[int, float]] = []  # steps done, processor seconds
-    for wanted in (WARM_UP_STEPS, steps - 1):
-        while len(lines()) < wanted and all(program.poll() is None for program in programs):
+    for num_lines in (WARM_UP_STEPS, steps - 1):
+        while len(lines()) < num_lines and all(program.poll() is None for program in programs):
             time.sleep(0.02)
         if all(program.poll() is None for program in programs):
             marks.append((len(lines()), sum(map(processor_seconds, programs))))

@@ -1,4 +1,4 @@
-"""What `batch.oversample` does to the lengths and rewards that are learned from: groups kept beside all asked for.
+"""Effect of `batch.oversample` on learned lengths and rewards: kept groups against all requested groups.
 
 Real servers sample the tiny model, whose weights stay as they are, so that only the choice of groups differs. Groups
 that `abort` would throw away are sampled to their end as well, to know what they would have been.
@@ -44,8 +44,8 @@ class ToTheEnd:
 
     def cancel(self, ticket: Any) -> int:
         start = time.perf_counter()
-        while found := self._generator.completed([ticket]):
-            self.rest += [arrival.group for arrival in found]
+        while arrivals := self._generator.completed([ticket]):
+            self.rest += [arrival.group for arrival in arrivals]
         self.late_s.append(time.perf_counter() - start)
         return 0
 

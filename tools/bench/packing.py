@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--padded", type=int, default=8, help="sequences in a padded microbatch")
     parser.add_argument("--batches", type=int, default=20)
     options = parser.parse_args()
-    found: dict[str, list[dict[str, float]]] = {"packed": [], "padded": []}
+    by_side: dict[str, list[dict[str, float]]] = {"packed": [], "padded": []}
     seconds = []
     for seed in range(options.batches):
         lengths = draw_lengths(options, seed)
@@ -74,22 +74,22 @@ def main() -> None:
         plan = deal(lengths, options.ranks, options.max_tokens)
         seconds.append(time.perf_counter() - start)
         assert sorted(i for rank in plan for microbatch in rank for i in microbatch) == list(range(len(lengths)))
-        found["packed"].append(figures(plan, lengths, options.tensor, is_padded=False))
+        by_side["packed"].append(figures(plan, lengths, options.tensor, is_padded=False))
         padded = padded_plan(len(lengths), options.ranks, options.padded)
-        found["padded"].append(figures(padded, lengths, 1, is_padded=True))
+        by_side["padded"].append(figures(padded, lengths, 1, is_padded=True))
     mean, longest = statistics.fmean(lengths), max(lengths)
     print(f"{options.batches} batches of {options.sequences} sequences (mean {mean:.0f}, longest {longest} tokens) on "
           f"{options.ranks} ranks, {options.max_tokens} tokens a microbatch")  # fmt: skip
     print(f"{'median (worst) of the batches':<36}{'packed':>20}{'padded':>20}")
-    for name in found["packed"][0]:
+    for name in by_side["packed"][0]:
         cells = []
         for side in ("packed", "padded"):
-            values = [batch[name] for batch in found[side]]
+            values = [batch[name] for batch in by_side[side]]
             shown = ".4f" if name.startswith(("padding", "imbalance")) else ".0f"
             cells.append(f"{statistics.median(values):{shown}} ({max(values):{shown}})")
         print(f"{name:<36}{cells[0]:>20}{cells[1]:>20}")
     ratio = statistics.median(
-        p["tokens computed"] / q["tokens computed"] for p, q in zip(found["padded"], found["packed"])
+        p["tokens computed"] / q["tokens computed"] for p, q in zip(by_side["padded"], by_side["packed"])
     )
     print(
         f"padded batches compute {ratio:.2f} times the tokens; dealing takes {1e3 * statistics.median(seconds):.1f} ms"

@@ -6,8 +6,9 @@ One learner and one server, a core each, the tiny model; 16 × 8 responses a ste
 Lengths are drawn (`tools.bench.lib.with_lengths`): every request asks the server for so many tokens. The arms take
 turns, every second turn backwards; the first steps of a run are left out.
 
-Each run is also simulated (`megatron_rl.plan.pipeline`) on its own lengths, from unit costs of its own: of a decoding
-step by the number of running responses, of a request and of a token of a prompt, measured on its server before the run
+Each run is also simulated (`instruments.plan.pipeline`) on its own lengths, from unit costs of its own: of a
+decoding step by the number of running responses, of a request and of a token of a prompt, measured on its server before
+the run
 (`lib.server_costs`); of a step that learns, of its tokens and of a weight update, from the run.
 
 The learner's core also has the thread that asks the server. Where servers sample while the learner learns, its work
@@ -34,12 +35,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.checkpoint.architecture import read_architecture
 from megatron_rl.config import load_recipe
-from megatron_rl.plan.asking import Asking
-from megatron_rl.plan.fleet import ServerCosts
-from megatron_rl.plan.lengths import Lengths
-from megatron_rl.plan.pipeline import Pipeline, simulate
+from megatron_rl.instruments.plan.fleet import ServerCosts
+from megatron_rl.instruments.plan.lengths import Lengths
+from megatron_rl.instruments.plan.pipeline import Asking, Pipeline, simulate
+from megatron_rl.model.architecture import read_architecture
 from megatron_rl.rollout.servers.rendezvous import discover
 from tools.bench.lib.server_costs import RUNNING, server_costs
 
@@ -163,10 +163,10 @@ def run(folder: Path, arm: Arm, steps: int, overrides: list[str], rounds: int) -
     program = [sys.executable, "-m", "tools.bench.lib.with_lengths", str(RECIPE), str(written)]
     numbers = [str(MEDIAN), str(SIGMA), str(LONGEST)]
     with server(folder, settings, environment):
-        while not (found := discover(recipe.rollout.servers, folder / arm.name)):
+        while not (addresses := discover(recipe.rollout.servers, folder / arm.name)):
             time.sleep(0.1)
         vocab_size = read_architecture(recipe.model.path).vocab_size
-        costs = asyncio.run(server_costs(found[0], token, vocab_size, rounds))
+        costs = asyncio.run(server_costs(addresses[0], token, vocab_size, rounds))
         command = ["taskset", "-c", str(LEARNER_CORE), *program, *numbers, *settings]
         with log.open("w") as output:
             status = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT).returncode
@@ -207,22 +207,22 @@ def main() -> None:
     options = parser.parse_args()
     os.sched_setaffinity(0, {LEARNER_CORE})
     arms = [Arm("finish", 0), *(Arm(mode, k) for k in options.staleness for mode in options.modes)]
-    found: dict[str, list[Measured]] = {arm.name: [] for arm in arms}
+    by_arm: dict[str, list[Measured]] = {arm.name: [] for arm in arms}
     simulated: dict[str, list[float]] = {arm.name: [] for arm in arms}
     loads = [os.getloadavg()[0]]
     for turn in range(options.turns):
         for arm in arms if turn % 2 == 0 else arms[::-1]:
             with tempfile.TemporaryDirectory() as folder:
                 measured = run(Path(folder), arm, options.steps, options.overrides, options.rounds)
-            found[arm.name].append(measured)
+            by_arm[arm.name].append(measured)
             simulated[arm.name].append(simulated_rate(arm, measured, options.steps))
         loads.append(os.getloadavg()[0])
         print(
-            f"turn {turn + 1}: " + ", ".join(f"{arm.name} {found[arm.name][-1].rate:.0f}" for arm in arms), flush=True
+            f"turn {turn + 1}: " + ", ".join(f"{arm.name} {by_arm[arm.name][-1].rate:.0f}" for arm in arms), flush=True
         )
         if options.json:
-            options.json.write_text(json.dumps(_figures(found, simulated, loads), indent=1))
-    _report(found, simulated, loads)
+            options.json.write_text(json.dumps(_figures(by_arm, simulated, loads), indent=1))
+    _report(by_arm, simulated, loads)
 
 
 def _figures(found: dict[str, list[Measured]], simulated: dict[str, list[float]], loads: list[float]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What router replay costs: bytes per token, time to check and slice routes, and the update with and without it.
+"""Cost of router replay: bytes per token, time to check and slice routes, and the update with and without it.
 
     python -m tools.bench.replay [--repeats 5]
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from megatron_rl.config import Recipe, load_recipe
-from megatron_rl.config.routing import RoutingConfig
+from megatron_rl.config.learner import RoutingConfig
 from megatron_rl.routing import RouteShape, RouteSlice, pack_routes, packed_keys, route_checksums
 from megatron_rl.types import Batch, Sequence
 
@@ -78,10 +78,10 @@ def step_costs(batch: Batch, shape: RouteShape, repeats: int, device: str = "cpu
     keys = packed_keys(tokens, positions, [s.id for s in sequences], [s.length for s in sequences])
 
     def take() -> RouteSlice:
-        found = packed.take([(0, num_tokens)], layers)
-        found.verify(keys, layers, shape)
-        found.settle()
-        return found
+        routes = packed.take([(0, num_tokens)], layers)
+        routes.verify(keys, layers, shape)
+        routes.settle()
+        return routes
 
     taken = take()
     costs = {

@@ -1,4 +1,4 @@
-"""What this project's own code costs in a step of 32 to 1024 ranks, beside what `plan` says the engines take.
+"""Cost of this project's own code in a step of 32 to 1024 ranks, beside the engines' time by `plan`.
 
     python -m tools.bench.scale [--quick] [--json] [--processes 4 8 16]
 
@@ -30,13 +30,13 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.checkpoint.known_models import shape_of
 from megatron_rl.config import Recipe, load_recipe
-from megatron_rl.config.reward import RewardConfig
-from megatron_rl.plan import GPUS, make_plan, make_workload
-from megatron_rl.plan.hardware import GIB
-from megatron_rl.plan.own_code import DRIVERS, RECORD, OwnCode, own_code
-from megatron_rl.plan.workload import Workload
+from megatron_rl.config.data import RewardConfig
+from megatron_rl.instruments.plan import GPUS, make_plan, make_workload
+from megatron_rl.instruments.plan.hardware import GIB
+from megatron_rl.instruments.plan.own_code import DRIVERS, RECORD, OwnCode, own_code
+from megatron_rl.instruments.plan.workload import Workload
+from megatron_rl.model.known_models import shape_of
 from megatron_rl.rewards import Rewarder
 from megatron_rl.types import Group, Prompt, Rollout
 
@@ -182,13 +182,13 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="put the unit costs on record for `plan`")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    recipe, found, sockets = load_recipe(RECIPE), {}, {}
+    recipe, costs_by_name, sockets = load_recipe(RECIPE), {}, {}
     for ranks in (n for n in options.processes if n <= 8 or not options.quick):
         start = time.perf_counter()
         costs, sockets[ranks] = measure(settings_for(ranks, options.quick), recipe)
-        found |= costs
+        costs_by_name |= costs
         print(f"{ranks} ranks: {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    units = unit_costs(found, ROUTE_BYTES, TENSOR)
+    units = unit_costs(costs_by_name, ROUTE_BYTES, TENSOR)
     record = {
         "reward_s": reward_seconds(options.quick),
         "fetch": answers.unit_costs(options.quick),
@@ -202,7 +202,7 @@ def main() -> int:
     if options.json:
         print(json.dumps({name: totals(*sizes[name]) for name in ("A", "B")}))
         return 0
-    print("\n".join([*_units(units), "", *growth(found), "", *table(sizes)]))
+    print("\n".join([*_units(units), "", *growth(costs_by_name), "", *table(sizes)]))
     return 0
 
 

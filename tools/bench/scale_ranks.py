@@ -21,7 +21,6 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.batch import build_batch, group_metrics, release_routes
-from megatron_rl.checkpoint.known_models import shape_of
 from megatron_rl.config import Recipe
 from megatron_rl.config.learner import ParallelConfig
 from megatron_rl.learner.exchange import Replicas, hand_over_logprobs, speaks
@@ -30,15 +29,23 @@ from megatron_rl.learner.packing import minibatch_denominators
 from megatron_rl.learner.passes import Passes
 from megatron_rl.learner.process_groups import initialize, shutdown
 from megatron_rl.learner.router_replay import RouterReplayer
+from megatron_rl.model.known_models import shape_of
 from megatron_rl.monitor.rollouts import rollout_metrics
-from megatron_rl.process import arrays
+from megatron_rl.process import ranks as ranks_module
+from megatron_rl.process.ranks import any_rank
 from megatron_rl.rewards import Rewarder
 from megatron_rl.rewards.shared import score_shared
-from megatron_rl.rollout.payload import make_rollout
-from megatron_rl.rollout.requests import consecutive_ranks, make_groups, make_requests, owners_of, share_of
+from megatron_rl.rollout.requests import (
+    consecutive_ranks,
+    make_groups,
+    make_requests,
+    make_rollout,
+    owners_of,
+    share_of,
+)
 from megatron_rl.rollout.vllm_engine import VllmGenerator
+from megatron_rl.run.recorded_batches import record_batch
 from megatron_rl.run.shown import share_repetition
-from megatron_rl.stored.batches import record_batch
 from megatron_rl.types import Prompt
 from tools.bench.unit_costs import Cost, Setting
 
@@ -62,12 +69,12 @@ class Meter:
         _forget_peak()
         received, seconds = COUNTED.received, time.process_time()
         yield
-        whole = Cost(time.process_time() - seconds, COUNTED.received - received, _memory("VmHWM") - self.start)
+        total = Cost(time.process_time() - seconds, COUNTED.received - received, _memory("VmHWM") - self.start)
         cost = self.costs.setdefault(name, Cost())
-        cost.seconds += whole.seconds - self._inner.seconds
-        cost.received += whole.received - self._inner.received
-        cost.peak = max(cost.peak, whole.peak)
-        self._inner = Cost(outer.seconds + whole.seconds, outer.received + whole.received)
+        cost.seconds += total.seconds - self._inner.seconds
+        cost.received += total.received - self._inner.received
+        cost.peak = max(cost.peak, total.peak)
+        self._inner = Cost(outer.seconds + total.seconds, outer.received + total.received)
 
 
 class _Counting:
@@ -92,7 +99,7 @@ class _Counting:
 
 
 COUNTED = _Counting()
-arrays.dist = COUNTED
+ranks_module.dist = COUNTED
 
 
 def _memory(kind: str) -> float:
@@ -115,9 +122,9 @@ def run_rank(rank: int, port: int, recipe: Recipe, settings: list[Setting], resu
     step = _Step(recipe)
     step.measure(Setting(ranks, 4 * ranks, 64, True))  # the first of everything is slower
     for setting in settings:
-        found = [step.measure(setting) for _ in range(2)]
+        measured = [step.measure(setting) for _ in range(2)]
         everyone: list[Any] = [None] * ranks
-        dist.all_gather_object(everyone, found)
+        dist.all_gather_object(everyone, measured)
         if rank == 0:
             results.put((setting, _worst([_best(of_rank) for of_rank in everyone]), _sockets()))
     shutdown()
@@ -134,12 +141,12 @@ def _best(repeats: list[dict[str, Cost]]) -> dict[str, Cost]:
 
     A later repeat starts with memory that an earlier one has left to the process, and its peaks count from there.
     """
-    found = {}
+    best = {}
     for name in repeats[0]:
         costs = [repeat[name] for repeat in repeats]
         least = min(costs, key=lambda cost: cost.seconds)
-        found[name] = Cost(least.seconds, least.received, max(cost.peak for cost in costs))
-    return found
+        best[name] = Cost(least.seconds, least.received, max(cost.peak for cost in costs))
+    return best
 
 
 def _worst(ranks: list[dict[str, Cost]]) -> dict[str, Cost]:
@@ -180,15 +187,15 @@ class _Step:
         requests = make_requests(prompts, num_samples, seed=0, step=0)
         engine, engines = rank // TENSOR, ranks // TENSOR
         owners = owners_of(len(requests), consecutive_ranks(engines, TENSOR))
-        mine = share_of(requests, engine, engines)[rank % TENSOR :: TENSOR]
+        own_requests = share_of(requests, engine, engines)[rank % TENSOR :: TENSOR]
         meter = self.meter = Meter()
-        answers = [self._answer(request, setting.length - prompt, setting.routes) for request in mine]
+        answers = [self._answer(request, setting.length - prompt, setting.routes) for request in own_requests]
         recorded, mode = (self.architecture, "replay") if setting.routes else (None, "native")
         fake_engine = SimpleNamespace(_rank=rank, _broken="")
         with meter.stage("responses"):
             held = [
                 make_rollout(request, *answer[:2], "stop", 0, answer[2], recorded, "#3")
-                for request, answer in zip(mine, answers)
+                for request, answer in zip(own_requests, answers)
             ]
         del answers
         with meter.stage("metadata"):
@@ -216,13 +223,13 @@ class _Step:
                 self.passes.microbatches(batch, minibatch, mode)
                 minibatch_denominators([batch.sequences[i] for i in minibatch], recipe.objective)
         with meter.stage("metrics"):
-            share_repetition(groups, recipe.monitor.repetition_ngram)
-            rollout_metrics(groups, recipe.monitor.repetition_ngram)
+            share_repetition(groups)
+            rollout_metrics(groups)
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, meter.stage("recorder"):
             shared = [folder]
             dist.broadcast_object_list(shared, src=0)
             record_batch(Path(shared[0]), batch, 0, {}, keep=False)
-            dist.barrier()
+            any_rank(False)  # waits for all
         return meter.costs
 
     def _answer(self, request: Any, length: int, routed: bool) -> tuple[list[int], list[float], np.ndarray | None]:
@@ -235,11 +242,11 @@ class _Step:
         return tokens, logprobs, routes if routed else None
 
     def _hand_over(self, batch: Any, in_pass: list[int], in_update: list[int]) -> None:
-        here = [i for i, home in enumerate(in_pass) if home == self.replicas.own and speaks()]
-        found = {i: np.zeros(batch.sequences[i].response_length, dtype=np.float32) for i in here}
-        given = hand_over_logprobs(batch, found, in_pass, in_update, self.replicas)
+        local_rows = [i for i, home in enumerate(in_pass) if home == self.replicas.own and speaks()]
+        logprobs = {i: np.zeros(batch.sequences[i].response_length, dtype=np.float32) for i in local_rows}
+        handed_over = hand_over_logprobs(batch, logprobs, in_pass, in_update, self.replicas)
         for i, sequence in enumerate(batch.sequences):
-            sequence.old_logprobs = given.get(i)
+            sequence.old_logprobs = handed_over.get(i)
 
 
 def _routers(architecture: Any) -> torch.nn.Module:

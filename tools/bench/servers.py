@@ -1,4 +1,4 @@
-"""What a server costs on top of its engine: a batch of responses and a push of weights, against an engine in-process.
+"""Cost of a server on top of its engine: a batch of responses and a push of weights, against a local engine.
 
     python -m tools.bench.servers [--prompts 8] [--group 8] [--length 64] [--rounds 9] [--set a.b=c …]
 

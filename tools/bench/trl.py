@@ -1,21 +1,19 @@
 """Step time against TRL's GRPOTrainer, step by step in turn: same model, task, batch, threads, precision, engine.
 
     python -m tools.bench.trl --trl-python VENV/bin/python [--lengths fixed tail free] [--longest 256] [--steps 24]
-                              [--ours eager compiled both] [--trl default eager plain] [--set a.b=c …]
+                              [--ours eager compiled] [--trl default eager plain] [--set a.b=c …]
 
 ``fixed``: every response has exactly 64 tokens. ``tail``: log-normal lengths, median --longest/16, the same
 draws for all. ``free``: responses end where the policy ends them, and the run goes on until all reach reward 0.9 (or
 --steps). All use vLLM in their process with the same weights; they take turns of some steps, so that all see the
 machine in the same state. The first step of a turn is not counted: it finds the caches full of another program, which
 a run on its own never does. TRL compiles vLLM's model, our default on a CPU does not: ``compiled`` and ``eager``
-exchange that; ``both`` is ours with `learner.compile` too.
+exchange that.
 ``plain`` is TRL without its correction of the mismatch, which needs a pass for old log-probs there. The ratio is the
 median over pairs of steps: of processor time where others use the machine, of wall time where it is idle.
 
-TRL is no requirement of ours: make it a virtual environment of its own beside vLLM's packages, for instance
-
-    python3.11 -m venv DIR && echo $PWD/.venv/lib/python3.11/site-packages > DIR/lib/python3.11/site-packages/a.pth
-    DIR/bin/python -m pip install trl==1.16.0
+TRL is no requirement of ours: `make bench-trl` makes it an environment of its own (.cache/trl) beside vLLM's packages
+and runs this. ``--alone`` runs ours without it.
 """
 
 from __future__ import annotations
@@ -62,7 +60,6 @@ def workers(options: argparse.Namespace, folder: Path) -> list[Worker]:
     for mode in options.ours:
         command = ["-m", "tools.bench.lib.grpo_ours", TINY / "grpo.yaml", longest, *overrides]
         command += [f"run_root={folder / mode}", f"rollout.enforce_eager={str(mode == 'eager').lower()}"]
-        command += [f"learner.compile={str(mode == 'both').lower()}"]
         name = f"ours, {mode}"
         started.append(Worker(name, [sys.executable, *map(str, command)], folder / f"{name}.log", environment))
     environment = FOR_TRL | environment
@@ -133,8 +130,9 @@ def run(kind: str, programs: list[Worker], options: argparse.Namespace) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", help="interpreter of a virtual environment that has trl and vLLM")
+    parser.add_argument("--alone", action="store_true", help="ours without TRL")
     parser.add_argument("--trl", nargs="+", choices=("default", "plain", "eager"), default=["default"])
-    parser.add_argument("--ours", nargs="+", choices=("eager", "compiled", "both"), default=["eager"])
+    parser.add_argument("--ours", nargs="+", choices=("eager", "compiled"), default=["eager"])
     parser.add_argument("--lengths", nargs="+", choices=("fixed", "tail", "free"), default=["fixed", "tail"])
     parser.add_argument("--longest", type=int, default=256)
     parser.add_argument("--prompts", type=int, default=8)
@@ -145,9 +143,10 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override of our recipe")
     options = parser.parse_args()
-    if not options.trl_python:
-        print("bench.trl: give --trl-python, an interpreter that has trl (see --help); nothing was measured")
-        return 0
+    if options.alone:
+        options.trl = []
+    elif not options.trl_python:
+        parser.error("--trl-python: name an interpreter that has trl (`make bench-trl` makes one), or give --alone")
     os.environ.setdefault("OMP_NUM_THREADS", str(options.threads))
     programs: list[Worker] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.plan.own_code import OF_A_PASS, drivers
+from megatron_rl.instruments.plan.own_code import OF_A_PASS, drivers
 
 WHATS = ("seconds", "received", "peak")
 
@@ -43,11 +43,11 @@ def fit(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
     best, best_error = np.zeros(rows.shape[1]), np.inf
     for size in range(1, rows.shape[1] + 1):
         for columns in map(list, itertools.combinations(range(rows.shape[1]), size)):
-            found = np.linalg.lstsq(a[:, columns], b, rcond=None)[0]
-            error = float(((a[:, columns] @ found - b) ** 2).sum())
-            if (found >= 0).all() and error < best_error:
+            solution = np.linalg.lstsq(a[:, columns], b, rcond=None)[0]
+            error = float(((a[:, columns] @ solution - b) ** 2).sum())
+            if (solution >= 0).all() and error < best_error:
                 best, best_error = np.zeros(rows.shape[1]), error
-                best[columns] = found
+                best[columns] = solution
     return best
 
 

@@ -21,11 +21,11 @@ import numpy as np
 import psutil
 from safetensors.numpy import save_file
 
+from megatron_rl.instruments.watch import tokens, views
+from megatron_rl.instruments.watch.columns import dumps
+from megatron_rl.instruments.watch.run import WatchedRun
 from megatron_rl.monitor.jsonl import JsonlSink, encode_line
 from megatron_rl.monitor.plots import PANELS
-from megatron_rl.watch import tokens, views
-from megatron_rl.watch.columns import dumps
-from megatron_rl.watch.run import WatchedRun
 
 LAYERS, DRAWN = (
     48,
@@ -57,9 +57,12 @@ def write_batch(folder: Path, responses: int, length: int) -> None:
     }
     save_file(arrays, folder / "step_00000001.safetensors")
     about = [{"id": f"train:{i}/0", "prompt_length": 16, "advantage": 0.0, "reward": 1.0} for i in range(responses)]
-    told = {"format_version": 3, "step": 1, "policy_version": 1, "kept": False, "minibatches": [], "metrics": {}}
-    told |= {"parts": [{"file": "step_00000001.safetensors", "sequences": list(range(responses))}], "sequences": about}
-    (folder / "step_00000001.json").write_text(json.dumps(told))
+    manifest = {"format_version": 3, "step": 1, "policy_version": 1, "kept": False, "minibatches": [], "metrics": {}}
+    manifest |= {
+        "parts": [{"file": "step_00000001.safetensors", "sequences": list(range(responses))}],
+        "sequences": about,
+    }
+    (folder / "step_00000001.json").write_text(json.dumps(manifest))
 
 
 def main() -> None:

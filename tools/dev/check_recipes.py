@@ -1,6 +1,6 @@
 """Load, check and plan every recipe, and check every study, below `recipes/`: part of `make lint`.
 
-A recipe whose model is not on this machine is checked against the shape known by its name (checkpoint/known_models.py).
+A recipe whose model is not on this machine is checked against the shape known by its name (model/known_models.py).
 A recipe whose name says how many GPUs it is for (…-4n8g-…) has a line `# Plan: GPU …` in its header: what
 `megatron-rl plan` says of it, which must be true and must fit; --write brings these lines up to date. A file
 without `num_steps`, `model` and `data` after its `extends:` are merged is a base for others and only parsed.
@@ -15,12 +15,12 @@ import warnings
 from pathlib import Path
 
 from megatron_rl.check import check_recipe
-from megatron_rl.checkpoint.known_models import shape_of
 from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.config.loader import is_base
 from megatron_rl.errors import InputError
-from megatron_rl.lab import is_study, load_study
-from megatron_rl.plan import GPUS, make_plan, make_workload, summary
+from megatron_rl.instruments.lab import is_study, load_study
+from megatron_rl.instruments.plan import GPUS, make_plan, make_workload, summary
+from megatron_rl.model.known_models import shape_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,21 +62,21 @@ def check(path: Path, write: bool = False) -> str:
 def check_header(path: Path, recipe: Recipe, write: bool) -> str:
     """Hold the header's plan against the planner's; the plan."""
     text = path.read_text()
-    found = list(_PLAN.finditer(text))
-    if not found:
+    plan_lines = list(_PLAN.finditer(text))
+    if not plan_lines:
         raise InputError(f"the header lacks a line '# Plan: GPU', GPU one of {', '.join(GPUS)}")
     plans = []
-    for line in found:
+    for line in plan_lines:
         plan = make_plan(make_workload(recipe, shape_of(recipe.model.path)[0], GPUS[line[1]]))
         if plan.problems:
             raise InputError(f"does not fit {line[1]}: " + "; ".join(plan.problems))
         plans.append(f"# Plan: {summary(plan)}")
-    wanted = dict(zip((line[0] for line in found), plans, strict=True))
-    stale = [line for line, plan in wanted.items() if line != plan]
+    plan_of = dict(zip((line[0] for line in plan_lines), plans, strict=True))
+    stale = [line for line, plan in plan_of.items() if line != plan]
     if stale and not write:
-        raise InputError(f"the header says {stale[0]!r}; it should be {wanted[stale[0]]!r}: run with --write")
+        raise InputError(f"the header says {stale[0]!r}; it should be {plan_of[stale[0]]!r}: run with --write")
     if stale:
-        path.write_text(_PLAN.sub(lambda line: wanted[line[0]], text))
+        path.write_text(_PLAN.sub(lambda line: plan_of[line[0]], text))
     return "; ".join(plan.removeprefix("# Plan: ") for plan in plans)
 
 

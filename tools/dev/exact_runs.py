@@ -21,7 +21,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.stored.batches import batch_path, load_batch, recorded_steps
+from megatron_rl.run.recorded_batches import batch_path, load_batch, recorded_steps
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = "recipes/tiny/exact.yaml"
@@ -75,7 +75,7 @@ def run_name(layout: str, dtype: str) -> str:
 
 @dataclass
 class Outcome:
-    """What a run left."""
+    """The results of a run."""
 
     gates: list[float | None]  # of each step that updated
     rewards: list[float]  # of validation
@@ -132,8 +132,8 @@ def main(options: Sequence[str] | None = None) -> int:
 
 def _row(outcome: Outcome, alone: Outcome | None) -> str:
     largest = "missing" if None in outcome.gates else max(outcome.gates, default="missing")
-    others = "" if alone is None else next((i for i, n in enumerate(outcome.differing(alone)) if n), "none")
-    return f"{len(outcome.gates):5} {largest:>13} {len(outcome.rewards):12}  {others}"
+    first_difference = "" if alone is None else next((i for i, n in enumerate(outcome.differing(alone)) if n), "none")
+    return f"{len(outcome.gates):5} {largest:>13} {len(outcome.rewards):12}  {first_difference}"
 
 
 if __name__ == "__main__":

@@ -131,19 +131,19 @@ def examples(target: str, folder: Path, pool: WorkerPool | None, number: int, co
         count[0] += 1
         attempt(*case)
 
-    own = settings(max_examples=number, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    return own(given(cases)(run))
+    configured = settings(max_examples=number, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    return configured(given(cases)(run))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("targets", nargs="*", metavar="recipe|data|reward", help="default: all three")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each of them")
-    options, known = parser.parse_args(), ["recipe", "data", "reward"]
-    if unknown := set(options.targets) - set(known):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; allowed are {', '.join(known)}")
+    options, all_targets = parser.parse_args(), ["recipe", "data", "reward"]
+    if unknown := set(options.targets) - set(all_targets):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; allowed are {', '.join(all_targets)}")
     status = 0
-    for target in options.targets or known:
+    for target in options.targets or all_targets:
         count, start = [0], time.monotonic()
         with tempfile.TemporaryDirectory() as folder, WorkerPool(1, timeout_s=1.0, memory_limit_mib=512) as pool:
             try:

@@ -24,15 +24,13 @@ from megatron_rl.config import Recipe
 from megatron_rl.config.objective import Distortion
 from megatron_rl.config.yaml12 import parse
 from megatron_rl.errors import EXIT_DONE
-from megatron_rl.lab.jobs import LoadedStudy, load_study
-from megatron_rl.lab.on_disk import FINISHED
-from megatron_rl.lab.outcomes import outcome_of
-from megatron_rl.lab.runner import StudyRunner
-from megatron_rl.lab.study import Study
+from megatron_rl.instruments.lab.jobs import FINISHED, LoadedStudy, load_study, outcome_of
+from megatron_rl.instruments.lab.runner import StudyRunner
+from megatron_rl.instruments.lab.study import Study
 from megatron_rl.monitor.jsonl import read_metrics
 from megatron_rl.monitor.run_directory import RunDirectory
+from megatron_rl.run.recorded_batches import batch_path, load_batch
 from megatron_rl.schedule.length_decay import LengthDecay
-from megatron_rl.stored.batches import batch_path, load_batch
 
 SEED = 100
 DOSE, COLLAPSE = "dose", "collapse step"  # the outcomes of a study that measure them
@@ -48,12 +46,12 @@ def pilot_runs(
 ) -> list[RunDirectory]:
     """Runs of ``arms`` with seeds of their own, ``extra`` overrides added; those that are finished are taken as they
     are. SystemExit where one fails."""
-    own = replace(study, study=study.study.model_copy(update={"seeds": list(seeds), "pending": []}))
-    wanted = [replace(job, overrides=(*job.overrides, *extra)) for job in own.jobs(root, arms=arms)]
-    states = StudyRunner(own, root, jobs).run(wanted)
+    pilot = replace(study, study=study.study.model_copy(update={"seeds": list(seeds), "pending": []}))
+    pilot_jobs = [replace(job, overrides=(*job.overrides, *extra)) for job in pilot.jobs(root, arms=arms)]
+    states = StudyRunner(pilot, root, jobs).run(pilot_jobs)
     if failed := [name for name, state in states.items() if state not in FINISHED]:
         raise SystemExit(f"{root}: not finished: {', '.join(failed)}")
-    return [RunDirectory(root / job.name) for job in wanted]
+    return [RunDirectory(root / job.name) for job in pilot_jobs]
 
 
 def matched(dose_of: Callable[[float], float], target: float, start: float, tolerance: float) -> tuple[float, float]:
@@ -90,11 +88,11 @@ def share_of_low(run: RunDirectory, low_prob: float) -> float:
 
 
 def summary(study: Study, run: RunDirectory) -> dict[str, Any]:
-    """What the rules of the study files ask of a pilot run: held-out reward and the study's outcomes."""
+    """Return a pilot run's figures for the rules of study files: held-out reward and the study's outcomes."""
     records = read_metrics(run.metrics)
     rewards = [record["val/reward/mean"] for record in records if "val/reward/mean" in record]
-    found: dict[str, Any] = {"start": rewards[0], "best": max(rewards), "end": rewards[-1]}
-    return found | {name: outcome_of(records, how) for name, how in study.outcomes.items()}
+    figures: dict[str, Any] = {"start": rewards[0], "best": max(rewards), "end": rewards[-1]}
+    return figures | {name: outcome_of(records, how) for name, how in study.outcomes.items()}
 
 
 @dataclass(frozen=True)
@@ -188,9 +186,9 @@ def _clock(args: argparse.Namespace) -> None:
         (runs[rate],) = pilot_runs(study, args.out / f"{args.arm}-{rate:g}", [args.arm], [args.seed], overrides)
     loses = {}
     for rate, run in runs.items():
-        found = summary(study.study, run)
-        loses[rate] = found["end"] < HELD * found["best"]
-        print(f"rate {rate:g}: {json.dumps(found)}")
+        figures = summary(study.study, run)
+        loses[rate] = figures["end"] < HELD * figures["best"]
+        print(f"rate {rate:g}: {json.dumps(figures)}")
     clocks = {(ratio, rate): clock_of(study.study, run, ratio) for ratio in SURGE_RATIOS for rate, run in runs.items()}
     for (ratio, rate), clock in clocks.items():
         print(f"surge ratio {ratio:g}, rate {rate:g}: {clock or 'no surge'}")

@@ -3,10 +3,11 @@
     python -m tools.dev.make_tiny_checkpoint --out recipes/tiny
 
 writes ``model/`` (HF layout) and ``data/{train,validation}.jsonl`` (fields ``id``, ``problem``, ``answer``; no problem
-is in both). The model is trained by imitation of deliberately imperfect demonstrations (megatron_rl/rewards/modsum.py)
-until it solves somewhat less than half of the held-out problems when sampled at temperature 1, which leaves
-reinforcement learning something to do. The tool fails where that accuracy is outside ``--accept``. Everything follows
-from ``--seed`` on one thread; another processor or torch version may round differently.
+is in both). The model is trained by imitation of deliberately imperfect demonstrations of the digit-sum task
+(megatron_rl/rewards/modsum.py) until it solves somewhat less than half of the held-out problems when sampled at
+temperature 1, which leaves reinforcement learning something to do. The tool fails where that accuracy is outside
+``--accept``. Everything follows from ``--seed`` on one thread; another processor or torch version may round
+differently.
 
 Tests import ``build_tiny_config`` and ``build_tokenizer`` to make smaller, dense or random models of the same kind.
 """
@@ -19,12 +20,13 @@ import math
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_rl.rewards.modsum import ModsumProblem, make_demonstration, make_problem, modsum_reward
+from megatron_rl.rewards.modsum import ANSWER_MARK, modsum_reward
 
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 FIRST_CHAR_ID = 3
@@ -38,6 +40,46 @@ SIZES: dict[str, dict[str, int]] = {
     "nano": {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "experts": 4, "expert_width": 32},
 }
 FAMILIES = ("qwen3_moe", "qwen3", "qwen2", "llama")
+
+
+@dataclass(frozen=True)
+class ModsumProblem:
+    """One problem. Example: ``ModsumProblem(digits=(2, 4, 1, 3), base=5)`` reads ``^2413=`` and its answer is ``0``."""
+
+    digits: tuple[int, ...]
+    base: int = 5
+
+    @property
+    def text(self) -> str:
+        return "^" + "".join(str(digit) for digit in self.digits) + "="
+
+    @property
+    def answer(self) -> str:
+        return str(sum(self.digits) % self.base)
+
+
+def make_problem(rng: random.Random, *, min_digits: int = 3, max_digits: int = 7, base: int = 5) -> ModsumProblem:
+    """Draw a problem: its number of digits uniformly from ``min_digits … max_digits``, then each digit uniformly."""
+    num_digits = rng.randint(min_digits, max_digits)
+    return ModsumProblem(digits=tuple(rng.randrange(base) for _ in range(num_digits)), base=base)
+
+
+def make_demonstration(rng: random.Random, problem: ModsumProblem, *, think_prob: float, slip_prob: float) -> str:
+    """Write a response to imitate, not always a right one.
+
+    With probability ``think_prob`` it works step by step, and then each running sum after the first is replaced with
+    probability ``slip_prob`` by another digit, from which the later sums go on, as after a real mistake. Otherwise it
+    answers at once, correctly.
+    """
+    if rng.random() >= think_prob:
+        return ANSWER_MARK + problem.answer
+    running, steps = 0, []
+    for position, digit in enumerate(problem.digits):
+        running = (running + digit) % problem.base
+        if position > 0 and rng.random() < slip_prob:
+            running = (running + rng.randrange(1, problem.base)) % problem.base
+        steps.append(f"{digit}{running}")
+    return "".join(steps) + ANSWER_MARK + str(running)
 
 
 def build_tiny_config(family: str = "qwen3_moe", size: str = "tiny", **overrides: Any):

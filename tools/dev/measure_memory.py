@@ -7,8 +7,9 @@ Measured: the most bytes that PyTorch's CPU allocator had handed out at one time
 the weights twice, summed from the allocator's own events (`torch.profiler`, ``profile_memory``). That is what
 `torch.cuda.max_memory_allocated` says on a GPU, and it misses nothing: temporaries inside kernels and the backward
 pass are in it. The resident set size was not chosen, because it also holds libraries, the allocator's slack and pages
-that were never given back. Predicted: `megatron_rl.plan.learner`, the arithmetic that `plan` uses for GPUs, with
-the learner's CPU layers in place of TransformerEngine's. The exit status is 1 where they differ by more than 15%.
+that were never given back. Predicted: `megatron_rl.instruments.plan.learner`, the arithmetic that `plan` uses for
+GPUs, with the learner's CPU layers in place of TransformerEngine's. The exit status is 1 where they differ by more than
+15%.
 """
 
 from __future__ import annotations
@@ -25,11 +26,10 @@ import numpy as np
 from megatron.core import parallel_state
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_rl.checkpoint.architecture import read_architecture
 from megatron_rl.config import Recipe
+from megatron_rl.instruments.plan.learner import learner_memory, total_parameters
 from megatron_rl.learner.learner import Learner
-from megatron_rl.plan.learner import learner_memory
-from megatron_rl.plan.parameters import total_parameters
+from megatron_rl.model.architecture import read_architecture
 from megatron_rl.process.ranks import world_rank, world_size
 from megatron_rl.types import Batch, Sequence
 from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint

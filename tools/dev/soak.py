@@ -123,15 +123,15 @@ class Soak:
 
     def flip_bit(self, process: subprocess.Popen) -> None:
         self.kill(process)
-        if len(found := manifest.list_checkpoints(self.run / "checkpoints")) > 1:
-            file = max(found[-1].glob("*.distcp"), key=lambda path: path.stat().st_size)
+        if len(checkpoints := manifest.list_checkpoints(self.run / "checkpoints")) > 1:
+            file = max(checkpoints[-1].glob("*.distcp"), key=lambda path: path.stat().st_size)
             data = bytearray(file.read_bytes())
             data[self.random.randrange(len(data))] ^= 1
             file.write_bytes(data)
 
     def report(self) -> dict:
         growths = [life.growth for life in self.lives if life.growth is not None]
-        found = {
+        report = {
             "steps": self.done,
             "of": self.steps,
             "starts": len(self.lives),
@@ -142,8 +142,8 @@ class Soak:
             "largest growth of memory": round(max(growths), 4) if growths else None,
             "longest life in steps": max((life.memory[-1][0] - life.first_step for life in self.lives), default=0),
         }
-        (self.run.parent / "soak.json").write_text(json.dumps(found, indent=1) + "\n")
-        return found
+        (self.run.parent / "soak.json").write_text(json.dumps(report, indent=1) + "\n")
+        return report
 
 
 def resident_mib(pid: int) -> float:
@@ -154,15 +154,15 @@ def resident_mib(pid: int) -> float:
 
 
 def problems(soak: Soak) -> list[str]:
-    """What the run lost, or should not have gained; empty where all is well."""
+    """Return messages on losses of the run and on memory growth; empty if there is no fault."""
     rows = [json.loads(line)["step"] for line in (soak.run / "metrics.jsonl").read_text().splitlines()]
-    found = [] if rows == list(range(soak.steps)) else [f"steps recorded: {len(rows)}, not each of {soak.steps} once"]
+    faults = [] if rows == list(range(soak.steps)) else [f"steps recorded: {len(rows)}, not each of {soak.steps} once"]
     for path in manifest.list_checkpoints(soak.run / "checkpoints"):
-        found += [f"{path.name}: {problem}" for problem in manifest.altered_files(path)]
+        faults += [f"{path.name}: {problem}" for problem in manifest.altered_files(path)]
     growths = [life.growth for life in soak.lives if life.growth is not None]
     if growths and max(growths) > GROWTH_LIMIT:
-        found.append(f"memory grew by {max(growths):.1%} in one life")
-    return found
+        faults.append(f"memory grew by {max(growths):.1%} in one life")
+    return faults
 
 
 def main() -> int:
@@ -183,9 +183,9 @@ def main() -> int:
             print(f"gave up: exit status {status}; see {soak.log}")
             return 1
     print(json.dumps(soak.report(), indent=1))
-    for problem in (found := problems(soak)):
+    for problem in (faults := problems(soak)):
         print(f"problem: {problem}")
-    return 1 if found else 0
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

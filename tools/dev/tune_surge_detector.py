@@ -17,9 +17,10 @@ import numpy as np
 import yaml
 from pydantic import ValidationError
 
-from megatron_rl.config.schedule import DetectorConfig
+from megatron_rl.config.learner import DetectorConfig
 from megatron_rl.errors import EXIT_BAD_INPUT, EXIT_DONE
-from megatron_rl.schedule import SurgeDetector, synthetic
+from megatron_rl.schedule import SurgeDetector
+from tools.dev import length_curves
 
 NOISES = (0.0, 0.05, 0.10, 0.15, 0.20, 0.25)
 Outcome = Callable[[int | None], bool]
@@ -37,16 +38,16 @@ def period_near(target: int) -> Outcome:
     return lambda step: step is not None and abs(round(1.8 * step) - target) <= 0.1 * target
 
 
-CASES: list[tuple[str, synthetic.Curve, Outcome]] = [
-    ("flat", synthetic.flat(), silent),
-    ("growth 10%/100 steps", synthetic.growth(0.10), silent),
-    ("growth 20%/100 steps", synthetic.growth(0.20), silent),
-    ("spikes x8", synthetic.spikes(), silent),
-    ("decline 30%/100 steps", synthetic.decline(), silent),
-    ("surge x3 at 40", synthetic.step_surge(40, num_steps=100), within_five(40)),
-    ("surge x3 at 250", synthetic.step_surge(250), within_five(250)),
+CASES: list[tuple[str, length_curves.Curve, Outcome]] = [
+    ("flat", length_curves.flat(), silent),
+    ("growth 10%/100 steps", length_curves.growth(0.10), silent),
+    ("growth 20%/100 steps", length_curves.growth(0.20), silent),
+    ("spikes x8", length_curves.spikes(), silent),
+    ("decline 30%/100 steps", length_curves.decline(), silent),
+    ("surge x3 at 40", length_curves.step_surge(40, num_steps=100), within_five(40)),
+    ("surge x3 at 250", length_curves.step_surge(250), within_five(250)),
     *(
-        (f"paper {centre}, to {high:.0f}", synthetic.paper_curve(centre, high, num_steps=200), period_near(target))
+        (f"paper {centre}, to {high:.0f}", length_curves.paper_curve(centre, high, num_steps=200), period_near(target))
         for centre, target in ((110, 204), (90, 160))
         for high in (3000.0, 3500.0, 4000.0)
     ),

@@ -1,10 +1,14 @@
-"""Core attention without TransformerEngine: PyTorch's scaled_dot_product_attention over packed sequences.
+"""Core attention over packed sequences: PyTorch's scaled_dot_product_attention, and what TransformerEngine chooses.
 
 Megatron's own `DotProductAttention` materialises the [heads, tokens, tokens] scores and refuses packed sequences.
 Here one microbatch is one row of ``N`` tokens that holds ``S`` sequences back to back. Sequences of one length are
 attended to together as they lie. Sequences of several lengths are padded to the longest, or go one by one where padding
-costs more than it saves.
-The result is the same function in every case: a causal mask never lets a token see what follows it.
+costs more than it saves. The result is the same function in every case: a causal mask never lets a token see what
+follows it.
+
+On a GPU TransformerEngine attends. Its fused attention (cuDNN) has packed rows on compute capability 9.0 and later,
+flash-attn from 8.0 on. Where neither can run it falls back, without a message, to an attention that stores every score:
+[sequences, heads, longest, longest]. This module therefore asks TransformerEngine which attention it takes.
 
 Shapes: N packed tokens, S sequences, M longest sequence, H heads, D head width; GQA groups are expanded by SDPA.
 """
@@ -13,16 +17,154 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.utils.checkpoint import checkpoint
 
+from megatron_rl.errors import InputError
 from megatron_rl.learner.context import WHOLE, ContextShare
-from megatron_rl.learner.layers.context_attention import ContextKeys
-from megatron_rl.learner.layers.softmax_attention import attend
+
+# PyTorch's attention, as all layers call it that compute without TransformerEngine.
+
+
+PACKS_IN_VAIN = "pack_vnni2 is only supported"
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """softmax(``scale`` · query · keyᵀ) · value, [B, H, S, D]; keys may have fewer heads, shared in groups."""
+
+    def attention(*qkv: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        grouped = query.size(1) != key.size(1)
+        return F.scaled_dot_product_attention(
+            *qkv, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
+        )
+
+    try:
+        return attention(query, key, value, mask=mask)
+    except RuntimeError as error:
+        # torch 2.13 packs long 16-bit rows for AMX where the processor has it, though ATEN_CPU_CAPABILITY asks for code
+        # of other processors, which cannot. In fp32 it does not, at the cost of copies that `plan` does not count.
+        if PACKS_IN_VAIN not in str(error):
+            raise
+    wide = mask.float() if mask is not None and mask.is_floating_point() else mask
+    return attention(query.float(), key.float(), value.float(), mask=wide).to(query.dtype)
+
+
+# Causal attention of a rank's chunks over whole sequences: keys and values of all context-parallel ranks, gathered.
+#
+# The ranks exchange keys and values once a layer, in one collective, and their gradients in another; queries stay.
+# Where scores of one call would not fit, queries go in blocks, whose scores the backward pass computes again.
+#
+# Shapes: N packed tokens of a whole row, n = N / size of them on this rank, S sequences, M longest of them, Q = M /
+# size queries of it here, H heads, G key/value heads, D head width.
+
+
+# Entries of a mask that are made at once: 64 MiB in fp32. Smaller ones are made once for all layers of a microbatch.
+MASK_ENTRIES = 2**24
+
+
+class ContextKeys:
+    """Of one packed row: where each sequence's keys lie among the gathered ones, and which of them a query sees.
+
+    ``lengths``: of the whole sequences, with padding to whole chunks.
+    """
+
+    def __init__(self, lengths: Sequence[int], share: ContextShare, device: torch.device):
+        self.lengths, self.share = list(lengths), share
+        self.own = [n // share.size for n in lengths]  # queries of each sequence
+        num_own = sum(self.own)
+        order = np.empty(sum(lengths), dtype=np.int64)  # of each key its place among the gathered
+        for rank in range(share.size):
+            ranges = ContextShare(share.size, rank).ranges(lengths)
+            rows = np.concatenate([np.arange(a, b) for a, b in ranges])
+            order[rows] = np.arange(num_own) + rank * num_own
+        place = np.empty_like(order)  # of each gathered key its place in the row
+        place[order] = np.arange(len(order))
+        self._order, self._place = (torch.from_numpy(x).to(device) for x in (order, place))
+        self.padding: tuple[torch.Tensor, torch.Tensor] | None = None  # as `padding_indices` gives it, of the keys
+        self._masks: dict[int | None, torch.Tensor] = {}
+        self._positions = [share.positions(n) for n in lengths]
+
+    def gather(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """``key`` and ``value`` [n, 1, G, D] → both side by side of the whole row, in its order, [N, G, 2·D]."""
+        both = torch.cat([key, value], dim=-1).squeeze(1)
+        both = gather_from_sequence_parallel_region(
+            both, tensor_parallel_output_grad=True, group=parallel_state.get_context_parallel_group()
+        )
+        return _Permute.apply(both, self._order, self._place)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None,
+        number: int | None = None,
+    ) -> torch.Tensor:
+        """``query`` [S, H, Q, D], ``key`` and ``value`` [S, G, M, D] of all sequences, padded to the longest, or of
+        sequence ``number`` → [S, H, Q, D]."""
+        last_keys, longest = self._last_keys(number), key.size(2)
+        num_sequences, width = last_keys.shape
+        rows = max(1, MASK_ENTRIES // (num_sequences * longest))
+        if rows >= width:
+            if number not in self._masks:
+                self._masks[number] = _mask(torch.from_numpy(last_keys).to(query.device), longest, query.dtype)
+            return attend(query, key, value, scale, self._masks[number])
+        outputs, on_device = [], torch.from_numpy(last_keys).to(query.device)
+        for first in range(0, width, rows):
+            block = slice(first, first + rows)
+            seen = int(last_keys[:, block].max()) + 1
+            inputs = (query[:, :, block], key[:, :, :seen], value[:, :, :seen], on_device[:, block], scale)
+            outputs.append(checkpoint(_block, *inputs, use_reentrant=False, preserve_rng_state=False))
+        return torch.cat(outputs, dim=2)
+
+    def _last_keys(self, number: int | None) -> np.ndarray:
+        """[S, Q]: the last key that each query sees. Padding sees one."""
+        chosen = self._positions if number is None else [self._positions[number]]
+        keys = np.zeros((len(chosen), max(len(p) for p in chosen)), dtype=np.int64)
+        for row, positions in zip(keys, chosen):
+            row[: len(positions)] = positions
+        return keys
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in another order; ``back`` undoes it."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(back)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def _mask(last_keys: torch.Tensor, num_keys: int, dtype: torch.dtype) -> torch.Tensor:
+    """[S, 1, Q, M] to be added to scores."""
+    hidden = torch.arange(num_keys, device=last_keys.device) > last_keys[:, None, :, None]
+    return torch.zeros(hidden.shape, dtype=dtype, device=last_keys.device).masked_fill_(hidden, float("-inf"))
+
+
+def _block(query, key, value, last_keys, scale) -> torch.Tensor:
+    return attend(query, key, value, scale, _mask(last_keys, key.size(2), query.dtype))
+
 
 # All sequences go in one padded call while the padded score matrix has at most this many times the entries of the real
 # ones: one call saves about 50 µs of dispatch a sequence, and an entry costs a fraction of a nanosecond.
@@ -139,12 +281,12 @@ class SDPACoreAttention(MegatronModule):
         keys, width = packed.keys, query.size(-1)
         both, query = keys.gather(key, value), query.squeeze(1)
         if packed.pad_index is None and len(set(keys.lengths)) > 1:
-            found = []
+            outputs = []
             for i, parts in enumerate(zip(query.split(keys.own), both.split(keys.lengths), strict=True)):
                 q, kv = (x.transpose(0, 1).unsqueeze(0) for x in parts)
                 out = keys.attend(q, *kv.split(width, dim=-1), self.softmax_scale, i)
-                found.append(out.squeeze(0).transpose(0, 1))
-            return torch.cat(found).flatten(1).unsqueeze(1)
+                outputs.append(out.squeeze(0).transpose(0, 1))
+            return torch.cat(outputs).flatten(1).unsqueeze(1)
         if packed.pad_index is None:
             q, kv = (x.unflatten(0, (len(keys.lengths), -1)).transpose(1, 2) for x in (query, both))
         else:
@@ -207,3 +349,53 @@ class PackedRotaryEmbedding(torch.nn.Module):
         # Not this rank's two ends of one long sequence, which Megatron would cut out under context parallelism.
         angles = self.rotary(max_seq_len, packed_seq=True)  # [M, 1, 1, D]
         return angles if self.position_ids is None else angles[self.position_ids]
+
+
+FLASH_ATTN = "flash-attn>=2.7.3,<2.8.4"  # what TransformerEngine 2.20 takes
+CONTEXT_COMMUNICATION = "p2p"
+"""Keys and values go round a ring of context-parallel ranks while attention to those that are here is computed."""
+_SEQUENCES, _LENGTH = 4, 4096  # a row that stands for all: the choice depends on neither
+
+
+def packed_attention(config: TransformerConfig) -> Literal["flash", "fused", "unfused"]:
+    """What TransformerEngine selects in training for rows packed as the learner packs them."""
+    from transformer_engine.pytorch.attention.dot_product_attention.utils import AttentionParams, get_attention_backend
+
+    parameters = AttentionParams(
+        qkv_dtype=config.params_dtype,
+        qkv_layout="thd_thd_thd",
+        batch_size=_SEQUENCES,
+        num_heads=config.num_attention_heads // config.tensor_model_parallel_size,
+        num_gqa_groups=config.num_query_groups // config.tensor_model_parallel_size,
+        max_seqlen_q=_LENGTH,
+        max_seqlen_kv=_LENGTH,
+        num_tokens_q=_SEQUENCES * _LENGTH,
+        num_tokens_kv=_SEQUENCES * _LENGTH,
+        head_dim_qk=config.kv_channels,
+        head_dim_v=config.kv_channels,
+        attn_mask_type="padding_causal",
+        window_size=(-1, 0),
+        context_parallel=config.context_parallel_size > 1,
+        cp_comm_type=CONTEXT_COMMUNICATION,
+    )
+    flash, _, fused, *_ = get_attention_backend(parameters)
+    return "flash" if flash else "fused" if fused else "unfused"
+
+
+def refuse_unfused_attention(config: TransformerConfig) -> None:
+    """Raise `InputError` where TransformerEngine would store every score. fp32 is let through: it has no other, and
+    none at all for parts of sequences."""
+    if config.params_dtype == torch.float32 and config.context_parallel_size > 1:
+        raise InputError(
+            f"learner.parallel.context: {config.context_parallel_size} with learner.dtype fp32, for which "
+            "TransformerEngine has no attention over parts of sequences; use bf16 or fp16, or uninstall "
+            "transformer-engine for torch's attention"
+        )
+    if config.params_dtype == torch.float32 or packed_attention(config) != "unfused":
+        return
+    major, minor = torch.cuda.get_device_capability()
+    raise InputError(
+        f"TransformerEngine has no fused attention over packed sequences on this GPU (compute capability {major}."
+        f"{minor}) and would store every attention score; install '{FLASH_ATTN}' (requirements.txt says how), or "
+        "uninstall transformer-engine for torch's attention"
+    )

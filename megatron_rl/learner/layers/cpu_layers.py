@@ -2,12 +2,13 @@
 
 Between two matrix products Megatron's own layers walk over the activations once per elementary operation: a rotary
 embedding is two concatenations, two products and a sum, and cosines of every angle in every layer. A CPU waits for
-memory in each of them. Here each such stretch is one autograd function with its own gradient. All experts of a rank are
-one function, so that elementwise work is done once for all of them. Parameters, their names and the results
-(to rounding) are Megatron's; tests/unit/learner/test_cpu_layers.py holds values and gradients to the original layers.
+memory in each of them. Here each such stretch is one function in few passes (`rms_norm`, …), with its own gradient; the
+layers and `kernel_ops` call these in their autograd functions. All experts of a rank are one function, so that
+elementwise work is done once for all of them. Parameters, their names and the results (to rounding) are Megatron's;
+tests/unit/learner/test_cpu_layers.py compares values and gradients with the original layers.
 
-Shapes: N tokens, H hidden size, D head width, E local experts, F expert width, K experts per token, M = N·K rows that
-are sorted by expert.
+Shapes: N tokens, b = 1, H hidden size, D head width, E local experts, F expert width, K experts per token, M = N·K rows
+that are sorted by expert. Activations have the learner's dtype, 1 / rms is float32.
 """
 
 from __future__ import annotations
@@ -29,9 +30,99 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.learner.layers.attention import PackedRotaryEmbedding
-from megatron_rl.learner.layers.elementwise import PLAIN, Stretches, compiled
 
 Tensor = torch.Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x / rms(x) · weight over the last dimension, in x's dtype; and 1 / rms in float32."""
+    square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_()
+    scale = square.div_(x.size(-1)).add_(eps).rsqrt_()
+    return (x.float() * scale).mul_(weight).to(x.dtype), scale
+
+
+def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x (float32) and weight. With s = 1 / rms: dx = s·(w·g) − x·s³·mean(w·g·x), dw = Σ s·g·x."""
+    grad, x, weight32 = grad.float(), x.float(), weight.float()
+    product = (grad * x).reshape(-1, x.size(-1))
+    grad_weight = product.t() @ scale.view(-1)
+    total = (product @ weight32).view_as(scale)
+    mean = total.mul_(scale.pow(3)).div_(x.size(-1))
+    grad_x = (grad * weight32).mul_(scale).addcmul_(x, mean, value=-1.0)
+    return grad_x, grad_weight.to(weight.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """(x₁, x₂) → (x₁·cos − x₂·sin, x₂·cos + x₁·sin), for halves x₁, x₂ of the last dimension, into a new tensor."""
+    x1, x2 = x.chunk(2, dim=-1)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y1, y2 = out.chunk(2, dim=-1)
+    torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=-1.0)
+    torch.mul(x2, cos, out=y2).addcmul_(x1, sin)
+    return out
+
+
+def split_norm_rotate(
+    mixed: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float
+) -> tuple[Tensor | None, ...]:
+    """Queries, keys, values and the 1 / rms of queries and keys of ``mixed`` [N, b, groups, heads + 2, D].
+
+    ``cos``, ``sin`` [N, 1, 1, 1, D/2]. A weight that is None: no norm. Queries [N, b, groups·heads, D], keys and values
+    [N, b, groups, D].
+    """
+    outputs, scales = [], []
+    for part, weight in ((mixed[..., :-2, :], q_weight), (mixed[..., -2:-1, :], k_weight)):
+        scale = None
+        if weight is not None:
+            part, scale = rms_norm(part, weight, eps)
+        scales.append(scale)
+        outputs.append(_rotate(part, cos, sin).flatten(2, 3))
+    return *outputs, mixed[..., -1, :].clone(memory_format=torch.contiguous_format), *scales
+
+
+def split_norm_rotate_backward(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    mixed: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of ``mixed`` and of both weights."""
+    parts = (mixed[..., :-2, :], grad_q, q_weight, q_scale), (mixed[..., -2:-1, :], grad_k, k_weight, k_scale)
+    grads, grad_weights = [], []
+    for x, grad_out, weight, scale in parts:
+        grad, grad_weight = _rotate(grad_out.reshape(x.shape), cos, -sin), None
+        if weight is not None:
+            grad, grad_weight = rms_norm_backward(grad, x, weight, scale)
+        grads.append(grad.to(mixed.dtype))
+        grad_weights.append(grad_weight)
+    return torch.cat([*grads, grad_v.unsqueeze(3)], dim=3), *grad_weights
+
+
+def gated_silu(hidden: Tensor, probs: Tensor) -> Tensor:
+    """silu(gate) · up · prob [M, F] of ``hidden`` = (gate, up) [M, 2F] and ``probs`` [M]."""
+    gate, up = hidden.chunk(2, dim=-1)
+    return (F.silu(gate).mul_(up) * probs[:, None]).to(hidden.dtype)
+
+
+def gated_silu_backward(grad: Tensor, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`gated_silu` once more, and the gradients of ``hidden`` and ``probs``."""
+    gate, up = hidden.chunk(2, dim=-1)
+    silu = F.silu(gate)
+    activated = silu * up
+    grad_probs = (grad * activated).sum(dim=-1, dtype=probs.dtype)
+    out = activated.mul_(probs[:, None])
+    grad_activated = grad.mul_(probs[:, None])
+    grad_hidden = torch.empty_like(hidden)
+    grad_gate, grad_up = grad_hidden.chunk(2, dim=-1)
+    torch.mul(grad_activated, silu, out=grad_up)
+    torch.ops.aten.silu_backward.grad_input(grad_activated.mul_(up), gate, grad_input=grad_gate)
+    return out, grad_hidden, grad_probs
 
 
 def use_few_pass_layers(block: TransformerBlockSubmodules) -> None:
@@ -60,13 +151,8 @@ def of_class(experts: Any, experts_class: type) -> Any:
     return dataclasses.replace(experts, module=experts_class)
 
 
-def finish_few_pass_model(model: GPTModel, compile: bool = False) -> None:
-    """Set what a specification cannot express: one cosine for all layers, no exchange where a rank has all experts, and
-    whether elementwise work is compiled."""
-    if compile:
-        for module in model.modules():
-            if isinstance(module, FewPassRMSNorm | FewPassSelfAttention | FewPassExperts):
-                module.stretches = compiled()
+def finish_few_pass_model(model: GPTModel) -> None:
+    """Set what a specification cannot express: one cosine for all layers, no exchange where a rank has all experts."""
     model.rotary_pos_emb = CosSinEmbedding(model.rotary_pos_emb)
     if model.config.expert_model_parallel_size * model.config.expert_tensor_parallel_size > 1:
         return
@@ -80,24 +166,21 @@ def finish_few_pass_model(model: GPTModel, compile: bool = False) -> None:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, stretches: Stretches) -> Tensor:
-        rows = x.reshape(-1, x.size(-1))  # one layout, whatever a dimension of size 1 has for a stride: compiled once
-        out, scale = stretches.rms_norm(rows, weight, eps)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = x.reshape(-1, x.size(-1))
+        out, scale = rms_norm(rows, weight, eps)
         ctx.save_for_backward(rows, weight, scale)
-        ctx.stretches = stretches
         return out.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
-        grad_x, grad_weight = ctx.stretches.rms_norm_backward(grad.reshape(x.shape), x, weight, scale)
-        return grad_x.to(x.dtype).view(grad.shape), grad_weight, None, None
+        grad_x, grad_weight = rms_norm_backward(grad.reshape(x.shape), x, weight, scale)
+        return grad_x.to(x.dtype).view(grad.shape), grad_weight, None
 
 
 class FewPassRMSNorm(torch.nn.RMSNorm):
     """`torch.nn.RMSNorm` with the arguments that Megatron gives a norm."""
-
-    stretches = PLAIN
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__(hidden_size, eps)
@@ -105,7 +188,7 @@ class FewPassRMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _RMSNorm.apply(x, self.weight, self.eps, self.stretches)
+        return _RMSNorm.apply(x, self.weight, self.eps)
 
 
 # -- from the projection to rotated queries and keys
@@ -124,22 +207,19 @@ class _SplitNormRotate(torch.autograd.Function):
     """[N, b, groups, heads + 2, D] → queries [N, b, groups·heads, D], keys and values [N, b, groups, D]."""
 
     @staticmethod
-    def forward(ctx: Any, mixed, q_weight, k_weight, cos_sin, eps, stretches):
+    def forward(ctx: Any, mixed, q_weight, k_weight, cos_sin, eps):
         cos, sin = (part.to(mixed.dtype) for part in cos_sin.unsqueeze(2).chunk(2, dim=-1))
-        *outputs, q_scale, k_scale = stretches.split_norm_rotate(mixed, q_weight, k_weight, cos, sin, eps)
+        *outputs, q_scale, k_scale = split_norm_rotate(mixed, q_weight, k_weight, cos, sin, eps)
         ctx.save_for_backward(mixed, q_weight, k_weight, cos, sin, q_scale, k_scale)
-        ctx.stretches = stretches
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, grad_q, grad_k, grad_v):
-        return *ctx.stretches.split_norm_rotate_backward(grad_q, grad_k, grad_v, *ctx.saved_tensors), None, None, None
+        return *split_norm_rotate_backward(grad_q, grad_k, grad_v, *ctx.saved_tensors), None, None
 
 
 class FewPassSelfAttention(SelfAttention):
     """Splits, normalises and rotates in one function; the rotary embedding must be a `CosSinEmbedding`."""
-
-    stretches = PLAIN
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         self._cos_sin = kwargs.pop("rotary_pos_emb")
@@ -153,7 +233,7 @@ class FewPassSelfAttention(SelfAttention):
             None if norm is None or isinstance(norm, IdentityOp) else norm.weight
             for norm in (self.q_layernorm, self.k_layernorm)
         )
-        return _SplitNormRotate.apply(mixed, *weights, self._cos_sin, self.config.layernorm_epsilon, self.stretches)
+        return _SplitNormRotate.apply(mixed, *weights, self._cos_sin, self.config.layernorm_epsilon)
 
 
 # -- experts
@@ -163,14 +243,14 @@ class Experts(torch.autograd.Function):
     """Rows [M, H], sorted by expert → silu(x·w_gate) · (x·w_up) · prob, times w_down, [M, H], expert by expert."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, probs: Tensor, counts: list[int], stretches: Stretches, *weights: Tensor):
+    def forward(ctx: Any, x: Tensor, probs: Tensor, counts: list[int], *weights: Tensor):
         fc1, fc2 = weights[: len(counts)], weights[len(counts) :]
         hidden = x.new_empty(len(x), fc1[0].size(0))
         _each(x, fc1, counts, hidden, transposed=True)
         out = x.new_empty(len(x), fc2[0].size(0))
-        _each(stretches.gated_silu(hidden, probs), fc2, counts, out, transposed=True)
+        _each(gated_silu(hidden, probs), fc2, counts, out, transposed=True)
         ctx.save_for_backward(x, probs, hidden, *weights)
-        ctx.counts, ctx.stretches = counts, stretches
+        ctx.counts = counts
         return out
 
     @staticmethod
@@ -180,12 +260,12 @@ class Experts(torch.autograd.Function):
         fc1, fc2 = weights[: len(counts)], weights[len(counts) :]
         grad_scaled = hidden.new_empty(len(hidden), hidden.size(1) // 2)
         _each(grad, fc2, counts, grad_scaled, transposed=False)
-        scaled, grad_hidden, grad_probs = ctx.stretches.gated_silu_backward(grad_scaled, hidden, probs)
+        scaled, grad_hidden, grad_probs = gated_silu_backward(grad_scaled, hidden, probs)
         grad_fc2 = [g.t() @ a for g, a in zip(grad.split(counts), scaled.split(counts), strict=True)]
         grad_fc1 = [g.t() @ a for g, a in zip(grad_hidden.split(counts), x.split(counts), strict=True)]
         grad_x = torch.empty_like(x)
         _each(grad_hidden, fc1, counts, grad_x, transposed=False)
-        return grad_x, grad_probs, None, None, *grad_fc1, *grad_fc2
+        return grad_x, grad_probs, None, *grad_fc1, *grad_fc2
 
 
 def _each(
@@ -199,14 +279,12 @@ def _each(
 class FewPassExperts(SequentialMLP):
     """All experts of this rank in one function. Gated SiLU without biases, as in every supported model."""
 
-    stretches = PLAIN
-
     def forward(
         self, hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         weights = [expert.linear_fc1.weight for expert in self.local_experts]
         weights += [expert.linear_fc2.weight for expert in self.local_experts]
-        return Experts.apply(hidden_states, probs, tokens_per_expert.tolist(), self.stretches, *weights), None
+        return Experts.apply(hidden_states, probs, tokens_per_expert.tolist(), *weights), None
 
 
 class _Gather(torch.autograd.Function):

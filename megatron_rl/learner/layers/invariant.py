@@ -10,7 +10,10 @@ such call is made in one fixed shape:
 * attention in blocks of `KEY_BLOCK` keys from the first key on, with a running softmax, so that keys that a mask hides
   add exactly nothing, whether they are there (a training pass) or not (generation with a cache);
 * a token's experts are added in their order;
-* sums over tensor-parallel ranks in the order of the ranks (`rank_sums`).
+* sums over tensor-parallel ranks in the order of the ranks. Gloo and NCCL start the sum of each part of a tensor at
+  another rank, so that an element's order depends on its place in the batch. Two numbers have one sum; three have not.
+  Here every rank gets the terms of its part and adds them from rank 0 on, in fp32, rounded once. It sends as much as a
+  reduce-scatter sends.
 
 On CUDA the same algorithm runs in Triton kernels (`kernel_ops`); their tiles are others, and with them the bits.
 
@@ -27,9 +30,69 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from torch.overrides import TorchFunctionMode
 
-from megatron_rl.learner.layers import rank_sums
+Tensor = torch.Tensor
+Group = dist.ProcessGroup | None
+
+
+def add_in_order(parts: Tensor) -> Tensor:
+    """[ranks, …] → […]: the sum from the first rank on, in fp32 at least."""
+    total = parts[0].to(torch.promote_types(parts.dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Any:
+    if not _is_ours(op, group, async_op):
+        return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
+    gathered = tensor.new_empty(group.size(), *tensor.shape)
+    dist.all_gather_into_tensor(gathered.view(-1), tensor.contiguous().view(-1), group=group)
+    tensor.copy_(add_in_order(gathered))
+    return None
+
+
+def reduce_scatter_single(
+    output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Group = None, async_op: bool = False
+) -> Any:
+    """``input`` [ranks · n, …] or [ranks, n, …], ``output`` [n, …]."""
+    if not _is_ours(op, group, async_op):
+        return dist.reduce_scatter_single(output, input, op=op, group=group, async_op=async_op)
+    parts = input.new_empty(group.size(), *output.shape)
+    dist.all_to_all_single(parts.view(-1), input.contiguous().view(-1), group=group)
+    output.copy_(add_in_order(parts))
+    return None
+
+
+def reduce_scatter(
+    output: Tensor, input_list: list[Tensor], op: Any = dist.ReduceOp.SUM, group: Group = None, async_op: bool = False
+) -> Any:
+    """``input_list``: one tensor for each rank, of any sizes; ``output``: that of this rank."""
+    if not _is_ours(op, group, async_op):
+        return dist.reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
+    parts = output.new_empty(group.size(), *output.shape)
+    dist.all_to_all_single(
+        parts.view(-1),
+        torch.cat([part.reshape(-1) for part in input_list]),
+        output_split_sizes=[output.numel()] * group.size(),
+        input_split_sizes=[part.numel() for part in input_list],
+        group=group,
+    )
+    output.copy_(add_in_order(parts))
+    return None
+
+
+def _is_ours(op: Any, group: Group, async_op: bool) -> bool:
+    """Sums that are waited for, over the ranks that share a matrix; gradients of replicas are added as ever."""
+    if op != dist.ReduceOp.SUM or async_op or group is None or group.size() == 1:
+        return False
+    return group in (
+        parallel_state.get_tensor_model_parallel_group(check_initialized=False),
+        parallel_state.get_expert_tensor_parallel_group(check_initialized=False),
+    )
+
 
 TILE = 16
 """Rows of a matrix product: with fewer, libraries switch to matrix-vector kernels; more would be padding in
@@ -276,7 +339,7 @@ _REPLACEMENTS: dict[Callable, Callable] = {
     torch.sigmoid: padded(torch.sigmoid),
     F.silu: padded(F.silu),
     F.gelu: padded(F.gelu),
-    dist.all_reduce: rank_sums.all_reduce,
-    dist.reduce_scatter: rank_sums.reduce_scatter,
-    dist.reduce_scatter_single: rank_sums.reduce_scatter_single,
+    dist.all_reduce: all_reduce,
+    dist.reduce_scatter: reduce_scatter,
+    dist.reduce_scatter_single: reduce_scatter_single,
 }

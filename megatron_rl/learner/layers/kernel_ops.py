@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from megatron_rl.learner.layers import cpu_layers
-from megatron_rl.learner.layers.elementwise import PLAIN
+from megatron_rl.learner.layers.attention import attend
 from megatron_rl.learner.layers.kernels import attention as attention_kernels
 from megatron_rl.learner.layers.kernels import gemm, rows
-from megatron_rl.learner.layers.kernels.order import sort_by_expert
-from megatron_rl.learner.layers.softmax_attention import attend
+from megatron_rl.learner.layers.kernels.rows import sort_by_expert
 
 Tensor = torch.Tensor
 
@@ -135,13 +134,8 @@ class _Experts(cpu_layers.Experts):
         ends, number = counts.to(x.device).cumsum(0), len(counts)
         hidden = gemm.grouped_linear(x, weights[:number], ends)
         ctx.save_for_backward(x, probs, hidden, *weights)
-        ctx.counts, ctx.stretches = counts.tolist(), PLAIN
+        ctx.counts = counts.tolist()
         return gemm.grouped_linear(rows.gated_silu(hidden, probs), weights[number:], ends)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, grad_probs, _, _, *of_weights = cpu_layers.Experts.backward(ctx, grad)
-        return grad_x, grad_probs, None, *of_weights
 
 
 def trained_experts(x: Tensor, probs: Tensor, counts: Tensor, fc1: list[Tensor], fc2: list[Tensor]) -> Tensor:
@@ -202,15 +196,15 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found = []
+        results = []
         parts = (tensor.split(ctx.lengths) for tensor in (*ctx.saved_tensors, grad))
         for *qkv, grad_out in zip(*parts, strict=True):
             leaves = [x.detach().transpose(0, 1)[None].requires_grad_() for x in qkv]
             with torch.enable_grad():
                 out = attend(*leaves, ctx.scale, is_causal=True)
             grads = torch.autograd.grad(out, leaves, grad_out.transpose(0, 1)[None])
-            found.append([g[0].transpose(0, 1) for g in grads])
-        return (*(torch.cat(column) for column in zip(*found, strict=True)), None, None)
+            results.append([g[0].transpose(0, 1) for g in grads])
+        return (*(torch.cat(column) for column in zip(*results, strict=True)), None, None)
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float) -> Tensor:

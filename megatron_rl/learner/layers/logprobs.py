@@ -1,12 +1,24 @@
 """Log-probabilities of chosen tokens from vocabulary-parallel logits, without an fp32 copy of the logits.
 
-Shapes: N packed tokens, n of them predict a response token, V vocabulary, V/tp its share on this rank.
+`head_logprobs` computes the output layer and the log-probabilities in one: the logits of a few hundred tokens exist at
+a time. At Qwen3's vocabulary of 151,936 the logits of 16k tokens are 5 GB in bf16, and so is their gradient. Both
+passes go over the tokens in pieces. The backward pass computes each piece of logits again: one more matrix product of
+the output layer, a third more of its work.
+
+Shapes: N packed tokens, n of them predict a response token, H hidden width, V vocabulary, V/tp its share on this rank.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 
 from megatron_rl.config.learner import LOGIT_CHUNK_ROWS
 from megatron_rl.learner.layers.invariant import kernel_ops, on_kernels
@@ -45,10 +57,10 @@ class _TokenLogprobs(torch.autograd.Function):
         first = logits.size(1) * (group.rank() if group is not None else 0)
         if exact and on_kernels(logits):
             width = min(max(0, vocab_size - first), logits.size(1))
-            found = kernel_ops().token_statistics(
+            statistics = kernel_ops().token_statistics(
                 logits.contiguous(), positions, labels, first=first, width=width, temperature=temperature
             )
-            logprobs, entropy, logsumexp = _joined(*found, group)
+            logprobs, entropy, logsumexp = _joined(*statistics, group)
         else:
             logprobs = torch.empty(len(positions), dtype=torch.float32, device=logits.device)
             entropy, logsumexp = torch.empty_like(logprobs), torch.empty_like(logprobs)
@@ -139,3 +151,100 @@ def local_labels(labels: torch.Tensor, first: int, width: int) -> tuple[torch.Te
     local = labels - first
     inside = (local >= 0) & (local < width)
     return local.clamp(0, width - 1), inside
+
+
+class FusedHead:
+    """Makes ``model``'s output layer pass hidden states through, and takes log-probs from them afterwards.
+
+    What hooks do to the layer's input and weight (an fp32 head) happens as before. A subclass cannot do it, because
+    `GPTModel` names the layer's class itself.
+    """
+
+    def __init__(self, model: GPTModel):
+        self.config = model.config
+        self._weight: torch.Tensor | None = None
+        if model.post_process:
+            self._layer = model.output_layer
+            self._layer.forward = self._pass_through
+
+    def _pass_through(self, input_: torch.Tensor, weight: torch.Tensor | None = None, **_: Any) -> tuple:
+        self._weight = self._layer.weight if weight is None else weight  # tied embeddings arrive as an argument
+        return input_, None
+
+    def token_logprobs(
+        self, hidden: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``hidden`` [1, N/tp, H]: what the model's forward pass just returned. The rest as for `head_logprobs`."""
+        hidden = hidden.transpose(0, 1)
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden)  # backward: adds up what the ranks' columns give
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden)
+        return head_logprobs(hidden.squeeze(1), self._weight, positions, labels, **options)
+
+
+def head_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    positions: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``log softmax(hidden[positions] · weightᵀ / temperature)[labels]`` and the entropy of the same distributions.
+
+    Args:
+        hidden: [N, H], the same on every tensor-parallel rank.
+        weight: [V/tp, H], this rank's rows.
+        positions, labels, vocab_size, temperature, group: as for `logprobs.token_logprobs`.
+
+    Returns:
+        log-probs [n] float32, differentiable (in ``hidden`` the part of this rank's columns); entropy in nats [n]
+        float32, detached.
+    """
+    return _HeadLogprobs.apply(hidden, weight, positions, labels, vocab_size, temperature, group)
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, positions, labels, vocab_size, temperature, group):
+        first = len(weight) * (group.rank() if group is not None else 0)
+        logprobs = torch.empty(len(positions), dtype=torch.float32, device=hidden.device)
+        entropy, logsumexp = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        for rows in torch.arange(len(positions), device=hidden.device).split(LOGIT_CHUNK_ROWS):
+            x = _logits(hidden[positions[rows]], weight, vocab_size, first, temperature)
+            logprobs[rows], entropy[rows], logsumexp[rows] = row_statistics(x, labels[rows], first, group)
+        ctx.save_for_backward(hidden, weight, positions, labels, logsumexp)
+        ctx.numbers = (vocab_size, temperature, first)
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, _grad_entropy):
+        # d log p(y) / d z_v = (1[v = y] − p_v) / temperature, z = weight · h
+        hidden, weight, positions, labels, logsumexp = ctx.saved_tensors
+        vocab_size, temperature, first = ctx.numbers
+        grad_hidden = torch.zeros_like(hidden)
+        # The sum over pieces is fp32: in 16 bits every further piece would lose a little.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        for rows in torch.arange(len(positions), device=hidden.device).split(LOGIT_CHUNK_ROWS):
+            states = hidden[positions[rows]]
+            scale = grad_logprobs[rows] / temperature
+            x = _logits(states, weight, vocab_size, first, temperature)
+            x.sub_(logsumexp[rows, None]).exp_().mul_(-scale[:, None])
+            local, inside = local_labels(labels[rows], first, len(weight))
+            x.scatter_add_(1, local[:, None], (scale * inside)[:, None])
+            x = x.to(weight.dtype)
+            grad_hidden[positions[rows]] = x @ weight
+            if grad_weight is not None:
+                grad_weight += x.t() @ states
+            del x  # frees this piece before the next one is made
+        grad_weight = grad_weight.to(weight.dtype) if grad_weight is not None else None
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def _logits(states, weight, vocab_size, first, temperature) -> torch.Tensor:
+    """[rows, H] → scaled fp32 logits [rows, V/tp], padding columns at −∞."""
+    return scale_and_mask((states @ weight.t()).float(), vocab_size, first, temperature)

@@ -1,29 +1,102 @@
-"""Groups of batches as they become complete: what one rank has fetched of them, and how all ranks agree on it.
+"""Which ranks fetch responses from servers, and how all ranks learn which groups of a batch are complete.
 
-A rank's event loop has one event a group, whatever the number of its tokens, and ranks tell each other of groups alone.
+One rank of each node fetches, in an event loop of its own, and keeps the arrays until the learner's replicas take them
+(`learner.exchange`). Requests are dealt by prompt: one rank fetches all samples of a prompt and can send them to the
+server that has computed the prompt. All ranks learn every response's length and how it ended. No array passes through
+a rank that neither fetched it nor learns from it.
+
+A rank's event loop has one event a group, whatever the number of tokens. Ranks tell each other of groups alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
+import socket
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
-from megatron_rl.process.ranks import any_rank, gather_objects
-from megatron_rl.rollout.generator import Arrival, LegCounts
-from megatron_rl.rollout.ownership import known_everywhere
-from megatron_rl.rollout.requests import Request
+from megatron_rl.errors import InputError
+from megatron_rl.process.ranks import any_rank, gather_objects, world_rank
+from megatron_rl.rollout.generator import Arrival, LegCounts, RolloutError, RolloutInterrupted
+from megatron_rl.rollout.requests import Request, known_everywhere
 from megatron_rl.rollout.servers.dispatch import Dispatch
-from megatron_rl.rollout.servers.fetching import LOOK_S as WAIT_S
-from megatron_rl.rollout.servers.fetching import Share, raise_any
 from megatron_rl.types import Group, Prompt, Rollout
 
-LOOK_S = 0.1  # where several ranks fetch, each waits this long for groups of its own before it asks the others
+# Ranks wait for the slowest in a collective that has a time limit, so this often they tell each other that they live.
+HEARTBEAT_S = 60.0
+REPORT_S = 2.0  # and whether a server that came back can be given the weights while all wait for responses
+
+
+@dataclass
+class Share:
+    """What one rank fetched of a batch."""
+
+    rollouts: list[Rollout] = field(default_factory=list)  # in the order of the batch's requests
+    seconds: float = 0.0  # that servers worked on them, without the wait for their turn
+    stats: dict[str, float] = field(default_factory=dict)  # of the servers, as this rank sees them
+    num_requeued: int = 0
+    counts: LegCounts = field(default_factory=LegCounts)
+
+
+def fetching_ranks(on_this_machine: bool, at_most: int) -> list[int]:
+    """The first rank of every node, and rank 0; the same list on every rank. Collective.
+
+    ``on_this_machine``: of rank 0's machine alone, because the servers listen on no other. ``at_most`` of them.
+    """
+    is_first = world_rank() == 0 or int(os.environ.get("LOCAL_RANK", "1")) == 0
+    places = gather_objects((is_first, socket.gethostname()))
+    here = places[0][1]
+    ranks = [rank for rank, (first, host) in enumerate(places) if first and (host == here or not on_this_machine)]
+    return ranks[:at_most]
+
+
+def owners_by_prompt(requests: Sequence[Request], ranks: Sequence[int]) -> list[int]:
+    """The rank that fetches and keeps each response: prompts are dealt to ``ranks`` in turn."""
+    return [ranks[request.row % len(ranks)] for request in requests]
+
+
+def wait_on_all(
+    own: concurrent.futures.Future[Share] | None,
+    wants: Callable[[], bool] = lambda: False,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Share:
+    """This rank's share, once every rank has its own; an error of one is raised on all. Collective.
+
+    ``meanwhile``: a collective that all ranks call while they wait, when ``wants`` is true on one of them.
+    """
+    while True:
+        is_done = own is None or bool(concurrent.futures.wait([own], REPORT_S).done)
+        if not any_rank(not is_done):
+            break
+        if any_rank(wants()):
+            meanwhile()
+    raise_any(None if own is None else own.exception())
+    return Share() if own is None else own.result()
+
+
+def raise_any(own: BaseException | None) -> None:
+    """Raise on every rank what one of them has met; a fault before a request to stop. Collective."""
+    error = as_fault(own)
+    problems = [problem for problem in gather_objects(error) if problem is not None]
+    if problems:
+        raise min(problems, key=lambda problem: isinstance(problem, RolloutInterrupted)) from error
+
+
+def as_fault(error: BaseException | None) -> Exception | None:
+    """``error`` as all ranks raise it: a fault or a wrong input as it is, anything else as a `RolloutError`."""
+    if error is None or isinstance(error, RolloutError | InputError):
+        return error
+    fault = RolloutError(f"rollout servers: {type(error).__name__}: {' '.join(str(error).split())}")
+    fault.__cause__ = error
+    return fault
+
+
+GROUPS_S = 0.1  # where several ranks fetch, each waits this long for groups of its own before it asks the others
 
 
 @dataclass(frozen=True)
@@ -105,15 +178,18 @@ class Arrivals:
             return sum(rollout.length for rollouts in self._fetched.values() for rollout in rollouts)
 
 
-class Ticket(Protocol):
-    """A batch that was begun."""
+@dataclass
+class Ticket:
+    """A requested batch. ``answers``: this rank's share of it, on ranks that fetch."""
 
     prompts: list[Prompt]
     num_samples: int
     requests: list[Request]
     owners: list[int]  # of each request, the rank that fetches and keeps the response
-    answers: concurrent.futures.Future[Share] | None  # on ranks that fetch
-    arrivals: Arrivals | None  # on ranks that fetch
+    policy_version: int
+    answers: concurrent.futures.Future[Share] | None
+    arrivals: Arrivals | None  # group by group, on ranks that fetch
+    num_left: int  # groups that `completed` has not returned
 
 
 def next_arrivals(
@@ -125,20 +201,20 @@ def next_arrivals(
 ) -> list[Arrival]:
     """Groups of ``tickets`` that have become complete on any rank, in the order of completion; waits for one.
 
-    ``tickets``: with groups that were not returned yet. ``wants``, ``meanwhile``: see `fetching.wait_on_all`. Raises on
+    ``tickets``: with groups that were not returned yet. ``wants``, ``meanwhile``: see `wait_on_all`. Raises on
     every rank what ended one's fetching. Collective.
     """
     while True:
         here, problem = {}, None
         try:
-            here = _complete_here(tickets, news, WAIT_S if num_fetchers == 1 else LOOK_S)
+            here = _complete_here(tickets, news, REPORT_S if num_fetchers == 1 else GROUPS_S)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks are waiting
             problem = error
         raise_any(problem)
         mine = [(-taken.age_s, number, place, taken.counts) for (number, place), taken in here.items()]
-        found = sorted((group for share in gather_objects(mine) for group in share), key=lambda group: group[:3])
-        if found:  # oldest first
-            return _known(tickets, found, {key: taken.rollouts for key, taken in here.items()})
+        complete = sorted((group for share in gather_objects(mine) for group in share), key=lambda group: group[:3])
+        if complete:  # oldest first
+            return _known(tickets, complete, {key: taken.rollouts for key, taken in here.items()})
         if any_rank(wants()):
             meanwhile()
 
@@ -164,12 +240,12 @@ def _has_failed(ticket: Ticket) -> bool:
 
 def _known(
     tickets: Sequence[Ticket],
-    found: list[tuple[float, int, int, LegCounts]],
+    complete: list[tuple[float, int, int, LegCounts]],
     here: dict[tuple[int, int], list[Rollout]],
 ) -> list[Arrival]:
-    """The groups ``found`` (minus age, ticket, place, counts), with what this rank holds of them."""
+    """The groups ``complete`` (minus age, ticket, place, counts), with what this rank holds of them."""
     requests, owners, held = [], [], []
-    for _, number, place, _ in found:
+    for _, number, place, _ in complete:
         ticket = tickets[number]
         rows = slice(place * ticket.num_samples, (place + 1) * ticket.num_samples)
         requests += ticket.requests[rows]
@@ -184,5 +260,5 @@ def _known(
             -minus_age_s,
             counts,
         )
-        for minus_age_s, number, place, counts in found
+        for minus_age_s, number, place, counts in complete
     ]

@@ -1,26 +1,115 @@
-"""Handing the requests of one call to the servers that are ready, so that each is answered exactly once.
+"""Sends the requests of one call to the servers that are ready, so that each request is answered exactly once.
 
 A request waits in the queue, is with one server, is answered, or is given up; it is never in two of these states.
 Requests that a dead, hanging or outdated server has not answered go back to the front of the queue. An answer to a
-request that was taken back is dropped with its task. A response that a weight update cut goes back likewise, and keeps
-the legs that it has.
+request that was taken back is dropped with its task. Several calls may be under way (`rollout.in_flight`). Room on a
+server goes to the call that is first in `Line`.
 
-Several calls may be under way (`rollout.in_flight`). Room on a server goes to the one that is first in `Line`.
+`Balance` chooses the server. The samples of one prompt go to one server, whose prefix cache then holds the prompt, as
+long as its queue is at most ``slack`` longer than the shortest. A server's queue counts requests of all ranks: this
+rank knows its own, and every answer says how many the server had.
+
+`Legs` is a response that weight updates cut (`rollout.in_flight.mode: abort_and_resume`). Every leg is a request of its
+own: its prompt is the prompt and all tokens so far, which the new weights read from the start. Its log-probs and
+versions are those of the policy that sampled it. It has a seed of its own: with the response's seed it would draw the
+first leg's random numbers again. A position's routes are those of the leg that sampled the token after it. The learner
+thus replays for every token the experts that its distribution came from. Keys and values of earlier legs' tokens were
+computed anew, with routes that are not replayed.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.rollout.generator import RolloutError
-from megatron_rl.rollout.servers.balance import Balance
+import numpy as np
+
+from megatron_rl.rollout.generator import LegCounts, RolloutError
+from megatron_rl.rollout.requests import leg_seed
 from megatron_rl.rollout.servers.client import RequestRefused, ServerError, ServerLost, StaleServer
-from megatron_rl.rollout.servers.legs import Legs
-from megatron_rl.rollout.servers.members import Member, Members
+from megatron_rl.rollout.servers.pool import Member, Members
 from megatron_rl.rollout.servers.wire import Answer
+from megatron_rl.routing import joined_checksums
+
+
+class Balance:
+    """Of one call. ``prompts``: what each request begins with; equal ones share their keys and values."""
+
+    def __init__(self, prompts: Sequence[Hashable], slack: int) -> None:
+        self._prompts, self._slack = prompts, slack
+        self._home: dict[Hashable, int] = {}  # the server that a prompt went to last
+        self.num_at_home = 0  # requests that found their prompt's server
+
+    def choose(self, free: Sequence[Member], index: int) -> Member:
+        """The one of ``free`` that request ``index`` goes to."""
+        prompt, shortest = self._prompts[index], min(free, key=lambda member: member.queue)
+        home = next((member for member in free if member.number == self._home.get(prompt)), None)
+        if home is not None and home.queue <= shortest.queue + self._slack:
+            self.num_at_home += 1
+            return home
+        self._home[prompt] = shortest.number
+        return shortest
+
+
+@dataclass
+class Legs:
+    """What is there of one response. ``body``: the request for all of it."""
+
+    body: dict[str, Any]
+    answers: list[Answer] = field(default_factory=list)
+    num_recomputed: int = 0  # response tokens that later legs read
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(answer.tokens) for answer in self.answers)
+
+    def request(self) -> dict[str, Any]:
+        """The body of the request for what is missing."""
+        if not self.answers:
+            return self.body
+        tokens = np.concatenate([answer.tokens for answer in self.answers])
+        prompt, fields = self.body["token_ids"], self.body["sampling_params"]
+        return {
+            **self.body,
+            "token_ids": [*prompt, *tokens.tolist()],
+            "first_route": len(prompt) + len(tokens) - 1,
+            "sampling_params": {
+                **fields,
+                "max_tokens": fields["max_tokens"] - len(tokens),
+                "seed": leg_seed(fields["seed"], len(self.answers)),
+            },
+        }
+
+    def add(self, answer: Answer) -> bool:
+        """Take the answer to `request`. True where the response is complete with it."""
+        if len(answer.tokens):
+            self.num_recomputed += self.num_tokens
+            self.answers.append(answer)
+        return answer.finish_reason != "abort"
+
+    def counts(self, num_versions: int) -> LegCounts:
+        """Of the complete response, which ``num_versions`` policies sampled."""
+        return LegCounts(len(self.answers), num_versions, self.num_recomputed)
+
+    def whole(self) -> Answer:
+        """The response, when it is complete."""
+        if len(self.answers) == 1:
+            return self.answers[0]
+        columns = {
+            name: np.concatenate([getattr(answer, name) for answer in self.answers])
+            for name in ("tokens", "logprobs", "versions")
+        }
+        if self.answers[0].routes is not None:
+            columns["routes"] = np.concatenate([answer.routes for answer in self.answers])
+            seals = [answer.route_checksums for answer in self.answers]
+            columns["route_checksums"] = joined_checksums(seals, columns["routes"].shape[1])
+        return Answer(finish_reason=self.answers[-1].finish_reason, **columns)
+
+
+NEWS_S = 5.0  # for other ranks to hear which weights are due: twice `following.LOOK_S` is usual
 
 
 class Line:
@@ -154,6 +243,22 @@ class Dispatch:
             if not self._waiting and self._line.first() is not None:
                 self._members.note()  # the next call may ask now
 
+    async def _check_versions(self, answer: Answer) -> None:
+        """Raise `ServerLost` where a token is of weights that nobody has sent. This rank may hear of them late."""
+        newest = int(answer.versions.max(initial=0))
+        try:
+            async with asyncio.timeout(NEWS_S):
+                await self._members.reach(newest, exactly=False)
+        except TimeoutError:
+            raise ServerLost(f"tokens of policy version {newest}; {self._members.due} is the newest") from None
+
+    def _is_new_to(self, index: int, member: Member, version: int) -> bool:
+        """Whether this is the first time that request ``index`` meets an update of ``member`` from ``version`` on."""
+        overtaken = self._overtaken.setdefault(index, set())
+        is_new = (member.number, version) not in overtaken
+        overtaken.add((member.number, version))
+        return is_new
+
     async def _next_end(self, seen: int) -> asyncio.Task | None:
         """The next request to end; None where a change of the members may give room for more."""
         ended, changed = asyncio.create_task(self._ended.get()), asyncio.create_task(self._members.change(seen))
@@ -172,12 +277,19 @@ class Dispatch:
         if self._line.first() not in (self, None):
             self._members.note()  # the room is another call's
         try:
-            if self.legs[index].add(task.result()):
+            answer = task.result()
+            await self._check_versions(answer)
+            if index not in self._left:  # given up meanwhile
+                return index, None
+            if self.legs[index].add(answer):
                 self._left.discard(index)
                 return index, self.legs[index].whole()
+            is_update = member.version != version or len(answer.tokens) > 0
             self._members.mark_updated(member, version)
-            self._waiting.appendleft(index)
-            return index, None
+            if is_update or self._is_new_to(index, member, version):
+                self._waiting.appendleft(index)
+                return index, None
+            failure, counts = ServerLost("it cuts responses off, though their weights are due"), True
         except RequestRefused as error:
             raise RolloutError(f"{self._names[index]}: {member.address.name} refused it: {error}") from error
         except StaleServer as error:
@@ -185,9 +297,7 @@ class Dispatch:
                 self._members.mark_stale(member)
             failure: ServerError = error
             # An update that was quicker than the request is no failure of it; it may be so at every server once.
-            overtaken = self._overtaken.setdefault(index, set())
-            counts = (member.number, version) in overtaken
-            overtaken.add((member.number, version))
+            counts = not self._is_new_to(index, member, version)
         except ServerLost as error:
             failure, counts = error, True
         self._waiting.appendleft(index)

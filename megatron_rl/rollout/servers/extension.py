@@ -20,12 +20,12 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from megatron_rl.checkpoint.hf_folder import HFFolder
+from megatron_rl.checkpoint.hf_folder import HFFolder, model_weights
+from megatron_rl.model.architecture import read_architecture
 from megatron_rl.rollout import worker_extension
-from megatron_rl.rollout.checksums import parameter_checksums
 from megatron_rl.rollout.fp32_modules import describe_model
-from megatron_rl.rollout.servers.weight_broadcast import Amount, Receiver
-from megatron_rl.rollout.servers.weight_group import GroupError, GroupPlace, WeightGroup
+from megatron_rl.rollout.servers.weight_broadcast import Amount, GroupError, GroupPlace, Receiver, WeightGroup
+from megatron_rl.rollout.weights import parameter_checksums
 from megatron_rl.rollout.worker_extension import StreamUpdate, StreamWeightTransfer
 
 BACKEND = "megatron_rl_servers"
@@ -52,9 +52,14 @@ class ServerWeightTransfer(StreamWeightTransfer):
     @torch.no_grad()
     def receive_weights(self, update_info: ServerUpdate) -> None:
         if update_info.broadcast is None:
-            self._load(_Counted(_tensors(update_info.files or HFFolder(Path(self.model_config.model)).files)))
+            self._load(_Counted(_tensors(update_info.files) if update_info.files else self._own()))
         else:
             self._load(Receiver(self._joined(GroupPlace(**update_info.broadcast))))
+
+    def _own(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that the server started from."""
+        path = Path(self.model_config.model)
+        return model_weights(HFFolder(path), read_architecture(path))
 
     def _load(self, stream: Receiver | _Counted) -> None:
         super().receive_weights(StreamUpdate(stream))
@@ -88,6 +93,7 @@ class ServerWeightTransfer(StreamWeightTransfer):
 
     def shutdown(self) -> None:
         self.leave()
+        super().shutdown()
 
 
 class _Counted:

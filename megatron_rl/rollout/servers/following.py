@@ -17,8 +17,8 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from megatron_rl.rollout.generator import RolloutError
-from megatron_rl.rollout.servers.client import ServerError, ServerLost
-from megatron_rl.rollout.servers.members import Client, Member, Members, PoolLimits
+from megatron_rl.rollout.servers.client import ServerClient, ServerError, ServerLost
+from megatron_rl.rollout.servers.pool import Member, Members, PoolLimits
 from megatron_rl.rollout.servers.rendezvous import Address
 
 LOOK_S = 0.05
@@ -157,7 +157,7 @@ class Follower(Members):
         limits: PoolLimits,
         board: Board,
         rank: int,
-        connect: Callable[[Address], Client],
+        connect: Callable[[Address], ServerClient],
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(limits, lambda: stop() or self._table["stop"])

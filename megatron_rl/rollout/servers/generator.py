@@ -1,8 +1,8 @@
-"""`Generator` on vLLM servers: the loop's side of `run_servers`, `sampling` and `updates`.
+"""`Generator` on vLLM servers: one rank of each node sends requests and makes rollouts of the answers.
 
-One rank of each node talks to the servers, from an event loop in a thread of its own, and keeps what it is answered
-(`fetching`). Rank 0 alone looks after the servers and pushes weights. Work is done strictly in the order in which it
-was requested: a batch, the weights that follow it, the next batch. So a batch is sampled from exactly one policy,
+Each such rank has an event loop in a thread of its own (`run_servers`) and keeps what it fetched (`arrivals`). Rank 0
+alone looks after the servers and pushes weights (`weight_updates`). Work is done in the order in which it was
+requested: a batch, the weights that follow it, the next batch. A batch is therefore sampled from exactly one policy,
 whatever the timing. Under the other modes of `rollout.in_flight` batches and weights go to the servers at once: several
 policies may sample a response, none older than the weights that its batch was begun with. `begin` returns at once, so
 that the learner can work while servers sample; `rollout` is `begin` and `finish`.
@@ -10,46 +10,147 @@ that the learner can work while servers sample; `rollout` is `begin` and `finish
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megatron_rl.checkpoint.architecture import read_architecture
-from megatron_rl.checkpoint.hf_folder import HFFolder, resolve_stop_token_ids
+from megatron_rl.checkpoint.hf_folder import HFFolder, check_weights, model_shapes, resolve_stop_token_ids
 from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.model.architecture import Architecture, read_architecture
 from megatron_rl.process.ranks import gather_objects, together, world_rank
-from megatron_rl.rollout.calls import check_lengths, check_version, throughput
-from megatron_rl.rollout.generator import Arrival, LegCounts, RolloutError, Sampling
-from megatron_rl.rollout.ownership import known_everywhere
-from megatron_rl.rollout.requests import Request, make_groups, make_requests
-from megatron_rl.rollout.servers.arrivals import Arrivals, next_arrivals
-from megatron_rl.rollout.servers.fetching import Share, owners_by_prompt, wait_on_all
+from megatron_rl.rollout.generator import (
+    Arrival,
+    LegCounts,
+    RolloutError,
+    Sampling,
+    check_lengths,
+    check_token_versions,
+    check_version,
+    throughput,
+)
+from megatron_rl.rollout.requests import (
+    Request,
+    SealedRoutes,
+    known_everywhere,
+    make_groups,
+    make_requests,
+    make_rollout,
+)
+from megatron_rl.rollout.servers.arrivals import Arrivals, Share, Ticket, next_arrivals, owners_by_prompt, wait_on_all
+from megatron_rl.rollout.servers.client import request_body
+from megatron_rl.rollout.servers.dispatch import Balance, Dispatch, Line
 from megatron_rl.rollout.servers.run_servers import RunServers, Started
-from megatron_rl.rollout.servers.sampling import Sampler
 from megatron_rl.rollout.servers.settings import agreed_settings
-from megatron_rl.rollout.servers.updates import WeightUpdates
-from megatron_rl.types import Group, Prompt
+from megatron_rl.rollout.servers.table import load_metrics, prompt_tokens
+from megatron_rl.rollout.servers.weight_updates import WeightUpdates
+from megatron_rl.rollout.servers.wire import Answer, ModelLimits
+from megatron_rl.routing import RouteShape
+from megatron_rl.types import Group, Prompt, Rollout
+
+PREFIX_SLACK = 8  # a queue that is longer by more than an eighth of `concurrency` outweighs a prompt's cache
 
 
-@dataclass
-class Ticket:
-    """A requested batch. ``answers``: this rank's share of it, on ranks that fetch."""
+class Sampler:
+    """Lives in the event loop of a rank that fetches.
 
-    prompts: list[Prompt]
-    num_samples: int
-    requests: list[Request]
-    owners: list[int]  # of each request, the rank that fetches and keeps the response
-    policy_version: int
-    answers: concurrent.futures.Future[Share] | None
-    arrivals: Arrivals | None  # group by group, on ranks that fetch
-    num_left: int  # groups that `completed` has not returned
+    ``architecture``: of the routes that responses bring; None where they bring none. ``decode``: the text of a
+    response's tokens. ``servers_now``: metrics of the moment.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        servers: RunServers,
+        architecture: Architecture | None,
+        stop_token_ids: list[int],
+        decode: Callable[[list[int]], str] | None,
+        servers_now: Callable[[], dict[str, float]],
+    ) -> None:
+        self._config, self._servers, self._architecture = config, servers, architecture
+        self._stop_token_ids, self._decode, self._servers_now = stop_token_ids, decode, servers_now
+        self._overlaps = config.in_flight.mode != "finish"
+        self.change_body: Callable[[Request, dict[str, Any]], None] = lambda request, body: None
+        self._line = Line()
+        self._converter = concurrent.futures.ThreadPoolExecutor(1, "rollouts")
+
+    async def sample(
+        self,
+        number: int,
+        requests: list[Request],
+        sampling: Sampling,
+        version: int,
+        arrivals: Arrivals,
+        is_awaited: bool,
+    ) -> Share:
+        """This rank's share of batch ``number``; of the weights of ``version`` alone, or also of later ones."""
+        bodies = [request_body(request, sampling, self._stop_token_ids) for request in requests]
+        for request, body in zip(requests, bodies, strict=True):
+            self.change_body(request, body)
+        names = [f"prompt {request.prompt.id!r}, sample {request.sample}" for request in requests]
+        records, converted, counts = self._architecture is not None and sampling.wants_routes, {}, LegCounts()
+        is_exact, servers, members = is_awaited or not self._overlaps, self._servers, self._servers.members
+        async with contextlib.nullcontext() if self._overlaps else servers.turn:
+            try:
+                await members.reach(version, is_exact)
+                start = time.perf_counter()
+                slack = servers.concurrency // PREFIX_SLACK if self._config.enable_prefix_caching else 0
+                balance = Balance([r.row for r in requests], slack)
+                before = prompt_tokens(members.members.values())
+                dispatch = Dispatch(
+                    members,
+                    bodies,
+                    names,
+                    servers.concurrency,
+                    self._config.servers.retries,
+                    share=(servers.fetchers.index(world_rank()), len(servers.fetchers)),
+                    balance=balance,
+                    line=self._line,
+                    place=0 if is_awaited else number,
+                )
+                arrivals.asks(dispatch)
+                async with contextlib.aclosing(dispatch.completions()) as completions:
+                    async for index, answer in completions:  # decoding goes on beside the fetching
+                        num_versions = check_token_versions(names[index], answer.versions, version, is_exact)
+                        own = dispatch.legs[index].counts(num_versions)
+                        counts += own
+                        converted[index] = asyncio.get_running_loop().run_in_executor(
+                            self._converter, self._to_rollout, requests[index], answer, records
+                        )
+                        converted[index].add_done_callback(partial(arrivals.fetched, requests[index].row, own))
+            finally:
+                members.share_ended(number)
+            seconds = time.perf_counter() - start
+        rollouts = [await converted[index] for index in sorted(converted)]  # of all, unless it was cancelled
+        stats = load_metrics(members, before, balance.num_at_home / max(1, len(requests)))
+        return Share(rollouts, seconds, stats | self._servers_now(), dispatch.num_requeued, counts)
+
+    def _to_rollout(self, request: Request, answer: Answer, records: bool) -> Rollout:
+        """Raises `RolloutError` where routes are due (``records``) and absent."""
+        routes = None if answer.routes is None else SealedRoutes(answer.routes, answer.route_checksums)
+        return make_rollout(
+            request,
+            answer.tokens,
+            answer.logprobs,
+            answer.finish_reason,
+            answer.versions,
+            routes=routes,
+            architecture=self._architecture if records else None,
+            text=self._decode(answer.tokens.tolist()) if self._decode else "",
+        )
+
+    def close(self) -> None:
+        """End the conversion of answers, after the event loop has ended."""
+        self._converter.shutdown(cancel_futures=True)
 
 
 class ServerGenerator:
@@ -87,15 +188,17 @@ class ServerGenerator:
             record_routes=record_routes,
             precision=precision or PrecisionConfig(),
         )
-        architecture = read_architecture(model_path) if record_routes else None
+        architecture = read_architecture(model_path)
+        model = ModelLimits(architecture.vocab_size, RouteShape.of(architecture) if record_routes else None)
         stop_token_ids = resolve_stop_token_ids(config.stop_token_ids, model_path)
-        shapes = HFFolder(model_path).shapes()
-        self._servers = RunServers(config, agreed, run_dir, say, stop)
+        check_weights(HFFolder(model_path), architecture)
+        self._servers = RunServers(config, agreed, run_dir, say, stop, model)
         self._main = self._servers.main
-        self._updates = WeightUpdates(config, shapes, self._servers, run_dir, say)
+        self._updates = WeightUpdates(config, model_shapes(architecture), self._servers, run_dir, say)
         self._sampler: Sampler | None = None
         if self._main.works:
-            self._sampler = Sampler(config, self._servers, architecture, stop_token_ids, decode, self._servers_now)
+            recorded = architecture if record_routes else None
+            self._sampler = Sampler(config, self._servers, recorded, stop_token_ids, decode, self._servers_now)
         start = time.perf_counter()
         try:
             started = self._main.share(partial(self._start, recipe_file))
@@ -187,16 +290,16 @@ class ServerGenerator:
         """
         waiting = [ticket for ticket in tickets if ticket.num_left]
         fill = (self._updates.broadcaster.may_fill, self._updates.broadcaster.fill)
-        found = next_arrivals(waiting, self._news, len(self._servers.fetchers), *fill) if waiting else []
-        for arrival in found:
+        arrivals = next_arrivals(waiting, self._news, len(self._servers.fetchers), *fill) if waiting else []
+        for arrival in arrivals:
             arrival.ticket.num_left -= 1
         if not self._overlaps:
-            found = [replace(arrival, counts=None) for arrival in found]
+            arrivals = [replace(arrival, counts=None) for arrival in arrivals]
         self._stats.pop("perf/tokens_per_s/rollout", None)  # of a batch that was waited for as a whole
         self._stats |= self._servers_now()
         requeued = sum(ticket.arrivals.num_requeued for ticket in waiting if ticket.arrivals is not None)
         self._stats["rollout/requeued"] = float(sum(gather_objects(requeued)))
-        return found
+        return arrivals
 
     def cancel(self, ticket: Ticket) -> int:
         """End the responses of ``ticket`` that are under way: connections are closed, and servers drop the requests.
@@ -223,7 +326,7 @@ class ServerGenerator:
     # ---------------------------------------------------------------- weights
 
     def refit(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
-        """The servers take the weights after all batches that are begun and not finished, or at once (`updates`)."""
+        """Send the weights: servers take them after all batches that are begun, or at once (`WeightUpdates`)."""
         start = time.perf_counter()
         if self._updates.send(weights, policy_version, self._num_begun):
             self._policy_version = policy_version
@@ -243,6 +346,12 @@ class ServerGenerator:
 
     def stats(self) -> dict[str, float]:
         return dict(self._stats)
+
+    def change_bodies(self, change: Callable[[Request, dict[str, Any]], None]) -> None:
+        """Call ``change`` with every later request of this rank and the body that its server is sent, which it may
+        change: for measurements that impose lengths."""
+        if self._sampler is not None:
+            self._sampler.change_body = change
 
     def close(self) -> None:
         self._updates.close()

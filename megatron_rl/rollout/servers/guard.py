@@ -1,16 +1,29 @@
-"""The guard of every route of a server: no request without the token, no answer from a mix of two policies.
+"""The guard of every route of a server, and the responses under way behind it.
 
 vLLM's own `--api-key` leaves the routes that change weights, pause the engine or call into its workers open to anyone
-who reaches the port. Here every route is closed. A token is compared in constant time and never logged.
+who reaches the port. Here every route is closed, except the one that tells the server's instance. The trainer shows a
+key that is made for this server, a person may show the token itself (`rendezvous`). Both are compared in constant time
+and never logged. Every answer to a request with a nonce proves that the server knows the token.
 
 Responses are sampled only while the server is *open* for one policy version, and only for requests that name this
-version. New weights come by one request, which closes the server, has them loaded (`replacement`), and opens it for
-their version. If an update overtakes a response, the response is thrown away and answered with 409, so that no
-rollout mixes two policies: unless the update says that responses under way are cut or go on (`InFlightMode`).
-Their answers say which policy sampled which token.
+version. New weights come by one request. It closes the server, has them loaded (`server.replace_weights`), and opens it
+for their version. If an update overtakes a response, the response is thrown away and answered with 409, so that no
+rollout mixes two policies. Where the update's `InFlightMode` says that responses under way are cut or go on, the answer
+says which policy sampled which token.
 
-Of vLLM's routes those pass that the trainer uses. The others sample without a policy version, or hand the engine token
-ids that nobody checked: one id of -1 ends it.
+Of vLLM's routes only those pass that the trainer uses. The others sample without a policy version, or hand the engine
+token ids that nobody checked: one id of -1 ends it.
+
+`UnderWay` counts tokens at a weight update. vLLM's engine runs in a process of its own, ahead of what this one has
+seen: finished steps are on their way here, and with asynchronous scheduling a further step runs whose tokens nobody
+knows. An update therefore counts at a moment at which no tokens are on their way (`UnderWay.hold`):
+
+1. No request is between this module and the engine; the guard lets no others in.
+2. The scheduler is paused. vLLM answers when no step runs and none waits to be processed, and the answer takes the
+   way of all outputs before it.
+3. A mark is put into the queue of these outputs. When it is reached, every output before it has been processed.
+
+The old weights sampled the tokens of a response that are known then; the new ones will sample all others.
 """
 
 from __future__ import annotations
@@ -18,19 +31,145 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import itertools
 import json
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_args
 
+import numpy as np
+
 from megatron_rl.config.rollout import InFlightMode
-from megatron_rl.rollout.servers.load import LOAD_HEADER, Meter
-from megatron_rl.rollout.servers.under_way import Overtaken
-from megatron_rl.rollout.servers.weight_group import GroupError, GroupPlace
-from megatron_rl.rollout.servers.wire import MEDIA_TYPE, Answer, pack
+from megatron_rl.rollout.generator import RolloutError
+from megatron_rl.rollout.servers.rendezvous import INTRODUCTION, MAX_NONCE, NONCE_HEADER, PROOF_HEADER, key_for, proof
+from megatron_rl.rollout.servers.weight_broadcast import GroupError, GroupPlace
+from megatron_rl.rollout.servers.wire import LOAD_HEADER, MEDIA_TYPE, Answer, Meter, pack
+
+ALL = np.iinfo(np.int32).max
+
+
+class Overtaken(Exception):
+    """The weights that a response is for were replaced before its request reached the engine."""
+
+
+class UnderWay:
+    """All responses of ``engine``, vLLM's AsyncLLM. Lives in one event loop."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._numbers = engine, itertools.count()
+        self._version = 0  # of the weights that sample now
+        self._num_updates = 0
+        self.num_prompt_tokens = self.num_cached_tokens = 0  # of all requests; of these, found in the prefix cache
+        self._runs: dict[str, list[tuple[int, int]]] = {}  # by name: (policy version, tokens there at its end), …
+        self._num_entering, self._entered = 0, asyncio.Event()
+        self._is_held = False
+
+    async def sample(self, prompt: list[int], params: Any, is_open: Callable[[], bool]) -> tuple[Any, np.ndarray]:
+        """vLLM's completion of ``prompt`` [P], and the policy version [R] int32 that sampled each of its tokens.
+
+        ``is_open``: whether the server still answers for the weights that the request is for; else `Overtaken`.
+        """
+        if not is_open():
+            raise Overtaken
+        name, runs = f"response-{next(self._numbers)}", []
+        self._runs[name] = runs
+        try:
+            queue = await self._enter(name, prompt, params)
+            try:
+                while not (output := queue.get_nowait() or await queue.get()).finished:
+                    pass
+            finally:
+                queue.close()
+        except asyncio.CancelledError:
+            await self._engine.abort(name)
+            raise
+        finally:
+            del self._runs[name]
+        self.num_prompt_tokens += len(prompt)
+        self.num_cached_tokens += getattr(output, "num_cached_tokens", None) or 0
+        (completion,) = output.outputs
+        return completion, _by_token([*runs, (self._version, ALL)], len(completion.token_ids))
+
+    async def _enter(self, name: str, prompt: list[int], params: Any) -> Any:
+        # Under other weights the same tokens have other keys and values: the salt keeps what old ones left in the
+        # prefix cache away from new requests.
+        request = {"prompt_token_ids": prompt, "cache_salt": str(self._num_updates)}
+        self._num_entering += 1
+        try:
+            return await self._engine.add_request(name, request, params)
+        finally:
+            self._num_entering -= 1
+            self._entered.set()
+
+    async def hold(self, keep: bool) -> None:
+        """Stop sampling between two steps. The guard must be closed.
+
+        ``keep``: responses stay where they are, with their keys and values, except those without a token: what was
+        computed of their prompts came from the old weights. Else all end here (finish reason "abort").
+        """
+        self._num_updates += 1
+        while self._num_entering:
+            self._entered.clear()
+            await self._entered.wait()
+        if not self._runs:
+            return
+        self._is_held = True
+        await self._engine.engine_core.pause_scheduler_async("keep", False)
+        await self._outputs_processed()
+        there = self._num_tokens()
+        for name, runs in self._runs.items():
+            runs.append((self._version, there.get(name, ALL)))  # one that is not there has ended
+        await self._engine.abort([name for name, count in there.items() if not (keep and count)])
+
+    async def release(self, version: int) -> None:
+        """Go on, with the weights of ``version``."""
+        self._version = version
+        if self._is_held:
+            self._is_held = False
+            await self._engine.engine_core.resume_scheduler_async()
+
+    async def drop(self) -> None:
+        """End all responses that are held, with the tokens that they have: nobody knows which weights are there."""
+        await self._engine.abort(list(self._num_tokens()))
+
+    def _num_tokens(self) -> dict[str, int]:
+        """Name → tokens so far, of all responses that have not ended."""
+        states = self._engine.output_processor.request_states.values()
+        return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
+
+    async def _outputs_processed(self) -> None:
+        """Wait until all outputs that have arrived are processed. Raises `RolloutError` where nobody does."""
+        mark = _Mark()
+        self._engine.engine_core.outputs_queue.put_nowait(mark)
+        await asyncio.wait({mark.reached, self._engine.output_handler}, return_when=asyncio.FIRST_COMPLETED)
+        if not mark.reached.done():
+            raise RolloutError("the engine's outputs are not processed any more")
+
+
+class _Mark:
+    """In vLLM's queue of outputs: none, that say when the task which processes them has come this far."""
+
+    engine_index, timestamp, scheduler_stats = 0, 0.0, None
+
+    def __init__(self) -> None:
+        self.reached: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def outputs(self) -> list[Any]:
+        if not self.reached.done():
+            self.reached.set_result(None)
+        return []
+
+
+def _by_token(runs: list[tuple[int, int]], num_tokens: int) -> np.ndarray:
+    """[R] int32: the version of each token. ``runs``: (version, tokens there at its end), counts rising."""
+    versions, ends = np.array(runs, dtype=np.int64).T
+    return np.repeat(versions, np.diff(np.minimum(ends, num_tokens), prepend=0)).astype(np.int32)
+
 
 VERSION_HEADER = b"x-policy-version"
+NONCE, PROOF = NONCE_HEADER.lower().encode(), PROOF_HEADER.lower().encode()
 SETTINGS, WEIGHTS, GENERATE = "/megatron_rl/settings", "/megatron_rl/weights", "/megatron_rl/generate"
 HARMLESS = frozenset({"/health", "/weight_info", "/is_paused", "/metrics", "/version"})  # of vLLM; they change nothing
 CHANGING = frozenset({"/collective_rpc"})  # of vLLM; closes the server, because it may change weights
@@ -53,15 +192,19 @@ class GuardState:
     """What the guard of this process enforces; `server` fills it in before the routes exist."""
 
     token: str = ""
-    settings: dict[str, Any] = field(default_factory=dict)
-    replace: Callable[[dict[str, Any], int, bool], Awaitable[dict[str, int]]] | None = None  # see `replacement`
-    sample: Callable[[dict[str, Any], Callable[[], bool]], Coroutine[Any, Any, Answer]] | None = None  # see `answering`
+    settings: dict[str, Any] = field(default_factory=dict)  # its ``instance`` is this start of the server
+    replace: Callable[[dict[str, Any], int, bool], Awaitable[dict[str, int]]] | None = None  # `server.replace_weights`
+    sample: Callable[[dict[str, Any], Callable[[], bool]], Coroutine[Any, Any, Answer]] | None = None  # `server.sample`
     replacing: asyncio.Lock = field(default_factory=asyncio.Lock)
     max_body_bytes: int = BODY_BYTES
     version: int | None = None  # open for this policy version; None: closed
     openings: int = 0  # counts up at every change, so that a version that came back is told from one that stayed
     meter: Meter = field(default_factory=Meter)  # of responses
     oldest: int = 0  # responses that came at an earlier opening are thrown away
+
+    @property
+    def instance(self) -> str:
+        return self.settings.get("instance", "")
 
 
 STATE = GuardState()  # global, because vLLM makes the middleware by its class's name and passes no argument
@@ -78,8 +221,14 @@ class Guard:
             return await self._app(scope, receive, send)
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": NOT_ACCEPTED})
-        headers = dict(scope["headers"])
-        if not self._state.token or not _matches(headers.get(b"authorization", b""), self._state.token):
+        headers, state = dict(scope["headers"]), self._state
+        nonce = headers.get(NONCE, b"").decode("latin-1")[:MAX_NONCE]
+        if nonce and state.token:
+            if scope["path"] == INTRODUCTION:
+                shown = proof(state.token, state.instance, nonce)
+                return await _answer(send, 200, {"instance": state.instance, "proof": shown})
+            send = _with_proof(send, proof(state.token, state.instance, nonce))
+        if not state.token or not _matches(headers.get(b"authorization", b""), state.token, state.instance):
             return await _answer(send, UNAUTHORIZED, {"error": "a valid token is required"})
         path, receive = scope["path"], _limited(receive, self._state.max_body_bytes)
         try:
@@ -231,10 +380,23 @@ def _stale(wanted: bytes, version: int | None) -> dict[str, Any]:
     return {"error": f"policy version {name} was asked for, this server holds {version}"}
 
 
-def _matches(authorization: bytes, token: str) -> bool:
+def _matches(authorization: bytes, token: str, instance: str) -> bool:
     scheme, _, given = authorization.partition(b" ")
-    digests = [hashlib.sha256(secret).digest() for secret in (given.strip(), token.encode())]
-    return scheme.lower() == b"bearer" and hmac.compare_digest(*digests)
+    digest = hashlib.sha256(given.strip()).digest()
+    fits = [
+        hmac.compare_digest(digest, hashlib.sha256(secret.encode()).digest())
+        for secret in (token, key_for(token, instance))
+    ]
+    return scheme.lower() == b"bearer" and any(fits)
+
+
+def _with_proof(send: Send, shown: str) -> Send:
+    async def proving(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), (PROOF, shown.encode())]}
+        await send(message)
+
+    return proving
 
 
 async def _answer(send: Send, status: int, content: dict[str, Any]) -> None:

@@ -2,18 +2,157 @@
 
 A server is used only between a weight update that reached it completely and the next one. A server that comes late, or
 comes back, gets the newest weights first. `dispatch` hands requests to the servers that are ready.
+
+What answers at an address need not be a server of this run. It is set aside then and looked at again. Nothing that it
+says ends the keeper: the run may have other servers.
+
+`Members` is what every rank that uses servers knows of them. `ServerPool` is rank 0's, which keeps track of the
+servers; ranks of other nodes follow it (`following.Follower`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
 
 from megatron_rl.errors import InputError
-from megatron_rl.rollout.servers.client import RequestRefused, ServerError, ServerLost, Weights
-from megatron_rl.rollout.servers.members import Client, Member, Members, PoolLimits
-from megatron_rl.rollout.servers.rendezvous import Address
+from megatron_rl.rollout.generator import RolloutError, RolloutInterrupted
+from megatron_rl.rollout.servers.client import ServerClient, ServerError, Stranger, Weights
+from megatron_rl.rollout.servers.rendezvous import Address, printable
+from megatron_rl.rollout.servers.settings import ServerSettings
+
+STOP_POLL_S = 0.5  # between looks whether a stop was asked for, while nothing changes
+
+
+@dataclass
+class Member:
+    """A server that has been let in."""
+
+    address: Address
+    client: ServerClient
+    number: int = 0  # of its joining, counted over the run: one that comes back has another
+    version: int | None = None  # of the weights that it serves; None: it is not used
+    updates: int = 0  # that it took
+    in_flight: int = 0  # requests of this rank
+    missed: int = 0
+    lost: str = ""  # why it is not used
+    workers: int = 1  # processes of it that take weights
+    backend: str = "gloo"  # of a broadcast to them
+    doubts: int = 0  # complaints about it that are being looked into; it is not used meanwhile
+    updating: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def queue(self) -> int:
+        """Requests under way there: of this rank now, of others as the server last said."""
+        return self.in_flight + getattr(self.client, "elsewhere", 0)
+
+
+@dataclass
+class PoolLimits:
+    """See `ServersConfig`, whose names these are."""
+
+    wait_s: float
+    health_every_s: float
+
+
+class Members:
+    """Lives in one event loop. ``stop``: whether waiting is to be given up."""
+
+    def __init__(self, limits: PoolLimits, stop: Callable[[], bool]) -> None:
+        self._limits, self._stop = limits, stop
+        self.members: dict[str, Member] = {}  # by name, lost ones too
+        self.changes = 0  # counts up
+        self._changed = asyncio.Event()
+        self.keeper: asyncio.Task | None = None  # keeps all this true; its error ends every waiting
+
+    @property
+    def due(self) -> int:
+        """Version of the weights that a server must hold before it is asked."""
+        raise NotImplementedError
+
+    @property
+    def ready(self) -> list[Member]:
+        """Servers that hold the newest policy and may be used."""
+        return [m for m in self.members.values() if not m.lost and not m.doubts and m.version == self.due]
+
+    async def reach(self, version: int, exactly: bool = True) -> None:
+        """Wait until the weights of ``version`` are those that are due; without ``exactly``, or newer ones."""
+        await self.until(lambda: self.due >= version, f"policy version {version}")
+        if exactly and self.due != version:
+            raise RolloutError(f"policy version {self.due} was pushed before a batch of {version} was sampled")
+
+    async def suspect(self, member: Member, error: ServerError) -> None:
+        """A request to ``member`` failed. Find out whether the server did, and stop using it then."""
+        raise NotImplementedError
+
+    def mark_stale(self, member: Member) -> None:
+        """Stop using a server that does not hold the newest weights. It gets them at the next look."""
+        raise NotImplementedError
+
+    def mark_updated(self, member: Member, version: int) -> None:
+        """The server has had an update since it was asked for ``version``, and is not asked before that is known."""
+        raise NotImplementedError
+
+    def share_ended(self, number: int) -> None:
+        """This rank asks nothing more for batch ``number``, nor for those before."""
+
+    @staticmethod
+    async def drop(member: Member, why: str) -> bool:
+        """Use the server no more, until it comes back. False where it was lost before."""
+        if member.lost:
+            return False
+        member.lost, member.version = why, None
+        await member.client.close()  # its open requests fail now and go to other servers
+        return True
+
+    def note(self) -> None:
+        """Something about the members is new."""
+        self.changes += 1
+        self._changed.set()
+
+    async def change(self, since: int | None = None) -> None:
+        """Wait until something about the members changes, or has changed since `changes` was ``since``."""
+        if since is None or since == self.changes:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait until ``condition``, tested whenever a member changes. Raises `RolloutError` after `wait_s`."""
+        try:
+            async with asyncio.timeout(self._limits.wait_s):
+                await self.until(condition, what)
+        except TimeoutError:
+            there = "; ".join([f"{len(self.ready)} can be used", *self.reasons()])
+            raise RolloutError(
+                f"waited {self._limits.wait_s:g} s (rollout.servers.wait_s) for {what}: {there}"
+            ) from None
+
+    def reasons(self) -> list[str]:
+        """Which servers are not used, and why."""
+        return [f"{m.address.name} is lost ({m.lost})" for m in self.members.values() if m.lost]
+
+    async def until(self, condition: Callable[[], bool], what: str) -> None:
+        """As `wait_for`, without a limit. Raises what ended the keeper, `RolloutInterrupted` where a stop is asked."""
+        assert self.keeper is not None
+        while not condition():
+            if self.keeper.done():
+                self.keeper.result()  # raises what ended it
+            if self._stop():
+                raise RolloutInterrupted(f"a stop was asked for while waiting for {what}")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STOP_POLL_S):
+                    await self.change()
+
+    async def close(self) -> None:
+        if self.keeper is not None:
+            self.keeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):  # the waiters have been given the error
+                await self.keeper
+        for member in self.members.values():
+            await member.client.close()
+
 
 MISSED_LOOKS = 3  # looks at a server's health without an answer before it counts as lost
 
@@ -21,16 +160,17 @@ MISSED_LOOKS = 3  # looks at a server's health without an answer before it count
 class ServerPool(Members):
     """All servers of a run. Lives in one event loop; `start` first.
 
-    ``discover``: the addresses there are now. ``connect``: a client for one. ``problems``: why a server's settings do
-    not fit the recipe. ``say``: one line for the log. ``stop``: whether waiting is to be given up.
+    ``discover``: the addresses there are now; an `OSError` of it is tried again later. ``connect``: a client for one.
+    ``problems``: why a server's settings do not fit the recipe. ``say``: one line for the log. ``stop``: whether
+    waiting is to be given up.
     """
 
     def __init__(
         self,
         limits: PoolLimits,
         discover: Callable[[], list[Address]],
-        connect: Callable[[Address], Client],
-        problems: Callable[[dict[str, Any]], list[str]],
+        connect: Callable[[Address], ServerClient],
+        problems: Callable[[ServerSettings], list[str]],
         say: Callable[[str], None],
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -38,6 +178,9 @@ class ServerPool(Members):
         self._discover, self._connect, self._problems, self._say = discover, connect, problems, say
         self.weights = Weights(0)  # what every server must hold before it is used
         self.refused: dict[str, str] = {}  # why a server that was found does not fit, by name
+        self.aside: dict[str, str] = {}  # what is wrong with an address at which no server of this run answers, by name
+        self._joining: dict[str, asyncio.Task] = {}
+        self._updating: set[asyncio.Task] = set()
         self._num_joined = 0
 
     # ---------------------------------------------------------------- who is there
@@ -49,71 +192,116 @@ class ServerPool(Members):
     async def start(self, count: int) -> None:
         """Wait until ``count`` servers can be used.
 
-        Raises `RolloutError` when that takes longer than `wait_s`, `InputError` for a server that does not fit.
+        Raises `RolloutError` when that takes longer than `wait_s`, `InputError` where there are servers and none fits.
         """
         self.keeper = asyncio.create_task(self._keep())
-        await self.wait_for(lambda: len(self.ready) >= count or bool(self.refused), f"{count} servers")
-        if self.refused:
+        await self.wait_for(lambda: len(self.ready) >= count or self._none_fits(), f"{count} servers")
+        if len(self.ready) < count and self._none_fits():
             raise InputError("; ".join(f"server {name}: {why}" for name, why in self.refused.items()))
+
+    def _none_fits(self) -> bool:
+        is_joining = any(not task.done() for task in self._joining.values())
+        return bool(self.refused) and not self.members and not is_joining
+
+    def reasons(self) -> list[str]:
+        unused = {**self.aside, **self.refused}
+        return [
+            *super().reasons(),
+            *(f"{name} is not used ({why})" for name, why in unused.items() if name not in self.members),
+        ]
 
     async def _keep(self) -> None:
         """Let new servers in and check the health of members, until cancelled."""
-        joining: dict[str, asyncio.Task] = {}  # in tasks of their own, because large weights take minutes to load
         try:
             while True:
-                for name in [name for name, task in joining.items() if task.done()]:
-                    joining.pop(name).result()
-                for address in self._discover():
+                for name in [name for name, task in self._joining.items() if task.done()]:
+                    self._joining.pop(name).result()
+                for address in self._found():
                     known = self.members.get(address.name)
-                    if address.name not in joining and (known is None or known.lost):
-                        joining[address.name] = asyncio.create_task(self._let_in(address))
+                    if address.name not in self._joining and (known is None or known.lost):
+                        # In tasks of their own, because large weights take minutes to load.
+                        self._joining[address.name] = asyncio.create_task(self._let_in(address))
                 await asyncio.gather(*(self._look_after(m) for m in list(self.members.values()) if not m.lost))
                 await asyncio.sleep(self._limits.health_every_s)
         finally:
-            for task in joining.values():
+            for task in (*self._joining.values(), *self._updating):
                 task.cancel()
             self.note()  # wakes the waiters, who find this task done, and its error
+
+    def _found(self) -> list[Address]:
+        try:
+            addresses = self._discover()
+        except OSError as error:  # of the run directory's disk
+            self._say(f"looking for servers failed, and is tried again: {printable(str(error), 200)}")
+            return []
+        names = {address.name for address in addresses}
+        self.aside = {name: why for name, why in self.aside.items() if name in names}
+        return addresses
 
     async def _let_in(self, address: Address) -> None:
         """Give a server the newest weights and use it from now on. One that does not answer is tried again later."""
         member = Member(address, self._connect(address))
         try:
-            settings = await member.client.settings()
-            if settings.get("replacing"):
-                raise ServerLost("an earlier weight update there has not ended")
+            settings = ServerSettings.of(await member.client.settings())
+            if settings.replacing:
+                raise ServerError("an earlier weight update there has not ended")
+            if address.name in self.members:
+                await self._check_engine(member)
             if problems := self._problems(settings):
-                raise RequestRefused("; ".join(problems))
-            member.workers, member.backend = settings.get("workers", 1), settings.get("backend", "gloo")
+                await member.client.close()
+                return self._refuse(address, "; ".join(problems))
+            member.workers, member.backend = settings.workers, settings.backend
             await self._update(member)
-        except RequestRefused as error:
+        except Exception as error:  # noqa: BLE001 - whatever answers there, other servers go on
             await member.client.close()
-            if self.refused.get(address.name) != str(error):
-                self.refused[address.name] = str(error)
-                self._say(f"server {address.name} ({address.url}) is not used: {error}")
-                self.note()
-        except ServerError:
-            await member.client.close()
+            return self._set_aside(address, error)
         except BaseException:
             await member.client.close()
             raise
-        else:
-            self.refused.pop(address.name, None)
-            self._num_joined += 1
-            member.number, self.members[address.name] = self._num_joined, member
-            how = "and waits for" if member.version is None else "with"
-            self._say(f"server {address.name} ({address.url}) joined {how} policy version {self.weights.version}")
+        self.refused.pop(address.name, None)
+        self.aside.pop(address.name, None)
+        self._num_joined += 1
+        member.number, self.members[address.name] = self._num_joined, member
+        how = "and waits for" if member.version is None else "with"
+        self._say(f"server {address.name} ({address.url}) joined {how} policy version {self.weights.version}")
+        self.note()
+
+    @staticmethod
+    async def _check_engine(member: Member) -> None:
+        """Raises where a server that was lost says that its engine has stopped: it still answers, for a moment."""
+        try:
+            await member.client.check_health()
+        except ServerError as error:
+            if error.is_final:
+                raise
+
+    def _refuse(self, address: Address, why: str) -> None:
+        self.aside.pop(address.name, None)
+        if self.refused.get(address.name) != why:
+            self.refused[address.name] = why
+            self._say(f"server {address.name} ({address.url}) is not used: {why}")
             self.note()
+
+    def _set_aside(self, address: Address, error: Exception) -> None:
+        """The log says so once, unless nobody answers, as while a server is starting."""
+        why = _reason(error)
+        is_new, self.aside[address.name] = self.aside.get(address.name) != why, why
+        if is_new and (isinstance(error, Stranger) or not isinstance(error, ServerError)):
+            self._say(f"server {address.name} ({address.url}) is set aside: {why}")
 
     async def _look_after(self, member: Member) -> None:
         try:
             await member.client.check_health()
             member.missed = 0
-        except ServerError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this server's
             member.missed += 1
-            if error.is_final or member.missed >= MISSED_LOOKS:
-                await self.give_up(member, str(error))
+            if getattr(error, "is_final", False) or member.missed >= MISSED_LOOKS:
+                await self.give_up(member, _reason(error))
         if member.version is None and not member.lost and not member.updating.locked():
-            await self._bring_up_to_date(member)
+            # In a task of its own: the health of others is looked at meanwhile.
+            task = asyncio.create_task(self._bring_up_to_date(member))
+            self._updating.add(task)
+            task.add_done_callback(self._updating.discard)
 
     async def give_up(self, member: Member, why: str) -> None:
         """Stop using a server until it comes back and gets the newest weights."""
@@ -159,15 +347,15 @@ class ServerPool(Members):
     async def _bring_up_to_date(self, member: Member) -> None:
         try:
             await self._update(member)
-        except ServerError as error:
-            await self.give_up(member, f"weight update {self.weights.version}: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this server's
+            await self.give_up(member, f"weight update {self.weights.version}: {_reason(error)}")
         self.note()
 
     async def _update(self, member: Member) -> None:
         async with member.updating:
             while member.version != self.weights.version:  # newer ones may come while it takes some
                 weights = self.weights
-                if weights.files is None:  # `broadcaster` has them
+                if weights.files is None:  # `Broadcaster` has them
                     return
                 await member.client.push(weights)
                 self.took(member, weights.version)
@@ -176,3 +364,7 @@ class ServerPool(Members):
         """All weights of ``version`` have arrived at ``member``."""
         member.version = version
         member.updates += 1
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, ServerError) else f"{type(error).__name__}: {printable(str(error), 200)}"

@@ -1,22 +1,37 @@
 """How servers and the trainer find each other: one file per server in the run directory, and a token that is not in it.
 
 The file is written when the server can answer and names its address, so that neither side needs a list of nodes or
-fixed ports. The token comes from the environment or a private file, and goes nowhere else.
+fixed ports. The token comes from the environment or a private file, and goes nowhere else, not even over the network:
+
+* Every start of a server has an *instance*, a random text that its address names. The first request asks for it, with a
+  random *nonce* and without a key. The answer bears `proof` for the token, the instance and this nonce: what does not
+  know the token cannot make it, and an earlier answer's does not fit.
+* Later requests bear `key_for` the token and the instance, and a nonce each; every answer bears its proof. A key opens
+  this start of this server alone.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import os
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_rl.config.servers import TOKEN_VARIABLE, ServersConfig
+from megatron_rl.config.rollout import TOKEN_VARIABLE, ServersConfig
 from megatron_rl.errors import InputError
+from megatron_rl.process.output import write_whole
 
 MIN_TOKEN_LENGTH = 16  # characters; what a person makes up in passing is shorter
+INTRODUCTION = "/megatron_rl/introduction"  # the first request, which needs no key
+NONCE_HEADER, PROOF_HEADER = "X-Request-Nonce", "X-Server-Proof"
+MAX_NONCE = 64  # characters
+MAX_ADDRESS_BYTES = 1 << 16  # of a published file
+_URL = re.compile(r"https?://[^\s/@?#]+/?")
 
 
 @dataclass(frozen=True)
@@ -30,6 +45,26 @@ class Address:
     host: str = ""
 
 
+def key_for(token: str, instance: str) -> str:
+    """What the trainer shows to one server, in place of ``token``. Hexadecimal."""
+    return _mac(token, "trainer", instance)
+
+
+def proof(token: str, instance: str, nonce: str) -> str:
+    """What the server ``instance`` shows to who sent ``nonce``. Hexadecimal."""
+    return _mac(token, "server", instance, nonce)
+
+
+def _mac(token: str, *parts: str) -> str:
+    return hmac.new(token.encode(), json.dumps(["megatron_rl", *parts]).encode(), hashlib.sha256).hexdigest()
+
+
+def printable(text: str, limit: int) -> str:
+    """At most ``limit`` characters of ``text`` on one line, with escapes for those that are not printable."""
+    short = " ".join(text[: 2 * limit].split())[:limit]
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in short)
+
+
 def read_token(config: ServersConfig, environment: Mapping[str, str] = os.environ) -> str | None:
     """The shared secret; None where the recipe names no file and the environment has none.
 
@@ -41,8 +76,9 @@ def read_token(config: ServersConfig, environment: Mapping[str, str] = os.enviro
         try:
             mode = config.token_file.stat().st_mode
             token = config.token_file.read_text().strip()
-        except OSError as error:
-            raise InputError(f"{source}: cannot be read ({error.strerror}); write a secret there, mode 600") from error
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise InputError(f"{source}: cannot be read ({why}); write a secret there, mode 600") from error
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise InputError(f"{source}: others than its owner may read it (mode {mode & 0o777:o}); chmod 600 it")
     if not token:
@@ -72,9 +108,7 @@ def publish(run_dir: Path, address: Address) -> Path:
     """Write the server's file, all of it at once."""
     path = folder(run_dir) / f"{address.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(asdict(address), indent=2) + "\n")
-    partial.replace(path)
+    write_whole(path, json.dumps(asdict(address), indent=2) + "\n")
     return path
 
 
@@ -85,16 +119,28 @@ def withdraw(path: Path, address: Address) -> None:
 
 
 def read(path: Path) -> Address | None:
-    """The address in a file; None where the file went or is no address."""
+    """The address in a file; None where the file went or is not an address of the server that the file is named for."""
     try:
-        return Address(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+        if not path.is_file():  # a pipe, which would wait for a writer
+            return None
+        with path.open("rb") as file:
+            text = file.read(MAX_ADDRESS_BYTES + 1)
+        address = Address(**json.loads(text.decode())) if len(text) <= MAX_ADDRESS_BYTES else None
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
+    return address if address is not None and address.name == path.stem and _is_address(address) else None
+
+
+def _is_address(address: Address) -> bool:
+    texts = (address.name, address.url, address.instance, address.host)
+    return (
+        all(isinstance(text, str) for text in texts) and type(address.pid) is int and bool(_URL.fullmatch(address.url))
+    )
 
 
 def discover(config: ServersConfig, run_dir: Path) -> list[Address]:
     """Addresses that the recipe lists, else those that servers have published."""
     if config.addresses:
         return [Address(name=url.split("://", 1)[1], url=url.rstrip("/")) for url in config.addresses]
-    found = (read(path) for path in sorted(folder(run_dir).glob("*.json")))
-    return [address for address in found if address is not None]
+    addresses = (read(path) for path in sorted(folder(run_dir).glob("*.json")))
+    return [address for address in addresses if address is not None]

@@ -1,15 +1,25 @@
 """One rollout server: vLLM's own HTTP server, set up from the recipe, behind `guard`.
 
-What vLLM's command line would do is done here step by step, because three things have to happen in between: the token
+The steps of vLLM's command line are done here one by one, because three things have to happen in between: the token
 must not pass through arguments; on a CPU the engine's process is forked instead of started anew, which saves an import
-of seconds and is what vLLM does on a GPU; and the engine must prove that it survives a weight update before anyone is
-told that it is there.
+of seconds and is what vLLM does on a GPU; and the engine must prove that it survives a weight update before it is
+announced.
+
+A response is a few arrays from the engine to the trainer (`wire`). vLLM's own route for token ids
+(`/inference/v1/generate`) makes several objects for every token: 1.6 ms of processor time for a response of 24 tokens,
+in the process that also passes on every token of the engine.
+
+Nothing can be sampled while weights are replaced. vLLM offers that as seven HTTP calls, of which the one that pauses
+sleeps for 0.02 s. Here it is one call, and the engine is paused only where a response is under way. The update's
+`InFlightMode` says what becomes of such a response.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
+import re
 import signal
 import socket
 import uuid
@@ -19,21 +29,135 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.architecture import read_architecture
-from megatron_rl.config.precision import PrecisionConfig
+import numpy as np
+
+from megatron_rl.check import check_recipe
+from megatron_rl.config import Recipe
+from megatron_rl.config.precision import PrecisionConfig, rollout_fp32_products
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
+from megatron_rl.model.architecture import Architecture, read_architecture
+from megatron_rl.process import fp32_products
+from megatron_rl.process.devices import default_device
 from megatron_rl.rollout import process_state
-from megatron_rl.rollout.checksums import check_own_refit
 from megatron_rl.rollout.engine_arguments import runs_eagerly
+from megatron_rl.rollout.generator import RolloutError, sampled_tokens, sampling_params
+from megatron_rl.rollout.requests import seal_routes
 from megatron_rl.rollout.servers import guard
-from megatron_rl.rollout.servers.answering import sample
-from megatron_rl.rollout.servers.load import Meter
-from megatron_rl.rollout.servers.rendezvous import Address, publish, withdraw
-from megatron_rl.rollout.servers.replacement import load, replace_weights
+from megatron_rl.rollout.servers.guard import UnderWay
+from megatron_rl.rollout.servers.rendezvous import Address, publish, require_token, withdraw
 from megatron_rl.rollout.servers.settings import agreed_settings, server_arguments
-from megatron_rl.rollout.servers.under_way import UnderWay
-from megatron_rl.rollout.servers.wire import SERVER_IDLE_S
+from megatron_rl.rollout.servers.weight_broadcast import GroupError
+from megatron_rl.rollout.servers.wire import SERVER_IDLE_S, Answer, Meter
+from megatron_rl.rollout.weights import check_own_refit
+
+MAX_STOP_TOKENS = 1024
+
+
+async def sample(
+    engine: Any,
+    under_way: UnderWay,
+    architecture: Architecture | None,
+    body: dict[str, Any],
+    is_open: Callable[[], bool] = lambda: True,
+) -> Answer:
+    """One response of ``engine`` (vLLM's AsyncLLM). ``is_open``: whether it holds the weights that were asked for.
+
+    Body: ``token_ids`` of the prompt; ``sampling_params`` (see `sampling_fields`); where routes are wanted,
+    ``wants_routes`` and the ``id`` of the sequence that they are sealed for, and ``first_route``, the position from
+    which on (default 0). ``architecture``: of an engine that records routes. Raises `ValueError`, `TypeError` or
+    `KeyError` for what cannot be sampled, `Overtaken`, and what vLLM raises where the engine fails.
+    """
+    model = engine.model_config
+    prompt = _checked_ids("token_ids", body["token_ids"], model.get_vocab_size(), model.max_model_len - 1)
+    if not prompt:
+        raise ValueError("token_ids: the prompt is empty")
+    fields = body["sampling_params"]
+    _checked_ids("stop_token_ids", fields.get("stop_token_ids", []), model.get_vocab_size(), MAX_STOP_TOKENS)
+    params = sampling_params(fields)
+    sequence_id = str(body["id"]) if architecture is not None and body.get("wants_routes") else None
+    first_route = _checked_row(body.get("first_route", 0), len(prompt))
+    if sequence_id is not None:
+        params.routed_experts_prompt_start = first_route
+    completion, versions = await under_way.sample(prompt, params, is_open)
+    if completion.finish_reason == "error":
+        raise RolloutError("the engine gave this response up")
+    sampled, logprobs = sampled_tokens(completion)
+    tokens, sealed = np.asarray(sampled, np.int32), None
+    if sequence_id is not None and len(tokens):
+        routes = completion.routed_experts
+        # In a thread: at 8k tokens it takes 10 ms, in which the loop passes other responses' tokens on.
+        sealed = await asyncio.to_thread(
+            seal_routes, sequence_id, sequence_id, prompt, tokens, routes, architecture, first_route
+        )
+    return Answer(
+        tokens=tokens,
+        logprobs=np.asarray(logprobs, np.float32),
+        versions=versions,
+        finish_reason=completion.finish_reason,
+        routes=None if sealed is None else sealed.routes,
+        route_checksums=None if sealed is None else sealed.checksums,
+    )
+
+
+def _checked_ids(name: str, ids: Any, vocab_size: int, limit: int) -> list[int]:
+    """``ids``, a list of at most ``limit`` token ids below ``vocab_size``; else `ValueError`.
+
+    vLLM without a tokenizer checks none of it, and an id that is not in the vocabulary ends the engine.
+    """
+    if not isinstance(ids, list) or len(ids) > limit:
+        given = f"{len(ids)} of them" if isinstance(ids, list) else type(ids).__name__
+        raise ValueError(f"{name}: expected a list of at most {limit} token ids, found {given}")
+    array = np.asarray(ids) if ids else np.empty(0, np.int64)
+    if array.ndim != 1 or array.dtype.kind != "i":
+        raise ValueError(f"{name}: expected whole numbers, found {array.dtype.name} of {array.ndim} dimensions")
+    if ids and not 0 <= array.min() <= array.max() < vocab_size:
+        outside = array.min() if array.min() < 0 else array.max()
+        raise ValueError(f"{name}: {outside} is outside the vocabulary (0 … {vocab_size - 1})")
+    return ids
+
+
+def _checked_row(row: Any, prompt_length: int) -> int:
+    if type(row) is not int or not 0 <= row < prompt_length:
+        raise ValueError(f"first_route: expected a position in the prompt of {prompt_length} tokens")
+    return row
+
+
+async def load(engine: Any, update: dict[str, Any]) -> dict[str, int]:
+    """Load all weights of ``update`` (`extension.ServerUpdate`) into all workers of ``engine`` (vLLM's AsyncLLM).
+
+    Returns ``tensors`` and ``bytes``, the same of every worker. Raises `GroupError` where a broadcast broke off, what
+    vLLM raises where its engine is gone, else `RuntimeError`.
+    """
+    amounts = await engine.collective_rpc("replace_weights", args=(update,))
+    for amount in amounts:
+        if "error" in amount:
+            raise (GroupError if amount["interrupted"] else RuntimeError)(amount["error"])
+    if any(amount != amounts[0] for amount in amounts):
+        raise RuntimeError(f"the workers of this server did not get the same: {amounts}")
+    return amounts[0]
+
+
+async def replace_weights(
+    engine: Any, under_way: UnderWay, update: dict[str, Any], version: int, keep: bool = False
+) -> dict[str, int]:
+    """`load` ``update``, as ``version``; returns what it does.
+
+    ``keep``: responses under way go on, with the keys and values that they have; else they end with what they have. No
+    prompt that comes later finds keys and values of older weights (`UnderWay`). Raises what `load` raises, after all
+    responses were ended, because nobody knows which weights are there.
+    """
+    try:
+        await under_way.hold(keep)
+        amount = await load(engine, update)
+        await engine.update_weight_version(str(version))
+        return amount
+    except BaseException:
+        await under_way.drop()
+        raise
+    finally:
+        await under_way.release(version)
+
 
 PR_SET_PDEATHSIG = 1
 # Set before vLLM is imported, whatever the user has set. One process: else vLLM puts a third one under the engine's.
@@ -90,9 +214,9 @@ async def _serve(spec: ServerSpec, listener: socket.socket, say: Callable[[str],
     engine_config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
     if spec.device == "cpu":
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's CPU platform asks for spawn
-        from megatron_rl.rollout import cpu_bookkeeping
+        from megatron_rl.rollout import cpu_engine
 
-        cpu_bookkeeping.install()  # outputs are processed here, not where the worker extension is
+        cpu_engine.install_bookkeeping()  # outputs are processed here, not where the worker extension is
     engine = AsyncLLM.from_vllm_config(engine_config, disable_log_stats=True)
     published = None
     try:
@@ -162,9 +286,9 @@ async def _prepare_weights(engine: Any, spec: ServerSpec) -> None:
 
 async def _settings(engine: Any, spec: ServerSpec, address: Address) -> dict[str, Any]:
     """What the trainer compares with its recipe, and the rollout column of its precision contract."""
-    from megatron_rl.rollout.fp32_modules import describe_configuration
+    from megatron_rl.rollout.fp32_modules import described
 
-    described = describe_configuration(engine.model_config) | (await engine.collective_rpc("describe"))[0]
+    precision = described(engine.model_config, (await engine.collective_rpc("describe"))[0])
     agreed = agreed_settings(
         spec.config,
         spec.model_path,
@@ -176,7 +300,7 @@ async def _settings(engine: Any, spec: ServerSpec, address: Address) -> dict[str
         "name": address.name,
         "instance": address.instance,
         "agreed": agreed,
-        "precision": described,
+        "precision": precision,
         "backend": "gloo" if spec.device == "cpu" else "nccl",  # of a broadcast of weights
         "workers": engine.vllm_config.parallel_config.world_size,  # that take weights, each with a rank in a broadcast
     }
@@ -188,7 +312,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(where)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the second for what cannot be a host's name
         raise InputError(
             f"serve: cannot listen on {host} port {port} ({error}); --host takes an address of this machine, "
             "--port 0 any free port"
@@ -202,3 +326,53 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
     except (OSError, AttributeError):
         return
+
+
+LOOPBACK = "127.0.0.1"
+MAX_PORT = 65535
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")  # a file's name, of no other folder and not hidden
+
+
+def serve(
+    recipe: Recipe, host: str = LOOPBACK, port: int = 0, name: str | None = None, ends_with_parent: bool = False
+) -> None:
+    """Start a server with the recipe's rollout section and announce it in the run directory; return when it has ended.
+
+    ``host``: address to listen on, which is also where the trainer will look for it. ``name``: of its file in the run
+    directory; default: host name and process id. ``ends_with_parent``: as soon as the process that started this one is
+    gone, however it went. Raises `InputError` before an engine starts.
+    """
+    if recipe.rollout.engine != "vllm_server":
+        raise InputError(
+            f"rollout.engine: {recipe.rollout.engine}; `serve` starts servers for rollout.engine: vllm_server"
+        )
+    if name is not None and not _NAME.fullmatch(name):
+        raise InputError(f"--name {name}: use letters, digits, '.', '_' and '-'; it names a file in the run directory")
+    if not 0 <= port <= MAX_PORT:
+        raise InputError(f"--port {port}: a port is a number from 1 to {MAX_PORT}; 0 takes any free one")
+    check_recipe(recipe)
+    token = require_token(recipe.rollout.servers)
+    if host in ("", "0.0.0.0", "::"):
+        raise InputError(
+            f"--host {host}: a server listens on one address that the trainer can reach, such as the node's own on the "
+            "cluster's network; all interfaces at once are not offered"
+        )
+
+    if ends_with_parent:
+        end_with_parent(signal.SIGTERM)
+    device = default_device() if recipe.runtime.device == "auto" else recipe.runtime.device
+    fp32_products.settle(rollout_fp32_products(recipe.rollout.dtype, recipe.precision), device)
+    spec = ServerSpec(
+        config=recipe.rollout,
+        precision=recipe.precision,
+        model_path=recipe.model.path,
+        max_prompt_length=recipe.data.prompt.max_length,
+        record_routes=recipe.routing.needs_engine_routes,
+        device=device,
+        run_dir=recipe.run_dir,
+        name=name or f"{socket.gethostname()}-{os.getpid()}",
+        host=host,
+        port=port,
+        token=token,
+    )
+    run_server(spec, say=lambda text: print(text, flush=True))

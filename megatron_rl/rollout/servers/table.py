@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
+import math
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.rollout.servers.load import Load
-from megatron_rl.rollout.servers.members import Member, Members
+from megatron_rl.process.output import write_whole
+from megatron_rl.rollout.servers.pool import Member, Members
 from megatron_rl.rollout.servers.rendezvous import folder
+from megatron_rl.rollout.servers.wire import Load
 
 
 def table_path(run_dir: Path) -> Path:
@@ -36,18 +37,25 @@ def row(name: str, url: str, version: int | None, state: str, load: Load, lost: 
     }
 
 
-def table(members: Members, refused: dict[str, str], ended: bool = False) -> dict[str, Any]:
-    """``refused``: why servers that were found are not used, by name. ``ended``: the run needs them no more."""
+def table(
+    members: Members, refused: dict[str, str], ended: bool = False, aside: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """``refused``, ``aside``: why what was found is not used, by name: a server that does not fit the recipe, and what
+    does not answer as a server of the run. ``ended``: the run needs them no more."""
+    aside = aside or {}
     rows = []
     for member in members.members.values():
         state = (
             "lost" if member.lost else "ended" if ended else "ready" if member.version == members.due else "updating"
         )
         address = member.address
-        rows.append(row(address.name, address.url, member.version, state, _load(member), member.lost))
-    rows += [
-        row(name, "", None, "refused", Load(), why) for name, why in refused.items() if name not in members.members
-    ]
+        now = aside.get(address.name)
+        lost = f"{member.lost}; now {now}" if member.lost and now else member.lost
+        rows.append(row(address.name, address.url, member.version, state, _load(member), lost))
+    for state, reasons in (("refused", refused), ("aside", aside)):
+        rows += [
+            row(name, "", None, state, Load(), why) for name, why in reasons.items() if name not in members.members
+        ]
     return {"written": time.time(), "due": members.due, "servers": rows}
 
 
@@ -55,18 +63,35 @@ def write_table(run_dir: Path, content: dict[str, Any]) -> None:
     """All of it at once."""
     path = table_path(run_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    partial.replace(path)
+    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def read_table(run_dir: Path) -> dict[str, Any] | None:
-    """None where the run has not written one, or it is none."""
+    """None where the run has not written one, or what is there is not one."""
     try:
-        found = json.loads(table_path(run_dir).read_text())
-        return found if {"written", "due", "servers"} <= found.keys() else None
-    except (OSError, ValueError, AttributeError):
+        table = json.loads(table_path(run_dir).read_text())
+        kinds = {name: type(value) for name, value in row("", "", 0, "", Load(), "").items()}
+        is_table = {"written", "due", "servers"} <= table.keys() and _is_whole(table["due"])
+        return table if is_table and all(_is_row(one, kinds) for one in table["servers"]) else None
+    except (OSError, ValueError, AttributeError, TypeError, OverflowError, RecursionError):
         return None
+
+
+def _is_row(row: dict[str, Any], kinds: dict[str, type]) -> bool:
+    return (
+        row.keys() == kinds.keys()
+        and all(isinstance(row[name], str) for name, kind in kinds.items() if kind is str)
+        and all(_is_whole(row[name]) for name, kind in kinds.items() if kind is int)
+        and all(_is_finite(row[name]) for name, kind in kinds.items() if kind is float)
+    )
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_whole(value: Any) -> bool:
+    return value is None or type(value) is int
 
 
 def prompt_tokens(members: Iterable[Member]) -> tuple[int, int]:

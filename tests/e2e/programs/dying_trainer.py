@@ -15,8 +15,7 @@ import torch
 from megatron_rl.checkpoint.hf_folder import HFFolder
 from megatron_rl.rollout.servers.client import ServerClient, Weights
 from megatron_rl.rollout.servers.rendezvous import Address
-from megatron_rl.rollout.servers.weight_broadcast import Sender
-from megatron_rl.rollout.servers.weight_group import WeightGroup
+from megatron_rl.rollout.servers.weight_broadcast import Sender, WeightGroup
 
 
 async def push(url: str, token: str, weights: Weights) -> None:

@@ -27,7 +27,7 @@ def unmarked_experts(setting: Setting) -> Outcome:
 
 def lost_keys(setting: Setting) -> Outcome:
     """Ranks that share a sequence lose the gradients of their keys and values."""
-    from megatron_rl.learner.layers.context_attention import ContextKeys
+    from megatron_rl.learner.layers.attention import ContextKeys
 
     own = ContextKeys.gather
     ContextKeys.gather = lambda self, key, value: own(self, key, value).detach()
@@ -60,6 +60,23 @@ def lost_moments(setting: Setting) -> Outcome:
     return learner.checkpoint(setting)
 
 
+def other_logprobs(setting: Setting) -> Outcome:
+    """An engine that says of each token what it said of the one before; one pair of types is enough to see it."""
+    import numpy as np
+
+    from megatron_rl.rollout import vllm_engine
+
+    own = vllm_engine.sampled_tokens
+
+    def shifted(completion, place):
+        tokens, logprobs = own(completion, place)
+        return tokens, np.roll(logprobs, 1).tolist()
+
+    vllm_engine.sampled_tokens = shifted
+    engine.PAIRS = {"bf16/bf16": "bf16"}
+    return engine.mismatch(setting)
+
+
 def stale_engine(setting: Setting) -> Outcome:
     """An engine that takes updates after the first trial and keeps its weights."""
     from megatron_rl.rollout.vllm_engine import VllmGenerator
@@ -79,14 +96,14 @@ def stale_engine(setting: Setting) -> Outcome:
 
 
 def corrupted_update(setting: Setting) -> Outcome:
-    """An update that changes one weight of those that it is given."""
+    """An update that changes one weight of an expert: of dense layers vLLM shows no weights on a CPU, it packs them."""
     from megatron_rl.rollout import vllm_engine
 
     own = vllm_engine.checked
 
     def spoil(weights, shapes):
-        for i, (name, tensor) in enumerate(own(weights, shapes)):
-            if i == 3:
+        for name, tensor in own(weights, shapes):
+            if name.endswith("layers.0.mlp.experts.0.up_proj.weight"):
                 tensor = tensor.clone()
                 tensor.view(-1)[0] += 1
             yield name, tensor

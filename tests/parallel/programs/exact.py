@@ -19,8 +19,9 @@ from megatron_rl.batch import build_batch
 from megatron_rl.config.learner import ParallelConfig
 from megatron_rl.data import load_tokenizer
 from megatron_rl.errors import RunEnded
+from megatron_rl.exact import bit_check
+from megatron_rl.exact.decode import GIB, CacheShape
 from megatron_rl.exact.generator import ExactGenerator
-from megatron_rl.exact.room import GIB, CacheShape
 from megatron_rl.exact.step import StepForward
 from megatron_rl.learner.layers.invariant import BatchInvariant
 from megatron_rl.learner.learner import Learner
@@ -29,12 +30,15 @@ from megatron_rl.monitor.timing import PhaseTimer
 from megatron_rl.process.ranks import gather_objects
 from megatron_rl.rollout import Generator, Sampling
 from megatron_rl.rollout.requests import everywhere
-from megatron_rl.run.engines import start_generator
+from megatron_rl.run.engines import make_learner, start_generator
 from megatron_rl.types import Group, Prompt
 from tests.support.tiny import tiny_recipe
 
 
-def start(dtype: str, parallel: dict[str, int] | None = None, **sections: Any) -> tuple[Learner, Generator]:
+def start(
+    dtype: str, parallel: dict[str, int] | None = None, options: dict[str, Any] | None = None, **sections: Any
+) -> tuple[Learner, Generator]:
+    """``options``: of `Learner`."""
     recipe = tiny_recipe(
         rollout={
             "engine": "exact",
@@ -45,7 +49,7 @@ def start(dtype: str, parallel: dict[str, int] | None = None, **sections: Any) -
         learner={"dtype": dtype, "parallel": parallel or {}, **sections.pop("learner", {})},
         **sections,
     )
-    learner = Learner(recipe)
+    learner = make_learner(recipe) if options is None else Learner(recipe, **options)
     return learner, generator_of(learner)
 
 
@@ -125,7 +129,7 @@ def schedules(
     found, counts = {"plain": long_ones(plain)}, {"plain": plain.stats()}
     for name in names or SCHEDULES:
         changes, generator = SCHEDULES[name], generator_of(learner)
-        decoder = generator._policy
+        decoder = generator.policy
         for key, value in changes.items():
             setattr(decoder.passes if key == "step_forward" else decoder, key, value)
         if name == "small cache":  # twelve sequences of up to four pages
@@ -191,9 +195,9 @@ def alone_and_together(dtype: str, sizes: list[int]) -> dict[str, Any]:
     found = {}
     for size in (1, *sizes):
         generator = generator_of(learner)
-        generator._policy.max_sequences = size
+        generator.policy.max_sequences = size
         if size == 1:
-            generator._policy.max_tokens = 1
+            generator.policy.max_tokens = 1
         groups = generator.rollout(prompts(max(sizes)), 1, policy_version=0, step=0, sampling=Sampling(12))
         found[size] = [(r.tokens.tolist(), r.exact_logprobs.tolist()) for group in groups for r in group.rollouts]
     alone = found.pop(1)
@@ -230,15 +234,15 @@ def _ranks_of(flags: list[list[bool]]) -> list[list[int]]:
 
 def time_of_the_gate() -> dict[str, float]:
     """`perf/*` of an update, on a clock that stands still but for three seconds in each comparison of the gate."""
-    learner, generator = start("fp32", batch={"minibatches": 2})
-    now, check = [0.0], learner.bit_check
+    now = [0.0]
 
     def slow(*arguments: Any) -> float:
         now[0] += 3.0
-        return check(*arguments)
+        return bit_check.check(*arguments)
 
     timer = PhaseTimer(clock=lambda: now[0])
-    learner.phase, learner.bit_check = timer.phase, slow
+    options = {"phase": timer.phase, "bit_check": slow}
+    learner, generator = start("fp32", options=options, batch={"minibatches": 2})
     learner.update(batch_of(learner, sample(generator, 4, 2)))
     return timer.collect()
 

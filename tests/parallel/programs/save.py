@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron_rl.errors import Fault, InputError
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import initialize
 from megatron_rl.process.ranks import on_main_rank, together, world_rank
+from tests.support.patience import PATIENCE_S
 from tests.support.tiny import stored_rollouts, tiny_recipe
 
 PLACES = {
@@ -90,25 +92,27 @@ def fail_on_one_rank() -> list[str]:
     return said
 
 
-def _meet() -> None:
+def _meet() -> dist.Store:
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
     store.add("here", 1)
     while store.add("here", 0) < int(os.environ["WORLD_SIZE"]):
         time.sleep(0.02)
+    return store
 
 
 def wait_for_a_frozen_rank(seconds: float) -> dict[str, str]:
-    """Group → what rank 0 hears in a collective that rank 1 does not join; both leave on their own."""
-    _meet()  # joining has the same limit, and imports take longer on a busy machine
+    """Group → what rank 0 hears in a collective that rank 1 does not join; rank 1 leaves when it has heard it."""
+    store = _meet()  # joining has the same limit, and imports take longer on a busy machine
     initialize(ParallelConfig(tensor=2, timeout_minutes=seconds / 60), "cpu", seed=0)
     found = {}
     if dist.get_rank() == 1:
-        time.sleep(4 * seconds)
+        store.wait(["heard"], timedelta(seconds=PATIENCE_S))
     else:
         for name, group in (("world", None), ("tensor", parallel_state.get_tensor_model_parallel_group())):
             try:
                 dist.all_reduce(torch.ones(1), group=group)
             except RuntimeError as error:
                 found[name] = str(error)
+        store.set("heard", "")
     dist.destroy_process_group()
     return found

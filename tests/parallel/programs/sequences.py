@@ -13,16 +13,16 @@ import torch.distributed as dist
 
 from megatron_rl.batch import build_batch
 from megatron_rl.config import ObjectiveConfig
-from megatron_rl.config.reward import RewardConfig
+from megatron_rl.config.data import RewardConfig
 from megatron_rl.learner.exchange import Replicas, distribute, hand_over_logprobs, hand_over_routes, tokens_at
 from megatron_rl.learner.packing import deal, minibatch_denominators
 from megatron_rl.monitor.rollouts import rollout_metrics
-from megatron_rl.process import arrays
+from megatron_rl.process import ranks
 from megatron_rl.rewards import Rewarder
 from megatron_rl.rewards.shared import score_shared
 from megatron_rl.routing import route_checksums
+from megatron_rl.run.recorded_batches import record_batch
 from megatron_rl.run.shown import share_repetition, share_samples
-from megatron_rl.stored.batches import record_batch
 from megatron_rl.types import Batch, Group, Prompt, Rollout, Sequence
 from tests.support.tiny import tiny_recipe
 
@@ -147,7 +147,7 @@ def numbers(num_items: int) -> list[list[float]]:
     """`gather_rows` where some ranks know of nothing."""
     places = [(i * i) % 3 % dist.get_world_size() for i in range(num_items)]
     rows = [(i, -i / 3) for i in range(num_items) if places[i] == dist.get_rank()]
-    return arrays.gather_rows(rows, places, width=2).tolist()
+    return ranks.gather_rows(rows, places, width=2).tolist()
 
 
 def held_bytes(per_rank: int) -> dict[str, int]:

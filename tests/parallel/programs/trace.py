@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.architecture import Architecture
-from megatron_rl.checkpoint.known_models import shape_of
 from megatron_rl.config import load_recipe
-from megatron_rl.plan import GPUS, Workload, make_workload
+from megatron_rl.instruments.plan import GPUS, Workload, make_workload
+from megatron_rl.model.architecture import Architecture
+from megatron_rl.model.known_models import shape_of
 
 
 def shrunk(architecture: Architecture, layers: int | None) -> Architecture:
@@ -33,7 +33,7 @@ def trace_all(cases: list[dict[str, Any]], out: str) -> int:
     import torch
     import torch.distributed as dist
 
-    from megatron_rl.trace import as_json, ranks_that_differ, trace_rank, trace_update
+    from megatron_rl.instruments.trace import as_json, ranks_that_differ, trace_rank, trace_update
 
     found = []
     for case in cases:

@@ -187,7 +187,7 @@ def thd_choices() -> dict[str, str]:
     from transformer_engine.pytorch.attention.dot_product_attention import utils
 
     from megatron_rl.errors import InputError
-    from megatron_rl.learner.packed_attention import packed_attention, refuse_unfused_attention
+    from megatron_rl.learner.layers.attention import packed_attention, refuse_unfused_attention
 
     fused = extension.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
     found = {}

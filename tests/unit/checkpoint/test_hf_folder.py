@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from megatron_rl.checkpoint.hf_folder import INDEX_FILE, SINGLE_FILE, HFFolder
+from megatron_rl.checkpoint import hf_folder
+from megatron_rl.checkpoint.hf_folder import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    HFFolder,
+    check_weights,
+    model_shapes,
+    model_weights,
+    read_stop_token_ids,
+)
 from megatron_rl.errors import InputError
+from megatron_rl.model.architecture import read_architecture
+from tests.support.tiny import MODEL
 
 
 def write(folder: Path, files: dict[str, dict[str, float]], index: dict[str, str] | None = None) -> Path:
@@ -40,10 +53,17 @@ def test_a_stray_file_beside_an_index_is_not_read(tmp_path):
     assert [file.name for file in folder.files] == ["model-00001.safetensors", "model-00002.safetensors"]
 
 
-def test_a_tensor_that_two_files_hold_comes_from_the_one_that_the_index_names(tmp_path):
+def test_a_tensor_that_two_files_hold_is_ambiguous(tmp_path):
+    """vLLM loads all tensors of every file that the index names, so the later file's would win."""
     files = {"x.safetensors": {"a": 1.0, "b": 2.0}, "y.safetensors": {"a": 9.0, "c": 3.0}}
-    folder = HFFolder(write(tmp_path, files, {"a": "x.safetensors", "b": "x.safetensors", "c": "y.safetensors"}))
-    assert values(folder) == {"a": 1.0, "b": 2.0, "c": 3.0}
+    write(tmp_path, files, {"a": "x.safetensors", "b": "x.safetensors", "c": "y.safetensors"})
+    with pytest.raises(InputError, match=r"x.safetensors and y.safetensors both hold a; .* names x.safetensors"):
+        HFFolder(tmp_path)
+
+
+def test_a_tensor_that_the_index_leaves_out_is_read_with_its_file(tmp_path):
+    folder = HFFolder(write(tmp_path, {"x.safetensors": {"a": 1.0, "b": 2.0}}, {"a": "x.safetensors"}))
+    assert values(folder) == {"a": 1.0, "b": 2.0}
 
 
 def test_a_single_file_needs_no_index(tmp_path):
@@ -78,3 +98,153 @@ def test_damaged_files_are_errors(tmp_path):
     (tmp_path / INDEX_FILE).write_text("{}")
     with pytest.raises(InputError, match="is not an index of safetensors files"):
         HFFolder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"weight_map": [1]}',
+        '{"weight_map": null}',
+        '{"weight_map": {}}',
+        '{"weight_map": {"a": 5}}',
+        "[" * 200000,
+        "[]",
+        '{"weight_map": {"a": "../x.safetensors"}}',
+    ],
+)
+def test_an_index_of_another_kind_is_an_error(tmp_path, text):
+    (tmp_path / INDEX_FILE).write_text(text)
+    with pytest.raises(InputError, match=INDEX_FILE):
+        HFFolder(tmp_path)
+
+
+def folder_of(model: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]], None], **config: Any) -> Path:
+    """A copy of ``model`` whose tensors ``change`` altered, with other keys of config.json."""
+    tensors = load_file(model / SINGLE_FILE)
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / SINGLE_FILE)
+    (folder / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | config))
+    return folder
+
+
+def check(folder: Path) -> list[str]:
+    return check_weights(HFFolder(folder), read_architecture(folder))
+
+
+def scaled_fp8(tensors: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    tensors[name.replace("weight", "weight_scale_inv")] = torch.ones(1, 1)
+
+
+def add(name: str, *shape: int) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda tensors: tensors.update({name: torch.zeros(*shape)})
+
+
+def cast(part: str, dtype: torch.dtype) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda tensors: tensors.update({n: t.to(dtype) for n, t in tensors.items() if part in n})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (scaled_fp8, r"no place for: model.layers.0.self_attn.q_proj.weight_scale_inv"),
+        (scaled_fp8, r"holds F8_E4M3 \(model.layers.0.self_attn.q_proj.weight\); allowed: F32, F16, BF16"),
+        (cast("gate_proj", torch.int8), r"holds I8 \(.* and 27 more\)"),
+        (cast("norm", torch.float64), r"holds F64"),
+        (add("model.layers.0.self_attn.o_proj.bias", 128), r"no place for: model.layers.0.self_attn.o_proj.bias"),
+        (add("model.layers.0.mlp.shared_expert_gate.weight", 1, 128), "no place for"),
+        (lambda tensors: tensors.pop("lm_head.weight"), r"lacks lm_head.weight \(config.json says tie_word_embeddings"),
+        (
+            lambda tensors: tensors.pop("model.layers.3.mlp.experts.7.up_proj.weight"),
+            "lacks model.layers.3.mlp.experts.7",
+        ),
+        (add("model.norm.weight", 64), r"model.norm.weight has shape \(64,\), config.json says \(128,\)"),
+        (add("model.norm.weight", 128, 1), r"model.norm.weight has shape \(128, 1\)"),
+    ],
+)
+def test_a_change_of_one_tensor_is_refused(tmp_path, change, said):
+    with pytest.raises(InputError, match=said):
+        check(folder_of(MODEL, tmp_path, change))
+
+
+def test_tensors_that_every_engine_computes_anew_pass(tmp_path):
+    change = add("model.layers.1.self_attn.rotary_emb.inv_freq", 16)
+    assert check(MODEL) == []
+    (note,) = check(folder_of(MODEL, tmp_path, change))
+    assert "rotary_emb.inv_freq: stored, and computed anew" in note
+    a = read_architecture(tmp_path)
+    assert dict(model_weights(HFFolder(tmp_path), a)).keys() == model_shapes(a).keys()
+
+
+def test_a_stored_tied_head_passes_where_it_is_the_embedding(tmp_path):
+    def tie(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    (note,) = check(folder_of(MODEL, tmp_path, tie, tie_word_embeddings=True))
+    assert "with the same values" in note
+    with pytest.raises(InputError, match=r"ties lm_head.weight to the embedding, but the two differ"):
+        check(folder_of(MODEL, tmp_path, lambda tensors: None, tie_word_embeddings=True))
+
+
+@pytest.mark.parametrize("place", [0, 31, 32, 127])
+def test_a_stored_tied_head_is_compared_to_its_last_row(tmp_path, monkeypatch, place):
+    monkeypatch.setattr(hf_folder, "_COMPARED_ROWS", 32)
+
+    def almost_tie(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["lm_head.weight"][place, -1] += 1.0
+
+    with pytest.raises(InputError, match=r"ties lm_head.weight to the embedding, but the two differ"):
+        check(folder_of(MODEL, tmp_path, almost_tie, tie_word_embeddings=True))
+
+
+@pytest.mark.parametrize("name", ["consolidated.safetensors", "hf_quant_config.json", "adapter_config.json"])
+def test_a_file_that_an_engine_would_obey_is_refused(tmp_path, name):
+    folder = folder_of(MODEL, tmp_path, lambda tensors: None)
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": dict.fromkeys(HFFolder(MODEL).names, SINGLE_FILE)}))
+    assert check(folder) == []
+    (folder / name).write_text("{}")
+    with pytest.raises(InputError, match=f"holds {name}"):
+        check(folder)
+
+
+def test_files_that_did_not_arrive_whole_are_errors(tmp_path):
+    file, whole = tmp_path / SINGLE_FILE, (MODEL / SINGLE_FILE).read_bytes()
+    for content in (b"", whole[:100], whole[:-1], whole + b"x", b"\xff" * 64, (2**40).to_bytes(8, "little") + b"{}"):
+        file.write_bytes(content)
+        with pytest.raises(InputError, match=r"cannot be read .* is the download complete"):
+            HFFolder(tmp_path)
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4\n")
+    with pytest.raises(InputError, match=r"a pointer of Git LFS; `git lfs pull`"):
+        HFFolder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "not valid JSON"),
+        (b"[]", "holds a list"),
+        (b"null", "holds a NoneType"),
+        (b"{", "not valid JSON"),
+        (b'{"a":"\xe9"}', "not valid JSON"),
+        (b"[" * 200000, "not valid JSON"),
+        (
+            b'{"eos_token_id": "<eos>"}',
+            r"eos_token_id: '<eos>'; allowed: the number of a token below vocab_size \(128\)",
+        ),
+        (b'{"eos_token_id": [2, 500]}', r"eos_token_id: \[2, 500\]"),
+        (b'{"eos_token_id": [[2]]}', r"eos_token_id: \[\[2\]\]"),
+        (b'{"eos_token_id": []}', r"eos_token_id: \[\]"),
+        (b'{"eos_token_id": true}', "eos_token_id: True"),
+        (b'{"eos_token_id": 2.0}', "eos_token_id: 2.0"),
+        (b'{"eos_token_id": -1}', "eos_token_id: -1"),
+        (b'{"eos_token_id": 128}', "eos_token_id: 128"),
+        (b'{"eos_token_id": {"a": 1}}', "eos_token_id: {'a': 1}"),
+    ],
+)
+def test_ends_of_sequences_that_are_no_tokens_are_errors(tmp_path, content, said):
+    (tmp_path / "config.json").write_text((MODEL / "config.json").read_text())
+    (tmp_path / "generation_config.json").write_bytes(content)
+    with pytest.raises(InputError, match=said):
+        read_stop_token_ids(tmp_path)

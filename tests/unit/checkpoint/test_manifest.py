@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,25 @@ def test_a_manifest_of_another_format_is_named(tmp_path):
             text.replace('"format_version": 1', f'"format_version": {json.dumps(version)}')
         )
         assert manifest.incomplete(path) == f"manifest.json has format_version {version!r}, this version reads 1"
+
+
+def test_what_a_loss_of_power_must_not_take_is_on_the_disk_in_time(tmp_path, monkeypatch):
+    """The manifest when it is written; the folder of files before it gets its name, and the name afterwards."""
+    synced = []
+
+    def fsync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append((path.name, names(path) if path.is_dir() else json.loads(path.read_text())["format_version"]))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    folder = tmp_path / "checkpoints"
+    partial = write(folder, 3, ".partial-")
+    assert synced == [("manifest.json", 1)]
+    manifest.publish(partial, folder / "step_00000003")
+    assert synced[1:] == [
+        (".partial-step_00000003", ["__0_0.distcp", "manifest.json", "trainer.json"]),
+        ("checkpoints", ["step_00000003"]),
+    ]
 
 
 def test_recovery_after_a_kill_anywhere_in_publishing(tmp_path):

@@ -15,25 +15,11 @@ import pytest
 
 from megatron_rl import __version__
 from megatron_rl.__main__ import main
-from megatron_rl.commands import COMMANDS
+from megatron_rl.commands import COMMANDS, GROUPS, full_name, module_of
 from tests.support.patience import PATIENCE_S
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-OLD_PROGRAMS = {
-    "attribute_mismatch": "attribute",
-    "convert_checkpoint": "convert",
-    "explain_schedule": "explain-schedule",
-    "lab": "lab",
-    "make_sanity_set": "sanity-set",
-    "mismatch_report": "mismatch",
-    "patches": "patch",
-    "plot_runs": "plot",
-    "prepare_data": "prepare-data",
-    "replay_batch": "replay",
-    "sanity_verdict": "sanity-verdict",
-    "score_alarms": "score-alarms",
-    "softmax_study": "softmax-study",
-}
+OLD_PROGRAMS = {"patches": "patch", "replay_batch": "batch replay"}
 
 
 def python(*arguments: str, cwd: Path = REPOSITORY, path: str | None = str(REPOSITORY)) -> subprocess.CompletedProcess:
@@ -46,22 +32,27 @@ def python(*arguments: str, cwd: Path = REPOSITORY, path: str | None = str(REPOS
 ALL_COMMANDS = """
 import argparse, contextlib, importlib, io, json
 from megatron_rl.__main__ import main
-from megatron_rl.commands import COMMANDS
+from megatron_rl.commands import COMMANDS, module_of
+
+def is_sentence(text):
+    return text == argparse.SUPPRESS or bool(text) and text[0].isupper() and text.endswith(".")
 
 def without_help(parser):
     for action in parser._actions:
-        if action.help is None and not isinstance(action, argparse._SubParsersAction):
+        if isinstance(action, argparse._SubParsersAction):
+            yield from (listed.dest for listed in action._choices_actions if not is_sentence(listed.help))
+            for below in action.choices.values():
+                yield from without_help(below)
+        elif not isinstance(action, argparse._HelpAction) and not is_sentence(action.help):
             yield f"{parser.prog} {action.dest}"
-        for below in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():
-            yield from without_help(below)
 
 helps, silent = {}, []
 for name in COMMANDS:
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
-        main([name, "--help"])
+        main([*name.split(), "--help"])
     helps[name] = out.getvalue()
     parser = argparse.ArgumentParser(prog=name)
-    importlib.import_module("megatron_rl.commands." + name.replace("-", "_")).add_arguments(parser)
+    importlib.import_module(module_of(name)).add_arguments(parser)
     silent += without_help(parser)
 print(json.dumps([helps, silent]))
 """
@@ -80,13 +71,20 @@ def helps(told) -> dict[str, str]:
     return told[0]
 
 
-def test_every_argument_has_a_help(told):
+def test_the_help_of_every_argument_is_a_sentence(told):
     assert told[1] == []
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+def test_help_says_first_what_the_command_does(helps, name):
+    """A verb, as in the list of commands: "Measure …"."""
+    told = helps[name].partition("\n\n")[2]
+    assert told.split()[0] in {text.split()[0] for text in COMMANDS.values()}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_a_command_is_its_modules_docstring(helps, name):
-    module = importlib.util.find_spec(f"megatron_rl.commands.{name.replace('-', '_')}")
+    module = importlib.util.find_spec(module_of(name))
     docstring = ast.get_docstring(ast.parse(Path(module.origin).read_text()))
     assert f"megatron-rl {name} " in docstring
     assert docstring in helps[name]
@@ -95,8 +93,8 @@ def test_help_of_a_command_is_its_modules_docstring(helps, name):
 
 def test_every_module_with_arguments_is_a_command():
     folder = REPOSITORY / "megatron_rl" / "commands"
-    found = {path.stem.replace("_", "-") for path in folder.glob("*.py") if "def add_arguments(" in path.read_text()}
-    assert found == set(COMMANDS)
+    found = {path.stem for path in folder.glob("*.py") if "def add_arguments(" in path.read_text()}
+    assert found == {module_of(name).rpartition(".")[2] for name in COMMANDS}
 
 
 def test_the_list_of_commands_imports_none_of_them():
@@ -111,9 +109,10 @@ def test_the_list_of_commands_imports_none_of_them():
     )
     done = python("-c", program)
     imported, _, told = done.stdout.partition("\n")
-    assert imported == "['megatron_rl', 'megatron_rl.__main__', 'megatron_rl.commands', 'megatron_rl.errors'] []"
-    for name in COMMANDS:
-        assert re.search(rf"^    {name}\s", told, re.MULTILINE)
+    ours = ["", ".__main__", ".commands", ".errors", ".process", ".process.fp32_products"]
+    assert imported == f"{['megatron_rl' + name for name in ours]} []"
+    listed = re.findall(r"^    ([a-z][\w-]*)", told, re.MULTILINE)
+    assert listed == [*(name for name in COMMANDS if " " not in name), *GROUPS]
 
 
 def test_version_and_unknown_commands(capsys):
@@ -123,7 +122,79 @@ def test_version_and_unknown_commands(capsys):
     with pytest.raises(SystemExit) as end:
         main(["trian"])
     assert end.value.code == 2
-    assert "'train', 'check'" in capsys.readouterr().err
+    assert "no such command: 'trian'; did you mean 'train'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("repaly", "did you mean 'batch replay'"),
+        ("batch plot", "megatron-rl batch: error: no such command: 'plot'; did you mean 'run plot'?"),
+        ("convert to-hff", "did you mean 'convert to-hf'? `megatron-rl convert --help` lists them"),
+        ("zzz", "megatron-rl: error: no such command: 'zzz'; `megatron-rl --help` lists them"),
+    ],
+)
+def test_an_unknown_command_is_told_the_nearest(typed, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(typed.split())
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+FLAT = """
+train check doctor plan trace eval eval-grid serve servers schema watch samples plot replay attribute experts
+gradient-bias mismatch explain-schedule score-alarms convert prepare-data lab sanity-set sanity-verdict softmax-study
+patch
+"""
+
+
+def test_every_command_from_before_there_were_groups_still_starts(capsys, monkeypatch):
+    """`megatron-rl replay …` is `megatron-rl batch replay …`, and nothing is said of it."""
+    assert {full_name(name) for name in FLAT.split()} == set(COMMANDS) - {"run why"}
+    monkeypatch.setattr("megatron_rl.commands.schema.run", lambda options: 7)
+    assert [main(["schema"]), main(["recipe", "schema"])] == [7, 7]
+    assert capsys.readouterr() == ("", "")
+    for name in FLAT.split():
+        with pytest.raises(SystemExit) as end:
+            main([name, "--help"])
+        assert end.value.code == 0, name
+        assert f"megatron-rl {full_name(name)} " in capsys.readouterr().out
+
+
+COMPLETIONS = """
+eval "$(megatron-rl() { %s -m megatron_rl "$@"; }; megatron-rl --print-completion bash)"
+asked() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_megatron_rl; echo "${COMPREPLY[@]}"; }
+asked megatron-rl ''
+asked megatron-rl batch re
+asked megatron-rl plan recipes/tiny/grpo.yaml --gpu h1
+"""
+
+
+def test_bash_completes_commands_groups_and_values():
+    done = subprocess.run(
+        ["bash", "-c", COMPLETIONS % sys.executable], cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.stderr == ""
+    commands, batch, gpu = done.stdout.splitlines()
+    assert commands.split() == [*(name for name in COMMANDS if " " not in name), *GROUPS]
+    assert (batch, gpu) == ("replay", "h100-80")
+
+
+def test_completion_for_zsh_is_a_script_of_its_own_with_what_commands_do(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--print-completion", "zsh"])
+    out = capsys.readouterr().out
+    assert end.value.code == 0
+    assert out.startswith("#compdef megatron-rl\n")
+    assert COMMANDS["batch replay"] in out
+
+
+def test_completion_without_shtab_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["--print-completion", "bash"]) == 2
+    assert (
+        capsys.readouterr().err == "error: --print-completion needs the package shtab; install it: pip install shtab\n"
+    )
 
 
 @pytest.mark.parametrize("arguments", [["schema"], ["--help"], ["check", "--help"]])
@@ -153,7 +224,7 @@ def test_every_old_program_names_its_command(old):
     assert text.splitlines()[-3:] == ["import _moved", "", f'_moved.start("{OLD_PROGRAMS[old]}")']
 
 
-@pytest.mark.parametrize("old", ["patches", "lab"])
+@pytest.mark.parametrize("old", OLD_PROGRAMS)
 def test_an_old_program_starts_its_command_from_anywhere_without_an_installed_package(tmp_path, helps, old):
     done = python(str(REPOSITORY / "tools" / f"{old}.py"), "--help", cwd=tmp_path, path=None)
     assert done.returncode == 0, done.stderr
@@ -164,7 +235,7 @@ def test_an_old_program_starts_its_command_from_anywhere_without_an_installed_pa
 def test_old_programs_hand_over_arguments_and_status(tmp_path):
     done = python(str(REPOSITORY / "tools" / "patches.py"), "status", "no such series", cwd=tmp_path, path=None)
     assert done.returncode == 2
-    assert "error: no such upstream: no such series; there are: megatron-core-0.16" in done.stderr
+    assert "error: no such upstream: no such series; there are: megatron-core-0.15" in done.stderr
 
 
 def test_tools_and_tests_need_no_search_path_of_their_own():

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from matplotlib.text import Text
 
 from megatron_rl.__main__ import main
 from megatron_rl.commands.score_alarms import read_rules
@@ -16,10 +17,11 @@ from megatron_rl.config.monitor import AlarmRule
 from megatron_rl.errors import InputError
 from megatron_rl.monitor.curves import Curves, group_runs, smoothed, smoothing_span
 from megatron_rl.monitor.jsonl import JsonlSink
-from megatron_rl.monitor.plots import PANELS, View, draw_figure
+from megatron_rl.monitor.plots import PANELS, View, draw_figure, escaped
 from megatron_rl.monitor.scoring import CollapseRule, collapse_step, score_run
-from megatron_rl.schedule import length_decay_lr, synthetic
+from megatron_rl.schedule import length_decay_lr
 from tests.support.rounding import CLOSED_FORM, gamma, rounded
+from tools.dev import length_curves
 
 RECIPE = "learner: {optimizer: {lr: 1.0e-6}}\nschedule: {style: length-decay, mode: auto}\n"
 GROWTH_RULE = {"name": "growth", "metric": "mismatch/rho_std", "statistic": "log_slope_lower", "window": 40}
@@ -35,7 +37,7 @@ def write_run(folder: Path, seed: int, collapses: bool, decays: bool = True, num
     folder.mkdir(parents=True)
     (folder / "recipe.resolved.yaml").write_text(RECIPE)
     lengths, sink = (
-        synthetic.paper_curve(110, 3500.0, num_steps=num_steps)(rng, 0.1),
+        length_curves.paper_curve(110, 3500.0, num_steps=num_steps)(rng, 0.1),
         JsonlSink(folder / "metrics.jsonl"),
     )
     for step in range(num_steps):
@@ -109,6 +111,22 @@ def test_explain_schedule_tells_why_and_checks_the_record(tmp_path, capsys):
     wrong = abs(period - 202)  # the made-up record halves at 202
     assert f"recorded rate equals the formula at {300 - wrong} of 300 steps" in told
     assert (run / "plots" / "schedule.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [{"step": 1}, {"step": 0}],
+        [{"step": 0}, {"step": 0}],
+        [{"step": 0, "lr_sched/step": 5}, {"step": 1, "lr_sched/step": 4}],
+        [{"step": 0, "lr_sched/step": "NaN"}],
+    ],
+)
+def test_explain_schedule_of_steps_out_of_order(tmp_path, capsys, lines):
+    (tmp_path / "recipe.resolved.yaml").write_text("schedule: {style: constant}\n")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["explain-schedule", str(tmp_path)]) == 2
+    assert "a run writes its steps in order" in capsys.readouterr().err
 
 
 def test_explain_schedule_of_another_schedule(tmp_path, capsys):
@@ -238,12 +256,24 @@ def test_smoothing_is_a_mean_of_what_was_seen():
     assert (smoothing_span(40, None), smoothing_span(400, None), smoothing_span(400, 1)) == (1, 20, 1)
 
 
-@pytest.mark.parametrize("label", ["$x_{$", "$", r"\frac{", "_hidden", "a$b$c", "<b>&", "x" * 300])
-def test_any_label_can_be_drawn(label, tmp_path, capsys):
+LABELS = ["$x_{$", "$", r"\frac{", "_hidden", "a$b$c", "<b>&", "x" * 300]
+
+
+def test_any_label_can_be_drawn(tmp_path, capsys):
     run = write_run(tmp_path / "run", 0, collapses=False)
     out = tmp_path / "out"
-    assert main(["plot", f"{label}={run}", f"other={run}", "--out", str(out), "--title", label]) == 0
+    assert main(["plot", *(f"{label}={run}" for label in LABELS), "--out", str(out), "--title", LABELS[0]]) == 0
     assert (out / "curves.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("title", LABELS)
+@pytest.mark.parametrize("arms", [1, 2])
+def test_any_title_can_be_drawn(title, arms):
+    """Above one arm, and above the names of several."""
+    records = [{"step": step, "actor/entropy": 1.0 + step} for step in range(3)]
+    figure = draw_figure([Curves(f"arm {arm}", [records]) for arm in range(arms)], title)
+    figure.draw_without_rendering()
+    assert escaped(title) in {text.get_text() for text in figure.findobj(Text)}
 
 
 @pytest.mark.parametrize(
@@ -252,9 +282,9 @@ def test_any_label_can_be_drawn(label, tmp_path, capsys):
         (b"[1, 2]", "a list, not an object"),
         (b"7", "a int, not an object"),
         (b'{"x": 1.0}', "no step"),
-        (b'{"step": "one"}', "'step' is no number"),
-        (b'{"step": 1, "x": [1]}', "'x' is no number"),
-        (b'{"step": 1, "x": null}', "'x' is no number"),
+        (b'{"step": "one"}', "'step' is not a number"),
+        (b'{"step": 1, "x": [1]}', "'x' is not a number"),
+        (b'{"step": 1, "x": null}', "'x' is not a number"),
         (b'\xff\xfe{"step": 1}', "can't decode byte"),
         (b"[" * 100_000, "recursion"),
         (b'{"step": 1, "x": ' + b"9" * 5000 + b"}", "Exceeds the limit"),

@@ -12,12 +12,12 @@ import torch
 from megatron_rl.__main__ import main
 from megatron_rl.config import ObjectiveConfig
 from megatron_rl.errors import EXIT_BAD_INPUT
+from megatron_rl.instruments.stored.scatter import draw_scatter, probabilities
 from megatron_rl.monitor import paper_figures
 from megatron_rl.monitor.curves import Curves, group_runs
 from megatron_rl.monitor.paper_figures import PAPERS, draw_paper
 from megatron_rl.objective import compute_objective
-from megatron_rl.stored.batches import record_batch
-from megatron_rl.stored.scatter import draw_scatter, probabilities
+from megatron_rl.run.recorded_batches import record_batch
 from tests.support.rounding import gamma, rounded
 from tests.support.tiny import stored_rollouts
 from tests.unit.objective.batches import padded, random_batch

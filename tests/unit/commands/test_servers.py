@@ -1,4 +1,4 @@
-"""`megatron-rl servers`: what a run tells of its servers, and what these say of themselves."""
+"""`megatron-rl run servers`: what a run tells of its servers, and what these say of themselves."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron_rl.__main__ import main
 from megatron_rl.commands import servers as command
 from megatron_rl.errors import InputError
 from megatron_rl.rollout.servers.client import ServerError
-from megatron_rl.rollout.servers.load import Load
-from megatron_rl.rollout.servers.members import Member, Members, PoolLimits
+from megatron_rl.rollout.servers.pool import Member, Members, PoolLimits
 from megatron_rl.rollout.servers.rendezvous import Address, publish
 from megatron_rl.rollout.servers.table import load_metrics, prompt_tokens, read_table, table, table_path, write_table
+from megatron_rl.rollout.servers.wire import Load
 from tests.support.tiny import tiny_recipe
 
 BUSY = Load(running=3, waiting=1, kv_usage=0.5, answered=9, tokens=900, busy_s=3.0, prompt_tokens=40, cached_tokens=30)
@@ -73,13 +73,13 @@ def test_servers_that_the_run_does_not_know_yet_are_found_by_their_files(tmp_pat
 
 
 def test_a_directory_without_servers_says_so(tmp_path, capsys):
-    with pytest.raises(InputError, match="no server has been there"):
+    with pytest.raises(InputError, match="no server has been registered"):
         command.describe(tmp_path)
     table_path(tmp_path).parent.mkdir()
     table_path(tmp_path).write_text("[1")
     assert read_table(tmp_path) is None
     assert main(["servers", str(tmp_path)]) == 2
-    assert "no server has been there" in capsys.readouterr().err
+    assert "no server has been registered" in capsys.readouterr().err
 
 
 def test_with_the_token_servers_are_asked(run_dir, monkeypatch):

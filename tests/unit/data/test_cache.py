@@ -214,7 +214,7 @@ def test_a_template_that_writes_the_date_is_not_kept(tokenizer, source, tmp_path
     (tmp_path / "chat.jinja").write_text("{{ strftime_now('%Y') }}{{ messages[0].content }}")
     config = PromptConfig(chat_template=str(tmp_path / "chat.jinja"))
     load_prompts(source, tokenizer, config, cache=tmp_path / "cache")
-    assert "writes the date" in caplog.text
+    assert "writes today's date" in caplog.text
     assert not (tmp_path / "cache" / "prompts").exists()
 
 

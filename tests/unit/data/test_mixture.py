@@ -128,5 +128,5 @@ def test_a_source_of_which_nothing_is_left_is_named(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
     sources = [{"path": str(tmp_path / f"{name}.jsonl"), "weight": 1} for name in "ab"]
     data = DataConfig.model_validate({"train": sources, "train_fraction": 0.01, "cache": "none"})
-    with pytest.raises(InputError, match="no prompt of source 'b' is left"):
+    with pytest.raises(InputError, match="source 'b' has a weight but no prompts left"):
         make_sampler(load_train(data, load_tokenizer(TINY)), data)

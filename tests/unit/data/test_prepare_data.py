@@ -109,8 +109,8 @@ def test_policies_parquet_and_the_same_bytes_again(dapo, aime, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--out", "x.txt"), "unknown kind of file; allowed is .jsonl or .parquet"),
-        (("--out", "x.jsonl", "--max-length", "5"), "name a --tokenizer"),
+        (("--out", "x.txt"), "unknown kind of file; allowed: .jsonl, .parquet"),
+        (("--out", "x.jsonl", "--max-length", "5"), "add --tokenizer"),
     ],
 )
 def test_bad_options_are_refused(arguments, message, dapo):
@@ -133,7 +133,7 @@ def test_what_counts_as_the_same_problem():
 
 def test_gold_answers_are_told_apart():
     kinds = classify(
-        ["38", "-1{,}234.5", r"\frac{\pi}{3}", r"(1, \sqrt{2})", r"\text{east}", "Evelyn", r"5\!:\!00", ""]
+        ["38", "-1{,}234.5", r"\frac{\pi}{3}", r"(1, \sqrt{2})", r"\text{east}", "Evelyn", r"\sum_{k=1}^n k", ""]
     )
     assert [kinds[g] for g in ("38", "-1{,}234.5", r"\frac{\pi}{3}", r"(1, \sqrt{2})")] == [
         "number",
@@ -141,7 +141,12 @@ def test_gold_answers_are_told_apart():
         "expression",
         "expression",
     ]
-    assert [kinds[g] for g in (r"\text{east}", "Evelyn", r"5\!:\!00", "")] == ["text", "text", "spelling", "invalid"]
+    assert [kinds[g] for g in (r"\text{east}", "Evelyn", r"\sum_{k=1}^n k", "")] == [
+        "text",
+        "text",
+        "spelling",
+        "invalid",
+    ]
 
 
 @pytest.mark.skipif(not (SHARED / "aime24.jsonl").is_file(), reason="../shared/data/aime24.jsonl is absent")

@@ -205,3 +205,50 @@ def test_a_fraction_of_the_training_problems_is_drawn_once_and_nested(tokenizer,
     assert set(quarter) < set(half) < {prompt.id for prompt in everything}
     assert quarter == sorted(quarter, key=lambda name: int(name[2:])), "in file order"
     assert ids(0.25) == quarter != ids(0.25, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("chat", "message"),
+    [
+        ([("user", "u"), ("assistant", "it is 4")], r"ends with a message of role assistant \('it is 4' …\)"),
+        ([("user", "u"), ("system", "s")], "ends with a message of role system"),
+        ([("user", "u"), ("user", " ")], "message 1, of role user, is empty"),
+        ([("critic", "so not"), ("user", "u")], "leaves out or changes the message of role critic"),
+    ],
+)
+def test_a_chat_that_would_ask_something_else_is_refused(tokenizer, source, tmp_path, chat, message):
+    template = "{% for m in messages %}{% if m.role != 'critic' %}{{ m.content }}{% endif %}{% endfor %}"
+    (tmp_path / "chat.jinja").write_text(template)
+    config = PromptConfig(chat_template=str(tmp_path / "chat.jinja"))
+    messages = [{"role": role, "content": content} for role, content in chat]
+    with pytest.raises(InputError, match=f"line 1: .*{message}"):
+        load_prompts(source(messages), tokenizer, config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"stlye": "~"}, r"args\.stlye: the chat template reads no such variable.*did you mean style\?"),
+        ({"style": "no"}, "'no' is text, which a template always reads as true; write false"),
+        ({"style": "True"}, "'True' is text.* write true"),
+        ({"add_generation_prompt": False}, "cannot be set"),
+        ({"tokenize": True}, "cannot be set"),
+    ],
+)
+def test_arguments_of_the_template_without_their_effect_are_refused(chat_tokenizer, source, arguments, message):
+    with pytest.raises(InputError, match=message):
+        load_prompts(source("hi"), chat_tokenizer, PromptConfig(chat_template_args=arguments))
+
+
+def test_arguments_that_no_template_reads_are_refused(tokenizer, source, tmp_path):
+    with pytest.raises(InputError, match="without effect, because there is no chat template"):
+        load_prompts(source("hi"), tokenizer, PromptConfig(chat_template_args={"style": "~"}))
+    file = tmp_path / "chat.jinja"
+    # A word that the template compares with is meant as text.
+    file.write_text("{% generation %}{{ messages[0].content }}{% endgeneration %}{% if style == 'on' %}+{% endif %}")
+    config = PromptConfig(chat_template=str(file), chat_template_args={"style": "on"})
+    assert load_prompts(source("hi"), tokenizer, config)[0].text == "hi+"
+    for content, message in [(b"\xff", "UTF-8"), (b"{% if %}", "not a Jinja template")]:
+        file.write_bytes(content)
+        with pytest.raises(InputError, match=message):
+            load_prompts(source("hi"), tokenizer, config)

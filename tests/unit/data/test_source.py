@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megatron_rl.config.data import DataConfig, DataSourceConfig, PromptConfig
-from megatron_rl.data import check_source, read_problems
+from megatron_rl.data import check_source, read_problems, rows
 from megatron_rl.data.source import answer_text
 from megatron_rl.errors import InputError
 
@@ -88,7 +90,21 @@ def test_a_parquet_file_read_in_several_batches_keeps_its_rows(tmp_path):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(142.0, "142"), (0.5, "0.5"), (-3.0, "-3"), (7, "7"), (" x ", "x"), (["2"], "2"), (1e300, str(int(1e300)))],
+    [
+        (142.0, "142"),
+        (0.5, "0.5"),
+        (-3.0, "-3"),
+        (7, "7"),
+        (" x ", "x"),
+        (["2"], "2"),
+        (-0.0, "0"),
+        (0.00001, "0.00001"),
+        (6.3e-7, "0.00000063"),
+        (1e16, "1" + "0" * 16),
+        (1e300, "1" + "0" * 300),
+        (2.5e-9, "0.0000000025"),
+        (1234567.125, "1234567.125"),
+    ],
 )
 def test_gold_answers_that_are_not_text(value, text):
     assert answer_text(value) == text
@@ -274,3 +290,102 @@ def test_a_column_that_is_null_is_not_called_absent(tmp_path, row, column):
     path = write(tmp_path / "x.jsonl", [{"problem": "a", **row}])
     with pytest.raises(InputError, match=f"column '{column}', taken for the answer, is null in the first row"):
         check_source(DataSourceConfig(path=path))
+
+
+@pytest.mark.parametrize(("value", "text"), [(1e-05, "0.00001"), (-2.5e-7, "-0.00000025"), (Decimal("3.50"), "3.5")])
+def test_small_numbers_are_written_without_an_exponent(value, text):
+    assert answer_text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"problem": "q", "answer": "1", "answer": "2"}', "the key 'answer' occurs twice"),
+        ('{"problem": "q", "answer": 12345678901234567890.0}', "a number that a file keeps only to 16 digits"),
+        ('{"problem": "q", "answer": "1", "extra_info": "{\\"a\\": 1}"}', "'extra_info' must hold an object, found "),
+        ('{"problem": "q", "answer": "1", "data_source": ["a"]}', r"'data_source' must hold text, found \['a'\]"),
+        (
+            '{"problem": [{"role": "user", "content": "q", "tool_calls": [1]}], "answer": "1"}',
+            "message 0 of column 'problem' has 'tool_calls', which is not read",
+        ),
+        ('{"problem": "q", "answer": "1", "extra_info": ' + '{"a":' * 200 + "1" + "}" * 201, "nests deeper than 100"),
+        ('{"problem": "q", "answer": ' + "[" * 5000, "line 1: not a JSON object"),
+        (
+            '{"problem": "q", "answer": "1", "id": null}\n{"problem": "q", "answer": "1", "id": 3}',
+            "line 2: column 'id'",
+        ),
+    ],
+)
+def test_a_row_that_would_mean_something_else_is_refused(tmp_path, row, message):
+    with pytest.raises(InputError, match=message):
+        read(write(tmp_path / "x.jsonl", [row + "\n"]))
+
+
+def test_a_parquet_file_keeps_the_digits_of_narrow_numbers(tmp_path):
+    path, numbers = tmp_path / "x.parquet", pa.array([0.1, 2.5, None], pa.float32())
+    pq.write_table(pa.table({"problem": ["a", "b"], "answer": numbers[:2]}), path)
+    assert [problem.answer for problem in read(path)] == ["0.1", "2.5"]
+    nested = pa.StructArray.from_arrays([numbers[:2]], names=["ground_truth"])
+    pq.write_table(pa.table({"problem": ["a", "b"], "reward_model": nested}), path)
+    assert [problem.answer for problem in read(path)] == ["0.1", "2.5"]
+
+
+ODD_COLUMNS = {
+    "stamps past 9999": pa.array([2**62] * 2, pa.timestamp("us")),
+    "an unknown zone": pa.array([0] * 2, pa.timestamp("us", tz="Mars/Base")),
+    "days past 9999": pa.array([2**30] * 2, pa.int32()).cast(pa.date32()),
+}
+
+
+@pytest.mark.parametrize("column", ODD_COLUMNS.values(), ids=ODD_COLUMNS)
+def test_a_column_that_python_cannot_hold_counts_only_where_it_is_read(tmp_path, column):
+    path, good = tmp_path / "x.parquet", pa.array(["1", "2"])
+    pq.write_table(pa.table({"problem": good, "answer": good, "created_at": column}), path)
+    assert len(read(path)) == 2
+    rewards = pa.StructArray.from_arrays([good, column], names=["ground_truth", "created_at"])
+    pq.write_table(pa.table({"problem": good, "reward_model": rewards}), path)
+    assert [problem.answer for problem in read(path)] == ["1", "2"]
+    pq.write_table(pa.table({"problem": good, "answer": column}), path)
+    with pytest.raises(InputError, match=r"x\.parquet.*answer"):
+        read(path)
+
+
+def test_text_that_a_small_file_repeats_is_not_unpacked(tmp_path, monkeypatch):
+    """1,000 rows of one text of 100 kB are 100 MB; the file takes a thousandth."""
+    monkeypatch.setattr(rows, "MAX_ROW_BYTES", 1 << 20)
+    path, text = tmp_path / "x.parquet", "x" * 100_000
+    chat = [[{"role": "user", "content": text}]]
+    pq.write_table(pa.table({"prompt": chat * 1000, "answer": ["1"] * 1000}), path, compression="zstd")
+    assert path.stat().st_size < 100_000
+    seen = read_problems(DataSourceConfig(path=str(path)))
+    tracemalloc.start()
+    assert sum(len(problem.question[0]["content"]) for problem in seen) == 1000 * len(text)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20 * len(text)  # Python's objects: rows are read one by one
+    monkeypatch.setattr(rows, "MAX_ROW_BYTES", 99_999)
+    with pytest.raises(InputError, match=r"x\.parquet, row 0: 0 MiB; at most 0 are allowed"):
+        read(path)
+    monkeypatch.setattr(rows, "_MAX_CHUNK_BYTES", 1000)
+    with pytest.raises(InputError, match="not plausible for text"):
+        read(path)
+
+
+def test_a_line_is_read_up_to_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "MAX_ROW_BYTES", 50)
+    path = write(tmp_path / "x.jsonl", [{"problem": "q", "answer": "a"}, {"problem": "q" * 60, "answer": "a"}])
+    with pytest.raises(InputError, match="line 2: longer than 0 MiB"):
+        read(path)
+
+
+def test_names_of_columns_are_shown_on_one_line_of_some_length(tmp_path):
+    names = ["\x1b]0;title\x07", "x" * 10_000, *map(str, range(500))]
+    with pytest.raises(InputError) as refused:
+        read(write(tmp_path / "x.jsonl", [dict.fromkeys(names, 1)]))
+    assert len(str(refused.value)) < 5000
+    assert "\x1b" not in str(refused.value)
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({name: ["1"] for name in names}), path)
+    with pytest.raises(InputError, match=r"no column for the prompt.* and 45\d more") as refused:
+        read(path)
+    assert "\x1b" not in str(refused.value)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rl.commands import COMMANDS
+from megatron_rl.commands import COMMANDS, GROUPS, module_of
 
 ROOT = Path(__file__).parents[3]
 DOCUMENTS = [ROOT / "README.md", ROOT / "slurm" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -19,18 +19,22 @@ STARTED = re.compile(
 
 
 def command_lines() -> Iterator[tuple[str, str, str]]:
-    """File, subcommand, and what follows on its line, lines that end in a backslash joined."""
+    """File, command by its full name, and what follows on its line, lines that end in a backslash joined."""
     for file in [*DOCUMENTS, *HEADERS]:
         text = file.read_text(encoding="utf-8")
         if file.suffix == ".yaml":
             text = "\n".join(line for line in text.splitlines() if line.startswith("#"))
         for found in STARTED.finditer(text.replace("\\\n", " ")):
-            yield str(file.relative_to(ROOT)), found[1], found[2]
+            name, rest = found[1], found[2]
+            if name in GROUPS:
+                own, _, rest = rest.strip().partition(" ")
+                name = f"{name} {own}"
+            yield str(file.relative_to(ROOT)), name, rest
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    importlib.import_module(f"megatron_rl.commands.{command.replace('-', '_')}").add_arguments(parser)
+    importlib.import_module(module_of(command)).add_arguments(parser)
     return parser
 
 
@@ -43,9 +47,10 @@ def options(parser: argparse.ArgumentParser) -> set[str]:
     return found
 
 
-def test_commands_exist():
+def test_commands_exist_and_stand_behind_their_groups():
+    """`megatron-rl replay` works, but is written `megatron-rl batch replay`."""
     named = {(name, file) for file, name, _ in command_lines()}
-    assert {"train", "check", "plan", "lab", "replay", "patch"} <= {name for name, _ in named}
+    assert {"train", "check", "plan", "lab", "batch replay", "patch"} <= {name for name, _ in named}
     assert not {(name, file) for name, file in named if name not in COMMANDS}
 
 

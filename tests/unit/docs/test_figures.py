@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 
 import numpy as np
 import pytest
 
+from megatron_rl.commands.score_alarms import score_packed
 from megatron_rl.commands.softmax_study import study, table
-from megatron_rl.config.schedule import DetectorConfig
+from megatron_rl.config.learner import DetectorConfig
+from megatron_rl.monitor.scoring import CollapseRule
 from tests.support.tiny import REPOSITORY
 from tools.dev.tune_surge_detector import CASES, surge_step
+from tools.dev.unstable_runs import table as table_of_causes
 
 DOCS = REPOSITORY / "docs"
 
@@ -59,11 +63,46 @@ def test_noise_at_which_the_detector_is_not_quiet():
         assert round(right_outcomes(DetectorConfig(), *known[case], noise=0.25), 2) == float(told)
 
 
+def test_table_of_the_rules_on_levels():
+    text = (DOCS / "schedule-and-alarms.md").read_text()
+    told = {
+        row[0]: row[1:] for row in re.findall(r"^\| (set|judge) \| " + r"([^|]+) \| " * 6 + r"([^|]+) \|$", text, re.M)
+    }
+    for half, score in score_packed(sorted((DOCS / "lab" / "runs").glob("*.xz")), None, CollapseRule()).items():
+        found = (score.runs, score.collapses, f"{score.share_noticed:.1%}", score.in_time, f"{score.median_lead:g}")
+        assert told[half] == tuple(map(str, (*found, score.healthy_steps, f"{score.false_per_thousand:.2f}")))
+
+
+def test_table_of_runs_of_a_known_cause():
+    text = (DOCS / "reading-a-run.md").read_text()
+    rows = table_of_causes(DOCS / "lab" / "unstable.jsonl.xz")
+    assert "\n".join(rows) in text
+    planted = [row for row in rows[2:] if "`healthy" not in row and "unharmed" not in row]
+    told = re.search(
+        r"has (\d+) of\s+them\. (\d+) planted causes did harm, and `why` has (\d+) of these", text
+    ).groups()
+    right = sum(row.endswith("| yes |") for row in planted)
+    assert tuple(map(int, told)) == (len(rows) - 2, len(planted), right)
+
+
 def right_outcomes(config: DetectorConfig, curve, outcome, noise: float, seeds: int = 20) -> float:
     """Share of ``seeds`` noisy curves on which the detector does what it should."""
     return float(
         np.mean([outcome(surge_step(config, curve(np.random.default_rng(seed), noise))) for seed in range(seeds)])
     )
+
+
+def test_performance_md_has_the_figures_of_its_records():
+    """Every number in the column of figures is in the record of the program beside it, but for the targets."""
+    text = (DOCS / "performance.md").read_text()
+    records = json.loads((DOCS / "performance.json").read_text())["records"]
+    rows = re.findall(r"^\| .+ \| (.+) \| `(\w+)` \|$", text, re.MULTILINE)
+    assert len(rows) > 10, "nothing was looked at"
+    for figures, program in rows:
+        numbers = re.findall(r"\d+(?:\.\d+)?", re.sub(r"\(target.*?\)|`.*?`", "", figures.replace(",", "")))
+        recorded = set(re.findall(r"\d+(?:\.\d+)?", "\n".join(records[program]["output"]).replace(",", "")))
+        assert set(numbers) <= recorded, f"{program}: {sorted(set(numbers) - recorded)}"
+    assert set(MARK.search(text)[1].split(", ")) == {records[program]["commit"] for _, program in rows}
 
 
 MEASURED = (

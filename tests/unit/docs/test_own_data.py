@@ -10,7 +10,8 @@ import pytest
 from megatron_rl.__main__ import main
 from megatron_rl.config import load_recipe
 from megatron_rl.errors import EXIT_DONE
-from megatron_rl.rewards.custom import call_reward, load_function
+from megatron_rl.process.user_functions import load_function
+from megatron_rl.rewards.custom import call_reward
 from tests.support.tiny import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "own-data-and-reward.md").read_text()
@@ -30,7 +31,8 @@ def folder(tmp_path) -> Path:
 
 
 def test_the_example_passes_check(folder, capsys):
-    assert main(["check", str(folder / "recipe.yaml"), "--set", f"run_root={folder}"]) == EXIT_DONE
+    arguments = ["--no-transformers", "--set", f"run_root={folder}"]
+    assert main(["check", str(folder / "recipe.yaml"), *arguments]) == EXIT_DONE
     told = capsys.readouterr().out
     assert "4 prompts" in told
 

@@ -98,7 +98,9 @@ def test_modules_that_developers_start_exist():
     pattern = r"(?:-m |`)(tools\.[a-z_]+(?:\.[a-z_]+)*)"
     named = {(name, where(f)) for f in [*DOCUMENTS, *HEADERS] for name in re.findall(pattern, text_of(f))}
     assert named, "nothing was looked at"
-    assert not {(name, file) for name, file in named if not (ROOT / (name.replace(".", "/") + ".py")).exists()}
+    module = {name: name.replace(".", "/") for name, _ in named}
+    forms = (".py", "/__main__.py")
+    assert not {(name, f) for name, f in named if not any((ROOT / (module[name] + form)).exists() for form in forms)}
 
 
 def test_tests_that_documents_cite_exist():

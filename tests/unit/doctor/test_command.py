@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from megatron_rl.doctor import frame
 from megatron_rl.doctor.checks import CHECKS
 from megatron_rl.doctor.outcome import failed, passed
 from megatron_rl.process import devices
+from tests.support.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -43,6 +48,19 @@ def test_the_exit_status_says_whether_one_failed(outcomes, capsys, tmp_path):
     outcomes[0]["patches"] = failed("no", "do")
     assert main(arguments) == 1
     assert "fix: do" in capsys.readouterr().out
+
+
+def test_a_doctor_that_is_ended_leaves_what_it_found_and_what_ran(outcomes, monkeypatch, capsys, tmp_path):
+    """The file is written before each check, and a merge names the one that ran."""
+    file, read = tmp_path / "r.json", []
+    own = frame._in_processes
+    monkeypatch.setattr(frame, "_in_processes", lambda *a: read.append(json.loads(file.read_text())) or own(*a))
+    assert main(["doctor", "--only", "packages,patches", "--shared", str(tmp_path), "--json", str(file)]) == 0
+    checks = [[(c["name"], c["status"]) for c in found["nodes"][0]["checks"]] for found in read]
+    assert checks == [[("packages", "fail")], [("packages", "pass"), ("patches", "fail")]]
+    (tmp_path / "a.json").write_text(json.dumps(read[1]))
+    assert main(["doctor", "--merge", str(tmp_path / "a.json"), "--expect", "another"]) == 1
+    assert "patches: it was running when the doctor was ended" in capsys.readouterr().out
 
 
 def test_json_alone_is_all_of_standard_output(outcomes, capsys):
@@ -91,3 +109,28 @@ def test_merged_reports(outcomes, capsys, tmp_path):
 
 def test_a_job_looks_at_what_is_between_nodes(outcomes):
     assert all(check.ranks == "job" for check in doctor.choose(None, job=True))
+
+
+WITHOUT = """
+import sys, importlib.abc
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "yaml", "pydantic", "packaging", "numpy"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+"""
+
+
+@pytest.mark.parametrize("recipe", [[], ["recipes/tiny/grpo.yaml"]])
+def test_the_doctor_lives_without_what_it_looks_for(tmp_path, recipe):
+    """An environment with nothing in it: the doctor ends with a red line. Its processes inherit what is missing."""
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT)
+    command = [sys.executable, "-m", "megatron_rl", "doctor", *recipe, "--only", "packages,open-files"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])}
+    done = subprocess.run(
+        [*command, "--shared", str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE_S, env=environment
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "fail  packages" in done.stdout
+    assert "is not installed" in done.stdout
+    assert "fix: pip install -r requirements.txt" in done.stdout

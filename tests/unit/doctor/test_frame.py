@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -81,6 +82,17 @@ def test_a_check_that_hangs_is_ended_with_all_that_it_started():
         time.sleep(0.05)
 
 
+def test_a_process_that_cannot_be_ended_holds_up_nobody(monkeypatch):
+    """As one that waits for a driver: it stays when it is killed."""
+    pids = []
+    with monkeypatch.context() as patch:
+        patch.setattr(frame.os, "killpg", lambda pid, signal: pids.append(pid))
+        patch.setattr(frame, "END_S", 0.1)
+        result = run_check(check("hangs", 1.0), SETTING, 60)
+    os.killpg(pids[0], 9)
+    assert (result.outcome.status, "still running after 1 s" in result.outcome.reason) == ("fail", True)
+
+
 def test_a_rank_that_dies_ends_the_check_and_is_named():
     result = run_check(check("one rank dies", ranks="node"), SETTING, 60)
     assert result.outcome.reason == "process 1 of 2 left with status 7"
@@ -118,6 +130,12 @@ def test_what_has_no_gpu_or_no_time_is_not_run():
     assert run_checks(checks, SETTING, 60)[0].outcome.reason == "no GPU at hand"
     late = run_checks([check("b")], SETTING, 0)[0].outcome
     assert (late.status, late.reason) == ("not run", "the time for all checks was over (--minutes)")
+
+
+def test_a_check_that_the_time_for_all_cuts_short_is_told_from_a_hang():
+    outcome = run_checks([check("hangs", 20)], SETTING, 1.0)[0].outcome
+    assert (outcome.status, "the time for all checks was over (--minutes)" in outcome.reason) == ("fail", True)
+    assert "--only hangs" in outcome.fix
 
 
 def test_all_checks_together_keep_to_the_minutes_on_a_gpu():

@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.doctor import learner
 from megatron_rl.doctor.setting import Setting
-from megatron_rl.learner import packed_attention
+from megatron_rl.learner.layers import attention
 from megatron_rl.learner.model import mark_expert_parameters
 
 SETTING = Setting("cuda", 1, "/tmp")
@@ -22,7 +22,7 @@ def chosen(monkeypatch):
     def choose(backend: str, dtype: torch.dtype = torch.bfloat16):
         config = SimpleNamespace(params_dtype=dtype)
         monkeypatch.setattr(learner, "attention_config", lambda setting: (config, "bf16, heads of 128"))
-        monkeypatch.setattr(packed_attention, "packed_attention", lambda config: backend)
+        monkeypatch.setattr(attention, "packed_attention", lambda config: backend)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
         return learner.attention(SETTING)
 
@@ -39,7 +39,7 @@ def test_an_a100_without_flash_attn_is_refused(chosen):
     outcome = chosen("unfused")
     assert outcome.status == "fail"
     assert "compute capability 8.0" in outcome.reason
-    assert packed_attention.FLASH_ATTN in outcome.fix
+    assert attention.FLASH_ATTN in outcome.fix
 
 
 def test_without_transformer_engine_nothing_is_chosen():

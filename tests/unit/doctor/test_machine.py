@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.doctor import machine
 from megatron_rl.doctor.setting import Setting
-from megatron_rl.plan.hardware import PROCESS_GIB
+from megatron_rl.instruments.plan.hardware import PROCESS_GIB
 
 SETTING = Setting("cpu", 2, "/tmp")
 GIB = machine.GIB

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.config.exact import ExactConfig, NoiseConfig
-from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.config.rollout import ExactConfig, NoiseConfig, RolloutConfig
 from megatron_rl.exact.doses import make_dose
 from megatron_rl.exact.generator import ExactGenerator
 from megatron_rl.exact.turns import Responses

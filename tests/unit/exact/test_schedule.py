@@ -6,9 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_rl.exact.pages import Pages
-from megatron_rl.exact.schedule import Schedule, num_pages
-from megatron_rl.learner.layers.exact_attention import PagedCache
+from megatron_rl.exact.schedule import Pages, Schedule, num_pages
+from megatron_rl.learner.layers.exact_layers import PagedCache
 from megatron_rl.learner.layers.invariant import KEY_BLOCK
 
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from megatron_rl.errors import InputError
 from megatron_rl.learner.context import ContextShare, cut
-from megatron_rl.learner.layers import context_attention
-from megatron_rl.learner.layers.context_attention import ContextKeys
-from megatron_rl.learner.packed_attention import refuse_unfused_attention
+from megatron_rl.learner.layers import attention
+from megatron_rl.learner.layers.attention import ContextKeys, refuse_unfused_attention
 from megatron_rl.learner.packing import build_microbatch
 from megatron_rl.types import Batch, Sequence
 from tests.support.rounding import assert_as_double
@@ -103,7 +102,7 @@ def test_cut_takes_rows_across_ranges():
 @pytest.mark.parametrize("rank", [0, 1])
 def test_chunks_attend_as_in_the_whole_sequence(monkeypatch, entries, rank):
     """Values and gradients of this rank's queries, for both ways in which queries go, with grouped heads."""
-    monkeypatch.setattr(context_attention, "MASK_ENTRIES", entries)
+    monkeypatch.setattr(attention, "MASK_ENTRIES", entries)
     length, share = 24, ContextShare(2, rank)
     keys, own = ContextKeys([length], share, CPU), torch.from_numpy(share.positions(length))
     random = torch.Generator().manual_seed(rank)

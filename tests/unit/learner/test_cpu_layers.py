@@ -1,7 +1,5 @@
 """Values and gradients of the learner's own layers against the plain compositions that they replace."""
 
-import os
-import shutil
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,23 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.learner.layers import cpu_layers, elementwise
-from megatron_rl.learner.layers.elementwise import PLAIN, Stretches, compiled
+from megatron_rl.learner.layers import cpu_layers
 from tests.support.rounding import assert_as_double
 
 EPS = 1e-6
-
-
-KINDS = {
-    "plain": lambda: PLAIN,
-    # What the compiler is given, run as it is: wants no C++ compiler.
-    "traced": lambda: Stretches(*(torch.compile(f, backend="aot_eager", dynamic=True, fullgraph=True) for f in PLAIN)),
-}
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def stretches(request) -> Stretches:
-    return KINDS[request.param]()
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -48,9 +33,9 @@ def assert_same(ours, reference, inputs: list[torch.Tensor], longest_sum: int) -
     assert_as_double(with_gradients(ours, *inputs), partial(with_gradients, reference), inputs, longest_sum)
 
 
-def test_rms_norm(stretches):
+def test_rms_norm():
     assert_same(
-        lambda x, w: (cpu_layers._RMSNorm.apply(x, w, EPS, stretches),),
+        lambda x, w: (cpu_layers._RMSNorm.apply(x, w, EPS),),
         lambda x, w: (F.rms_norm(x, (16,), w, EPS),),
         [random(7, 2, 16), random(16)],
         longest_sum=16,
@@ -63,13 +48,13 @@ def plain_rotation(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("normed", [True, False], ids=["qk-norm", "no norm"])
-def test_split_norm_rotate(normed: bool, stretches):
+def test_split_norm_rotate(normed: bool):
     groups, heads, width = 2, 3, 8
     angles = torch.rand(5, 1, 1, width // 2) * 6
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1)
 
     def ours(mixed, *weights):
-        return cpu_layers._SplitNormRotate.apply(mixed, *(weights or (None, None)), cos_sin, EPS, stretches)
+        return cpu_layers._SplitNormRotate.apply(mixed, *(weights or (None, None)), cos_sin, EPS)
 
     def reference(mixed, *weights):
         query, key, value = mixed.split([heads, 1, 1], dim=3)
@@ -82,7 +67,7 @@ def test_split_norm_rotate(normed: bool, stretches):
     assert_same(ours, reference, [random(5, 1, groups, heads + 2, width), *weights], 5 * groups * heads)  # rows
 
 
-def test_experts_after_local_dispatch(stretches):
+def test_experts_after_local_dispatch():
     """Tokens to their experts, through them, and back: the sum over each token's experts, probs included."""
     num_tokens, num_experts, top_k, hidden, width = 9, 4, 2, 6, 5
     dispatcher = cpu_layers.LocalDispatcher.__new__(cpu_layers.LocalDispatcher)
@@ -93,7 +78,7 @@ def test_experts_after_local_dispatch(stretches):
     def ours(x, probs, *weights):
         rows, row_probs = dispatcher.dispatch_preprocess(x, routing_map, probs)
         rows, counts, row_probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(rows, row_probs))
-        rows = cpu_layers.Experts.apply(rows, row_probs, counts.tolist(), stretches, *weights)
+        rows = cpu_layers.Experts.apply(rows, row_probs, counts.tolist(), *weights)
         rows = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
         return (dispatcher.combine_postprocess(rows),)
 
@@ -111,27 +96,25 @@ def test_experts_after_local_dispatch(stretches):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_types_of_outputs_and_gradients(dtype, stretches):
+def test_types_of_outputs_and_gradients(dtype):
     """Those of the activations and parameters, also where the router's probabilities are float32."""
     x, weight = torch.randn(6, 1, 16, dtype=dtype).requires_grad_(), torch.ones(16, dtype=dtype).requires_grad_()
-    out = cpu_layers._RMSNorm.apply(x, weight, EPS, stretches)
+    out = cpu_layers._RMSNorm.apply(x, weight, EPS)
     assert [out.dtype, *(g.dtype for g in torch.autograd.grad(out.sum(), [x, weight]))] == [dtype] * 3
     mixed, weights = torch.randn(6, 1, 2, 4, 8, dtype=dtype).requires_grad_(), [torch.ones(8, dtype=dtype)] * 2
-    qkv = cpu_layers._SplitNormRotate.apply(mixed, *weights, torch.rand(6, 1, 1, 8), EPS, stretches)
+    qkv = cpu_layers._SplitNormRotate.apply(mixed, *weights, torch.rand(6, 1, 1, 8), EPS)
     assert [part.dtype for part in qkv] == [dtype] * 3
     assert all(part.is_contiguous() for part in qkv)
     assert torch.autograd.grad(sum(part.sum() for part in qkv), mixed)[0].dtype == dtype
     rows, probs = torch.randn(6, 4, dtype=dtype).requires_grad_(), torch.rand(6).requires_grad_()
     experts = [torch.randn(shape, dtype=dtype).requires_grad_() for shape in ((6, 4), (6, 4), (4, 3), (4, 3))]
-    out = cpu_layers.Experts.apply(rows, probs, [2, 4], stretches, *experts)
+    out = cpu_layers.Experts.apply(rows, probs, [2, 4], *experts)
     grads = torch.autograd.grad(out.sum(), [rows, *experts, probs])
     assert [out.dtype, *(g.dtype for g in grads)] == [dtype] * 6 + [torch.float32]
 
 
-@pytest.mark.parametrize("kind", ["plain", "compiled"] if shutil.which("g++") else ["plain"])
-def test_gated_silu_in_bf16(kind):
-    """Near float64's values, whoever rounds where; the compiled one is what Inductor makes of it."""
-    functions = {"plain": PLAIN, "compiled": compiled()}[kind]
+def test_gated_silu_in_bf16():
+    """Near float64's values, whatever is rounded where."""
     hidden, probs, grad = torch.randn(40, 16), torch.rand(40), torch.randn(40, 8)
     rounded = [x.to(torch.bfloat16) for x in (grad, hidden, probs)]
 
@@ -140,22 +123,7 @@ def test_gated_silu_in_bf16(kind):
         out = F.silu(gate) * up * probs[:, None]
         return [out, out, *torch.autograd.grad(out, [hidden, probs], rounded[0].to(out.dtype))]
 
-    found = functions.gated_silu_backward(rounded[0].clone(), rounded[1], rounded[2].float())
-    forward = functions.gated_silu(rounded[1], rounded[2].float())
+    found = cpu_layers.gated_silu_backward(rounded[0].clone(), rounded[1], rounded[2].float())
+    forward = cpu_layers.gated_silu(rounded[1], rounded[2].float())
     inputs = [x.requires_grad_() for x in rounded[1:]]
     assert_as_double([forward, *found], with_gradients, inputs, longest_sum=grad.size(1))
-
-
-def test_each_instruction_set_has_a_cache_of_its_own(monkeypatch):
-    """Inductor would use code of one for the other."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
-    folders = []
-    for capability in ("AVX2", "AVX512"):
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = elementwise.default_cache_dir()  # as torch itself does
-        elementwise.compiled.__wrapped__()
-        folders.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-    assert folders[0] != folders[1]
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
-    elementwise.compiled.__wrapped__()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine"

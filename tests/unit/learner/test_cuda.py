@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_rl.checkpoint.architecture import read_architecture
 from megatron_rl.config.learner import LearnerConfig, ParallelConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.learner import learner as learner_module
-from megatron_rl.learner import model, optimizer, packed_attention, process_groups
-from megatron_rl.learner.layers import invariant
+from megatron_rl.learner import model, optimizer, process_groups
+from megatron_rl.learner.layers import attention, invariant
+from megatron_rl.model.architecture import read_architecture
 from megatron_rl.monitor import environment
 from megatron_rl.monitor.timing import PhaseTimer, peak_memory_gib
 from tests.support.tiny import MODEL, tiny_recipe
@@ -132,14 +132,14 @@ def test_attention_over_packed_rows_is_asked_for_before_the_model_is_built(monke
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_unfused_attention_is_refused_with_the_gpus_capability(monkeypatch, dtype):
-    monkeypatch.setattr(packed_attention, "packed_attention", lambda config: "unfused")
+    monkeypatch.setattr(attention, "packed_attention", lambda config: "unfused")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    config = packed_attention.TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=2, params_dtype=dtype)
+    config = attention.TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=2, params_dtype=dtype)
     if dtype == torch.float32:
-        packed_attention.refuse_unfused_attention(config)
+        attention.refuse_unfused_attention(config)
         return
     with pytest.raises(InputError, match=r"compute capability 8\.0\).*install 'flash-attn"):
-        packed_attention.refuse_unfused_attention(config)
+        attention.refuse_unfused_attention(config)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

@@ -36,6 +36,16 @@ def test_ranks_are_balanced_on_a_long_tail():
     assert max(loads) / np.mean(loads) < 1.05
 
 
+def test_the_rank_with_the_most_tokens_of_a_round_has_the_fewest_of_the_next():
+    """Rounds of microbatches are dealt forwards and backwards in turn."""
+    lengths = [8, 7, 6, 5, 4, 3, 2, 1]
+    plan = deal(lengths, 2, 8)
+    totals = [[sum(lengths[i] for i in microbatch) for microbatch in rank] for rank in plan]
+    assert all(a >= b for a, b in zip(totals[0][::2], totals[1][::2], strict=True))
+    assert all(a <= b for a, b in zip(totals[0][1::2], totals[1][1::2], strict=True))
+    assert deal([4, 3, 2, 1], 2, 4) == [[[0], [3]], [[1], [2]]]
+
+
 def _sequence(prompt: list[int], response: list[int], old: bool = True) -> Sequence:
     r = len(response)
     return Sequence(

@@ -35,6 +35,6 @@ def test_longer_responses_are_cut_and_truncated():
 def test_lists_of_values():
     assert _listed("--budgets", "8,24,8", int, [1], lambda x: x > 0) == [8, 24]
     assert _listed("--budgets", None, int, [1], lambda x: x > 0) == [1]
-    for text, message in (("8,x", "'x' is no int"), ("0", "'0' is out of range")):
+    for text, message in (("8,x", "'x' is not a valid int"), ("0", "'0' is out of range")):
         with pytest.raises(InputError, match=f"--budgets {text}: {message}"):
             _listed("--budgets", text, int, [1], lambda x: x > 0)

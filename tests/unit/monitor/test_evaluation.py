@@ -15,7 +15,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.evaluate import write_success_rates
 from megatron_rl.monitor.evaluation import check_names, file_rows, table
 from megatron_rl.monitor.validation import confidence_interval, summarise
-from megatron_rl.stored.rerun import format_table
+from megatron_rl.process.output import format_table
 from megatron_rl.types import Group, Prompt, Rollout
 
 

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from megatron_rl.config.monitor import MonitorConfig
-from megatron_rl.errors import InputError
+from megatron_rl.errors import Fault, InputError, OwnWarning
 from megatron_rl.monitor import Monitor, PhaseTimer, RunDirectory, read_metrics, write_environment
 from megatron_rl.monitor.environment import code_of, environment_variables
 from megatron_rl.monitor.jsonl import JsonlSink, encode_line
@@ -336,7 +336,45 @@ def test_environment_file_keeps_every_start_and_no_secret(tmp_path):
     assert len(record["resumed"]) == 1
     assert record["hardware"]["cores"] >= 1
     environ = {"NCCL_DEBUG": "INFO", "VLLM_API_KEY": "x", "SLURM_JWT_TOKEN": "x", "HOME": "/", "WORLD_SIZE": "2"}
-    assert environment_variables(environ) == {"NCCL_DEBUG": "INFO", "WORLD_SIZE": "2"}
+    environ |= {"SLURM_JWT": "x", "VLLM_S3_PWD": "x", "NCCL_WHATEVER": "x", "VLLM_PROXY": "http://me:x@proxy:1"}
+    environ["SLURM_SUBMIT_DIR"] = "ftp://me:x@host/folder"
+    kept = {"NCCL_DEBUG": "INFO", "SLURM_SUBMIT_DIR": "ftp://host/folder", "WORLD_SIZE": "2"}
+    assert environment_variables(environ) == kept
+
+
+@pytest.mark.parametrize("name", ["DONE", "LOCK", "STOP", "environment.json", "recipe.resolved.yaml"])
+@pytest.mark.parametrize("kind", ["folder", "loop", "dangling"])
+def test_what_has_the_name_of_a_runs_file_is_refused(tmp_path, name, kind):
+    path = tmp_path / name
+    path.mkdir() if kind == "folder" else path.symlink_to(path if kind == "loop" else tmp_path / "nothing")
+    with pytest.raises(InputError, match=f"{name} is not the file that a run keeps there .*; move it away, or give"):
+        RunDirectory(tmp_path).check()
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "tensorboard"])
+def test_what_has_the_name_of_a_runs_folder_is_refused(tmp_path, name):
+    RunDirectory(tmp_path).check()
+    (tmp_path / name).touch()
+    with pytest.raises(InputError, match=f"{name} is not the folder that a run keeps there \\(a file\\)"):
+        RunDirectory(tmp_path).check()
+
+
+def test_steps_that_could_not_be_written_are_a_fault_and_stay_in_the_state(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    first = monitor(tmp_path)
+    with pytest.warns(OwnWarning, match="metrics.jsonl failed"):
+        first.record(0, {"a": 1.0})
+    first.record(1, {"a": 2.0})
+    with pytest.raises(Fault, match=r"metrics\.jsonl: 2 steps could not be written"):
+        first.refuse_lost_steps()
+    state = json.loads(json.dumps(first.state_dict()))
+    (tmp_path / "metrics.jsonl").rmdir()
+    second = monitor(tmp_path)
+    second.load_state_dict(state | {"unwritten": [*state["unwritten"], encode_line(2, {"a": 3.0})]})
+    second.resume_at(2)  # the third is recorded again
+    second.refuse_lost_steps()
+    assert [record["a"] for record in read_metrics(tmp_path)] == [1.0, 2.0]
+    assert "unwritten" not in second.state_dict()
 
 
 def test_a_run_has_the_code_of_all_its_starts():

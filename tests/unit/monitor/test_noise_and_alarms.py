@@ -190,6 +190,8 @@ def test_alarm_state_resumes_at_every_step():
     rules = [
         AlarmRule(name="a", metric="m", statistic="ratio", window=4, above=1.2, for_steps=2, again_after=2),
         AlarmRule(name="b", metric="m", statistic="slope", window=5, above=0.0, then=["save", "stop"]),
+        AlarmRule(name="c", metric="m", statistic="of_start", window=4, above=5.0),
+        AlarmRule(name="d", metric="m", statistic="of_best", window=1, below=0.9999, for_steps=1),
     ]
     values = np.random.default_rng(1).uniform(0.5, 2.0, 60).cumsum().tolist()
     whole = Alarms(rules)
@@ -201,6 +203,30 @@ def test_alarm_state_resumes_at_every_step():
             first.observe(step, {"m": values[step]})
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         assert [second.observe(step, {"m": values[step]}) for step in range(cut, 60)] == expected[cut:]
+
+
+def test_a_rule_on_the_first_step_looks_once():
+    rule = AlarmRule(name="first", metric="m", above=1.0, then=["stop"])
+    alarms = Alarms([], first=[rule])
+    assert alarms.observe(0, {}) == []  # a step without the metric is not yet the first
+    assert alarms.metrics([]) == {}
+    (event,) = alarms.observe(1, {"m": 2.0})
+    assert wanted([event], "stop")
+    assert alarms.metrics([event]) == {"alarm/first": 1.0}
+    assert Alarms([], first=[rule]).observe(0, {"m": 1.0}) == []
+    later = Alarms([], first=[rule])
+    later.observe(0, {"m": 0.0})
+    assert later.observe(1, {"m": 2.0}) == []
+    own = AlarmRule(name="first", metric="m", above=5.0)
+    assert Alarms([own], first=[rule]).observe(0, {"m": 2.0}) == []
+
+
+def test_a_rule_on_the_first_step_is_over_in_a_run_that_goes_on():
+    rule = AlarmRule(name="first", metric="m", above=1.0, then=["stop"])
+    for saved in (Alarms([], first=[rule]).state_dict(), {}):
+        alarms = Alarms([], first=[rule])
+        alarms.load_state_dict(saved)
+        assert alarms.observe(4, {"m": 2.0}) == []
 
 
 def test_message_says_what_was_seen_and_what_follows():

@@ -180,3 +180,17 @@ def test_a_broken_line_is_named_and_a_torn_one_left_out(tmp_path):
     file.write_text(f"[]\n{whole}\n")
     with pytest.raises(InputError, match=r"samples.jsonl, line 1: not a sample"):
         list(read_samples(file))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"step": "1"}, {"step": None}, {"step": True}, {"rho": [1]}, {"rho": "x"}],
+)
+def test_a_sample_of_other_types_is_named(tmp_path, wrong):
+    file, good = tmp_path / "samples.jsonl", {"step": 1, "prompt": "p", "response": "r"}
+    file.write_text(f"{json.dumps(good | wrong)}\n{json.dumps(good)}\n")
+    with pytest.raises(InputError, match=r"samples.jsonl, line 1: not a sample"):
+        list(read_samples(file))
+    odd = {"prompt": [3], "response": {"a": 1}, "reward": ["x"], "rho": {"mean": None}, "length": {}, "answer": 3.5}
+    file.write_text(f"{json.dumps(good | odd)}\n{'[' * 100_000}\n")
+    assert [render(sample) for sample in read_samples(file)]  # the last line is taken for a torn one

@@ -11,8 +11,7 @@ import warnings
 
 import pytest
 
-from megatron_rl.config.monitor import MonitorConfig
-from megatron_rl.config.sinks import SinksConfig
+from megatron_rl.config.monitor import MonitorConfig, SinksConfig
 from megatron_rl.errors import OwnWarning
 from megatron_rl.monitor import Monitor, read_metrics, sinks
 from megatron_rl.monitor.run_directory import RunDirectory
@@ -185,7 +184,7 @@ def test_the_end_of_a_run_waits_for_a_service_no_longer_than_said(tmp_path, monk
     service = Slow()
     sink = ServiceSink(service, tmp_path / "absent.yaml")
     sink.write(0, {"x": 1.0})
-    with pytest.raises(sinks.SinkError, match=r"metrics\.jsonl has it all"):
+    with pytest.raises(sinks.SinkError, match=r"metrics\.jsonl has all of them"):
         sink.close()
     service.answers.set()
 

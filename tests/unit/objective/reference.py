@@ -17,7 +17,7 @@ DEFAULTS = {
     "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
     "gmpo": {"log_clip_low": 0.4, "log_clip_high": 0.4},
-    "cispo": {"clip_high": 5.0},
+    "cispo": {"clip_low": None, "clip_high": 5.0},
     "reinforce": {},
     "minirl": {"cap": 5.0, "clip_low": 0.2, "clip_high": 0.27},
     "dppo": {"divergence": "tv", "delta": None, "cap": 20.0},
@@ -25,12 +25,13 @@ DEFAULTS = {
 }
 CORRECTION_DEFAULTS = {
     "is": {"level": "token"},
-    "tis": {"level": "token", "cap": 2.0},
+    "tis": {"level": "token", "cap": 2.0, "lower": None},
     "mis": {"level": "token", "cap": 3.0, "lower": None},
     "icepop": {"lower": 0.5, "upper": 5.0},
     "reject": {"statistic": "seq_mean_k3", "lower": None, "upper": None},
+    "mask": {"level": "token", "lower": None, "upper": None},
     "veto": {"threshold": 1e-4},
-    "opsm": {"delta": 1e-4},
+    "opsm": {"delta": 1e-4, "pi_old": "rollout"},
 }
 
 
@@ -95,8 +96,9 @@ def term_values(seq: Seq, term: dict):
             is_clipped = cuts[t] != log_r[t]
             grad = {u: -a * s * slope(mean) / length if cut(x, seq.a[u]) == x else 0.0 for u, x in enumerate(log_r)}
         elif name == "cispo":
-            weight = clamp(ratio(log_r[t]), 0, 1 + cfg["clip_high"])
-            is_clipped = ratio(log_r[t]) > 1 + cfg["clip_high"]
+            least = 0 if cfg["clip_low"] is None else 1 - cfg["clip_low"]
+            weight = clamp(ratio(log_r[t]), least, 1 + cfg["clip_high"])
+            is_clipped = weight != ratio(log_r[t])
             loss, grad = -weight * a * log_pi, {t: -weight * a}
         elif name == "reinforce":
             loss, grad = -a * log_pi, {t: -a}
@@ -150,14 +152,15 @@ def correction_weights(seq: Seq, corrections: list[dict], anchored: bool):
             "geometric": lambda t: ratio(sum(log_rho) / n),
         }
         k3 = [math.exp(clamp(x)) - 1 - clamp(x) for x in log_rho]
-        drift = sum(floor(q) - p for p, q in zip(seq.pi, seq.po)) / n
+        olds = seq.mu if cfg.get("pi_old") == "rollout" else seq.po
+        drift = sum(floor(q) - p for p, q in zip(seq.pi, olds)) / n
         for t in range(n):
             rho = at[cfg.get("level", "token")](t)
             w, keep = 1.0, True
             if mode == "is":
                 w = rho
             elif mode == "tis":
-                w = min(rho, cfg["cap"])
+                w = max(min(rho, cfg["cap"]), cfg["lower"] or 0)
             elif mode == "mis":
                 w, keep = rho, rho <= cfg["cap"] and rho >= (cfg["lower"] or 0)
             elif mode == "icepop":
@@ -172,6 +175,8 @@ def correction_weights(seq: Seq, corrections: list[dict], anchored: bool):
                 keep = (cfg["lower"] is None or value >= cfg["lower"]) and (
                     cfg["upper"] is None or value <= cfg["upper"]
                 )
+            elif mode == "mask":
+                keep = (cfg["lower"] or 0) <= rho <= (math.inf if cfg["upper"] is None else cfg["upper"])
             elif mode == "veto":
                 keep = all(x >= math.log(cfg["threshold"]) for x in log_rho)
             elif mode == "opsm":

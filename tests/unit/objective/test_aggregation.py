@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -175,3 +176,21 @@ def test_an_empty_microbatch_adds_nothing(with_inference, dual_clip):
     nothing = compute_objective(type(inputs)(**empty), config, counts)
     assert nothing.loss.item() == 0.0
     assert finalize_metrics(MetricStats.merge([full.stats, nothing.stats])) == full.metrics
+
+
+@pytest.mark.parametrize("detail", [False, True])
+def test_a_mean_over_no_tokens_is_absent(detail):
+    """All responses masked (`reward.mask_truncated`): an alarm on the entropy must not read 0."""
+    corrections = [{"mode": "tis", "level": "token", "cap": 2.0}]
+    config = ObjectiveConfig.model_validate({"correction": corrections, "mismatch_detail": detail})
+    inputs, _ = padded(random_batch(2))
+    entropy = torch.ones_like(inputs.current_logprobs)
+    some = compute_objective(replace(inputs, entropy=entropy), config)
+    masked = replace(inputs, entropy=entropy, loss_mask=torch.zeros_like(inputs.loss_mask))
+    found = compute_objective(masked, config)
+    assert some.metrics["actor/entropy"] == 1.0
+    counts = {name: 0.0 for name in some.metrics if name.startswith("mismatch/rho_count/")}
+    assert counts
+    assert found.metrics == {"actor/pg_loss": 0.0, **counts}
+    both = MetricStats.merge([some.stats, found.stats])
+    assert finalize_metrics(both) == some.metrics

@@ -62,6 +62,22 @@ def test_mask_edges_include_the_bound():
     assert one_sided.tolist() == rounded([math.exp(-3), math.exp(edges[1]), 0.0])
 
 
+@pytest.mark.parametrize(
+    "correction",
+    [
+        {"mode": "icepop", "lower": 1.0, "upper": 5.0},
+        {"mode": "icepop", "lower": 0.5, "upper": 1.0},
+        {"mode": "mis", "cap": 1.0},
+        {"mode": "mis", "cap": 5.0, "lower": 1.0},
+        {"mode": "reject", "statistic": "seq_mean_k1", "lower": 1.0, "upper": 5.0},
+        {"mode": "reject", "statistic": "geometric", "upper": 1.0},
+    ],
+)
+def test_a_ratio_on_the_bound_is_kept(correction):
+    """rho = 1 is exact in every dtype, and so is a bound of 1 (of its logarithm, 0)."""
+    assert weights([[0.0, 0.0]], [correction])[0].tolist() == [1.0, 1.0]
+
+
 def test_levels():
     log_rho = [[0.2, -0.1, 0.5]]
     for level, want in (("sequence", [0.6] * 3), ("geometric", [0.2] * 3), ("token", log_rho[0])):
@@ -86,14 +102,19 @@ def test_veto_is_for_tokens_the_learner_finds_impossible():
     assert found.tolist() == [[0.0, 0.0], [1.0, 1.0]]
 
 
+@pytest.mark.parametrize("pi_old", ["rollout", "learner"])
 @pytest.mark.parametrize(("a", "drift", "kept"), [(-1.0, 2e-4, 0), (-1.0, 0.5e-4, 1), (1.0, 2e-4, 1), (-1.0, -2e-4, 1)])
-def test_opsm_drops_negative_sequences_that_drifted_away(a, drift, kept):
-    """mean_t(log po - log pi) = drift; δ = 1e-4."""
+def test_opsm_drops_negative_sequences_that_drifted_away(a, drift, kept, pi_old):
+    """mean_t(log pi_old - log pi) = drift; δ = 1e-4. The other of mu and po says the opposite."""
     current = torch.tensor([[-1.0, -1.0 - 2 * drift]], dtype=torch.float64, requires_grad=True)
-    old = torch.full((1, 2), -1.0, dtype=torch.float64)
+    decides = torch.full((1, 2), -1.0, dtype=torch.float64)
+    other = 2 * current.detach() - decides
+    po, mu = (other, decides) if pi_old == "rollout" else (decides, other)
     mask = torch.ones(1, 2, dtype=torch.bool)
-    inputs = ObjectiveInputs(current, old, None, torch.tensor([a], dtype=torch.float64), mask)
-    config = ObjectiveConfig.model_validate({"policy_term": "cispo", "correction": [{"mode": "opsm"}]})
+    inputs = ObjectiveInputs(current, po, mu, torch.tensor([a], dtype=torch.float64), mask)
+    config = ObjectiveConfig.model_validate(
+        {"policy_term": "cispo", "correction": [{"mode": "opsm", "pi_old": pi_old}]}
+    )
     (gradient,) = torch.autograd.grad(compute_objective(inputs, config).loss, current)
     assert bool(gradient.any()) == bool(kept)
 
@@ -181,5 +202,52 @@ def test_metrics_of_the_weights():
 
 
 def test_denominators_travel_as_a_tensor():
-    found = Denominators.from_tensor(Denominators(3.0, torch.tensor(2.0)).as_tensor() * 2)
+    found = Denominators(*(Denominators(3.0, torch.tensor(2.0)).as_tensor() * 2))
     assert (float(found.num_tokens), float(found.num_sequences), found.renormalized) == (6.0, 4.0, False)
+
+
+def test_mask_leaves_the_weight_at_one():
+    """Edges are inside; k1 = -log rho <= 0.5 is rho >= exp(-0.5)."""
+    log_rho = [[0.0, -0.5 - STEP, -0.5 + STEP, 2.0]]
+    assert weights(log_rho, [{"mode": "mask", "lower": math.exp(-0.5)}]).tolist() == [[1, 0, 1, 1]]
+    assert weights(log_rho, [{"mode": "mask", "upper": math.exp(2.0)}]).tolist() == [[1, 1, 1, 1]]
+    assert weights(log_rho, [{"mode": "mask", "level": "sequence", "lower": 2.7}]).tolist() == [[1, 1, 1, 1]]
+    assert weights(log_rho, [{"mode": "mask", "level": "sequence", "lower": 2.8}]).tolist() == [[0, 0, 0, 0]]
+
+
+def test_weights_as_applied_are_measured_with_what_was_dropped():
+    """icepop on rho = 1, 2, 6: the weights are 1, 2, 0."""
+    log_rho = torch.tensor([[0.0, math.log(2), math.log(6)]], dtype=torch.float64)
+    current = torch.full_like(log_rho, -1.0).requires_grad_()
+    inputs = ObjectiveInputs(
+        current,
+        current.detach(),
+        current.detach() - log_rho,
+        torch.ones(1, dtype=torch.float64),
+        torch.ones(1, 3, dtype=torch.bool),
+    )
+    metrics = compute_objective(inputs, ObjectiveConfig.model_validate({"correction": ["icepop"]})).metrics
+    expected = {"mean": 1.0, "std": math.sqrt(2 / 3), "max": 2.0, "min": 0.0, "eff_sample_size": 1 / (5 / 3)}
+    found = {name: metrics[f"rollout_corr/applied_weight_{name}"] for name in expected}
+    assert list(found.values()) == rounded(list(expected.values()))
+    assert metrics["rollout_corr/rollout_is_mean"] == rounded(3.0)
+
+
+@pytest.mark.parametrize("term", ["ppo_clip", "gspo", "gmpo", "cispo", "reinforce", "minirl", "dppo", "sapo"])
+@pytest.mark.parametrize("old", [True, False])
+def test_a_token_that_the_learner_holds_for_impossible_gives_no_nan(term, old):
+    current = torch.tensor([[-1.0, -math.inf, -0.5]], dtype=torch.float64, requires_grad=True)
+    other = torch.full((1, 3), -1.0, dtype=torch.float64)
+    inputs = ObjectiveInputs(
+        current,
+        other if old else None,
+        other,
+        torch.tensor([-1.0], dtype=torch.float64),
+        torch.ones(1, 3, dtype=torch.bool),
+    )
+    result = compute_objective(inputs, ObjectiveConfig.model_validate({"policy_term": term}))
+    (gradient,) = torch.autograd.grad(result.loss, current)
+    assert bool(result.loss.isfinite())
+    assert bool(gradient.isfinite().all())
+    assert float(gradient[0, 1]) == 0.0
+    assert all(math.isfinite(value) for value in result.metrics.values())

@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.config import ObjectiveConfig
 from megatron_rl.objective import ObjectiveInputs, compute_objective
-from megatron_rl.objective.counter_rng import sequence_keys, standard_normal
+from megatron_rl.objective.instruments import sequence_keys, standard_normal
 from tests.support.rounding import STANDARD_ERRORS, rounded
 from tests.unit.objective.batches import BATCH, loss_and_gradient, packed, padded, random_batch
 from tests.unit.objective.reference import normal

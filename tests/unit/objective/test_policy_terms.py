@@ -341,7 +341,8 @@ def test_needs_old_logprobs():
         assert not needs(1, policy_term=name)
         assert needs(2, policy_term=name)
     assert not needs(4, policy_term="reinforce", correction=[{"mode": "is", "level": "sequence"}])
-    assert needs(4, policy_term="reinforce", correction=[{"mode": "opsm"}])
+    assert needs(4, policy_term="reinforce", correction=[{"mode": "opsm", "pi_old": "learner"}])
+    assert not needs(4, policy_term="reinforce", correction=[{"mode": "opsm"}])
     assert needs(4, policy_term="reinforce", distortion={"delta": 2.0})
     assert needs(1, correction=[{"mode": "mis", "renormalize": True}])
 

@@ -28,6 +28,7 @@ WEIGHTS = (
         [{"mode": "mis", "level": "geometric", "cap": 1.1, "lower": 0.95}],
         [{"mode": "icepop", "lower": 0.8, "upper": 1.3}],
         [{"mode": "icepop"}],
+        [{"mode": "tis", "lower": 0.9, "cap": 1.1}],
     ]
 )
 MASKS = [
@@ -41,6 +42,10 @@ MASKS = [
     [{"mode": "veto"}],
     [{"mode": "opsm"}],
     [{"mode": "opsm", "delta": 0.05}],
+    [{"mode": "opsm", "delta": 0.05, "pi_old": "learner"}],
+    [{"mode": "mask", "lower": 0.8, "upper": 1.2}],
+    [{"mode": "mask", "level": "sequence", "lower": 0.5}],
+    [{"mode": "mask", "level": "geometric", "upper": 1.02}],
 ]
 CHAINS = [
     [],
@@ -52,6 +57,7 @@ TERMS = [{"name": name} for name in DEFAULTS] + [
     {"name": "ppo_clip", "clip_low": 0.1, "clip_high": 0.05, "dual_clip": 1.15},
     {"name": "gspo", "clip_low": 0.05, "clip_high": 0.02},
     {"name": "cispo", "clip_high": 0.2},
+    {"name": "cispo", "clip_low": 0.1, "clip_high": 0.2},
     {"name": "minirl", "cap": 1.1, "clip_low": 0.05, "clip_high": 0.1},
     {"name": "dppo", "divergence": "kl"},
     {"name": "dppo", "divergence": "tv", "delta": 0.02, "cap": 1.1},

@@ -2,12 +2,15 @@
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import megatron_rl
-from megatron_rl.process.devices import default_device
+from megatron_rl.errors import InputError
+from megatron_rl.process import ranks
+from megatron_rl.process.devices import default_device, leave_default_stream, refuse_shared_gpus
 
 PACKAGE = Path(megatron_rl.__file__).parent
 
@@ -29,6 +32,38 @@ def test_a_gpu_is_looked_for_without_the_cuda_runtime(monkeypatch):
 def test_without_cuda_it_is_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: False)
     assert default_device() == "cpu"
+
+
+@pytest.mark.parametrize(("own", "is_shared"), [("GPU-a", True), ("GPU-b", False)])
+def test_two_ranks_on_one_gpu_are_refused(own, is_shared, monkeypatch):
+    """GPUs are told apart by the driver's identifiers: each rank may call its own GPU number 0."""
+    monkeypatch.setattr(ranks, "world_size", lambda: 2)
+    monkeypatch.setattr(ranks, "gather_objects", lambda of_this_rank: [("GPU-a", "node1", 1), of_this_rank])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=own))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("SLURMD_NODENAME", "node1")
+    if is_shared:
+        with pytest.raises(InputError, match="ranks 0, 1 use the same GPU of node node1"):
+            refuse_shared_gpus(0)
+    else:
+        refuse_shared_gpus(0)
+
+
+@pytest.mark.parametrize(("current", "changes"), [("default", True), ("vLLM's", False)])
+def test_the_default_stream_is_left_once(current, changes, monkeypatch):
+    made: list[object] = []
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        current_stream=lambda: current,
+        default_stream=lambda: "default",
+        Stream=lambda device: ("new", device),
+        set_stream=made.append,
+    )
+    monkeypatch.setattr(torch, "cuda", cuda)
+    device = torch.device("cuda", 1)
+    leave_default_stream(device)
+    leave_default_stream(torch.device("cpu"))
+    assert made == [("new", device) if changes else current]  # once more, for a vLLM that was imported since
 
 
 def asks_cuda(node: ast.AST) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_rl.config.data import RewardConfig
 from megatron_rl.config.monitor import AlarmRule
-from megatron_rl.config.reward import RewardConfig
 from megatron_rl.errors import InputError
 from megatron_rl.monitor.alarms import BUILT_IN, Alarms
 from megatron_rl.rewards import Rewarder

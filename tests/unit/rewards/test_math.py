@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.rewards import math_reward
+from megatron_rl.rewards.algebra import NumericAlgebra
+from megatron_rl.rewards.compare import same
 from megatron_rl.rewards.extract import MAX_ANSWER_CHARS, final_answer
 
 SHARED_DATA = Path(__file__).resolve().parents[3].parent / "shared" / "data"
@@ -23,7 +25,7 @@ SAME = [
     # decimals against what they equal exactly, however few digits they have
     (r"\sqrt{4}", "2.0"), (r"1+\frac12", "1.5"), ("2^{-1}", "0.5"), ("0.5x", r"\frac{1}{2}x"),
     ("y=0.5x+3", r"y=\frac12x+3"), ("2^{0.5}", r"\sqrt{2}"), (r"\frac{0.5}{x}", r"\frac{1}{2x}"), ("x=0.5", "x=2^{-1}"),
-    (r"2\cdot0.5x", "x"), (r"2.5^2", r"6\frac14"), ("0.1+0.2", "0.3"),
+    (r"2\cdot0.5x", "x"), (r"2.5^2", r"6\frac14"),
     # units
     ("15", r"15\mbox{ cm}^2"), ("15 cm^2", r"15\mbox{ cm}^2"), ("30", r"30^\circ"), (r"30\text{ degrees}", r"30^\circ"),
     ("7 hours", r"7\text{ hours}."), ("18.90", r"\$18.90"),
@@ -70,7 +72,7 @@ DIFFERENT = [
     ("seat", r"\text{east}"), ("aMy", r"\text{May}"), ("A", r"\text{(B)}"), ("b", "B"), ("0", r"\text{neither}"),
     ("kickball, softball, picnic", r"\text{Softball, Kickball, Picnic}"),
     # the problem handed back instead of worked out
-    (r"\sum_{i=1}^{100} i", "5050"), ("5!", "120"), ("1+2+3+4", "10"), (r"3(1+3(1+3(1+3)))", "120"),
+    (r"\sum_{i=1}^{100} i", "5050"), ("5!", "120"), ("1+2+3+4", "10"), ("0.1+0.2", "0.3"), (r"3(1+3(1+3(1+3)))", "120"),
     # not mathematics
     ("__import__('os').system('true')", "0"), ("", "0"), ("nan", "0"), ("None", ""),
 ]  # fmt: skip
@@ -136,6 +138,85 @@ def test_any_two_values_are_scored(response, gold):
 
 def test_a_gold_answer_that_is_a_number_object():
     assert math_reward(r"\boxed{142}", 142.0) == 1.0
+
+
+@pytest.mark.parametrize("answer", [r"1234\times5678", r"\frac{14013304}{2}+0", r"7006651+1", r"\log_2 2^{7006652}"])
+def test_a_computation_left_to_the_reader_is_accepted_on_demand(answer):
+    response, gold = f"\\boxed{{{answer}}}", "7006652"
+    assert math_reward(response, gold) == 0.0
+    assert math_reward(response, gold, accept_unevaluated=True) == float("7006652" not in answer)
+    assert math_reward(response, "7006653", accept_unevaluated=True) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "found"),
+    [
+        (r"<think>\boxed{1}</think> The answer is 2.", "2"),
+        (r"<think>\boxed{1}", None),
+        (r"\boxed{1} <thinking> but \boxed{2}", None),
+        (r"still thinking \boxed{1}</think>\boxed{2}", "2"),
+        (r"[THINK]\boxed{1}[/THINK]\boxed{2}", "2"),
+        (r"<think>\boxed{1}</think>", None),
+        ("The answer is $5$ million.", r"5 \text{ million}"),
+        ("The answer is $5$, because 6 is too much.", "$5$"),
+        (r"The answer is 34\text{ sq. units}. Done.", r"34\text{ sq. units}"),
+        ("**17**", "17"),
+    ],
+)
+def test_the_answer_is_looked_for_behind_the_thinking(response, found):
+    assert final_answer(response) == found
+
+
+NESTED = [
+    "(",
+    "{",
+    r"\{",
+    "|",
+    r"\frac{",
+    r"\sqrt{",
+    "x^",
+    "e^",
+    "9^",
+    r"\sin ",
+    "-",
+    "--",
+    r"\not",
+    r"\text{",
+    "x_",
+    "f(",
+]
+REPEATED = [
+    r"\pm1,",
+    "(x+1)",
+    "(x+1)^{99}",
+    r"\pi",
+    "1+",
+    "1/3+",
+    r"\sqrt[9]{7}",
+    "1 000 ",
+    "9!",
+    r"\binom{9}{4}",
+    "a ",
+    "x=",
+    "&",
+]
+LARGE = [
+    "9^{9^{9}}", "x^{9999999}", r"\sin(9^{9^9})", "(9^9)^{9^9}", "((10!)!)!", r"\binom{1000000}{500000}", "2^{20000}",
+    "1e999999999", "9" * 1990, r"\sqrt[" + "9" * 50 + "]{2}", r"e^{e^{e^{e^e}}}", r"\tan(\tan(10^{90}))", "x^{x^{x^x}}",
+    r"\lfloor e^{10000}\rfloor", r"(1+\sqrt2)^{99999}", r"\sinh(10^9)", r"0.\overline{" + "9" * 1500 + "}",
+    r"\gcd(" + "9" * 900 + "," + "8" * 900 + ")",
+]  # fmt: skip
+
+
+def test_no_answer_costs_much_or_raises():
+    hostile = [piece * (1990 // len(piece)) for piece in NESTED + REPEATED] + LARGE
+    hostile += [piece * 60 + "9" + closing * 60 for piece in NESTED for closing in ("", "}", ")")]
+    algebra = NumericAlgebra()
+    start = time.process_time()
+    for answer in hostile:
+        for gold in ("5", r"\sqrt2+\pi", "x+1", r"x>3", "1,2,3"):
+            assert not same(answer, gold, algebra)
+    assert time.process_time() - start < 30.0  # some 2 s; a number written out or a search takes minutes each
 
 
 def test_reading_a_long_hostile_response_is_quick():

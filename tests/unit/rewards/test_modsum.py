@@ -11,9 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.rewards.modsum import ModsumProblem, make_demonstration, make_problem, modsum_reward
+from megatron_rl.rewards.modsum import modsum_reward
 from tests.support.rounding import standard_errors
-from tools.dev.make_tiny_checkpoint import build_tokenizer, make_splits
+from tools.dev.make_tiny_checkpoint import (
+    ModsumProblem,
+    build_tokenizer,
+    make_demonstration,
+    make_problem,
+    make_splits,
+)
 
 TINY = Path(__file__).parents[3] / "recipes" / "tiny"
 

@@ -12,7 +12,10 @@ import psutil
 import pytest
 
 from megatron_rl.errors import InputError
-from megatron_rl.rewards.pool import WorkerPool
+from megatron_rl.process.user_functions import check_function
+from megatron_rl.rewards import pool as pool_module
+from megatron_rl.rewards.pool import Outcome, WorkerPool
+from tests.support.patience import PATIENCE_S
 
 REWARDS = """
 import os, signal, sys, time
@@ -111,12 +114,10 @@ def test_a_killed_worker_process_is_replaced(pool, judge):
         (r"\binom{10^9}{5\cdot 10^8}", r"\binom{4}{2}"),
     ],
 )
-def test_an_expression_that_hangs_the_verifier_costs_its_limit(pool, candidate, gold):
+def test_a_number_too_large_to_write_down_is_a_wrong_answer_and_no_failure(pool, candidate, gold):
     task = {"kind": "math", "candidate": candidate, "gold": gold}
-    start = time.monotonic()
     outcomes = pool.run([task, {"kind": "math", "candidate": r"\sqrt{8}", "gold": r"2\sqrt{2}"}])
-    assert [outcome.value for outcome in outcomes] == [0.0, 1.0]
-    assert time.monotonic() - start < 60  # 0.4 s of processor, on a machine however busy
+    assert [(outcome.value, outcome.failure) for outcome in outcomes] == [(0.0, ""), (1.0, "")]
 
 
 def test_verls_signature_and_a_result_with_a_score(pool, file):
@@ -153,7 +154,7 @@ def test_workers_end_with_close_and_with_their_owner():
     pool.close()
     pool.close()
     assert len(family) == 2
-    psutil.wait_procs(family, timeout=30)
+    psutil.wait_procs(family, timeout=PATIENCE_S)
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family)
 
     owner = (
@@ -165,7 +166,140 @@ def test_workers_end_with_close_and_with_their_owner():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     printed = subprocess.run([sys.executable, "-c", owner], stdout=subprocess.PIPE, env=environment)
     orphan = int(printed.stdout)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while psutil.pid_exists(orphan) and psutil.Process(orphan).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "the worker outlived the process that started it"
         time.sleep(0.05)
+
+
+ORDINARY = """
+from __future__ import annotations
+
+import asyncio, multiprocessing, os, pickle, subprocess, sys
+from dataclasses import dataclass
+
+from my_helper import VALUE
+
+
+@dataclass
+class Answer:
+    text: str
+    more: list[int] | None = None
+
+
+def double(x):
+    return 2 * x
+
+
+def by_value(response, answer):
+    return pickle.loads(pickle.dumps(Answer("a", [VALUE]))).more[0]
+
+
+def by_process(response, answer):
+    with multiprocessing.get_context(response).Pool(1) as workers:
+        return workers.map(double, [21])[0]
+
+
+async def by_await(response, answer):
+    await asyncio.sleep(0)
+    return 4.0
+
+
+def starts(response, answer):
+    code = "import os, time; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); time.sleep(600)"
+    if response == "waits":
+        subprocess.run(["sleep", answer])
+    subprocess.run([sys.executable, "-c", code, answer])
+    while True:
+        pass
+
+
+def eats(response, answer):
+    subprocess.Popen(["sleep", answer], start_new_session=True)
+    return len(bytes(3 << 30))
+
+
+def scribbles(response, answer):
+    for descriptor in range(3, 20):
+        try:
+            os.write(descriptor, eval(response))
+        except OSError:
+            pass
+    return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def ordinary(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ordinary")
+    (folder / "my_helper.py").write_text("VALUE = 3.0\n")
+    (folder / "ordinary_rewards.py").write_text(ORDINARY)
+    return str(folder / "ordinary_rewards.py")
+
+
+@pytest.fixture(scope="module")
+def other_pool(ordinary):
+    names = [f"{ordinary}:{name}" for name in ("by_value", "by_process", "by_await", "starts", "eats", "scribbles")]
+    with WorkerPool(1, timeout_s=1.0, memory_limit_mib=512, algebra=False, functions=names) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(
+    ("function", "response", "value"),
+    [("by_value", "", 3.0), ("by_process", "fork", 42.0), ("by_process", "spawn", 42.0), ("by_await", "", 4.0)],
+)
+def test_a_file_of_rewards_loads_like_a_module(other_pool, ordinary, function, response, value):
+    check_function(f"{ordinary}:{function}", "reward")
+    task = {"kind": f"{ordinary}:{function}", "solution_str": response, "ground_truth": ""}
+    assert other_pool.run([task, task]) == [Outcome(value)] * 2
+
+
+@pytest.mark.parametrize(
+    ("function", "response"), [("starts", "waits"), ("starts", "leaves its parents"), ("eats", "")]
+)
+def test_what_a_task_started_ends_with_its_limit(other_pool, ordinary, function, response):
+    mark = f"600.{os.getpid()}"
+    task = {"kind": f"{ordinary}:{function}", "solution_str": response, "ground_truth": mark}
+    assert other_pool.run([task])[0].failure == "limit"
+    # The answer to another task comes after what the first one left was ended.
+    other_pool.run([{"kind": f"{ordinary}:by_await", "solution_str": "", "ground_truth": ""}])
+    assert not [p for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        rb"b'garbage that is no frame'",
+        rb"b'\x08\x00\x00\x00not json'",
+        rb"b'\xff\xff\xff\x7f'",
+        rb"b'\x02\x00\x00\x00[]'",
+        rb"b'\x10\x00\x00\x00{}'",
+    ],
+)
+def test_a_reward_that_writes_into_the_pipe_costs_itself(other_pool, ordinary, written):
+    task = {"kind": f"{ordinary}:scribbles", "solution_str": written.decode(), "ground_truth": ""}
+    (outcome,) = other_pool.run([task])
+    assert outcome.failure == "crash"
+    assert other_pool.run([{"kind": f"{ordinary}:by_await", "solution_str": "", "ground_truth": ""}])[0].value == 4.0
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{"value": "1"}, {"value": True}, {"value": None}, {"value": float("nan")}, {"error": 3}, {"failure": ["limit"]}],
+)
+def test_an_answer_of_another_type_is_a_crash(message):
+    assert pool_module._outcome(message) == Outcome(failure="crash")
+
+
+def test_a_file_may_import_from_its_own_package(tmp_path):
+    folder = tmp_path / "my_rewards" / "inner"
+    folder.mkdir(parents=True)
+    for path, text in [("../__init__.py", ""), ("__init__.py", "HALF = 0.5\n"), ("../whole.py", "WHOLE = 1.0\n")]:
+        (folder / path).write_text(text)
+    file = folder / "judge.py"
+    file.write_text(
+        "from . import HALF\nfrom ..whole import WHOLE\ndef f(response, answer):\n    return HALF + WHOLE\n"
+    )
+    name = f"{file}:f"
+    with WorkerPool(1, timeout_s=5, memory_limit_mib=256, algebra=False, functions=[name]) as pool:
+        assert pool.run([{"kind": name, "solution_str": "", "ground_truth": ""}]) == [Outcome(1.5)]

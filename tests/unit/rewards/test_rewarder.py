@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from megatron_rl.config.reward import RewardConfig
+from megatron_rl.config.data import RewardConfig
 from megatron_rl.errors import InputError
 from megatron_rl.rewards import Rewarder, check_reward, overlong_penalty
 from megatron_rl.types import Group, Prompt, Rollout
@@ -96,6 +96,29 @@ def test_a_custom_function_is_checked_without_running_it(tmp_path, name, message
     check_reward(RewardConfig(name=f"{path}:judge"), 100)
     with pytest.raises(InputError, match=message):
         check_reward(RewardConfig(name=name.format(path=path, broken=broken)), 100)
+
+
+@pytest.mark.parametrize(
+    "defines",
+    [
+        "async def judge(response, answer):\n    return 1.0\n",
+        "try:\n    import nothing\nexcept ImportError:\n    def judge(response, answer):\n        return 1.0\n",
+        "import operator as judge\n",
+        "from operator import eq as judge\n",
+        "from operator import *\n",
+        "judge = lambda response, answer: 1.0\n",
+    ],
+)
+def test_a_function_may_be_defined_in_many_ways(tmp_path, defines):
+    (tmp_path / "mine.py").write_text(defines)
+    check_reward(RewardConfig(name=f"{tmp_path}/mine.py:judge"), 100)
+
+
+@pytest.mark.parametrize("content", [b"def judge(: pass", b"\xff", b"\0", b"(" * 100_000])
+def test_a_file_that_is_no_python_is_named(tmp_path, content):
+    (tmp_path / "mine.py").write_bytes(content)
+    with pytest.raises(InputError, match=r"mine\.py is not valid Python"):
+        check_reward(RewardConfig(name=f"{tmp_path}/mine.py:judge"), 100)
 
 
 def test_overlong_punishment_follows_the_formula():

@@ -59,6 +59,8 @@ def test_rounding_is_vllms_own_on_cuda(place, block, name):
     found = {key: value for key, value in arguments("cuda", quantization=wanted).items() if key in keys}
     ignored = {"ignore": ["*.mlp.gate"]}
     assert found == {"quantization": name, "quantization_config": ignored, "kv_cache_dtype": "fp8"}
+    chosen = {"moe_backend", "attention_backend"} & arguments("cuda", quantization=wanted).keys()
+    assert not chosen, "kernels of quantized experts and caches are vLLM's choice"
     assert name in ONLINE_QUANT_SHORTHAND_NAMES
     found = {key: value for key, value in arguments("cpu", quantization=wanted).items() if key in keys}
     ours = {quantized_layers.KEY: wanted}

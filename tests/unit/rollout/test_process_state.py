@@ -1,7 +1,14 @@
 """What starting an engine in a rank's own process leaves alone."""
 
+import os
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
 import torch
 
+from megatron_rl.learner import process_groups
+from megatron_rl.process.devices import local_gpu
 from megatron_rl.rollout import process_state
 
 
@@ -20,3 +27,46 @@ def test_starting_an_engine_touches_no_gpu_but_its_own(monkeypatch):
         with process_state.contained(3):
             pass
     assert forked == [[3], []]
+
+
+@pytest.mark.parametrize(
+    "visible", [None, "0", "3", "3,1,0,2", "5,4"], ids=["all", "one", "another", "permuted", "two a task"]
+)
+def test_the_engine_takes_the_learners_gpu(visible, monkeypatch):
+    """vLLM maps LOCAL_RANK through CUDA_VISIBLE_DEVICES, and asserts that it is smaller than the number of devices."""
+    from vllm.platforms.interface import Platform
+
+    class Cuda(Platform):
+        device_control_env_var = "CUDA_VISIBLE_DEVICES"
+
+    count = 4 if visible is None else len(visible.split(","))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    for local_rank in range(4):
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        learners = process_groups.resolve_device("cuda")
+        with process_state.contained(local_rank, local_gpu()):
+            engines = int(os.environ["LOCAL_RANK"])
+            assert engines < count
+            assert Cuda.logical_device_id_to_visible_device_id(engines) == learners.index
+        assert os.environ["LOCAL_RANK"] == str(local_rank)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_expandable_segments_are_off_for_the_engines_memory(name, monkeypatch):
+    """CUDA's memory pools cannot be made of them, and vLLM knows one of torch's names of the variable."""
+    from vllm.device_allocator import cumem
+
+    settings: list[str] = []
+    for known in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(known, raising=False)
+    monkeypatch.setenv(name, "expandable_segments:True")
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", settings.append)
+    pool = (SimpleNamespace(snapshot=list), None)
+    monkeypatch.setattr(cumem, "use_memory_pool_with_allocator", lambda *_: nullcontext(pool))
+    with process_state.contained(0), cumem.CuMemAllocator().use_memory_pool("weights"):
+        assert settings == ["expandable_segments:False"]
+    assert settings == ["expandable_segments:False", "expandable_segments:True"]
+    assert {known for known in os.environ if known.endswith("_ALLOC_CONF")} == {name}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.config.quantization import OWN_BLOCK
+from megatron_rl.config.rollout import OWN_BLOCK
 from megatron_rl.rollout.rounding import rounded
 from tests.support.plain_rounding import E4M3, plain_rounded, to_e4m3
 

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 from megatron_rl.batch import build_batch
 from megatron_rl.check import check_recipe
-from megatron_rl.checkpoint.architecture import read_architecture
-from megatron_rl.config.routing import RoutingConfig
+from megatron_rl.config.learner import RoutingConfig
 from megatron_rl.errors import InputError
 from megatron_rl.learner.context import ContextShare, cut
-from megatron_rl.monitor.heatmap import disagreement, draw_disagreement
+from megatron_rl.model.architecture import read_architecture
+from megatron_rl.monitor.plots import disagreement, draw_disagreement
 from megatron_rl.rollout import RolloutError
-from megatron_rl.rollout.payload import make_rollout
-from megatron_rl.rollout.requests import Request
+from megatron_rl.rollout.requests import Request, make_rollout
 from megatron_rl.routing import LayerTelemetry, RouteError, RouteShape, missing_id, pack_routes, packed_keys
 from megatron_rl.routing.layout import PADDING_ID, CheckedRoutes, padding_routes, parts_in
 from megatron_rl.routing.payload import malformed_on, malformed_rows
@@ -295,6 +294,12 @@ def test_metrics_are_ratios_of_counts():
     assert found["router/any_flip_frac"] == rounded(0.1)
     assert found["router/replay_coverage"] + found["router/fallback_frac"] == 1.0
     assert found["router/fallback_frac"] == rounded(20 / 220)
+
+
+def test_a_share_of_no_rows_is_absent():
+    nothing = {"flipped": 0, "tokens": 0, "due": 0, "missing": 0, "bytes_per_token": 12}
+    counts = np.zeros((2, 2 + MARGIN_BINS))
+    assert router_metrics([1, 3], counts, **nothing, is_replayed=True) == {"router/payload_bytes": 12.0}
 
 
 def test_dense_models_are_refused_before_anything_starts(tmp_path):

@@ -155,3 +155,50 @@ def test_staleness_is_of_the_responses_of_all_ranks(monkeypatch):
     rollout = Rollout("toy:0", 0, [5, 6], np.zeros(2), "stop", np.array([8, 9], np.int32))
     found = staleness_metrics([Group(PROMPTS[0], [rollout])], num_updates=10)
     assert found == {"rollout/staleness_mean": (2 + 1 + 12) / 5, "rollout/staleness_max": 7.0}
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_prompt_that_a_step_takes_again_says_so(max_staleness):
+    """Three prompts, steps of two and a refill of two: a step takes one of them twice. Also after a resume."""
+
+    def asked(first: int, last: int, state=None):
+        sampler, engine = PromptSampler(PROMPTS[:3], shuffle=False), Engine()
+        ahead = Lookahead(
+            sampler, engine, num_prompts=2, num_samples=1, max_staleness=max_staleness, num_steps=6, refills=True
+        )
+        if state is not None:
+            sampler.load_state_dict(state[0])
+            ahead.load_state_dict(state[1], PromptSet.of(PROMPTS[:3]))
+        seen = []
+        for step in range(first, last):
+            groups = [group for _ in range(2) for group in ahead.sample(2, step=step, policy_version=step)]
+            ahead.look_ahead(step, policy_version=step)
+            seen.append([(group.prompt.id, group.prompt.occurrence) for group in groups])
+        return seen, (sampler.state_dict(), ahead.state_dict())
+
+    whole, _ = asked(0, 6)
+    assert whole[0] == [("toy:0", 0), ("toy:1", 0), ("toy:2", 0), ("toy:0", 1)]
+    assert all(len(set(step)) == 4 for step in whole)
+    before, state = asked(0, 3)
+    assert before + asked(3, 6, state)[0] == whole
+
+
+def test_a_resumed_run_asks_again_with_the_same_occurrences():
+    """Steps of four from three prompts: a batch that was begun ahead holds one of them twice."""
+
+    def made(state=None):
+        sampler = PromptSampler(PROMPTS[:3], shuffle=False)
+        ahead = Lookahead(sampler, Engine(), num_prompts=4, num_samples=1, max_staleness=1, num_steps=4)
+        if state is not None:
+            sampler.load_state_dict(state[0])
+            ahead.load_state_dict(state[1], PromptSet.of(PROMPTS[:3]))
+        return sampler, ahead
+
+    def asked(ahead, step):
+        return [(g.prompt.id, g.prompt.occurrence) for g in ahead.sample(4, step=step, policy_version=step)]
+
+    sampler, ahead = made()
+    asked(ahead, 0)
+    state = sampler.state_dict(), ahead.state_dict()
+    again = asked(made(state)[1], 1)
+    assert again == asked(ahead, 1) == [("toy:1", 0), ("toy:2", 0), ("toy:0", 0), ("toy:1", 1)]

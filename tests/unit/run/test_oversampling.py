@@ -17,7 +17,7 @@ from megatron_rl.rewards.failures import Failure, RewardFault
 from megatron_rl.rewards.shared import Scores, merged
 from megatron_rl.rollout import Arrival, LegCounts
 from megatron_rl.run import oversampling
-from megatron_rl.run.lookahead import Lookahead
+from megatron_rl.run.lookahead import Begun, Lookahead
 from megatron_rl.run.oversampling import Oversampling, make_lookahead
 from megatron_rl.run.start import Run
 from megatron_rl.types import Group, Prompt, Rollout
@@ -402,3 +402,11 @@ def test_metrics_of_legs_are_of_what_is_learned_from(rest):
 
 def test_where_no_update_meets_responses_there_are_no_metrics_of_legs():
     assert not any("rollout/legs_mean" in metrics for metrics in Training().run().metrics)
+
+
+def test_a_prompt_that_is_carried_over_and_comes_again_is_told_apart(monkeypatch):
+    """A batch may hold a group of the step before and one of its own of the same prompt."""
+    ahead = Training().ahead
+    ahead._begun = [Begun(0, [PROMPTS[0], PROMPTS[1]])]
+    monkeypatch.setattr(ahead._prompts, "take", lambda count: [PROMPTS[0], PROMPTS[2], PROMPTS[0]][:count])
+    assert [(p.id, p.occurrence) for p in ahead._take(3, 1)] == [("toy:0", 1), ("toy:2", 0), ("toy:0", 2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -12,7 +13,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.monitor import RunDirectory
 from megatron_rl.run.identity import keep_recipe
 from megatron_rl.run.prepare import report
-from tests.support.tiny import REPOSITORY, tiny_recipe
+from tests.support.tiny import MODEL, REPOSITORY, tiny_recipe
 
 LARGE = REPOSITORY / "recipes" / "exact" / "grpo-qwen3-30b-a3b-4n8g-tp2ep8-exact.yaml"
 
@@ -75,3 +76,54 @@ def test_what_train_would_go_on_from_is_shown_or_refused(tmp_path):
     assert dict(report(recipe, 1))["there"].endswith(" goes on from step 0")
     with pytest.raises(InputError, match="\n  seed: 0 → 5\n"):
         report(tiny_recipe(run_root=str(tmp_path), seed=5), 1)
+
+
+def test_prompts_that_a_step_repeats_are_said(tmp_path):
+    paths = []
+    for name, count in (("few", 3), ("many", 30)):
+        paths.append(tmp_path / f"{name}.jsonl")
+        paths[-1].write_text("".join(json.dumps({"problem": f"^{i}=", "answer": "3"}) + "\n" for i in range(count)))
+    common = {"batch": {"prompts": 8}, "run_root": str(tmp_path)}
+
+    def said(weights, **sections):
+        train = [{"path": str(path), "weight": weight} for path, weight in zip(paths, weights, strict=True)]
+        return dict(report(tiny_recipe(data={"train": train}, **{**common, **sections}), 1)).get("repeats")
+
+    assert said((3, 1)).startswith(
+        "data.train: source few has 3 prompts, and a step asks for about 6 of its (weight 3)"
+    )
+    assert said((3, 5)) is None
+    rounds = {"prompts": 8, "filter_groups": True, "max_generations": 5}
+    assert said((None, None), batch=rounds).startswith("batch.max_generations: a step may ask for 40 prompts, and ")
+
+
+def test_what_is_in_the_model_folder_is_shown(tmp_path):
+    shutil.copytree(MODEL, tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"my_note": 1}))
+    shown = dict(report(tiny_recipe(model={"path": str(tmp_path / "model")}), 1))
+    assert shown["model"].startswith("qwen3_moe: 4 layers")
+    assert shown["folder"] == (
+        "names, shapes and types of its tensors are the learner's, responses end with tokens [2]; config.json has keys "
+        "that no engine here is known to read: my_note"
+    )
+
+
+@pytest.mark.parametrize("has_cuda", [True, False])
+def test_a_shape_that_vllm_lacks_on_a_cpu_is_said_where_no_gpu_is(has_cuda, tmp_path, monkeypatch):
+    from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
+
+    save_checkpoint(
+        build_model(build_tiny_config("qwen3_moe", "nano", head_dim=16, moe_intermediate_size=48)), tmp_path
+    )
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_cuda)
+    recipe = tiny_recipe(model={"path": str(tmp_path)}, runtime={"device": "auto"})
+    said = dict(check_recipe(recipe, 1).report).get("on a CPU", "")
+    assert said.startswith("" if has_cuda else "this recipe cannot run: model.path: head_dim is 16")
+    assert ("experts are 48 wide" in said) != has_cuda
+
+
+def test_stop_tokens_that_leave_out_the_tokenizers_own_are_said(tmp_path):
+    shown = dict(report(tiny_recipe(rollout={"stop_token_ids": [50]}, run_root=str(tmp_path)), 1))
+    assert shown["prompt"].endswith("6 tokens; responses end with tokens [50], not with the tokenizer's '<eos>' (2)")
+    assert dict(report(tiny_recipe(run_root=str(tmp_path)), 1))["prompt"].endswith("6 tokens")

@@ -10,8 +10,9 @@ import pytest
 from megatron_rl.run.stop import STOP_FILE, StopRequest
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_is_a_request_while_it_listens(tmp_path, number):
+@pytest.mark.parametrize("name", ["TERM", "USR1", "USR2", "INT", "HUP", "QUIT"])
+def test_a_signal_is_a_request_while_it_listens(tmp_path, name):
+    number = signal.Signals[f"SIG{name}"]
     before = signal.getsignal(number)
     stop = StopRequest(tmp_path)
     with stop.listening():
@@ -21,6 +22,17 @@ def test_a_signal_is_a_request_while_it_listens(tmp_path, number):
         assert stop.is_urgent()
         assert stop.anywhere()
     assert signal.getsignal(number) is before
+
+
+def test_a_run_under_nohup_stays_deaf_to_hangups(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stop = StopRequest(tmp_path)
+        with stop.listening():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.here()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_ctrl_c_ends_the_run(tmp_path):

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from pydantic import ValidationError
 
-from megatron_rl.config.learner import LearnerConfig, OptimizerConfig
-from megatron_rl.config.schedule import ScheduleConfig
+from megatron_rl.config.learner import LearnerConfig, OptimizerConfig, ScheduleConfig
 from megatron_rl.errors import InputError
-from megatron_rl.learner.scheduler import LengthDecayScheduler, build_scheduler
-from megatron_rl.schedule import LearningRateSchedule, length_decay_lr, synthetic
+from megatron_rl.learner.optimizer import LengthDecayScheduler, build_scheduler
+from megatron_rl.schedule import LearningRateSchedule, LengthDecay, length_decay_lr
 from tests.support.rounding import rounded
+from tools.dev import length_curves
 
 STEPS = 1000
-LENGTHS = synthetic.paper_curve(110, 3500.0, num_steps=STEPS)(np.random.default_rng(7), 0.1)
+LENGTHS = length_curves.paper_curve(110, 3500.0, num_steps=STEPS)(np.random.default_rng(7), 0.1)
 
 MODES = {
     "manual": {"mode": "manual", "decay_period": 204},
@@ -176,6 +176,16 @@ def test_surge_latches_one_period_and_shadow_only_reports_it():
     assert metrics["lr_sched/decay_count"] == STEPS // metrics["lr_sched/decay_period"]
     auto.length_decay.observe(STEPS, 1e6)
     assert auto.metrics()["lr_sched/decay_period"] == metrics["lr_sched/decay_period"]
+
+
+def test_a_surge_at_step_0_has_a_period():
+    """Step 0 is observed again where its first update overflowed."""
+    detector = {"smoothing_steps": 1, "baseline_window": 2, "confirm_steps": 1, "min_step": 0}
+    schedule = LengthDecay(ScheduleConfig(style="length-decay", mode="auto", detector=detector))
+    assert schedule.observe(0, 10.0) is None
+    assert schedule.observe(0, 1000.0) == 0
+    assert schedule.decay_period == 1
+    assert [schedule.lr(step, 1.0, 0.25) for step in range(3)] == [1.0, 0.5, 0.25]
 
 
 def test_a_phase_moves_every_halving_and_nothing_else():

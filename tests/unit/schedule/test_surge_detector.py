@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from megatron_rl.config.schedule import DetectorConfig
-from megatron_rl.schedule import SurgeDetector, synthetic
+from megatron_rl.config.learner import DetectorConfig
+from megatron_rl.schedule import SurgeDetector
+from tools.dev import length_curves
 
 SEEDS = 10
 NOISES = (0.0, 0.05, 0.10, 0.15)
 
 
-def surge_steps(curve: synthetic.Curve, noise: float, seed: int) -> list[tuple[int, int]]:
+def surge_steps(curve: length_curves.Curve, noise: float, seed: int) -> list[tuple[int, int]]:
     """(step of the observation, answer) of every answer that is not None."""
     detector = SurgeDetector.from_config(None)
     lengths = curve(np.random.default_rng(seed), noise)
@@ -27,7 +28,7 @@ def surge_steps(curve: synthetic.Curve, noise: float, seed: int) -> list[tuple[i
 @pytest.mark.parametrize("at", [40, 110, 250])
 def test_threefold_surge_is_found_once_within_five_steps(at, noise):
     for seed in range(SEEDS):
-        found = surge_steps(synthetic.step_surge(at), noise, seed)
+        found = surge_steps(length_curves.step_surge(at), noise, seed)
         assert len(found) == 1
         assert found[0][0] == found[0][1]
         assert at <= found[0][1] <= at + 5
@@ -36,13 +37,13 @@ def test_threefold_surge_is_found_once_within_five_steps(at, noise):
 @pytest.mark.parametrize(
     "curve",
     [
-        synthetic.flat(),
-        synthetic.growth(0.10),
-        synthetic.growth(0.20),
-        synthetic.spikes(factor=3.0),
-        synthetic.spikes(factor=20.0, every=11),
-        synthetic.decline(),
-        synthetic.ramp_surge(0, 1000, 4000.0, num_steps=1000),
+        length_curves.flat(),
+        length_curves.growth(0.10),
+        length_curves.growth(0.20),
+        length_curves.spikes(factor=3.0),
+        length_curves.spikes(factor=20.0, every=11),
+        length_curves.decline(),
+        length_curves.ramp_surge(0, 1000, 4000.0, num_steps=1000),
     ],
     ids=["flat", "growth10", "growth20", "spikes", "dense-spikes", "decline", "ramp-of-1000-steps"],
 )
@@ -63,19 +64,19 @@ def test_first_steps_are_silent_even_in_a_surge():
 @pytest.mark.parametrize("noise", NOISES)
 def test_the_papers_curves_give_its_periods(centre, period, high, noise):
     for seed in range(SEEDS):
-        ((_, surge),) = surge_steps(synthetic.paper_curve(centre, high), noise, seed)
+        ((_, surge),) = surge_steps(length_curves.paper_curve(centre, high), noise, seed)
         assert abs(round(1.8 * surge) / period - 1) <= 0.1  # as docs/schedule-and-alarms.md says
 
 
 def test_lower_ratio_fires_on_a_smaller_rise():
-    lengths = synthetic.step_surge(100, factor=1.7)(np.random.default_rng(0), 0.02)
+    lengths = length_curves.step_surge(100, factor=1.7)(np.random.default_rng(0), 0.02)
     default, sensitive = SurgeDetector.from_config({}), SurgeDetector.from_config({"surge_ratio": 1.5})
     assert all(default.observe(step, length) is None for step, length in enumerate(lengths))
     assert any(sensitive.observe(step, length) is not None for step, length in enumerate(lengths))
 
 
 @pytest.mark.parametrize("noise", NOISES)
-@pytest.mark.parametrize("curve", [synthetic.step_surge(110, factor=4.0), synthetic.paper_curve(110, 4000.0)])
+@pytest.mark.parametrize("curve", [length_curves.step_surge(110, factor=4.0), length_curves.paper_curve(110, 4000.0)])
 def test_the_specifications_ratio_sees_a_fourfold_surge(curve, noise):
     for seed in range(SEEDS):
         detector = SurgeDetector.from_config({"surge_ratio": 3.0})
@@ -87,7 +88,7 @@ def test_the_specifications_ratio_sees_a_fourfold_surge(curve, noise):
 
 
 def test_resume_at_any_step_gives_the_same_answer():
-    lengths = synthetic.paper_curve(110, 3500.0, num_steps=160)(np.random.default_rng(3), 0.15)
+    lengths = length_curves.paper_curve(110, 3500.0, num_steps=160)(np.random.default_rng(3), 0.15)
     whole = SurgeDetector.from_config(None)
     expected = [whole.observe(step, length) for step, length in enumerate(lengths)]
     for cut in range(len(lengths)):
@@ -100,7 +101,7 @@ def test_resume_at_any_step_gives_the_same_answer():
 
 
 def test_steps_without_a_length_are_passed_over():
-    lengths = synthetic.step_surge(60)(np.random.default_rng(1), 0.1)
+    lengths = length_curves.step_surge(60)(np.random.default_rng(1), 0.1)
     plain, holed = SurgeDetector.from_config(None), SurgeDetector.from_config(None)
     for step, length in enumerate(lengths):
         answer = plain.observe(step, length)

@@ -20,7 +20,7 @@ SMALL_TRACE = {
 def lines(tmp_path_factory) -> dict[str, reach.Seen]:
     """What each test ran."""
     folder = tmp_path_factory.mktemp("reach")
-    tests = sorted(set(REACHED.values()) - {TRACE})
+    tests = sorted({test for file in REACHED for test in reach.tests_of(file)} - {TRACE})
     arguments = {"files": list(REACHED), "tests": tests, "trace": SMALL_TRACE, "name": TRACE, "folder": str(folder)}
     child = zygote().start("tests.unit.support.programs.reach", "run", arguments, log=folder / "log")
     assert child.wait() == 0, child.output
@@ -28,10 +28,11 @@ def lines(tmp_path_factory) -> dict[str, reach.Seen]:
     return {test: {(file, line) for file, line in ran} for test, ran in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", REACHED)
 def test_its_tests_run_every_line_for_cuda(lines, file):
     assert reach.cuda_lines(file), "names cuda for readers alone"
-    ran = set().union(*(found for test, found in lines.items() if test.startswith(REACHED[file])))
+    ran = set().union(*(found for test, found in lines.items() if test.startswith(reach.tests_of(file))))
     assert reach.missing(file, ran) == []
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import yaml
 
-from megatron_rl.lab.jobs import load_study
+from megatron_rl.instruments.lab.jobs import load_study
 from megatron_rl.monitor.run_directory import RunDirectory
-from megatron_rl.stored.batches import record_batch
+from megatron_rl.run.recorded_batches import record_batch
 from tests.support.tiny import stored_rollouts, tiny_recipe
 from tools.dev import lab_pilots
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from megatron_rl.learner.packed_attention import FLASH_ATTN
+from megatron_rl.learner.layers.attention import FLASH_ATTN
 from megatron_rl.patching.series import Series
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -107,6 +107,10 @@ def test_the_context_of_a_build_leaves_out_what_git_does():
 
 def test_the_readme_installs_the_same_list():
     readme = (ROOT / "README.md").read_text()
-    (line,) = re.findall(r"`(pip install [^`]*requirements\.txt[^`]*)`", readme)
-    assert line == "pip install -r requirements.txt . && megatron-rl patch apply"
+    (block,) = (block for block in re.findall(r"```\n(.*?)```", readme, re.DOTALL) if "requirements.txt" in block)
+    lines = block.splitlines()
+    assert "pip install -r requirements.txt wheel" in lines
+    (engine,) = (line for line in lines if "transformer-engine" in line)
+    assert f"#     {engine}" in CUDA.splitlines()
+    assert lines.index("pip install . && megatron-rl patch apply") > lines.index(engine)
     assert "pip install -r requirements.txt && pip install wheel" in CONTAINERFILE

@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.rewards.modsum import make_demonstration
-from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, build_tokenizer, make_splits, warm_up
+from tools.dev.make_tiny_checkpoint import (
+    build_model,
+    build_tiny_config,
+    build_tokenizer,
+    make_demonstration,
+    make_splits,
+    warm_up,
+)
 
 TASK = Path(__file__).parents[3] / "recipes" / "lab" / "task"
 DIGITS = (14, 22)

@@ -1,7 +1,7 @@
-"""What `tools.bench.compare` measures: calls of a commit's package, and nothing of its `tools` or `tests`.
+"""Cases of `tools.bench.compare`: calls of a commit's package, without its `tools` or `tests`.
 
 A case makes its inputs and returns the action of a round. An action returns None where its processor time counts, or a
-number that is the same on every machine. The number is to fall or to stay.
+number that is the same on every machine. The number must not grow.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _long_tail() -> list[int]:
 
 def recording() -> Action:
     """A batch of 256 responses of up to 2048 tokens to disk and back."""
-    from megatron_rl.stored.batches import load_batch, record_batch
+    from megatron_rl.run.recorded_batches import load_batch, record_batch
 
     batch, folder = made_up_batch(256, 64, 2048), tempfile.TemporaryDirectory()
 
@@ -131,7 +131,7 @@ def recording() -> Action:
 
 def recorded_bytes() -> Action:
     """Bytes that this batch takes on disk."""
-    from megatron_rl.stored.batches import record_batch
+    from megatron_rl.run.recorded_batches import record_batch
 
     batch = made_up_batch(256, 64, 2048)
 

@@ -21,7 +21,7 @@ ADDRESS = "BENCH_GATE"  # environment variable: the driver's socket
 
 
 class Gate:
-    """A worker's end. Call `wait` before every step; it reports the step before, if there was one."""
+    """A worker's end. Call `wait` before every step; it reports the previous step, if there was one."""
 
     def __init__(self) -> None:
         self._driver = Client(os.environ[ADDRESS], "AF_UNIX")
@@ -36,9 +36,9 @@ class Gate:
             self._driver.send({"wall": wall, "processor": processor, "memory_mib": memory, **facts})
         else:
             self._driver.send("ready")
-        given = self._driver.recv()
+        message = self._driver.recv()
         self._start = (time.perf_counter(), time.process_time())
-        return given
+        return message
 
     def leave(self) -> None:
         """End the process at once: what a framework does at its own end is not part of a benchmark."""

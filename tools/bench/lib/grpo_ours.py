@@ -7,60 +7,51 @@ The driver gives every step the kind of its response lengths.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from typing import Any
 
-import megatron_rl.train as loop
+from vllm import LLM
+
 from megatron_rl.config import load_recipe
-from megatron_rl.monitor import Monitor
-from megatron_rl.rollout.vllm_engine import VllmGenerator
+from megatron_rl.train import train
 from tools.bench.lib.gate import Gate
 from tools.bench.lib.lengths import response_lengths
+
+TIMES = "perf/time/"
+
+
+def facts(run: Any) -> dict[str, Any]:
+    """Return figures of the step that has ended; empty before the first."""
+    if not run.directory.metrics.exists() or not (lines := run.directory.metrics.read_text().splitlines()):
+        return {}
+    row = json.loads(lines[-1])
+    phases = {name.removeprefix(TIMES): value for name, value in row.items() if name.startswith(TIMES)}
+    phases.pop("step")
+    return {"reward": row["critic/rewards/mean"], "phases": phases}
 
 
 def main() -> None:
     recipe_path, longest, *overrides = sys.argv[1:]
-    recipe = load_recipe(recipe_path, overrides)
-    gate, facts, kind = Gate(), {}, "free"
-    sample, record, run_engine = loop.sample, Monitor.record, VllmGenerator._run_engine
+    gate, kind, number = Gate(), "free", 0
+    enqueue = LLM.enqueue
 
-    def held_sample(run: Any, step: int) -> Any:
-        nonlocal kind
-        kind = gate.wait(**facts)
+    def before_step(run: Any, step: int) -> None:
+        nonlocal kind, number
+        kind, number = gate.wait(**facts(run)), step
         if kind is None:
             gate.leave()
-        run.monitor.timer._clock = time.process_time  # phases too: wall time of a shared machine says nothing
-        return sample(run, step)
+        run.monitor.timer.clock = time.process_time  # phases too: wall time of a shared machine says nothing
 
-    def watched_record(self: Monitor, step: int, metrics: dict[str, float], groups: Any = None) -> Any:
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        facts.update(
-            reward=sum(r.raw_reward for r in rollouts) / len(rollouts),
-            tokens=sum(len(r.tokens) for r in rollouts),
-            phases=dict(self.timer._seconds),
-        )
-        return record(self, step, metrics, groups)
-
-    def with_lengths(self: VllmGenerator, requests: list, sampling: Any) -> Any:
-        if kind == "free":
-            return run_engine(self, requests, sampling)
-        llm, enqueue, step = self._llm, self._llm.enqueue, self._policy_version
-
-        def enqueue_with_lengths(prompts: list, params: list, **options: Any) -> Any:
-            for p, length in zip(params, response_lengths(kind, len(params), int(longest), step), strict=True):
+    def enqueue_with_lengths(llm: LLM, prompts: list, params: list, **options: Any) -> Any:
+        if kind != "free":
+            for p, length in zip(params, response_lengths(kind, len(params), int(longest), number), strict=True):
                 p.max_tokens, p.stop_token_ids = length, []
-            return enqueue(prompts, params, **options)
+        return enqueue(llm, prompts, params, **options)
 
-        llm.enqueue = enqueue_with_lengths
-        try:
-            return run_engine(self, requests, sampling)
-        finally:
-            del llm.enqueue
-
-    loop.sample, Monitor.record = held_sample, watched_record
-    VllmGenerator._run_engine = with_lengths
-    loop.train(recipe, "never")
+    LLM.enqueue = enqueue_with_lengths
+    train(load_recipe(recipe_path, overrides), "never", before_step=before_step)
 
 
 if __name__ == "__main__":

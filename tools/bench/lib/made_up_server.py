@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.torch import load_file
 
-from megatron_rl.checkpoint.architecture import Architecture
-from megatron_rl.rollout.payload import seal_routes
+from megatron_rl.model.architecture import Architecture
+from megatron_rl.rollout.requests import seal_routes
 from megatron_rl.rollout.servers.guard import Guard, GuardState
 from megatron_rl.rollout.servers.rendezvous import Address, publish
 from megatron_rl.rollout.servers.wire import SERVER_IDLE_S, Answer
@@ -74,14 +75,15 @@ def serve(
     async def replace(update: dict[str, Any], version: int, keep: bool) -> dict[str, int]:
         nonlocal held
         held = version
-        return {"tensors": 0, "bytes": 0}
+        tensors = [tensor for file in update["files"] for tensor in load_file(file).values()]
+        return {"tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors)}
 
     async def healthy(scope: dict, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b""})
 
-    settings = {"name": name, "agreed": agreed, "precision": {"router": "made up"}}
+    settings = {"name": name, "instance": name, "agreed": agreed, "precision": {"router": "made up"}}
     state = GuardState(token=token, settings=settings, replace=replace, sample=sample)
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

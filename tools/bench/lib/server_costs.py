@@ -1,4 +1,4 @@
-"""Unit costs of a rollout server for `megatron_rl.plan.fleet`, measured on an idle one over HTTP.
+"""Unit costs of a rollout server for `megatron_rl.instruments.plan.fleet`, measured on an idle one over HTTP.
 
 A decoding step by the number of running responses: long responses beside short ones. A request: responses of
 `LONG` tokens on all slots, beside fewer of them while short ones come and go on the slots that are left. So a request
@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from megatron_rl.plan.fleet import ServerCosts
+from megatron_rl.instruments.plan.fleet import ServerCosts
 from megatron_rl.rollout import Sampling
 from megatron_rl.rollout.requests import Request
 from megatron_rl.rollout.servers.client import ServerClient, ServerLost, Weights, request_body
@@ -60,9 +60,9 @@ class Probe:
         ended = asyncio.gather(*(self._respond(LONG) for _ in range(number)))
         places = [asyncio.create_task(place()) for _ in range(coming)]
         await ended
-        seconds, found = time.perf_counter() - start, came
+        seconds, batches = time.perf_counter() - start, came
         await asyncio.gather(*places)
-        return seconds, found
+        return seconds, batches
 
     async def request_s(self) -> float:
         """Of a request to a server whose slots are all taken, before and after it."""

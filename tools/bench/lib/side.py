@@ -33,10 +33,10 @@ def main(path: str) -> None:
             gc.collect()
             start = time.process_time()
             count = ready[name]()
-            told = {"seconds": time.process_time() - start} if count is None else {"count": count}
+            answer = {"seconds": time.process_time() - start} if count is None else {"count": count}
         except Exception as error:  # noqa: BLE001 - a commit may lack what a case calls; the others go on
-            told = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(told), file=answers, flush=True)
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -19,26 +19,26 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import load_recipe
-from megatron_rl.rollout.servers import sampling
 from megatron_rl.train import train
 
 
 def main() -> None:
     recipe_path, written, median, sigma, longest, *overrides = sys.argv[1:]
-    asked, log = sampling.request_body, Path(written)
+    log = Path(written)
 
-    def with_length(request: Any, *arguments: Any) -> dict[str, Any]:
-        body = asked(request, *arguments)
+    def set_length(request: Any, body: dict[str, Any]) -> None:
         drawn = random.Random(request.seed).lognormvariate(math.log(float(median)), float(sigma))
         length = min(int(longest), math.ceil(drawn))
         body["sampling_params"]["max_tokens"] = length
         with log.open("a") as file:
             file.write(f"{length}\n")
-        return body
 
-    sampling.request_body = with_length
     before = time.process_time() - time.thread_time()
-    train(load_recipe(recipe_path, overrides), "never")
+    train(
+        load_recipe(recipe_path, overrides),
+        "never",
+        before_step=lambda run, step: run.generator.change_bodies(set_length),
+    )
     seconds = time.process_time() - time.thread_time() - before
     log.with_suffix(".json").write_text(json.dumps({"other_threads_s": seconds}))
 

@@ -24,8 +24,18 @@ summed depends on the tile's shape."""
 SPLIT = 16
 """Blocks of keys that are summed by themselves; these sums are then joined in their order. A number of its own, so
 that it is one program's work in a long prompt and that of many where a single query meets a long cache."""
-LAUNCH = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
-"""Several kernels share these functions: products must not be fused with sums in one of them and not in another."""
+FP32_NUM_WARPS = 16
+"""Of fp32, whose products need the whole tile in registers: with 4 warps 18 KB of a thread's values would spill to
+memory, with 16 none does."""
+
+
+def launch(dtype: torch.dtype) -> dict[str, int | bool]:
+    """How the kernels are compiled for queries of ``dtype``, the same for all of them.
+
+    They share functions: products must not be fused with sums in one of them and not in another, and a tile's
+    reduction is a tree over its warps.
+    """
+    return {"num_warps": FP32_NUM_WARPS if dtype == torch.float32 else NUM_WARPS, "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -265,11 +275,11 @@ def step_attention(
         _attend_part[(len(query), kv_heads, num_splits)](
             query, key, value, tops, totals, parts, positions, pages, scale,
             num_heads, groups, width, pages.size(1), key.stride(0), key.stride(1), key.stride(2),
-            ROWS, KEY_BLOCK, SPLIT, members, padded, INTERPRETED, **LAUNCH,
+            ROWS, KEY_BLOCK, SPLIT, members, padded, INTERPRETED, **launch(query.dtype),
         )  # fmt: skip
         _join_parts[(len(query), kv_heads)](
             tops, totals, parts, out, positions, num_heads, groups, width, num_splits,
-            ROWS, KEY_BLOCK, SPLIT, members, padded, INTERPRETED, **LAUNCH,
+            ROWS, KEY_BLOCK, SPLIT, members, padded, INTERPRETED, **launch(query.dtype),
         )  # fmt: skip
     return out
 
@@ -316,6 +326,7 @@ def _launch(
             query, key, value, out, tiles, sequences, positions, starts, pages, scale,
             num_heads, groups, width, 0 if pages is None else pages.size(1),
             key.stride(0), key.stride(-3), key.stride(-2),
-            ROWS, KEY_BLOCK, SPLIT, whole(groups), max(16, whole(width)), pages is not None, INTERPRETED, **LAUNCH,
+            ROWS, KEY_BLOCK, SPLIT, whole(groups), max(16, whole(width)), pages is not None, INTERPRETED,
+            **launch(query.dtype),
         )  # fmt: skip
     return out

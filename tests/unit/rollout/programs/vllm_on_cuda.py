@@ -1,7 +1,8 @@
 """What vLLM makes of our arguments on CUDA: python -m tests.unit.rollout.programs.vllm_on_cuda < cases > findings
 
-A case: place ("learner" | "server"), gpu, recipe (a file), ranks, changes (arguments that are set or replaced). Our own
-code builds the arguments and hands them to vLLM, which is stopped where it would start an engine. JSON both ways.
+A case: place ("learner" | "server"), gpu, recipe (a file), ranks, set (keys of the recipe), changes (arguments that are
+set or replaced). Our own code builds the arguments and hands them to vLLM, which is stopped where it would start an
+engine. JSON both ways.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Captured(BaseException):
 
 def model_folder(root: Path, name: str) -> Path:
     """A checkpoint's folder as the hub has it, without weights."""
-    from megatron_rl.checkpoint.known_models import KNOWN_MODELS
+    from megatron_rl.model.known_models import KNOWN_MODELS
 
     folder, shape = root / name, KNOWN_MODELS[name]
     folder.mkdir(exist_ok=True)
@@ -125,6 +126,36 @@ def attention(config: Any) -> str:
         return get_attn_backend(model.get_head_size(), model.dtype, config.cache_config.cache_dtype).get_name()
 
 
+def experts(config: Any) -> str:
+    """The backend that vLLM takes for experts of this model that are not quantized, with FlashInfer installed."""
+    import torch
+    from vllm.model_executor.layers.fused_moe import config as moe
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.experts import flashinfer_cutlass_moe, trtllm_bf16_moe
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import select_unquantized_moe_backend
+
+    shape = config.model_config.hf_config
+    asked = moe.FusedMoEConfig(
+        num_experts=shape.num_experts,
+        experts_per_token=shape.num_experts_per_tok,
+        hidden_dim=shape.hidden_size,
+        intermediate_size=shape.moe_intermediate_size,
+        num_local_experts=shape.num_experts,
+        num_logical_experts=shape.num_experts,
+        activation=MoEActivation.SILU,
+        device=torch.device("cpu"),
+        routing_method=moe.RoutingMethodType.Renormalize,
+        moe_parallel_config=moe.FusedMoEParallelConfig.make_no_parallel(),
+        in_dtype=config.model_config.dtype,
+        moe_backend=config.kernel_config.moe_backend,
+    )
+    with (
+        mock.patch.object(trtllm_bf16_moe, "has_flashinfer_trtllm_fused_moe", return_value=True),
+        mock.patch.object(flashinfer_cutlass_moe, "has_flashinfer_cutlass_fused_moe", return_value=True),
+    ):
+        return select_unquantized_moe_backend(asked)[0].name
+
+
 def quantization(config: Any) -> list[Any] | None:
     """The name of what vLLM quantizes to while it loads, and the layers that it leaves out."""
     from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
@@ -164,6 +195,8 @@ def facts(config: Any) -> dict[str, Any]:
         "prefix caching": config.cache_config.enable_prefix_caching,
         "weight transfer": config.weight_transfer_config.backend,
         "attention": attention(config),
+        "asked attention": backend.name if (backend := config.attention_config.backend) else None,
+        "experts": experts(config) if getattr(model.hf_config, "num_experts", 0) else None,
     }
 
 
@@ -181,7 +214,7 @@ def find(case: dict[str, Any], root: Path) -> dict[str, Any]:
     from megatron_rl.rollout import engine_arguments
 
     cuda_platform.become(case["gpu"])
-    recipe = load_recipe(Path(case["recipe"]))
+    recipe = load_recipe(Path(case["recipe"]), case.get("set", ()))
     build = engine_arguments.engine_arguments
 
     def changed(*args: Any, **kwargs: Any) -> dict[str, Any]:

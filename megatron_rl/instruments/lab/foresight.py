@@ -1,0 +1,231 @@
+"""Properties of studies before they are run: the smallest detectable effects, and the number of shared runs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from scipy import integrate, optimize, special, stats
+
+from megatron_rl.config import Recipe
+from megatron_rl.instruments.lab.jobs import LoadedStudy, differing_keys
+from megatron_rl.instruments.lab.results import NothingFinished, Results, read_results
+from megatron_rl.instruments.lab.statistics import mixed_regression
+from megatron_rl.instruments.lab.study import Outcome, Study, Trend
+
+# Power of a study before it is run: paired tests, equivalence, and trends.
+#
+# `smallest_effect` and `seeds_needed` invert the power of a two-sided paired t-test, which is two tails of the
+# noncentral t distribution [Cohen 1988, ch. 2].
+
+
+POWER = 0.8
+MOST_SEEDS = 10_000
+
+
+def power_of_t(noncentrality: float, degrees: int, level: float) -> float:
+    """Return the power of a two-sided t-test at ``level``; ``noncentrality``: effect in standard errors."""
+    if degrees < 1:
+        return 0.0
+    bound = float(stats.t.ppf(1 - level / 2, degrees))
+
+    def rejects(deviation: float) -> float:
+        return special.ndtr(noncentrality - bound * deviation) + special.ndtr(-bound * deviation - noncentrality)
+
+    return _mean_over_deviations(rejects, degrees, around=noncentrality / bound)
+
+
+def _mean_over_deviations(function: Callable[[float], float], degrees: int, around: float) -> float:
+    """Return the expectation of ``function`` over a sampled standard deviation in units of the true one, √(χ²/degrees).
+
+    It replaces scipy's noncentral t, which is NaN for large effects at few degrees of freedom. ``around``: where the
+    function changes, as a hint for the integration.
+    """
+    half = degrees / 2
+    scale = math.log(2) + half * math.log(half) - math.lgamma(half)
+
+    def density(deviation: float) -> float:
+        return math.exp(scale + special.xlogy(degrees - 1, deviation) - half * deviation**2)
+
+    most = math.sqrt(stats.chi2.isf(1e-14, degrees) / degrees)
+    points = sorted({min(max(point, 0.0), most) for point in (around, 0.9 * around, 1.1 * around, 1.0)} - {0.0, most})
+    integral, _ = integrate.quad(lambda s: function(s) * density(s), 0.0, most, points=points, limit=400, epsabs=1e-12)
+    return min(1.0, float(integral))
+
+
+def power_of_pairs(d: float, num_seeds: int, level: float) -> float:
+    """Return the power of a paired test for a true difference of ``d`` standard deviations of the differences."""
+    return power_of_t(d * math.sqrt(num_seeds), num_seeds - 1, level)
+
+
+def smallest_effect(num_seeds: int, level: float, power: float = POWER) -> float:
+    """Return the smallest d that a paired test detects with ``power``; infinite with one seed."""
+    return _smallest_noncentrality(num_seeds - 1, level, power) / math.sqrt(num_seeds)
+
+
+def _smallest_noncentrality(degrees: int, level: float, power: float) -> float:
+    if degrees < 1:
+        return math.inf
+    bound = float(stats.t.ppf(1 - level / 2, degrees))
+    # At twice the bound plus a few, the power is sufficient even at one degree of freedom.
+    high = 2 * bound + 10
+    return float(optimize.brentq(lambda at: power_of_t(at, degrees, level) - power, 0.0, high))
+
+
+def seeds_needed(d: float, level: float, power: float = POWER) -> int | None:
+    """Return the fewest seeds with which a paired test detects ``d`` with ``power``; None above `MOST_SEEDS`."""
+    low, high = 1, 2
+    while power_of_pairs(d, high, level) < power:
+        low, high = high, 2 * high
+        if low > MOST_SEEDS:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if power_of_pairs(d, middle, level) >= power else (middle, high)
+    return high
+
+
+def power_of_equivalence(margin: float, num_seeds: int, level: float, d: float = 0.0) -> float:
+    """Return the probability that both one-sided tests at ``level`` reject for a true difference ``d``.
+
+    ``margin`` and ``d`` are in standard deviations of the differences.
+    Given the sampled deviation s, the mean must lie within margin − t s/√n of 0: an integral over the chi-square
+    distribution of s² [Phillips 1990].
+    """
+    if num_seeds < 2:
+        return 0.0
+    degrees, root = num_seeds - 1, math.sqrt(num_seeds)
+    bound = float(stats.t.ppf(1 - level, degrees))
+
+    def shows(deviation: float) -> float:
+        room = margin * root - bound * deviation
+        return max(0.0, special.ndtr(room - d * root) - special.ndtr(-room - d * root))
+
+    return _mean_over_deviations(shows, degrees, around=margin * root / bound)
+
+
+def smallest_slope(doses: Sequence[float], num_seeds: int, level: float, power: float = POWER) -> float:
+    """Return the smallest slope detected with ``power``, in residual standard deviations; one run per dose and seed.
+
+    The slope's standard error is 1/√(seeds · Σ(dose − mean)²), with runs − seeds − 1 degrees of freedom.
+    """
+    spread = float(((np.asarray(doses, dtype=float) - np.mean(doses)) ** 2).sum()) * num_seeds
+    degrees = num_seeds * len(doses) - num_seeds - 1
+    if spread == 0 or degrees < 1:
+        return math.inf
+    return _smallest_noncentrality(degrees, level, power) / math.sqrt(spread)
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """The effect that a primary or trend can detect with the study's seeds, at the level of Holm's first step."""
+
+    name: str
+    outcome: str
+    spread: float | None  # standard deviation of paired differences or residuals; None: unknown
+    known_from: str
+    smallest: float | None  # effect detected with 80%, in units of the outcome (a factor for a ratio)
+    margin: float | None
+    power_of_same: float | None  # probability of showing equivalence if there is no difference
+    seeds_for_margin: int | None  # seeds to detect an effect as large as the margin with 80%
+
+
+def num_distinct_runs(studies: Sequence[LoadedStudy]) -> int:
+    """Return the number of runs of several studies if equal recipes and seeds run once (`lab run --reuse`)."""
+    seeds_by_recipe: list[tuple[Recipe, set[int]]] = []  # (recipe, seeds of the arms that share it)
+    for loaded in studies:
+        for job in loaded.jobs(Path("runs"), seeds=loaded.study.seeds[:1]):
+            recipe = loaded.recipe(job)
+            same = next((seeds for other, seeds in seeds_by_recipe if not differing_keys(other, recipe)), None)
+            if same is None or job.waits_for:  # a yoked run has another recipe for every seed
+                seeds_by_recipe.append((recipe, set(loaded.study.seeds)))
+            else:
+                same.update(loaded.study.seeds)
+    return sum(len(seeds) for _, seeds in seeds_by_recipe)
+
+
+def foresee(loaded: LoadedStudy, root: Path) -> list[Foresight]:
+    """Return the foresight from the runs below ``root``, if any, else from the spreads in the study file."""
+    study = loaded.study
+    results = None
+    with contextlib.suppress(NothingFinished):
+        results = read_results(loaded, root)
+    primaries = study.decisive()
+    level = study.level / (len(primaries) + len(study.trends))  # the level for the smallest p-value
+    forecasts = (
+        [] if study.gate is None else [_of_pairs(study, study.gate.arm, study.gate.outcome, study.level, results)]
+    )
+    forecasts += [_of_pairs(study, p.arm, p.outcome, level, results) for p in primaries]
+    return forecasts + [_of_trend(study, name, trend, level, results) for name, trend in study.trends.items()]
+
+
+def _of_pairs(study: Study, arm: str, name: str, level: float, results: Results | None) -> Foresight:
+    how, n = study.outcomes[name], len(study.seeds)
+    spread, source = how.spread, "the study file"
+    measured = _measured_spread(results, arm, name, how) if results else None
+    if measured is not None:
+        spread, source = measured
+    if spread is None:
+        return Foresight(arm, name, None, "nothing", None, how.margin, None, None)
+    least = smallest_effect(n, level) * spread
+    same = seeds = None
+    if how.margin is not None:
+        margin = (math.log(how.margin) if how.ratio else how.margin) / spread
+        same, seeds = power_of_equivalence(margin, n, level), seeds_needed(margin, level)
+    return Foresight(arm, name, spread, source, math.exp(least) if how.ratio else least, how.margin, same, seeds)
+
+
+def _measured_spread(results: Results, arm: str, name: str, how: Outcome) -> tuple[float, str] | None:
+    """Return the standard deviation of paired differences of finished runs; None for fewer than three or no spread."""
+    control = results.study.study.arms[arm].control
+    one, other = results.outcomes[arm][name], results.outcomes[str(control)][name]
+    pairs = [(one[seed], other[seed]) for seed in sorted(one.keys() & other.keys())]
+    if len(pairs) < 3 or (how.ratio and min(map(min, pairs)) <= 0):
+        return None
+    deviation = float(np.std([math.log(a / b) if how.ratio else a - b for a, b in pairs], ddof=1))
+    return (deviation, f"{len(pairs)} seeds") if deviation > 0 else None
+
+
+def _of_trend(study: Study, name: str, trend: Trend, level: float, results: Results | None) -> Foresight:
+    doses, spread, source = trend.doses, trend.spread, "the study file"
+    if results is not None:
+        by_arm = [results.outcomes[arm][trend.dose] for arm in trend.arms]
+        runs = results.trend_runs(trend)
+        fit = mixed_regression(*zip(*runs, strict=True)) if runs else None
+        if fit is not None and fit.residual_variance > 0 and all(by_arm):
+            doses = [float(np.mean(list(values.values()))) for values in by_arm]
+            spread, source = math.sqrt(fit.residual_variance), f"{len(runs)} runs"
+    if spread is None or not doses:
+        return Foresight(name, trend.outcome, None, "nothing", None, trend.margin, None, None)
+    smallest = smallest_slope(doses, len(study.seeds), level) * spread
+    return Foresight(name, trend.outcome, spread, source, smallest, trend.margin, None, None)
+
+
+def render(study: Study, rows: list[Foresight]) -> Iterator[str]:
+    """Yield the lines of a table and an explanation of its columns."""
+    number = len(study.decisive()) + len(study.trends)
+    yield (
+        f"{study.name}: {len(study.seeds)} seeds, {number} primaries and trends, level {study.level:g} "
+        f"({study.level / number:.2g} for the smallest p-value, Holm)"
+    )
+    cells = [["decides", "outcome", "spread", "known from", f"seen with {POWER:.0%}", "margin", "same shown", "seeds"]]
+    for row in rows:
+        numbers = [_short(row.spread), row.known_from, _short(row.smallest), _short(row.margin)]
+        same = "–" if row.power_of_same is None else f"{row.power_of_same:.0%}"
+        cells.append(
+            [row.name, row.outcome, *numbers, same, "–" if row.seeds_for_margin is None else str(row.seeds_for_margin)]
+        )
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    for line in cells:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+    yield "spread: standard deviation of the paired differences over seeds; of a ratio, of its logarithm."
+    yield "same shown: probability that two one-sided tests show equivalence where there is no difference."
+    yield "seeds: how many see an effect as large as the margin with the same power."
+
+
+def _short(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}"

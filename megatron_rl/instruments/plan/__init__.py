@@ -1,0 +1,11 @@
+"""`megatron-rl plan`: memory, time and layouts of a recipe on a GPU, by arithmetic alone.
+
+No module here imports an engine or torch. The assumptions are in `hardware`, with reasons in docs/planning.md.
+"""
+
+from megatron_rl.instruments.plan.hardware import GPUS, Gpu
+from megatron_rl.instruments.plan.plan import Plan, as_json, make_plan
+from megatron_rl.instruments.plan.report import render, summary
+from megatron_rl.instruments.plan.workload import Workload, make_workload
+
+__all__ = ["GPUS", "Gpu", "Plan", "Workload", "as_json", "make_plan", "make_workload", "render", "summary"]

@@ -1,0 +1,78 @@
+"""The GPUs that `plan` supports, and all assumed numbers.
+
+Figures of GPUs come from vendors' data sheets (SXM form, dense 16-bit matrix rates). The rest are round estimates for
+well-run training and inference; none was measured with this project. `plan` prints the ones that it used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 1 << 30
+BROADCAST_BYTES = 128 << 20  # the two buffers in which the learner's first rank sends weights to servers
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    memory_gib: float  # as PyTorch reports it, below the data sheet's
+    flops_16bit: float  # per second
+    flops_fp32: float  # per second, without TF32
+    flops_tf32: float  # per second
+    bandwidth: float  # bytes/s of its memory
+    nvlink: float  # bytes/s to GPUs of its node, one direction
+    network: float  # bytes/s to other nodes, its share of the node's adapters
+    batched_tokens: int  # vLLM's default `max_num_batched_tokens` for offline use, which determines its activations
+    host_link: float  # bytes/s between host memory and one GPU, one direction: PCIe 4 or 5, 16 lanes
+    processors: int  # streaming multiprocessors
+    host_gib: float  # host memory of a node without `--host-memory`: that of the vendor's DGX
+
+    def flops(self, dtype: str) -> float:
+        return {"fp32": self.flops_fp32, "tf32": self.flops_tf32}.get(dtype, self.flops_16bit)
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("a100-40", 39.4, 312e12, 19.5e12, 156e12, 1.555e12, 300e9, 25e9, 8192, 32e9, 108, 1024),
+        Gpu("a100-80", 79.1, 312e12, 19.5e12, 156e12, 2.039e12, 300e9, 25e9, 8192, 32e9, 108, 2048),
+        Gpu("h100-80", 79.1, 989e12, 67e12, 494.5e12, 3.35e12, 450e9, 50e9, 16384, 64e9, 132, 2048),
+        Gpu("h800-80", 79.1, 989e12, 67e12, 494.5e12, 3.35e12, 200e9, 50e9, 16384, 64e9, 132, 2048),
+        Gpu("h200-141", 139.8, 989e12, 67e12, 494.5e12, 4.8e12, 450e9, 50e9, 16384, 64e9, 132, 2048),
+    )
+}
+
+# Memory
+RUNTIME_GIB = 2.0  # CUDA context, cuBLAS workspaces, NCCL's buffers of the learner's process groups
+GRAPHS_GIB = 1.0  # CUDA graphs and communicators of a vLLM engine; they stay while it sleeps
+FRAGMENTATION = 0.08  # share of activations and temporaries that the caching allocator cannot reuse
+EXPERT_IMBALANCE = 1.25  # tokens of the busiest expert-parallel rank over the mean, if there are several
+SERVER_UTILIZATION = 0.9  # of a GPU with only a server
+MOST_UTILIZATION = 0.85  # largest share that the search gives an engine beside a learner; the rest is reserve
+PROCESS_GIB = 8.0  # host memory of a rank: Python, CUDA, vLLM, the data set
+
+# Speed
+LEARNER_MFU = {False: 0.38, True: 0.18}  # by "is it an MoE?": share of the peak rate that forward and backward reach
+PREFILL_MFU = {False: 0.45, True: 0.25}  # the same for a forward pass alone
+DECODE_FLOPS = 0.5  # share of the peak rate of large decoding batches
+DECODE_BANDWIDTH = 0.7  # share of memory bandwidth of decoding
+LINK = 0.7  # share of a link's rate that collectives reach
+STEP_OVERHEAD_S = 1.5e-3  # vLLM's scheduler and sampler, per decoding step with CUDA graphs
+EAGER_OVERHEAD_S = 20e-3  # the same without graphs
+ALLREDUCE_S = 12e-6  # latency of one small all-reduce over NVLink; two a layer and decoding step
+EXACT_ATTENTION_BANDWIDTH = 0.5  # share of memory bandwidth of attention in splits of 512 keys
+EXACT_STEPS = 16  # steps after which the exact engine reads the sampled tokens: exact/decode.py
+KEY_BLOCK_S = 1e-6  # per block of keys, or split to join, in a program of attention
+KERNEL_S = 2.5e-6  # overhead of a kernel in a graph: launch and tail
+HOST_LINK = 0.6  # share of a bus's rate for page-locked copies while all GPUs of a node copy
+HOST_NETWORK = 2e9  # bytes/s that a rank receives over the hosts' network, for responses
+DISK = 2e9  # bytes/s that a node writes to the file system of its checkpoints
+HASH = 1.8e9  # bytes/s of SHA-256 on one core with SHA instructions
+TENSOR_OVERHEAD_S = 500e-6  # per tensor of a weight update: gathering, naming, loading
+EXPERT_OVERHEAD_S = 40e-6  # the same per matrix of an expert; they are loaded in stacks
+ADAM_BYTES = 30  # read and written per weight of the shard: gradient, master, two moments, weight
+
+# Workload, if neither recipe nor command line sets it
+RESPONSE_SHARE = 0.5  # mean response over the longest allowed
+PROMPT_SHARE = 0.125  # mean prompt over the longest allowed
+REFILL_ROUNDS = 1.5  # rounds of sampling in a step that replaces uninformative groups, at most `max_generations`

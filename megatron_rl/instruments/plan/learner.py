@@ -1,0 +1,489 @@
+"""Memory of one learner rank: its static part, and the peak that a training step adds.
+
+static = weights + gradient buffer + Adam's moments + fp32 master weights;
+peak   = static + max(head, layer, optimizer), see `LearnerMemory`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.config.learner import LOGIT_CHUNK_ROWS, LearnerConfig, LoraConfig, OffloadConfig, ParallelConfig
+from megatron_rl.instruments.plan.hardware import DISK, HASH, HOST_LINK
+from megatron_rl.instruments.plan.workload import Workload
+from megatron_rl.model.architecture import Architecture
+
+# Parameters of one rank, by stage.
+#
+# Symbols: h hidden size, q query width (heads · head_dim), kv key/value width, f feed-forward width, E experts,
+# V vocabulary, tp/pp/ep/etp the sizes of `learner.parallel`.
+
+
+@dataclass(frozen=True)
+class StageParameters:
+    """Parameters of one rank of one pipeline stage."""
+
+    dense: int  # all but experts: sharded over tp, its optimizer over dp
+    expert: int  # sharded over ep · etp, its optimizer over the expert-data-parallel ranks
+    largest: int  # parameters of the largest single tensor
+    layers: int
+    moe_layers: int
+    has_embedding: bool
+    has_head: bool
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert
+
+
+def stage_parameters(a: Architecture, parallel: ParallelConfig) -> list[StageParameters]:
+    """Return the parameters of each pipeline stage, in order."""
+    per_stage, stages = a.num_layers // parallel.pipeline, []
+    for stage in range(parallel.pipeline):
+        moe = sum(a.moe_layers[stage * per_stage : (stage + 1) * per_stage])
+        first, last = stage == 0, stage == parallel.pipeline - 1
+        tables = _num_tables(a, first, last)
+        dense = per_stage * _attention(a, parallel.tensor) + moe * a.hidden_size * a.num_experts
+        dense += (per_stage - moe) * mlp_width(a) // parallel.tensor
+        dense += tables * vocabulary(a, parallel.tensor) + last * a.hidden_size
+        experts = moe * 3 * a.hidden_size * a.moe_ffn_hidden_size * a.num_experts
+        stages.append(
+            StageParameters(
+                dense=dense,
+                expert=experts // (parallel.expert * parallel.expert_tensor),
+                largest=max(largest_matrices(a, parallel) + [vocabulary(a, parallel.tensor)] * (tables > 0)),
+                layers=per_stage,
+                moe_layers=moe,
+                has_embedding=first,
+                has_head=last,
+            )
+        )
+    return stages
+
+
+def adapter_parameters(
+    a: Architecture, lora: LoraConfig, parallel: ParallelConfig, stage: StageParameters
+) -> tuple[int, int]:
+    """Return (dense, expert) trained parameters of one rank of ``stage`` with `learner.lora`: A and B per linear layer.
+
+    Tensor parallelism splits the factor on the same side as the weight.
+    """
+    h, tp, dense_layers = a.hidden_size, parallel.tensor, stage.layers - stage.moe_layers
+    attention = 2 * h + (2 * query_width(a) + 2 * key_value_width(a)) // tp
+    dense = stage.layers * attention + dense_layers * (2 * h + 3 * a.ffn_hidden_size // tp)
+    # fc1 [2f, h] and fc2 [h, f] of every expert of this rank
+    expert = stage.moe_layers * (a.num_experts // parallel.expert) * (2 * h + 3 * a.moe_ffn_hidden_size)
+    return lora.rank * dense, lora.rank * expert
+
+
+def total_parameters(a: Architecture) -> int:
+    """Return the parameters of the whole model; a tied table counts once."""
+    return stage_parameters(a, ParallelConfig())[0].total
+
+
+def active_parameters(a: Architecture) -> int:
+    """Return the parameters that a token is multiplied with: k of E experts and the head, not the embedding table."""
+    idle = sum(a.moe_layers) * 3 * a.hidden_size * a.moe_ffn_hidden_size * (a.num_experts - a.experts_per_token)
+    return total_parameters(a) - idle - (0 if a.tie_embeddings else a.vocab_size * a.hidden_size)
+
+
+def query_width(a: Architecture) -> int:
+    return a.num_heads * a.head_dim
+
+
+def key_value_width(a: Architecture) -> int:
+    return a.num_kv_heads * a.head_dim
+
+
+def vocabulary(a: Architecture, tp: int) -> int:
+    """Return the elements of one rank's share of the embedding table or the head."""
+    return -(-a.vocab_size // tp) * a.hidden_size
+
+
+def mlp_width(a: Architecture) -> int:
+    """Return the parameters of a dense feed-forward block: gate, up, down."""
+    return 3 * a.hidden_size * a.ffn_hidden_size
+
+
+def largest_matrices(a: Architecture, parallel: ParallelConfig) -> list[int]:
+    """Return the elements of one rank's fc1 and qkv matrices, the largest of a block."""
+    sizes = [a.hidden_size * (query_width(a) + 2 * key_value_width(a)) // parallel.tensor]
+    if not all(a.moe_layers):
+        sizes.append(2 * a.hidden_size * a.ffn_hidden_size // parallel.tensor)
+    if a.is_moe:
+        sizes.append(2 * a.hidden_size * a.moe_ffn_hidden_size // parallel.expert_tensor)
+    return sizes
+
+
+def _attention(a: Architecture, tp: int) -> int:
+    """Return the parameters of a block's attention and two norms: matrices over tp, norms on every rank."""
+    q, kv, h = query_width(a), key_value_width(a), a.hidden_size
+    matrices = h * (q + 2 * kv) + q * h + a.qkv_bias * (q + 2 * kv)
+    return matrices // tp + 2 * h + a.qk_layernorm * 2 * a.head_dim
+
+
+def _num_tables(a: Architecture, first: bool, last: bool) -> int:
+    """Return the number of [V, h] tables on a stage; a tied one is on the first stage and copied on the last."""
+    return int(first or last) if a.tie_embeddings else first + last
+
+
+# Memory of a microbatch between its forward and its backward pass, tensor by tensor.
+#
+# The tables list the tensors that autograd keeps for the learner's modules. Those of `learner.layers.cpu_layers`, which
+# run without TransformerEngine, are compared with measured peaks (`tools.dev.measure_memory`). With ``fused``, entries
+# are for TransformerEngine's layers; they come from reading its source and Megatron's.
+#
+# Symbols: N tokens of a microbatch, b bytes of an element, and those of `plan.learner`. Under sequence parallelism a
+# rank holds N/tp tokens outside attention and feed-forward blocks, and all N tokens of 1/tp of the heads inside.
+
+
+BYTES = {"bf16": 2, "fp16": 2, "tf32": 4, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Activations of a microbatch for given shapes; methods return bytes on one rank."""
+
+    architecture: Architecture
+    parallel: ParallelConfig
+    dtype: str
+    tokens: int  # N; with context parallelism, the tokens of this rank
+    fp32_head: bool = False
+    fused_head: bool = False
+    fused: bool = True  # TransformerEngine's layers; False: those of `learner.layers.cpu_layers`, as on a CPU
+    imbalance: float = 1.0  # tokens of the busiest expert-parallel rank over the mean
+
+    @property
+    def _b(self) -> int:
+        return BYTES[self.dtype]
+
+    @property
+    def _local_tokens(self) -> float:
+        return self.tokens / self.parallel.tensor
+
+    @property
+    def _routed(self) -> float:
+        """Return the rows that this rank's experts compute: tokens times k, with those of other expert-tensor ranks."""
+        a, p = self.architecture, self.parallel
+        return self._local_tokens * a.experts_per_token * p.expert_tensor * self.imbalance
+
+    def _norm(self) -> float:
+        """Return the bytes that an RMSNorm and its reader keep: input, scale, output."""
+        return self._local_tokens * (2 * self._b * self.architecture.hidden_size + 4)
+
+    def layer(self, moe: bool) -> float:
+        """Return the bytes kept for one layer."""
+        return self.attention() + self._norm() + (self.expert_block() if moe else self.dense_block())
+
+    def attention(self) -> float:
+        """Return the bytes kept by norm, qkv, rotary embedding, core attention and projection.
+
+        Both paths keep the qkv tensor, rotated q and k, and the output with the log-sum-exp of each head.
+        TransformerEngine's path also keeps q before its norm and four tables of angles, the other path a copy of v and
+        two tables in 16 bits. Recomputing core attention would only free the log-sum-exp, so selective recomputation is
+        not modelled.
+        """
+        a, b, tp = self.architecture, self._b, self.parallel.tensor
+        q, kv = query_width(a), key_value_width(a)
+        core = b * ((q + 2 * kv) + q + kv + q) + 4 * a.num_heads
+        scales = 4 * (a.num_heads + a.num_kv_heads) * a.qk_layernorm
+        if self.fused:
+            core, angles = core + b * q * a.qk_layernorm, 4 * a.head_dim * b
+        else:
+            # With context parallelism, keys and values of all ranks instead of this rank's.
+            core, angles = core + b * kv * (2 * self.parallel.context - 1), a.head_dim * b * (b == 2)
+        return self._norm() + self.tokens * ((core + scales) / tp + angles)
+
+    def dense_block(self) -> float:
+        """Return the bytes kept by a dense block: fc1's output (2f), silu(gate), up, and their product for fc2."""
+        return self.tokens * 5 * self._b * self.architecture.ffn_hidden_size / self.parallel.tensor
+
+    def expert_block(self) -> float:
+        """Return the bytes kept by the router and, per routed row, by input, weight and fc1's output (2f).
+
+        TransformerEngine's path also keeps silu(gate), up, their product, and the product times the weight. Selective
+        recomputation drops all of these.
+        """
+        a, b = self.architecture, self._b
+        router = a.num_experts * (1 + b) + a.experts_per_token * 28
+        inner = (6 if self.fused else 2) * a.moe_ffn_hidden_size / self.parallel.expert_tensor
+        return self._local_tokens * router + self._routed * b * (a.hidden_size + inner + 1)
+
+    def layer_input(self) -> float:
+        """Return the bytes of a layer that full recomputation keeps."""
+        return self._local_tokens * self._b * self.architecture.hidden_size
+
+    def outside_layers(self, has_embedding: bool, has_head: bool) -> float:
+        """Return the bytes kept outside layers: token ids, the last norm and the head's input."""
+        a, total = self.architecture, 8.0 * self.tokens if has_embedding else 0.0
+        if has_head:
+            total += self._norm() + self._local_tokens * (self._head_bytes - self._b) * a.hidden_size
+            if self.fused_head and self.parallel.tensor > 1:
+                total += self.tokens * self._head_bytes * a.hidden_size  # gathered input, kept instead of logits
+        return total
+
+    @property
+    def _head_bytes(self) -> int:
+        return 4 if self.fp32_head else self._b
+
+    def head_peak(self) -> float:
+        """Return the peak bytes of logits and their derivatives.
+
+        It is the largest of three moments: the softmax of a chunk of fp32 rows (four copies); the logits with their
+        gradient; that gradient with the head's weight gradient. A fused head has only chunks and an fp32 sum of its
+        weight gradient.
+        """
+        a, b, table = self.architecture, self._head_bytes, vocabulary(self.architecture, self.parallel.tensor)
+        rows = min(LOGIT_CHUNK_ROWS, self.tokens)
+        chunk, states = rows * table / a.hidden_size, self.tokens * a.hidden_size * b
+        copy = table * 4 * (b > self._b)  # fp32 copy of the head's weights
+        if self.fused_head:
+            return copy + max(16 * chunk, table * (4 + b) + states + chunk * (4 + b))
+        logits = self.tokens * table / a.hidden_size * b
+        forward, backward = logits + 16 * chunk, 2 * logits + chunk * (4 if b == 4 else 6)
+        return max(forward, backward, logits + table * b + copy + states)
+
+    def layer_backward(self, moe: bool) -> float:
+        """Return the bytes of gradients during a layer's backward pass, beyond its kept activations.
+
+        They are the gradients of its stream; of rows on their way to the experts, inside them and back; and of the
+        weights. Without fused kernels, a norm needs five fp32 copies of its input, but not at the same time as others.
+        """
+        a, b, p = self.architecture, self._b, self.parallel
+        stream = 2 * self._local_tokens * a.hidden_size * b
+        if moe:
+            f = a.moe_ffn_hidden_size / p.expert_tensor
+            exchange = (3 if p.expert > 1 else 1) * self._routed * a.hidden_size * b
+            weights = 3 * a.hidden_size * f * a.num_experts / p.expert * b
+            block = exchange + self._routed * 5 * f * b + weights
+        else:
+            weight = 2 * a.hidden_size * a.ffn_hidden_size // p.tensor * b
+            block = 2 * b * self.tokens * a.ffn_hidden_size / p.tensor + weight
+        norm = 0.0 if self.fused else 5 * 4 * max(self._local_tokens * a.hidden_size, self._query_elements())
+        return stream + max(block, norm)
+
+    def _query_elements(self) -> float:
+        return self.tokens * query_width(self.architecture) / self.parallel.tensor
+
+    def gather_buffer(self) -> float:
+        """Return the bytes of the [N, h] buffer in which sequence parallelism gathers rows; it is then kept."""
+        return self.tokens * self.architecture.hidden_size * self._b if self.parallel.tensor > 1 else 0.0
+
+    def context_buffer(self) -> float:
+        """Return the bytes of other context-parallel ranks' keys, values and their gradients in a layer's attention.
+
+        TransformerEngine's ring has those of two ranks at a time, the other path those of all ranks.
+        """
+        context = self.parallel.context
+        if context == 1:
+            return 0.0
+        ranks = 2 if self.fused else context
+        row = 2 * key_value_width(self.architecture) * self._b / self.parallel.tensor  # keys and values
+        return 2 * ranks * self.tokens * row
+
+
+GRADIENT_BYTES = 4  # Megatron's buffer is fp32 for weights of any dtype
+MOMENT_BYTES = 8  # Adam's two, fp32
+MASTER_BYTES = 4  # for 16-bit weights; fp32 weights are their own master weights
+UPDATE_CHUNK = 2**24  # elements that `learner.gradient_noise` reads at a time
+
+
+@dataclass(frozen=True)
+class LearnerMemory:
+    """Bytes on one rank of one pipeline stage."""
+
+    stage: int
+    weights: float
+    gradients: float
+    moments: float
+    masters: float
+    activations: float  # activations kept for all microbatches in flight
+    head: float  # logits and their gradients; 0 on a stage without head
+    layer: float  # recomputed activations and gradients of the current layer
+    optimizer: float  # temporaries of the update
+    buffers: float  # sequence parallelism's gather buffer, and context parallelism's keys and values
+
+    @property
+    def static(self) -> float:
+        return self.weights + self.gradients + self.moments + self.masters
+
+    @property
+    def states(self) -> float:
+        """Bytes of Adam's states, which `learner.offload.optimizer` moves."""
+        return self.moments + self.masters
+
+    @property
+    def passes(self) -> float:
+        """Bytes that forward and backward passes add: activations plus the larger peak of head and layer."""
+        return self.activations + max(self.head, self.layer) + self.buffers
+
+    @property
+    def dynamic(self) -> float:
+        """Bytes that a step adds: the larger of passes and update."""
+        return max(self.passes, self.optimizer)
+
+    def at_rest(self, offload: OffloadConfig) -> float:
+        """Return the bytes that stay on the GPU while the engine generates."""
+        stays = ((self.gradients, offload.gradients), (self.states, offload.optimizer), (self.weights, offload.weights))
+        return sum(size for size, leaves in stays if not leaves)
+
+
+def learner_memory(
+    a: Architecture,
+    learner: LearnerConfig,
+    world_size: int,
+    tokens: int,
+    num_microbatches: int = 1,
+    *,
+    fp32_head: bool = False,
+    fused: bool = True,
+    imbalance: float = 1.0,
+    gradient_noise: bool = True,
+) -> list[LearnerMemory]:
+    """Return the memory of a rank of each pipeline stage.
+
+    ``world_size``: learner ranks. ``tokens``: tokens of one microbatch over all context-parallel ranks.
+
+    ``fused``: TransformerEngine's layers and fused Adam, as on a GPU; False: the learner's CPU layers and torch's Adam.
+    ``imbalance``: see `Activations`.
+    """
+    tokens_per_rank = -(-tokens // learner.parallel.context)
+    activations = Activations(
+        a,
+        learner.parallel,
+        learner.dtype,
+        tokens_per_rank,
+        fp32_head,
+        learner.fused_head,
+        fused=fused,
+        imbalance=imbalance,
+    )
+    stages = stage_parameters(a, learner.parallel)
+    return [
+        _stage(
+            i, stage, activations, a, learner, world_size, min(len(stages) - i, num_microbatches), fused, gradient_noise
+        )
+        for i, stage in enumerate(stages)
+    ]
+
+
+def _stage(
+    index: int,
+    stage: StageParameters,
+    kept: Activations,
+    a: Architecture,
+    learner: LearnerConfig,
+    world_size: int,
+    in_flight: int,
+    fused: bool,
+    gradient_noise: bool,
+) -> LearnerMemory:
+    b, p = BYTES[learner.dtype], learner.parallel
+    dp = max(1, world_size // (p.tensor * p.pipeline))  # includes context-parallel ranks
+    expert_dp = max(1, world_size // (p.expert * p.expert_tensor * p.pipeline))
+    trained, sharded, weights = stage.total, stage.dense / dp + stage.expert / expert_dp, stage.total * b
+    if learner.lora is not None:
+        dense, expert = adapter_parameters(a, learner.lora, p, stage)
+        trained, sharded = dense + expert, dense / dp + expert / expert_dp
+        weights += trained * b
+    activations, layer = _activations(stage, kept, learner, in_flight)
+    return LearnerMemory(
+        stage=index,
+        weights=weights,
+        gradients=trained * GRADIENT_BYTES,
+        moments=sharded * MOMENT_BYTES,
+        masters=sharded * MASTER_BYTES if b == 2 else 0.0,
+        activations=activations,
+        head=kept.head_peak() if stage.has_head else 0.0,
+        layer=layer,
+        optimizer=_update(stage, expert_dp, dp, fused, learner.optimizer.weight_decay, gradient_noise),
+        buffers=kept.gather_buffer() + kept.context_buffer(),
+    )
+
+
+def _activations(
+    stage: StageParameters, kept: Activations, learner: LearnerConfig, in_flight: int
+) -> tuple[float, float]:
+    """Return (bytes kept for all microbatches in flight, bytes of the current layer)."""
+    kinds = [True] * (stage.moe_layers > 0) + [False] * (stage.moe_layers < stage.layers)
+    dense_layers = stage.layers - stage.moe_layers
+    total = stage.moe_layers * kept.layer(True) + dense_layers * kept.layer(False)
+    merged = {moe: _merged_weights(kept.architecture, learner, moe) for moe in kinds}
+    all_merged = stage.moe_layers * merged.get(True, 0.0) + dense_layers * merged.get(False, 0.0)
+    at_hand = max(kept.layer_backward(moe) for moe in kinds)
+    if learner.recompute == "full":
+        each = stage.layers * kept.layer_input()
+        at_hand += max(kept.layer(moe) for moe in kinds) + max(merged.values())
+        if kept.parallel.expert * kept.parallel.expert_tensor > 1 or kept.fused:
+            # Megatron's token dispatcher keeps the input of the recomputed layer and its gradient.
+            at_hand += stage.moe_layers * kept.layer_input()
+    elif learner.recompute == "selective" and stage.moe_layers:
+        each = total - stage.moe_layers * kept.expert_block() + all_merged
+        at_hand += kept.expert_block()
+    else:
+        each = total + all_merged
+    return in_flight * (each + kept.outside_layers(stage.has_embedding, stage.has_head)), at_hand
+
+
+def _merged_weights(a: Architecture, learner: LearnerConfig, moe: bool) -> float:
+    """Return the bytes of a layer's merged weights, kept from its forward to its backward pass."""
+    if learner.lora is None:
+        return 0.0
+    p, width = learner.parallel, (2 * a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+    width //= p.tensor
+    width += 3 * a.moe_ffn_hidden_size * (a.num_experts // p.expert) if moe else 3 * a.ffn_hidden_size // p.tensor
+    return a.hidden_size * width * BYTES[learner.dtype]
+
+
+def _update(stage: StageParameters, expert_dp: int, dp: int, fused: bool, weight_decay: float, watched: bool) -> float:
+    """Return the bytes of an update's temporaries.
+
+    torch's Adam makes two tensors of a weight's size, TransformerEngine's none. Measuring the size of the update
+    (`monitor.gradient_noise`) makes two or three tensors of a chunk of the shard.
+    """
+    adam = 0.0 if fused else 2 * 4 * stage.largest
+    chunk = min(UPDATE_CHUNK, max(stage.dense / dp, stage.expert / expert_dp))
+    return max(adam, watched * (3 if weight_decay else 2) * 4 * chunk)
+
+
+# Cost of a checkpoint per rank: bytes on disk, memory during the write, time.
+#
+# Every rank writes an equal share: its part of the weights, which are the same on data-parallel ranks, and the master
+# weights and moments that it owns (`checkpoint.sharded`). The share is written without a copy.
+
+
+FILES = 2  # files that a rank writes, one after the other
+PINNED = 2.0  # torch rounds a pinned block up to a power of two
+
+
+@dataclass(frozen=True)
+class CheckpointCost:
+    """Cost of a checkpoint for one rank of the largest pipeline stage."""
+
+    size: float  # bytes that it writes, then reads for their hash
+    device: float  # additional bytes on the GPU during the write
+    host: float  # bytes of host memory
+    stalled_s: float  # training waits: for the copy to the host, or with `checkpoint.async_save: false` for the write
+    written_s: float  # until it is complete
+
+
+def checkpoint_cost(work: Workload, disk: float = DISK) -> CheckpointCost:
+    """Return the cost of one save of ``work``. ``disk``: bytes/s that one node writes."""
+    size = max(_share(work, stage) for stage in stage_parameters(work.architecture, work.parallel))
+    written = size * work.gpus_per_node / disk + size / HASH
+    if work.recipe.checkpoint.async_save:
+        copy = size / (HOST_LINK * work.gpu.host_link)
+        return CheckpointCost(size, 0.0, PINNED * size, copy, copy + written)
+    return CheckpointCost(size, 0.0, size / FILES, written, written)
+
+
+def _share(work: Workload, stage: StageParameters) -> float:
+    p, learner = work.parallel, work.recipe.learner
+    b, experts = BYTES[learner.dtype], max(1, work.ranks // (p.expert * p.expert_tensor * p.pipeline))
+    dense = work.data_parallel * p.context
+    trained = MASTER_BYTES + MOMENT_BYTES  # fp32 weights are also master weights and are written under both names
+    if learner.lora is not None:
+        weights = stage.dense / dense + stage.expert / experts
+        adapters = adapter_parameters(work.architecture, learner.lora, p, stage)
+        return b * weights + (b + trained) * (adapters[0] / dense + adapters[1] / experts)
+    return (b + trained) * (stage.dense / dense + stage.expert / experts)

@@ -1,0 +1,214 @@
+"""Memory of the phases of a step on one GPU, compared with its capacity.
+
+colocated (`rollout.engine: vllm`): while learning, the engine sleeps but keeps its graphs; while generating, the parts
+of the learner's weights, gradient buffer and optimizer states that `learner.offload` does not move stay beside the
+engine. In between the learner hands over its weights, while the engine has no cache yet.
+servers (`vllm_server`): learner and engine have separate GPUs.
+exact: the learner generates; there is a second copy of the weights only if a dose samples from other weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron_rl.config.learner import OffloadConfig
+from megatron_rl.instruments.plan.exact import cache_beside
+from megatron_rl.instruments.plan.generation import EngineMemory, engine_memory
+from megatron_rl.instruments.plan.hardware import (
+    BROADCAST_BYTES,
+    EXPERT_IMBALANCE,
+    FRAGMENTATION,
+    GIB,
+    GRAPHS_GIB,
+    PROCESS_GIB,
+    RUNTIME_GIB,
+    SERVER_UTILIZATION,
+)
+from megatron_rl.instruments.plan.learner import BYTES, Activations, LearnerMemory, checkpoint_cost, learner_memory
+from megatron_rl.instruments.plan.own_code import own_code
+from megatron_rl.instruments.plan.workload import Workload
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The contents of one GPU in one phase, as (what, bytes), with a limit of ``capacity`` bytes."""
+
+    name: str
+    items: tuple[tuple[str, float], ...]
+    capacity: float
+
+    @property
+    def total(self) -> float:
+        return sum(size for _, size in self.items)
+
+    @property
+    def missing(self) -> float:
+        """Bytes beyond the capacity; negative if it fits."""
+        return self.total - self.capacity
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    placement: str  # colocated, servers or exact
+    learner: LearnerMemory  # the stage with the highest peak
+    engine: EngineMemory | None
+    phases: tuple[Phase, ...]
+    own_cache: EngineMemory | None = None  # cache of an exact engine, its only own memory
+
+    @property
+    def cache(self) -> EngineMemory:
+        return self.engine or self.own_cache
+
+    @property
+    def holds_longest(self) -> bool:
+        """Whether the longest possible sequence fits in the engine's cache."""
+        return self.cache.tokens >= self.cache.longest
+
+    @property
+    def fits(self) -> bool:
+        return self.holds_longest and all(phase.missing <= 0 for phase in self.phases)
+
+
+PLACEMENT = {"vllm": "colocated", "vllm_server": "servers", "exact": "exact"}
+
+
+def learner_stages(work: Workload) -> list[LearnerMemory]:
+    recipe, spread = work.recipe, work.parallel.expert > 1
+    return learner_memory(
+        work.architecture,
+        recipe.learner,
+        work.ranks,
+        work.microbatch_tokens,
+        work.microbatches,
+        fp32_head=recipe.precision.fp32_head,
+        imbalance=EXPERT_IMBALANCE if spread else 1.0,
+        gradient_noise=recipe.monitor.gradient_noise,
+    )
+
+
+def memory_plan(work: Workload, placement: str | None = None, utilization: float | None = None) -> MemoryPlan:
+    """Return the memory of ``work``. ``placement`` and ``utilization`` default to the recipe's."""
+    placement = placement or PLACEMENT[work.recipe.rollout.engine]
+    offload = work.recipe.learner.offload
+    learner = max(learner_stages(work), key=lambda stage: sum(size for _, size in _learning(stage, offload)))
+    capacity, runtime = work.gpu.memory_gib * GIB, ("runtime", RUNTIME_GIB * GIB)
+    learning = [*_learning(learner, offload), runtime]
+    at_rest = ("learner at rest", learner.at_rest(offload))
+
+    def phase(name: str, items: list[tuple[str, float]]) -> Phase:
+        return Phase(name, tuple(items), capacity)
+
+    if placement == "exact":
+        cache_memory = exact_cache(work)
+        cache = ("key/value cache", max(cache_memory.cache, 0.0))
+        generating = [at_rest, ("forward pass", _forward(work)), cache, runtime]
+        if work.samples_other_weights:
+            generating.append(("its own weights, while others sample", learner.weights))
+        phases = (phase("learning", learning), phase("generating", generating))
+        return MemoryPlan(placement, learner, None, phases, cache_memory)
+    if utilization is None:
+        cache_memory = placement == PLACEMENT[work.recipe.rollout.engine]
+        alone = placement == "servers" and not cache_memory
+        utilization = SERVER_UTILIZATION if alone else work.recipe.rollout.gpu_memory_utilization
+    engine = engine_memory(work.recipe, work.architecture, work.gpu, utilization)
+    if placement == "servers":
+        if placement == PLACEMENT[work.recipe.rollout.engine] and not work.recipe.rollout.why_files:
+            learning.append(("weights on their way to servers", float(BROADCAST_BYTES)))
+        phases = (phase("learning", learning), phase("generating", _engine_items(engine)))
+        return MemoryPlan(placement, learner, engine, phases)
+    learning.append(("engine asleep", GRAPHS_GIB * GIB))
+    sent = ("learner at rest, weights included", learner.at_rest(offload.model_copy(update={"weights": False})))
+    handover = [*_engine_items(replace(engine, activations=0.0, cache=0.0)), sent, ("on their way", _handover(work))]
+    phases = (
+        phase("learning", learning),
+        phase("generating", [*_engine_items(engine), at_rest, runtime]),
+        phase("handing over the weights", [*handover, runtime]),
+    )
+    return MemoryPlan(placement, learner, engine, phases)
+
+
+def exact_cache(work: Workload) -> EngineMemory:
+    """Return the cache of an exact engine beside the learner at rest."""
+    offload, twice = work.recipe.learner.offload, work.samples_other_weights
+    return cache_beside(work, max(stage.at_rest(offload) + stage.weights * twice for stage in learner_stages(work)))
+
+
+def _learning(learner: LearnerMemory, offload: OffloadConfig) -> list[tuple[str, float]]:
+    """Return the contents of the GPU at the peak of learning, in a pass or in the update."""
+
+    def moment(states: float, added: float) -> list[tuple[str, float]]:
+        return [
+            ("weights", learner.weights),
+            ("gradients", learner.gradients),
+            ("optimizer states", states),
+            ("activations and temporaries", added),
+            ("fragmentation", added * FRAGMENTATION),
+        ]
+
+    moments = [moment(0.0 if offload.during_passes else learner.states, learner.passes)]
+    moments.append(moment(learner.states, learner.optimizer))
+    return max(moments, key=lambda items: sum(size for _, size in items))
+
+
+def largest_utilization(work: Workload) -> float:
+    """Return the largest `rollout.gpu_memory_utilization` of a colocated engine, in steps of 0.05; 0 if none fits."""
+    at_rest = max(stage.at_rest(work.recipe.learner.offload) for stage in learner_stages(work))
+    free = work.gpu.memory_gib - RUNTIME_GIB - at_rest / GIB
+    return max(0.0, int(20 * free / work.gpu.memory_gib) / 20)
+
+
+def _engine_items(engine: EngineMemory) -> list[tuple[str, float]]:
+    return [
+        ("engine weights", engine.weights),
+        ("engine activations", engine.activations),
+        ("engine graphs", engine.graphs),
+        ("key/value cache", max(engine.cache, 0.0)),
+    ]
+
+
+def _handover(work: Workload) -> float:
+    """Return the peak bytes of a weight update beside the weights of learner and engine.
+
+    It is the larger of two moments. One has two copies of the vocabulary table: its gathered shards, and their join.
+    The other has a layer's experts, which vLLM loads together: their three stacks, the matrices of the last stack
+    (`rollout.expert_stacks`), and the loaded layer before it is copied to its old place.
+    """
+    a, rollout = work.architecture, work.recipe.rollout
+    size = max(BYTES[work.recipe.learner.dtype], BYTES[rollout.dtype])
+    vocabulary = 2.0 * a.vocab_size * a.hidden_size * size
+    if not a.is_moe:
+        return vocabulary
+    projection = a.num_experts * a.moe_ffn_hidden_size * a.hidden_size
+    layer = 3 * projection * BYTES[rollout.dtype] / rollout.tensor_parallel
+    return max(vocabulary, 4.0 * projection * size + layer)
+
+
+def _forward(work: Workload) -> float:
+    """Return the bytes of a forward pass without gradient: one layer at a time, and the logits with their chunk."""
+    recipe = work.recipe
+    activations = Activations(
+        work.architecture,
+        work.parallel,
+        recipe.learner.dtype,
+        -(-work.microbatch_tokens // work.parallel.context),
+        recipe.precision.fp32_head,
+        recipe.learner.fused_head,
+    )
+    return max(activations.layer(moe) for moe in set(work.architecture.moe_layers)) + activations.head_peak()
+
+
+# Memory of one node's host.
+
+
+def host_phase(work: Workload, plan: MemoryPlan) -> Phase:
+    """Return the contents of one node's host memory at its peak, with the node's capacity."""
+    offload, ranks = work.recipe.learner.offload, work.gpus_per_node
+    items = (
+        ("processes", ranks * PROCESS_GIB * GIB),
+        ("Adam's states, page-locked", ranks * plan.learner.states * offload.optimizer),
+        ("weights, page-locked", ranks * plan.learner.weights * offload.weights),
+        ("weights of earlier updates", ranks * plan.learner.weights * work.earlier_weights),
+        ("a checkpoint on its way", ranks * checkpoint_cost(work).host),
+        ("responses, routes, packed rows", own_code(work).host_node),
+    )
+    return Phase("host memory", tuple(item for item in items if item[1]), work.host_gib * GIB)

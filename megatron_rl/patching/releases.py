@@ -1,0 +1,98 @@
+"""The folders below patches/: which one is for a package that is installed, or for a tree."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from pathlib import Path
+
+from megatron_rl.patching.series import GitMissing, PatchError, Series, run_git
+
+_PACKAGE_INFO = Path("megatron/core/package_info.py")
+
+
+def names(folder: Path) -> list[str]:
+    """The series below ``folder``."""
+    return sorted(path.parent.name for path in folder.glob("*/UPSTREAM"))
+
+
+def of_installed_packages(folder: Path) -> list[Series]:
+    """One series for each package: that for its installed version, else the first, of which `target.find` says why not.
+
+    A series for source trees alone (UPSTREAM: `Package: none`) is used only when it is named.
+    """
+    chosen: dict[str, Series] = {}
+    for name in names(folder):
+        series = Series.read(folder / name)
+        if not series.needs_tree and (series.package not in chosen or is_for(series, installed_version(series))):
+            chosen[series.package] = series
+    return list(chosen.values())
+
+
+def installed_version(series: Series) -> str | None:
+    """The version of the series' package for the running interpreter; None: it is not installed."""
+    try:
+        return importlib.metadata.version(series.package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def is_for(series: Series, version: str | None) -> bool:
+    """Whether ``version`` is one of the release that the series is for: equal in its first two numbers."""
+    return version is not None and line(version) == line(series.pins["Version"])
+
+
+def line(version: str) -> str:
+    """The release line: 0.17 of 0.17.2."""
+    return ".".join(version.split(".")[:2])
+
+
+def others(series: Series) -> dict[str, str]:
+    """The series for other releases of the same package, each with its version."""
+    folder = series.folder.parent
+    found = (Series.read(folder / name) for name in names(folder) if name != series.name)
+    return {other.name: other.pins["Version"] for other in found if other.package == series.package}
+
+
+def for_tree(folder: Path, root: Path) -> Series:
+    """The series for what is in the tree at ``root``: that of its release, else that of the nearest one before."""
+    fitting = [Series.read(folder / name) for name in names(folder)]
+    fitting = [series for series in fitting if (root / series.pins["Root"]).is_dir()]
+    if not fitting:
+        tops = sorted({Series.read(folder / name).pins["Root"] for name in names(folder)})
+        raise PatchError(
+            f"{root}: holds none of {', '.join(top + '/' for top in tops)}: name the root of a source tree"
+        )
+    if len(fitting) == 1:
+        return fitting[0]
+    version = version_of(root)
+    if version is None or any(series.needs_tree for series in fitting):
+        raise PatchError(f"{root}: name one upstream of {', '.join(series.name for series in fitting)}")
+    ordered = sorted(fitting, key=lambda series: _number(series.pins["Version"]))
+    before = [series for series in ordered if _number(line(series.pins["Version"])) <= _number(version)]
+    return (before or ordered)[-1 if before else 0]
+
+
+def version_of(root: Path) -> str | None:
+    """The version of Megatron-Core that the tree says; None: it says none."""
+    path = root / _PACKAGE_INFO
+    if not path.is_file():
+        return None
+    found = dict(re.findall(r"(?m)^(MAJOR|MINOR|PATCH|PRE_RELEASE) *= *['\"]?(\w*)", path.read_text()))
+    number = ".".join(found.get(key, "0") for key in ("MAJOR", "MINOR", "PATCH"))
+    return number + found.get("PRE_RELEASE", "")
+
+
+def commit_of(root: Path) -> str | None:
+    """The commit of a git checkout; None: it is none, or there is no git."""
+    if not (root / ".git").exists():
+        return None
+    try:
+        done = run_git(root, "rev-parse", "--short", "HEAD")
+    except GitMissing:
+        return None
+    return done.stdout.decode().strip() if done.returncode == 0 else None
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])

@@ -1,0 +1,425 @@
+r"""Reads the parts of an expression that do not depend on their neighbours: numbers, names, commands, brackets."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from megatron_rl.rewards import units
+from megatron_rl.rewards.cursor import UnitCursor
+from megatron_rl.rewards.latex import Token, Unread, words
+from megatron_rl.rewards.phrases import COMMON_WORDS
+from megatron_rl.rewards.tree import Node, Number, number
+from megatron_rl.rewards.values import plain
+
+MAX_DIGITS = 2000
+
+_FUNCTIONS = frozenset(
+    words(
+        "sin cos tan cot sec csc arcsin arccos arctan arccot arcsec arccsc sinh cosh tanh coth sech csch log ln lg "
+        "exp abs floor ceil gcd lcm max min det deg arg Re Im sgn sign asin acos atan"
+    )
+)
+_ALIASES = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "sgn": "sign"}
+_ACCENTS = frozenset(
+    words(
+        "overline vec hat tilde dot ddot overleftrightarrow overarc widearc wideparen arc triangle angle "
+        "measuredangle odot bigtriangleup square parallelogram underleftarrow check acute grave breve"
+    )
+)
+_GREEK = frozenset(
+    words(
+        "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi "
+        "omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar aleph partial nabla star"
+    )
+)
+_PLAIN_NAMES = {"infinity": r"\infty", "inf": r"\infty", "oo": r"\infty", "pi": r"\pi"}
+_UNKNOWN_FUNCTIONS = frozenset("fghFGH")
+
+
+class AtomParser(UnitCursor):
+    """Reads numbers, names, commands and brackets. The subclass reads the content of brackets."""
+
+    def __init__(self, tokens: tuple[Token, ...], unit_letters: bool = True) -> None:
+        super().__init__(tokens, unit_letters)
+        self._in_bars = False
+        self._in_builder = False
+
+    def _items(self) -> Node:
+        raise NotImplementedError
+
+    def _item(self) -> Node:
+        raise NotImplementedError
+
+    def _side(self) -> Node:
+        raise NotImplementedError
+
+    def _sum(self) -> Node:
+        raise NotImplementedError
+
+    def _product(self) -> Node:
+        raise NotImplementedError
+
+    def _power(self) -> Node:
+        raise NotImplementedError
+
+    def _exponent(self) -> Node:
+        raise NotImplementedError
+
+    def _starts_factor(self) -> bool:
+        raise NotImplementedError
+
+    def _atom(self) -> Node:
+        token = self._next()
+        if token.kind == "number":
+            return self._mixed(token)
+        if token.kind == "letters":
+            return self._letters(token)
+        if token.kind == "command":
+            return self._command(token.text[1:])
+        if token.text in ("(", "[", r"\{"):
+            return self._brackets(token.text)
+        if token.text == "{":
+            self._position -= 1
+            return self._group()
+        if token.text == "|":
+            return self._bars("|")
+        if token.text == "$":
+            return Node("quantity", (self._product_without_unit(),), units.DOLLAR)
+        raise Unread(f"{token.text} begins no value")
+
+    def _product_without_unit(self) -> Node:
+        node = self._product()
+        if node.kind == "quantity":
+            if node.value not in (units.DOLLAR, units.COUNT):
+                raise Unread("two units")
+            return node.args[0]
+        return node
+
+    def _number(self, token: Token) -> Node:
+        return Node("number", value=read_number(token.text))
+
+    def _mixed(self, token: Token) -> Node:
+        r"""``3\frac12`` and ``3 1/2`` are sums; a lone number is itself."""
+        node = self._number(token)
+        if not token.text.isdigit():
+            return node
+        top, slash, bottom = (self._peek(k) for k in range(3))
+        if top is not None and top.text == r"\frac":
+            start = self._position
+            part = self._atom()
+            digits = [arg.value for arg in part.args]
+            if all(isinstance(d, Number) and d.places is None for d in digits) and _is_proper(*digits):
+                return number(node.value.value + digits[0].value / digits[1].value)
+            self._position = start
+        elif top and slash and bottom and top.space and slash.text == "/" and top.kind == bottom.kind == "number":
+            if not (top.text.isdigit() and bottom.text.isdigit() and 0 < int(top.text[:99]) < int(bottom.text[:99])):
+                raise Unread("two numbers side by side")
+            self._position += 3
+            return number(node.value.value + Fraction(int(top.text), int(bottom.text)))
+        return node
+
+    def _letters(self, token: Token) -> Node:
+        run = token.text
+        if run in _PLAIN_NAMES and len(run) > 1:
+            return self._command(_PLAIN_NAMES[run][1:])
+        if run == "sqrt" or run in _FUNCTIONS:
+            return self._command(run)
+        if len(run) > 1 and (token.roman or len(run) > 5 or run.lower() in COMMON_WORDS):
+            raise Unread(f"the word {run} in an expression")
+        if len(run) > 1:
+            self._position -= 1
+            self._tokens[self._position : self._position + 1] = [Token("letters", x) for x in run]
+            self._position += 1
+        return self._name(run[0])
+
+    def _name(self, text: str) -> Node:
+        """A variable with its subscript and primes, or a constant; ``f(…)`` is the value of an unknown function."""
+        bare = text
+        while self._at("_", "'"):
+            if self._next().text == "'":
+                text += "'"
+            else:
+                text += "_" + self._spelled_argument()
+        if text in ("e", "i"):
+            return Node("constant", value=text)
+        if bare in _UNKNOWN_FUNCTIONS and self._at("("):
+            self._position += 1
+            inside = self._brackets("(")
+            return Node("call", inside.args if inside.kind == "tuple" else (inside,), text)
+        return Node("name", value=text)
+
+    def _spelled_argument(self) -> str:
+        """The subscript or accented letters, as text."""
+        if not self._at("{"):
+            token = self._next()
+            if token.kind == "sign":
+                raise Unread("a sign as subscript")
+            if token.kind == "letters" and len(token.text) > 1 and not token.roman:
+                self._tokens[self._position - 1 : self._position] = [Token("letters", x) for x in token.text]
+                return token.text[0]
+            return token.text
+        self._position += 1
+        parts, depth = [], 1
+        while True:
+            token = self._next()
+            depth += (token.text == "{") - (token.text == "}")
+            if depth == 0:
+                return "".join(parts)
+            parts.append(token.text)
+
+    def _command(self, name: str) -> Node:
+        self._enter()
+        try:
+            return self._command_inside(name)
+        finally:
+            self._depth -= 1
+
+    def _command_inside(self, name: str) -> Node:
+        if name == "frac":
+            return Node("div", (self._argument(), self._argument()))
+        if name == "sqrt":
+            index = number(2)
+            if self._take("["):
+                index = self._sum()
+                self._expect("]")
+            return Node("root", (self._argument(), index))
+        if name == "binom":
+            return Node("call", (self._argument(), self._argument()), "binom")
+        if name == "pi":
+            return Node("constant", value="pi")
+        if name == "infty":
+            return Node("constant", value="infinity")
+        if name in ("lvert", "lfloor", "lceil", "langle"):
+            return self._bars({"lvert": r"\rvert"}.get(name, rf"\r{name[1:]}"))
+        if name == "emptyset":
+            return Node("empty")
+        if name in "RZNQC":
+            return Node("domain", value=name + "".join(self._domain_marks()))
+        if name in _FUNCTIONS:
+            return self._function(_ALIASES.get(name, name))
+        if name in _ACCENTS:
+            return Node("name", value=f"{name} {self._spelled_argument()}")
+        if name == "begin":
+            return self._matrix()
+        if name == "ldots":
+            if self._peek() is None or self._at(",", ";", ")", r"\}"):
+                return Node("name", value="ldots")
+            raise Unread("dots inside an expression")
+        if name in _GREEK:
+            return self._name(rf"\{name}")
+        raise Unread(f"the command {name}")
+
+    def _domain_marks(self) -> list[str]:
+        r"""The marks of ``\mathbb{Z}^+``, ``\mathbb{R}_{>0}``."""
+        marks = []
+        while self._at("^", "_"):
+            mark = self._next().text
+            if self._at("+", "-", "*"):
+                marks.append(mark + self._next().text)
+            else:
+                marks.append(mark + self._spelled_argument())
+        return marks
+
+    def _argument(self) -> Node:
+        r"""An argument as TeX takes it: a group, one digit, one letter or one command."""
+        token = self._next()
+        if token.text == "{":
+            self._position -= 1
+            return self._group()
+        if token.kind == "number" and len(token.text) > 1 and token.text.isdigit():
+            self._tokens.insert(self._position, Token("number", token.text[1:]))
+            return self._number(Token("number", token.text[0]))
+        if token.kind == "number":
+            return self._number(token)
+        if token.kind == "letters":
+            if len(token.text) > 1:
+                self._tokens.insert(self._position, Token("letters", token.text[1:], token.roman))
+            name = token.text[0]
+            return Node("constant", value=name) if name in "ei" else Node("name", value=name)
+        if token.kind == "command":
+            return self._command(token.text[1:])
+        if token.text in ("(", "["):
+            return self._brackets(token.text)
+        raise Unread(f"{token.text} is no argument")
+
+    def _function(self, name: str) -> Node:
+        r"""``\sin x``, ``\sin^2 x``, ``\log_2 8``, ``\log(x+1)``, ``\max(a, b)``."""
+        power = base = None
+        while self._at("^", "_"):
+            if self._next().text == "^":
+                power = self._exponent()
+            else:
+                base = self._group() if self._at("{") else self._argument()
+        if self._take("("):
+            inside = self._brackets("(")
+            args = inside.args if inside.kind == "tuple" else (inside,)
+        elif self._at("{"):
+            args = (self._group(),)
+        else:
+            args = (self._bare_argument(),)
+        if name == "exp":
+            node = Node("pow", (Node("constant", value="e"), args[0]))
+        elif name in ("log", "ln", "lg") and base is None:
+            base = {"ln": Node("constant", value="e"), "lg": number(10)}.get(name)
+            node = Node("call", (args[0], base) if base else args, "log")
+        elif base is not None:
+            if name != "log":
+                raise Unread(f"{name} with an index")
+            node = Node("call", (args[0], base), "log")
+        else:
+            node = Node("call", args, name)
+        if (
+            power is not None
+            and plain(power) is not None
+            and plain(power).value == -1
+            and name in ("sin", "cos", "tan", "cot", "sec", "csc")
+        ):
+            return Node("call", args, f"arc{name}")
+        return Node("pow", (node, power)) if power is not None else node
+
+    def _bare_argument(self) -> Node:
+        """The product without signs that follows a function: ``2x`` of ``\\sin 2x\\cos x``."""
+        self._enter()
+        node = self._power()
+        while self._starts_factor() and not self._at("(", "[") and not self._at_function():
+            node = Node("mul", (node, self._power()))
+        self._depth -= 1
+        return node
+
+    def _at_function(self) -> bool:
+        token = self._peek()
+        name = token.text.removeprefix("\\") if token else ""
+        return name in _FUNCTIONS or (token is not None and token.kind == "letters" and token.roman)
+
+    # Brackets.
+
+    def _inside(self, builder: bool = False, bars: bool = False) -> tuple[bool, bool]:
+        saved = self._in_builder, self._in_bars
+        self._in_builder, self._in_bars = builder, bars
+        self._enter()
+        return saved
+
+    def _outside(self, saved: tuple[bool, bool]) -> None:
+        self._in_builder, self._in_bars = saved
+        self._depth -= 1
+
+    def _group(self) -> Node:
+        saved = self._inside()
+        self._expect("{")
+        node = self._items_over()
+        self._expect("}")
+        self._outside(saved)
+        return node
+
+    def _items_over(self) -> Node:
+        r"""Items, or two with ``\over`` or ``\choose`` between them."""
+        node = self._items()
+        if self._take(r"\over"):
+            return Node("div", (node, self._items()))
+        return Node("call", (node, self._items()), "binom") if self._take(r"\choose") else node
+
+    def _bars(self, closing: str) -> Node:
+        saved = self._inside(bars=closing == "|")
+        items = [self._sum()]
+        while self._take(","):
+            items.append(self._sum())
+        self._expect(closing)
+        self._outside(saved)
+        name = {r"\rfloor": "floor", r"\rceil": "ceil"}.get(closing, "abs")
+        if closing == r"\rangle":
+            return Node("tuple", tuple(items), "()")
+        if len(items) > 1:
+            raise Unread("a list between bars")
+        return Node("call", tuple(items), name)
+
+    def _brackets(self, opening: str) -> Node:
+        r"""The bracket that was opened: a group, tuple, interval, set or set builder."""
+        is_set = opening == r"\{"
+        saved = self._inside(builder=is_set)
+        items = []
+        if not self._at(r"\}"):
+            items.append(self._item())
+        if is_set and items and self._take("|", ":", "∣"):
+            self._in_builder = False
+            condition = self._items()
+            self._expect(r"\}")
+            self._outside(saved)
+            return Node("builder", (items[0], condition))
+        while self._take(",", ";"):
+            items.append(self._item())
+        closing = self._next().text
+        self._outside(saved)
+        if is_set:
+            if closing != r"\}":
+                raise Unread("a set is not closed")
+            return Node("set", tuple(items)) if items else Node("empty")
+        if closing not in (")", "]"):
+            raise Unread("a bracket is not closed")
+        if len(items) == 1 and (opening + closing == "()" or items[0].kind == "matrix"):
+            return items[0]
+        if len(items) == 1 and opening + closing == "[]" and items[0].kind in ("union", "list", "add", "mul", "div"):
+            return items[0]
+        return Node("tuple", tuple(items), opening + closing)
+
+    def _matrix(self) -> Node:
+        name = self._spelled_argument()
+        if name == "cases":
+            return self._cases()
+        if name not in ("pmatrix", "bmatrix", "matrix", "vmatrix", "smallmatrix", "array", "Bmatrix", "psmallmatrix"):
+            raise Unread(f"the environment {name}")
+        if name == "array" and self._at("{"):
+            columns = self._spelled_argument()
+            if not re.fullmatch(r"[lcr|]*", columns):
+                raise Unread("an array with odd columns")
+        saved = self._inside()
+        rows: list[list[Node]] = [[self._side()]]
+        while not self._take(r"\end"):
+            if self._take("&"):
+                rows[-1].append(self._side())
+            elif self._take(r"\\"):
+                if not self._at(r"\end"):
+                    rows.append([self._side()])
+            else:
+                raise Unread("a matrix is not closed")
+        self._outside(saved)
+        if self._spelled_argument() != name or len({len(row) for row in rows}) > 1:
+            raise Unread("rows of unequal length")
+        matrix = Node("matrix", tuple(cell for row in rows for cell in row), len(rows[0]))
+        return Node("call", (matrix,), "det") if name == "vmatrix" else matrix
+
+    def _cases(self) -> Node:
+        """A system of equations: its rows as a list."""
+        rows = [self._item()]
+        while not self._take(r"\end"):
+            if not self._take(r"\\") and not self._take(","):
+                raise Unread("cases with conditions")
+            if not self._at(r"\end", r"\\"):
+                rows.append(self._item())
+        if self._spelled_argument() != "cases":
+            raise Unread("cases are not closed")
+        return Node("list", tuple(rows))
+
+
+def _is_proper(top: Number, bottom: Number) -> bool:
+    return 0 < top.value < bottom.value
+
+
+def read_number(text: str) -> Number:
+    """The value of a number token."""
+    if len(text) > MAX_DIGITS:
+        raise Unread("too many digits")
+    if "(" in text:
+        digits, _, block = text[:-1].partition("(")
+        integer_digits, _, places = digits.partition(".")
+        shift = 10 ** len(places)
+        repeated = Fraction(int(block), (10 ** len(block) - 1) * shift)
+        return Number(Fraction(int((integer_digits + places) or "0"), shift) + repeated)
+    mantissa, mark, exponent = text.lower().partition("e")
+    if mark and abs(int(exponent)) > MAX_DIGITS:
+        raise Unread("an exponent is too large")
+    value = Fraction(mantissa) * Fraction(10) ** int(exponent or 0)
+    integer_digits, point, places = mantissa.partition(".")
+    shown = len(places) - int(exponent or 0) if point else 0
+    significant = len((integer_digits + places).lstrip("0"))
+    return Number(value, shown if point and places and shown > 0 else None, significant)

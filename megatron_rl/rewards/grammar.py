@@ -1,0 +1,341 @@
+r"""Reads the tokens of an answer into a tree, all of them or none.
+
+It is a recursive descent parser for final answers: lists, sets, intervals, relations and expressions, each in a method.
+A token that no rule accepts raises `Unread`. No token is skipped, so that a tree represents the complete answer. Depth
+is bounded, and time is linear except for the few searches for a closing bracket.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache, reduce
+
+from megatron_rl.rewards import units
+from megatron_rl.rewards.atoms import AtomParser
+from megatron_rl.rewards.latex import Token, Unread, join_thousands, may_be_euler, tokenize
+from megatron_rl.rewards.phrases import base_numeral, option_of, phrase, word_key
+from megatron_rl.rewards.tree import Node, depth, negative
+
+MAX_TREE_DEPTH = 100  # depth of a tree; a product of n factors has depth n
+_CACHED_CHARS = 200  # trees of longer answers are not cached: they may be large
+
+RELATIONS = frozenset(["=", "<", ">", "<=", ">=", "!=", "≈", "≡", "∈", "∉"])
+_NO_FACTOR = frozenset(
+    [r"\rvert", r"\rfloor", r"\rceil", r"\rangle", r"\end", r"\pmod", r"\mod", r"\bmod", r"\over", r"\choose"]
+)
+_CLOSING = {"(": ")", "[": "]", r"\{": r"\}", "{": "}"}
+
+
+class Parser(AtomParser):
+    """Reads a whole answer."""
+
+    def __init__(self, tokens: tuple[Token, ...], unit_letters: bool = True) -> None:
+        super().__init__(tokens, unit_letters)
+        self.tight_slash = False
+        self.ambiguous_slash = False  # whether `tight_slash` would make a difference
+
+    # Answers, lists and logic.
+
+    def answer(self) -> Node:
+        node = self._items_over()
+        if self._peek() is not None:
+            raise Unread(f"{self._next().text} was not read")
+        return node
+
+    def _separator(self) -> str:
+        """Take and return one separator of items; "" if there is none. ``, and`` is "and"."""
+        comma = ""
+        if self._take(",", ";"):
+            comma = ","
+        token = self._peek()
+        if token and token.text in ("or", "and") and (token.kind != "letters" or token.roman or token.space or comma):
+            self._position += 1
+            return token.text
+        return comma
+
+    def _items(self) -> Node:
+        """Read items separated by commas, "and" or "or"; return a single item as it is."""
+        self._enter()
+        items, separators, formal = [self._item()], set(), False
+        while True:
+            formal |= self._at("or", "and")
+            separator = self._separator()
+            if not separator:
+                break
+            separators.add(separator)
+            items.append(self._item())
+        self._depth -= 1
+        if len(items) == 1:
+            return items[0]
+        if all(item.kind == "relation" and set(item.value) <= {"<", ">", "<=", ">=", "!="} for item in items):
+            kind = "or" if "or" in separators else "and" if "and" in separators else "comma"
+            if "or" in separators and "and" in separators:
+                raise Unread("and and or together")
+            return Node(kind, tuple(items))
+        if formal:
+            raise Unread("a formula of logic")
+        return Node("list", tuple(items))
+
+    def _item(self) -> Node:
+        """Read a relation, congruence, ratio or value."""
+        name = self._phrase_before_equals()
+        sides, signs = [name or self._as_written() or self._side()], []
+        while self._at(*RELATIONS):
+            signs.append(self._next().text)
+            sides.append(self._as_written() or self._side())
+        modulus = self._modulus()
+        if modulus is not None:
+            if len(sides) > 2 or (signs and signs[0] not in ("≡", "=")):
+                raise Unread("a congruence with more than two sides")
+            return Node("congruence", (*sides, modulus))
+        if "≡" in signs:
+            raise Unread("a congruence without modulus")
+        return Node("relation", tuple(sides), tuple(signs)) if signs else sides[0]
+
+    def _phrase_before_equals(self) -> Node | None:
+        """``Area =``: words in front of an equals sign name what is given."""
+        words = self._words_from(self._position)
+        if self._text_at(len(words)) not in ("=", "≈") or not any(word.roman or len(word.text) > 4 for word in words):
+            return None
+        if not any(len(word.text) > 1 for word in words):
+            return None
+        self._position += len(words)
+        return Node("word", value=word_key(words))
+
+    def _as_written(self) -> Node | None:
+        """Read an item that is a numeral of a base, or words; None for others."""
+        end, depth = self._position, 0
+        while end < len(self._tokens):
+            text = self._tokens[end].text
+            depth += (text in _CLOSING) - (text in _CLOSING.values())
+            if depth < 0 or (depth == 0 and (text in RELATIONS or text in (",", ";", "or", "and", "&", r"\\"))):
+                break
+            end += 1
+        tokens = tuple(self._tokens[self._position : end])
+        in_group = end < len(self._tokens) and self._tokens[end].text == "}"  # `\frac{GM}{r^2}`
+        node = base_numeral(tokens) or (phrase(tokens) if self._position and not in_group else None)
+        self._position = end if node else self._position
+        return node
+
+    def _modulus(self) -> Node | None:
+        if self._take(r"\pmod", r"\mod", r"\bmod"):
+            return self._group() if self._at("{") else self._sum()
+        if self._at("(") and self._word_at(1) == "mod":
+            self._position += 2
+            modulus = self._sum()
+            self._expect(")")
+            return modulus
+        if self._word_at() == "mod":
+            self._position += 1
+            return self._sum()
+        return None
+
+    def _side(self) -> Node:
+        """Read sets joined by ∪, ∩ and ∖; a ratio; or a sum."""
+        node = self._sum()
+        if self._at(":") and not self._in_builder:
+            parts = [node]
+            while self._take(":"):
+                parts.append(self._sum())
+            return Node("ratio", tuple(parts), self._half_day())
+        names = {"∪": "union", "∩": "intersection", "∖": "difference"}
+        signs: set[str] = set()
+        while self._at(*names):
+            signs.add(sign := self._next().text)
+            if len(signs) > 1 and signs != {"∪", "∖"}:
+                raise Unread("∪ and ∩ without brackets")
+            node = Node(names[sign], (node, self._sum()))
+        return node
+
+    def _half_day(self) -> str:
+        """Take and return the "am" or "pm" after a time."""
+        word, taken = self._word_at(), 1
+        if word in ("a", "p") and self._text_at(1) == "." and self._word_at(2) == "m":
+            word, taken = word + "m", 4 if self._text_at(3) == "." else 3
+        if word not in ("am", "pm"):
+            return ""
+        self._position += taken
+        return word
+
+    # Sums, products and powers.
+
+    def _sum(self) -> Node:
+        self._enter()
+        if dash := self._whole_numbers("-"):
+            self._depth -= 1
+            return Node("dash", value=dash)
+        terms = [self._signed()]
+        while self._at("+", "-", "±", "∓"):
+            terms.append(self._signed())
+        self._depth -= 1
+        if len(terms) == 1:
+            return terms[0]
+        if terms[0].kind == "domain" and all(t.kind == "neg" and t.args[0].kind == "set" for t in terms[1:]):
+            return reduce(lambda one, other: Node("difference", (one, other.args[0])), terms)  # `\mathbb{R}-\{0\}`
+        last = terms[-1]
+        inner = last.args[0] if last.kind == "neg" else last
+        if (
+            inner.kind == "quantity"
+            and inner.value != units.DEGREE
+            and not any(t.kind == "quantity" for t in terms[:-1])
+        ):
+            bare = negative(inner.args[0]) if last.kind == "neg" else inner.args[0]  # `3 + 2\sqrt2 cm`
+            return Node("quantity", (Node("add", (*terms[:-1], bare)),), inner.value)
+        return Node("add", tuple(terms))
+
+    def _whole_numbers(self, sign: str) -> tuple[str, ...]:
+        """Read whole numbers joined by ``sign``: a score, a range, a date. Empty if something else follows."""
+        at, numbers = self._position, []
+        while at < len(self._tokens) and self._tokens[at].kind == "number" and self._tokens[at].text.isdigit():
+            numbers.append(self._tokens[at].text)
+            at += 1
+            if at >= len(self._tokens) or self._tokens[at].text != sign:
+                break
+            at += 1
+        ends = at >= len(self._tokens) or self._tokens[at].text in (",", ";", ")", "]", r"\}", "}", "=", "or", "and")
+        if len(numbers) < (2 if sign == "-" else 3) or self._tokens[at - 1].text == sign or not ends:
+            return ()
+        self._position = at
+        return tuple(numbers)
+
+    def _signed(self) -> Node:
+        sign = self._next().text if self._at("+", "-", "±", "∓") else "+"
+        if sign == "+":
+            return self._product()
+        node = self._signed() if self._at("+", "-") else self._product()
+        return negative(node) if sign == "-" else Node("pm", (node,), 1 if sign == "±" else -1)
+
+    def _product(self) -> Node:
+        if date := self._whole_numbers("/"):
+            return Node("date", value=date)
+        node = self._power()
+        while True:
+            if self._take("*"):
+                node = Node("mul", (node, self._factor()))
+            elif self._take("/"):
+                node = Node("div", (node, self._denominator()))
+            elif self._take("÷"):
+                node = Node("divide", (node, self._factor()))
+            elif (behind := self._behind(node)) is not None:
+                node = behind
+            elif node.kind != "quantity" and self._starts_factor():
+                node = Node("mul", (node, self._power()))
+            else:
+                return node
+
+    def _denominator(self) -> Node:
+        """Read the denominator after ``/``: the 2 in ``1/2x``, or the product under `tight_slash`."""
+        node = self._factor()
+        if self._starts_factor() and not self._at("(", "[") and node.kind != "quantity":
+            self.ambiguous_slash = True
+            while self.tight_slash and self._starts_factor() and not self._at("(", "["):
+                node = Node("mul", (node, self._power()))
+        return node
+
+    def _factor(self) -> Node:
+        """Read a factor after an operator; the factor may have a sign."""
+        return negative(self._factor()) if self._take("-") else self._power()
+
+    def _starts_factor(self) -> bool:
+        token = self._peek()
+        if token is None or token.kind == "number":
+            return False
+        if token.kind == "letters":
+            word = token.text.lower()
+            half_day = word in ("am", "pm") or (word in ("a", "p") and self._word_at(2) == "m")
+            return not half_day and (token.text not in ("or", "and", "mod") or not (token.roman or token.space))
+        if token.kind == "command":
+            return token.text not in _NO_FACTOR
+        if token.text == "(" and self._word_at(1) == "mod":
+            return False
+        return token.text in ("(", "[", "{") or (token.text == "|" and not self._in_bars and not self._in_builder)
+
+    def _power(self) -> Node:
+        node = self._atom()
+        while True:
+            if self._at("^"):
+                self._position += 1
+                if self._at("°") or (self._at("{") and self._text_at(1) == "°"):
+                    self._group_of_one("°")
+                    node = Node("quantity", (node,), self._temperature() or units.DEGREE)
+                else:
+                    node = Node("pow", (node, self._exponent()))
+            elif self._take("!"):
+                node = Node("call", (node,), "factorial")
+            elif self._take("°"):
+                node = Node("quantity", (node,), self._temperature() or units.DEGREE)
+            else:
+                return node
+
+    def _group_of_one(self, text: str) -> None:
+        braced = self._take("{")
+        self._expect(text)
+        if braced:
+            self._expect("}")
+
+    def _temperature(self) -> units.Unit | None:
+        token = self._peek()
+        name = {"C": "celsius", "F": "fahrenheit"}.get(token.text if token and token.roman else "")
+        self._position += name is not None
+        return units.unit_of(name, True) if name else None
+
+    def _exponent(self) -> Node:
+        """Read an exponent: a group, or plain text such as ``2^10``, ``x^-1``, ``2^(n+1)``."""
+        if self._take("-"):
+            return negative(self._exponent())
+        token = self._peek()
+        if token is not None and token.kind == "number":
+            return self._number(self._next())
+        return self._group() if self._at("{") else self._argument()
+
+
+def readings(text: str) -> tuple[Node, ...]:
+    """Return the possible trees of ``text``: none if it cannot be read completely, several if it is ambiguous.
+
+    Ambiguous are ``1,234`` (one number or two), ``2e-1``, ``1/2x``, and roman letters that are both units and names.
+    """
+    return _cached_readings(text) if len(text) <= _CACHED_CHARS else _readings(text)
+
+
+def _readings(text: str) -> tuple[Node, ...]:
+    trees: list[Node] = []
+    for euler in (False, True) if may_be_euler(text) else (False,):
+        try:
+            tokens = tokenize(text, euler)
+        except Unread:
+            continue
+        for at_top in (True, False):
+            joined = join_thousands(tokens, at_top)
+            for unit_letters in (True, False):
+                trees += _one_reading(joined, unit_letters)
+                if not any(
+                    token.kind == "letters" and len(token.text) <= 1 + 2 * (not token.roman) for token in tokens
+                ):
+                    break
+            if joined == tokens:
+                break
+    return tuple(dict.fromkeys(tree for tree in trees if depth(tree) <= MAX_TREE_DEPTH))
+
+
+_cached_readings = lru_cache(maxsize=4096)(_readings)
+
+
+def _one_reading(tokens: tuple[Token, ...], unit_letters: bool) -> list[Node]:
+    try:
+        option = option_of(tokens)
+        if option is not None:
+            letter, behind_letter = option
+            inner = _one_reading(behind_letter, unit_letters)
+            return [Node("option", tuple(inner[:1]), letter)]
+        for rule in (base_numeral, phrase):
+            node = rule(tokens)
+            if node is not None:
+                return [node]
+        parser = Parser(tokens, unit_letters)
+        trees = [parser.answer()]
+        if parser.ambiguous_slash:
+            parser = Parser(tokens, unit_letters)
+            parser.tight_slash = True
+            trees.append(parser.answer())
+        return trees
+    except (Unread, RecursionError):
+        return []

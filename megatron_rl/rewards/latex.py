@@ -1,0 +1,378 @@
+r"""Splits an answer, LaTeX or plain text, into tokens and removes everything that only changes its appearance.
+
+Fonts, sizes, colours, spacing and dollar signs give no token. Unicode signs and LaTeX commands for the same sign give
+the same token: ``\dfrac{1}{2}``, ``\mathbf{\frac{1}{2}}`` and ``½`` give the same tokens. A token records whether it
+was in roman type (``\text``, ``\mathrm``), as units and words are. The time is linear in the length of the answer.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass
+
+MAX_TOKENS = 1500
+
+
+def words(text: str) -> list[str]:
+    """The words of a table that is written as one text."""
+    return text.split()
+
+
+class Unread(ValueError):
+    """Raised if the answer, or a part of it, is not in the verifier's language."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    r"""``kind``: number (digits, a decimal, ``6.3e-4``, ``0.1(6)``), letters, command (``\frac``) or sign."""
+
+    kind: str
+    text: str
+    roman: bool = False
+    space: bool = False  # whether white space stands before it
+
+
+_GREEK = dict(
+    zip(
+        "αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ",
+        words(
+            "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi "
+            "chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
+        ),
+    )
+)
+_SIGNS = {
+    "−": "-", "‐": "-", "‑": "-", "‒": "-", "–": "-", "—": "-", "―": "-", "﹣": "-", "－": "-", "⁻": "-",
+    "×": "*", "⋅": "*", "·": "*", "∙": "*", "•": "*", "∗": "*", "÷": "÷", "∕": "/", "⁄": "/", "∶": ":", "：": ":",
+    "≤": "<=", "⩽": "<=", "≦": "<=", "≥": ">=", "⩾": ">=", "≧": ">=", "≠": "!=", "≈": "≈", "≡": "≡", "∈": "∈",
+    "∉": "∉", "∪": "∪", "∩": "∩", "∖": "∖", "±": "±", "∓": "∓", "°": "°", "º": "°", "˚": "°", "∣": "∣", "′": "'",
+    "’": "'", "‘": "'", "“": '"', "”": '"', "∞": r"\infty ", "∅": r"\emptyset ", "⟨": r"\langle ", "⟩": r"\rangle ",
+    "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "…": r"\ldots ", "∧": r"\land ",
+    "∨": r"\lor ", "¬": r"\neg ", "∠": r"\angle ", "△": r"\triangle ", "µ": r"\mu ", "Ω": r"\Omega ",
+    "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}",
+    "€": r"\$", "£": r"\pounds ", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "\u3000": " ",
+}  # fmt: skip
+_SUPERSCRIPT = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ", "0123456789+-ni"))
+_SUBSCRIPT = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋ₙ", "0123456789+-n"))
+_SCRIPTS = (
+    (re.compile(f"[{''.join(_SUPERSCRIPT)}]+"), lambda m: "^{" + "".join(map(_SUPERSCRIPT.get, m[0])) + "}"),
+    (re.compile(f"[{''.join(_SUBSCRIPT)}]+"), lambda m: "_{" + "".join(map(_SUBSCRIPT.get, m[0])) + "}"),
+    (re.compile(r"([√∛∜])\s*(\d+(?:\.\d+)?|[A-Za-z])?"), lambda m: _radical(m[1], m[2])),
+)
+
+
+def _radical(sign: str, radicand: str | None) -> str:
+    index = {"√": "", "∛": "[3]", "∜": "[4]"}[sign]
+    return rf"\sqrt{index}" + (f"{{{radicand}}}" if radicand else " ")
+
+
+def plain_signs(text: str) -> str:
+    """``text`` with LaTeX or ASCII in the place of other Unicode: ``x⁴`` → ``x^{4}``, ``½`` → ``\\frac{1}{2}``."""
+    if text.isascii():
+        return text
+    for pattern, spelling in _SCRIPTS:
+        text = pattern.sub(spelling, text)
+    return "".join(char if char.isascii() else _plain_char(char) for char in text)
+
+
+def _plain_char(char: str) -> str:
+    if char in _SIGNS:
+        return _SIGNS[char]
+    if char in _GREEK:
+        return rf"\{_GREEK[char]} "
+    if unicodedata.category(char) in ("Cf", "Cc", "Mn"):  # zero-width spaces, joiners, marks of direction
+        return "" if unicodedata.category(char) != "Mn" else char
+    spelled = unicodedata.normalize("NFKC", char)
+    top, slash, bottom = spelled.partition("⁄")  # ½ has the compatible spelling 1⁄2
+    if slash:
+        return rf"\frac{{{top}}}{{{bottom}}}"
+    return "".join(_SIGNS.get(part, part) for part in spelled)
+
+
+# Commands by their effect on tokens. The first three groups give none.
+_SPACING = words("quad qquad thinspace enspace medspace thickspace space nobreakspace hfill noindent par newline")
+_LOOKS = words(
+    "displaystyle textstyle scriptstyle scriptscriptstyle limits nolimits big Big bigg Bigg bigl bigr Bigl Bigr biggl "
+    "biggr Biggl Biggr bigm Bigm tiny scriptsize footnotesize small normalsize large Large LARGE huge Huge bf it sf tt "
+    "em bfseries itshape mdseries upshape slshape scshape sffamily ttfamily cal frak boldmath unboldmath strut "
+    "mathstrut checkmark centering mathsurround middle operatornamewithlimits mathord mathop mathbin mathrel mathopen"
+    " mathclose"
+)
+_WITH_ARGUMENT = words("color hspace vspace hskip kern mkern phantom hphantom vphantom label textcolor colorbox")
+_ROMAN = words("text textrm textnormal textup mathrm mathup mbox hbox operatorname textsf mathsf rm rmfamily unit")
+_FONTS = words(
+    "mathbf textbf boldsymbol bm pmb mathit textit textsl emph mathtt texttt textsc underline uline boxed fbox mathcal "
+    "mathscr mathfrak mathnormal symbf symup ensuremath smash mathbb Bbb"
+)
+_DROPPED = (
+    dict.fromkeys(_SPACING, "space")
+    | dict.fromkeys(_LOOKS, "look")
+    | dict.fromkeys(_WITH_ARGUMENT, "argument")
+    | dict.fromkeys(_ROMAN, "roman")
+    | dict.fromkeys(_FONTS, "font")
+)
+_NAMES = {
+    "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "sfrac": "frac", "nicefrac": "frac", "dbinom": "binom",
+    "tbinom": "binom", "choose": "choose", "varnothing": "emptyset", "lbrack": "[", "rbrack": "]", "lbrace": r"\{",
+    "rbrace": r"\}", "lparen": "(", "rparen": ")", "vert": "|", "lvert": "lvert", "rvert": "rvert", "Vert": r"\|",
+    "lt": "<", "gt": ">", "le": "<=", "leq": "<=", "leqslant": "<=", "leqq": "<=", "ge": ">=", "geq": ">=",
+    "geqslant": ">=", "geqq": ">=", "ne": "!=", "neq": "!=", "approx": "≈", "simeq": "≈", "equiv": "≡", "in": "∈",
+    "notin": "∉", "cup": "∪", "bigcup": "∪", "cap": "∩", "bigcap": "∩", "setminus": "∖", "smallsetminus": "∖",
+    "backslash": "∖", "pm": "±", "mp": "∓", "times": "*", "cdot": "*", "ast": "*", "bullet": "*", "div": "÷",
+    "circ": "°", "degree": "°", "textdegree": "°", "prime": "'", "mid": "∣", "colon": ":", "percent": "%",
+    "lor": "or", "vee": "or", "land": "and", "wedge": "and", "dots": "ldots", "cdots": "ldots", "dotsc": "ldots",
+    "dotsb": "ldots", "infin": "infty", "reals": "R", "R": "R", "Z": "Z", "N": "N", "Q": "Q", "C": "C",
+    "varepsilon": "epsilon", "vartheta": "theta", "varphi": "phi", "arcsin": "arcsin", "slash": "/", "euro": "$",
+    "texteuro": "$", "pounds": "$", "textdollar": "$", "tg": "tan", "ctg": "cot", "overrightarrow": "vec",
+    "widehat": "hat", "widetilde": "tilde", "bar": "overline", "lg": "lg", "textbackslash": "∖", "iff": "iff",
+}  # fmt: skip
+_LETTERS = {"imath": "i", "AA": "Å", "ell": "ℓ"}
+_CONNECTIVES = ("or", "and")
+_NEGATED = {"=": "!=", "∈": "∉", "!=": "=", "∉": "∈"}
+_BLACKBOARD = re.compile(r"\\(?:mathbb|Bbb)\s*\{?\s*([A-Z])\s*\}?")
+
+_TOKEN = re.compile(
+    r"(?P<skip>\\[,;:>!()\[\]\s]|\\\Z|[\s~]+|\$)"
+    r"|(?P<row>\\\\(?:\s*\[\s*-?[\d.]+\s*(?:pt|ex|em|mm|cm|in)\s*\])?)"
+    r"|\\(?P<command>[A-Za-z]+)\*?"
+    r"|\\(?P<escaped>[{}|$%#&_])"
+    r"|(?P<repeating>(?:\d+(?:,\d{3})*)?\.\d*)\s*(?:\\(?:overline|bar)\s*(?:\{\s*(?P<bar>\d+)\s*\}|(?P<bar1>\d))"
+    r"|\\dot\s*\{?\s*(?P<dot1>\d)\s*\}?(?P<between>\d*)(?:\\dot\s*\{?\s*(?P<dot2>\d)\s*\}?)?)"
+    r"|(?P<power>(?:\d+(?:\.\d*)?|\.\d+)[eE][+-]?\d+(?![\w.^]))"
+    r"|(?P<number>\d+(?:\.\d+)?|\.\d+)"
+    r"|(?P<letters>[^\W\d_]+)"
+    r"|(?P<sign><=|>=|!=|==|\*\*|.)",
+    re.DOTALL,
+)
+_NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+")
+_TAKES_ARGUMENT = {"^", "_", r"\frac", r"\sqrt", r"\binom"}
+_EULER = re.compile(r"(?<![\d.])\d+e[+-]\d(?!\d)")
+_HARD_COMMA = re.compile(r"(?<=\d)(?:\{,\}|,\s*\\!)\s*(?=\d{3})")
+
+
+def may_be_euler(text: str) -> bool:
+    """Whether ``text`` holds something like ``2e-1``, which may be a fifth or 2e − 1."""
+    return _EULER.search(text) is not None
+
+
+def tokenize(text: str, euler: bool = False) -> tuple[Token, ...]:
+    """Return the tokens of ``text`` without its layout. ``euler``: read ``2e-1`` as 2·e − 1. Raises `Unread`."""
+    text = _BLACKBOARD.sub(r"\\\1 ", plain_signs(text))
+    tokens = _merge_numbers(_Lexer(_HARD_COMMA.sub("", text), euler).tokens())
+    while tokens:
+        last = tokens[-1]
+        if last.text in (".", ",", ";", ":") or (last.text == "!" and last.space):
+            tokens.pop()
+        elif _is_group(tokens):
+            tokens = tokens[1:-1]
+        else:
+            break
+    return tuple(tokens)
+
+
+def _is_group(tokens: list[Token]) -> bool:
+    """Whether one pair of braces encloses all tokens."""
+    if len(tokens) < 3 or tokens[0].text != "{":
+        return False
+    depth = 0
+    for position, token in enumerate(tokens):
+        depth += (token.text == "{") - (token.text == "}")
+        if depth == 0:
+            return position == len(tokens) - 1
+    return False
+
+
+class _Lexer:
+    def __init__(self, text: str, euler: bool) -> None:
+        self._text, self._euler = text, euler
+        self._position = 0
+        self._space = False
+        self._roman = False
+        self._groups: list[tuple[bool, bool]] = []  # of each open brace: roman type before it, and whether it is kept
+        self._out: list[Token] = []
+
+    def tokens(self) -> list[Token]:
+        while self._position < len(self._text):
+            match = _TOKEN.match(self._text, self._position)
+            assert match is not None, "the last branch takes any character"
+            self._position = match.end()
+            self._take(match)
+            if len(self._out) > MAX_TOKENS:
+                raise Unread("too many tokens")
+        return self._out
+
+    def _emit(self, kind: str, text: str) -> None:
+        self._out.append(Token(kind, text, self._roman, self._space))
+        self._space = False
+
+    def _take(self, match: re.Match[str]) -> None:
+        kind, text = match.lastgroup, match[0]
+        if kind == "skip":
+            self._space |= text != r"\!" and text != "$"
+        elif kind == "row":
+            self._emit("sign", r"\\")
+        elif kind == "command":
+            self._command(match["command"])
+        elif kind == "escaped":
+            self._emit("sign", {"{": r"\{", "}": r"\}", "|": r"\|"}.get(text[1], "," if text[1] == "&" else text[1]))
+        elif match["repeating"]:
+            block = match["bar"] or match["bar1"] or match["dot1"] + match["between"] + (match["dot2"] or "")
+            if match["between"] and not match["dot2"]:
+                raise Unread("a dot over one digit and more digits behind it")
+            self._emit("number", f"{match['repeating'].replace(',', '')}({block})")
+        elif kind == "power":
+            if self._euler and _EULER.fullmatch(text):
+                self._position = match.start() + text.index("e")
+                text = text[: text.index("e")]
+            self._emit("number", text)
+        elif kind in ("number", "letters"):
+            self._emit(kind, text)
+        elif text == "{":
+            self._open(self._roman, keep=True)
+        elif text == "}":
+            self._close()
+        else:
+            self._emit("sign", {"**": "^", "==": "="}.get(text, text))
+
+    def _open(self, roman: bool, keep: bool) -> None:
+        if keep:
+            self._emit("sign", "{")
+        self._groups.append((self._roman, keep))
+        self._roman = roman
+
+    def _close(self) -> None:
+        if not self._groups:
+            raise Unread("a brace is closed that was not opened")
+        self._roman, keep = self._groups.pop()
+        if keep:
+            self._emit("sign", "}")
+
+    def _command(self, name: str) -> None:
+        effect = _DROPPED.get(name)
+        if effect is None:
+            self._named(name)
+        elif effect == "space":
+            self._space = True
+        elif effect == "argument":
+            self._skip_argument()
+        elif effect in ("roman", "font"):
+            group = re.compile(r"\s*\{").match(self._text, self._position)
+            if group:
+                self._position = group.end()
+                keep = bool(self._out) and self._out[-1].text in _TAKES_ARGUMENT
+                self._open(effect == "roman", keep)
+            elif name.startswith("rm"):
+                self._roman = True
+
+    def _named(self, name: str) -> None:
+        if name in ("left", "right"):
+            delimiter = re.compile(r"\s*(\.|\||\\[lr]?vert(?![A-Za-z]))?").match(self._text, self._position)
+            if delimiter and delimiter[1]:
+                self._position = delimiter.end()
+                if delimiter[1] != ".":
+                    self._emit("command", r"\lvert" if name == "left" else r"\rvert")
+        elif name == "not":
+            self._not()
+        else:
+            plain_name = _NAMES.get(name, name)
+            if name in _LETTERS:
+                self._emit("letters", _LETTERS[name])
+            elif plain_name.isalpha() and plain_name not in _CONNECTIVES and plain_name.isascii():
+                self._emit("command", rf"\{plain_name}")
+            else:
+                self._emit("sign", plain_name)
+
+    def _not(self) -> None:
+        r"""``\not=`` is one sign."""
+        size = len(self._out)
+        while len(self._out) == size and self._position < len(self._text):
+            match = _TOKEN.match(self._text, self._position)
+            assert match is not None
+            if match["command"] == "not":
+                raise Unread("a double negation")
+            self._position = match.end()
+            self._take(match)
+        if len(self._out) == size:
+            raise Unread("nothing is negated")
+        sign = self._out.pop()
+        self._emit("sign", _NEGATED.get(sign.text, f"not {sign.text}"))
+
+    def _skip_argument(self) -> None:
+        start = re.compile(r"\s*(?:\[[^\[\]]*\])?\s*\{").match(self._text, self._position)
+        if start is None:  # `\hskip 3pt`
+            length = re.compile(r"\s*-?[\d.]+\s*(?:pt|em|ex|mu|cm|mm)").match(self._text, self._position)
+            self._position = length.end() if length else self._position
+            return
+        end = self._text.find("}", start.end())
+        if end < 0 or "{" in self._text[start.end() : end]:
+            raise Unread("the argument of a command for looks is not plain")
+        self._position = end + 1
+        self._space = True
+
+
+def _merge_numbers(tokens: list[Token]) -> list[Token]:
+    r"""Join adjacent digits in different fonts to one number: ``7\mathbf{3}`` is 73."""
+    merged: list[Token] = []
+    for token in tokens:
+        last = merged[-1] if merged else None
+        if last and last.kind == token.kind == "number" and not token.space and last.roman != token.roman:
+            both = last.text + token.text
+            if _NUMBER.fullmatch(both):
+                merged[-1] = Token("number", both, last.roman, last.space)
+                continue
+        merged.append(token)
+    return merged
+
+
+def join_thousands(tokens: tuple[Token, ...], at_top: bool) -> tuple[Token, ...]:
+    """Join ``1,234`` and ``1 234`` to one number.
+
+    Inside round, square and set brackets, commas separate items; outside all brackets they do so unless ``at_top``.
+    """
+    joined: list[Token] = []
+    brackets: list[str] = []
+    position = 0
+    while position < len(tokens):
+        token = tokens[position]
+        position += 1
+        if token.text in ("(", "[", r"\{", "{"):
+            brackets.append(token.text)
+        elif token.text in (")", "]", r"\}", "}") and brackets:
+            brackets.pop()
+        elif token.kind == "number" and token.text.isdigit() and len(token.text) <= 3 and token.text[0] != "0":
+            commas = brackets[-1] == "{" if brackets else at_top
+            digits, position = _groups_of_three(tokens, position, commas)
+            token = Token("number", token.text + digits, token.roman, token.space)
+        joined.append(token)
+    return tuple(joined)
+
+
+def _groups_of_three(tokens: tuple[Token, ...], start: int, commas: bool) -> tuple[str, int]:
+    """Return the digits of the groups of three that follow, and the position after them."""
+    digits, position, mark = "", start, None
+    while position < len(tokens):
+        is_comma = tokens[position].text == ","
+        at = position + is_comma
+        if at >= len(tokens) or (is_comma and (not commas or tokens[position].space)):
+            break
+        group = tokens[at]
+        integer_digits, point, _ = group.text.partition(".")
+        fits = (
+            group.kind == "number" and len(integer_digits) == 3 and integer_digits.isdigit() and group.space != is_comma
+        )
+        if not fits or mark not in (None, is_comma):
+            break
+        digits, position, mark = digits + group.text, at + 1, is_comma
+        if point:
+            break
+    return digits, position
+
+
+def spelled(tokens: tuple[Token, ...]) -> str:
+    """Return the tokens as text: equal for answers that differ only in appearance."""
+    texts = [token.text for token in tokens]
+    for at in range(len(texts) - 4, -1, -1):  # `x^{4}` is `x^4`
+        if texts[at] in ("^", "_") and texts[at + 1] == "{" and texts[at + 3] == "}":
+            texts[at + 1 : at + 4] = [texts[at + 2]]
+    return " ".join(texts)

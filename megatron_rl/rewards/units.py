@@ -1,0 +1,162 @@
+"""Units of measure, and the words that may follow a number without changing it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from megatron_rl.rewards.latex import words
+
+Dimensions = tuple[tuple[str, int], ...]
+
+_BARE_SIGNS = frozenset(
+    words("cm mm km kg ft in mL ml min hr hrs sec yd lb lbs oz kJ kW Hz kHz MHz GHz mph kph kmh deg")
+)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """``factor`` times a product of powers of base units. No dimensions: a count of things, or "units"."""
+
+    factor: Fraction = Fraction(1)
+    dimensions: Dimensions = ()
+
+    def times(self, other: Unit, power: int = 1) -> Unit:
+        powers = dict(self.dimensions)
+        for base, exponent in other.dimensions:
+            powers[base] = powers.get(base, 0) + exponent * power
+        nonzero = tuple(sorted((base, exponent) for base, exponent in powers.items() if exponent))
+        return Unit(self.factor * other.factor**power, nonzero)
+
+
+_PREFIX_SIGNS = {"T": 12, "G": 9, "M": 6, "k": 3, "h": 2, "d": -1, "c": -2, "m": -3, "μ": -6, "n": -9, "p": -12}
+_PREFIX_WORDS = {"tera": 12, "giga": 9, "mega": 6, "kilo": 3, "deci": -1, "centi": -2, "milli": -3, "micro": -6,
+                 "nano": -9, "pico": -12}  # fmt: skip
+
+# sign, words, factor and base: those that take prefixes
+_METRIC = (
+    ("m", "meter metre", 1, "m"), ("g", "gram gramme", 1, "g"), ("s", "second", 1, "s"), ("L", "liter litre", 1, "L"),
+    ("l", "", 1, "L"), ("J", "joule", 1, "J"), ("W", "watt", 1, "W"), ("N", "newton", 1, "N"), ("V", "volt", 1, "V"),
+    ("A", "ampere amp", 1, "A"), ("Pa", "pascal", 1, "Pa"), ("Hz", "hertz", 1, "Hz"), ("K", "kelvin", 1, "K"),
+    ("mol", "mole", 1, "mol"), ("eV", "", 1, "eV"), ("C", "coulomb", 1, "C"), ("F", "farad", 1, "F"),
+    ("T", "tesla", 1, "T"), ("Ω", "ohm", 1, "Ω"), ("H", "henry", 1, "H"), ("Wb", "weber", 1, "Wb"),
+    ("bar", "", 1, "bar"), ("pc", "parsec", 1, "pc"), ("cal", "calorie", 1, "cal"), ("B", "byte", 1, "B"),
+)  # fmt: skip
+# sign or words, factor, base
+_OTHER = (
+    ("degree degrees deg degs", 1, "degree"), ("rad radian radians", 1, "radian"),
+    ("cent cents ¢", 1, "cent"), ("dollar dollars usd buck bucks euro euros eur", 100, "cent"),
+    ("in inch inches", 1, "inch"), ("ft foot feet", 12, "inch"), ("yd yard yards", 36, "inch"),
+    ("mi mile miles", 63360, "inch"), ("min mins minute minutes", 60, "s"), ("sec secs", 1, "s"),
+    ("h hr hrs hour hours", 3600, "s"), ("day days", 86400, "s"), ("week weeks wk wks", 604800, "s"),
+    ("month months", 1, "month"), ("year years yr yrs", 12, "month"), ("lb lbs pound pounds", 16, "ounce"),
+    ("oz ounce ounces", 1, "ounce"), ("ton tons", 1, "ton"), ("tonne tonnes", 1000000, "g"),
+    ("acre acres", 1, "acre"), ("hectare hectares ha", 1, "hectare"), ("gal gallon gallons", 8, "pint"),
+    ("quart quarts", 2, "pint"), ("pint pints", 1, "pint"), ("cup cups", 1, "cup"), ("atm", 1, "atm"),
+    ("celsius", 1, "celsius"), ("fahrenheit", 1, "fahrenheit"), ("erg ergs", 1, "erg"), ("dyne dynes dyn", 1, "dyne"),
+    ("angstrom angstroms Å", 1, "angstrom"), ("ly", 1, "light year"), ("AU au", 1, "au"), ("rpm", 1, "rpm"),
+    ("kn knot knots", 1, "knot"), ("bit bits", 1, "bit"), ("arcsec arcseconds", 1, "arcsec"),
+    ("arcmin arcminutes", 60, "arcsec"), ("M", 1, "molar"), ("rev revs revolution revolutions", 1, "rev"),
+    ("amu", 1, "amu"), ("G gauss", 1, "gauss"),
+)  # fmt: skip
+
+
+def _table() -> tuple[dict[str, Unit], dict[str, Unit]]:
+    """Return units by sign (case-sensitive) and by word."""
+    signs, words = {}, {}
+    for sign, names, factor, base in _METRIC:
+        for prefix, power in {"": 0, **_PREFIX_SIGNS}.items():
+            signs[prefix + sign] = Unit(Fraction(factor) * Fraction(10) ** power, ((base, 1),))
+        for name in names.split():
+            for prefix, power in {"": 0, **_PREFIX_WORDS}.items():
+                unit = Unit(Fraction(factor) * Fraction(10) ** power, ((base, 1),))
+                words |= {prefix + name: unit, prefix + name + "s": unit}
+    for names, factor, base in _OTHER:
+        unit = Unit(Fraction(factor), ((base, 1),))
+        for name in names.split():
+            (words if name.islower() and len(name) > 2 else signs)[name] = unit
+    signs["kWh"] = Unit(Fraction(3600000), (("J", 1),))
+    words["mph"] = words["miles"].times(words["hours"], -1)
+    signs["kph"] = signs["kmh"] = signs["km"].times(signs["h"], -1)
+    return signs, words
+
+
+_SIGN_UNITS, _WORD_UNITS = _table()
+DEGREE = _WORD_UNITS["degree"]
+RADIAN = _WORD_UNITS["radian"]
+DOLLAR = _WORD_UNITS["dollar"]
+COUNT = Unit()
+MULTIPLIERS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+LEADING_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+
+_QUALIFIERS = frozenset(
+    words(
+        "distinct different possible positive negative ordered unordered such total whole real complex integer "
+        "integral rational natural valid unique prime even odd small large red blue green white black yellow more "
+        "full equal consecutive nonnegative linear side extra additional remaining original new old big little"
+    )
+)
+_IRREGULAR = frozenset(
+    words(
+        "people men women children unit integer number way point time apple ball person student child solution root "
+        "digit coin page mice geese sheep fish dice data sides percentages vertices indices matrices"
+    )
+)
+_NO_QUALIFIER = frozenset(
+    words(
+        "squared cubed modulo divided multiplied than from with into over under about almost nearly only just maybe "
+        "wrong incorrect except without plus minus times percent million billion trillion thousand hundred dozen "
+        "half"
+    )
+)
+_TRAILING = frozenset(words("left each long tall wide high deep old apart altogether away"))
+# Words in plural form that are not counted things: they change or negate the value.
+_NOT_COUNTED = frozenset(
+    words(
+        "halves thirds quarters fourths fifths sixths sevenths eighths ninths tenths elevenths twelfths hundredths "
+        "thousandths millionths tens dozens scores hundreds thousands millions billions trillions times plus minus "
+        "less unless this thus perhaps always others else versus modulus powers squares cubes factorials percents "
+        "halfs yes does goes means equals exceeds plusminus decimals bases"
+    )
+)
+
+
+def is_counted(words: list[str]) -> bool:
+    """Whether ``words`` name things that are counted: ``apples``, ``distinct integers``, ``students left``.
+
+    A plural is recognised by form: at least four lower-case letters ending in s that are not a number word.
+    """
+    if "of" in words:
+        at = words.index("of")
+        return is_counted(words[:at]) and is_substance(words[at + 1 :])
+    words = words[:-1] if len(words) > 1 and words[-1] in _TRAILING else words
+    if not words or len(words) > 4 or not all(map(_qualifies, words[:-1])):
+        return False
+    last = words[-1]
+    if last in _NOT_COUNTED:
+        return False
+    plural = len(last) >= 4 and last.isalpha() and last.islower() and last.endswith("s") and not last.endswith("ss")
+    return last in _IRREGULAR or plural
+
+
+def _qualifies(word: str) -> bool:
+    """Whether ``word`` may stand between a number and what it counts."""
+    excluded = _NO_QUALIFIER | _NOT_COUNTED
+    return word in _QUALIFIERS or (len(word) > 3 and word.isalpha() and word.islower() and word not in excluded)
+
+
+def is_substance(words: list[str]) -> bool:
+    """Whether ``words`` may follow "of" behind a unit: ``liters of water``, ``pairs of integers``."""
+    return 0 < len(words) <= 3 and all(_qualifies(word) for word in words)
+
+
+def may_stand_bare(word: str) -> bool:
+    """Whether ``word`` is a unit in plain text even right behind a digit: ``15cm``. ``2mg`` may be a product."""
+    return len(word) > 3 or word in _BARE_SIGNS
+
+
+def unit_of(word: str, roman: bool) -> Unit | None:
+    """Return the unit ``word``. A sign of one letter counts only in roman type: ``5m`` is a product."""
+    if word in _SIGN_UNITS and (roman or len(word) > 1):
+        return _SIGN_UNITS[word]
+    return _WORD_UNITS.get(word.lower()) or (COUNT if word.lower() in ("unit", "units") else None)

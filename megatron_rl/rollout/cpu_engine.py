@@ -1,0 +1,209 @@
+"""vLLM on a CPU: a faster sampler, faster norms, and less book-keeping for each token and request.
+
+A decoding step of a small model spends as much time in Python as in kernels, and nothing else runs meanwhile. Each
+change gives the common case a short way; every other case calls vLLM's own code.
+
+*A slot for the next token.* Where a request's last block has room, no block is allocated, freed or put into the prefix
+cache. vLLM 0.30 calls eight functions to find that out.
+
+*The log-prob of one sampled token* is appended to flat lists. vLLM iterates over all positions and candidates. The
+sampler also skips the 0 most probable others and the count of more probable tokens.
+
+*One uniform random number per token.* vLLM samples a seeded request by argmax over v of p_v / q_v, q_v ~ Exp(1) drawn
+for the whole vocabulary from the request's own torch generator: V numbers of about 20 ns each for one token. Here the
+token is the first one whose cumulated probability exceeds u, u ~ U[0, 1): the same distribution from one number. u
+comes from a Philox stream that is keyed by the request's seed, as in the exact engine. Both therefore draw the same
+responses wherever their log-probs agree closely enough, and a response still does not depend on its batch.
+
+*Norms.* vLLM builds C++ norms for CPUs too, but offers them to GPUs only. Without compilation a CPU runs a norm as five
+operations, a tenth of a decoding step of a small model. Importing this module registers the kernels; the engine uses
+them when it is given `PRIORITY`.
+
+Shapes: B requests, V vocabulary entries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from vllm import ir
+from vllm.logprobs import FlatLogprobs
+from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
+from vllm.v1.request import Request
+from vllm.v1.sample.ops import topk_topp_sampler as vllm_sampler
+from vllm.v1.sample.sampler import Sampler
+
+_allocate_slots = KVCacheManager.allocate_slots  # vLLM's
+_update_sample_logprobs = LogprobsProcessor._update_sample_logprobs
+
+
+def install_bookkeeping() -> None:
+    """Put this into vLLM's scheduler and its processing of outputs, if they are in this process."""
+    KVCacheManager.allocate_slots = allocate_slots
+    LogprobsProcessor._update_sample_logprobs = update_sample_logprobs
+
+
+def allocate_slots(
+    self: KVCacheManager, request: Request, num_new_tokens: int, *positional: Any, **options: Any
+) -> KVCacheBlocks | None:
+    """Blocks that a request needs for ``num_new_tokens`` more tokens; None where there are not enough.
+
+    The short way is for one token that has room in an existing block and does not complete it, because complete blocks
+    go into the prefix cache. There must be no drafts and no blocks from elsewhere, and the model must have one kind of
+    cache whose blocks are all kept.
+    """
+    if num_new_tokens == 1 and not positional and not any(options.values()):
+        managers = self.coordinator.single_type_managers
+        if len(managers) == 1 and type(manager := managers[0]) is FullAttentionManager:
+            size, num_tokens = manager.block_size, request.num_computed_tokens + 1
+            blocks = manager.req_to_blocks.get(request.request_id, ())
+            if num_tokens % size and len(blocks) * size >= num_tokens:
+                return self.empty_kv_cache_blocks
+    return _allocate_slots(self, request, num_new_tokens, *positional, **options)
+
+
+def update_sample_logprobs(self: LogprobsProcessor, new: LogprobsLists) -> None:
+    """Append the log-probs ``new`` of a step to the request's. The short way: one position, the sampled token alone."""
+    tokens, logprobs, ranks, _ = new
+    kept = self.logprobs
+    if tokens.shape != (1, 1) or type(kept) is not FlatLogprobs or self.tokenizer is not None:
+        return _update_sample_logprobs(self, new)
+    logprob, position = logprobs.item(), len(kept.logprobs)
+    self.cumulative_logprob += logprob
+    kept.start_indices.append(position)
+    kept.end_indices.append(position + 1)
+    kept.token_ids.append(tokens.item())
+    kept.logprobs.append(logprob)
+    kept.ranks.append(ranks.item())
+    kept.decoded_tokens.append(None)
+
+
+PROVIDER = "megatron_rl_cpu"
+PRIORITY = {name: [PROVIDER, "native"] for name in ("rms_norm", "fused_add_rms_norm")}
+
+
+def _is_plain_fp32(x: torch.Tensor, weight: torch.Tensor | None, *sizes: object) -> bool:
+    # In bf16 and fp16 the kernel rounds once and the single operations twice, which is another policy.
+    fits = weight is not None and weight.dtype == x.dtype == torch.float32
+    return fits and all(size is None for size in sizes)
+
+
+def _norm_fits(x, weight, epsilon, variance_size=None) -> bool:
+    return _is_plain_fp32(x, weight, variance_size)
+
+
+def _fused_fits(x, x_residual, weight, epsilon, variance_size=None) -> bool:
+    return _is_plain_fp32(x, weight, variance_size) and x.is_contiguous() and x_residual.is_contiguous()
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
+) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype)
+    torch.ops._C.rms_norm(out, x.contiguous(), weight, epsilon)
+    return out
+
+
+def fused_add_rms_norm(
+    x: torch.Tensor,
+    x_residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
+    return x, x_residual
+
+
+if PROVIDER not in ir.ops.rms_norm.impls:  # a re-import must not raise
+    is_cpu = current_platform.is_cpu()
+    ir.ops.rms_norm.register_impl(PROVIDER, supported=is_cpu, supports_args=_norm_fits)(rms_norm)
+    ir.ops.fused_add_rms_norm.register_impl(PROVIDER, supported=is_cpu, supports_args=_fused_fits, inplace=True)(
+        fused_add_rms_norm
+    )
+
+
+BLOCK = 32  # numbers drawn at a time; the sequence does not depend on it
+
+
+class UniformStream:
+    """Uniform numbers in [0, 1), multiples of 2⁻⁵³, from a Philox counter that is keyed by ``seed`` (64 bits)."""
+
+    def __init__(self, seed: int):
+        self._random = np.random.Generator(np.random.Philox(key=seed))
+        self._drawn: list[float] = []
+
+    def next(self) -> float:
+        if not self._drawn:
+            self._drawn = self._random.random(BLOCK)[::-1].tolist()
+        return self._drawn.pop()
+
+
+_gather_with_ranks = Sampler.gather_logprobs  # vLLM's
+_streams: WeakKeyDictionary[torch.Generator, UniformStream] = WeakKeyDictionary()
+
+
+def install_sampler() -> None:
+    """Put this into vLLM's sampler for CPUs. Call it before an engine starts in this process."""
+    vllm_sampler.TopKTopPSampler.forward_cpu = forward_cpu
+    Sampler.gather_logprobs = staticmethod(gather_logprobs)
+
+
+def forward_cpu(
+    self: vllm_sampler.TopKTopPSampler,
+    logits: torch.Tensor,
+    generators: dict[int, torch.Generator],
+    k: torch.Tensor | None,
+    p: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``logits`` [B, V] float32, after temperature; ``generators``: by row → tokens [B] int64, and what to return."""
+    logits = vllm_sampler.apply_top_k_top_p(logits, k, p)
+    returned = None
+    if self.logprobs_mode == "processed_logits":
+        returned = logits
+    elif self.logprobs_mode == "processed_logprobs":
+        returned = logits.log_softmax(dim=-1, dtype=torch.float32)
+    return select(logits.softmax(dim=-1, dtype=torch.float32), uniforms(generators, len(logits))), returned
+
+
+def uniforms(generators: dict[int, torch.Generator], size: int) -> torch.Tensor:
+    """[size] float64: the next number of every row's stream; rows without a seed take torch's global generator."""
+    numbers = (
+        torch.rand(size, dtype=torch.float64) if len(generators) < size else torch.empty(size, dtype=torch.float64)
+    )
+    drawn = np.empty(len(generators))
+    for i, generator in enumerate(generators.values()):
+        stream = _streams.get(generator)
+        if stream is None:
+            stream = _streams[generator] = UniformStream(generator.initial_seed())
+        drawn[i] = stream.next()
+    numbers[list(generators)] = torch.from_numpy(drawn)
+    return numbers
+
+
+def select(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Inverse distribution function: ``probs`` [B, V] ≥ 0, ``uniforms`` [B] float64 in [0, 1) → tokens [B] int64.
+
+    A token of probability 0 is never drawn, because its cumulated probability is that of the token before it. The
+    target is below the total however it is rounded: the largest u is 1 - 2⁻⁵³, and total · 2⁻⁵³ is at least half a unit
+    in the total's last place, exactly half only for powers of two, below which units are half as large.
+    """
+    cumulated = probs.cumsum(dim=-1, dtype=torch.float64)
+    targets = uniforms[:, None] * cumulated[:, -1:]
+    tokens = torch.searchsorted(cumulated, targets, right=True).squeeze(1)
+    return tokens.clamp_(max=probs.shape[1] - 1)  # for NaN, which is reported by its log-prob
+
+
+def gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
+    """``logprobs`` [B, V], ``token_ids`` [B] → the tokens' log-probs. Their ranks are 0 where no others are wanted."""
+    if num_logprobs:
+        return _gather_with_ranks(logprobs, num_logprobs, token_ids)
+    tokens = token_ids[:, None]
+    return LogprobsTensors(tokens.to(torch.int32), logprobs.gather(1, tokens), torch.zeros_like(token_ids))

@@ -1,0 +1,25 @@
+"""A real run that is made to collapse: a rule on levels goes off, and `why` suspects what was done to it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.support.zygote import run_command
+
+CAUSE = ("batch.minibatches=4", "rollout.quantization.weights=int4", "learner.optimizer.lr=1e-3")
+
+
+def test_a_collapse_is_noticed_and_the_rate_is_suspected(tmp_path: Path):
+    settings = [f"run_root={tmp_path}", "name=run", "num_steps=24", "monitor.plots=false", "monitor.tensorboard=false"]
+    arguments = [part for setting in (*settings, *CAUSE) for part in ("--set", setting)]
+    done = run_command("megatron_rl", ("train", "recipes/tiny/grpo.yaml", *arguments), tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "alarms went off, first at: reward-drop (step " in " ".join(done.stdout.split())
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(row.get("alarm/reward-drop", 0.0) for row in rows) >= 1
+    told = run_command("megatron_rl", ("run", "why", str(tmp_path / "run"), "--json"), tmp_path)
+    assert told.returncode == 0, told.stderr
+    finding = json.loads(told.stdout)
+    assert "learning rate" in [suspect["name"] for suspect in finding["suspects"][:2]]
+    assert not finding["healthy"]

@@ -1,0 +1,169 @@
+"""What the rank of test_model_folders.py runs: single changes of a model's folder, by transformers and the learner."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatron_rl.checkpoint.hf_folder import HFFolder, check_weights
+from megatron_rl.checkpoint.shards import WeightMap
+from megatron_rl.config.learner import LearnerConfig
+from megatron_rl.errors import InputError
+from megatron_rl.learner import compare_logits
+from megatron_rl.learner.model import build_model
+from megatron_rl.learner.process_groups import initialize
+from megatron_rl.model.architecture import Architecture, architecture_from
+from megatron_rl.model.config_keys import architectures_problem, listed, neutral, unknown_keys
+from tools.dev.make_tiny_checkpoint import build_model as build_theirs
+from tools.dev.make_tiny_checkpoint import build_tiny_config, save_checkpoint
+
+LENGTH = 24
+VALUES = (None, True, False, 0, 1, -1, 2, 3, 7, 0.01, 0.5, 100.0, 10**9, "x", "gelu", "float16", [], [0], ["x"], {})
+ACCEPTED_VALUES = 3  # of a key that are computed; what is refused costs nothing
+UNKNOWN = {"a_note": "x", "temperature": 0.5, "rotary_dim": 8}
+# Two fp32 models that are equal differ by some 1e-6 of logits of about 1; the smallest change that is tried, of the
+# norms' epsilon from 1e-6 to 0.01, moves them by more than ten times this.
+BOUND = 1e-4
+
+
+class Theirs:
+    """transformers' logits of the same weights under any config.json."""
+
+    def __init__(self, model: Any) -> None:
+        self._weights = model.state_dict()
+
+    def __call__(self, config: dict[str, Any]) -> torch.Tensor:
+        values = dict(config)
+        made = AutoConfig.for_model(values.pop("model_type"), **values)
+        made._attn_implementation = "eager"
+        model = AutoModelForCausalLM.from_config(made, dtype=torch.float32).eval()
+        model.load_state_dict(self._weights)
+        return model(tokens(), return_dict=True).logits[0]
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(3, 98, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def ours(a: Architecture, folder: Path) -> torch.Tensor:
+    config = LearnerConfig(dtype="fp32")
+    model = build_model(a, config, initialize(config.parallel, "cpu", 0)).eval()
+    WeightMap(model, a).fill(HFFolder(folder))
+    return model(tokens(), torch.arange(LENGTH)[None], attention_mask=None)[0, :, : a.vocab_size]
+
+
+def changes(config: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Every single change: a key taken out, or given one of `VALUES`, of the values at rest, or of unknown keys."""
+    found = [(f"without {key}", {k: v for k, v in config.items() if k != key}) for key in config if key != "model_type"]
+    resting = {key: rule.values for key, rule in neutral(config["model_type"]).items()}
+    for key in sorted(listed(config["model_type"]) - {"model_type"}):
+        found += [(key, config | {key: value}) for value in (*resting.get(key, ()), *VALUES)]
+    for key, value in {"rope_theta": 100.0, "partial_rotary_factor": 0.5, "rope_type": "linear", "factor": 2.0}.items():
+        found.append((f"rope {key}", config | {"rope_parameters": config["rope_parameters"] | {key: value}}))
+    return found + [(key, config | {key: value}) for key, value in UNKNOWN.items()]
+
+
+@torch.no_grad()
+def judge(family: str, folder: str) -> tuple[dict[str, int], list[str]]:
+    """How many changes were refused, reported, and computed; and those that went in unnoticed."""
+    path = Path(folder)
+    model = build_theirs(build_tiny_config(family, "nano", hidden_size=64, intermediate_size=96))
+    save_checkpoint(model, path)
+    config = json.loads((path / "config.json").read_text())
+    theirs, files = Theirs(model), HFFolder(path)
+    base, plain = architecture_from(config), theirs(config)
+    counts, wrong, computed = {"refused": 0, "reported": 0, "same": 0, "followed": 0}, [], {}
+    if (ours(base, path) - plain).abs().max() > BOUND:
+        wrong.append("no change at all")
+    for what, changed in changes(config):
+        try:
+            a = architecture_from(changed)
+            if problem := architectures_problem(changed):
+                raise InputError(problem)
+            check_weights(files, a)
+            if a.problems():
+                raise InputError("; ".join(a.problems()))
+        except InputError:
+            counts["refused"] += 1
+            continue
+        if unknown_keys(changed):
+            counts["reported"] += 1
+            continue
+        computed[what] = computed.get(what, 0) + 1
+        if computed[what] > ACCEPTED_VALUES:
+            continue
+        kind = "same" if a == base else "followed"
+        counts[kind] += 1
+        try:
+            found = theirs(changed)
+        except Exception as error:  # noqa: BLE001 - whatever transformers raises, the change was let through
+            wrong.append(f"{what}: transformers refuses it ({type(error).__name__})")
+            continue
+        if ((plain if a == base else ours(a, path)) - found).abs().max() > BOUND:
+            wrong.append(f"{what}: transformers computes something else")
+    return counts, wrong
+
+
+class Altered:
+    """A folder with one change of its table of tensors."""
+
+    def __init__(self, path: Path, table: dict[str, tuple[tuple[int, ...], str]]) -> None:
+        self.path, self._table, self.names = path, table, list(table)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._table
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._table[name][0]
+
+    def stored_dtype(self, name: str) -> str:
+        return self._table[name][1]
+
+
+def judge_tensors(folder: str) -> list[str]:
+    """Changes of one tensor (taken away, renamed, longer, another rank, another dtype, one beside it) that pass."""
+    path = Path(folder)
+    files, a = HFFolder(path), architecture_from(json.loads((path / "config.json").read_text()))
+    table, passed = {name: (files.shape(name), files.stored_dtype(name)) for name in files.names}, []
+    for name, (shape, dtype) in table.items():
+        rest = {other: entry for other, entry in table.items() if other != name}
+        for what, changed in {
+            "taken away": rest,
+            "renamed": rest | {f"{name}_orig": (shape, dtype)},
+            "longer": table | {name: ((shape[0] + 1, *shape[1:]), dtype)},
+            "of another rank": table | {name: ((*shape, 1), dtype)},
+            "int8": table | {name: (shape, "I8")},
+            "with a scale": table | {f"{name}_scale_inv": ((1,), "F32")},
+            "with a bias": table | {f"{name.removesuffix('weight')}extra": (shape[:1], dtype)},
+        }.items():
+            try:
+                check_weights(Altered(path, changed), a)
+            except InputError:
+                continue
+            passed.append(f"{name} {what}")
+    return passed
+
+
+def differences(folder: str) -> dict[str, compare_logits.Difference]:
+    """Of a model whose middle layer is another kind of layer: whole, cut to its ends, and under two faults."""
+    path, prompt = Path(folder), tokens()[0].tolist()
+    save_checkpoint(
+        build_theirs(build_tiny_config("qwen3_moe", "nano", num_hidden_layers=3, mlp_only_layers=[1])), path
+    )
+    found = {
+        "whole": compare_logits.logprob_difference(path, prompt, [0, 1, 2]),
+        "ends": compare_logits.logprob_difference(path, prompt, [0, 2]),
+    }
+    read = compare_logits.read_architecture
+    compare_logits.read_architecture = lambda path: replace(read(path), rope_theta=10.0)
+    found["another rope"] = compare_logits.logprob_difference(path, prompt, [0, 2])
+    compare_logits.read_architecture = read
+    fill = WeightMap.fill
+    WeightMap.fill = lambda self, given: fill(self, lambda name: given(name) * (1.5 if "q_norm" in name else 1))
+    found["another norm"] = compare_logits.logprob_difference(path, prompt, [0, 1, 2])
+    return found

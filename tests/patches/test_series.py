@@ -1,0 +1,161 @@
+"""Each series of each release applies alone, in any order and with any other, and comes off again."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.patching import releases, states, upstream
+from megatron_rl.patching.series import PURPOSES, PatchError, Series
+from megatron_rl.patching.target import Target, find
+from tests.support.patience import PATIENCE_S
+from tests.support.series import megatron_core
+
+PATCHES = Path(__file__).parents[2] / "patches"
+RELEASES = {
+    name: series
+    for name in releases.names(PATCHES)
+    if (series := Series.read(PATCHES / name)).purposes and series.archives
+}
+
+
+def patch(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "megatron_rl", "patch", *map(str, arguments)]
+    return subprocess.run(command, cwd=PATCHES.parent, capture_output=True, text=True, timeout=PATIENCE_S)
+
+
+def unpacked(name: str, folder: Path) -> tuple[Series, Target]:
+    """The series of a release, and its wheel unpacked in ``folder``."""
+    series = RELEASES[name]
+    archive = upstream.fetch(series, PATCHES.parent / ".cache" / "patches", None)
+    return series, Target(upstream.unpack(archive, folder, series.pins["Root"]), None)
+
+
+@pytest.fixture(params=RELEASES)
+def tree(request, tmp_path) -> tuple[Series, Target]:
+    """A release's series and its unpacked wheel."""
+    return unpacked(request.param, tmp_path)
+
+
+def test_series_go_on_in_any_order_and_come_off_alone(tmp_path):
+    series, where = unpacked("megatron-core-0.16", tmp_path)
+    pristine = series.load(where.root)
+    on = []
+    for purpose in reversed(series.purposes):
+        assert states.apply_or_revert(series, where, False, [purpose]).startswith("applied, ")
+        on.append(purpose)
+        names = {p.name for p in series.of(on) if series.reachable(p, pristine)}
+        assert series.load(where.root) == series.patched(pristine, names)
+    states.apply_or_revert(series, where, True, ["fixes"])
+    groups = states.report(series, where)["series"]
+    assert {name for name, group in groups.items() if group["state"] != states.APPLIED} == {"fixes"}
+    states.apply_or_revert(series, where, True)
+    assert series.load(where.root) == pristine
+
+
+def test_every_two_series_fit_together(tree):
+    series, where = tree
+    pristine = series.load(where.root)
+    for purposes in itertools.combinations(series.purposes, 2):
+        chosen = [p for p in series.of(purposes) if series.reachable(p, pristine)]
+        after = series.patched(pristine, {p.name for p in chosen})
+        for path, content in after.items():
+            assert content is None or content == pristine[path] or compile(content, path, "exec")
+
+
+def test_a_tree_is_found_by_its_release(tree):
+    series, where = tree
+    assert releases.for_tree(PATCHES, where.root).name == series.name
+    done = patch("status", "--tree", where.root)
+    assert done.returncode == 1
+    told = f"{series.name} {series.pins['Version']} in {where.root} (unpacked tree, version {series.pins['Version']})"
+    assert done.stdout.splitlines()[0] == f"{told}: not applied"
+    assert done.stdout.count(": not applied, but fits\n") == len(series.purposes)
+    assert done.stderr == ""
+
+
+def test_the_matrix_says_what_fits_and_why_not(tmp_path):
+    where = unpacked("megatron-core-0.15", tmp_path)[1]
+    norm = where.root / "megatron/core/transformer/torch_norm.py"
+    norm.write_text(norm.read_text().replace("sequence_parallel", "other"))
+    head, _ruler, row, _, *notes = patch("matrix", where.root).stdout.splitlines()
+    assert head == "| release | " + " | ".join(PURPOSES) + " |"
+    assert row == "| 0.15.3 (tree) | – | 2 of 3 | 1 | 5 | 6 |"
+    assert any("torch-norm-under-sequence-parallel.patch: patch failed" in note for note in notes)
+    assert "- 0.15.3 (tree): lacking: routing because RouterReplay came with 0.16.0" in notes
+    assert "- 0.15.3 (tree): length-decay-on-the-command-line-0.15.patch is for a whole checkout" in notes
+
+
+def test_advice_names_the_patches_for_the_tree(tree):
+    series, where = tree
+    other = next(name for name in RELEASES if name != series.name)
+    done = patch("apply", "--tree", where.root, other)
+    assert done.returncode == 2
+    assert f"version {series.pins['Version']}" in done.stderr
+    assert f"The patches for this tree are {series.name}: leave out the name" in done.stderr
+
+
+def test_a_newer_release_is_told_what_fits(tmp_path):
+    """What does not fit is named, and hinders no series that does."""
+    series = megatron_core()
+    root = find(series, None, allow_global=True).root
+    for path, content in series.pristine(series.load(root)).items():
+        if content is not None:
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            text = content.replace(b"get_replay_topk", b"get_topk") if path.endswith("router_replay.py") else content
+            (tmp_path / path).write_bytes(text)
+    (tmp_path / "megatron/core/package_info.py").write_text("MAJOR = 0\nMINOR = 99\nPATCH = 1\nPRE_RELEASE = 'rc2'\n")
+    newest = releases.for_tree(PATCHES, tmp_path)
+    assert newest.name == max(releases.names(PATCHES), key=lambda name: ("megatron-core-" in name, name))
+    done = patch("status", "--tree", tmp_path, series.name)
+    assert f"{series.name} 0.99.1rc2 in {tmp_path} " in done.stdout
+    assert "  routing: does not fit\n      router-replay-under-recomputation" in done.stdout
+    assert "  schedule: not applied, but fits\n" in done.stdout
+    done = patch("apply", "--tree", tmp_path, series.name)
+    assert done.returncode == 2
+    assert "router_replay.py: patch does not apply" in done.stderr
+    assert "take those: --series NAME" in done.stderr
+    done = patch("apply", "--tree", tmp_path, "--series", "schedule,precision", series.name)
+    assert done.returncode == 0, done.stderr
+    assert patch("status", "--tree", tmp_path, "--series", "schedule", series.name).returncode == 0
+
+
+@pytest.mark.parametrize(("version", "advice"), [("0.17.0", "name megatron-core-0.17"), ("0.99.0", "install one of ")])
+def test_advice_for_an_installed_package_does_not_loop(version, advice, monkeypatch):
+    from megatron_rl.patching import target
+
+    root = find(megatron_core(), None, allow_global=True).root
+
+    class Distribution:
+        files = ()
+
+        def locate_file(self, name):
+            return root
+
+    Distribution.version = version
+    monkeypatch.setattr(target.importlib.metadata, "distribution", lambda name: Distribution())
+    with pytest.raises(PatchError, match=f"megatron-core {version} is installed, megatron-core-0.16 is for .*{advice}"):
+        target.find(Series.read(PATCHES / "megatron-core-0.16"), None, allow_global=True)
+
+
+def test_unknown_series_are_refused():
+    done = patch("status", "--series", "routing,speed")
+    assert done.returncode == 2
+    assert done.stderr == ("error: --series: found speed; allowed are routing, precision, schedule, fixes, cpu\n")
+
+
+def test_every_patch_of_megatron_is_in_a_release():
+    listed = {path for name in releases.names(PATCHES) for path in Series.read(PATCHES / name).files.values()}
+    assert {path for path in listed if path.parent.parent.name == "megatron"} == set(PATCHES.glob("megatron/*/*.patch"))
+    assert {path.parent.name for path in listed if path.parent.parent.name == "megatron"} == set(PURPOSES)
+
+
+def test_each_series_of_a_release_has_a_patch_or_a_reason():
+    for series in RELEASES.values():
+        noted = [note for notes in series.notes.values() for note in notes]
+        for purpose in PURPOSES:
+            assert purpose in series.purposes or any(note.startswith(purpose) for note in noted), (series.name, purpose)

@@ -1,0 +1,228 @@
+"""docs/lab is what the kept runs say: pages of finished studies, one table of verdicts, nothing of unfinished ones."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import statistics
+from dataclasses import dataclass
+
+import pytest
+
+from megatron_rl.errors import InputError
+from megatron_rl.instruments.lab import load_study
+from megatron_rl.instruments.lab.archive import pack, read_packed, unpack
+from megatron_rl.instruments.lab.docs import fill, verdicts, write_docs
+from megatron_rl.instruments.lab.foresight import foresee
+from megatron_rl.instruments.lab.registration import register
+from megatron_rl.instruments.lab.report import render
+from tests.support.rounding import printed
+from tests.unit.instruments.lab.test_archive import made
+from tests.unit.instruments.lab.test_study import LAB
+
+DOCS = LAB.parents[1] / "docs"
+STUDIES = [load_study(file) for file in sorted(LAB.glob("*/study.yaml"))]
+MARKS = "before\n<!-- lab: {name} -->\nto be replaced\n<!-- /lab: {name} -->\nafter\n"
+
+
+@pytest.fixture(scope="module")
+def kept():
+    """Each study of the repository with what its packed runs say; None without such a file."""
+    files = {loaded.study.name: DOCS / "lab" / "runs" / f"{loaded.study.name}.jsonl.xz" for loaded in STUDIES}
+    return [(one, read_packed(one, file) if (file := files[one.study.name]).is_file() else None) for one in STUDIES]
+
+
+@pytest.mark.slow
+def test_every_page_has_the_tables_of_its_runs(kept):
+    complete = {one.study.name: results for one, results in kept if results is not None and results.complete}
+    for name, results in complete.items():
+        text = (DOCS / "lab" / f"{name}.md").read_text()
+        assert render(results) in text, f"docs/lab/{name}.md is not of its runs; `megatron-rl lab docs` writes it"
+        assert results.as_json() == (DOCS / "lab" / f"{name}.json").read_text()
+        assert (DOCS / "images" / f"lab-{name}.png").is_file()
+    assert {page.stem for page in (DOCS / "lab").glob("*.json")} == complete.keys()
+
+
+@pytest.mark.slow
+def test_the_answer_is_the_computed_one(kept):
+    assert "\n".join(verdicts(kept)) in (DOCS / "lab.md").read_text(), "`megatron-rl lab docs` writes the table"
+
+
+NUMBER = re.compile(r"(?<![\w.])\d+\.\d+(?!\w)")
+RANGE = re.compile(rf"{NUMBER.pattern}\s+to\s+[+−]?{NUMBER.pattern}")
+
+
+@dataclass
+class Figures:
+    """What a study's runs say, unrounded."""
+
+    decided: list[float]  # differences of the decisions, and what their arms have on average
+    other: list[float]  # the same of what is described alone; p-values; what the seeds see; settings
+    ends: list[float]  # of intervals, and of what the seeds see
+
+
+@pytest.fixture(scope="module")
+def figures(kept, tmp_path_factory):
+    found = {}
+    for loaded, results in kept:
+        if results is None:
+            continue
+        study, folder = loaded.study, tmp_path_factory.mktemp(loaded.study.name)
+        unpack(DOCS / "lab" / "runs" / f"{study.name}.jsonl.xz", folder)
+        decisions = results.decisions()
+        effects = [decision.effect for decision in decisions]
+        others = [
+            effect for arm in study.arms for outcome in study.outcomes if (effect := results.effect(arm, outcome))
+        ]
+        means = {
+            (arm, outcome): statistics.fmean(values.values())
+            for arm, outcomes in results.outcomes.items()
+            for outcome, values in outcomes.items()
+            if values
+        }
+        pairs = {(arm, one.outcome) for one in decisions for arm in (one.name, one.against)} & means.keys()
+        foreseen = [value for row in foresee(loaded, folder) for value in (row.spread, row.smallest) if value]
+        settings = [how.margin for how in study.outcomes.values() if how.margin]
+        settings += map(float, NUMBER.findall(str([arm.set for arm in study.arms.values()])))
+        found[study.name] = Figures(
+            decided=[effect.mean for effect in effects] + [means[pair] for pair in pairs],
+            other=[
+                *(effect.mean for effect in others),
+                *means.values(),
+                *(decision.p_holm for decision in decisions),
+                *foreseen,
+                *settings,
+            ],
+            ends=[end for effect in effects + others for end in (effect.lower, effect.upper)] + foreseen,
+        )
+    return found
+
+
+def not_found(words, known):
+    """The numbers with a decimal point in ``words`` that none of ``known`` rounds to, whatever its sign."""
+    numbers = NUMBER.findall(words)
+    return [n for n in numbers if not any(abs(value) == printed(float(n), len(n.partition(".")[2])) for value in known)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(file.name.split(".")[0] for file in (DOCS / "lab" / "runs").iterdir()))
+def test_numbers_in_the_words_of_a_page_are_those_of_its_runs(name, figures):
+    words = (DOCS / "lab" / f"{name}.md").read_text().partition("<!-- lab:")[0]
+    linked = re.findall(r"\]\((\w+)\.md\)", words)
+    own = [figures[study] for study in (name, *linked)]
+    assert not_found(RANGE.sub("", words), [value for one in own for value in one.decided + one.other]) == []
+    assert not_found(" ".join(RANGE.findall(words)), [value for one in own for value in one.ends]) == []
+
+
+@pytest.mark.slow
+def test_numbers_in_the_answer_are_those_of_the_runs(figures):
+    answer = (DOCS / "lab.md").read_text().partition("<!-- lab:")[0]
+    assert len(NUMBER.findall(answer)) >= 3
+    assert not_found(answer, [value for one in figures.values() for value in one.decided]) == []
+
+
+@pytest.mark.slow
+def test_numbers_of_a_study_s_row_are_those_of_its_runs(figures):
+    rows = re.findall(r"\| \[\w+\]\(lab/(\w+)\.md\)([^\n]*)", (DOCS / "lab.md").read_text().partition("<!-- lab:")[0])
+    assert {name for name, _ in rows} == figures.keys()
+    for name, words in rows:
+        assert not_found(words, figures[name].decided) == [], name
+
+
+@pytest.mark.slow
+def test_numbers_of_the_readme_are_those_of_the_runs(figures):
+    words = (DOCS.parent / "README.md").read_text().partition("## Status")[0]
+    assert len(NUMBER.findall(words)) >= 3
+    assert not_found(words, [value for one in figures.values() for value in one.decided]) == []
+
+
+@pytest.mark.slow
+def test_the_spread_of_the_study_clock_is_that_of_length_decay_s_runs(tmp_path):
+    file = DOCS / "lab" / "runs" / "length_decay.jsonl.xz"
+    unpack(file, tmp_path)
+    rows = {(row.name, row.outcome): row for row in foresee(load_study(LAB / "length_decay"), tmp_path)}
+    clock = load_study(LAB / "clock").study
+    assert clock.outcomes["reward"].spread == round(rows["mean-rate", "reward"].spread, 2)
+    assert rows["mean-rate", "reward"].known_from == "8 seeds"
+
+
+def test_the_answer_is_short():
+    assert len((DOCS / "lab.md").read_text().split()) <= 1500
+
+
+@pytest.fixture
+def docs(tmp_path):
+    """A documentation with pages for two studies and nothing in them yet."""
+    folder = tmp_path / "docs"
+    (folder / "lab" / "runs").mkdir(parents=True)
+    for name in ("servers", "floor"):
+        (folder / "lab" / f"{name}.md").write_text(MARKS.format(name=name))
+    (folder / "lab.md").write_text(MARKS.format(name="verdicts"))
+    return folder
+
+
+def packed(study, docs, root, jobs):
+    for number, job in enumerate(jobs):
+        made(study, job, root, seed=number)
+    register(study, root, 0)
+    pack(study, root, docs / "lab" / "runs" / f"{study.study.name}.jsonl.xz")
+
+
+def test_a_finished_study_gets_its_page_and_an_unfinished_one_a_count(docs, tmp_path):
+    servers, floor, hacking = (load_study(LAB / name) for name in ("servers", "floor", "hacking"))
+    packed(servers, docs, tmp_path / "servers", servers.jobs(tmp_path / "servers"))
+    packed(floor, docs, tmp_path / "floor", floor.jobs(tmp_path / "floor", seeds=[0]))
+    written = write_docs([servers, floor, hacking], docs)
+    assert [path.relative_to(docs).as_posix() for path in written] == [
+        "lab/servers.md",
+        "images/lab-servers.png",
+        "lab/servers.json",
+        "lab.md",
+    ]
+    page, answer = (docs / "lab" / "servers.md").read_text(), (docs / "lab.md").read_text()
+    assert page.startswith(
+        "before\n<!-- lab: servers -->\n![curves of the study](../images/lab-servers.png)\n\nClaim: "
+    )
+    assert page.endswith("\n<!-- /lab: servers -->\nafter\n")
+    assert "to be replaced" not in page + answer
+    assert (docs / "lab" / "floor.md").read_text() == MARKS.format(name="floor")
+    assert json.loads((docs / "lab" / "servers.json").read_text())["arms"].keys() == servers.study.arms.keys()
+    assert (docs / "images" / "lab-servers.png").stat().st_size < 200_000
+    rows = [line for line in answer.splitlines() if line.startswith("|")][2:]
+    decisions = read_packed(servers, docs / "lab" / "runs" / "servers.jsonl.xz").decisions()
+    assert len(rows) == len(decisions) + 2
+    for row, decision in zip(rows, decisions, strict=False):
+        assert row.startswith(
+            f"| [servers](lab/servers.md) | {decision.name} − {decision.against} | {decision.outcome} |"
+        )
+        assert row.endswith(f" | {decision.verdict} |")
+    assert rows[-2:] == [
+        "| floor | 4 of 40 runs | – | – | – | not finished |",
+        "| hacking | 0 of 56 runs | – | – | – | not finished |",
+    ]
+    again = (page, answer)
+    write_docs([servers, floor, hacking], docs)
+    assert ((docs / "lab" / "servers.md").read_text(), (docs / "lab.md").read_text()) == again
+
+
+def test_a_page_without_marks_is_refused(docs):
+    for page in (docs / "nowhere.md", docs / "lab" / "floor.md"):
+        with pytest.raises(
+            InputError, match=rf"{page.name}: lacks the lines <!-- lab: verdicts --> and .*; the tables"
+        ):
+            fill(page, "verdicts", "text")
+
+
+def test_runs_taken_over_are_said_to_be(docs, tmp_path):
+    """The mark outlives the file of runs, the folder that they came from does not."""
+    study = load_study(LAB / "servers")
+    root = tmp_path / "servers"
+    packed(study, docs, root, study.jobs(root, seeds=[0]))
+    (root / "synchronous-seed0" / "REUSED").write_text(f"{tmp_path}/elsewhere/synchronous-seed0\n")
+    file = docs / "lab" / "runs" / "servers.jsonl.xz"
+    assert read_packed(study, file).reused == []
+    pack(study, root, file)
+    shutil.rmtree(root)
+    assert read_packed(study, file).reused == ["synchronous-seed0"]
+    assert "elsewhere" not in render(read_packed(study, file))

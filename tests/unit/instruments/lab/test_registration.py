@@ -1,0 +1,92 @@
+"""What a study fixed before its runs: another file or other code is refused unless allowed, and reports say so."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from megatron_rl.errors import InputError
+from megatron_rl.instruments.lab import load_study, registration
+from megatron_rl.instruments.lab.registration import changed_keys, code_version, read_registration, register
+from tests.unit.instruments.lab.test_study import LAB, arm
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(**changes):
+        values = {
+            "name": "made-up",
+            "title": "A made-up study",
+            "source": "nowhere",
+            "claim": "a larger rate is worse",
+            "setting": "any",
+            "base": str(LAB / "base.yaml"),
+            "outcomes": {"reward": {"metric": "val/reward/mean", "statistic": "last", "margin": 0.05}},
+            "arms": {"plain": {}, "large": arm({"learner.optimizer.lr": 2e-3}, ["learner.optimizer.lr"])},
+            "figure": [{"title": "rate", "arms": ["plain", "large"]}],
+        } | changes
+        path = tmp_path / "study.yaml"
+        path.write_text(yaml.safe_dump(values, sort_keys=False))
+        return load_study(path)
+
+    return write
+
+
+def test_words_may_change_and_what_decides_may_not(write, tmp_path):
+    root = tmp_path / "runs"
+    first = register(write(), root, 0)
+    assert json.loads((root / "registered.json").read_text())["sha256"] == first.sha256
+    assert register(write(title="Another", claim="the same", pilots=["one"]), root, 1).sha256 == first.sha256
+    for changes, key in [
+        ({"seeds": [0, 1, 2, 3]}, "seeds"),  # more seeds after a look are another test
+        ({"level": 0.1}, "level"),
+        (
+            {"outcomes": {"reward": {"metric": "val/reward/mean", "statistic": "last", "margin": 0.1}}},
+            "outcomes.reward",
+        ),
+        ({"arms": {"plain": {}, "large": arm({"learner.optimizer.lr": 3e-3}, ["learner.optimizer.lr"])}}, "arms.large"),
+    ]:
+        with pytest.raises(InputError, match=f"{key}.* changed since the first run.*--amend REASON"):
+            register(write(**changes), root, 1)
+    assert read_registration(root) == first
+
+
+def test_a_study_with_values_to_be_set_does_not_begin(write, tmp_path):
+    with pytest.raises(InputError, match=r"(?s)still to be set by pilots\n  arms\.large: the rate\n"):
+        register(write(pending=["arms.large: the rate"]), tmp_path / "runs", 0)
+    assert read_registration(tmp_path / "runs") is None
+
+
+def test_an_amendment_keeps_its_reason_and_how_much_was_known(write, tmp_path):
+    root = tmp_path / "runs"
+    first = register(write(), root, 0)
+    found = register(write(seeds=[0, 1, 2, 3]), root, 5, amend="three seeds saw nothing")
+    assert found.sha256 == first.sha256
+    said = " ".join(found.said(write(seeds=[0, 1, 2, 3]).study))
+    assert "Changed after 5 finished runs (seeds): three seeds saw nothing." in said
+    assert "not amended" not in said
+    assert register(write(seeds=[0, 1, 2, 3]), root, 6) == found  # once is enough
+    with pytest.raises(InputError, match="seeds changed"):
+        register(write(), root, 6)
+
+
+def test_other_code_is_refused_unless_allowed(write, tmp_path, monkeypatch):
+    root = tmp_path / "runs"
+    register(write(), root, 0)
+    monkeypatch.setattr(registration, "git_state", lambda _: {"commit": "b" * 40, "changed": []})
+    with pytest.raises(InputError, match=f"this is {'b' * 40}; .*--other-code"):
+        register(write(), root, 0)
+    register(write(), root, 0, other_code=True)
+    monkeypatch.setattr(registration, "git_state", lambda _: {"commit": "b" * 40, "changed": ["a.py"]})
+    assert code_version() == "b" * 40 + "+changes"
+    monkeypatch.setattr(registration, "git_state", lambda _: None)
+    assert code_version() == __import__("megatron_rl").__version__
+
+
+def test_changed_keys_are_named_down_to_the_second_level():
+    before = {"a": 1, "b": {"c": {"d": 1}, "e": 2}}
+    after = {"a": 1, "b": {"c": {"d": 2}, "e": 2}, "f": 3}
+    assert changed_keys(before, after) == ["b.c.d", "f"]
+    assert changed_keys(before, before) == []

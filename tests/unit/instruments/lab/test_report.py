@@ -1,0 +1,264 @@
+"""What a study's report says: outcomes against hand-made curves, effects against closed forms, the files it writes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_rl.errors import InputError
+from megatron_rl.instruments.lab import load_study
+from megatron_rl.instruments.lab.jobs import outcome_of
+from megatron_rl.instruments.lab.registration import register
+from megatron_rl.instruments.lab.report import draw_study, smoothed, write_report
+from megatron_rl.instruments.lab.results import read_results
+from megatron_rl.instruments.lab.statistics import interval_half_width, paired_effect
+from megatron_rl.instruments.lab.study import Outcome
+from megatron_rl.monitor.jsonl import encode_line
+from tests.support.rounding import printed, rounded, standard_errors
+
+LAB = Path(__file__).parents[4] / "recipes" / "lab"
+
+
+def outcome(statistic, values, **more):
+    """The outcome of a metric with these values at steps 0, 1, …; None in ``values`` is a step without it."""
+    records = [{"step": step} | ({} if v is None else {"m": v}) for step, v in enumerate(values)]
+    return outcome_of(records, Outcome(metric="m", statistic=statistic, **more))
+
+
+def test_outcomes_of_a_curve():
+    assert outcome("last", [1.0, 3.0, None]) == 3.0
+    assert outcome("max", [1.0, 7.0, 2.0]) == 7.0
+    assert outcome("mean", [1.0, None, 4.0, math.nan]) == 2.5
+    assert np.mean([1e-4] * 200) > 1e-4  # a rate that a run yoked to it may not have
+    assert outcome("mean", [1e-4] * 200) == 1e-4
+    assert outcome("slope", [5.0, 3.0, 1.0]) == rounded(-2)
+    assert outcome("log_slope", [0.01 * math.exp(0.3 * t) for t in range(6)]) == rounded(0.3)
+    # zeros (a step without mismatch) are left out, steps stay where they are
+    assert outcome("log_slope", [1.0, 0.0, math.e**2, math.e**3]) == rounded(1.0)
+    assert outcome("log_slope", [0.0, 0.0, 0.0]) is None
+    # symmetric around its middle: no correlation with the step; 0, 0, 1 is the textbook sqrt(3)/2
+    assert outcome("step_pcc", [1.0, 0.0, 1.0]) == rounded(0)
+    assert outcome("step_pcc", [0.0, 0.0, 1.0]) == rounded(math.sqrt(3) / 2)
+    assert outcome("step_pcc", [2.0, 2.0, 2.0]) is None
+    assert outcome("last", [None, None]) is None
+
+
+def test_collapse_is_half_of_the_best_running_mean():
+    healthy = [0.5, 0.6, 0.7, 0.8, 0.8, 0.8]
+    assert outcome("collapse_step", healthy, window=2) == 6  # never: the number of steps
+    # best mean of two is 0.8; (0.8 + 0.1)/2 = 0.45 is above half of it, (0.1 + 0.6)/2 = 0.35 below
+    assert outcome("collapse_step", [*healthy, 0.1, 0.6, 0.9], window=2) == 7
+    assert outcome("collapse_step", [0.8, 0.41], window=1) == 2
+    assert outcome("collapse_step", [0.8, 0.39], window=1) == 1
+    assert outcome("collapse_step", [0.8], window=2) is None
+
+
+def test_an_outcome_is_of_its_steps():
+    curve = [9.0, 1.0, 2.0, 3.0, 9.0]
+    assert outcome("mean", curve, first_step=1, last_step=3) == 2.0
+    assert outcome("max", curve, first_step=1, last_step=3) == 3.0
+    assert outcome("last", curve, last_step=2) == 2.0
+    assert outcome("mean", curve, first_step=9) is None
+
+
+def test_paired_effect_is_students_t_of_the_differences():
+    # differences 1, 2, 3: mean 2, deviation 1; t of 2 degrees of freedom has 97.5% at 4.3027 (closed form)
+    effect = paired_effect({0: 11.0, 1: 22.0, 2: 33.0}, {0: 10.0, 1: 20.0, 2: 30.0})
+    t2 = 0.95 / math.sqrt(2 * 0.975 * 0.025) / math.sqrt(1)  # quantile p: (2p - 1) / sqrt(2 p (1 - p))
+    assert t2 == printed(4.302653, 6)
+    assert (effect.num_seeds, effect.mean, effect.d) == (3, rounded(2), rounded(2))
+    assert (effect.lower, effect.upper) == (rounded(2 - t2 / math.sqrt(3)), rounded(2 + t2 / math.sqrt(3)))
+    # two seeds: t of 1 degree is tan(0.475 π)
+    two = paired_effect({0: 1.0, 1: 3.0}, {0: 0.0, 1: 0.0})
+    assert two.upper - two.mean == rounded(math.tan(0.475 * math.pi) * math.sqrt(2) / math.sqrt(2))
+    assert interval_half_width(3) == rounded(t2 / math.sqrt(3))
+
+
+def test_effects_pair_by_seed_and_ratios_are_of_logarithms():
+    assert paired_effect({1: 5.0, 3: 8.0}, {2: 1.0}) is None
+    assert paired_effect({1: 5.0, 3: 8.0}, {1: 4.0, 2: 0.0}).mean == 1.0
+    one = paired_effect({1: 5.0}, {1: 4.0})
+    assert (one.lower, one.upper, one.excludes_none) == (-math.inf, math.inf, False)
+    assert math.isnan(one.d)
+    ratio = paired_effect({0: 2.0, 1: 8.0}, {0: 1.0, 1: 1.0}, ratio=True)
+    assert ratio.mean == rounded(4)
+    assert ratio.lower * ratio.upper == rounded(16)  # symmetric in the logarithm
+    assert ratio.d == rounded(math.log(4) / (math.log(4) / math.sqrt(2)))
+    assert paired_effect({0: 0.0}, {0: 1.0}, ratio=True) is None
+
+
+def test_the_interval_covers_the_true_difference_95_times_in_100():
+    rng = np.random.default_rng(0)
+    hits = 0
+    for _ in range(2000):
+        differences = rng.normal(0.7, 2.0, size=3)
+        effect = paired_effect(dict(enumerate(differences)), dict.fromkeys(range(3), 0.0))
+        hits += effect.lower < 0.7 < effect.upper
+    assert abs(hits / 2000 - 0.95) < standard_errors(math.sqrt(0.95 * 0.05), 2000)
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdicts"),
+    [
+        ((1.0, 1.1, 0.9), {"higher": "as predicted", "lower": "contrary", "same": "contrary"}),
+        ((-1.0, -1.1, -0.9), {"higher": "contrary", "lower": "as predicted", "same": "contrary"}),
+        ((1.0, -1.0, 0.9), {"higher": "undecided", "lower": "undecided", "same": "not contradicted"}),
+    ],
+)
+def test_a_verdict_needs_an_interval_that_excludes_no_effect(differences, verdicts):
+    for ratio in (False, True):
+        scale = [math.exp(d) if ratio else d for d in differences]
+        effect = paired_effect(dict(enumerate(scale)), dict.fromkeys(range(3), 1.0 if ratio else 0.0), ratio)
+        assert {expected: effect.verdict(expected) for expected in verdicts} == verdicts
+
+
+STUDY = """
+name: made-up
+title: A made-up study
+source: nowhere
+claim: two are better than one
+setting: any
+base: {base}
+outcomes:
+  reward: {{metric: val/reward/mean, statistic: last, margin: 0.05, spread: 0.02}}
+  rho: {{metric: mismatch/rho_std, statistic: mean, ratio: true}}
+  growth of rho: {{metric: mismatch/rho_std, statistic: log_slope}}
+  collapse: {{metric: critic/rewards/mean, statistic: collapse_step}}
+arms:
+  none: {{}}
+  one:
+    set: {{num_steps: 79}}
+    control: none
+    differs_in: [num_steps]
+    expect: {{reward: higher, growth of rho: same}}
+  two: {{set: {{num_steps: 78}}, control: none, differs_in: [num_steps], expect: {{reward: same}}}}
+  later: {{set: {{num_steps: 77}}, control: none, differs_in: [num_steps], expect: {{collapse: higher}}}}
+primaries:
+  - {{arm: one, outcome: reward}}
+  - {{arm: two, outcome: reward}}
+  - {{arm: later, outcome: collapse}}
+trends:
+  reward on rho: {{outcome: reward, dose: rho, arms: [none, one, two], expect: higher, doses: [0, 1], spread: 1}}
+figure: [{{title: all, arms: [none, one, two]}}]
+"""
+NUM_STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Made-up finished runs: the arm `one` ends 0.2 higher, `two` where the control does and lacks a seed."""
+    root = tmp_path_factory.mktemp("runs")
+    file = tmp_path_factory.mktemp("study") / "study.yaml"
+    file.write_text(STUDY.format(base=LAB / "base.yaml"))
+    study = load_study(file)
+    for job in study.jobs(root):
+        if job.arm == "later" or (job.arm, job.seed) == ("two", 2):
+            continue
+        folder = root / job.name
+        folder.mkdir()
+        final = 0.4 + 0.01 * job.seed**2 + {"none": 0.0, "one": 0.2, "two": 0.0}[job.arm] + 0.001 * job.seed
+        rho = {"none": 0.01, "one": 0.02, "two": 0.01}[job.arm]
+        lines = [
+            encode_line(step, {"critic/rewards/mean": 0.5, "mismatch/rho_std": rho * 1.02**step})
+            for step in range(NUM_STEPS)
+        ]
+        (folder / "metrics.jsonl").write_text("".join([*lines, encode_line(NUM_STEPS, {"val/reward/mean": final})]))
+        (folder / "DONE").write_text(f"{NUM_STEPS}\n")
+    return study, root
+
+
+def test_a_figure_smooths_over_steps_and_not_over_validations():
+    records = [{"step": step, "reward": float(step), "val": 10.0 * step} for step in range(8)]
+    for record in records[1:5] + records[6:7]:
+        del record["val"]  # measured at the steps 0, 5 and 7
+    found = smoothed(records, ["reward", "val"])
+    assert [record["reward"] for record in found] == [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
+    assert {record["step"]: record["val"] for record in found if "val" in record} == {0: 0.0, 5: 50.0, 7: 60.0}
+
+
+def test_a_panel_without_curves_says_why(runs):
+    study, root = runs
+    results = read_results(study, root)
+    for by_seed in results.records.values():
+        for records in by_seed.values():
+            for record in records:
+                record["hacking/J"] = 0.0
+    said = {axes.get_title(): [text.get_text() for text in axes.texts] for axes in draw_study(results).axes}
+    assert said["hacking/J"] == ["0 throughout"]
+    assert said["entropy"] == ["not recorded"]
+    assert said["reward"] == []
+
+
+def test_report_holds_the_numbers_and_a_figure(runs):
+    study, root = runs
+    figure, text, values = write_report(study, root)
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    report = text.read_text()
+    # mean of 0.4, 0.411, 0.442 is 0.418, deviation 0.022; the differences of `one` are all 0.2
+    assert "| none | 0.418 ± 0.022 |" in report
+    assert "| one | none | reward | +0.2 | +0.2 to +0.2 |" in report
+    assert "Not finished and not counted: later-seed0, later-seed1, two-seed2, later-seed2." in report
+    # not a primary, and described
+    assert "| one | none | growth of rho |" in report.partition("decides nothing")[2]
+    stored = json.loads(values.read_text())
+    assert stored["arms"]["one"]["reward"] == {"0": 0.6, "1": 0.611, "2": 0.642}
+    assert stored["arms"]["none"]["growth of rho"]["0"] == printed(math.log(1.02), 7)
+    assert stored["study"]["code"] == {"unknown": 8}
+
+
+def test_primaries_are_decided_together(runs):
+    study, root = runs
+    found = {decision.name: decision for decision in read_results(study, root).decisions()}
+    assert list(found) == ["one", "two", "later", "reward on rho"]
+    # No spread: p is 0 for a difference, and for equivalence where there is none.
+    assert (found["one"].p, found["one"].verdict) == (printed(0.0, 12), "as predicted")
+    assert (found["two"].expected, found["two"].p, found["two"].verdict) == ("same", 0.0, "as predicted")
+    # Nothing was run: it stays in the family.
+    assert (found["later"].effect, found["later"].p_holm, found["later"].verdict) == (None, 1.0, "undecided")
+    slope = found["reward on rho"].effect
+    rho = 0.01 * sum(1.02**t for t in range(NUM_STEPS)) / NUM_STEPS
+    # The outcome rho is a ratio; as a dose it counts as it is: 0.2 more reward over one more rho.
+    assert slope.mean == printed(0.2 / rho, 5)  # files hold six digits
+    rest = found["reward on rho"].p
+    assert found["reward on rho"].p_holm == min(1.0, 2 * rest)
+
+
+def test_behind_a_gate_that_fails_nothing_is_testable(runs):
+    study, root = runs
+    text = study.path.read_text().replace("primaries:\n  - {arm: one, outcome: reward}\n", "primaries:\n")
+    verdicts = []
+    for arm, outcome in (("one", "reward"), ("later", "collapse")):
+        file = study.path.with_name(f"gate-{arm}.yaml")
+        both = text if arm == "one" else study.path.read_text().replace("  - {arm: later, outcome: collapse}\n", "")
+        file.write_text(both + f"gate: {{arm: {arm}, outcome: {outcome}}}\n")
+        verdicts.append([(d.name, d.verdict) for d in read_results(load_study(file), root).decisions()])
+    through, shut = verdicts
+    assert through[0] == ("one", "as predicted")
+    assert ("two", "as predicted") in through
+    assert shut[0] == ("later", "undecided")
+    assert {verdict for _, verdict in shut[1:]} == {"not testable"}
+
+
+def test_the_report_says_what_was_fixed_and_when(runs, tmp_path):
+    study, root = runs
+    fixed = register(study, root, num_finished=8)
+    try:
+        text = write_report(study, root)[1].read_text()
+        assert f"Fixed before the runs: study {fixed.sha256[:12]}" in text
+        assert "8 runs were finished before the study was registered." in text
+        assert "changed after the runs began" not in text
+        other = study.path.with_name("other.yaml")
+        other.write_text(study.path.read_text().replace("margin: 0.05", "margin: 0.5"))
+        text = write_report(load_study(other), root)[1].read_text()
+        assert "changed after the runs began, and not amended: outcomes.reward.margin" in text
+    finally:
+        (root / "registered.json").unlink()
+
+
+def test_nothing_finished_is_said(tmp_path):
+    with pytest.raises(InputError, match=r"no finished run of study hacking; start it with `megatron-rl lab run`"):
+        read_results(load_study(LAB / "hacking"), tmp_path)

@@ -1,0 +1,279 @@
+"""The lab's statistics against closed forms, and against other ways to compute the same."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from megatron_rl.instruments.lab import foresight as power
+from megatron_rl.instruments.lab.statistics import (
+    Effect,
+    _RandomIntercept,
+    holm,
+    mixed_regression,
+    paired_effect,
+    restricted_mean,
+    restricted_mean_values,
+    trend_effect,
+)
+from tests.support.rounding import printed, rounded, standard_errors
+
+
+def pairs(differences):
+    return dict(enumerate(differences)), dict.fromkeys(range(len(differences)), 0.0)
+
+
+def test_holm_is_the_closed_bonferroni_test():
+    """The adjusted p-value of a hypothesis is the largest Bonferroni p-value of the families that hold it."""
+    rng = np.random.default_rng(0)
+    for m in range(1, 7):
+        p = list(rng.uniform(size=m) ** 3)
+        p[-1] = p[0]  # a tie
+        families = [f for size in range(1, m + 1) for f in itertools.combinations(range(m), size)]
+        closed = [max(min(1.0, len(f) * min(p[j] for j in f)) for f in families if i in f) for i in range(m)]
+        assert holm(p) == closed
+    assert holm([]) == []
+
+
+def test_holm_by_hand():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == [rounded(0.03), rounded(0.06), rounded(0.06), rounded(0.02)]
+
+
+def test_p_values_are_those_of_two_and_of_one_sided_t_tests():
+    rng = np.random.default_rng(1)
+    for n in (2, 3, 8):
+        differences = rng.normal(0.2, 1.0, size=n)
+        effect = paired_effect(*pairs(differences), margin=0.7)
+        assert effect.p == rounded(stats.ttest_1samp(differences, 0.0).pvalue, 500)
+        sides = [
+            stats.ttest_1samp(differences, -0.7, alternative="greater").pvalue,
+            stats.ttest_1samp(differences, 0.7, alternative="less").pvalue,
+        ]
+        assert effect.p_same == rounded(max(sides), 500)
+
+
+def test_one_degree_of_freedom_has_a_closed_form():
+    # Two seeds, differences 1 and 3: t = 2 / (sqrt(2) / sqrt(2)) = 2; Cauchy: p = 1 - 2 atan(2) / pi.
+    effect = paired_effect(*pairs([1.0, 3.0]), margin=5.0)
+    assert effect.p == rounded(1 - 2 * math.atan(2) / math.pi)
+    # against the margin: t = (5 - 2) / 1, one side
+    assert effect.p_same == rounded(0.5 - math.atan(3) / math.pi)
+
+
+def test_equivalence_is_a_90_percent_interval_within_the_margin():
+    rng = np.random.default_rng(2)
+    seen = set()
+    for _ in range(300):
+        differences = rng.normal(0.0, 1.0, size=6)
+        half = stats.t.ppf(0.95, 5) * differences.std(ddof=1) / math.sqrt(6)
+        inside = differences.mean() - half > -1 and differences.mean() + half < 1
+        assert (paired_effect(*pairs(differences), margin=1.0).p_same < 0.05) == inside
+        seen.add(bool(inside))
+    assert seen == {True, False}
+
+
+def test_a_ratio_has_its_margin_as_a_factor():
+    one, other = {0: 2.0, 1: 2.2, 2: 1.9}, dict.fromkeys(range(3), 2.0)
+    logs = {seed: math.log(value) for seed, value in one.items()}
+    linear = paired_effect(logs, dict.fromkeys(range(3), math.log(2.0)), margin=math.log(1.25))
+    ratio = paired_effect(one, other, ratio=True, margin=1.25)
+    assert (ratio.p, ratio.p_same) == (rounded(linear.p, 500), rounded(linear.p_same, 500))
+
+
+def effect(mean=0.0, p=1.0, p_same=math.nan, beyond=True):
+    return Effect(5, mean, mean - 1, mean + 1, 0.0, 0.0, p, p_same, beyond)
+
+
+@pytest.mark.parametrize(
+    ("found", "verdicts"),
+    [
+        (effect(1.0, p=0.01), ("as predicted", "contrary", "contrary")),
+        (effect(-1.0, p=0.01), ("contrary", "as predicted", "contrary")),
+        (effect(1.0, p=0.2), ("undecided", "undecided", "not contradicted")),
+        (effect(1.0, p=0.2, p_same=0.2), ("undecided", "undecided", "undecided")),
+        (effect(0.1, p=0.6, p_same=0.01, beyond=False), ("no effect", "no effect", "as predicted")),
+        # significant, and as small as what two runs of one recipe differ by
+        (effect(0.1, p=0.01, p_same=0.2, beyond=False), ("undecided", "undecided", "undecided")),
+        (effect(0.1, p=0.01, p_same=0.01, beyond=False), ("no effect", "no effect", "as predicted")),
+    ],
+)
+def test_verdicts(found, verdicts):
+    assert tuple(found.verdict(expected) for expected in ("higher", "lower", "same")) == verdicts
+
+
+def test_a_verdict_is_of_corrected_p_values():
+    assert effect(1.0, p=0.01).verdict("higher", adjusted=0.06) == "undecided"
+    found = effect(1.0, p=0.01, p_same=0.04)
+    assert found.verdict("higher", adjusted=0.06, family=2) == "undecided"
+    assert found.verdict("higher", adjusted=0.04) == "as predicted"
+    # "same" is what is tested: the difference, which the family does not count, is corrected by its full number
+    assert found.verdict("same", adjusted=0.08, family=4) == "contrary"
+    assert found.verdict("same", adjusted=0.08, family=6) == "undecided"
+
+
+def test_restricted_mean_without_censoring_is_a_mean():
+    times = [3.0, 20.0, 7.0, 12.0, 20.0]
+    collapsed = [True, False, True, True, False]
+    assert restricted_mean(times, collapsed, 20.0) == rounded(np.mean(times))
+    assert restricted_mean(times, collapsed, 10.0) == rounded(np.mean([3, 10, 7, 10, 10]))
+    assert restricted_mean_values(times, collapsed, 20.0) == rounded(times, scale=100)
+    assert restricted_mean([5.0, 6.0], [False, False], 9.0) == 9.0
+    assert restricted_mean_values([5.0], [True], 9.0) == [5.0]
+
+
+def redistributed(times, collapsed, horizon):
+    """Efron's construction: a censored run hands its weight to those that are seen longer, in equal parts."""
+    order = sorted(range(len(times)), key=lambda i: (times[i], not collapsed[i]))
+    weights, total = dict.fromkeys(order, 1.0 / len(times)), 0.0
+    for place, i in enumerate(order):
+        later = order[place + 1 :]
+        if collapsed[i] or not later:
+            total += weights[i] * (min(times[i], horizon) if collapsed[i] else horizon)
+        else:
+            for j in later:
+                weights[j] += weights[i] / len(later)
+    return total
+
+
+def test_censored_runs_hand_their_weight_to_later_ones():
+    rng = np.random.default_rng(3)
+    for n in (2, 5, 9):
+        times = list(rng.integers(1, 12, size=n).astype(float))
+        collapsed = [bool(x) for x in rng.integers(0, 2, size=n)]
+        for horizon in (4.0, 8.0, 20.0):
+            found = restricted_mean(times, collapsed, horizon)
+            assert found == rounded(redistributed(times, collapsed, horizon), scale=20)
+
+
+def test_a_mixed_regression_of_complete_seeds_is_that_within_seeds():
+    """With all doses in every seed, slope and error are those of least squares after each seed's mean is taken off."""
+    rng = np.random.default_rng(4)
+    doses, num_seeds = np.array([0.0, 1.0, 2.5, 4.0]), 7
+    values = 0.3 * doses + rng.normal(0, 5, size=(num_seeds, 1)) + rng.normal(0, 0.2, size=(num_seeds, 4))
+    seeds = np.repeat(np.arange(num_seeds), 4)
+    found = mixed_regression(seeds, np.tile(doses, num_seeds), values.ravel())
+    x, y = doses - doses.mean(), values - values.mean(axis=1, keepdims=True)
+    slope = (x * y).sum() / (num_seeds * (x**2).sum())
+    degrees = num_seeds * 4 - num_seeds - 1
+    variance = ((y - slope * x) ** 2).sum() / degrees
+    assert found.degrees == degrees
+    assert found.slope == rounded(slope, 1000, scale=10)
+    # The likelihood's optimum is flat: the error follows from a ratio that is found to a root of the unit roundoff.
+    assert found.error == printed(math.sqrt(variance / num_seeds / (x**2).sum()), 6)
+
+
+def test_without_differences_between_seeds_it_is_least_squares():
+    doses = np.array([0.0, 1.0, 2.0, 0.0, 1.0, 2.0])
+    values = np.array([0.0, 1.2, 1.8, 0.2, 0.8, 2.0])  # both seeds have the mean 1
+    found = mixed_regression([0, 0, 0, 1, 1, 1], doses, values)
+    least = stats.linregress(doses, values)
+    assert (found.seed_variance, found.degrees) == (0.0, 3)
+    assert (found.slope, found.error) == (rounded(least.slope), rounded(least.stderr))
+
+
+def test_its_likelihood_is_that_of_the_dense_covariance():
+    rng = np.random.default_rng(5)
+    seeds = np.array([0, 0, 0, 1, 1, 2, 2, 2, 2, 3])  # unequal: some runs are missing
+    x = rng.normal(size=10)
+    y = 2 * x + rng.normal(size=4)[seeds] + rng.normal(size=10)
+    design = np.stack([np.ones(10), x], axis=1)
+    fit = _RandomIntercept(seeds, design, y)
+
+    def dense(ratio):
+        covariance = np.eye(10) + ratio * (seeds[:, None] == seeds[None])
+        inverse = np.linalg.inv(covariance)
+        information = design.T @ inverse @ design
+        left = y - design @ np.linalg.solve(information, design.T @ inverse @ y)
+        log_dets = np.linalg.slogdet(covariance)[1] + np.linalg.slogdet(information)[1]
+        return 8 * math.log(left @ inverse @ left / 8) + log_dets
+
+    for ratio in (0.0, 0.1, 1.0, 30.0):
+        assert fit.deviance(ratio) == rounded(dense(ratio), 10_000, scale=10)
+    found = mixed_regression(seeds, x, y)
+    best = fit.deviance(found.seed_variance / found.residual_variance)
+    assert all(best <= dense(ratio) + 10 * 1e-12 for ratio in np.geomspace(1e-4, 1e3, 200))
+
+
+def test_a_trend_of_two_doses_is_the_paired_test():
+    rng = np.random.default_rng(6)
+    control, arm = rng.normal(0, 3, size=8), rng.normal(0.5, 3, size=8)
+    seeds = [*range(8), *range(8)]
+    trend = trend_effect(seeds, [0.0] * 8 + [2.0] * 8, [*control, *arm], margin=0.4)
+    paired = paired_effect(dict(enumerate(arm)), dict(enumerate(control)), margin=0.8)
+    assert trend.mean == rounded(paired.mean / 2, 1000, scale=10)
+    assert trend_effect([0, 1], [1.0, 1.0], [0.0, 1.0]) is None
+    assert trend_effect([0, 1], [0.0, 1.0], [0.0, 1.0]) is None
+
+
+def test_power_is_that_of_published_tables():
+    # Cohen 1988, table 2.4.1 for one sample at two sides and 0.05; the numbers of G*Power.
+    assert [power.seeds_needed(d, 0.05) for d in (0.5, 1.0, 1.5, 2.0)] == [34, 10, 6, 5]
+    assert power.power_of_pairs(1.0, 3, 0.05) == printed(0.18, 2)
+
+
+def test_power_is_two_tails_of_the_noncentral_t():
+    for n, d, level in [(3, 1.0, 0.05), (8, 0.7, 0.01), (40, 0.4, 0.05), (10, 3.0, 0.001)]:
+        bound = stats.t.ppf(1 - level / 2, n - 1)
+        tails = stats.nct.sf(bound, n - 1, d * math.sqrt(n)) + stats.nct.cdf(-bound, n - 1, d * math.sqrt(n))
+        assert power.power_of_pairs(d, n, level) == printed(tails, 9)
+
+
+def test_power_without_an_effect_is_the_level():
+    for level in (0.05, 0.01):
+        assert power.power_of_pairs(0.0, 6, level) == printed(level, 9)
+
+
+def test_smallest_effect_and_seeds_are_inverse():
+    for n in (2, 3, 8, 40):
+        d = power.smallest_effect(n, 0.05 / 7)
+        assert power.power_of_pairs(d, n, 0.05 / 7) == printed(power.POWER, 9)
+        assert power.seeds_needed(d * 1.001, 0.05 / 7) == n
+    assert power.smallest_effect(1, 0.05) == math.inf
+    assert power.seeds_needed(1e-6, 0.05) is None
+    assert power.power_of_pairs(500.0, 10, 0.05) == printed(1.0, 9)
+
+
+def test_power_by_simulation():
+    rng = np.random.default_rng(7)
+    draws = rng.normal(0.9, 1.0, size=(20_000, 8))
+    t = draws.mean(axis=1) / draws.std(axis=1, ddof=1) * math.sqrt(8)
+    for level in (0.05, 0.01):
+        rejected = np.abs(t) > stats.t.ppf(1 - level / 2, 7)
+        expected = power.power_of_pairs(0.9, 8, level)
+        assert abs(rejected.mean() - expected) < standard_errors(math.sqrt(expected * (1 - expected)), len(draws))
+
+
+@pytest.mark.parametrize(("margin", "d"), [(1.0, 0.0), (1.5, 0.4), (0.3, 0.0)])
+def test_power_of_equivalence_by_simulation(margin, d):
+    rng = np.random.default_rng(8)
+    draws = rng.normal(d, 1.0, size=(20_000, 8))
+    half = stats.t.ppf(0.95, 7) * draws.std(axis=1, ddof=1) / math.sqrt(8)
+    shown = np.abs(draws.mean(axis=1)) + half < margin
+    expected = power.power_of_equivalence(margin, 8, 0.05, d)
+    assert abs(shown.mean() - expected) < standard_errors(0.5, len(draws))
+    assert power.power_of_equivalence(50.0, 8, 0.05) == printed(1.0, 6)
+    assert power.power_of_equivalence(1.0, 1, 0.05) == 0.0
+
+
+def test_the_smallest_slope_of_two_doses_is_the_smallest_paired_effect():
+    # A paired difference has √2 of the residual's deviation, and the doses are one apart.
+    for n in (3, 10):
+        expected = power.smallest_effect(n, 0.01) * math.sqrt(2)
+        assert power.smallest_slope([0.0, 1.0], n, 0.01) == printed(expected, 9)
+    assert power.smallest_slope([1.0, 1.0], 9, 0.05) == math.inf
+
+
+def test_the_trend_test_keeps_its_level():
+    """600 studies of 4 seeds and 3 doses without a slope: no more than 5% are found to have one."""
+    rng = np.random.default_rng(9)
+    rejected, draws = 0, 600
+    doses = [0.0, 1.0, 3.0] * 4
+    seeds = np.repeat(np.arange(4), 3)
+    for _ in range(draws):
+        values = np.repeat(rng.normal(0, 2, size=4), 3) + rng.normal(size=12)
+        rejected += trend_effect(seeds, doses, values).p < 0.05
+    assert rejected / draws < 0.05 + standard_errors(math.sqrt(0.05 * 0.95), draws)

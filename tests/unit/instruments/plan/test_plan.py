@@ -1,0 +1,532 @@
+"""`plan`: parameter counts, memory and time against closed forms, and refusals that say what to do."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+import shlex
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.__main__ import main
+from megatron_rl.commands.arguments import GPU_NAMES
+from megatron_rl.config import load_recipe
+from megatron_rl.config.learner import LoraConfig, ParallelConfig
+from megatron_rl.config.model_rules import layout_problems
+from megatron_rl.errors import InputError
+from megatron_rl.instruments.plan import GPUS, make_plan, make_workload, summary
+from megatron_rl.instruments.plan.hardware import GIB, HOST_LINK, MOST_UTILIZATION, PROCESS_GIB
+from megatron_rl.instruments.plan.learner import (
+    Activations,
+    active_parameters,
+    adapter_parameters,
+    checkpoint_cost,
+    learner_memory,
+    stage_parameters,
+    total_parameters,
+)
+from megatron_rl.instruments.plan.memory import memory_plan
+from megatron_rl.instruments.plan.report import render
+from megatron_rl.instruments.plan.timing import num_expert_matrices, num_tensors, step_time
+from megatron_rl.instruments.plan.workload import Workload
+from megatron_rl.model.architecture import architecture_from, read_architecture
+from megatron_rl.model.known_models import KNOWN_MODELS, shape_of
+from megatron_rl.rollout.servers.weight_broadcast import CHUNK_BYTES, NUM_BUFFERS
+from tests.support.rounding import printed, rounded
+from tests.support.tiny import MODEL, REPOSITORY
+
+MOE = REPOSITORY / "recipes" / "length_decay" / "rloo-qwen3-30b-a3b-4n8g-tp4ep8-auto.yaml"
+DENSE = REPOSITORY / "recipes" / "length_decay" / "rloo-qwen3-8b-base-2n8g-tp4-lr1e-6.yaml"
+
+STAYS = ("learner.offload={gradients: false, optimizer: false}", "rollout.gpu_memory_utilization=0.4")
+"""A learner that is there while the engine generates; the recipes' own leave."""
+STAYS_FLAGS = [argument for setting in STAYS for argument in ("--set", setting)]
+
+
+@functools.cache
+def work(path: Path = MOE, gpu: str = "h100-80", *overrides: str, **sizes) -> Workload:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        recipe = load_recipe(path, [*STAYS, *overrides])
+    return make_workload(recipe, shape_of(recipe.model.path)[0], GPUS[gpu], **sizes)
+
+
+# ---------------------------------------------------------------- parameters
+
+
+def test_published_sizes():
+    """Totals as the checkpoints' own cards state them."""
+    published = {
+        "Qwen3-30B-A3B": "30.5",
+        "Qwen3-4B-Base": "4.0",
+        "Qwen3-8B-Base": "8.2",
+        "Qwen3-14B-Base": "14.8",
+        "DeepSeek-R1-Distill-Qwen-1.5B": "1.78",
+        "Qwen2.5-Math-1.5B": "1.54",
+        "OctoThinker-3B-Hybrid-Base": "3.21",
+    }
+    for name, billions in published.items():
+        total = total_parameters(architecture_from(KNOWN_MODELS[name])) / 1e9
+        assert total == printed(float(billions), len(billions.partition(".")[2])), name
+
+
+def test_count_is_that_of_a_checkpoint():
+    from safetensors import safe_open
+
+    architecture = read_architecture(MODEL)
+    with safe_open(MODEL / "model.safetensors", "pt") as file:
+        shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+    count = sum(math.prod(shape) for shape in shapes)
+    assert total_parameters(architecture) == count
+    assert num_tensors(architecture) == len(shapes)
+    idle = 4 * 3 * 128 * 64 * (8 - 2)
+    assert active_parameters(architecture) == count - idle - 128 * 128
+
+
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Qwen3-4B-Base", "Qwen3-14B-Base"])
+def test_shards_add_up(name):
+    """All ranks of a layout together hold the model once, but for what every tensor rank repeats."""
+    a = architecture_from(KNOWN_MODELS[name])
+    whole = stage_parameters(a, ParallelConfig())[0]
+    staged = stage_parameters(a, ParallelConfig(pipeline=2))
+    again = a.vocab_size * a.hidden_size if a.tie_embeddings else 0  # the last stage's copy of the tied table
+    assert sum(stage.total for stage in staged) == whole.total + again
+    sharded = stage_parameters(a, ParallelConfig(tensor=4))[0]
+    repeated = a.num_layers * (2 * a.hidden_size + 2 * a.head_dim + a.num_experts * a.hidden_size) + a.hidden_size
+    assert 4 * sharded.dense == whole.dense + 3 * repeated
+    if a.is_moe:
+        assert stage_parameters(a, ParallelConfig(expert=8, expert_tensor=2))[0].expert * 16 == whole.expert
+
+
+def test_adapters():
+    a = architecture_from(KNOWN_MODELS["Qwen2.5-Math-1.5B"])
+    h, q, kv, f, r = 1536, 1536, 256, 8960, 32
+    layer = r * (h + q + 2 * kv) + r * (q + h) + r * (h + 2 * f) + r * (f + h)
+
+    def of(parallel: ParallelConfig) -> list[tuple[int, int]]:
+        return [adapter_parameters(a, LoraConfig(rank=r), parallel, stage) for stage in stage_parameters(a, parallel)]
+
+    assert of(ParallelConfig()) == [(28 * layer, 0)]
+    assert of(ParallelConfig(pipeline=2)) == [(14 * layer, 0)] * 2
+    cut = r * (h + (q + 2 * kv) // 2) + r * (q // 2 + h) + r * (h + 2 * f // 2) + r * (f // 2 + h)
+    assert of(ParallelConfig(tensor=2)) == [(28 * cut, 0)]
+
+
+def test_adapters_of_experts():
+    a = architecture_from(KNOWN_MODELS["Qwen3-30B-A3B"])
+    h, q, kv, f, r = 2048, 4096, 512, 768, 8
+    parallel = ParallelConfig(tensor=4, expert=8)
+    (stage,) = stage_parameters(a, parallel)
+    attention = r * (h + (q + 2 * kv) // 4) + r * (q // 4 + h)
+    expert = r * (h + 2 * f) + r * (f + h)
+    assert adapter_parameters(a, LoraConfig(rank=r), parallel, stage) == (48 * attention, 48 * 16 * expert)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_static_memory_of_a_rank():
+    """2 bytes of weights, 4 of gradients; 12 of Adam over the ranks that share a weight: 8 for dense, 4 for experts."""
+    w = work()
+    stage = stage_parameters(w.architecture, w.parallel)[0]
+    memory = memory_plan(w).learner
+    assert memory.weights == 2 * stage.total
+    assert memory.gradients == 4 * stage.total
+    assert memory.moments + memory.masters == 12 * (stage.dense / 8 + stage.expert / 4)
+    (fp32,) = learner_memory(w.architecture, w.recipe.learner.model_copy(update={"dtype": "fp32"}), 32, 1024)
+    assert (fp32.weights, fp32.masters) == (2 * memory.weights, 0)
+
+
+def test_context_parallel_ranks_share_a_row_and_adams_states():
+    """Half of the tokens in half of the replicas: activations and communication of the row are halved, Adam's shards
+    stay, and every rank gets the other's keys and values."""
+    one = work()
+    two = one.with_learner(parallel=one.parallel.model_copy(update={"context": 2}))
+    assert (two.data_parallel, two.microbatch_tokens) == (one.data_parallel // 2, one.microbatch_tokens)
+    a, b = (memory_plan(w).learner for w in (one, two))
+    assert (a.weights, a.gradients, a.moments, a.masters) == (b.weights, b.gradients, b.moments, b.masters)
+    assert a.activations == 2 * b.activations
+    row = two.microbatch_tokens // 2
+    kept = Activations(two.architecture, two.parallel, "bf16", row)
+    assert kept.context_buffer() == 4 * row * 2 * 2 * 4 * 128 / 4  # k, v and gradients; two turns; 4 heads over TP4
+    assert b.buffers == row * 2048 * 2 + kept.context_buffer()
+
+
+def test_long_sequences_are_planned_with_context_parallelism():
+    long = ("rollout.max_response_length=30720", "learner.max_tokens_per_microbatch=32768", "learner.recompute=none")
+    wide = {layout.parallel.context for layout in make_plan(work(MOE, "h100-80", *long)).layouts}
+    assert wide == {1, 2, 4, 8}
+    assert {layout.parallel.context for layout in make_plan(work(DENSE)).layouts} == {1, 2}, "short sequences"
+
+
+def test_recomputation_and_microbatches_move_memory_as_they_should():
+    def dynamic(**changes) -> float:
+        return memory_plan(work(DENSE).with_learner(**changes)).learner.dynamic
+
+    assert dynamic(recompute="none") > 3 * dynamic(recompute="full")
+    assert 1.5 * dynamic() < dynamic(max_tokens_per_microbatch=32768) <= 2 * dynamic()  # twice, but for what is fixed
+    assert dynamic(recompute="selective") == dynamic(recompute="none")  # a dense model has no experts to recompute
+    moe = work().with_learner(recompute="selective")
+    assert memory_plan(moe).learner.dynamic < 0.6 * memory_plan(work().with_learner(recompute="none")).learner.dynamic
+
+
+def test_first_stage_keeps_most_microbatches():
+    stages = learner_memory(
+        work().architecture,
+        work().recipe.learner.model_copy(update={"parallel": ParallelConfig(pipeline=4)}),
+        4,
+        8192,
+        8,
+    )
+    kept = [stage.activations for stage in stages]
+    assert kept[0] > 3.5 * kept[2] / 2
+    assert [stage.head > 0 for stage in stages] == [False, False, False, True]
+
+
+def test_cache_holds_what_is_left():
+    w = work()
+    engine = memory_plan(w).engine
+    per_token = 2 * 48 * 1 * 128 * 2  # keys and values, layers, one of 4 heads a rank, width, bytes
+    assert engine.token_bytes == per_token
+    budget = 0.4 * 79.1 * 2**30
+    assert engine.tokens == int((budget - engine.weights - engine.activations - engine.graphs) // per_token)
+    assert engine.weights * 4 / 2 / 1e9 == printed(30.53, 2)
+    fixed = memory_plan(work(MOE, "h100-80", "rollout.kv_cache_gib=2")).engine
+    assert fixed.cache == 2 * 2**30
+
+
+def test_placements():
+    w = work()
+    here, servers, exact = (memory_plan(w, placement) for placement in ("colocated", "servers", "exact"))
+    at_rest = dict(here.phases[1].items)["learner at rest"]
+    assert at_rest == here.learner.static
+    assert servers.engine.tokens > here.engine.tokens
+    assert "learner at rest" not in dict(servers.phases[1].items)
+    assert exact.engine is None
+    assert exact.phases[0].total < here.phases[0].total  # no engine asleep beside it
+
+
+# ---------------------------------------------------------------- time
+
+
+def test_time_follows_the_hardware():
+    w = work()
+    engine = memory_plan(w).engine
+    slow, fast = (
+        step_time(w, engine),
+        step_time(replace(w, gpu=replace(w.gpu, flops_16bit=2 * w.gpu.flops_16bit)), engine),
+    )
+    compute = slow.update - slow.communication
+    assert fast.update - fast.communication == rounded(compute / 2)
+    wide = step_time(replace(w, gpu=replace(w.gpu, bandwidth=2 * w.gpu.bandwidth)), engine)
+    assert slow.generate / 2 < wide.generate < slow.generate
+    assert slow.old_logprobs == 0  # one update a step
+    assert step_time(work(MOE, "h100-80", "batch.minibatches=4"), engine).old_logprobs > 0
+
+
+def test_weights_that_are_broadcast_to_servers_need_room_for_two_chunks():
+    servers = ("rollout.engine=vllm_server", "rollout.servers.count=4")
+    kinds = [
+        memory_plan(work(MOE, "h100-80", *servers, f"rollout.servers.weights={w}")) for w in ("broadcast", "files")
+    ]
+    sent, through_files = (dict(plan.phases[0].items) for plan in kinds)
+    assert sent.pop("weights on their way to servers") == NUM_BUFFERS * CHUNK_BYTES["cuda"]
+    assert sent == through_files
+
+
+def test_servers_that_sample_ahead_hide_the_shorter_of_generating_and_learning():
+    servers = ("rollout.engine=vllm_server", "rollout.servers.count=4", "rollout.gpu_memory_utilization=0.9")
+    plans = [make_plan(work(MOE, "h100-80", *servers, f"rollout.max_staleness={k}")) for k in (0, 1)]
+    apart, ahead = (plan.time for plan in plans)
+    learning = apart.old_logprobs + apart.update + apart.optimizer
+    assert apart.total == rounded(apart.generate + learning + apart.refit)
+    assert ahead.total == rounded(max(apart.generate, learning) + apart.refit)
+    line = f"{-min(apart.generate, learning):8.1f} s  generating and learning at the same time (rollout.max_staleness)"
+    assert [line in render(plan) for plan in plans] == [False, True]
+
+
+def test_expert_matrices_cost_little_to_hand_over():
+    """18,432 of them and 435 other tensors: a second, where one by one it would be ten."""
+    w = work()
+    alone = replace(w, gpu=replace(w.gpu, nvlink=math.inf, network=math.inf))
+    seconds = step_time(alone, memory_plan(w).engine).refit
+    assert num_expert_matrices(w.architecture) == 18_432
+    assert seconds == rounded(435 * 500e-6 + 18_432 * 40e-6)
+
+
+def test_forward_and_backward_by_hand():
+    """6 FLOPs per active parameter and token, 8 with full recomputation, plus attention."""
+    w = work(DENSE)
+    tokens, length = 1024 * (256 + 4096), 256 + 4096
+    flops = tokens * (2 * active_parameters(w.architecture) + 2 * 36 * 4096 * length)
+    time = step_time(w, memory_plan(w).engine)
+    assert time.update - time.communication == rounded(4 * flops / (16 * 989e12 * 0.38))
+
+
+# ---------------------------------------------------------------- offload
+
+
+ASIDE = [f"learner.offload.{part}=true" for part in ("gradients", "optimizer", "weights", "during_passes")]
+
+
+def at_rest(w: Workload) -> float:
+    (generating,) = (phase for phase in memory_plan(w).phases if phase.name == "generating")
+    return dict(generating.items)["learner at rest"]
+
+
+def test_what_leaves_is_not_there_while_the_engine_generates():
+    """32 ranks, experts over 8 of them: see `test_static_memory_of_a_rank`."""
+    stage = stage_parameters(work().architecture, work().parallel)[0]
+    sizes = [4 * stage.total, 12 * (stage.dense / 8 + stage.expert / 4), 2 * stage.total]
+    assert at_rest(work()) == rounded(sum(sizes))
+    for size, setting in zip(sizes, ASIDE[:3], strict=True):
+        assert at_rest(work(MOE, "h100-80", setting)) == rounded(sum(sizes) - size)
+    assert at_rest(work(MOE, "h100-80", *ASIDE)) == 0
+
+
+def test_copies_cross_the_bus_both_ways():
+    stage = stage_parameters(work().architecture, work().parallel)[0]
+    states, weights = 12 * (stage.dense / 8 + stage.expert / 4), 2 * stage.total
+    rate = HOST_LINK * 64e9
+
+    def seconds(*settings: str) -> float:
+        w = work(MOE, "h100-80", *settings)
+        return step_time(w, memory_plan(w).engine).offload
+
+    assert seconds() == seconds(ASIDE[0]) == 0.0
+    assert seconds(ASIDE[1]) == rounded(2 * states / rate)
+    assert seconds(ASIDE[2]) == rounded(2 * weights / rate)
+    # Away in passes, Adam's states come for every update.
+    assert seconds(*ASIDE, "batch.minibatches=4") == rounded((8 * states + 2 * weights) / rate)
+    assert seconds(*ASIDE[:3], "batch.minibatches=4") == rounded(2 * (states + weights) / rate)
+
+
+def test_states_and_activations_are_not_there_together():
+    """One node: Adam's states are most of a rank, so the update is the peak, without activations."""
+    settings = ["rollout.gpu_memory_utilization=0.3", *ASIDE[:2]]
+    together = memory_plan(work(MOE, "h100-80", *settings, nodes=1))
+    apart = memory_plan(work(MOE, "h100-80", *settings, ASIDE[3], nodes=1))
+    saved = dict(together.phases[0].items)["activations and temporaries"] - apart.learner.optimizer
+    assert together.learner.states > together.learner.passes
+    assert together.phases[0].total - apart.phases[0].total == rounded(1.08 * saved)
+    assert dict(apart.phases[0].items)["optimizer states"] == apart.learner.states
+
+
+def test_host_memory_of_a_node(capsys):
+    """Eight ranks of one node hold 12 bytes of every weight, 2 for the weights, responses and a checkpoint."""
+    node = [str(MOE), "--gpu", "h100-80", "--nodes", "1", *(a for s in ASIDE for a in ("--set", s))]
+    plan = make_plan(work(MOE, "h100-80", *ASIDE, nodes=1))
+    learner = plan.memory.learner
+    saved = checkpoint_cost(plan.work).host
+    assert plan.host.total == rounded(
+        8 * (learner.states + learner.weights + PROCESS_GIB * GIB) + plan.own.host_node + 8 * saved
+    )
+    assert 12 * 30.5e9 < 8 * learner.states < 12 * 30.6e9 + 8 * 12 * 1e6, "norms and routers are on several ranks"
+    assert main(["plan", *node]) == 0
+    needed = plan.host.total / GIB
+    assert main(["plan", *node, "--host-memory", str(needed + 1)]) == 0
+    message = error_of(capsys, *node, "--host-memory", str(needed - 60))
+    assert "host memory: " in message
+    assert ", 60 GiB more than the " in message
+    assert "Turn off learner.offload.weights or learner.offload.optimizer" in message
+
+
+def test_offload_is_chosen_where_it_gains():
+    """One node: without, no engine of 0.85 fits; Adam's states make the room. With servers there is nothing to gain."""
+    plan = make_plan(work(MOE, "h100-80", nodes=1))
+    assert plan.problems
+    best = plan.layouts[0]
+    assert best.fits
+    assert best.offload.optimizer
+    assert best.utilization <= MOST_UTILIZATION
+    chosen = [s.removeprefix("--set ") for s in re.findall(r"--set \S+", best.overrides)]
+    again = make_plan(work(MOE, "h100-80", *chosen, nodes=1))
+    assert again.problems == []
+    assert again.time.total == rounded(best.time.total)
+    servers = ("rollout.engine=vllm_server", "rollout.servers.count=4", "rollout.gpu_memory_utilization=0.9")
+    assert not any(layout.offload.gradients for layout in make_plan(work(MOE, "h100-80", *servers)).layouts)
+
+
+def test_the_report_says_what_each_setting_gains():
+    plan = make_plan(work(MOE, "h100-80", *ASIDE, "rollout.gpu_memory_utilization=0.8", nodes=1))
+    text = render(plan)
+    rows = re.findall(r"^  (none|[gowP]+) +[\d.]+ +([\d.]+) +(\d+) +([\d.]+) +(\d+); ", text, re.MULTILINE)
+    assert [row[0] for row in rows] == ["none", "g", "go", "goP", "gow", "gowP"]
+    rest, tokens, host = ([float(row[i]) for row in rows] for i in (1, 2, 4))
+    assert rest == sorted(rest, reverse=True)
+    assert tokens[:3] == sorted(tokens[:3])
+    assert host == sorted(host)
+    assert "gowP" in next(line for line in text.splitlines() if line.endswith("← the recipe's"))
+    assert f"{plan.time.offload:8.1f} s  copies to and from host memory (learner.offload)" in text
+    assert summary(plan).endswith(
+        f"{plan.time.offload:.1f} s of it offload, {plan.host.total / GIB:.0f} GiB of host memory a node"
+    )
+
+
+# ---------------------------------------------------------------- layouts and refusals
+
+
+def test_layouts_are_legal_ranked_and_mark_the_recipes():
+    plan = make_plan(work())
+    assert sum(layout.is_recipes for layout in plan.layouts) == 1
+    fits = [layout.memory.fits for layout in plan.layouts]
+    assert fits == sorted(fits, reverse=True)
+    times = [layout.time.total for layout in plan.layouts if layout.memory.fits]
+    assert times == sorted(times)
+    assert len({str(layout) for layout in plan.layouts}) == len(plan.layouts)
+    for layout in plan.layouts:
+        assert layout_problems(layout.parallel, plan.work.architecture, 32) == []
+
+
+def error_of(capsys, *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_refused_with_what_to_do(capsys):
+    message = error_of(
+        capsys, str(DENSE), "--gpu", "h100-80", *STAYS_FLAGS, "--set", "rollout.gpu_memory_utilization=0.85"
+    )
+    missing = float(re.search(r"generating: .* GiB a GPU, ([\d.]+) GiB more than the 79.1", message)[1])
+    assert 5 < missing < 20
+    remedy = re.search(r"gpu_memory_utilization to at most ([\d.]+)", message)[1]
+    share = f"rollout.gpu_memory_utilization={remedy}"
+    assert main(["plan", str(DENSE), "--gpu", "h100-80", *STAYS_FLAGS, "--set", share]) == 0
+    settings = re.search(r"let the learner leave: ((?:--set \S+ ?)+)", message)[1].rstrip(".;").split()
+    own = ["--set", "rollout.gpu_memory_utilization=0.85"]
+    assert main(["plan", str(DENSE), "--gpu", "h100-80", *own, *settings]) == 0
+
+
+def test_too_large_a_microbatch_is_refused_with_one_that_fits(capsys):
+    large = ["--set", "learner.recompute=none", "--set", "learner.max_tokens_per_microbatch=32768"]
+    message = error_of(capsys, str(DENSE), "--gpu", "a100-80", *large)
+    assert "learning: " in message
+    assert "set learner.recompute: full" in message
+    tokens = re.search(r"max_tokens_per_microbatch to (\d+)", message)[1]
+    for remedy in ("learner.recompute=full", f"learner.max_tokens_per_microbatch={tokens}"):
+        assert main(["plan", str(DENSE), "--gpu", "a100-80", *large, "--set", remedy]) == 0
+    more = f"learner.max_tokens_per_microbatch={int(tokens) + 1024}"
+    assert main(["plan", str(DENSE), "--gpu", "a100-80", *large, "--set", more]) == 2
+
+
+def test_what_no_layout_can_hold(capsys):
+    message = error_of(capsys, str(MOE), "--gpu", "a100-40", "--nodes", "1", *STAYS_FLAGS)
+    assert "no layout of 8 a100-40 fits" in message
+    assert "key/value" in message or "cache holds" in message
+
+
+def test_a_layout_that_fits_is_named_and_does(capsys):
+    message = error_of(capsys, str(MOE), "--gpu", "a100-80", "--set", "learner.parallel={tensor: 1, expert: 1}")
+    keys = re.search(r"that fits: (.*)", message)[1].split()
+    assert main(["plan", str(MOE), "--gpu", "a100-80", *keys]) == 0
+
+
+def test_size_comes_from_the_name_or_the_flags(capsys):
+    tiny = str(REPOSITORY / "recipes" / "tiny" / "grpo.yaml")
+    assert "--nodes and --gpus-per-node" in error_of(capsys, tiny, "--gpu", "h100-80")
+    assert main(["plan", tiny, "--gpu", "h100-80", "--nodes", "1", "--gpus-per-node", "2"]) == 0
+    assert work().ranks == 32
+    with pytest.raises(InputError, match="does not divide the number of ranks"):
+        work(MOE, nodes=1, gpus_per_node=6)
+
+
+def test_a_model_of_unknown_shape_is_refused():
+    with pytest.raises(InputError, match="shapes known by folder name: Qwen3-30B-A3B"):
+        shape_of(Path("models/nobody-knows"))
+    assert shape_of(MODEL)[1] is False
+    assert shape_of(Path("anywhere/Qwen3-8B-Base"))[1] is True
+
+
+def test_check_offline_goes_by_the_name(capsys):
+    assert main(["check", str(DENSE)]) == 2
+    capsys.readouterr()
+    assert main(["check", str(DENSE), "--offline", "--ranks", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert "not here  model models/Qwen3-8B-Base" in printed
+    assert "megatron-rl plan" in printed
+    assert main(["check", str(DENSE), "--offline", "--ranks", "6"]) == 2
+
+
+def test_a_header_line():
+    assert re.fullmatch(
+        r"32 × h100-80: learning [\d.]+, generating [\d.]+ of 79.1 GiB a GPU; \d+ s a step", summary(make_plan(work()))
+    )
+
+
+def test_plan_needs_neither_torch_nor_an_engine():
+    program = (
+        "import sys; from megatron_rl.__main__ import main; "
+        f"status = main(['plan', {str(MOE)!r}, '--gpu', 'h100-80']); "
+        "print([m for m in ('torch', 'vllm', 'megatron', 'transformers') if m in sys.modules]); sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY, check=True)
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout
+
+
+def test_command_line_names_the_gpus():
+    assert tuple(GPUS) == GPU_NAMES
+
+
+# ---------------------------------------------------------------- sampling
+
+
+def test_a_round_longer_than_its_deadline_does_not_pass():
+    (problem,) = make_plan(work(MOE, "h100-80", "rollout.deadline_s=1")).problems
+    assert re.fullmatch(r"generating: \d+ s a round, longer than rollout.deadline_s \(1\).*", problem)
+    assert make_plan(work(MOE, "h100-80", "rollout.deadline_s=null")).problems == []
+    assert main(["plan", str(MOE), "--gpu", "h100-80", "--set", "rollout.deadline_s=1"]) != 0
+
+
+def test_rounds_of_their_own_size_are_counted():
+    """64 prompts a step, 1.5 rounds of them expected: two rounds of 48 prompts, or one of 192."""
+    assert work().sampled_sequences == 1.5 * 64 * 16
+    assert work(MOE, "h100-80", "batch.generation_prompts=48").sampled_sequences == 2 * 48 * 16
+    assert work(MOE, "h100-80", "batch.generation_prompts=192").sampled_sequences == 192 * 16
+
+
+def test_where_nothing_fits_what_lacks_least_comes_first():
+    plan = make_plan(work(MOE, "a100-40", nodes=1, gpus_per_node=8))
+    missing = [max(phase.missing for phase in layout.memory.phases) for layout in plan.layouts]
+    assert min(missing) > 0
+    assert missing == sorted(missing)
+    assert "none fits, the one that lacks least first" in render(plan)
+    assert "--set learner.parallel" not in render(plan)
+
+
+def test_a_faster_layout_says_how_to_get_it(capsys):
+    plan = make_plan(work(MOE))
+    best = plan.layouts[0]
+    assert not best.is_recipes
+    line = next(line for line in render(plan).splitlines() if "--set learner.parallel" in line)
+    assert "efficiencies were not measured" in line
+    words = shlex.split(line)
+    overrides = [after for word, after in itertools.pairwise(words) if word == "--set"]
+    taken = make_plan(work(MOE, "h100-80", *overrides))
+    own = next(layout for layout in taken.layouts if layout.is_recipes)
+    assert str(own) == str(best)
+    assert own.memory.fits
+    assert main(["plan", str(MOE), "--gpu", "H100"]) == 0
+    assert "h100-80" in capsys.readouterr().out
+
+
+def test_a_weight_update_holds_the_experts_of_a_layer():
+    """Qwen3-30B-A3B, bf16: a projection of 128 experts is 0.375 GiB. Three stacks, one more beside the last of them,
+    and a quarter of a layer in an engine of 4 GPUs: 1.78 GiB, where two tables of the vocabulary are 1.16."""
+    recipe = load_recipe(REPOSITORY / "recipes/router_replay/grpo-qwen3-30b-a3b-4n8g-tp4ep8-r3.yaml")
+    dense = load_recipe(REPOSITORY / "recipes/length_decay/rloo-qwen3-8b-base-2n8g-tp4-auto.yaml")
+    found = {}
+    for name, wanted in (("moe", recipe), ("dense", dense)):
+        work = make_workload(wanted, shape_of(wanted.model.path)[0], GPUS["h100-80"])
+        (phase,) = (phase for phase in memory_plan(work).phases if phase.name == "handing over the weights")
+        found[name] = dict(phase.items)["on their way"]
+    projection = 128 * 2048 * 768 * 2
+    assert found["moe"] == rounded(4 * projection + 3 * projection / 4)
+    assert 2 * 151936 * 2048 * 2 / GIB < 1.2 < 1.6 < found["moe"] / GIB < 2
+    assert found["dense"] == rounded(2 * 151936 * 4096 * 2)

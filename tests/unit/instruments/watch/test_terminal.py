@@ -1,0 +1,102 @@
+"""What the terminal shows of runs, wide and narrow, with everything recorded and with nothing."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from rich.console import Console
+
+from megatron_rl.__main__ import main
+from megatron_rl.instruments.watch import run as watched
+from megatron_rl.instruments.watch.run import WatchedRun
+from megatron_rl.instruments.watch.terminal import frame, watch
+from megatron_rl.run.lock import RunLock
+from tests.support.written_run import BANDS, EVIL, WrittenRun
+
+
+def shown(runs: list[WatchedRun], width: int) -> str:
+    for run in runs:
+        run.refresh()
+    console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115 - closed with the console
+    console.print(frame(runs, width))
+    return console.export_text()
+
+
+@pytest.mark.parametrize("width", [60, 78, 120, 200])
+def test_two_runs_side_by_side(tmp_path, width):
+    for name in ("left", "right"):
+        written = WrittenRun(tmp_path / name)
+        for step in range(90):
+            written.step(step, alarm=name == "right" and step in (3, 40))
+    written.batch(89)
+    text = shown([WatchedRun(name, tmp_path / name) for name in ("left", "right")], width)
+    assert max(map(len, text.splitlines())) <= width
+    words = text.split()
+    assert {"left", "right", "mismatch:", *BANDS} <= set(words)
+    assert "right, step 40: mismatch mismatch/rho_std = 1.02" in " ".join(words)
+    assert "step 89, train:" in text
+    assert "routes of left: [ ▒▒▒]" in text or "routes of left: [ ▓▓▓]" in text
+
+
+def test_nothing_recorded_says_what_records_it(tmp_path):
+    text = " ".join(shown([WatchedRun("empty", tmp_path)], 200).split())
+    assert "no step is recorded yet" in text
+    assert "recorder.record_batches: last_n" in text
+
+
+def test_labels_and_responses_cannot_reach_the_terminal(tmp_path):
+    written = WrittenRun(tmp_path / "run")
+    written.step(0)
+    written.directory.log.write_text(f"12:00:00 alarm mismatch at step 0: {EVIL}\n")
+    run = WatchedRun("[bold]run[/bold]", tmp_path / "run")
+    text = shown([run], 120)
+    assert "[bold]run[/bold]" in text
+    assert "\x1b" not in text
+
+
+def test_the_command_prints_once_where_nobody_looks(tmp_path, capsys):
+    WrittenRun(tmp_path / "run").step(0)
+    assert main(["watch", f"arm={tmp_path / 'run'}"]) == 0
+    assert "arm" in capsys.readouterr().out
+    assert main(["watch", str(tmp_path / "typo")]) == 2
+    assert main(["watch", str(tmp_path), "--port", "70000"]) == 2
+    assert main(["watch", str(tmp_path), "--every", "0"]) == 2
+
+
+def test_a_terminal_is_drawn_anew_until_it_is_interrupted(tmp_path, monkeypatch):
+    written = WrittenRun(tmp_path / "run")
+    written.step(0)
+    sleeps = []
+
+    def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+        written.step(len(sleeps), reward=0.123456)
+        if len(sleeps) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("megatron_rl.instruments.watch.terminal.time.sleep", sleep)
+    console = Console(width=120, height=60, force_terminal=True, record=True, file=open(os.devnull, "w"))  # noqa: SIM115 - closed with the console
+    run = WatchedRun("run", tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        watch([run], 2.0, False, console)
+    assert sleeps == [2.0] * 3
+    assert run.columns.last_step == 2
+
+
+def test_who_holds_the_run_is_alive_silent_or_gone(tmp_path, monkeypatch):
+    written = WrittenRun(tmp_path / "run")
+    run = WatchedRun("run", tmp_path / "run")
+    run.refresh()
+    assert run.status() == "waiting"
+    written.step(0)
+    with RunLock(written.directory.lock) as lock:
+        lock.acquire()
+        run.refresh()
+        assert run.status() == "running"
+        monkeypatch.setattr(watched, "SILENT_S", 0.0)
+        assert run.status() == "silent"
+    run.refresh()
+    assert run.status() == "ended"
+    written.directory.done.write_text("1")
+    assert run.status() == "done"

@@ -1,0 +1,58 @@
+"""PyTorch's attention where its packed one fails: on a processor with AMX under another ATEN_CPU_CAPABILITY."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_rl.learner.layers import attention
+from megatron_rl.learner.layers.attention import PACKS_IN_VAIN, attend
+
+
+def inputs(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Query with four heads, key and value with two: [B, H, S, D]."""
+    random = torch.Generator().manual_seed(0)
+    return [torch.randn(2, heads, 24, 16, generator=random).to(dtype).requires_grad_() for heads in (4, 2, 2)]
+
+
+def failing(message: str):
+    """torch's attention, which fails in 16 bits."""
+    real = F.scaled_dot_product_attention
+
+    def attention(query: torch.Tensor, *others: torch.Tensor, **options) -> torch.Tensor:
+        if query.dtype.itemsize == 2:
+            raise RuntimeError(message)
+        return real(query, *others, **options)
+
+    return attention
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_where_16_bits_fail_they_are_computed_in_fp32(monkeypatch, dtype, masked):
+    qkv = inputs(dtype)
+    wide = [x.detach().float().requires_grad_() for x in qkv]
+    mask = torch.zeros(24, 24, dtype=dtype).masked_fill_(torch.ones(24, 24).triu(1) > 0, -torch.inf) if masked else None
+    options = {"attn_mask": mask.float()} if masked else {"is_causal": True}
+    expected = F.scaled_dot_product_attention(*wide, scale=0.3, enable_gqa=True, **options)
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", failing(f"{PACKS_IN_VAIN} when …"))
+    found = attend(*qkv, scale=0.3, mask=mask, is_causal=not masked)
+    assert found.dtype == dtype
+    assert torch.equal(found, expected.to(dtype))
+    grads = torch.autograd.grad(found.float().sum(), qkv)
+    for grad, whole in zip(grads, torch.autograd.grad(expected.sum(), wide), strict=True):
+        assert torch.equal(grad, whole.to(dtype))
+
+
+def test_another_failure_is_one(monkeypatch):
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", failing("out of memory"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        attend(*inputs(torch.bfloat16), scale=0.3, is_causal=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_what_does_not_fail_is_torchs_own(dtype):
+    qkv = inputs(dtype)
+    expected = F.scaled_dot_product_attention(*qkv, is_causal=True, scale=0.3, enable_gqa=True)
+    assert torch.equal(attend(*qkv, scale=0.3, is_causal=True), expected)

@@ -1,0 +1,61 @@
+"""Triton's compiler takes every kernel of exact mode for an A100, an H100 and a B200."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.compiled_kernels import run
+from tests.support.slow import slow_but
+from tests.support.te import MISSING
+
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+PRODUCTS = {"_linear", "_grouped", "_attend", "_attend_part"}
+ROWS = {
+    "_rms_norm",
+    "_rotate",
+    "_gated_silu",
+    "_route",
+    "_combine",
+    "_token_statistics",
+    "_join_parts",
+    "_sort_by_expert",
+}
+SHARED = {"80": 163 << 10, "90": 227 << 10, "100": 227 << 10}
+"""Bytes of shared memory that one program may have (CUDA C++ Programming Guide, technical specifications)."""
+
+MOST_SPILLED = 64
+"""Bytes of a thread: 16 of its 255 registers. What does not fit in registers is read from memory at every use."""
+
+
+@pytest.fixture(scope="module", params=slow_but(["90"], SHARED))
+def capability(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def found(capability):
+    return run(capability)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_kernel_compiles(found, dtype):
+    assert set(found[dtype]) == PRODUCTS | ROWS
+    assert all(kernel["bytes"] for kernel in found[dtype].values())
+
+
+def test_every_program_has_the_memory_of_its_gpu(found, capability):
+    """Shared memory and registers."""
+    for dtype in found.values():
+        assert {name: k["shared"] for name, k in dtype.items() if k["shared"] > SHARED[capability]} == {}
+        assert {name: k["spilled"] for name, k in dtype.items() if k["spilled"] > MOST_SPILLED} == {}
+
+
+def test_16_bit_products_are_those_of_the_tensor_cores(found):
+    assert all(found["bfloat16"][name]["tensor cores"] for name in PRODUCTS)
+    assert not any(found["float32"][name]["tensor cores"] for name in PRODUCTS), "fp32 in full"
+
+
+def test_attention_fuses_no_product_with_a_sum(found):
+    """Its kernels share their arithmetic, and a compiler may fuse it in one of them and not in another."""
+    assert not any(found["bfloat16"][name]["fused"] for name in ("_attend", "_attend_part", "_join_parts"))

@@ -1,0 +1,231 @@
+"""Every key of config.json that transformers or vLLM reads is listed, and read as they read it."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from megatron_rl.errors import InputError
+from megatron_rl.model import config_keys
+from megatron_rl.model.architecture import Architecture, architecture_from, read_architecture, unknown_config_keys
+from megatron_rl.model.config_keys import FAMILIES, implemented, listed, neutral, without_effect
+from tests.support.tiny import MODEL
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+}
+TEXT_CONFIGS = {"hf_config", "hf_text_config", "text_config"}
+MODELS = {"qwen3_moe": ["qwen3_moe"], "qwen3": ["qwen3", "qwen2"], "qwen2": ["qwen2"], "llama": ["llama"]}
+VLLM_READS = {  # file beside the model's own → names of variables that hold the config; for a class, of it alone
+    "config/model.py": TEXT_CONFIGS,
+    "config/vllm.py": TEXT_CONFIGS,
+    "transformers_utils/config.py": {*TEXT_CONFIGS, "config"},
+    "transformers_utils/model_arch_config_convertor.py:ModelArchConfigConvertorBase": TEXT_CONFIGS,
+}
+METHODS = {"get_text_config", "update", "to_dict", "to_diff_dict", "keys", "items", "get", "standardize_rope_params"}
+METHODS |= {"validate_rope", "is_heterogeneous"}
+
+
+def config_of(model_type: str, **change: Any) -> dict[str, Any]:
+    return {"model_type": model_type, "architectures": [FAMILIES[model_type]], **SIZES, **change}
+
+
+def theirs(config: dict[str, Any]) -> Any:
+    values = dict(config)
+    return AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+def keys_read(tree: ast.AST, names: set[str]) -> set[str]:
+    """Attributes that code reads of variables called ``names``: x.key, getattr(x, "key"), getattr_iter(x, [...])."""
+    lists: dict[str, set[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.List | ast.Tuple):
+            for target in node.targets:
+                lists.setdefault(getattr(target, "id", ""), set()).update(texts(node.value))
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and last_name(node.value) in names:
+            found.add(node.attr)
+        is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1
+        if is_call and node.func.id in ("getattr", "hasattr", "getattr_iter") and last_name(node.args[0]) in names:
+            key = node.args[1]
+            found |= lists.get(key.id, set()) if isinstance(key, ast.Name) else texts(key)
+    return found
+
+
+def texts(node: ast.AST) -> set[str]:
+    return {c.value for c in ast.walk(node) if isinstance(c, ast.Constant) and isinstance(c.value, str)}
+
+
+def last_name(node: ast.AST) -> str | None:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
+
+
+def keys_of_vllm(model_type: str) -> set[str]:
+    root, found = Path(importlib.util.find_spec("vllm").submodule_search_locations[0]), set()
+    models = {f"model_executor/models/{name}.py": {"config"} for name in MODELS[model_type]}
+    for place, names in (models | VLLM_READS).items():
+        file, _, of_class = place.partition(":")
+        tree: ast.AST = ast.parse((root / file).read_text())
+        if of_class:
+            tree = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == of_class)
+        found |= keys_read(tree, names)
+    return {key for key in found if not key.startswith("__")} - METHODS
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_key_of_transformers_class_is_listed(model_type):
+    """Its fields and those that it inherits, and what its code takes from keys that are no fields."""
+    kept = {field.name for field in dataclasses.fields(theirs(config_of(model_type)))}
+    also = {"rope_scaling", "rope_theta", "partial_rotary_factor", "torch_dtype", "per_layer_config", "name_or_path"}
+    assert not (kept | also) - listed(model_type)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_key_that_vllm_reads_is_listed(model_type):
+    assert sorted(keys_of_vllm(model_type) - listed(model_type)) == []
+
+
+def test_a_key_that_vllm_reads_is_found():
+    assert {"bias", "is_causal", "logit_scale", "n_head_kv", "rotary_pct", "rswa_window"} <= keys_of_vllm("llama")
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_absent_keys_are_transformers_defaults(model_type):
+    for sizes in ({}, {"num_key_value_heads": 2, "head_dim": 8} if model_type != "qwen2" else {}):
+        config = config_of(model_type, **sizes)
+        ours, model = architecture_from(config), theirs(config)
+        head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+        assert (ours.head_dim, ours.num_kv_heads) == (head_dim, model.num_key_value_heads)
+        assert (ours.rms_norm_eps, ours.tie_embeddings) == (model.rms_norm_eps, model.tie_word_embeddings)
+        assert ours.rope_theta == model.rope_parameters["rope_theta"]
+        assert ours.max_position_embeddings == model.max_position_embeddings
+        if ours.is_moe:
+            assert (ours.num_experts, ours.experts_per_token) == (model.num_experts, model.num_experts_per_tok)
+            assert (ours.moe_ffn_hidden_size, ours.norm_topk_prob) == (
+                model.moe_intermediate_size,
+                model.norm_topk_prob,
+            )
+            assert ours.moe_layers == (True, True)
+        for key, rule in neutral(model_type).items():
+            assert key not in vars(model) or config_keys._is_one_of(vars(model)[key], rule.values), key
+
+
+def test_a_required_key_is_missed():
+    config = config_of("qwen3")
+    del config["vocab_size"]
+    with pytest.raises(InputError, match=r"lacks the key 'vocab_size' \(a whole number from 1"):
+        architecture_from(config)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "use_sliding_window: True"),
+    ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
+    ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
+    ({"hidden_act": 5}, "hidden_act: 5"),
+    ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size: 64"),
+    ({"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
+    ({"layer_types": ["sliding_attention"] * 2}, "layer_types"),
+    ({"layer_types": ["full_attention"]}, "2 × full_attention"),
+    ({"qkv_bias": True}, "qkv_bias: True"),
+    ({"bias": True}, "bias: True"),
+    ({"mlp_bias": True}, "mlp_bias: True"),
+    ({"is_causal": False}, "is_causal: False"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ({"quantization_config": 5}, "quantization_config: 5"),
+    ({"per_layer_config": {"0": {"intermediate_size": 8}}}, "per_layer_config"),
+    ({"text_config": {}}, "text_config"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000; allowed: a whole number from 1 to 1024"),
+    ({"num_hidden_layers": True}, "num_hidden_layers: True"),
+    ({"num_hidden_layers": 2.0}, "num_hidden_layers: 2.0"),
+    ({"vocab_size": [64]}, "vocab_size"),
+    ({"num_key_value_heads": "2"}, "num_key_value_heads: '2'"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide"),
+    ({"head_dim": "a"}, "head_dim: 'a'"),
+    ({"max_position_embeddings": None}, "max_position_embeddings: None"),
+    ({"rms_norm_eps": "a"}, "rms_norm_eps: 'a'"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps: nan"),
+    ({"tie_word_embeddings": "false"}, "tie_word_embeddings: 'false'"),
+    ({"tie_word_embeddings": 1}, "tie_word_embeddings: 1"),
+    ({"dtype": "evil"}, "dtype: 'evil'"),
+    ({"eos_token_id": "x"}, "eos_token_id: 'x'"),
+    ({"pad_token_id": 64}, "pad_token_id: 64"),
+    ({"use_cache": "yes"}, "use_cache: 'yes'"),
+    ({"attention_dropout": 2.0}, "attention_dropout: 2.0"),
+    ({"rope_theta": None}, "rope_theta: None"),
+    ({"rope_theta": True}, "rope_theta: True"),
+    ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "factor: 2.0"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": "8"}}, "factor: '8'"),
+    ({"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_theta": 5.0}}, "differ"),
+    ({"rope_scaling": {"rope_type": "default", "type": "linear"}}, "rope_type"),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "full_attention"),
+    ({"mrope_section": [1, 2]}, "mrope_section"),
+    ({"num_kv_heads": 2}, "num_kv_heads: 2"),
+    ({"model_max_length": 16}, "model_max_length: 16"),
+    ({"architectures": ["LlamaModel"]}, "architectures"),
+    ({"architectures": None}, "architectures: None"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), BAD, ids=[f"{next(iter(c))}-{i}" for i, (c, _) in enumerate(BAD)])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_value_that_an_engine_would_obey_and_the_learner_not_is_refused(model_type, change, said, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_of(model_type, **change)))
+    with pytest.raises(InputError) as refused:
+        read_architecture(tmp_path)
+    assert said in str(refused.value)
+    assert "allowed" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "said"),
+    [
+        ("llama", {"sliding_window": 8}, "sliding_window: 8"),
+        ("llama", {"attention_bias": True}, "attention_bias: True"),
+        ("qwen3_moe", {"attention_bias": True}, "attention_bias: True"),
+        ("qwen2", {"head_dim": 16}, "head_dim: 16; vLLM"),
+        ("qwen3_moe", {"num_experts": 8, "num_local_experts": 4}, "num_local_experts is 4"),
+        ("qwen3_moe", {"num_experts": "8"}, "num_experts: '8'"),
+        ("qwen3_moe", {"norm_topk_prob": "x"}, "norm_topk_prob: 'x'"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step: 0"),
+        ("qwen3_moe", {"mlp_only_layers": [2]}, "mlp_only_layers: [2]"),
+        ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers: 1"),
+        ("qwen3", {"num_experts": 8}, "num_experts: 8"),
+        ("qwen3", {"head_dim": 33}, "head_dim: 33"),
+        ("llama", {"num_attention_heads": 24, "head_dim": 8}, "24 does not divide hidden_size 256"),
+    ],
+)
+def test_a_value_of_one_family_is_refused(model_type, change, said):
+    with pytest.raises(InputError) as refused:
+        architecture_from(config_of(model_type, **change))
+    assert said in str(refused.value)
+
+
+def test_all_bad_keys_are_named_at_once():
+    with pytest.raises(InputError, match=r"vocab_size: 'x'.*; .*hidden_act: 'gelu'"):
+        architecture_from(config_of("qwen3", vocab_size="x", hidden_act="gelu"))
+
+
+def test_unknown_keys_are_told(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_of("qwen3", my_note=1, temperature=0.6)))
+    assert unknown_config_keys(tmp_path) == ["my_note", "temperature"]
+    assert unknown_config_keys(MODEL) == []
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_key_is_listed_once(model_type):
+    parts = [set(implemented(model_type)), set(neutral(model_type)), set(without_effect(model_type))]
+    assert sum(map(len, parts)) == len(set.union(*parts))
+    assert isinstance(architecture_from(config_of(model_type)), Architecture)

@@ -1,0 +1,87 @@
+"""Which changes of a recipe a run may make, and which make another run of it."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import pytest
+
+from megatron_rl.run.identity import MAY_CHANGE, differences, recipe_changes
+from tests.support.tiny import tiny_recipe
+
+DECAYS = {"name": "a", "metric": "m", "above": 1.0, "then": ["decay_lr"]}
+WARNS = {"name": "b", "metric": "m", "above": 1.0}
+
+
+def values(**sections):
+    return tiny_recipe(**sections).model_dump(mode="json")
+
+
+def changed(old: dict, new: dict) -> tuple[list[str], list[str]]:
+    allowed, refused = recipe_changes(values(**old), values(**new))
+    return [str(change) for change in allowed], [str(change) for change in refused]
+
+
+@pytest.mark.parametrize(
+    ("section", "line"),
+    [
+        ({"num_steps": 12}, "num_steps: 10 → 12"),
+        ({"learner": {"parallel": {"tensor": 2}}}, "learner.parallel.tensor: 1 → 2"),
+        ({"rollout": {"kv_cache_gib": 2.0}}, "rollout.kv_cache_gib: null → 2.0"),
+        ({"rollout": {"servers": {"wait_s": 5.0}}}, "rollout.servers.wait_s: 900.0 → 5.0"),
+        ({"monitor": {"plots": False}}, "monitor.plots: True → False"),
+        ({"checkpoint": {"every": 5}}, "checkpoint.every: 0 → 5"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_a_run_may_change(section, line):
+    assert changed({}, section) == ([line], [])
+
+
+@pytest.mark.parametrize(
+    ("section", "line"),
+    [
+        ({"seed": 1}, "seed: 0 → 1"),
+        ({"batch": {"prompts": 4}}, "batch.prompts: 8 → 4"),
+        (
+            {"objective": {"aggregation": "seq-mean-token-mean"}},
+            "objective.aggregation: token-mean → seq-mean-token-mean",
+        ),
+        ({"rollout": {"temperature": 0.5}}, "rollout.temperature: 1.0 → 0.5"),
+        ({"validation": {"temperature": 0.5}}, "validation.temperature: 1.0 → 0.5"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_makes_another_run(section, line):
+    assert changed({}, section) == ([], [line])
+
+
+def test_a_schedule_that_ends_with_the_run_ties_its_length():
+    cosine = {"schedule": {"style": "cosine"}}
+    allowed, refused = changed(cosine, {**cosine, "num_steps": 12})
+    assert allowed == []
+    assert refused == [
+        "num_steps: 10 → 12 (schedule.style cosine ends at the last step, as schedule.decay_steps is null)"
+    ]
+    fixed = {"schedule": {"style": "cosine", "decay_steps": 8}}
+    assert changed(fixed, {**fixed, "num_steps": 12}) == (["num_steps: 10 → 12"], [])
+
+
+def test_alarms_may_change_unless_they_set_the_learning_rate():
+    allowed, refused = changed({}, {"monitor": {"alarms": [WARNS]}})
+    assert (len(allowed), refused) == (1, [])
+    allowed, refused = changed({"monitor": {"alarms": [DECAYS]}}, {"monitor": {"alarms": [DECAYS, WARNS]}})
+    assert (len(allowed), refused) == (1, [])
+    allowed, refused = changed({}, {"monitor": {"alarms": [DECAYS]}})
+    assert allowed == []
+    assert refused[0].endswith("(alarms with decay_lr set the learning rate)")
+
+
+def test_every_key_that_may_change_exists():
+    """A pattern that matches no key would be a promise about nothing."""
+    keys = {change.key for change in differences({}, values())}
+    assert [pattern for pattern in MAY_CHANGE if not any(fnmatchcase(key, pattern) for key in keys)] == []
+
+
+def test_a_key_that_one_recipe_lacks_is_a_difference():
+    assert [str(change) for change in differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1}})] == ["a.c: 2 → absent"]

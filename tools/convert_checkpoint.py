@@ -1,5 +1,0 @@
-"""The old name of `megatron-rl convert`, which it starts. It goes with the next release."""
-
-import _moved
-
-_moved.start("convert")
