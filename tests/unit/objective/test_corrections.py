@@ -71,6 +71,9 @@ def test_mask_edges_include_the_bound():
         {"mode": "mis", "cap": 5.0, "lower": 1.0},
         {"mode": "reject", "statistic": "seq_mean_k1", "lower": 1.0, "upper": 5.0},
         {"mode": "reject", "statistic": "geometric", "upper": 1.0},
+        {"mode": "mask", "lower": 1.0},
+        {"mode": "mask", "upper": 1.0},
+        {"mode": "mask", "level": "sequence", "lower": 1.0},
     ],
 )
 def test_a_ratio_on_the_bound_is_kept(correction):
@@ -233,6 +236,23 @@ def test_weights_as_applied_are_measured_with_what_was_dropped():
     assert metrics["rollout_corr/rollout_is_mean"] == rounded(3.0)
 
 
+def test_weights_as_applied_are_those_of_trained_tokens():
+    """One of two sequences is dropped; beside its one trained token stand two that are not trained, of weight 0, too.
+    A third sequence has no trained token at all, and is outside the bounds of `reject`."""
+    log_rho = torch.tensor([[0.1, 0.1, 0.1], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    current = torch.full_like(log_rho, -1.0)
+    mask = torch.tensor([[True] * 3, [True, False, False], [False] * 3])
+    inputs = ObjectiveInputs(current, current, current - log_rho, torch.ones(3, dtype=torch.float64), mask)
+    for bounds, kept in (({"lower": 0.001, "upper": 0.1}, 3), ({"lower": 0.001}, 4)):
+        entry = {"mode": "reject", "statistic": "seq_mean_k3", **bounds}
+        metrics = compute_objective(inputs, ObjectiveConfig.model_validate({"correction": [entry]})).metrics
+        share = kept / 4
+        expected = {"mean": share, "std": math.sqrt(share - share**2), "min": float(kept == 4), "max": 1.0}
+        found = {name: metrics[f"rollout_corr/applied_weight_{name}"] for name in expected}
+        assert found == rounded(expected)
+        assert metrics["rollout_corr/applied_weight_eff_sample_size"] == rounded(share)
+
+
 @pytest.mark.parametrize("term", ["ppo_clip", "gspo", "gmpo", "cispo", "reinforce", "minirl", "dppo", "sapo"])
 @pytest.mark.parametrize("old", [True, False])
 def test_a_token_that_the_learner_holds_for_impossible_gives_no_nan(term, old):
@@ -251,3 +271,5 @@ def test_a_token_that_the_learner_holds_for_impossible_gives_no_nan(term, old):
     assert bool(gradient.isfinite().all())
     assert float(gradient[0, 1]) == 0.0
     assert all(math.isfinite(value) for value in result.metrics.values())
+    # log r is 0, -10⁴ + 1 and 0.5: the floor of log pi is that of mu and po. Without po, r = 1.
+    assert result.metrics["actor/ppo_kl"] == rounded((1e4 - 1 - 0.5) / 3 if old else 0.0)

@@ -111,6 +111,17 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient(r, weight, a):
 
 
 @pytest.mark.parametrize(
+    ("r", "clipped"), [(0.9 - STEP, 1.0), (0.9 + STEP, 0.0), (1.0, 0.0), (1.2 - STEP, 0.0), (1.2 + STEP, 1.0)]
+)
+@pytest.mark.parametrize("a", [1.5, -1.5])
+def test_cispo_counts_the_tokens_beyond_either_bound(r, clipped, a):
+    _, _, metrics = one_token({"name": "cispo", "clip_low": 0.1, "clip_high": 0.2}, r, a)
+    assert metrics["actor/pg_clipfrac"] == clipped
+    _, _, one_sided = one_token({"name": "cispo", "clip_high": 0.2}, r, a)
+    assert one_sided["actor/pg_clipfrac"] == clipped * (r > 1)
+
+
+@pytest.mark.parametrize(
     ("r", "w", "a", "weight"),
     [
         (1.27 - STEP, 2.0, 1.0, 2.0),

@@ -64,6 +64,10 @@ def width_mean(tokens):
     return -tokens.log_ratio.exp() * tokens.advantages / tokens.current.shape[-1]
 
 
+def packed_twice(tokens):
+    return -tokens.log_ratio.exp() * tokens.advantages * (2 if tokens.current.dim() == 1 else 1)
+
+
 def per_sequence(tokens):
     return tokens.sequence_mean(tokens.current)
 
@@ -189,6 +193,7 @@ BAD = [
     ({"policy_term": "{}:not_finite"}, r"returned NaN or an infinite number"),
     ({"policy_term": "{}:batch_mean"}, r"the loss is another where the batch is split into micro-batches"),
     ({"policy_term": "{}:width_mean"}, r"the loss is another where the batch is padded to a greater width"),
+    ({"policy_term": "{}:packed_twice"}, r"the loss is another where the batch is packed"),
     ({"correction": [{"mode": "{}:keep"}]}, r"objective.correction.0 .*:keep: takes .*'threshold'"),
     ({"advantage": "{}:short_advantage"}, r"objective.advantage .*returned torch.float64 \[1\], expected .* \[6\]"),
     ({"aggregation": "{}:centred"}, r"objective.aggregation .*:centred: takes .groups., and is called with 3"),
