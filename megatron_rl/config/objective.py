@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Discriminator,
@@ -22,127 +22,9 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_rl.config.base import FUNCTION_PATH, FunctionUnder, LookedUp, Section, Short, ShortList, is_function_path
+from megatron_rl.config.base import FunctionUnder, LookedUp, Section, Short, ShortList, is_function_path
+from megatron_rl.config.policy_terms import FunctionPath, FunctionTerm, Parameters, PolicyTerm, PpoClip
 from megatron_rl.errors import OwnWarning
-
-# Policy terms of the `objective` section: their parameters. Equations: `objective/policy_terms.py`.
-#
-# Symbols: mu = probability under the rollout engine, po = under the learner at rollout weights, pi = under the learner
-# now; r = pi/po, w = pi/mu; A = advantage.
-
-
-class TermSection(Section):
-    """What the rest of the objective has to know of a term, beside its parameters."""
-
-    is_anchored_on_rollout: ClassVar[bool] = False
-    """Defined by pi and mu alone: no forward pass at rollout weights, and corrections see w in the place of rho."""
-    carries_w: ClassVar[bool] = False
-    """Holds w = pi/mu already: a second importance weight would square the correction."""
-    has_sequence_ratio: ClassVar[bool] = False
-    """Its ratio belongs to a sequence: it is the paper's only when sequences count alike."""
-
-
-class PpoClip(TermSection):
-    name: Literal["ppo_clip"] = "ppo_clip"
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    """epsilon_low: the ratio r is clipped below at 1 - clip_low."""
-    clip_high: PositiveFloat = 0.28
-    """epsilon_high: r is clipped above at 1 + clip_high (0.28 is DAPO's, 0.2 PPO's)."""
-    dual_clip: float | None = Field(None, gt=1)
-    """For A < 0 the loss is bounded by -dual_clip · A. null: no bound."""
-
-
-class Gspo(TermSection):
-    name: Literal["gspo"] = "gspo"
-    has_sequence_ratio: ClassVar[bool] = True
-    clip_low: float = Field(3e-4, gt=0, lt=1)
-    """epsilon_low of the sequence ratio s; far smaller than PPO's because s is a geometric mean over tokens."""
-    clip_high: PositiveFloat = 4e-4
-    """epsilon_high of the sequence ratio s."""
-
-
-class Gmpo(TermSection):
-    name: Literal["gmpo"] = "gmpo"
-    has_sequence_ratio: ClassVar[bool] = True
-    log_clip_low: PositiveFloat = 0.4
-    """A token's log-ratio is clipped below at -log_clip_low where A < 0."""
-    log_clip_high: PositiveFloat = 0.4
-    """A token's log-ratio is clipped above at log_clip_high where A > 0."""
-
-
-class Cispo(TermSection):
-    name: Literal["cispo"] = "cispo"
-    clip_low: float | None = Field(None, gt=0, lt=1)
-    """epsilon_low: the detached ratio is clipped below at 1 - clip_low. null: no lower bound, as the paper trains."""
-    clip_high: PositiveFloat = 5.0
-    """epsilon_high: the detached ratio is clipped above at 1 + clip_high. The paper tunes it and prints no value."""
-
-
-class Reinforce(TermSection):
-    name: Literal["reinforce"] = "reinforce"
-    is_anchored_on_rollout: ClassVar[bool] = True
-
-
-class MiniRl(TermSection):
-    name: Literal["minirl"] = "minirl"
-    carries_w: ClassVar[bool] = True
-    cap: PositiveFloat = 5.0
-    """w is truncated here."""
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    """Tokens with A < 0 and r < 1 - clip_low are masked."""
-    clip_high: PositiveFloat = 0.27
-    """Tokens with A > 0 and r > 1 + clip_high are masked."""
-
-
-class Dppo(TermSection):
-    name: Literal["dppo"] = "dppo"
-    is_anchored_on_rollout: ClassVar[bool] = True
-    carries_w: ClassVar[bool] = True
-    divergence: Literal["tv", "kl"] = "tv"
-    """Distance between the two-point distributions (sampled token, any other) of mu and pi: |mu - pi|, or KL."""
-    delta: PositiveFloat | None = None
-    """Distance from which updates that move further away are masked. null: 0.15 for tv, 0.05 for kl."""
-    cap: PositiveFloat = 20.0
-    """C: w is truncated here (20 in the authors' code)."""
-
-    @property
-    def threshold(self) -> float:
-        return self.delta if self.delta is not None else {"tv": 0.15, "kl": 0.05}[self.divergence]
-
-
-class Sapo(TermSection):
-    name: Literal["sapo"] = "sapo"
-    tau_positive: PositiveFloat = 1.0
-    """Temperature of the sigmoid gate where A >= 0."""
-    tau_negative: PositiveFloat = 1.05
-    """Temperature of the sigmoid gate where A < 0; larger, so that these fade faster away from r = 1."""
-
-
-FunctionPath = Annotated[str, Field(pattern=FUNCTION_PATH)]
-"""path/to/file.py:function; a relative path counts from the recipe's folder, where the file is there."""
-Parameters = dict[str, bool | int | float | str | None]
-
-
-class FunctionTerm(Section):
-    name: Literal["function"] = "function"
-    function: Annotated[FunctionPath, LookedUp(is_function=True)]
-    """Your own term, `term(tokens, **parameters)`: the loss of each token. docs/add-an-objective.md says what it gets.
-    `name: file.py:function` is the short way to write it."""
-    parameters: Parameters = {}
-    """Passed to the function by name. Keys that stand beside a short `name` come here."""
-    is_anchored_on_rollout: bool = False
-    """The function uses pi and mu alone: no forward pass at rollout weights, corrections see w = pi/mu."""
-    carries_w: bool = False
-    """The function multiplies by w = pi/mu: a second importance weight is then refused."""
-    has_sequence_ratio: bool = False
-    """Its ratio belongs to a sequence: another aggregation than seq-mean-token-mean is then warned of."""
-
-
-PolicyTerm = Annotated[
-    PpoClip | Gspo | Gmpo | Cispo | Reinforce | MiniRl | Dppo | Sapo | FunctionTerm,
-    Discriminator("name"),
-]
-
 
 # Corrections of the training-inference mismatch in the `objective` section. Equations: `objective/corrections.py`.
 #

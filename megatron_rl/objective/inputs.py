@@ -36,6 +36,22 @@ class Layout(Protocol):
     def rank(self, mask: Tensor) -> Tensor:
         """bool tokens → int64 tokens: number of earlier tokens of the same sequence where ``mask`` is true."""
 
+    def future_sum(self, values: Tensor, mask: Tensor, decay: float) -> Tensor:
+        """tokens → tokens: y_t = Σ_{k >= t} decay^(k - t) values_k over the rest of the sequence; not differentiable.
+
+        Only tokens where ``mask`` is true count, in the values (0 elsewhere) and in the distance k - t.
+        """
+
+
+def _future_sum(values: Tensor, decay: Tensor) -> Tensor:
+    """y_t = values_t + decay_t · y_(t + 1) along the last dimension, in log2(T) steps of twice the reach."""
+    reach, length = 1, values.shape[-1]
+    while reach < length:
+        later, far = (torch.nn.functional.pad(x[..., reach:], (0, reach)) for x in (values, decay))
+        values, decay = values + decay * later, decay * far
+        reach *= 2
+    return values
+
 
 class Padded:
     """One sequence per row of [B, T]."""
@@ -55,6 +71,9 @@ class Padded:
     def rank(self, mask: Tensor) -> Tensor:
         counted = mask.to(torch.int64)
         return counted.cumsum(dim=-1) - counted
+
+    def future_sum(self, values: Tensor, mask: Tensor, decay: float) -> Tensor:
+        return _future_sum(values, torch.ones_like(values).masked_fill_(mask, decay))
 
 
 class Packed:
@@ -86,6 +105,12 @@ class Packed:
         before = counted.cumsum(dim=0) - counted
         starts = torch.cat([before, before.new_zeros(1)]).index_select(0, self._offsets[:-1])
         return before - starts.index_select(0, self._sequence)
+
+    def future_sum(self, values: Tensor, mask: Tensor, decay: float) -> Tensor:
+        decays = torch.ones_like(values).masked_fill_(mask, decay)
+        # Nothing comes over the end of a sequence.
+        is_last = self._sequence != torch.nn.functional.pad(self._sequence[1:], (0, 1), value=-1)
+        return _future_sum(values, decays.masked_fill_(is_last, 0.0))
 
 
 class _SegmentSum(torch.autograd.Function):

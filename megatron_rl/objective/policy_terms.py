@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rl.config.objective import (
+from megatron_rl.config.policy_terms import (
     Cispo,
     Dppo,
+    Fipo,
     FunctionTerm,
     Gmpo,
     Gspo,
@@ -25,8 +26,9 @@ from megatron_rl.config.objective import (
     PpoClip,
     Reinforce,
     Sapo,
+    Vespo,
 )
-from megatron_rl.objective.guards import safe_exp
+from megatron_rl.objective.guards import MAX_LOG_RATIO, safe_exp
 from megatron_rl.objective.inputs import Tokens
 from megatron_rl.process.user_functions import load_function
 
@@ -54,7 +56,9 @@ def gspo(tokens: Tokens, config: Gspo) -> Term:
     return _clipped_surrogate(safe_exp(log_s + follows_pi), tokens.advantages, config, None)
 
 
-def _clipped_surrogate(ratio: Tensor, advantages: Tensor, config: PpoClip | Gspo, dual_clip: float | None) -> Term:
+def _clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, config: PpoClip | Gspo | Fipo, dual_clip: float | None
+) -> Term:
     low, high = 1 - config.clip_low, 1 + config.clip_high
     free, bounded = -ratio * advantages, -ratio.clamp(low, high) * advantages
     loss, clipped = torch.maximum(free, bounded), bounded.detach() > free.detach()
@@ -105,12 +109,15 @@ def minirl(tokens: Tokens, config: MiniRl) -> Term:
 
 def dppo(tokens: Tokens, config: Dppo) -> Term:
     """-M sg(min(w, C)) A log pi; M = 0 where D(mu, pi) > δ and the update moves away from mu (A > 0 and w > 1, or
-    A < 0 and w < 1); D = |mu - pi|, or the KL of the two-point distributions [arXiv 2602.04879 Eqs 11-14]."""
+    A < 0 and w < 1); D = |mu - pi|, or the KL of the two-point distributions [arXiv 2602.04879 Eqs 11-14].
+
+    With ``delta_low`` δ is another one for A < 0."""
     w = _w(tokens)
     moves_away = ((tokens.advantages > 0) & (w > 1)) | ((tokens.advantages < 0) & (w < 1))
     mu, pi = tokens.inference.exp(), tokens.current.detach().exp()
     distance = (mu - pi).abs() if config.divergence == "tv" else _two_point_kl(tokens, mu)
-    masked = moves_away & (distance > config.threshold)
+    low, high = config.thresholds
+    masked = moves_away & (distance > _select(tokens, tokens.advantages < 0, low, high))
     return Term(-w.clamp(max=config.cap).masked_fill(masked, 0.0) * tokens.advantages * tokens.current, masked)
 
 
@@ -119,6 +126,38 @@ def sapo(tokens: Tokens, config: Sapo) -> Term:
     tau = _select(tokens, tokens.advantages < 0, config.tau_negative, config.tau_positive)
     gate = torch.sigmoid(tau * (safe_exp(tokens.log_ratio) - 1)) * (4 / tau)
     return Term(-gate * tokens.advantages)
+
+
+def vespo(tokens: Tokens, config: Vespo) -> Term:
+    """-sg(φ(W)) A log pi, φ(W) = W^c1 exp(c2 (1 - W)), W = Π_t w_t [arXiv 2602.10693 Eqs 5, 20].
+
+    c1 and c2 go by the sign of A; φ(1) = 1. Eq 20 has the score of the whole sequence: aggregation seq-mean-token-sum.
+    """
+    log_w = tokens.layout.sum(tokens.current.detach() - tokens.inference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_w = tokens.layout.expand(log_w)
+    c1 = _select(tokens, tokens.advantages < 0, config.c1_negative, config.c1_positive)
+    c2 = _select(tokens, tokens.advantages < 0, config.c2_negative, config.c2_positive)
+    weight = (c1 * log_w - c2 * log_w.expm1()).exp()
+    return Term(-weight * tokens.advantages * tokens.current)
+
+
+_SAFE_INFLUENCE = (0.8, 1.0)
+"""Bounds of FIPO's influence where A < 0 and r is large, as in the authors' code."""
+
+
+def fipo(tokens: Tokens, config: Fipo) -> Term:
+    """ppo_clip with dual clip c of the advantages f A; f_t = sg(clip(exp(F_t), f_low, f_high)) [arXiv 2603.19835].
+
+    The Future-KL is F_t = Σ_{k >= t} γ^(k - t) M_k log r_k over the rest of the sequence, γ = 2^(-1/τ); M_k = 1 where
+    r_k <= c, else 0.
+    """
+    log_ratio = tokens.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    takes_part = log_ratio <= math.log(config.dual_clip)
+    future = tokens.layout.future_sum(log_ratio * takes_part, tokens.mask, 2 ** (-1 / config.half_life))
+    influence = safe_exp(future).clamp(config.influence_low, config.influence_high)
+    is_risky = (tokens.advantages < 0) & (log_ratio > math.log(config.safe_ratio))
+    influence = torch.where(is_risky, influence.clamp(*_SAFE_INFLUENCE), influence)
+    return _clipped_surrogate(safe_exp(tokens.log_ratio), tokens.advantages * influence, config, config.dual_clip)
 
 
 def _select(tokens: Tokens, condition: Tensor, value: float, other: float) -> Tensor:
@@ -152,6 +191,8 @@ POLICY_TERMS: dict[str, Callable[[Tokens, object], Term]] = {
     "minirl": minirl,
     "dppo": dppo,
     "sapo": sapo,
+    "vespo": vespo,
+    "fipo": fipo,
 }
 """Keys are the `policy_term.name` of ObjectiveConfig, but `function`, which names a function of the user's."""
 

@@ -100,7 +100,7 @@ def main() -> int:
     print(f"{'term':<12}{'form':<9}{'ms':>8}{'operations':>12}{'as many exp, ms':>17}{'ratio':>8}")
     worst = 0.0
     for name in POLICY_TERMS:
-        correction = CORRECTION[1:] if name in ("minirl", "dppo") else CORRECTION
+        correction = CORRECTION[1:] if name in ("minirl", "dppo", "vespo") else CORRECTION
         aggregation = "seq-mean-token-mean" if name in ("gspo", "gmpo") else "token-mean"
         config = ObjectiveConfig(policy_term=name, correction=correction, aggregation=aggregation)
         for packed in (False, True):

@@ -8,7 +8,8 @@ from typing import get_args
 
 import pytest
 
-from megatron_rl.config.objective import Correction, PolicyTerm
+from megatron_rl.config.objective import Correction
+from megatron_rl.config.policy_terms import PolicyTerm
 from megatron_rl.objective.advantages import ADVANTAGES
 from megatron_rl.objective.aggregation import AGGREGATIONS
 

@@ -20,9 +20,21 @@ DEFAULTS = {
     "cispo": {"clip_low": None, "clip_high": 5.0},
     "reinforce": {},
     "minirl": {"cap": 5.0, "clip_low": 0.2, "clip_high": 0.27},
-    "dppo": {"divergence": "tv", "delta": None, "cap": 20.0},
+    "dppo": {"divergence": "tv", "delta": None, "delta_low": None, "cap": 20.0},
     "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},
+    "vespo": {"c1_positive": 2.0, "c2_positive": 3.0, "c1_negative": 3.0, "c2_negative": 2.0},
+    "fipo": {
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "dual_clip": 10.0,
+        "half_life": 32.0,
+        "influence_low": 1.0,
+        "influence_high": 1.2,
+        "safe_ratio": 4.0,
+    },
 }
+ANCHORED = ("reinforce", "dppo", "vespo")
+CARRY_W = ("minirl", "dppo", "vespo")
 CORRECTION_DEFAULTS = {
     "is": {"level": "token"},
     "tis": {"level": "token", "cap": 2.0, "lower": None},
@@ -64,6 +76,25 @@ def floor(log):
     return max(log, -1e4)
 
 
+def fipo_influence(log_r: list[float], t: int, a: float, cfg: dict) -> float:
+    """f_t = clip(exp(FutureKL_t), low, high); FutureKL_t = Σ_{k=t}^T γ^(k - t) M_k Δlog p_k."""
+    log_p_shift, gamma = [clamp(x) for x in log_r], 2 ** (-1 / cfg["half_life"])
+    future_kl = 0.0
+    for k in range(t, len(log_r)):
+        participates = math.exp(log_p_shift[k]) <= cfg["dual_clip"]
+        future_kl += gamma ** (k - t) * participates * log_p_shift[k]
+    f = clamp(ratio(future_kl), cfg["influence_low"], cfg["influence_high"])
+    return clamp(f, 0.8, 1.0) if a < 0 and ratio(log_r[t]) > cfg["safe_ratio"] else f
+
+
+def vespo_phi(log_w_of_tokens: list[float], a: float, cfg: dict) -> float:
+    """φ(W) = W^c1 exp(c2 (1 - W)), W = Π_t ρ_t (the paper's ρ is w here)."""
+    sign = "negative" if a < 0 else "positive"
+    c1, c2 = cfg[f"c1_{sign}"], cfg[f"c2_{sign}"]
+    big_w = ratio(sum(log_w_of_tokens))
+    return math.exp(c1 * math.log(big_w) + c2 * (1 - big_w))
+
+
 def term_values(seq: Seq, term: dict):
     """Per token t: the term l_t and a dict u → d l_t / d log pi_u; and which tokens count as clipped."""
     cfg = {**DEFAULTS[term["name"]], **term}
@@ -73,8 +104,10 @@ def term_values(seq: Seq, term: dict):
     for t in range(length):
         a, log_pi = seq.a[t], seq.pi[t]
         is_clipped, is_lower = False, False
-        if name in ("ppo_clip", "gspo"):
-            log_s = log_r[t] if name == "ppo_clip" else sum(log_r) / length
+        if name in ("ppo_clip", "gspo", "fipo"):
+            log_s = sum(log_r) / length if name == "gspo" else log_r[t]
+            if name == "fipo":
+                a = a * fipo_influence(log_r, t, a, cfg)
             s = ratio(log_s)
             free, bounded = -s * a, -clamp(s, 1 - cfg["clip_low"], 1 + cfg["clip_high"]) * a
             loss = max(free, bounded)
@@ -116,6 +149,8 @@ def term_values(seq: Seq, term: dict):
                 if mu > 0:
                     distance += mu * math.log(mu / pi)
                 distance += (1 - mu) * (math.log(1 - mu) - math.log(1 - pi))
+            if a < 0 and cfg["delta_low"] is not None:
+                delta = cfg["delta_low"]
             away = (a > 0 and w > 1) or (a < 0 and w < 1)
             is_clipped = away and distance > delta
             weight = 0.0 if is_clipped else min(w, cfg["cap"])
@@ -126,6 +161,9 @@ def term_values(seq: Seq, term: dict):
             gate = 1 / (1 + math.exp(-tau * (r - 1))) if tau * (r - 1) > -700 else 0.0
             loss = -4 / tau * gate * a
             grad = {t: -4 * gate * (1 - gate) * r * slope(log_r[t]) * a}
+        elif name == "vespo":
+            phi = vespo_phi([p - floor(m) for p, m in zip(seq.pi, seq.mu)], a, cfg)
+            loss, grad = -phi * a * log_pi, {t: -phi * a}
         losses.append(loss)
         grads.append(grad)
         clipped.append(is_clipped)
@@ -210,7 +248,7 @@ def reference_objective(batch: list[Seq], config: dict, seed: int = 0, step: int
     """Loss and gradient (one list per sequence) of the whole mini-batch."""
     term = config.get("policy_term", {"name": "ppo_clip"})
     corrections = config.get("correction", [])
-    weights = [correction_weights(s, corrections, term["name"] in ("reinforce", "dppo")) for s in batch]
+    weights = [correction_weights(s, corrections, term["name"] in ANCHORED) for s in batch]
     kept = [[not out for out in w[2]] for w in weights]
     renormalize = any(c.get("renormalize") for c in corrections)
     num_tokens = sum(sum(k) for k in kept)

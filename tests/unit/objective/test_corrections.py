@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.config import ObjectiveConfig
 from megatron_rl.errors import InputError
-from megatron_rl.objective import Denominators, ObjectiveInputs, compute_denominators, compute_objective
+from megatron_rl.objective import POLICY_TERMS, Denominators, ObjectiveInputs, compute_denominators, compute_objective
 from tests.support.rounding import rounded
 from tests.unit.objective.batches import padded, random_batch
 
@@ -253,7 +253,7 @@ def test_weights_as_applied_are_those_of_trained_tokens():
         assert metrics["rollout_corr/applied_weight_eff_sample_size"] == rounded(share)
 
 
-@pytest.mark.parametrize("term", ["ppo_clip", "gspo", "gmpo", "cispo", "reinforce", "minirl", "dppo", "sapo"])
+@pytest.mark.parametrize("term", POLICY_TERMS)
 @pytest.mark.parametrize("old", [True, False])
 def test_a_token_that_the_learner_holds_for_impossible_gives_no_nan(term, old):
     current = torch.tensor([[-1.0, -math.inf, -0.5]], dtype=torch.float64, requires_grad=True)

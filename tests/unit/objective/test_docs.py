@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from megatron_rl.config import objective as schema
+from megatron_rl.config import policy_terms as term_schema
 from megatron_rl.objective import Denominators, compute_advantages, policy_terms
 from megatron_rl.objective.trial import check_user_functions
 from megatron_rl.process.user_functions import load_function
@@ -23,7 +24,7 @@ def test_the_example_term_computes_what_it_says():
     blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
     (function,) = (block for block in blocks if block.startswith("def "))
     (section,) = (block for block in blocks if block.startswith("class "))
-    namespace = {**vars(policy_terms), **vars(schema)}
+    namespace = {**vars(policy_terms), **vars(term_schema)}
     exec(section, namespace)
     exec(function, namespace)
     config = namespace["Quadratic"](beta=3.0)
@@ -55,6 +56,6 @@ def test_names_in_the_document_exist():
     text = DOCUMENT.read_text(encoding="utf-8")
     for name in ("POLICY_TERMS", "PolicyTerm", "TermSection", "carries_w", "is_anchored_on_rollout"):
         assert name in text
-        assert any(hasattr(owner, name) for owner in (policy_terms, schema, schema.TermSection))
+        assert any(hasattr(owner, name) for owner in (policy_terms, term_schema, term_schema.TermSection))
     for path in re.findall(r"`((?:megatron_rl|tests|tools)/[\w/]+\.py)`", text):
         assert (DOCUMENT.parents[1] / path).is_file(), path

@@ -105,7 +105,7 @@ def test_actor_metrics(name):
     metrics = result.metrics
     assert metrics["actor/pg_loss"] == result.loss.item()
     assert metrics["actor/ppo_kl"] == rounded(sum(q - p for s in batch for p, q in zip(s.pi, s.po)) / num_tokens)
-    if name in ("reinforce", "sapo"):
+    if name in ("reinforce", "sapo", "vespo"):
         assert "actor/pg_clipfrac" not in metrics, "a term that clips nothing has no clip fraction"
     else:
         clipped = sum(sum(clipped) for _, _, clipped, _ in values)
@@ -160,7 +160,7 @@ def test_nothing_reads_a_value_before_the_metrics_do(term, form):
     """Under fake tensors any operation whose result decides Python's path (item, nonzero, bool) raises: on a GPU each
     would wait for the device."""
     corrections = [{"mode": "reject", "upper": 0.1}, {"mode": "veto"}, {"mode": "opsm"}]
-    if term not in ("minirl", "dppo"):
+    if term not in ("minirl", "dppo", "vespo"):
         corrections += [{"mode": "icepop"}]
     config = ObjectiveConfig.model_validate(
         {

@@ -12,7 +12,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.objective import POLICY_TERMS, ObjectiveInputs, compute_objective
 from tests.support.rounding import assert_rounded, rounded
 from tests.unit.objective.batches import BATCH, loss_and_gradient, padded, random_batch
-from tests.unit.objective.reference import DEFAULTS
+from tests.unit.objective.reference import ANCHORED, CARRY_W, DEFAULTS
 
 pytestmark = pytest.mark.filterwarnings("ignore::megatron_rl.config.objective.ObjectiveWarning")
 STEP = 1e-6
@@ -182,6 +182,17 @@ def test_sapo(a, tau, r):
         assert gradient.item() == rounded(-a), "at r = 1 the gradient is the policy gradient"
 
 
+@pytest.mark.parametrize(
+    ("low", "a", "kept"),
+    [(0.1, -1.0, False), (0.2, -1.0, True), (None, -1.0, False), (0.01, 1.0, True), (0.01, -1.0, False)],
+)
+def test_dppo_has_a_distance_of_its_own_for_probabilities_that_fall(low, a, kept):
+    """mu = 0.5; pi = 0.34 is 0.16 below where A < 0, pi = 0.64 is 0.14 above where A > 0; δ = 0.15."""
+    pi = 0.34 if a < 0 else 0.64
+    _, gradient, _ = one_token({"name": "dppo", "delta_low": low}, 1.0, a, math.log(pi), math.log(0.5))
+    assert gradient.item() == rounded(-a * pi / 0.5 if kept else 0.0)
+
+
 def test_gspo_token_form_has_the_gradient_of_the_sequence_form():
     """-min(s_i A, clip(s_i) A) differentiated through s_i, against the stop-gradient form, with kept and clipped
     sequences of both signs."""
@@ -318,7 +329,7 @@ def test_one_update_per_batch_needs_no_old_logprobs(name):
     """old_logprobs = None is po = sg(pi): same loss, gradient and metrics as passing the current ones."""
     inputs, mask = padded(random_batch(3))
     config = ObjectiveConfig.model_validate(
-        {"policy_term": name, "correction": [] if name in ("minirl", "dppo") else [{"mode": "tis"}]}
+        {"policy_term": name, "correction": [] if name in CARRY_W else [{"mode": "tis"}]}
     )
     without = type(inputs)(**{**vars(inputs), "old_logprobs": None})
     with_current = type(inputs)(**{**vars(inputs), "old_logprobs": inputs.current_logprobs.detach()})
@@ -332,7 +343,7 @@ def test_one_update_per_batch_needs_no_old_logprobs(name):
     assert results[0].metrics == results[1].metrics
 
 
-@pytest.mark.parametrize("name", ["reinforce", "dppo"])
+@pytest.mark.parametrize("name", ANCHORED)
 def test_terms_anchored_on_the_rollout_engine_do_not_read_po(name):
     correction = [{"mode": "mis", "cap": 1.4}, {"mode": "veto", "threshold": 0.5}] if name == "reinforce" else []
     inputs, mask = padded(random_batch(4))
@@ -348,7 +359,7 @@ def test_needs_old_logprobs():
     def needs(num_updates: int, **config) -> bool:
         return ObjectiveConfig.model_validate(config).needs_old_logprobs(num_updates)
 
-    for name in set(POLICY_TERMS) - {"reinforce", "dppo"}:
+    for name in set(POLICY_TERMS) - set(ANCHORED):
         assert not needs(1, policy_term=name)
         assert needs(2, policy_term=name)
     assert not needs(4, policy_term="reinforce", correction=[{"mode": "is", "level": "sequence"}])
@@ -384,7 +395,7 @@ def test_inputs_that_do_not_fit_are_refused_by_name(changes, named):
         compute_objective(ObjectiveInputs(**{**inputs, **changes}), config)
 
 
-@pytest.mark.parametrize("name", ["minirl", "dppo"])
+@pytest.mark.parametrize("name", CARRY_W)
 def test_terms_with_w_ask_for_inference_logprobs(name):
     inputs, _ = padded(random_batch(5))
     inputs = type(inputs)(**{**vars(inputs), "inference_logprobs": None})

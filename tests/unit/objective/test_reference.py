@@ -12,7 +12,7 @@ from megatron_rl.config import ObjectiveConfig
 from megatron_rl.objective import AGGREGATIONS, POLICY_TERMS, compute_objective
 from tests.support.rounding import assert_rounded, rounded
 from tests.unit.objective.batches import BATCH, EXTREMES, loss_and_gradient, packed, padded, random_batch
-from tests.unit.objective.reference import DEFAULTS, reference_objective
+from tests.unit.objective.reference import CARRY_W, DEFAULTS, reference_objective
 
 pytestmark = pytest.mark.filterwarnings("ignore::megatron_rl.config.objective.ObjectiveWarning")
 
@@ -62,6 +62,11 @@ TERMS = [{"name": name} for name in DEFAULTS] + [
     {"name": "dppo", "divergence": "kl"},
     {"name": "dppo", "divergence": "tv", "delta": 0.02, "cap": 1.1},
     {"name": "dppo", "divergence": "kl", "delta": 0.001},
+    {"name": "dppo", "divergence": "tv", "delta": 0.02, "delta_low": 0.01},
+    {"name": "dppo", "divergence": "kl", "delta_low": 0.001},
+    {"name": "vespo", "c1_positive": 1.0, "c2_positive": 0.5, "c1_negative": 0.5, "c2_negative": 4.0},
+    {"name": "fipo", "influence_low": 0.0, "influence_high": 10.0, "half_life": 2.0, "dual_clip": 1.15},
+    {"name": "fipo", "influence_low": 0.8, "safe_ratio": 1.1},
 ]
 
 
@@ -103,7 +108,7 @@ def test_corrections(correction, name, extremes):
 
 
 @pytest.mark.parametrize("correction", MASKS, ids=str)
-@pytest.mark.parametrize("name", ["minirl", "dppo"])
+@pytest.mark.parametrize("name", CARRY_W)
 def test_masks_on_terms_that_carry_w(correction, name):
     check({"policy_term": {"name": name}, "correction": correction}, seed=30)
 

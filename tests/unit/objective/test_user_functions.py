@@ -262,7 +262,7 @@ def test_parameters_beside_the_name_need_a_mapping_of_the_others(tmp_path):
 
 
 def test_a_misspelt_name_lists_what_there_is(tmp_path):
-    with pytest.raises(InputError, match=r"policy_term.name: found 'ppo'.*sapo, path/to/file.py:function"):
+    with pytest.raises(InputError, match=r"policy_term.name: found 'ppo'.*fipo, path/to/file.py:function"):
         load_recipe(recipe_with(tmp_path, {"policy_term": "ppo"}))
     with pytest.raises(InputError, match=r"aggregation.*'token-mean'.*path/to/file.py:function"):
         load_recipe(recipe_with(tmp_path, {"aggregation": "token_mean"}))
