@@ -20,8 +20,9 @@ GIB_PER_WORKER = 5  # an engine, four ranks of the tiny model and what they were
 USEFUL_WORKERS = 12  # the longest file bounds the time of the suite: more would wait for it
 # Tests of these folders share what is costly or there once on a machine: a cluster, the run without faults.
 TOGETHER = ("tests/slurm/", "tests/reliability/")
-# First what is broad and quick, so that a fault is seen early; then what takes long, so that workers end together.
-FIRST = ("tests/unit/", "tests/slurm/", "tests/e2e/", "tests/parallel/", "tests/reliability/", "tests/patches/")
+# One worker takes the cluster, whose tests are the longest and mostly wait; the others what is broad and quick, so that
+# a fault is seen early, then what takes long, so that workers end together.
+FIRST = ("tests/slurm/", "tests/unit/", "tests/e2e/", "tests/reliability/", "tests/parallel/", "tests/patches/")
 STARTED = time.monotonic()
 BROAD_S = 5.0  # a unit whose last measured processor time is below this counts as quick
 
@@ -52,10 +53,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One worker a core as far as memory goes; 0, which is this process alone, where that would be one."""
+    """One worker a core as far as memory goes, and one more for the cluster's tests, which wait; 0, which is this
+    process alone, where that would be one."""
     cores = len(os.sched_getaffinity(0))
     gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    workers = min(cores, int(gib // GIB_PER_WORKER), USEFUL_WORKERS)
+    workers = min(cores + 1, int(gib // GIB_PER_WORKER), USEFUL_WORKERS)
     return workers if workers > 1 else 0
 
 
@@ -68,7 +70,7 @@ def unit_of(nodeid: str) -> str:
 def rank_of(unit: str, measured: dict[str, float]) -> tuple[int, float]:
     """What a unit is sorted by: quick ones first, then the longest first; by folder where nothing was measured."""
     folder = next((rank for rank, name in enumerate(FIRST) if unit.startswith(name)), len(FIRST))
-    if unit not in measured:
+    if unit not in measured or folder == 0:
         return folder, 0.0
     return (0, measured[unit]) if measured[unit] < BROAD_S else (1, -measured[unit])
 

@@ -16,9 +16,11 @@ from tests.support.tiny import REPOSITORY
 pytest_plugins = ["pytester"]
 
 
-def test_quick_units_come_first_then_the_longest():
+def test_the_cluster_comes_first_then_quick_units_then_the_longest():
     measured = {"tests/e2e/a.py": 90.0, "tests/unit/b.py": 7.0, "tests/e2e/c.py": 1.0, "tests/unit/d.py": 0.5}
+    measured["tests/slurm/"] = 80.0
     assert sorted(measured, key=lambda unit: rank_of(unit, measured)) == [
+        "tests/slurm/",
         "tests/unit/d.py",
         "tests/e2e/c.py",
         "tests/e2e/a.py",
@@ -26,9 +28,9 @@ def test_quick_units_come_first_then_the_longest():
     ]
 
 
-def test_unit_tests_come_first_where_nothing_was_measured():
+def test_unit_tests_follow_the_cluster_where_nothing_was_measured():
     units = ["tests/e2e/a.py", "tests/slurm/", "tests/unit/b.py", "tests/patches/c.py"]
-    assert sorted(units, key=lambda unit: rank_of(unit, {}))[:2] == ["tests/unit/b.py", "tests/slurm/"]
+    assert sorted(units, key=lambda unit: rank_of(unit, {}))[:2] == ["tests/slurm/", "tests/unit/b.py"]
 
 
 def test_files_that_share_a_cluster_are_one_unit():
