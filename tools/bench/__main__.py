@@ -31,7 +31,7 @@ PROBLEMS = "PROBLEMS"  # stands for a file of made-up problems
 SMOKE: dict[str, str] = {
     "answers": "--responses 2 --length 16 --servers 1 --rounds 1",
     "broadcast": "--experts 4 --rounds 1",
-    "compare": "--noise --only objective --rounds 1",
+    "compare": "--noise --only objective --rounds 1 --allow 1000",  # one round: its time means nothing
     "engines": "--prompts 1 --group 2 --length 4 --rounds 1",
     "exact": "--sequences 2 --tokens 4 --rounds 1",
     "generation": "--prompts 1 --group 2 --length 4 --rounds 1",
