@@ -27,18 +27,18 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 MADE_UP_PROBLEMS = '{"prompt": "2+3", "answer": "5"}\n{"prompt": "10/4", "answer": "\\\\frac{5}{2}"}\n'
 PROBLEMS = "PROBLEMS"  # stands for a file of made-up problems
-# Program → arguments of its smoke form. Every program has one.
+# Program → arguments of its smoke form. Every program has one. No smoke form judges times: one round says nothing.
 SMOKE: dict[str, str] = {
     "answers": "--responses 2 --length 16 --servers 1 --rounds 1",
     "broadcast": "--experts 4 --rounds 1",
-    "compare": "--noise --only objective --rounds 1 --allow 1000",  # one round: its time means nothing
+    "compare": "--noise --only objective --rounds 1 --allow 1000",
     "engines": "--prompts 1 --group 2 --length 4 --rounds 1",
     "exact": "--sequences 2 --tokens 4 --rounds 1",
     "generation": "--prompts 1 --group 2 --length 4 --rounds 1",
     "growth": "--rounds 1 --only batch",
     "head": "--tokens 16 --width 16 --vocab 256 --rounds 1",
     "learner": "--sequences 2 --length 16 --rounds 1",
-    "objective": "--tokens 4096 --length 64 --threads 1 --repeats 1",
+    "objective": "--tokens 4096 --length 64 --threads 1 --repeats 1 --most 1000",
     "old_logprobs": "--sequences 2 --length 16 --rounds 1",
     "overlap": "--rounds 1 --steps 4 --length 4 --prompts 2",
     "oversampling": "--steps 2",

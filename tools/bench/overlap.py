@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import secrets
 import statistics
@@ -77,7 +78,8 @@ def run(
         server.terminate()
         server.wait()
     (first, before), (last, after) = marks
-    return [json.loads(row) for row in lines()][WARM_UP_STEPS:steps], (after - before) / (last - first)
+    seconds = (after - before) / (last - first) if last > first else math.nan  # steps too short to be told apart
+    return [json.loads(row) for row in lines()][WARM_UP_STEPS:steps], seconds
 
 
 def main() -> None:
