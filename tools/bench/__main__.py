@@ -43,7 +43,7 @@ SMOKE: dict[str, str] = {
     "overlap": "--rounds 1 --steps 4 --length 4 --prompts 2",
     "oversampling": "--steps 2",
     "packing": "--sequences 16 --ranks 2 --batches 1",
-    "pipeline": "--turns 1 --steps 4 --modes finish --rounds 1",
+    "pipeline": "--turns 1 --steps 8 --modes finish --rounds 1",
     "refit": "--rounds 1",
     "replay": "--repeats 1",
     "reward": f"{PROBLEMS} --wrong 1",
@@ -51,7 +51,7 @@ SMOKE: dict[str, str] = {
     "servers": "--prompts 1 --group 2 --length 4 --rounds 1",
     "start_up": "--rows 100",
     "trl": "--alone --lengths fixed tail --longest 8 --prompts 1 --group 2 --steps 2 --turn 2",
-    "watch": "--steps 20 --metrics 10 --responses 4 --length 16",
+    "watch": "--steps 20 --metrics 10 --responses 8 --length 16",
 }
 # Not among `make bench`: they want something that set-up does not make, or judge a change.
 ASKED_FOR = ("compare", "reward", "trl")
