@@ -12,7 +12,8 @@ from megatron_rl.checkpoint.hf_folder import HFFolder, check_weights, resolve_st
 from megatron_rl.config import Recipe
 from megatron_rl.config.hub import how_to_download
 from megatron_rl.config.model_rules import contract, cpu_problems, model_problems, smallest_world
-from megatron_rl.config.objective import label_of, user_functions
+from megatron_rl.config.objective import label_of, parts_without_effect, user_functions
+from megatron_rl.config.recipe import has_mismatch
 from megatron_rl.data import check_source
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import Architecture, read_architecture, unknown_config_keys
@@ -153,8 +154,14 @@ def _report(recipe: Recipe, a: Architecture, world_size: int | None) -> list[tup
             f"{'+'.join(label_of(c, 'mode') for c in recipe.objective.correction) or 'no correction'}, "
             f"{recipe.objective.aggregation}",
         ),
+        *_without_effect(recipe),
         ("records", "; ".join(_records(recipe))),
     ]
+
+
+def _without_effect(recipe: Recipe) -> list[tuple[str, str]]:
+    parts = parts_without_effect(recipe.objective, recipe.batch.minibatches, has_mismatch(recipe))
+    return [("no effect", "; ".join(parts))] if parts else []
 
 
 def _records(recipe: Recipe) -> list[str]:

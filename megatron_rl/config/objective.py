@@ -210,6 +210,10 @@ PPO_LIKE_CLIP = 0.01
 """Bounds of a length-normalized sequence ratio live near 1e-4; from here up they look like PPO's per-token ones."""
 
 
+LARGEST_RATIO = math.exp(20.0)
+"""Ratios are clamped to [1/this, this] (`objective.guards.MAX_LOG_RATIO`): a bound beyond is never reached."""
+
+
 class ObjectiveWarning(OwnWarning):
     """A legal objective that is probably not what was meant."""
 
@@ -249,6 +253,11 @@ class ObjectiveConfig(Section):
     ] = []
     """Weights and masks against the training-inference mismatch; they multiply the policy term, and each other.
     `file.py:function` in the place of a mode: your own."""
+    log_ratio_penalty: NonNegativeFloat = 0.0
+    """λ: λ (log r)² is added to the loss of each token, whatever the corrections do; (log w)² where the objective is
+    anchored on the rollout engine (reinforce, dppo, vespo, anchor bypass). 0: none."""
+    entropy_bonus: NonNegativeFloat = 0.0
+    """β: β times the entropy of each token's distribution is subtracted from its loss. 0: none."""
     aggregation: Annotated[Aggregation | FunctionPath, LookedUp(is_function=True)] = "token-mean"
     """How token terms become one number over the global mini-batch. `file.py:function`: your own."""
     max_response_length: PositiveInt | None = None
@@ -365,9 +374,36 @@ def objective_warnings(config: ObjectiveConfig) -> list[str]:
                 f"(lower {item.lower}, upper {item.upper}) drop sequences on which both engines agree; divergences "
                 "like 0.001 belong to seq_mean_k3 and max_k3"
             )
+    for item in config.correction:
+        upper = getattr(item, "cap", None) or getattr(item, "upper", None) or 0.0
+        if item.mode in ("tis", "mis", "icepop", "mask") and upper >= LARGEST_RATIO:
+            warnings.append(
+                f"{item.mode} has the upper bound {upper:g}, which no ratio exceeds: ratios are clamped to at most "
+                f"{LARGEST_RATIO:.3g}"
+            )
     if any(getattr(item, "cap", math.inf) < 1 for item in config.correction):
         warnings.append("a correction cap below 1 shrinks tokens on which both engines agree")
     return warnings
+
+
+def parts_without_effect(config: ObjectiveConfig, num_updates_per_batch: int, has_mismatch: bool) -> list[str]:
+    """Parts of a legal objective that cannot act, one sentence each. ``has_mismatch``: mu may differ from po."""
+    one_update = num_updates_per_batch == 1
+    reason = "the rollout engine computes what the learner computes, so that"
+    found = []
+    for i, item in enumerate(config.correction):
+        if item.mode in ("none", "function") or has_mismatch:
+            continue
+        if item.mode == "opsm":
+            if one_update:
+                found.append(f"objective.correction.{i}: opsm: {reason} pi is pi_old")
+        elif one_update or not config.anchored_on_rollout:
+            found.append(f"objective.correction.{i}: {item.mode}: {reason} every ratio is 1")
+    if config.policy_term.name == "fipo" and one_update and config.anchor == "recompute":
+        found.append(
+            "objective.policy_term: fipo is ppo_clip: with batch.minibatches 1 pi is po, and every influence is 1"
+        )
+    return found
 
 
 def with_max_response_length(section: Mapping[str, Any] | None, max_response_length: int) -> dict[str, Any]:

@@ -44,6 +44,12 @@ def section_problems(recipe: RecipeSections) -> list[str]:
             for i, item in enumerate(recipe.objective.correction)
             if item.mode == "opsm" and item.pi_old == "learner"
         ]
+    penalty = recipe.objective.log_ratio_penalty
+    if penalty and not has_log_ratio(recipe):
+        problems.append(
+            f"objective.log_ratio_penalty: {penalty:g} adds nothing, because pi is what it is compared with: "
+            "batch.minibatches is 1; use several mini-batches, anchor: bypass with an engine that differs, or 0"
+        )
     if recipe.recorder.record_batches == "off":
         problems += [
             f"recorder.record_batches: off, but alarm {rule.name!r} wants record_batch; use on_alarm"
@@ -64,6 +70,16 @@ def section_problems(recipe: RecipeSections) -> list[str]:
             f"{recipe.rollout.num_samples}: a response is compared with the others of its prompt; use reinforce for one"
         )
     return problems
+
+
+def has_mismatch(recipe: RecipeSections) -> bool:
+    """Whether the rollout engine's probabilities may differ from the learner's at the same weights."""
+    return recipe.rollout.engine != "exact" or recipe.exact.dose is not None
+
+
+def has_log_ratio(recipe: RecipeSections) -> bool:
+    """Whether pi can differ from what the objective's own ratio is measured from."""
+    return recipe.batch.minibatches > 1 or (recipe.objective.anchored_on_rollout and has_mismatch(recipe))
 
 
 def offload_problems(recipe: RecipeSections) -> list[str]:

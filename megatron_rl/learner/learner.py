@@ -307,6 +307,7 @@ class Learner:
             "vocab_size": self.architecture.vocab_size,
             "temperature": self.recipe.rollout.temperature,
             "group": parallel_state.get_tensor_model_parallel_group(),
+            "entropy_gradient": self.recipe.objective.entropy_bonus > 0,
         }
         if self.head is not None:
             outputs = self.head.token_logprobs(logits, microbatch.positions, microbatch.labels, **options)
@@ -317,7 +318,7 @@ class Learner:
             return outputs
         # The objective takes whole sequences, whichever ranks have computed them.
         logprobs, entropy = gathered(torch.stack(outputs), microbatch.places, len(microbatch.loss_mask))
-        return logprobs, entropy.detach()
+        return logprobs, entropy if options["entropy_gradient"] else entropy.detach()
 
     def _routing_mode(self, updating: bool) -> RoutingMode:
         """How tokens are routed in an update, or in a pass for log-probs: R2 has routes only after its own pass."""

@@ -1,4 +1,4 @@
-"""The objective: policy term × corrections × instruments, aggregated over the global mini-batch."""
+"""The objective: policy term × corrections × instruments, aggregated over the global mini-batch; and regularizers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megatron_rl.config.objective import ObjectiveConfig
 from megatron_rl.errors import InputError
 from megatron_rl.objective.aggregation import count, kept_tokens, token_factors
 from megatron_rl.objective.corrections import Corrected, correct
+from megatron_rl.objective.guards import MAX_LOG_RATIO
 from megatron_rl.objective.inputs import (
     Denominators,
     NoiseKey,
@@ -49,8 +50,9 @@ def compute_objective(
     sum to the loss of the mini-batch for any split; without them, these sequences are the mini-batch. It does not wait
     for the device; reading `result.metrics` does.
 
-    Per token: loss = φ · ξ · weight · term, times the factor of the aggregation. Only the term has a gradient
-    (algorithms.md §2 term, §3 weight, §4 factor, §5 φ and ξ). `noise_key` (seed, step) selects the draw of ξ.
+    Per token: loss = φ · ξ · weight · term + regularizer, times the factor of the aggregation. Only term and
+    regularizer have a gradient (algorithms.md §2 term and regularizer, §3 weight, §4 factor, §5 φ and ξ). `noise_key`
+    (seed, step) selects the draw of ξ.
 
     Raises InputError if shapes disagree or a needed tensor is absent.
     """
@@ -61,8 +63,27 @@ def compute_objective(
     factor = token_factors(tokens, contributes, _denominators(tokens, contributes, config, denominators), config)
     term = policy_term(tokens, config.policy_term)
     weight = _token_weight(tokens, config, corrected, denominators is None, NoiseKey(*noise_key))
-    loss = (term.loss * (weight * factor)).sum()
-    return ObjectiveResult(loss, collect(tokens, config, term, corrected, loss))
+    loss = policy_loss = (term.loss * (weight * factor)).sum()
+    regularizer = _regularizer(tokens, config)
+    if regularizer is not None:
+        regularizer = (regularizer * factor).sum()
+        loss = policy_loss + regularizer
+    return ObjectiveResult(loss, collect(tokens, config, term, corrected, policy_loss, regularizer))
+
+
+def _regularizer(tokens: Tokens, config: ObjectiveConfig) -> Tensor | None:
+    """λ (log r)² - β H, or λ (log w)² where the objective is anchored on the rollout engine; tokens, 0 where masked.
+
+    λ is ``log_ratio_penalty`` (kl_tau of prime-rl), β ``entropy_bonus`` (entropy_coeff of verl). No correction weighs
+    or drops it.
+    """
+    parts = []
+    if config.log_ratio_penalty:
+        log_ratio = tokens.current - tokens.inference if config.anchored_on_rollout else tokens.log_ratio
+        parts.append(config.log_ratio_penalty * log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).square())
+    if config.entropy_bonus:
+        parts.append(-config.entropy_bonus * tokens.entropy)
+    return sum(parts) if parts else None
 
 
 @torch.no_grad()

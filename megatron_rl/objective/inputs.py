@@ -150,14 +150,14 @@ class ObjectiveInputs:
     converted to float32.
     """
 
-    current_logprobs: Tensor  # tokens, log pi; the only tensor that gets a gradient
+    current_logprobs: Tensor  # tokens, log pi; the only tensor that gets a gradient, but for the entropy
     old_logprobs: Tensor | None  # tokens, log po; None if each rollout batch has one update, so that po = sg(pi)
     inference_logprobs: Tensor | None  # tokens, log mu; None: no correction and no mismatch metrics
     advantages: Tensor  # [B], or tokens (a packed tensor of N values is per token)
     loss_mask: Tensor  # tokens, bool or 0/1: trained tokens
     cu_seqlens: Tensor | None = None  # [B + 1] int offsets, packed form only
     sequence_ids: Tensor | None = None  # [B] int64, the same in every layout; key of the variance noise
-    entropy: Tensor | None = None  # tokens, nats; only averaged into actor/entropy
+    entropy: Tensor | None = None  # tokens, nats; averaged into actor/entropy, and with its gradient into entropy_bonus
     distances: Tensor | None = None  # tokens, int: optimizer steps since the weights that sampled; only for metrics
 
 
@@ -248,7 +248,7 @@ def read_tokens(inputs: ObjectiveInputs, bypass: bool = False) -> Tokens:
         lengths=layout.sum(weight),
         layout=layout,
         sequence_ids=inputs.sequence_ids,
-        entropy=None if inputs.entropy is None else inputs.entropy.detach().to(dtype).masked_fill(outside, 0.0),
+        entropy=None if inputs.entropy is None else inputs.entropy.to(dtype).masked_fill(outside, 0.0),
         distances=inputs.distances,
     )
 
@@ -289,8 +289,11 @@ def check_available(inputs: ObjectiveInputs, config: ObjectiveConfig) -> None:
         ]
         users += [f"policy term {term}"] if config.policy_term.carries_w else []
         users += ["anchor bypass"] if config.anchor == "bypass" else []
+        users += ["log_ratio_penalty"] if config.log_ratio_penalty and config.anchored_on_rollout else []
         if users:
             raise InputError(
                 f"inference_logprobs is None, but {' and '.join(users)} need the rollout engine's log-probs; "
                 "pass them, or use correction: [], anchor: recompute and a policy term without w"
             )
+    if inputs.entropy is None and config.entropy_bonus:
+        raise InputError("entropy is None, but entropy_bonus needs it; pass it with its gradient, or use 0")

@@ -32,10 +32,19 @@ from megatron_rl.objective.stats import Collector, MetricStats
 
 
 @torch.no_grad()
-def collect(tokens: Tokens, config: ObjectiveConfig, term: Term, corrected: Corrected, loss: Tensor) -> MetricStats:
-    """Return the statistics of one call of compute_objective; `loss` is its share of the loss."""
+def collect(
+    tokens: Tokens,
+    config: ObjectiveConfig,
+    term: Term,
+    corrected: Corrected,
+    loss: Tensor,
+    regularizer: Tensor | None = None,
+) -> MetricStats:
+    """Return the statistics of one call of compute_objective; `loss` and `regularizer` are its shares of the loss."""
     collector = start(tokens)
     collector.add("pg_loss", loss)
+    if regularizer is not None:
+        collector.add("regularizer", regularizer)
     collector.add("log r", tokens.log_ratio)
     if term.clipped is not None:
         collector.add("clipped", term.clipped & tokens.mask)
@@ -171,6 +180,8 @@ def _read(stats: MetricStats) -> tuple[dict[str, float], ...]:
 def _actor_metrics(sums: dict[str, float]) -> dict[str, float]:
     num_tokens = max(sums["tokens"], 1.0)
     metrics = {"actor/pg_loss": sums["pg_loss"], "actor/ppo_kl": -sums["log r"] / num_tokens, "hacking/J": sums["J"]}
+    if "regularizer" in sums:
+        metrics["actor/regularizer_loss"] = sums["regularizer"]
     for name, total in (("pg_clipfrac", "clipped"), ("pg_clipfrac_lower", "clipped_lower"), ("entropy", "entropy")):
         if total in sums:
             metrics[f"actor/{name}"] = sums[total] / num_tokens

@@ -154,6 +154,7 @@ def _batch() -> dict[str, Tensor]:
         "current": (old + 0.1 * normal[0]).clamp(max=-1e-4),
         "old": old,
         "inference": (old + 0.1 * normal[1]).clamp(max=-1e-4),
+        "entropy": torch.rand(shape, dtype=torch.float64, generator=generator),
         "advantages": torch.tensor([1.0, -1.0, 0.5, -0.3, 0.0, 2.0], dtype=torch.float64),
     }
 
@@ -175,6 +176,7 @@ def _inputs(batch: dict[str, Tensor], rows: range, padding: int = 0, packed: boo
         loss_mask=mask[mask] if packed else mask,
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0) if packed else None,
         sequence_ids=torch.arange(rows.start, rows.stop),
+        entropy=laid_out("entropy"),
     )
 
 

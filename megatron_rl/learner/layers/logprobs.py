@@ -33,6 +33,7 @@ def token_logprobs(
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
     exact: bool = False,
+    entropy_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``log softmax(logits[positions] / temperature)[labels]`` and the entropy of the same distributions.
 
@@ -44,16 +45,17 @@ def token_logprobs(
         temperature: the sampling temperature, so that pi is the distribution that mu sampled from.
         group: tensor-parallel group; None or of size one: the logits are whole.
         exact: of exact mode, whose kernels are used where there are any.
+        entropy_gradient: the entropy is differentiable, too.
 
     Returns:
-        log-probs [n] float32, differentiable; entropy in nats [n] float32, detached.
+        log-probs [n] float32, differentiable; entropy in nats [n] float32, detached unless ``entropy_gradient``.
     """
-    return _TokenLogprobs.apply(logits, positions, labels, vocab_size, temperature, group, exact)
+    return _TokenLogprobs.apply(logits, positions, labels, vocab_size, temperature, group, exact, entropy_gradient)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, positions, labels, vocab_size, temperature, group, exact):
+    def forward(ctx, logits, positions, labels, vocab_size, temperature, group, exact, entropy_gradient):
         first = logits.size(1) * (group.rank() if group is not None else 0)
         if exact and on_kernels(logits):
             width = min(max(0, vocab_size - first), logits.size(1))
@@ -67,26 +69,51 @@ class _TokenLogprobs(torch.autograd.Function):
             for rows in torch.arange(len(positions), device=logits.device).split(LOGIT_CHUNK_ROWS):
                 x = _scaled(logits, positions[rows], vocab_size, first, temperature)
                 logprobs[rows], entropy[rows], logsumexp[rows] = row_statistics(x, labels[rows], first, group)
-        ctx.save_for_backward(logits, positions, labels, logsumexp)
+        ctx.save_for_backward(logits, positions, labels, logsumexp, entropy)
         ctx.numbers = (vocab_size, temperature, first)
-        ctx.mark_non_differentiable(entropy)
+        ctx.entropy_gradient = entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx, grad_logprobs, _grad_entropy):
-        # d log p(y) / d z_v = (1[v = y] − p_v) / temperature
-        logits, positions, labels, logsumexp = ctx.saved_tensors
+    def backward(ctx, grad_logprobs, grad_entropy):
+        logits, positions, labels, logsumexp, entropy = ctx.saved_tensors
         vocab_size, temperature, first = ctx.numbers
         grad = torch.zeros_like(logits)
         for rows in torch.arange(len(positions), device=logits.device).split(LOGIT_CHUNK_ROWS):
-            scale = grad_logprobs[rows] / temperature
             x = _scaled(logits, positions[rows], vocab_size, first, temperature)
-            x.sub_(logsumexp[rows, None]).exp_().mul_(-scale[:, None])
-            local, inside = local_labels(labels[rows], first, logits.size(1))
-            x.scatter_add_(1, local[:, None], (scale * inside)[:, None])
+            of_entropy = (grad_entropy[rows], entropy[rows]) if ctx.entropy_gradient else None
+            _logit_gradient(x, labels[rows], first, logsumexp[rows], temperature, grad_logprobs[rows], of_entropy)
             grad[positions[rows]] = x.to(grad.dtype)
             del x  # frees this piece before the next one is made
-        return grad, None, None, None, None, None, None
+        return grad, None, None, None, None, None, None, None
+
+
+def _logit_gradient(
+    x: torch.Tensor,
+    labels: torch.Tensor,
+    first: int,
+    logsumexp: torch.Tensor,
+    temperature: float,
+    grad_logprobs: torch.Tensor,
+    of_entropy: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    """Turn logits over temperature ``x`` [rows, V/tp] into the gradient of the loss in the logits z, in place.
+
+    d log p(y) / d z_v = (1[v = y] − p_v) / temperature; d H / d z_v = −p_v (log p_v + H) / temperature.
+    ``of_entropy``: gradient of the loss in H, and H, both [rows]; None where H has none.
+    """
+    scale = grad_logprobs / temperature
+    x.sub_(logsumexp[:, None])
+    slope = scale[:, None]
+    if of_entropy is not None:
+        grad_entropy, entropy = of_entropy
+        # p log p of a masked column is 0 · (-inf), so it is left out
+        slope = slope + (x.masked_fill(x.isneginf(), 0.0) + entropy[:, None]) * (grad_entropy / temperature)[:, None]
+    x.exp_().mul_(-slope)
+    local, inside = local_labels(labels, first, x.size(1))
+    x.scatter_add_(1, local[:, None], (scale * inside)[:, None])
 
 
 def _scaled(logits, positions, vocab_size, first, temperature) -> torch.Tensor:
@@ -192,57 +219,57 @@ def head_logprobs(
     vocab_size: int,
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
+    entropy_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``log softmax(hidden[positions] · weightᵀ / temperature)[labels]`` and the entropy of the same distributions.
 
     Args:
         hidden: [N, H], the same on every tensor-parallel rank.
         weight: [V/tp, H], this rank's rows.
-        positions, labels, vocab_size, temperature, group: as for `logprobs.token_logprobs`.
+        positions, labels, vocab_size, temperature, group, entropy_gradient: as for `logprobs.token_logprobs`.
 
     Returns:
         log-probs [n] float32, differentiable (in ``hidden`` the part of this rank's columns); entropy in nats [n]
-        float32, detached.
+        float32, detached unless ``entropy_gradient``.
     """
-    return _HeadLogprobs.apply(hidden, weight, positions, labels, vocab_size, temperature, group)
+    return _HeadLogprobs.apply(hidden, weight, positions, labels, vocab_size, temperature, group, entropy_gradient)
 
 
 class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, positions, labels, vocab_size, temperature, group):
+    def forward(ctx, hidden, weight, positions, labels, vocab_size, temperature, group, entropy_gradient):
         first = len(weight) * (group.rank() if group is not None else 0)
         logprobs = torch.empty(len(positions), dtype=torch.float32, device=hidden.device)
         entropy, logsumexp = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for rows in torch.arange(len(positions), device=hidden.device).split(LOGIT_CHUNK_ROWS):
             x = _logits(hidden[positions[rows]], weight, vocab_size, first, temperature)
             logprobs[rows], entropy[rows], logsumexp[rows] = row_statistics(x, labels[rows], first, group)
-        ctx.save_for_backward(hidden, weight, positions, labels, logsumexp)
+        ctx.save_for_backward(hidden, weight, positions, labels, logsumexp, entropy)
         ctx.numbers = (vocab_size, temperature, first)
-        ctx.mark_non_differentiable(entropy)
+        ctx.entropy_gradient = entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx, grad_logprobs, _grad_entropy):
-        # d log p(y) / d z_v = (1[v = y] − p_v) / temperature, z = weight · h
-        hidden, weight, positions, labels, logsumexp = ctx.saved_tensors
+    def backward(ctx, grad_logprobs, grad_entropy):
+        hidden, weight, positions, labels, logsumexp, entropy = ctx.saved_tensors
         vocab_size, temperature, first = ctx.numbers
         grad_hidden = torch.zeros_like(hidden)
         # The sum over pieces is fp32: in 16 bits every further piece would lose a little.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for rows in torch.arange(len(positions), device=hidden.device).split(LOGIT_CHUNK_ROWS):
             states = hidden[positions[rows]]
-            scale = grad_logprobs[rows] / temperature
             x = _logits(states, weight, vocab_size, first, temperature)
-            x.sub_(logsumexp[rows, None]).exp_().mul_(-scale[:, None])
-            local, inside = local_labels(labels[rows], first, len(weight))
-            x.scatter_add_(1, local[:, None], (scale * inside)[:, None])
+            of_entropy = (grad_entropy[rows], entropy[rows]) if ctx.entropy_gradient else None
+            _logit_gradient(x, labels[rows], first, logsumexp[rows], temperature, grad_logprobs[rows], of_entropy)
             x = x.to(weight.dtype)
             grad_hidden[positions[rows]] = x @ weight
             if grad_weight is not None:
                 grad_weight += x.t() @ states
             del x  # frees this piece before the next one is made
         grad_weight = grad_weight.to(weight.dtype) if grad_weight is not None else None
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
 def _logits(states, weight, vocab_size, first, temperature) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from functools import reduce
@@ -176,6 +177,11 @@ def test_resolved_recipes_load_again(tmp_path):
         ("batch.filter_groups=true\nbatch.generation_prompts=15", ["15 in at most 1 rounds", "16 of batch.prompts"]),
         ("validation.top_p=0.7\nrollout.engine=exact", ["validation.top_p: 0.7", "use 1"]),
         ("data.train_fraction=0", ["data.train_fraction: found 0"]),
+        ("batch.minibatches=1\nobjective.log_ratio_penalty=0.1", ["log_ratio_penalty: 0.1 adds nothing", "or 0"]),
+        (
+            "batch.minibatches=1\nobjective.correction=[{mode: opsm, pi_old: learner}]",
+            ["opsm with pi_old: learner and batch.minibatches 1 never drops anything"],
+        ),
     ],
 )
 def test_errors_name_key_value_and_remedy(override, expected):
@@ -184,6 +190,40 @@ def test_errors_name_key_value_and_remedy(override, expected):
         check_recipe(load_recipe(GRPO, override.split("\n")), world_size=1)
     for text in expected:
         assert text in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "is_fine"),
+    [
+        ([], False),
+        (["batch.minibatches=2"], True),
+        (["objective.anchor=bypass"], True),
+        (["objective.anchor=bypass", "rollout.engine=exact"], False),
+        (["objective.anchor=bypass", "rollout.engine=exact", "batch.minibatches=2"], True),
+        (["objective.anchor=bypass", "rollout.engine=exact", "exact.noise_std=0.1"], True),
+    ],
+)
+def test_a_penalty_needs_two_policies(more, is_fine):
+    changes = ["batch.minibatches=1", "objective.log_ratio_penalty=0.1", *more]
+    if is_fine:
+        load_recipe(GRPO, changes)
+    else:
+        with pytest.raises(InputError, match=r"log_ratio_penalty: 0\.1 adds nothing"):
+            load_recipe(GRPO, changes)
+
+
+def test_check_names_what_cannot_act():
+    """This arm's corrections have nothing to correct, as its paper wants; the same arm on vLLM has."""
+    name = "recipes/exact/grpo-qwen3-30b-a3b-4n8g-tp2ep8-{}-corrected.yaml"
+    reports = [
+        dict(check_recipe(load_recipe(REPOSITORY / name.format(arm)), offline=True).report)
+        for arm in ("exact", "recompute")
+    ]
+    assert re.fullmatch(
+        "objective.correction.0: tis: .* every ratio is 1; objective.correction.1: reject: .* every ratio is 1",
+        reports[0]["no effect"],
+    )
+    assert "no effect" not in reports[1]
 
 
 def test_compiling_wants_a_compiler_and_headers(monkeypatch, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import subprocess
 import sys
 import warnings
@@ -13,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from megatron_rl.config import ObjectiveConfig, objective, policy_terms
 from megatron_rl.config.objective import ObjectiveWarning, with_max_response_length
 from megatron_rl.objective import ADVANTAGES, AGGREGATIONS, CORRECTIONS, POLICY_TERMS
+from megatron_rl.objective.guards import MAX_LOG_RATIO
 
 EXAMPLE = {
     "advantage": "rloo",
@@ -129,12 +132,46 @@ def test_refused(config, reason):
         ({"correction": [{"mode": "tis"}, {"mode": "mis", "level": "sequence"}]}, "counts it twice"),
         ({"correction": [{"mode": "reject", "statistic": "seq_mean_k1", "upper": 0.001}]}, "belong to seq_mean_k3"),
         ({"correction": [{"mode": "tis", "cap": 0.5}]}, "below 1"),
+        (
+            {"correction": [{"mode": "mask", "lower": 0.5, "upper": 1e9}]},
+            "mask has the upper bound 1e.09, which no ratio",
+        ),
+        ({"correction": [{"mode": "tis", "cap": 4.9e8}]}, "which no ratio exceeds"),
     ],
     ids=str,
 )
 def test_warned(config, reason):
     with pytest.warns(ObjectiveWarning, match=reason):
         ObjectiveConfig.model_validate({"aggregation": "seq-mean-token-mean", **config})
+
+
+def test_ratios_end_where_the_configuration_says():
+    assert math.exp(MAX_LOG_RATIO) == objective.LARGEST_RATIO
+    quiet(correction=[{"mode": "tis", "cap": 4.8e8}])
+
+
+ALL = [{"mode": mode, **({"upper": 2.0} if mode in ("reject", "mask") else {})} for mode in CORRECTIONS]
+
+
+@pytest.mark.parametrize(
+    ("values", "num_updates", "has_mismatch", "idle"),
+    [
+        ({"correction": ALL}, 1, True, []),
+        ({"correction": ALL}, 1, False, list(CORRECTIONS)),
+        ({"correction": ALL}, 2, False, [mode for mode in CORRECTIONS if mode != "opsm"]),  # pi moves away from mu
+        ({"correction": ALL[:3], "policy_term": "reinforce"}, 1, False, ["is", "tis", "mis"]),
+        ({"correction": ALL[:3], "policy_term": "reinforce"}, 2, False, []),  # w is r
+        ({"correction": ALL[4:], "anchor": "bypass"}, 2, False, []),
+        ({"policy_term": "fipo"}, 1, True, ["fipo"]),
+        ({"policy_term": "fipo"}, 2, True, []),
+        ({"policy_term": "fipo", "anchor": "bypass"}, 1, True, []),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::megatron_rl.config.objective.ObjectiveWarning")
+def test_parts_that_cannot_act_are_named(values, num_updates, has_mismatch, idle):
+    found = objective.parts_without_effect(ObjectiveConfig.model_validate(values), num_updates, has_mismatch)
+    assert len(found) == len(idle)
+    assert all(re.search(rf": {name}\b", text) for name, text in zip(idle, found))
 
 
 def test_gspo_and_masks_on_terms_with_w_are_fine():

@@ -60,3 +60,28 @@ def test_extreme_logits_stay_finite():
     assert logprobs.item() == -2e4
     assert entropy.item() == 0.0
     assert torch.isfinite(logits.grad).all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_entropy_has_a_gradient_where_it_is_asked_for(temperature):
+    """Of log-probs and entropies together, against autograd in float64; padding columns get none."""
+    torch.manual_seed(1)
+    logits = (3 * torch.randn(300, 24)).requires_grad_()
+    positions = torch.randperm(300)[:270]
+    labels = torch.randint(0, 20, (270,))
+    of_logprobs, of_entropy = torch.randn(270), torch.randn(270)
+    logprobs, entropy = token_logprobs(
+        logits, positions, labels, vocab_size=20, temperature=temperature, entropy_gradient=True
+    )
+    (grad,) = torch.autograd.grad((logprobs * of_logprobs + entropy * of_entropy).sum(), logits)
+
+    def plain(logits: torch.Tensor) -> list[torch.Tensor]:
+        x = logits[positions, :20] / temperature
+        chosen = x.log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
+        entropy = x.logsumexp(-1) - (x.softmax(-1) * x).sum(-1)  # two large numbers may leave a small one
+        loss = chosen * of_logprobs.to(x) + entropy * of_entropy.to(x)
+        return list(torch.autograd.grad(loss.sum(), logits))
+
+    assert_as_double([grad], plain, [logits.detach().requires_grad_()], longest_sum=20)
+    assert (grad[:, 20:] == 0).all()
+    assert entropy.requires_grad

@@ -1,4 +1,4 @@
-"""Worked numbers of the remedies of 2026: VESPO and FIPO."""
+"""Worked numbers of the remedies of 2026: VESPO, FIPO; and of the regularizers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from megatron_rl.config import ObjectiveConfig
-from megatron_rl.objective import ObjectiveInputs, compute_objective
+from megatron_rl.errors import InputError
+from megatron_rl.objective import AGGREGATIONS, ObjectiveInputs, compute_objective
 from tests.support.rounding import rounded
-from tests.unit.objective.batches import loss_and_gradient
+from tests.unit.objective.batches import BATCH, loss_and_gradient, packed, padded, random_batch
+
+pytestmark = pytest.mark.filterwarnings("ignore::megatron_rl.config.objective.ObjectiveWarning")
 
 STEP = 1e-6
 
@@ -101,3 +104,79 @@ def test_their_weights_have_no_gradient(name):
         slope = (value[t](pi[t] + step) - value[t](pi[t] - step)) / (2 * step)
         # The third derivative is below 1: the difference is off by step²/6, and rounding by 1e-16/step.
         assert gradient[t].item() == pytest.approx(slope, abs=step**2)
+
+
+@pytest.mark.parametrize(("anchor", "log_ratio"), [("recompute", 0.3), ("bypass", -0.2)])
+def test_the_penalty_is_on_the_squared_log_ratio_of_the_anchor(anchor, log_ratio):
+    """log r = 0.3, log w = -0.2; A = 0, so that nothing else is left. λ = 0.5."""
+    current = torch.tensor([[-1.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[True, False]])
+    inputs = ObjectiveInputs(
+        current, current.detach() - 0.3, current.detach() + 0.2, torch.zeros(1, dtype=torch.float64), mask
+    )
+    config = ObjectiveConfig.model_validate({"log_ratio_penalty": 0.5, "anchor": anchor})
+    result = compute_objective(inputs, config)
+    loss, gradient = loss_and_gradient(result, inputs, mask)
+    assert loss == rounded(0.5 * log_ratio**2)
+    assert gradient.tolist() == rounded([2 * 0.5 * log_ratio])
+    assert result.metrics["actor/regularizer_loss"] == rounded(loss)
+    assert result.metrics["actor/pg_loss"] == 0.0
+
+
+def test_terms_anchored_on_the_rollout_engine_are_held_to_it():
+    """prime-rl's loss: DPPO and kl_tau (log w)², whatever is dropped. log w = 0.3, log r = 0.1; A = 0."""
+    current, old, mu = (torch.tensor([[x]], dtype=torch.float64) for x in (-0.7, -0.8, -1.0))
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    inputs = ObjectiveInputs(current.requires_grad_(), old, mu, torch.zeros(1, dtype=torch.float64), mask)
+    config = ObjectiveConfig.model_validate({"policy_term": "dppo", "log_ratio_penalty": 0.5})
+    _, gradient = loss_and_gradient(compute_objective(inputs, config), inputs, mask)
+    assert gradient.tolist() == rounded([0.3])
+    inputs, _ = padded(random_batch(1))
+    without = type(inputs)(**{**vars(inputs), "inference_logprobs": None})
+    config = ObjectiveConfig.model_validate({"policy_term": "reinforce", "log_ratio_penalty": 0.5})
+    with pytest.raises(InputError, match="log_ratio_penalty need"):
+        compute_objective(without, config)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("form", [padded, packed])
+def test_regularizers_are_aggregated_as_terms_are_and_no_correction_drops_them(form, aggregation):
+    batch = random_batch(7)
+    common = {
+        "aggregation": aggregation,
+        "max_response_length": 11,
+        "correction": [{"mode": "tis"}, {"mode": "mask", "upper": 1.1}],
+    }
+
+    def found(**more):
+        inputs, mask = form(batch)
+        entropy = (2.0 * inputs.current_logprobs.detach()).requires_grad_()
+        inputs = type(inputs)(**{**vars(inputs), "entropy": entropy})
+        result = compute_objective(inputs, ObjectiveConfig.model_validate({**common, **more}))
+        leaves = (inputs.current_logprobs, entropy)
+        gradient, of_entropy = torch.autograd.grad(result.loss, leaves, allow_unused=True, materialize_grads=True)
+        return result.loss.item(), gradient[mask], of_entropy[mask]
+
+    def values():
+        num_tokens = sum(len(s) for s in batch)
+        for seq in batch:
+            factor = {
+                "token-mean": 1 / num_tokens,
+                "seq-mean-token-mean": 1 / len(batch) / max(len(seq), 1),
+                "seq-mean-token-sum": 1 / len(batch),
+                "seq-mean-token-sum-norm": 1 / len(batch) / 11,
+            }[aggregation]
+            yield from ((factor, p, p - q) for p, q in zip(seq.pi, seq.po))
+
+    plain, (loss, gradient, of_entropy) = found(), found(log_ratio_penalty=0.3, entropy_bonus=0.05)
+    added = sum(factor * (0.3 * log_r**2 - 0.05 * 2 * log_pi) for factor, log_pi, log_r in values())
+    assert loss - plain[0] == rounded(added, BATCH, scale=1 + abs(loss))
+    slopes = [0.3 * 2 * factor * log_r for factor, _, log_r in values()]
+    assert (gradient - plain[1]).tolist() == rounded(slopes, BATCH, scale=1 + float(gradient.abs().max()))
+    assert of_entropy.tolist() == rounded([-0.05 * factor for factor, *_ in values()])
+
+
+def test_a_bonus_needs_the_entropy():
+    inputs, _ = padded(random_batch(1))
+    with pytest.raises(InputError, match="entropy is None, but entropy_bonus needs it"):
+        compute_objective(inputs, ObjectiveConfig.model_validate({"entropy_bonus": 0.01}))
