@@ -10,7 +10,7 @@ from megatron_rl.data.prompts import (
     load_validation,
     prompts_digest,
 )
-from megatron_rl.data.sampler import PromptSampler
+from megatron_rl.data.sampler import PromptSampler, in_another_order
 from megatron_rl.data.source import check_source, read_problems
 from megatron_rl.data.table import PromptSet
 
@@ -21,6 +21,7 @@ __all__ = [
     "check_source",
     "check_vocabulary",
     "fingerprint",
+    "in_another_order",
     "load_prompts",
     "load_tokenizer",
     "load_train",

@@ -113,3 +113,14 @@ class PromptSampler:
         self.epoch, self._position = state["epoch"], state["position"]
         self._delayed, self._window = list(state["delayed"]), state["window"]
         self._order = self._make_order()
+
+
+def in_another_order(state: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Return a sampler's ``state``, to be continued in the order of ``seed``.
+
+    The place in the epoch stays, so that in this epoch some prompts come twice and others not at all.
+    """
+    if "sources" in state:
+        sources = {name: in_another_order(part, seed) for name, part in state["sources"].items()}
+        return {**state, "sources": sources}
+    return {**state, "seed": seed}

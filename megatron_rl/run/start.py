@@ -17,7 +17,7 @@ from megatron_rl.config import Recipe
 from megatron_rl.config.levels import level_rules
 from megatron_rl.config.model_rules import confirm_contract, contract, first_step_alarms
 from megatron_rl.config.sections import CheckpointConfig
-from megatron_rl.data import MixedSampler, PromptSampler, PromptSet, make_sampler
+from megatron_rl.data import MixedSampler, PromptSampler, PromptSet, in_another_order, make_sampler
 from megatron_rl.errors import Fault
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import initialize, shutdown
@@ -328,7 +328,10 @@ def _resume(run: Run, checkpoint: Path, train: PromptSet) -> None:
     # `find_checkpoint` did verify it
     state = load_beside(run.learner, run.generator, partial(run.learner.load, checkpoint, verify=False))
     run.scores = {int(step): value for step, value in state["scores"].items()}
-    run.prompts.load_state_dict(state["prompts"])
+    prompts = state["prompts"]
+    if checkpoint.resolve().parent != run.directory.checkpoints.resolve():  # a new run may have an order of its own
+        prompts = in_another_order(prompts, run.recipe.data.seed)
+    run.prompts.load_state_dict(prompts)
     run.ahead.load_state_dict(state.get("ahead", []), train)
     run.monitor.load_state_dict(state["monitor"])
     run.monitor.resume_at(run.learner.step)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.data import PromptSampler
+from megatron_rl.data import PromptSampler, in_another_order
 from megatron_rl.errors import InputError
 from megatron_rl.types import Prompt
 
@@ -95,6 +95,22 @@ def test_another_dataset_or_order_cannot_be_resumed():
         PromptSampler(prompts(5), seed=2).load_state_dict(state)
     with pytest.raises(InputError, match=r"data\.shuffle"):
         PromptSampler(prompts(5), seed=1, shuffle=False).load_state_dict(state)
+
+
+def test_a_new_run_may_go_on_in_another_order_from_the_same_place():
+    before = PromptSampler(prompts(20), seed=1)
+    before.take(26)
+    state = before.state_dict()
+    other = PromptSampler(prompts(20), seed=2)
+    other.take(26)
+    resumed = PromptSampler(prompts(20), seed=2)
+    resumed.load_state_dict(in_another_order(state, 2) | {"delayed": other.state_dict()["delayed"]})
+    assert ids(resumed.take(14)) == ids(other.take(14)) != ids(before.take(14))
+    assert state["seed"] == 1, "the checkpoint's own state stays"
+    mixed = {"sources": {"a": state, "b": state}, "weights": {"a": 1, "b": 2}}
+    changed = in_another_order(mixed, 2)
+    assert [part["seed"] for part in changed["sources"].values()] == [2, 2]
+    assert changed["weights"] == mixed["weights"]
 
 
 def test_no_prompts_no_sampler():
