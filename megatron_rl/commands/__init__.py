@@ -34,6 +34,7 @@ COMMANDS = {
     "run servers": "List the rollout servers of a run: what they do, and why one is not used.",
     "run explain-schedule": "Explain why the learning rate of a run was what it was.",
     "run why": "Say when a run left its baselines, and which causes are suspected.",
+    "run branch": "Find the cause of an unstable run by experiment, from a checkpoint before its onset.",
     "run score-alarms": "Compare alarm rules on finished runs.",
     "batch replay": "Run the update of a stored batch again, as it was or changed.",
     "batch attribute": "Split the mismatch of a stored batch into its causes.",

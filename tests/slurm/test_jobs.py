@@ -256,6 +256,22 @@ def test_restarts_without_progress_are_few(site):
     assert "no checkpoint since none in 2 attempts" in job.log
 
 
+def test_a_new_run_begins_from_the_checkpoint_that_is_named_until_it_has_one_of_its_own(site):
+    """Without training: the program in the place of Python leaves a checkpoint in its first attempt, and then dies."""
+    run = site.runs / "arm"
+    own = f'"{run}/checkpoints/step_00000007"'
+    dies = f"*megatron_rl\\ train*) mkdir -p {own} && touch {own}/trainer.json && exit 7 ;;"
+    python = site.program("python", f'case "$*" in {dies} esac\nexec "$REAL_PYTHON" "$@"\n')
+    environment = {"MRL_PYTHON": str(python), "REAL_PYTHON": site.environment()["MRL_PYTHON"], "MRL_MAX_RESTARTS": "0"}
+    job = site.submit(
+        "train.sbatch", RECIPE, "--begin-from", "/of/another/step_00000006", *site.settings("arm"), **environment
+    )
+    assert job.wait() == "FAILED", job.log
+    commands = [path.read_text().splitlines()[0] for path in sorted(run.glob("slurm/*-*/about.txt"))]
+    assert [line.endswith(" --resume /of/another/step_00000006") for line in commands] == [True, False], job.log
+    assert not any("--begin-from" in line for line in commands)
+
+
 def test_two_jobs_never_share_a_run(site):
     sleep = site.program("sleep.sbatch", "sleep 600\n")
     owner = site.cluster.submit(sleep, cwd=site.folder, options=("--output=sleep.log",))

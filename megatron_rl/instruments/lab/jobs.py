@@ -157,6 +157,7 @@ class LoadedStudy:
 
     study: Study
     path: Path
+    begin: int = 0  # the first step of its runs
 
     @property
     def base(self) -> Path:
@@ -188,7 +189,7 @@ class LoadedStudy:
 
     def _job(self, arm: str, seed: int, root: Path, yoked_to: Path) -> Job:
         name, setting = run_name(arm, seed), self.study.arms[arm]
-        values = {"name": name, "run_root": str(root)} | dict.fromkeys(SEED_KEYS, seed) | setting.set
+        values = {"name": name, "run_root": str(root)} | self.seed_values(arm, seed) | setting.set
         waits_for = []
         for key, yoke in setting.yoked.items():
             source = yoked_to / run_name(yoke.arm, seed)
@@ -199,6 +200,10 @@ class LoadedStudy:
         # JSON is valid YAML, so the recipe loader reads its numbers.
         overrides = tuple(f"{key}={json.dumps(value)}" for key, value in values.items())
         return Job(arm, seed, name, overrides, tuple(waits_for))
+
+    def seed_values(self, arm: str, seed: int) -> dict[str, Any]:
+        """Return what ``seed`` sets in a run of ``arm``: key → value. All randomness has the same number here."""
+        return dict.fromkeys(SEED_KEYS, seed)
 
     def _outcome(self, run: Path, name: str) -> float:
         value = outcome_of(read_metrics(RunDirectory(run).metrics), self.study.outcomes[name])

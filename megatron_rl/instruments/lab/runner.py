@@ -216,7 +216,7 @@ class StudyRunner:
         file = RunDirectory(self.root / job.name).metrics
         num_steps = self.study.recipe(job).num_steps
         done = sum(1 for line in file.open() if line.endswith("\n")) if file.is_file() else 0
-        return f"{min(done, num_steps)}/{num_steps}"
+        return f"{min(self.study.begin + done, num_steps)}/{num_steps}"
 
     def _exit_file(self, job: Job) -> Path:
         return exit_file(self.root / job.name)

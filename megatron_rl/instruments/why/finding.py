@@ -134,7 +134,10 @@ def page(finding: Finding, run: Path) -> str:
         lines += _told(rank, suspect, run)
     if not finding.suspects:
         lines.append("  none: no number of this run and no value of its recipe is beyond what is known to be safe")
-    lines += ["", "These are suspects. A run that undoes one of them, over several seeds, decides."]
+    lines += [
+        "",
+        f"These are suspects. `megatron-rl run branch {run}` undoes each of them over several seeds, and decides.",
+    ]
     return "\n".join(lines)
 
 

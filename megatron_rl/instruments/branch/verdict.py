@@ -1,0 +1,283 @@
+"""What the arms of a branch say: which of them bring back what was lost, as the lab's statistics judge it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.instruments.branch.arms import CONTROL, Arm, value_at
+from megatron_rl.instruments.branch.plan import Branch
+from megatron_rl.instruments.lab.compute import ArmCost
+from megatron_rl.instruments.lab.jobs import FINISHED, run_name, state_of
+from megatron_rl.instruments.lab.results import Results, Values, read_results
+from megatron_rl.instruments.lab.statistics import Effect, Verdict
+from megatron_rl.instruments.lab.verify import first_difference
+from megatron_rl.monitor import RunDirectory, read_metrics
+
+WORDS: dict[Verdict, str] = {
+    "as predicted": "brings it back",
+    "contrary": "makes it worse",
+    "no effect": "does not",
+    "undecided": "undecided",
+}
+VALUE_CHARACTERS = 60  # of a recipe's value on the page
+
+
+@dataclass(frozen=True)
+class Judged:
+    """An arm with its verdict. ``restored``: share of the control's loss that it brings back; None: not known."""
+
+    arm: Arm
+    values: Values  # seed → outcome
+    effect: Effect | None
+    p: float
+    p_holm: float
+    restored: float | None
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """All that is said of a branch. ``repeated``: steps in which the control with the run's own random numbers repeats
+    the run; ``difference``: the first metric in which it does not."""
+
+    branch: Branch
+    control: Values
+    arms: tuple[Judged, ...]
+    others: Mapping[str, Mapping[str, float]]  # arm → outcome → mean over the seeds
+    repeated: int
+    difference: str | None
+    unfinished: tuple[str, ...]
+
+    @property
+    def cures(self) -> list[Judged]:
+        """Arms that bring it back, those that restore most first."""
+        found = [judged for judged in self.arms if judged.verdict == WORDS["as predicted"]]
+        return sorted(found, key=lambda judged: -(judged.restored or 0.0))
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in words."""
+        metric = self.branch.loss.metric
+        if cures := self.cures:
+            named = [f"{cure.arm.name} ({_changes(self.branch, cure.arm)})" for cure in cures]
+            verb = "brings" if len(cures) == 1 else "bring"
+            said = f"{' and '.join(named)} {verb} {metric} back"
+            return said if len(cures) == 1 else f"{said}: each of them alone; {cures[0].arm.name} restores most"
+        open_arms = [judged.arm.name for judged in self.arms if judged.verdict == WORDS["undecided"]]
+        if open_arms:
+            return f"undecided: {', '.join(open_arms)} may bring {metric} back or not; give more --seeds or --steps"
+        return f"none of these arms brings {metric} back: the cause is another; --arms all, or --arm with your own"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        branch, loss = self.branch, self.branch.loss
+        return {
+            "run": str(branch.parent),
+            "checkpoint": None if branch.checkpoint is None else str(branch.checkpoint),
+            "from": branch.begin,
+            "onset": branch.onset,
+            "steps": branch.steps,
+            "seeds": len(branch.study.seeds),
+            "outcome": {
+                "metric": loss.metric,
+                "before": loss.before,
+                "after": loss.after,
+                "margin": loss.margin,
+                "first_step": branch.first_step,
+            },
+            "control": {"values": self.control, "repeated_steps": self.repeated, "difference": self.difference},
+            "arms": [_arm_as_json(branch, judged) for judged in self.arms],
+            "others": self.others,
+            "left_out": [vars(item) for item in branch.left_out],
+            "unfinished": list(self.unfinished),
+            "verdict": self.sentence,
+        }
+
+
+def _arm_as_json(branch: Branch, judged: Judged) -> dict[str, Any]:
+    arm, effect = judged.arm, judged.effect
+    keys = {key: [value_at(branch.recipe_of_run, key), value] for key, value in arm.keys.items()}
+    numbers = {} if effect is None else {"effect": effect.mean, "lower": effect.lower, "upper": effect.upper}
+    numbers = {name: value if abs(value) < float("inf") else None for name, value in numbers.items()}
+    return {
+        "name": arm.name,
+        "undoes": arm.suspect,
+        "keys": keys,
+        "note": arm.note,
+        "values": judged.values,
+        **numbers,
+        "p": judged.p,
+        "p_holm": judged.p_holm,
+        "restored": judged.restored,
+        "verdict": judged.verdict,
+    }
+
+
+def judge(branch: Branch, root: Path) -> Judgement:
+    """Return the judgement of the finished runs below ``root``. Raises `NothingFinished` where there is none."""
+    results = read_results(branch, root)
+    by_name = {arm.name: arm for arm in branch.arms}
+    control = results.outcomes[CONTROL]["loss"]
+    arms = [
+        Judged(
+            by_name[decision.name],
+            results.outcomes[decision.name]["loss"],
+            decision.effect,
+            decision.p,
+            decision.p_holm,
+            _restored(branch, decision.effect, control),
+            WORDS[decision.verdict],
+        )
+        for decision in results.decisions()
+    ]
+    repeated, difference = repeats_the_run(branch, root)
+    unfinished = tuple(results.unfinished)
+    return Judgement(branch, control, tuple(arms), _others(results), repeated, difference, unfinished)
+
+
+def _restored(branch: Branch, effect: Effect | None, control: Values) -> float | None:
+    if effect is None or not control:
+        return None
+    lost = branch.loss.before - sum(control.values()) / len(control)
+    return effect.mean / lost if lost else None
+
+
+def _others(results: Results) -> dict[str, dict[str, float]]:
+    return {
+        arm: {name: sum(v.values()) / len(v) for name, v in outcomes.items() if v and name != "loss"}
+        for arm, outcomes in results.outcomes.items()
+    }
+
+
+def repeats_the_run(branch: Branch, root: Path) -> tuple[int, str | None]:
+    """Return over how many steps the control of seed 0 was compared with the run, and the first difference if any.
+
+    Alarms apart, whose actions the arms do not have. 0 steps where the control is not finished.
+    """
+    folder = root / run_name(CONTROL, 0)
+    if state_of(folder) not in FINISHED:
+        return 0, None
+    end = branch.begin + branch.steps
+    both = [
+        {int(r["step"]): _learned(r) for r in read_metrics(path) if branch.begin <= r["step"] < end}
+        for path in (RunDirectory(branch.parent).metrics, RunDirectory(folder).metrics)
+    ]
+    steps = sorted(both[0].keys() & both[1].keys())
+    if branch.parent_ends_at in steps:  # the last record of a run has its last validation alone
+        steps.remove(branch.parent_ends_at)
+    return len(steps), first_difference(*([records[step] for step in steps] for records in both))
+
+
+def _learned(record: Mapping[str, float]) -> dict[str, float]:
+    return {key: value for key, value in record.items() if not key.startswith("alarm/")}
+
+
+def _changes(branch: Branch, arm: Arm) -> str:
+    return ", ".join(
+        f"{key} {_value(value_at(branch.recipe_of_run, key))} → {_value(value)}" for key, value in arm.keys.items()
+    )
+
+
+def _value(value: Any) -> str:
+    """A value as a recipe has it."""
+    text = json.dumps(value)
+    return text if len(text) <= VALUE_CHARACTERS else f"{text[:VALUE_CHARACTERS]} …"
+
+
+def _heading(branch: Branch) -> list[str]:
+    loss, seeds = branch.loss, len(branch.study.seeds)
+    onset = "" if branch.onset is None else f", onset at step {branch.onset}"
+    start = "where the run started" if branch.checkpoint is None else str(branch.checkpoint)
+    end = branch.begin + branch.steps - 1
+    return [
+        f"{branch.parent}: from step {branch.begin} ({start}){onset}",
+        f"  {len(branch.arms)} arms and the control, {seeds} seeds, {branch.steps} steps each",
+        f"  outcome: mean {loss.metric} of steps {branch.first_step} to {end}. In the run it was {loss.before:.3g} "
+        f"before step {branch.begin} and {loss.after:.3g} there; a difference up to {loss.margin:.2g} counts as none",
+        "",
+    ]
+
+
+def _left_out(branch: Branch) -> list[str]:
+    return ["", "Left out:", *(f"  {i.name}: {i.reason}" for i in branch.left_out)] if branch.left_out else []
+
+
+def plan_page(branch: Branch, num_parallel: int, ranks: int) -> str:
+    """Return what will be run and how long it takes by the run's own steps, as text."""
+    lines = _heading(branch)
+    width = max(len(arm.name) for arm in branch.arms)
+    for arm in branch.arms:
+        lines.append(f"  {arm.name:{width}}  undoes {arm.suspect}: {_changes(branch, arm)}")
+        lines += [f"  {'':{width}}  {arm.note}"] if arm.note else []
+    lines += _left_out(branch)
+    runs = (len(branch.arms) + 1) * len(branch.study.seeds)
+    lines += ["", f"{runs} runs, {runs * branch.steps} steps"]
+    seconds = branch.planned_seconds(runs)
+    if seconds is not None:
+        hours = seconds / 3600
+        lines[-1] += (
+            f": {hours:.2g} hours by the run's own steps, {hours / num_parallel:.2g} with {num_parallel} at a time, "
+            f"{hours * ranks:.2g} rank-hours; start-up apart"
+        )
+    return "\n".join(lines)
+
+
+def plan_as_json(branch: Branch, costs: Sequence[ArmCost]) -> dict[str, Any]:
+    """Return the plan as plain values."""
+    runs = (len(branch.arms) + 1) * len(branch.study.seeds)
+    keys = {arm.name: dict(arm.keys) for arm in branch.arms}
+    return {
+        "run": str(branch.parent),
+        "from": branch.begin,
+        "onset": branch.onset,
+        "steps": branch.steps,
+        "seeds": len(branch.study.seeds),
+        "outcome": branch.loss.metric,
+        "arms": {CONTROL: {}, **keys},
+        "left_out": [vars(item) for item in branch.left_out],
+        "runs": runs,
+        "seconds": branch.planned_seconds(runs),
+        "gpu_hours": {row.arm: row.gpu_hours for row in costs},
+    }
+
+
+def page(judgement: Judgement) -> str:
+    """Return the judgement as text."""
+    branch = judgement.branch
+    control = list(judgement.control.values())
+    rows = [["arm", "undoes", "mean", "effect", "95% interval", "p (Holm)", "restores", "verdict"]]
+    rows.append([CONTROL, "–", _short(sum(control) / len(control)) if control else "–", *["–"] * 5])
+    rows += [_row(judged) for judged in judgement.arms]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = _heading(branch)
+    lines += ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += [f"  {arm.name}: {arm.note}" for arm in branch.arms if arm.note]
+    lines.append("")
+    if judgement.difference is not None:
+        lines.append(f"The control with the run's own seeds differs from the run: {judgement.difference}")
+    elif judgement.repeated:
+        lines.append(
+            f"The control with the run's own seeds repeats {judgement.repeated} steps of the run, bit for bit."
+        )
+    if judgement.unfinished:
+        lines.append(f"Not finished: {', '.join(judgement.unfinished)}; the same command goes on")
+    lines += [f"Verdict: {judgement.sentence}", *_left_out(branch)]
+    return "\n".join(lines)
+
+
+def _row(judged: Judged) -> list[str]:
+    values, effect = list(judged.values.values()), judged.effect
+    row = [judged.arm.name, judged.arm.suspect, _short(sum(values) / len(values)) if values else "–"]
+    if effect is None:
+        return [*row, *["–"] * 4, judged.verdict]
+    interval = f"[{effect.lower:+.3g}, {effect.upper:+.3g}]"
+    restored = "–" if judged.restored is None else f"{judged.restored:.0%}"
+    return [*row, f"{effect.mean:+.3g}", interval, f"{judged.p_holm:.2g}", restored, judged.verdict]
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}"
