@@ -39,13 +39,19 @@ class NoCorrection(Section):
     mode: Literal["none"] = "none"
 
 
-class Is(Section):
+class _Weight(Section):
+    normalize: bool = False
+    """true: the weight is divided by its mean over the mini-batch: over trained tokens, or over sequences where the
+    level is that of sequences."""
+
+
+class Is(_Weight):
     mode: Literal["is"] = "is"
     level: Level = "token"
     """Which ratio is the weight: the token's, the product over the sequence, or its geometric mean."""
 
 
-class Tis(Section):
+class Tis(_Weight):
     mode: Literal["tis"] = "tis"
     level: Level = "token"
     """Which ratio is the weight: the token's, the product over the sequence, or its geometric mean."""
@@ -301,12 +307,15 @@ class ObjectiveConfig(Section):
                     "mismatch would be corrected twice; leave it out (masks alone, reject, mask, veto and opsm, are "
                     "allowed) or use anchor: recompute"
                 )
-            if getattr(item, "renormalize", False) and (self.anchored_on_rollout or item.mode == "opsm"):
+            counted = next((key for key in ("renormalize", "normalize") if getattr(item, key, False)), None)
+            if counted and (self.anchored_on_rollout or item.mode == "opsm"):
                 raise ValueError(
-                    f"renormalize on {mode} with policy term {name}, anchor {self.anchor}: what it drops depends "
-                    "on the current policy, "
-                    "so the global denominator would be known only after every microbatch has run; leave it false"
+                    f"{counted} on {mode} with policy term {name}, anchor {self.anchor}: what it does depends on the "
+                    "current policy, so the global denominator would be known only after every microbatch has run; "
+                    "leave it false"
                 )
+        if sum(getattr(item, "normalize", False) for item in self.correction) > 1:
+            raise ValueError("normalize on more than one correction: a product of weights has one mean; use it once")
         for message in objective_warnings(self):
             warnings.warn(message, ObjectiveWarning, stacklevel=2)
         return self
@@ -323,8 +332,13 @@ class ObjectiveConfig(Section):
 
     @property
     def renormalizes(self) -> bool:
-        """Whether a dropped token leaves the denominators, which then depend on old and inference log-probs."""
-        return any(getattr(item, "renormalize", False) for item in self.correction)
+        """Whether the denominators depend on what the corrections do, and so on old and inference log-probs."""
+        return self.normalizes or any(getattr(item, "renormalize", False) for item in self.correction)
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether a correction's weight is divided by its mean over the mini-batch."""
+        return any(getattr(item, "normalize", False) for item in self.correction)
 
     def needs_old_logprobs(self, num_updates_per_batch: int) -> bool:
         """Whether a learner must run a forward pass at rollout weights before updating (about 25% of training time,
@@ -332,7 +346,8 @@ class ObjectiveConfig(Section):
 
         With one update per rollout batch pi equals po and `old_logprobs` stays None. With more, only what is anchored
         on the rollout engine (`reinforce`, `dppo`, anchor bypass) goes without; opsm on the learner's pi_old and
-        distortion look at po themselves, and `renormalize` must know what is dropped before the first gradient.
+        distortion look at po themselves, and `renormalize` and `normalize` must know what corrections do before
+        the first gradient.
         """
         if self.renormalizes:
             return True

@@ -171,8 +171,8 @@ def _lay_out(lengths: list[int], tensor: int, share: ContextShare) -> Row:
 def minibatch_denominators(sequences: list[Sequence], config: ObjectiveConfig) -> Denominators:
     """What the losses of a mini-batch are divided by, from all of its sequences, whichever rank will run them.
 
-    Collective where the objective counts what its corrections keep (`renormalize`): each rank counts the sequences that
-    it speaks for (`Sequence.holder`).
+    Collective where the objective counts what its corrections do (`renormalize`, `normalize`): each rank counts the
+    sequences that it speaks for (`Sequence.holder`).
     """
     if not config.renormalizes:
         return Denominators(float(sum(s.num_trained for s in sequences)), float(len(sequences)), False)
@@ -180,10 +180,10 @@ def minibatch_denominators(sequences: list[Sequence], config: ObjectiveConfig) -
         return _count(sequences, config)
     mine = [s for s in sequences if s.holder == world_rank()]
     counts = _count(mine, config) if mine else Denominators(0.0, 0.0, True)
-    sums = torch.tensor([counts.num_tokens, counts.num_sequences], dtype=torch.float64)  # whole numbers: any order
+    sums = counts.as_tensor()  # whole numbers, in any order, but for the sum of the weights
     if world_size() > 1:
         dist.all_reduce(sums)
-    return Denominators(*sums.tolist(), counts.renormalized)
+    return Denominators.from_tensor(sums.tolist(), counts.renormalized)
 
 
 def _count(sequences: list[Sequence], config: ObjectiveConfig) -> Denominators:
@@ -205,4 +205,4 @@ def _count(sequences: list[Sequence], config: ObjectiveConfig) -> Denominators:
         config,
     )
     # Plain numbers: no copy to the device per microbatch.
-    return Denominators(float(counts.num_tokens), float(counts.num_sequences), counts.renormalized)
+    return Denominators.from_tensor(counts.as_tensor().tolist(), counts.renormalized)

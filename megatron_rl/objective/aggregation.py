@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_rl.config.objective import ObjectiveConfig
 from megatron_rl.errors import InputError
-from megatron_rl.objective.corrections import correct
+from megatron_rl.objective.corrections import Corrected, correct
 from megatron_rl.objective.inputs import Denominators, ObjectiveInputs, Tokens, check_available, read_tokens
 from megatron_rl.process.user_functions import load_function
 
@@ -62,22 +62,24 @@ def token_factors(tokens: Tokens, kept: Tensor, counts: Denominators, config: Ob
     return tokens.layout.expand(factor) if isinstance(factor, Tensor) and factor.dim() else factor
 
 
-def count(tokens: Tokens, kept: Tensor, renormalized: bool) -> Denominators:
+def count(tokens: Tokens, corrected: Corrected, renormalized: bool) -> Denominators:
     """Return denominators of these tokens. Fully masked sequences count too, unless renormalized."""
+    kept = kept_tokens(tokens, corrected.left_out)
     num_tokens = torch.count_nonzero(kept).double()
     if not renormalized:
         return Denominators(num_tokens, float(tokens.layout.num_sequences))
     alive = (tokens.layout.sum(kept.to(tokens.weight.dtype)) > 0) | (tokens.lengths == 0)
-    return Denominators(num_tokens, torch.count_nonzero(alive).double(), renormalized=True)
+    num_sequences = torch.count_nonzero(alive).double()
+    return Denominators(num_tokens, num_sequences, True, corrected.weight_sum, corrected.num_weights)
 
 
 @torch.no_grad()
 def compute_denominators(inputs: ObjectiveInputs, config: ObjectiveConfig | None = None) -> Denominators:
     """Return the counts of these sequences; sum them over microbatches and ranks before the first gradient.
 
-    Reads `loss_mask` and its layout. If `config` has a `renormalize` correction, it also applies the corrections, which
-    needs `old_logprobs` and `inference_logprobs` (`current_logprobs` may then be any tensor of the same shape, such as
-    the old log-probs). Results are 0-dim tensors on the device, without waiting for it.
+    Reads `loss_mask` and its layout. If `config` has a correction with `renormalize` or `normalize`, it also applies
+    the corrections, which needs `old_logprobs` and `inference_logprobs` (`current_logprobs` may then be any tensor of
+    the same shape, such as the old log-probs). Results are 0-dim tensors on the device, without waiting for it.
 
     Raises InputError if a needed tensor is absent.
     """
@@ -86,11 +88,11 @@ def compute_denominators(inputs: ObjectiveInputs, config: ObjectiveConfig | None
         return Denominators(torch.count_nonzero(inputs.loss_mask).double(), float(num_sequences))
     if inputs.old_logprobs is None:
         raise InputError(
-            "old_logprobs is None, but a correction with renormalize: true needs them to count the kept tokens"
+            "old_logprobs is None, but a correction with renormalize or normalize needs them to count what it does"
         )
     check_available(inputs, config)
     tokens = read_tokens(inputs)
-    return count(tokens, kept_tokens(tokens, correct(tokens, config).left_out), renormalized=True)
+    return count(tokens, correct(tokens, config), renormalized=True)
 
 
 def kept_tokens(tokens: Tokens, left_out: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_rl.config.objective import ObjectiveConfig
 from megatron_rl.errors import InputError
 from megatron_rl.objective.aggregation import count, kept_tokens, token_factors
-from megatron_rl.objective.corrections import Corrected, correct
+from megatron_rl.objective.corrections import Corrected, correct, normalized
 from megatron_rl.objective.guards import MAX_LOG_RATIO
 from megatron_rl.objective.inputs import (
     Denominators,
@@ -59,8 +59,9 @@ def compute_objective(
     check_available(inputs, config)
     tokens = read_tokens(inputs, bypass=config.anchor == "bypass")
     corrected = correct(tokens, config)
-    contributes = kept_tokens(tokens, corrected.left_out)
-    factor = token_factors(tokens, contributes, _denominators(tokens, contributes, config, denominators), config)
+    counts = _denominators(tokens, corrected, config, denominators)
+    corrected = normalized(corrected, config, counts)
+    factor = token_factors(tokens, kept_tokens(tokens, corrected.left_out), counts, config)
     term = policy_term(tokens, config.policy_term)
     weight = _token_weight(tokens, config, corrected, denominators is None, NoiseKey(*noise_key))
     loss = policy_loss = (term.loss * (weight * factor)).sum()
@@ -102,13 +103,15 @@ def _token_weight(
     return weight
 
 
-def _denominators(tokens: Tokens, kept: Tensor, config: ObjectiveConfig, given: Denominators | None) -> Denominators:
+def _denominators(
+    tokens: Tokens, corrected: Corrected, config: ObjectiveConfig, given: Denominators | None
+) -> Denominators:
     if given is None:
-        return count(tokens, kept, config.renormalizes)
+        return count(tokens, corrected, config.renormalizes)
     if given.renormalized != config.renormalizes:
         raise InputError(
-            f"the objective {'has' if config.renormalizes else 'has no'} correction with renormalize: true, but the "
-            f"denominators were counted {'with' if given.renormalized else 'without'} one; "
+            f"the objective {'has' if config.renormalizes else 'has no'} correction with renormalize or normalize, but "
+            f"the denominators were counted {'with' if given.renormalized else 'without'} one; "
             "pass the same config to compute_denominators"
         )
     return given

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_rl.config.objective import FunctionCorrection, Mask, ObjectiveConfig, Opsm, Reject
 from megatron_rl.objective.guards import k3, safe_exp
-from megatron_rl.objective.inputs import Tokens
+from megatron_rl.objective.inputs import Denominators, Tokens
 from megatron_rl.process.user_functions import load_function
 
 
@@ -160,6 +160,8 @@ class Corrected:
     left_out: Tensor | None = None  # bool tokens, dropped ones that also leave the denominators
     ratio: Tensor | None = None  # tokens, the first weighting mode's ratio before it was bounded
     bounds: tuple[float, float] | None = None  # of that ratio
+    weight_sum: Tensor | float = 0.0  # 0-dim float64: of the weights that are to be divided by their mean
+    num_weights: Tensor | float = 0.0  # 0-dim float64: how many these are
 
 
 @torch.no_grad()
@@ -171,9 +173,35 @@ def correct(tokens: Tokens, config: ObjectiveConfig) -> Corrected:
         is_own = isinstance(entry, FunctionCorrection)
         effect = _of_user(entry, ratios) if is_own else CORRECTIONS[entry.mode](entry, ratios)
         result = _combine(result, entry, effect, tokens)
+        if getattr(entry, "normalize", False):
+            weight_sum, num_weights = _total(entry.level, effect.weight, tokens)
+            result = replace(result, weight_sum=weight_sum, num_weights=num_weights)
         if effect.bounds is not None and result.bounds is None:
             result = replace(result, ratio=ratios.at(getattr(entry, "level", "token")), bounds=effect.bounds)
     return result
+
+
+def _total(level: str, weight: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """Sum and number of a correction's weights: of trained tokens, or of sequences that have any."""
+    weight = weight * tokens.weight
+    if level == "token":
+        return weight.double().sum(), tokens.lengths.double().sum()
+    # All tokens of a sequence have the same weight.
+    return tokens.sequence_mean(weight).double().sum(), torch.count_nonzero(tokens.lengths).double()
+
+
+@torch.no_grad()
+def normalized(corrected: Corrected, config: ObjectiveConfig, counts: Denominators) -> Corrected:
+    """Divide by the mean weight of the global mini-batch where a correction has `normalize` [verl's
+    rollout_is_batch_normalize]; a mini-batch without trained tokens has none."""
+    if not config.normalizes:
+        return corrected
+    mean = torch.as_tensor(counts.weight_sum / _at_least_one(counts.num_weights))
+    return replace(corrected, weight=corrected.weight / torch.where(mean > 0, mean, 1.0).to(corrected.weight.dtype))
+
+
+def _at_least_one(number: Tensor | float) -> Tensor | float:
+    return number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1)
 
 
 def _of_user(entry: FunctionCorrection, ratios: Ratios) -> Effect:

@@ -5,6 +5,7 @@ Shapes: ``B`` sequences, ``T`` padded length, ``N`` packed tokens; "tokens" is [
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -177,18 +178,30 @@ class Denominators:
 
     num_tokens: Tensor | float  # trained tokens
     num_sequences: Tensor | float  # sequences, including fully masked ones
-    renormalized: bool = False  # counted without the tokens that `renormalize` corrections drop
+    renormalized: bool = False  # counted after the corrections: those that `renormalize` or `normalize` need that
+    weight_sum: Tensor | float = 0.0  # of the weights of the correction that is to `normalize`
+    num_weights: Tensor | float = 0.0  # tokens or sequences that have one
+
+    @classmethod
+    def from_tensor(cls, counts: Sequence[Tensor | float], renormalized: bool) -> Denominators:
+        """The reverse of `as_tensor`."""
+        num_tokens, num_sequences, weight_sum, num_weights = counts
+        return cls(num_tokens, num_sequences, renormalized, weight_sum, num_weights)
 
     def __add__(self, other: Denominators) -> Denominators:
         if self.renormalized != other.renormalized:
             raise InputError("denominators with and without renormalize cannot be added")
         return Denominators(
-            self.num_tokens + other.num_tokens, self.num_sequences + other.num_sequences, self.renormalized
+            self.num_tokens + other.num_tokens,
+            self.num_sequences + other.num_sequences,
+            self.renormalized,
+            self.weight_sum + other.weight_sum,
+            self.num_weights + other.num_weights,
         )
 
     def as_tensor(self, device: torch.device | str | None = None) -> Tensor:
-        """Return the counts as [2] float64, for a reduction over ranks."""
-        counts = (self.num_tokens, self.num_sequences)
+        """Return the counts as [4] float64, for a reduction over ranks."""
+        counts = (self.num_tokens, self.num_sequences, self.weight_sum, self.num_weights)
         return torch.stack([torch.as_tensor(count, dtype=torch.float64, device=device) for count in counts])
 
 

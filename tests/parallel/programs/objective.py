@@ -31,7 +31,7 @@ def share(config: dict, seed: int) -> tuple[float, dict[int, list[float]], dict[
     local = [compute_denominators(inputs, parsed) for inputs, _ in made]
     counts = sum(local[1:], local[0]).as_tensor()
     dist.all_reduce(counts)
-    denominators = Denominators(*counts, renormalized=parsed.renormalizes)
+    denominators = Denominators.from_tensor(counts, parsed.renormalizes)
     results = [compute_objective(inputs, parsed, denominators, (seed, 3)) for inputs, _ in made]
     gradients = {}
     for part, result, (inputs, mask) in zip(chosen, results, made):

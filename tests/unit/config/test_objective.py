@@ -111,6 +111,12 @@ def test_short_forms():
             "depends on the current policy",
         ),
         ({"correction": [{"mode": "opsm", "renormalize": True}]}, "depends on the current policy"),
+        (
+            {"policy_term": "reinforce", "correction": [{"mode": "tis", "normalize": True}]},
+            "normalize on tis with policy",
+        ),
+        ({"correction": [{"mode": m, "normalize": True} for m in ("is", "tis")]}, "more than one correction"),
+        ({"correction": [{"mode": "mis", "normalize": True}]}, "normalize"),
         ({"distortion": {"low_prob": 0.1}}, "delta"),
         ({"variance": {"sigma": 0.0}}, "sigma"),
         ({"prob_bands": [0.5, 0.1]}, "ascend"),

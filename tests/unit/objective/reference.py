@@ -36,8 +36,8 @@ DEFAULTS = {
 ANCHORED = ("reinforce", "dppo", "vespo")
 CARRY_W = ("minirl", "dppo", "vespo")
 CORRECTION_DEFAULTS = {
-    "is": {"level": "token"},
-    "tis": {"level": "token", "cap": 2.0, "lower": None},
+    "is": {"level": "token", "normalize": False},
+    "tis": {"level": "token", "cap": 2.0, "lower": None, "normalize": False},
     "mis": {"level": "token", "cap": 3.0, "lower": None},
     "icepop": {"lower": 0.5, "upper": 5.0},
     "reject": {"statistic": "seq_mean_k3", "lower": None, "upper": None},
@@ -249,6 +249,12 @@ def reference_objective(batch: list[Seq], config: dict, seed: int = 0, step: int
     term = config.get("policy_term", {"name": "ppo_clip"})
     corrections = config.get("correction", [])
     weights = [correction_weights(s, corrections, term["name"] in ANCHORED) for s in batch]
+    for entry in corrections:
+        if entry.get("normalize"):
+            alone = [correction_weights(s, [entry], anchored=False)[0] for s in batch]
+            on_tokens = entry.get("level", "token") == "token"
+            seen = [w for row in alone for w in row] if on_tokens else [row[0] for row in alone if row]
+            weights = [([w * len(seen) / sum(seen) for w in row], *rest) for row, *rest in weights]
     kept = [[not out for out in w[2]] for w in weights]
     renormalize = any(c.get("renormalize") for c in corrections)
     num_tokens = sum(sum(k) for k in kept)

@@ -44,6 +44,10 @@ CONFIGS = [
         "aggregation": "seq-mean-token-mean",
         "prob_bands": [0.2, 0.6],
     },
+    {
+        "policy_term": "ppo_clip",
+        "correction": [{"mode": "tis", "level": "sequence", "normalize": True}, {"mode": "mask", "lower": 0.8}],
+    },
     {"policy_term": "dppo", "correction": [{"mode": "reject", "statistic": "seq_mean_k3", "upper": 0.01}]},
 ]
 

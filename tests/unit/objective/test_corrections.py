@@ -156,6 +156,43 @@ def test_a_dropped_token_keeps_its_place_in_the_denominator_unless_renormalized(
     assert loss("seq-mean-token-sum", True) == rounded(-3 / 2)
 
 
+@pytest.mark.parametrize(
+    ("level", "mean", "want"),
+    [
+        ("token", (1 + 2 + 2 + 0.5) / 4, [1, 2, 2, 0.5]),  # tokens, truncated at 2
+        ("sequence", (2 + 0.5) / 2, [2, 2, 2, 0.5]),  # sequences: 1 · 2 · 4 is cut at 2
+        ("geometric", (2 + 0.5) / 2, [2, 2, 2, 0.5]),
+    ],
+)
+def test_normalized_weights_have_the_mean_one(level, mean, want):
+    """ρ = 1, 2, 4 and 1/2, with a third sequence that has no trained token. What masks drop is not left out of it."""
+    log_rho = torch.tensor([[1.0, 2.0, 4.0], [0.5, 1.0, 1.0], [1.0, 1.0, 1.0]], dtype=torch.float64).log()
+    mask = torch.tensor([[True] * 3, [True, False, False], [False] * 3])
+    current = torch.full_like(log_rho, -1.0).requires_grad_()
+    inputs = ObjectiveInputs(
+        current, current.detach(), current.detach() - log_rho, torch.ones(3, dtype=torch.float64), mask
+    )
+    entry = {"mode": "tis", "level": level, "cap": 2.0, "normalize": True}
+    for chain, drops in (([entry], []), ([{"mode": "mask", "upper": 3.0}, entry], [2])):
+        config = ObjectiveConfig.model_validate({"policy_term": "cispo", "correction": chain})
+        result = compute_objective(inputs, config)
+        (gradient,) = torch.autograd.grad(result.loss, current)
+        expected = [0.0 if i in drops else w / mean for i, w in enumerate(want)]
+        assert (-4 * gradient[mask]).tolist() == rounded(expected)
+        metrics = result.metrics
+        assert metrics["rollout_corr/applied_weight_max"] == rounded(2 / mean)
+        assert metrics["rollout_corr/applied_weight_mean"] == rounded(sum(expected) / 4)
+
+
+def test_normalized_weights_of_nothing_stay_finite():
+    current = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
+    mask = torch.zeros(2, 3, dtype=torch.bool)
+    inputs = ObjectiveInputs(current, current.detach(), current.detach(), torch.ones(2, dtype=torch.float64), mask)
+    config = ObjectiveConfig.model_validate({"correction": [{"mode": "is", "normalize": True}]})
+    for counts in (None, Denominators(0.0, 0.0, True)):
+        assert compute_objective(inputs, config, counts).loss.item() == 0.0
+
+
 def test_renormalize_needs_denominators_counted_with_the_same_config():
     inputs, _ = padded(random_batch(1))
     renormalizing = ObjectiveConfig.model_validate({"correction": [{"mode": "mis", "renormalize": True}]})
@@ -205,8 +242,9 @@ def test_metrics_of_the_weights():
 
 
 def test_denominators_travel_as_a_tensor():
-    found = Denominators(*(Denominators(3.0, torch.tensor(2.0)).as_tensor() * 2))
-    assert (float(found.num_tokens), float(found.num_sequences), found.renormalized) == (6.0, 4.0, False)
+    counts = Denominators(3.0, torch.tensor(2.0), True, 2.5, torch.tensor(3.0))
+    found = Denominators.from_tensor(counts.as_tensor() * 2, counts.renormalized)
+    assert found == Denominators(6.0, 4.0, True, 5.0, 6.0) == counts + counts
 
 
 def test_mask_leaves_the_weight_at_one():

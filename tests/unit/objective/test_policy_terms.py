@@ -367,6 +367,7 @@ def test_needs_old_logprobs():
     assert not needs(4, policy_term="reinforce", correction=[{"mode": "opsm"}])
     assert needs(4, policy_term="reinforce", distortion={"delta": 2.0})
     assert needs(1, correction=[{"mode": "mis", "renormalize": True}])
+    assert needs(1, correction=[{"mode": "tis", "normalize": True}])
 
 
 @pytest.mark.parametrize(

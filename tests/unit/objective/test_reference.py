@@ -120,6 +120,9 @@ def test_masks_on_terms_that_carry_w(correction, name):
         [{"mode": "mis", "cap": 1.1, "renormalize": True}],
         [{"mode": "reject", "upper": 0.02, "renormalize": True}],
         [{"mode": "icepop", "lower": 0.9, "upper": 1.2}, {"mode": "veto", "threshold": 0.8, "renormalize": True}],
+        [{"mode": "tis", "normalize": True}],
+        [{"mode": "is", "level": "sequence", "normalize": True}, {"mode": "mask", "upper": 1.1, "renormalize": True}],
+        [{"mode": "tis", "level": "geometric", "cap": 1.02, "normalize": True}],
     ],
     ids=str,
 )
