@@ -2,19 +2,23 @@
 
     megatron-rl run explain-schedule RUN [--as KEY=VALUE,...] [--out FILE.png]
 
-RUN is a run directory. The command replays the schedule of its recipe.resolved.yaml on the recorded response lengths.
+RUN is a run directory, or a log of verl, slime, miles, NeMo-RL, prime-rl or TRL (docs/coming-from.md): then the command
+says what the length-decay rate would have done with its response lengths, from the highest rate of the log on.
+
+The command replays the schedule of its recipe.resolved.yaml on the recorded response lengths.
 It prints each step at which the schedule acted, with the numbers behind the decision, and compares the rates with the
 recorded ones. --as replaces keys of the schedule section (`mode=auto,detector.surge_ratio=2.5`) to show what another
 schedule would have done with the same lengths. A run with another style is explained in mode shadow. The plot is
-written to RUN/plots/schedule.png.
+written to RUN/plots/schedule.png, for a log of another project to plots/schedule.png here.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from matplotlib.figure import Figure
@@ -25,30 +29,41 @@ from megatron_rl.config.learner import OptimizerConfig, ScheduleConfig
 from megatron_rl.config.loader import read_yaml
 from megatron_rl.config.yaml12 import parse
 from megatron_rl.errors import EXIT_DONE, InputError
-from megatron_rl.monitor import RunDirectory, read_metrics
+from megatron_rl.monitor import RunDirectory
 from megatron_rl.schedule.explain import ReplayedStep, replay
+
+if TYPE_CHECKING:
+    from megatron_rl.instruments.foreign.read import Run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="Read this run directory.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="Read this run directory, or another project's log.")
     parser.add_argument(
         "--as", dest="changes", default="", metavar="KEY=VALUE,...", help="Reckon with these keys of another schedule."
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE.png", help="Draw to this file (default: RUN/plots/schedule.png)."
+        "--out",
+        type=Path,
+        metavar="FILE.png",
+        help="Draw to this file (default: plots/schedule.png in RUN; here for another project's log).",
     )
 
 
 def run(options: argparse.Namespace) -> int:
+    from megatron_rl.instruments.foreign.read import read_run
+
     directory = RunDirectory(options.run)
-    config, lr, is_own = read_schedule(directory, options.changes)
-    records = read_metrics(directory.metrics)
+    found = read_run(options.run)
+    records = found.records
     if not records:
         raise InputError(f"{directory.metrics}: no step was recorded")
+    if not found.is_own:
+        print("\n".join(found.told()))
+    config, lr, is_own = read_schedule(directory, options.changes) if found.is_own else their_schedule(found, options)
     check_order(records, directory.metrics)
     steps = replay(records, config, lr, total_steps=int(records[-1]["step"]) + 1)
     print_story(steps, config, lr, is_own)
-    path = options.out or directory.plots / "schedule.png"
+    path = options.out or (directory.plots if found.is_own else Path("plots")) / "schedule.png"
     plot(steps, config, path)
     print(f"wrote {path}")
     return EXIT_DONE
@@ -67,11 +82,32 @@ def check_order(records: list[dict[str, float]], file: Path) -> None:
         last, last_t = step, t
 
 
+def their_schedule(found: Run, options: argparse.Namespace) -> tuple[ScheduleConfig, float, bool]:
+    """The length-decay schedule in mode shadow with the changes of --as, and the highest rate that the log has."""
+    if not any("response_length/mean" in record for record in found.records):
+        raise InputError(
+            f"{found.path}: no response_length/mean; docs/coming-from.md has the names that are read for it"
+        )
+    rates = [record["actor/lr"] for record in found.records if math.isfinite(record.get("actor/lr", math.nan))]
+    if not rates:
+        print("the log has no learning rate; that of the schema is reckoned with")
+    optimizer = {"lr": max(rates)} if rates and max(rates) > 0 else {}
+    shadow = {"style": "length-decay", "mode": "shadow"}
+    config, lr, _ = schedule_of(
+        {"learner": {"optimizer": optimizer}, "schedule": shadow}, str(found.path), options.changes
+    )
+    return config, lr, False
+
+
 def read_schedule(run: RunDirectory, changes: str) -> tuple[ScheduleConfig, float, bool]:
     """Return the schedule to explain, the peak rate, and whether it is the run's own schedule."""
     if not run.recipe.is_file():
         raise InputError(f"{run.recipe}: no such file; expected a run directory")
-    recipe = read_yaml(run.recipe, "recipe")
+    return schedule_of(read_yaml(run.recipe, "recipe"), str(run.recipe), changes)
+
+
+def schedule_of(recipe: Mapping[str, Any], source: str, changes: str) -> tuple[ScheduleConfig, float, bool]:
+    """The same of a ``recipe`` as plain values; ``source`` is named in errors."""
     section: dict[str, Any] = dict(recipe.get("schedule") or {})
     is_own = not changes and section.get("style") == "length-decay"
     if not changes and not is_own:
@@ -98,7 +134,7 @@ def read_schedule(run: RunDirectory, changes: str) -> tuple[ScheduleConfig, floa
             else f"\n  the run's style is {style}; --as style=length-decay,… asks for another"
         )
         raise InputError(
-            f"schedule of {run.recipe} (with --as {changes!r}):\n{explain(error, ScheduleConfig)}{hint}"
+            f"schedule of {source} (with --as {changes!r}):\n{explain(error, ScheduleConfig)}{hint}"
         ) from error
 
 

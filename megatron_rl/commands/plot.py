@@ -3,10 +3,11 @@
     megatron-rl run plot RUN [RUN ...] [--out DIR] [--title TEXT] [--x step|time|tokens] [--smooth STEPS]
     megatron-rl run plot --paper length-decay RUN [RUN ...] [--figure fig05]
 
-RUN is a run directory (or its metrics.jsonl), or label=RUN. Runs with the same label are seeds of one experiment: a
-line shows their mean and a band their range. The default label is the folder's name without a trailing `-seed<n>` or
-`-s<n>`. Curves of more than 40 steps are smoothed; `--smooth 1` draws every value. Panels that are always 0 are left
-out, and identical curves are drawn once. Only metrics.jsonl is read.
+RUN is a run directory (or its metrics.jsonl), a log of verl, slime, miles, NeMo-RL, prime-rl or TRL
+(docs/coming-from.md), or label=RUN. Runs with the same label are seeds of one experiment: a line shows their mean and
+a band their range. The default label is the folder's name without a trailing `-seed<n>` or `-s<n>`. Curves of more than
+40 steps are smoothed; `--smooth 1` draws every value. Panels that are always 0 are left out, and identical curves are
+drawn once.
 
 --paper draws the figures of a paper instead, one PNG each, and names the metrics that a run lacks. Give the runs of the
 figure's arms; --figure limits the command to figures that fit these runs.
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "runs",
         nargs="+",
         metavar="RUN",
-        help="Read this run directory or metrics.jsonl, which may be written as label=RUN.",
+        help="Read this run directory, metrics.jsonl or other project's log, which may be written as label=RUN.",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("plots"), help="Write curves.png and curves.html to this folder."
@@ -56,7 +57,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    groups = group_runs(options.runs)
+    from megatron_rl.instruments.foreign.read import read_run
+
+    told: list[str] = []
+
+    def read(path: Path) -> list[dict[str, float]]:
+        found = read_run(path)
+        told.extend(found.told())
+        return found.records
+
+    groups = group_runs(options.runs, read)
+    print("\n".join(told), end="\n" if told else "")
     if options.paper:
         return draw_figures(options, groups)
     if not drawable_panels(groups):

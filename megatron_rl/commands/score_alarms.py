@@ -2,8 +2,9 @@
 
     megatron-rl run score-alarms RUN [RUN ...] [--rules FILE] [--metric NAME] [--drop 0.5] [--horizon 200] [--json]
 
-RUN is a run directory (or its metrics.jsonl). The rules are those of --rules (a recipe, or a YAML list of rules), else
-those of each run's own recipe.resolved.yaml. RUN may also be a file of packed runs
+RUN is a run directory (or its metrics.jsonl), or a log of verl, slime, miles, NeMo-RL, prime-rl or TRL
+(docs/coming-from.md). The rules are those of --rules (a recipe, or a YAML list of rules), else those of each run's own
+recipe.resolved.yaml; a log of another project has the rules on levels. RUN may also be a file of packed runs
 (docs/lab/runs/*.xz): without --rules its runs get the rules on levels that every run has, and the table has the
 two halves on which those were set and judged. A collapse is the first step from which the metric (median of 5) stays 5
 steps at or below (1 - drop) of its highest value so far. A rule that goes off within --horizon steps before it was
@@ -17,7 +18,7 @@ import json
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import ValidationError
@@ -26,14 +27,20 @@ from megatron_rl.config import yaml12
 from megatron_rl.config.levels import level_rules
 from megatron_rl.config.monitor import AlarmRule, MonitorConfig
 from megatron_rl.errors import EXIT_DONE, InputError
-from megatron_rl.monitor import read_metrics
 from megatron_rl.monitor.recorded import distinct, read_packed
 from megatron_rl.monitor.scoring import CollapseRule, RuleScore, SetScore, score_run, score_set
+
+if TYPE_CHECKING:
+    from megatron_rl.instruments.foreign.read import Run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="Read this run directory, or its metrics.jsonl."
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="Read this run directory, its metrics.jsonl, or another project's log.",
     )
     parser.add_argument(
         "--rules",
@@ -60,25 +67,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from megatron_rl.instruments.foreign.read import read_run
+
     rule = CollapseRule(metric=options.metric, drop=options.drop)
-    scores = {}
+    scores, logs = {}, []
     packed = [path for path in options.runs if path.suffix == ".xz"]
     for path in options.runs:
         if path in packed:
             continue
-        folder = path.parent if path.is_file() else path
-        rules = read_rules(options.rules or folder / "recipe.resolved.yaml")
-        scores[str(path)] = score_run(read_metrics(path), rules, rule, options.horizon)
+        found = read_run(path)
+        scores[str(path)] = score_run(found.records, rules_of(found, options.rules), rule, options.horizon)
+        logs += [] if found.is_own else [found]
     halves = score_packed(packed, options.rules, rule) if packed else {}
     if options.json:
-        found: dict[str, Any] = {name: [asdict(row) for row in rows] for name, rows in scores.items()}
-        print(json.dumps(found | {half: asdict(score) for half, score in halves.items()}, indent=2))
+        table: dict[str, Any] = {name: [asdict(row) for row in rows] for name, rows in scores.items()}
+        table |= {"lacks": blind(logs, options.rules)} if logs else {}
+        print(json.dumps(table | {half: asdict(score) for half, score in halves.items()}, indent=2))
         return EXIT_DONE
+    for log in logs:
+        print("\n".join(log.told()))
     if scores:
         print_table(scores)
+    for path, rules in blind(logs, options.rules).items():
+        if listed := ", ".join(f"{name} ({metric})" for name, metric in rules.items()):
+            print(f"{path}: these rules see nothing: {listed}")
     if halves:
         print_halves(halves)
     return EXIT_DONE
+
+
+def rules_of(found: Run, given: Path | None) -> list[AlarmRule]:
+    """The rules of ``given``, else the run's own; for a log of another project those on levels."""
+    if given is not None:
+        return read_rules(given)
+    if not found.is_own:
+        return level_rules({})
+    return read_rules((found.path.parent if found.path.is_file() else found.path) / "recipe.resolved.yaml")
+
+
+def blind(logs: list[Run], given: Path | None) -> dict[str, dict[str, str]]:
+    """The rules that see nothing in each of ``logs``, each rule with its metric."""
+    from megatron_rl.instruments.foreign.read import blind_rules
+
+    return {str(log.path): blind_rules(log.records, rules_of(log, given)) for log in logs}
 
 
 def score_packed(files: list[Path], rules: Path | None, rule: CollapseRule) -> dict[str, SetScore]:

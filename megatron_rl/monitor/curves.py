@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -16,6 +16,7 @@ from megatron_rl.monitor.jsonl import read_metrics
 XAxis = Literal["step", "time", "tokens"]
 X_LABELS = {"step": "step", "time": "hours", "tokens": "million response tokens"}
 _STEP_SECONDS, _STEP_TOKENS = "perf/time/step", "perf/rollout_tokens"
+_NAMED_FILES = {".jsonl", ".csv", ".json"}  # a log of another project has its run's name
 UNSMOOTHED_STEPS = 40  # a curve of at most this many steps is not smoothed
 SMOOTHED_SHARE = 40  # a longer curve is smoothed over about 2/40 of its steps
 
@@ -60,20 +61,24 @@ class Curves:
 _SEED = re.compile(r"(?:^|[-_./])(?:seed|s)[-_=]?\d+$")
 
 
-def group_runs(arguments: Sequence[str]) -> list[Curves]:
+def group_runs(arguments: Sequence[str], read: Callable[[Path], list[dict[str, float]]] = read_metrics) -> list[Curves]:
     """Read runs and group the seeds of each experiment.
 
     An argument is a run directory (or its metrics.jsonl), optionally as ``label=PATH``. Runs with equal labels form
-    one group. The default label is the folder's name without a trailing ``-seed<n>`` or ``-s<n>``. Raises
-    `InputError` for a run that cannot be read.
+    one group. The default label is the folder's name without a trailing ``-seed<n>`` or ``-s<n>``; that of a file with
+    another name than metrics.jsonl is its own. ``read`` returns the records of a path. Raises `InputError` for a run
+    that cannot be read.
     """
     groups: dict[str, Curves] = {}
     for argument in arguments:
         label, _, path = argument.rpartition("=") if not os.path.exists(argument) else ("", "", argument)
         folder = Path(path).resolve()
-        folder = folder.parent if folder.is_file() else folder
+        if folder.is_file():
+            folder = (
+                folder.with_suffix("") if folder.suffix in _NAMED_FILES and folder.stem != "metrics" else folder.parent
+            )
         name = label or _SEED.sub("", folder.name) or _SEED.sub("", f"{folder.parent.name}/{folder.name}")
-        groups.setdefault(name, Curves(name)).runs.append(read_metrics(Path(path)))
+        groups.setdefault(name, Curves(name)).runs.append(read(Path(path)))
     return list(groups.values())
 
 

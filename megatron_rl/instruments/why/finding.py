@@ -117,8 +117,8 @@ def _tells(change: Change, direction: int) -> bool:
     return high >= LEAST * low
 
 
-def page(finding: Finding, run: Path) -> str:
-    """The finding as text."""
+def page(finding: Finding, run: Path | None) -> str:
+    """The finding as text. ``run``: its directory; None for a log of another project, which has no recipe."""
     if finding.is_healthy:
         return f"{finding.run}: {finding.steps} steps, no rule went off and no reward collapsed: nothing to explain"
     lines = [f"{finding.run}: {finding.steps} steps", "", "What was seen, in order:"]
@@ -141,12 +141,14 @@ def page(finding: Finding, run: Path) -> str:
     return "\n".join(lines)
 
 
-def _told(rank: int, suspect: Suspect, run: Path) -> list[str]:
+def _told(rank: int, suspect: Suspect, run: Path | None) -> list[str]:
     lines = [f"  {rank}. {suspect.name} ({suspect.excess:.2g}×): {suspect.said}; safe: {suspect.safe:g}"]
     lines += [f"       for: {text}" for text in suspect.supports]
     lines += [f"       against: {text}" for text in suspect.contradicts]
     lines.append(f"       keys: {', '.join(suspect.keys)}")
-    if suspect.test:
+    if suspect.test and run is None:
+        lines.append(f"       test: the same run with {', '.join(suspect.test)} (docs/coming-from.md has your names)")
+    elif suspect.test:
         name = f"{run.name}-{suspect.name.replace(' ', '-')}"
         sets = " ".join(f"--set {shlex.quote(change)}" for change in suspect.test)
         lines.append(f"       test: megatron-rl train {run / 'recipe.resolved.yaml'} --set name={name} {sets}")

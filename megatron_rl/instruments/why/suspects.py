@@ -97,7 +97,7 @@ def _suspect(name: str, keys: str, said: str, value: float, safe: float, factor:
 
 def learning_rate(case: Case) -> Suspect | None:
     """The change of the weights in an update, or where that was not measured the KL that a batch's updates make."""
-    rate = case.setting("learner.optimizer.lr")
+    rate = case.setting("learner.optimizer.lr", case.first("actor/lr"))
     size = case.first("noise/relative_update")
     test = () if rate is None else (f"learner.optimizer.lr={rate / 3:.3g}",)
     clipped = case.first("actor/ppo_kl") or 0.0
@@ -142,8 +142,9 @@ def clipping(case: Case) -> Suspect | None:
 
 def staleness(case: Case) -> Suspect | None:
     """Responses sampled from old weights."""
-    steps = float(case.setting("rollout.max_staleness", 0))
-    measured = max(case.values("rollout/staleness_mean"), default=steps)
+    ages = case.values("rollout/staleness_mean")
+    steps = float(case.setting("rollout.max_staleness", max(ages, default=0)))
+    measured = max(ages, default=steps)
     said = f"responses are sampled from weights up to {steps:g} steps old ({measured:.2g} on average at most)"
     rho = case.first("mismatch/rho_std")
     supports = (f"mismatch/rho_std is {rho:.2g} in the first steps",) if rho is not None and rho > SAFE_RHO else ()

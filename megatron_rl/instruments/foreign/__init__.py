@@ -1,0 +1,1 @@
+"""Logs of other projects as the rows of a metrics.jsonl: `files` reads the formats, `names` has the tables of names."""

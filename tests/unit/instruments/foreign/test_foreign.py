@@ -1,0 +1,375 @@
+"""Logs of other projects: as their own writers wrote them (logs.tar.xz), and made up where a case is rare.
+
+The writers were run on a recorded run that collapses (unstable/rate-grpo-1e-3-seed0): verl's `Tracking` with each of
+its services; slime's and miles' loggers, two updates a step; NeMo-RL's TensorboardLogger; prime-rl's FileMonitor, once
+as trainer and once as orchestrator; TrainerState and TensorBoardCallback of transformers, which TRL logs through.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+import sqlite3
+import struct
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.__main__ import main
+from megatron_rl.config.levels import level_rules
+from megatron_rl.errors import InputError
+from megatron_rl.instruments.foreign.names import PROJECTS, project_of
+from megatron_rl.instruments.foreign.read import NEEDS, blind_rules, blind_suspects, read_run
+from megatron_rl.instruments.why.suspects import LOOKS
+from megatron_rl.monitor.jsonl import JsonlSink
+from megatron_rl.monitor.recorded import RecordedRun, read_packed
+from megatron_rl.monitor.scoring import CollapseRule, collapse_step, first_collapse
+from tests.support.rounding import rounded
+from tests.support.tiny import REPOSITORY
+
+LOGS = Path(__file__).with_name("logs.tar.xz")
+VERL = ("verl/tensorboard", "verl/wandb", "verl/mlflow.db", "verl/mlflow.db/rate", "verl/verl.jsonl")
+OTHERS = ("slime", "miles", "nemo", "prime", "trl/trainer_state.json", "trl/tensorboard")
+FLOAT32 = 2.0**-24
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("logs")
+    with tarfile.open(LOGS) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recorded() -> RecordedRun:
+    runs = read_packed(REPOSITORY / "docs/lab/unstable.jsonl.xz")
+    return next(run for run in runs if run.name == "unstable/rate-grpo-1e-3-seed0")
+
+
+@pytest.mark.parametrize("log", VERL)
+def test_a_log_of_verl_has_the_collapse_of_the_same_curve_as_metrics_jsonl(logs, recorded, tmp_path, log):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    for record in recorded.records:
+        sink.write(int(record["step"]), {name: value for name, value in record.items() if name != "step"})
+    ours, theirs = read_run(tmp_path / "metrics.jsonl"), read_run(logs / log)
+    assert (ours.project, theirs.project.name) == (None, "verl")
+    for find in (collapse_step, first_collapse):
+        found = find(ours.records, CollapseRule())
+        assert found == 13
+        assert find(theirs.records, CollapseRule()) == found
+
+
+@pytest.mark.parametrize("log", [*VERL, *OTHERS])
+def test_every_value_is_that_of_the_curve(logs, recorded, log):
+    run = read_run(logs / log)
+    values = {record["step"] - run.project.first_step * (run.project.name != "verl"): record for record in run.records}
+    assert sorted(values) == [record["step"] for record in recorded.records[: len(run.records)]]
+    common = set(run.sources) & set(recorded.records[0]) | ({"groups/no_signal_frac"} & set(run.records[1]))
+    assert {"critic/rewards/mean", "val/reward/mean", "response_length/mean", "actor/grad_norm"} <= common
+    relative = FLOAT32 if run.kind == "TensorBoard" else 2.0**-52  # a rounding on the way in; 1 - x of prime-rl's share
+    for record in recorded.records[: len(run.records)]:
+        for name in common & set(record):
+            assert values[record["step"]][name] == pytest.approx(record[name], rel=relative, abs=2.0**-53), name
+
+
+def test_two_updates_a_step_are_averaged_and_told(logs):
+    run = read_run(logs / "slime")
+    assert "2 updates a step: train/… are means over them" in run.told()
+    assert len(run.records) == 24
+
+
+@pytest.mark.parametrize(
+    ("updates", "batches", "last"),
+    [
+        (range(8), range(4), 3),  # two updates a batch
+        (range(7), range(4), 3),  # killed before its last update
+        (range(6), range(4), 2),  # the next batch is generated ahead
+        (range(8), range(0, 8, 2), 6),  # both counted in updates
+    ],
+)
+def test_the_batch_of_an_update(tmp_path, updates, batches, last):
+    rows = [{"rollout/step": step, "rollout/raw_reward": 0.5} for step in batches]
+    rows += [{"train/step": step, "train/ppo_kl": 1.0 * (step == updates[-1])} for step in updates]
+    run = read_run(written(tmp_path / "run.jsonl", rows))
+    assert [record["step"] for record in run.records] == list(batches)
+    assert [record["step"] for record in run.records if record.get("actor/ppo_kl")] == [last]
+
+
+def test_rho_std_of_verl_is_that_of_its_tokens(tmp_path):
+    """From E rho² - 1, E(rho - 1 - log rho) and -E log rho over tokens."""
+    rho = [0.9, 1.0, 1.3, 1.1, 0.7]
+    mean = sum(rho) / len(rho)
+    row = {
+        "step": 1,
+        "critic/score/mean": 0.5,
+        "rollout_corr/chi2_token": sum(r * r for r in rho) / len(rho) - 1,
+        "rollout_corr/k3_kl": sum(r - 1 - math.log(r) for r in rho) / len(rho),
+        "rollout_corr/kl": -sum(map(math.log, rho)) / len(rho),
+    }
+    (record,) = read_run(written(tmp_path / "run.jsonl", [row])).records
+    assert record["mismatch/rho_std"] == rounded(math.sqrt(sum((r - mean) ** 2 for r in rho) / len(rho)))
+
+
+# -- formats
+
+
+def written(file: Path, rows: list[dict]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+ROWS = [{"step": step, "reward": 0.1 * step, "frac_reward_zero_std": 0.0} for step in range(1, 4)]
+
+
+def as_csv(folder: Path, prefix: str = "") -> Path:
+    names = [name for name in ROWS[0] if name != "step"]
+    with (folder / "run.csv").open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["Step", *(prefix + name for name in names), *(f"{prefix}{name}__MIN" for name in names)])
+        table.writerows([row["step"], *(row[name] for name in names), "", ""] for row in ROWS)
+    return folder / "run.csv"
+
+
+def as_store(folder: Path) -> Path:
+    run = folder / "mlruns/1/abc"
+    (run / "metrics").mkdir(parents=True)
+    (run / "meta.yaml").write_text("run_id: abc\n")
+    for name in ("reward", "frac_reward_zero_std"):
+        (run / "metrics" / name).write_text("".join(f"17 {row[name]!r} {row['step']}\n" for row in ROWS))
+    return folder / "mlruns"
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        as_csv,
+        lambda folder: as_csv(folder, "my run - "),
+        as_store,
+        lambda folder: written(folder / "run.jsonl", ROWS),
+        lambda folder: written(folder / "run.jsonl", ROWS).parent,
+        lambda folder: written(folder / "run.jsonl", [{"step": row["step"], "data": row} for row in ROWS]),
+    ],
+)
+def test_formats(tmp_path, write: Callable[[Path], Path]):
+    run = read_run(write(tmp_path))
+    assert run.project.name == "TRL"
+    expected = [(row["step"], row["reward"], 0.0) for row in ROWS]
+    assert [(r["step"], r["critic/rewards/mean"], r["groups/no_signal_frac"]) for r in run.records] == expected
+
+
+def test_values_that_are_not_finite_and_a_step_that_was_repeated(tmp_path):
+    rows = [*ROWS, {"step": 2, "reward": "NaN"}, {"step": 4, "reward": float("-inf")}, {"step": 4, "note": "text"}]
+    values = {r["step"]: r["critic/rewards/mean"] for r in read_run(written(tmp_path / "run.jsonl", rows)).records}
+    assert math.isnan(values.pop(2))
+    assert values == {1: 0.1, 3: ROWS[2]["reward"], 4: -math.inf}
+
+
+def test_several_datasets_and_agents_are_averaged(tmp_path):
+    row = {"step": 1, "timing_s/step": 2.0, "val-core/openai/gsm8k/acc/mean@4": 0.2, "val-core/math/reward/mean@4": 0.6}
+    row |= {"val-core/math/reward/best@4/mean": 0.9, "val-aux/math/score/mean@4": 0.1}
+    (record,) = read_run(written(tmp_path / "run.jsonl", [row])).records
+    assert record["val/reward/mean"] == 0.4
+
+
+def test_a_log_that_is_being_written_is_read_up_to_its_end(logs, tmp_path):
+    for log, name in (("verl/tensorboard", "events.out.tfevents.1.host.2.0"), ("verl/wandb", "run-x.wandb")):
+        (file,) = (path for path in (logs / log).rglob("*") if path.is_file())
+        (tmp_path / name).write_bytes(file.read_bytes()[:-5000])
+        whole, cut = read_run(logs / log), read_run(tmp_path / name)
+        assert 0 < len(cut.records) < len(whole.records)
+        assert cut.records[:-1] == whole.records[: len(cut.records) - 1]
+    text = (logs / "verl/verl.jsonl").read_text()
+    (tmp_path / "cut.jsonl").write_text(text[:-50])
+    assert read_run(tmp_path / "cut.jsonl").records == read_run(logs / "verl/verl.jsonl").records[:-1]
+
+
+def test_fragments_of_a_wandb_file_are_joined(tmp_path):
+    """A record that is longer than a block of 32 KiB is in several fragments, and a short rest of a block is filled."""
+
+    def message(number: int, data: bytes) -> bytes:
+        length, size = b"", len(data)
+        while size > 127:
+            length, size = length + bytes([size & 127 | 128]), size >> 7
+        return bytes([number << 3 | 2]) + length + bytes([size]) + data
+
+    def history(step: int, text: bytes) -> bytes:
+        reward = message(1, b"reward") + b"\x82\x01\x04" + b"0.25"  # field 16: JSON, as clients up to 0.20 write
+        signal = message(1, b"frac_reward_zero_std") + b"\x31" + struct.pack("<d", 0.5)  # field 6, as later ones do
+        other = message(1, b"note") + message(7, text)
+        return message(2, message(1, reward) + message(1, signal) + message(1, other) + message(2, bytes([8, step])))
+
+    data = bytearray(b":W&B" + bytes(3))
+    for step, size in ((1, 10), (2, 40_000), (3, 25_300), (4, 10)):
+        left = history(step, b"x" * size)
+        first = True
+        while left:
+            room = 32768 - len(data) % 32768
+            if room < 7:
+                data += bytes(room)
+                continue
+            part, left = left[: room - 7], left[room - 7 :]
+            kind = 1 if first and not left else 2 if first else 3 if left else 4
+            data += bytes(4) + struct.pack("<HB", len(part), kind) + part
+            first = False
+    (tmp_path / "run-1.wandb").write_bytes(data)
+    run = read_run(tmp_path)
+    assert [(r["step"], r["critic/rewards/mean"], r["groups/no_signal_frac"]) for r in run.records] == [
+        (step, 0.25, 0.5) for step in (1, 2, 3, 4)
+    ]
+
+
+# -- what cannot be read
+
+
+def faulty(folder: Path, name: str, content: str | bytes) -> Path:
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder / name
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda f: f / "absent", "absent: no such file; expected a run directory of megatron-rl, or a log of verl"),
+        (lambda f: f, "no log found; expected a run directory"),
+        (lambda f: faulty(f, "a.txt", "x"), "not a log that is known"),
+        (lambda f: faulty(f, "a.jsonl", '{"reward": 1}\n'), "row 1: no step; expected a whole number under one of"),
+        (lambda f: faulty(f, "a.jsonl", '{"step": 1,\n{}\n'), "line 1: not valid JSON"),
+        (lambda f: faulty(f, "a.jsonl", '{"step": 1, "loss": 2}\n'), "none of its metrics is known (loss …)"),
+        (lambda f: faulty(f, "a.jsonl", '{"step": 1}\n'), "the log has no number yet"),
+        (lambda f: faulty(f, "a.csv", "a,b\n1,2\n"), "no column of steps"),
+        (lambda f: faulty(f, "a.csv", "step,reward\n1,x\n"), "line 2: could not convert string to float: 'x'"),
+        (lambda f: faulty(f, "a.csv", "Step,a - reward,b - reward\n1,2,3\n"), "reward has several columns"),
+        (lambda f: faulty(f, "a.csv", "Wall time,Step,Value\n1,2,3\n"), "give the event files"),
+        (lambda f: faulty(f, "trainer_state.json", "{}"), "no log_history"),
+        (lambda f: faulty(f, "a.wandb", b"x" * 99), "does not begin with :W&B"),
+        (lambda f: faulty(f, "a.wandb", b":W&B\0\0\0" + b"\0\0\0\0\x02\0\x01\x12\x09"), "broken record of Weights"),
+        (lambda f: faulty(f, "a.db", b"x" * 99), "not a database of MLflow"),
+        (lambda f: faulty(f, "events.out.tfevents.1", b"x" * 99), "its first record is not whole"),
+        (lambda f: faulty(f, "events.out.tfevents.1", b"\x03" + bytes(11) + b"\xff" * 7), "not an event file"),
+    ],
+)
+def test_errors_say_what_was_expected(tmp_path, write, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        read_run(write(tmp_path))
+
+
+def test_logs_of_several_runs_are_listed(logs, tmp_path):
+    for name in ("one.jsonl", "two.jsonl"):
+        written(tmp_path / name, ROWS)
+    with pytest.raises(InputError, match=r"2 logs of several runs \(each has .*one\.jsonl, .*two\.jsonl"):
+        read_run(tmp_path)
+    (tmp_path / "mlflow.db").write_bytes((logs / "verl/mlflow.db").read_bytes())
+    with sqlite3.connect(tmp_path / "mlflow.db") as database:
+        columns = [column[1] for column in database.execute("PRAGMA table_info(runs)")]
+        others = ", ".join(column for column in columns if column not in ("run_uuid", "name"))
+        database.execute(f"INSERT INTO runs (run_uuid, name, {others}) SELECT 'b', 'second', {others} FROM runs")
+    with pytest.raises(InputError, match=r"2 runs; give one: .*mlflow\.db/rate, .*mlflow\.db/second"):
+        read_run(tmp_path / "mlflow.db")
+    assert read_run(tmp_path / "mlflow.db/rate").records == read_run(logs / "verl/mlflow.db").records
+
+
+def test_a_folder_of_our_runs_is_not_taken_for_a_log(tmp_path):
+    (tmp_path / "runs/a").mkdir(parents=True)
+    (tmp_path / "runs/a/recipe.resolved.yaml").touch()
+    written(tmp_path / "runs/a/metrics.jsonl", ROWS)
+    with pytest.raises(InputError, match=r"holds run directories of megatron-rl; give one of .*runs/a$"):
+        read_run(tmp_path / "runs")
+
+
+# -- names
+
+
+def test_our_own_metrics_from_a_service_keep_their_names(tmp_path):
+    row = {"step": 0, "critic/score/mean": 0.5, "timing_s/step": 1.0, "perf/time/step": 2.0, "mismatch/rho_std": 0.1}
+    run = read_run(written(tmp_path / "run.jsonl", [row]))
+    assert (run.project, run.records) == (None, [row])
+
+
+def test_a_project_is_known_by_each_of_its_marks():
+    for project in PROJECTS:
+        assert all(project_of([mark]) is project for mark in project.marks)
+
+
+def test_the_document_has_every_name_and_version():
+    text = (REPOSITORY / "docs/coming-from.md").read_text()
+    for project in PROJECTS:
+        assert f"{project.name} {project.version} (`{project.commit}`, {project.date})" in " ".join(text.split())
+        for name in project.names:
+            if name.ours == name.theirs:
+                continue
+            row = next(line for line in text.splitlines() if line.startswith(f"| `{name.ours}` |"))
+            theirs = name.theirs.removeprefix("train/") if project.name == "TRL" else name.theirs
+            assert f"`{theirs}`" in row
+
+
+# -- what a log lacks
+
+
+def test_what_is_needed_by_a_suspect_is_known_for_each():
+    assert {look.__name__ for look in LOOKS} - {"dose"} == {
+        {"updates a batch": "several_updates", "clip range": "clipping"}.get(name, name.replace(" ", "_"))
+        for name in NEEDS
+    }
+
+
+def test_rules_and_suspects_that_see_nothing(logs):
+    records = read_run(logs / "verl/wandb").records
+    assert blind_rules(records, level_rules({})) == {
+        "no-signal": "groups/no_signal_frac",
+        "mismatch-surge": "mismatch/rho_std",
+        "overflows": "actor/update_skipped",
+    }
+    blind = blind_suspects(records, {"batch": {"minibatches": 4}})
+    assert "updates a batch" not in blind
+    assert blind["learning rate"] == "noise/relative_update or actor/ppo_kl above 0"
+    assert blind["temperature"] == "--set rollout.temperature=…"
+
+
+def test_why_reads_a_log(logs, capsys):
+    assert main(["run", "why", str(logs / "verl/tensorboard"), "--set", "rollout.max_staleness=3"]) == 0
+    text = capsys.readouterr().out
+    assert "TensorBoard, a log of verl, by the names of 0.10.0.dev" in text
+    assert "step    13  collapse" in text
+    assert "test: the same run with rollout.max_staleness=0 (docs/coming-from.md has your names)" in text
+    assert "no-signal           needs groups/no_signal_frac" in text
+    assert "recipe.resolved.yaml" not in text
+    assert main(["run", "why", str(logs / "prime"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["collapse"], found["read"]["actor/lr"]) == (14, ["optim/lr"])
+    assert set(found["lacks"]) == {"rules", "suspects"}
+
+
+def test_score_alarms_reads_a_log(logs, capsys):
+    assert main(["run", "score-alarms", str(logs / "verl/verl.jsonl")]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"reward-drop +13 +15 ", text)
+    assert "these rules see nothing: no-signal (groups/no_signal_frac), mismatch-surge (mismatch/rho_std)" in text
+    assert main(["run", "score-alarms", str(logs / "slime"), "--json"]) == 0
+    assert "overflows" in json.loads(capsys.readouterr().out)["lacks"][str(logs / "slime")]
+
+
+def test_explain_schedule_reads_a_log(logs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "explain-schedule", str(logs / "nemo"), "--as", "detector.min_step=5"]) == 0
+    text = capsys.readouterr().out
+    assert "style=length-decay" in text
+    assert "mode=shadow" in text
+    assert "peak 0.001, floor 0.0001, 24 recorded steps" in text
+    assert (tmp_path / "plots/schedule.png").is_file()
+    lengthless = written(tmp_path / "run.jsonl", ROWS)
+    assert main(["run", "explain-schedule", str(lengthless)]) == 2
+    assert "no response_length/mean" in capsys.readouterr().err
+
+
+def test_plot_draws_a_log_beside_a_run(logs, tmp_path, capsys):
+    run = f"theirs={logs / 'verl/mlflow.db/rate'}"
+    assert main(["run", "plot", run, str(logs / "trl/trainer_state.json"), "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "theirs: 1 run(s), 61 steps" in text
+    assert "trainer_state: 1 run(s), 24 steps" in text
+    assert "response length" in (tmp_path / "curves.html").read_text()
