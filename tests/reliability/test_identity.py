@@ -76,10 +76,11 @@ def test_another_model_under_the_same_recipe_is_refused(runs, tmp_path):
 def test_a_branch_says_what_differs_and_is_a_run_of_its_own(runs, whole):
     """From another run's checkpoint, under another recipe. Killed before its first step, it does not start anew."""
     checkpoint = str(runs.root / "whole" / "checkpoints" / "step_00000006")
-    settings = ("num_steps=8", "learner.optimizer.lr=1e-3", "checkpoint.every=0")
+    settings = ("num_steps=8", "learner.optimizer.lr=1e-3", "checkpoint.every=0", "data.seed=1")
     kill = {"at": "phase:generate", "call": 1, "when": "before", "do": "kill"}
     runs.train("branch", *settings, resume=checkpoint, faults=[kill], expect=-9)
     assert " changed: learner.optimizer.lr: 0.0001 → 0.001\n" in runs.log("branch")
+    assert " changed: data.seed: 0 → 1\n" in runs.log("branch")
     assert "began from a checkpoint of another run" in runs.train("branch", *settings, expect=2).last_line
     runs.train("branch", *settings, resume=checkpoint)
     assert [row["step"] for row in runs.rows("branch")] == [6, 7, 8]
