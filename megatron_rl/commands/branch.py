@@ -179,6 +179,7 @@ def _run(branch: Branch, root: Path, options: argparse.Namespace) -> int:
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
+    branch.command(branch.jobs(root)[0], root)  # refuses a run that cannot go on here
     runner = StudyRunner(
         branch, root, _parallel(branch, options.jobs), command=lambda job: branch.command(job, root), say=say
     )

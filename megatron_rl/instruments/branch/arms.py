@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_rl.config import Recipe
 from megatron_rl.config.objective import is_weight, label_of
-from megatron_rl.errors import InputError, shown
+from megatron_rl.errors import InputError, printable, shown
 from megatron_rl.instruments.lab.study import IDENTITY_KEYS, SEED_KEYS
 
 OTHER_ORDER = 1000  # added to data.seed: more than the seeds of a branch
@@ -80,6 +80,8 @@ def _exact_engine(recipe: Recipe) -> dict[str, Any]:
         "rollout.quantization.weights": None,
         "rollout.quantization.block": None,
         "rollout.quantization.kv_cache": None,
+        "rollout.tensor_parallel": 1,  # it has the learner's layout
+        "learner.fused_head": False,
     }
 
 
@@ -213,6 +215,7 @@ def own_arm(name: str, settings: Sequence[str]) -> Arm:
 
 
 def reason_of(error: InputError) -> str:
-    """Return why a recipe was refused, on one line without the name of its file."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    return shown("; ".join(lines[1:] or lines), REASON_CHARACTERS).strip("'\"")
+    """Return why a recipe was refused, on one line without the places where its values were set."""
+    lines = [line.strip().partition(" (set: ")[0] for line in str(error).splitlines()]
+    text = printable("; ".join(lines[1:] or lines))
+    return text if len(text) <= REASON_CHARACTERS else f"{text[:REASON_CHARACTERS]} …"

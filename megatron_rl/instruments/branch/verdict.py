@@ -220,8 +220,8 @@ def plan_page(branch: Branch, num_parallel: int, ranks: int) -> str:
     if seconds is not None:
         hours = seconds / 3600
         lines[-1] += (
-            f": {hours:.2g} hours by the run's own steps, {hours / num_parallel:.2g} with {num_parallel} at a time, "
-            f"{hours * ranks:.2g} rank-hours; start-up apart"
+            f": {hours:.3g} hours by the run's own steps, {hours / num_parallel:.3g} with {num_parallel} at a time, "
+            f"{hours * ranks:.3g} rank-hours; start-up apart"
         )
     return "\n".join(lines)
 
