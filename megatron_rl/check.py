@@ -190,8 +190,13 @@ def _records(recipe: Recipe) -> list[str]:
                 "the exact weights of a recorded step are lost: that takes a checkpoint and every batch since, but "
                 f"recorder.keep is {recorder.keep} and checkpoint.every {checkpoint.every}"
             )
+    elif recorder.is_every_step:
+        items.append(f"the newest {recorder.evidence.batches} batches, which stay at the first alarm")
+        items += [by_alarm] if by_alarm else []
     else:
         items.append(by_alarm if by_alarm else "no batches")
+    if recorder.evidence is not None and checkpoint.every and checkpoint.keep_last:
+        items.append("at the first alarm a checkpoint from before it stays")
     samples = recipe.monitor.samples
     if samples.every:
         items.append(f"{samples.number} sampled texts every {samples.every} steps")

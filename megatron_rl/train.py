@@ -16,7 +16,7 @@ from megatron_rl.run.engines import hand_over
 from megatron_rl.run.lookahead import staleness_metrics
 from megatron_rl.run.model_card import write_model_card
 from megatron_rl.run.oversampling import Oversampling
-from megatron_rl.run.recorded_batches import keep_newest, record_batch
+from megatron_rl.run.recorded_batches import record_batch
 from megatron_rl.run.start import Run, start
 from megatron_rl.types import Batch, Group
 
@@ -55,7 +55,7 @@ def _steps(run: Run, before_step: Callable[[Run, int], None]) -> None:
         metrics |= sampling_metrics | update(run, batch, groups) | run.generator.stats()
         learner.step = step + 1
         events = run.record(step, metrics, groups, batch)
-        record(run, batch, version, metrics, alarmed=wanted(events, "record_batch"))
+        record(run, batch, version, metrics, events)
         run.saving.settle()
         saved = act_on(events, run)
         due = run.saving.owed or _due(step + 1, recipe.checkpoint.every)
@@ -158,17 +158,20 @@ def validate(run: Run, step: int) -> dict[str, float]:
     return metrics
 
 
-def record(run: Run, batch: Batch, policy_version: int, metrics: dict[str, float], alarmed: bool) -> None:
-    """Write the step's batch if the recipe or an alarm requests it. ``policy_version``: of the weights before it."""
-    config, folder = run.recipe.recorder, run.directory.batches
-    if batch.sequences and (alarmed or config.record_batches in ("last_n", "all")):
-        with run.monitor.phase("record"):
+def record(run: Run, batch: Batch, policy_version: int, metrics: dict[str, float], events: list[AlarmEvent]) -> None:
+    """Write the step's batch if the recipe or an alarm requests it, and keep what explains an alarm.
+
+    ``policy_version``: of the weights before the step.
+    """
+    config, alarmed = run.recipe.recorder, wanted(events, "record_batch")
+    with run.monitor.phase("record"):
+        if batch.sequences and (alarmed or config.is_every_step):
             try:
-                record_batch(folder, batch, policy_version, metrics, keep=alarmed)
+                keep = alarmed or config.record_batches == "all"
+                record_batch(run.directory.batches, batch, policy_version, metrics, keep)
             except OSError as error:  # on every rank; a failed record must not end the run
                 run.monitor.log(f"the batch of step {batch.step} could not be recorded: {error}", style="bold red")
-    if config.record_batches == "last_n":
-        keep_newest(folder, config.keep)
+        run.evidence.after_step(batch.step, events)
 
 
 def act_on(events: list[AlarmEvent], run: Run) -> bool:

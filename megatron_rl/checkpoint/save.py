@@ -148,7 +148,8 @@ class PendingSave:
     ):
         self.path = final
         self._all_ranks, self._partial, self._writer, self._index = all_ranks, partial, writer, index
-        self._trainer, self._keep_last, self._protected = trainer, keep_last, protected
+        self._trainer, self._keep_last = trainer, keep_last
+        self.protected = set(protected)  # may grow until `finish`
         self._thread: threading.Thread | None = None
         self._written: Any = None
         self._problem: Exception | None = None
@@ -200,7 +201,7 @@ class PendingSave:
             files |= hashes
         manifest.write_manifest(self._partial, files)
         manifest.publish(self._partial, self.path)
-        manifest.prune(self.path.parent, self._keep_last, self._protected)
+        manifest.prune(self.path.parent, self._keep_last, self.protected)
 
 
 def _state(

@@ -35,14 +35,33 @@ class RuntimeConfig(Section):
 # The `recorder` section: which batches go to disk.
 
 
+class EvidenceConfig(Section):
+    """Batches that are on disk before an alarm asks for them (docs/reading-a-run.md)."""
+
+    batches: PositiveInt = 12
+    """Those of the newest so many steps. Most rules on levels look back ten steps, or ask for five in a row."""
+    max_gib: float = Field(128.0, gt=0)
+    """Most that they take: of larger batches fewer are kept, but always the newest."""
+
+
 class RecorderConfig(Section):
     record_batches: Literal["off", "on_alarm", "last_n", "all"] = "on_alarm"
     """Batches written to batches/ with tokens, log-probs, routes, rewards and versions, for `megatron-rl batch replay`.
-    off: none. on_alarm: those of steps in which an alarm with record_batch goes off. last_n: those of the newest
-    `keep` steps, and of such alarms. all: every step's."""
+    off: none. on_alarm: those of `evidence`, and of steps in which an alarm with record_batch goes off. last_n: also
+    those of the newest `keep` steps, whatever their size. all: every step's."""
     keep: PositiveInt = 4
     """Batches that last_n keeps. From a checkpoint on, the weights of a step can be had again by repeating the
     updates in between: for that, at least as many as checkpoint.every."""
+    evidence: EvidenceConfig | None = EvidenceConfig()
+    """What explains an alarm: the batches of the newest steps. When the first alarm goes off they stay, and so does,
+    beside checkpoint.keep_last, the newest checkpoint from before the alarm's onset. null: nothing of this. With
+    record_batches off: only the checkpoint."""
+
+    @property
+    def is_every_step(self) -> bool:
+        """Whether each step's batch is written, whatever becomes of it later."""
+        by_evidence = self.evidence is not None and self.record_batches == "on_alarm"
+        return by_evidence or self.record_batches in ("last_n", "all")
 
 
 FilterMetric = Literal["reward", "raw_reward"]
@@ -191,8 +210,7 @@ class RecipeSections(Section):
     @property
     def may_record_batches(self) -> bool:
         """Whether any step's batch can come to be written to disk."""
-        by_alarm = any("record_batch" in rule.then for rule in self.monitor.alarms)
-        return by_alarm or self.recorder.record_batches in ("last_n", "all")
+        return self.recorder.is_every_step or any("record_batch" in rule.then for rule in self.monitor.alarms)
 
     @property
     def num_updates(self) -> int:

@@ -21,6 +21,7 @@ class AlarmEvent:
     step: int
     actions: tuple[Action, ...]
     message: str
+    onset: int  # the first step that the rule's condition, when it began to hold, was about
 
 
 def wanted(events: Sequence[AlarmEvent], action: Action) -> bool:
@@ -37,6 +38,7 @@ class _RuleState:
         self._once = once
         self.points: deque[tuple[float, float]] = deque(maxlen=rule.window)
         self.held = 0  # consecutive observations with the condition true
+        self.onset = 0  # see AlarmEvent; meaningful while held > 0
         self.statistic = math.nan
         self.mark: float | None = None  # of_best: the highest mean so far; of_start: the median of the first window
 
@@ -47,6 +49,8 @@ class _RuleState:
         self.is_due = not self._once
         self.statistic = self._statistic(step, value)
         self.held = self.held + 1 if self._condition() else 0
+        if self.held == 1:
+            self.onset = int(self.points[0][0]) if self._looks_back() else step
         rule = self.rule
         over = self.held - rule.for_steps
         return over == 0 or (over > 0 and rule.again_after is not None and over % rule.again_after == 0)
@@ -100,6 +104,10 @@ class _RuleState:
             self.mark = level if self.mark is None else max(self.mark, level)
         return level / self.mark if self.mark > 0 else math.nan
 
+    def _looks_back(self) -> bool:
+        """Whether the statistic is one of the whole window, so that what it shows may have begun with the window."""
+        return self.rule.statistic not in ("value", "not_finite", "ratio")
+
     def describe(self) -> str:
         """Return the rule's condition as text, with the value that met it."""
         rule = self.rule
@@ -136,7 +144,7 @@ class Alarms:
             rule = state.rule
             if rule.metric in metrics and state.observe(step, float(metrics[rule.metric])):
                 message = f"alarm {rule.name} at step {step}: {state.describe()}; then: {', '.join(rule.then)}"
-                events.append(AlarmEvent(rule.name, step, tuple(rule.then), message))
+                events.append(AlarmEvent(rule.name, step, tuple(rule.then), message, state.onset))
         return events
 
     def metrics(self, events: Sequence[AlarmEvent]) -> dict[str, float]:
@@ -150,7 +158,12 @@ class Alarms:
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values, by rule name."""
         return {
-            s.rule.name: {"held": s.held, "points": [list(point) for point in s.points], "mark": s.mark}
+            s.rule.name: {
+                "held": s.held,
+                "onset": s.onset,
+                "points": [list(point) for point in s.points],
+                "mark": s.mark,
+            }
             for s in self._rules
         }
 
@@ -161,4 +174,5 @@ class Alarms:
             if rule.rule.name in state:
                 saved = state[rule.rule.name]
                 rule.held, rule.mark = saved["held"], saved.get("mark")
+                rule.onset = saved.get("onset", 0)
                 rule.points = deque((tuple(point) for point in saved["points"]), maxlen=rule.rule.window)

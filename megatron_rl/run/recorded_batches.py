@@ -14,10 +14,10 @@ part are flat. With ``B`` sequences in it, ``S`` tokens of all of them together 
 - ``routed_experts`` [S − B, L, K] where recorded: the last token of every sequence has no route. L counts MoE layers
 - ``route_checksums`` [S − B] and ``route_layer_checksums`` [B, L] int64: see megatron_rl/routing/checksum.py
 
-JSON: ``format_version``, ``step``, ``policy_version`` (optimizer steps before this batch), ``kept`` (an alarm asked for
-it), ``minibatches``, ``metrics`` of the step, ``parts`` with the SHA-256 of each file, which `load_batch` compares, and
-per sequence ``id``, ``prompt_length``, ``advantage``, ``reward``. Batches of format version 2 have one part and do not
-name it.
+JSON: ``format_version``, ``step``, ``policy_version`` (optimizer steps before this batch), ``kept`` (it is not deleted
+for its age), ``minibatches``, ``metrics`` of the step, ``parts`` with the SHA-256 of each file, which `load_batch`
+compares, and per sequence ``id``, ``prompt_length``, ``advantage``, ``reward``. Batches of format version 2 have one
+part and do not name it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def record_batch(
     """Write ``batch``: each rank the sequences that it speaks for (`Sequence.holder`), rank 0 those that all hold and
     the JSON file, whose path is returned. Collective.
 
-    ``keep``: `keep_newest` never deletes it. Raises OSError on every rank where a disk is full or gone; nothing of the
+    ``keep``: `delete_batch` leaves it. Raises OSError on every rank where a disk is full or gone; nothing of the
     step is left then.
     """
     path = batch_path(folder, batch.step)
@@ -153,17 +153,30 @@ def _all_ranks(action: Callable[[], None]) -> None:
         raise problem if isinstance(problem, OSError) else OSError(first) from problem
 
 
-def keep_newest(folder: Path, number: int) -> None:
-    """Delete all but the newest ``number`` batches and those that an alarm asked for (rank 0 does)."""
-    if world_rank() != 0:
-        return
-    for step in recorded_steps(folder)[:-number]:
-        path = batch_path(folder, step)
-        described = json.loads(path.read_text())
-        if not described["kept"]:
-            path.unlink()
-            for part in parts_of(path, described):
-                part.unlink()
+def delete_batch(folder: Path, step: int) -> bool:
+    """Delete a step's batch, unless it is kept. Return whether it is gone."""
+    path = batch_path(folder, step)
+    described = json.loads(path.read_text())
+    if described["kept"]:
+        return False
+    path.unlink()
+    for part in parts_of(path, described):
+        part.unlink()
+    return True
+
+
+def keep_batch(folder: Path, step: int) -> None:
+    """From now on `delete_batch` leaves the step's batch."""
+    path = batch_path(folder, step)
+    partial = path.with_name(f".partial-{path.stem}-{world_rank()}")
+    partial.write_text(json.dumps(json.loads(path.read_text()) | {"kept": True}, indent=1))
+    os.replace(partial, path)
+
+
+def batch_bytes(folder: Path, step: int) -> int:
+    """The size of all files of a step's batch."""
+    path = batch_path(folder, step)
+    return sum(file.stat().st_size for file in (path, *path.parent.glob(f"{path.stem}.*safetensors")))
 
 
 def parts_of(path: Path, described: dict[str, Any]) -> list[Path]:
@@ -371,8 +384,8 @@ class BatchSlices:
 
     def _gone(self, error: Exception) -> InputError:
         return InputError(
-            f"recorded batch {self.path}: cannot be read ({error}); under recorder.record_batches: last_n a run keeps "
-            "the newest recorder.keep"
+            f"recorded batch {self.path}: cannot be read ({error}); a run deletes all but the newest "
+            "recorder.evidence.batches, or under recorder.record_batches: last_n the newest recorder.keep"
         )
 
     @staticmethod

@@ -26,6 +26,7 @@ class Saving:
 
     def __init__(self, config: CheckpointConfig, folder: Path, learner: Learner, say: Callable[..., None]):
         self.owed = False  # the last save failed
+        self.pinned: int | None = None  # step of a checkpoint that stays, whatever its age; on rank 0
         self._config, self._folder, self._learner, self._say = config, folder, learner, say
         self._pending: PendingSave | None = None
 
@@ -39,6 +40,22 @@ class Saving:
         """As `write`, but returns once the state is copied; `settle` publishes it. Waits for the save before it."""
         self.settle(wait=True)
         self._pending = self._begin(state, protected, in_background=True)
+
+    def pin(self, before: int) -> int | None:
+        """See that a checkpoint stays: the newest of a step before ``before``, else the oldest. For rank 0.
+
+        Returns its step; None where there is none, or where an earlier call's is still there.
+        """
+        steps = [manifest.checkpoint_step(path) for path in manifest.list_checkpoints(self._folder)]
+        if self._pending is not None:
+            steps.append(manifest.checkpoint_step(self._pending.path))
+        if self.pinned in steps:
+            return None
+        earlier = [step for step in steps if step < before]
+        self.pinned = max(earlier) if earlier else min(steps, default=None)
+        if self._pending is not None and self.pinned is not None:
+            self._pending.protected.add(self.pinned)
+        return self.pinned
 
     def settle(self, wait: bool = False) -> Path | None:
         """Publish the save under way once every rank has written its share, and return its path. A failure is said, and
@@ -62,6 +79,8 @@ class Saving:
             self._pending.wait(EXIT_WAIT_S)
 
     def _begin(self, state: dict[str, Any], protected: list[int], in_background: bool) -> PendingSave:
+        if self.pinned is not None:
+            protected = [*protected, self.pinned]
         return self._learner.begin_save(self._folder, state, self._config.keep_last, protected, in_background)
 
     def _published(self, save: PendingSave) -> Path:

@@ -35,6 +35,7 @@ from megatron_rl.rewards.shared import Scores, score_shared
 from megatron_rl.rollout import Generator
 from megatron_rl.rollout.generator import RolloutInterrupted
 from megatron_rl.run.engines import load_beside, make_learner, start_generator
+from megatron_rl.run.evidence import Evidence
 from megatron_rl.run.identity import (
     Comparison,
     begin_step,
@@ -71,6 +72,7 @@ class Run:
     monitor: Monitor
     stop: StopRequest
     saving: Saving
+    evidence: Evidence
     scores: dict[int, float] = field(default_factory=dict)  # step → value of checkpoint.keep_best's metric
     failures_said: set[tuple[str, str, str]] = field(default_factory=set)  # kinds of reward failures in the log
 
@@ -116,8 +118,8 @@ class Run:
         refuse_too_many(scores.num_failed, scores.num_scored, limits.later if step else limits.first, scores.failures)
 
     def save(self, taken: dict[str, Any] | None = None) -> Path:
-        """Write a checkpoint that continues the run exactly. Then delete those kept by neither `keep_last` nor
-        `keep_best`. A save under way is waited for, and is enough where it is of this step.
+        """Write a checkpoint that continues the run exactly. Then delete those kept by none of `keep_last`, `keep_best`
+        and `evidence`. A save under way is waited for, and is enough where it is of this step.
 
         Raises `SaveError` on every rank where one could not write; the older checkpoints are as they were.
         """
@@ -145,6 +147,7 @@ class Run:
         kept = {checkpoint_step(path) for path in list_checkpoints(self.directory.checkpoints)} | {self.learner.step}
         self.scores = {step: value for step, value in self.scores.items() if step in kept}
         state = (taken or self._taken()) | {"monitor": self.monitor.state_dict(), "scores": self.scores}
+        state["evidence"] = self.evidence.state_dict()
         return broadcast_object(state), best_steps(self.scores, self.recipe.checkpoint)
 
     def _taken(self) -> dict[str, Any]:
@@ -239,6 +242,7 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
             monitor,
             stop,
             saving,
+            Evidence(recipe.recorder, directory.batches, saving, monitor.log),
         )
         if checkpoint is not None:
             _resume(run, checkpoint, prepared.train)
@@ -334,6 +338,7 @@ def _resume(run: Run, checkpoint: Path, train: PromptSet) -> None:
     run.prompts.load_state_dict(prompts)
     run.ahead.load_state_dict(state.get("ahead", []), train)
     run.monitor.load_state_dict(state["monitor"])
+    run.evidence.load_state_dict(state.get("evidence", {}))
     run.monitor.resume_at(run.learner.step)
     run.monitor.log(f"resumed at step {run.learner.step} from {checkpoint}")
     if begun := sum(len(item["prompts"]) for item in run.ahead.state_dict()):

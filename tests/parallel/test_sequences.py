@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_rl.run.recorded_batches import batch_path, keep_newest, load_batch, recorded_steps
+from megatron_rl.run.recorded_batches import batch_path, delete_batch, load_batch, recorded_steps
 from tests.parallel.gloo import run_ranks
 from tests.parallel.programs import sequences as programs
 
@@ -94,7 +94,7 @@ def test_parts_of_old_batches_are_deleted(tmp_path):
     description = batch_path(tmp_path, 0)
     description.write_text(description.read_text().replace('"kept": true', '"kept": false'))
     batch_path(tmp_path, 1).write_text('{"kept": false, "parts": []}')
-    keep_newest(tmp_path, 1)
+    assert delete_batch(tmp_path, 0)
     assert recorded_steps(tmp_path) == [1]
     assert [file.name for file in tmp_path.iterdir()] == [batch_path(tmp_path, 1).name]
 

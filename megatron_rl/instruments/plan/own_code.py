@@ -27,7 +27,9 @@ FETCHED = "answers of servers"
 """Replaces `responses` with rollout servers: one rank per node fetches their answers while they sample."""
 OF_A_PASS = frozenset({"pack", "routes"})  # measured per pass over the step's sequences
 RECORD = Path(__file__).with_name("own_units.json")
-ASIDE = frozenset({"recorder"})  # not part of every step
+RECORDER = "recorder"  # a part of every step if `recorder` writes each batch
+PER_TOKEN = 8  # bytes of a recorded token of prompt or response
+PER_RESPONSE_TOKEN = 4 + 4 + 1 + 4  # its log-probs of engine and learner, its place in the loss, its policy version
 
 Record = Mapping[str, Any]
 """``stages``: stage → seconds, received, peak → cost per driver; ``reward_s``: seconds per response in a worker;
@@ -109,11 +111,54 @@ def own_code(work: Workload, record: Record | None = None) -> OwnCode:
         if has_servers and name == "responses":
             name, seconds = FETCHED, _fetching(work, costs_record) / nodes
         stage = StageTime(name, seconds + received / hw.HOST_NETWORK, received, peak, same)
-        (aside if name in ASIDE else stages).append(stage)
+        (aside if name == RECORDER and not recipe.recorder.is_every_step else stages).append(stage)
     scored = math.ceil(recipe.num_sequences / work.ranks / recipe.reward.num_workers) if _is_math(recipe) else 0
     stages.append(StageTime("reward workers", costs_record["reward_s"] * scored, 0.0, 0.0, node))
     sockets = sum(unit * amount for unit, amount in zip(costs_record["sockets"], (1.0, float(work.ranks))))
     return OwnCode(stages, aside, sockets)
+
+
+@dataclass(frozen=True)
+class EvidenceCost:
+    """Cost of `recorder.evidence` in bytes and seconds; all 0 where it is off."""
+
+    batch: float  # a batch on disk
+    batches: int  # that are on disk at any time
+    after_alarm: float  # bytes that stay from alarms on: two alarms' batches at most, and a checkpoint
+    seconds: float  # of each step: copying, hashing, writing
+
+    @property
+    def disk(self) -> float:
+        """Bytes of the newest batches."""
+        return self.batch * self.batches
+
+
+def evidence_cost(work: Workload, own: OwnCode, checkpoint: float, disk: float = hw.DISK) -> EvidenceCost:
+    """Return the cost of the evidence. ``checkpoint``: bytes of one; ``disk``: bytes/s that one node writes."""
+    recorder = work.recipe.recorder
+    if recorder.evidence is None:
+        return EvidenceCost(0.0, 0, 0.0, 0.0)
+    kept = checkpoint if work.recipe.checkpoint.every and work.recipe.checkpoint.keep_last else 0.0
+    if not recorder.is_every_step:
+        return EvidenceCost(0.0, 0, kept, 0.0)
+    size = batch_size(work)
+    batches = max(1, min(recorder.evidence.batches, int(recorder.evidence.max_gib * hw.GIB / size)))
+    writers = min(work.data_parallel, -(-work.ranks // work.gpus_per_node))
+    seconds = sum(stage.seconds for stage in own.stages if stage.name == RECORDER) + size / writers / disk
+    return EvidenceCost(size, batches, 2 * size * batches + kept, seconds)
+
+
+def batch_size(work: Workload) -> float:
+    """Return the bytes of a recorded batch, all parts together, without their descriptions."""
+    recipe, a, sequences = work.recipe, work.architecture, work.recipe.num_sequences
+    size = work.trained_tokens * PER_TOKEN + sequences * 16  # where each sequence and response ends
+    has_old = recipe.objective.needs_old_logprobs(recipe.batch.minibatches)
+    size += sequences * work.mean_response * (PER_RESPONSE_TOKEN + 4 * has_old)
+    if recipe.routing.is_on:
+        layers = sum(a.moe_layers)
+        row = layers * a.experts_per_token * (1 if a.num_experts <= 256 else 2) + 8  # and its checksum
+        size += (work.trained_tokens - sequences) * row + sequences * 8 * layers
+    return size
 
 
 def _fetching(work: Workload, known: Record) -> float:

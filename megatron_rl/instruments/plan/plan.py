@@ -9,7 +9,7 @@ from megatron_rl.instruments.plan.hardware import GIB
 from megatron_rl.instruments.plan.learner import checkpoint_cost
 from megatron_rl.instruments.plan.lengths import Lengths
 from megatron_rl.instruments.plan.memory import MemoryPlan, Phase, host_phase, memory_plan
-from megatron_rl.instruments.plan.own_code import OwnCode, own_code
+from megatron_rl.instruments.plan.own_code import EvidenceCost, OwnCode, evidence_cost, own_code
 from megatron_rl.instruments.plan.search import Layout, deadline_problem, host_problem, problems, suggest
 from megatron_rl.instruments.plan.servers import ServerPlan, server_plan
 from megatron_rl.instruments.plan.timing import StepTime, step_time
@@ -23,6 +23,7 @@ class Plan:
     host: Phase
     time: StepTime  # time of the engines
     own: OwnCode  # cost of this project's code beside the engines
+    evidence: EvidenceCost  # what `recorder.evidence` adds, of which `own` has the part without a disk
     layouts: list[Layout]  # best first
     problems: list[str]  # what does not fit; empty if all fits
     servers: ServerPlan | None = None  # only if lengths of responses were given
@@ -35,7 +36,8 @@ def make_plan(work: Workload, lengths: Lengths | None = None) -> Plan:
     host = host_phase(work, memory)
     all_problems = problems(work, memory, layouts) + host_problem(work, host) + deadline_problem(work, time)
     servers = server_plan(work, memory.engine, lengths, own_costs.seconds) if lengths is not None else None
-    return Plan(work, memory, host, time, own_costs, layouts, all_problems, servers)
+    evidence = evidence_cost(work, own_costs, checkpoint_cost(work).size * work.ranks)
+    return Plan(work, memory, host, time, own_costs, evidence, layouts, all_problems, servers)
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -57,6 +59,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "aside": [asdict(stage) for stage in own_costs.aside],
         },
         "checkpoint": asdict(checkpoint_cost(plan.work)),
+        "evidence": asdict(plan.evidence) | {"disk": plan.evidence.disk},
         "host_gib_node": plan.host.total / GIB,
         "problems": plan.problems,
         **({"pipeline": plan.servers.as_json()} if plan.servers else {}),

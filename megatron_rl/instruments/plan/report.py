@@ -25,7 +25,7 @@ def render(plan: Plan) -> str:
         lines += [*_phase(phase, memory), ""]
     lines += [*_host(plan.host), ""]
     lines += [*_cache(work, memory), *_placements(work, memory), ""]
-    lines += [*_time(plan), _checkpoint(work), "", *_own(plan), ""]
+    lines += [*_time(plan), _checkpoint(work), *_evidence(plan), "", *_own(plan), ""]
     lines += [*pipeline_lines(plan.servers), ""] if plan.servers else []
     lines += [*_offload(work), ""]
     lines += [*_layouts(plan), ""]
@@ -174,6 +174,18 @@ def _checkpoint(work: Workload) -> str:
         f"{hw.DISK / 1e9:g} GB/s a node, training waits {duration(cost.stalled_s)}; meanwhile "
         f"{cost.host / GIB:.1f} GiB more of host memory a rank, {cost.device / GIB:.1f} on the GPU"
     )
+
+
+def _evidence(plan: Plan) -> list[str]:
+    cost = plan.evidence
+    stays = f"an alarm keeps at most {cost.after_alarm / GIB:.0f} GiB more (recorder.evidence)"
+    if not cost.batches:
+        return [f"evidence      {stays}"] if cost.after_alarm else []
+    return [
+        f"evidence      the newest {cost.batches} batches of {cost.batch / GIB:.2f} GiB on disk: "
+        f"{cost.disk / GIB:.0f} GiB; {cost.seconds:.2f} s a step ({cost.seconds / plan.time.total:.2%}) at "
+        f"{hw.DISK / 1e9:g} GB/s a node; {stays}"
+    ]
 
 
 def _deadline(plan: Plan) -> str:

@@ -26,7 +26,7 @@ HINTS = {
     "band_detail": "objective.mismatch_detail: true adds the spread and the quantiles of each band.",
     "routes": "This run compares no routes. routing.telemetry: true does, as does routing.replay: r3.",
     "samples": "samples.jsonl has nothing yet. monitor.samples.every says how often a step's samples are written.",
-    "batches": "No batch is on disk. recorder.record_batches: last_n keeps those of the newest recorder.keep steps.",
+    "batches": "No batch is on disk. recorder.evidence keeps those of the newest steps.",
     "alarms": "The recipe has no alarms. monitor.alarms has rules such as "
     "{name: mismatch, metric: mismatch/rho_std, above: 0.1, then: [warn, record_batch]}.",
     "learner_logprobs": "The batch has no log-probs of the learner, so there is no rho to colour tokens by.",

@@ -11,7 +11,14 @@ import pytest
 
 from megatron_rl.commands.score_alarms import score_packed
 from megatron_rl.commands.softmax_study import study, table
+from megatron_rl.config import load_recipe
 from megatron_rl.config.learner import DetectorConfig
+from megatron_rl.instruments.plan import GPUS, make_workload
+from megatron_rl.instruments.plan.hardware import GIB
+from megatron_rl.instruments.plan.memory import memory_plan
+from megatron_rl.instruments.plan.own_code import evidence_cost, own_code
+from megatron_rl.instruments.plan.timing import step_time
+from megatron_rl.model.known_models import shape_of
 from megatron_rl.monitor.scoring import CollapseRule
 from tests.support.tiny import REPOSITORY
 from tools.dev.tune_surge_detector import CASES, surge_step
@@ -103,6 +110,20 @@ def test_performance_md_has_the_figures_of_its_records():
         recorded = set(re.findall(r"\d+(?:\.\d+)?", "\n".join(records[program]["output"]).replace(",", "")))
         assert set(numbers) <= recorded, f"{program}: {sorted(set(numbers) - recorded)}"
     assert set(MARK.search(text)[1].split(", ")) == {records[program]["commit"] for _, program in rows}
+
+
+def test_costs_of_the_evidence_of_reading_a_run_md():
+    text = " ".join((DOCS / "reading-a-run.md").read_text().split())
+    recipe_file = REPOSITORY / "recipes" / "router_replay" / "grpo-qwen3-30b-a3b-4n8g-tp4ep8-off.yaml"  # with telemetry
+    for name, settings in (("with routes", ()), ("without routes", ("routing.telemetry=false",))):
+        recipe = load_recipe(recipe_file, settings)
+        work = make_workload(recipe, shape_of(recipe.model.path)[0], GPUS["h100-80"])
+        own, step = own_code(work), step_time(work, memory_plan(work).engine).total
+        found = evidence_cost(work, own, checkpoint=0.0)
+        figures = f"{found.batch / GIB:.2f} GiB | {found.disk / GIB:.0f} GiB | {found.seconds:.2f} s, "
+        assert f"| {name} | {figures}{found.seconds / step:.2%} |" in text
+        assert f"{own.seconds:.1f} s" in text
+        assert f"in a step of {step:.0f} s" in text
 
 
 MEASURED = (

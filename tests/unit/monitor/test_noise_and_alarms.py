@@ -205,6 +205,27 @@ def test_alarm_state_resumes_at_every_step():
         assert [second.observe(step, {"m": values[step]}) for step in range(cut, 60)] == expected[cut:]
 
 
+@pytest.mark.parametrize(
+    ("rule", "values", "onset"),
+    [
+        ({"above": 1.0, "for_steps": 3}, [0, 2, 0, 2, 2, 2], 3),
+        ({"above": 1.0, "for_steps": 1}, [0, 0, 2], 2),
+        ({"statistic": "not_finite", "for_steps": 2}, [0, math.inf, math.inf], 1),
+        ({"statistic": "ratio", "window": 2, "above": 2.0, "for_steps": 2}, [1, 1, 3, 9], 2),
+        ({"statistic": "mean", "window": 3, "above": 1.0, "for_steps": 2}, [0, 0, 0, 9, 9], 1),
+        ({"statistic": "of_best", "window": 2, "below": 0.6}, [4, 4, 4, 2, 2], 3),
+        ({"statistic": "of_start", "window": 2, "above": 2.0}, [1, 1, 1, 4], 2),
+        ({"statistic": "slope", "window": 3, "above": 0.5}, [5, 4, 3, 2, 3, 4], 3),
+    ],
+    ids=lambda value: str(value.get("statistic", "value")) if isinstance(value, dict) else "",
+)
+def test_the_onset_is_where_what_the_rule_saw_began(rule, values, onset):
+    """Of a statistic of a window: the window's first step, as the cause may lie anywhere in it."""
+    alarms = Alarms([AlarmRule(name="a", metric="m", **rule)])
+    events = [event for step, value in enumerate(values) for event in alarms.observe(step, {"m": value})]
+    assert [(event.step, event.onset) for event in events] == [(len(values) - 1, onset)]
+
+
 def test_a_rule_on_the_first_step_looks_once():
     rule = AlarmRule(name="first", metric="m", above=1.0, then=["stop"])
     alarms = Alarms([], first=[rule])

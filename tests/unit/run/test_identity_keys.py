@@ -31,6 +31,7 @@ def changed(old: dict, new: dict) -> tuple[list[str], list[str]]:
         ({"rollout": {"servers": {"wait_s": 5.0}}}, "rollout.servers.wait_s: 900.0 → 5.0"),
         ({"monitor": {"plots": False}}, "monitor.plots: True → False"),
         ({"checkpoint": {"every": 5}}, "checkpoint.every: 0 → 5"),
+        ({"recorder": {"evidence": {"batches": 3}}}, "recorder.evidence.batches: 12 → 3"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -11,7 +11,15 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from megatron_rl.errors import InputError
-from megatron_rl.run.recorded_batches import batch_path, keep_newest, load_batch, record_batch, recorded_steps
+from megatron_rl.run.recorded_batches import (
+    batch_bytes,
+    batch_path,
+    delete_batch,
+    keep_batch,
+    load_batch,
+    record_batch,
+    recorded_steps,
+)
 from megatron_rl.types import Batch, Sequence
 from tests.support.routes import random_routes, with_routes
 from tests.support.tiny import stored_rollouts, tiny_recipe
@@ -77,12 +85,15 @@ def test_where_files_cannot_grow_nothing_of_the_step_is_left(tmp_path, limit):
     assert not list(tmp_path.iterdir())
 
 
-def test_only_the_newest_and_the_alarmed_are_kept(tmp_path):
-    for step in range(6):
+def test_kept_batches_are_not_deleted(tmp_path):
+    for step in range(4):
         record_batch(tmp_path, stored_rollouts(step), step, keep=step == 1)
-        keep_newest(tmp_path, 2)
-    assert recorded_steps(tmp_path) == [1, 4, 5]
-    assert len(list(tmp_path.iterdir())) == 6, "arrays of deleted batches are left, or partial files"
+    keep_batch(tmp_path, 2)
+    assert [delete_batch(tmp_path, step) for step in range(4)] == [True, False, False, True]
+    assert recorded_steps(tmp_path) == [1, 2]
+    assert len(list(tmp_path.iterdir())) == 4, "arrays of deleted batches are left, or partial files"
+    assert batch_bytes(tmp_path, 1) == sum(file.stat().st_size for file in tmp_path.glob("step_00000001.*"))
+    assert load_batch(batch_path(tmp_path, 2)).batch.step == 2
 
 
 def test_missing_and_foreign_batches_are_named(tmp_path):
@@ -103,10 +114,8 @@ def test_batches_of_the_format_before_parts_are_read(tmp_path):
     for got, want in zip(load_batch(path).batch.sequences, batch.sequences, strict=True):
         assert (got.id, got.tokens.tolist()) == (want.id, want.tokens.tolist())
         assert (got.route_checksums == want.route_checksums).all()
-    keep_newest(tmp_path, 0)
-    record_batch(tmp_path, stored_rollouts(4), 0)
-    keep_newest(tmp_path, 1)
-    assert recorded_steps(tmp_path) == [4]
+    assert delete_batch(tmp_path, batch.step)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_part_that_was_not_copied_is_named(tmp_path):

@@ -42,7 +42,7 @@ def test_two_runs_side_by_side(tmp_path, width):
 def test_nothing_recorded_says_what_records_it(tmp_path):
     text = " ".join(shown([WatchedRun("empty", tmp_path)], 200).split())
     assert "no step is recorded yet" in text
-    assert "recorder.record_batches: last_n" in text
+    assert "recorder.evidence" in text
 
 
 def test_labels_and_responses_cannot_reach_the_terminal(tmp_path):

@@ -14,7 +14,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.instruments.watch import tokens
 from megatron_rl.instruments.watch.run import WatchedRun
 from megatron_rl.run import recorded_batches as batches
-from megatron_rl.run.recorded_batches import BatchSlices, batch_path, keep_newest, load_batch, record_batch
+from megatron_rl.run.recorded_batches import BatchSlices, batch_path, delete_batch, load_batch, record_batch
 from tests.support.tiny import MODEL, stored_rollouts
 from tests.support.written_run import EVIL, WrittenRun
 
@@ -116,7 +116,7 @@ def test_a_batch_that_is_deleted_is_an_input_error(run):
     for step in (1, 2):
         written(run, step)
     kept_open = run.batch(1)
-    keep_newest(run.directory.batches, 1)
+    assert delete_batch(run.directory.batches, 1)
     assert run.batch_steps() == [2]
     with pytest.raises(InputError, match="step 1: no recorded batch; there are: 2"):
         run.batch(1)

@@ -1,0 +1,118 @@
+"""What `plan` says of `recorder.evidence`: bytes of a recorded batch, disk, and at most 1% of a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from safetensors.numpy import load_file
+
+from megatron_rl.__main__ import main
+from megatron_rl.config import load_recipe
+from megatron_rl.instruments.plan import GPUS, make_workload
+from megatron_rl.instruments.plan.hardware import GIB
+from megatron_rl.instruments.plan.learner import checkpoint_cost
+from megatron_rl.instruments.plan.memory import memory_plan
+from megatron_rl.instruments.plan.own_code import EvidenceCost, batch_size, evidence_cost, own_code
+from megatron_rl.instruments.plan.timing import step_time
+from megatron_rl.instruments.plan.workload import Workload
+from megatron_rl.model.architecture import read_architecture
+from megatron_rl.model.known_models import shape_of
+from megatron_rl.run.recorded_batches import record_batch
+from tests.support.rounding import rounded
+from tests.support.routes import random_routes, with_routes
+from tests.support.tiny import MODEL, REPOSITORY, stored_rollouts, tiny_recipe
+from tests.unit.instruments.plan.test_own_code import R3
+from tests.unit.instruments.plan.test_plan import work
+
+OFF = REPOSITORY / "recipes" / "router_replay" / "grpo-qwen3-30b-a3b-4n8g-tp4ep8-off.yaml"  # with telemetry
+CHECKPOINT = 2.0**40
+
+
+def cost(planned: Workload) -> EvidenceCost:
+    return evidence_cost(planned, own_code(planned), CHECKPOINT)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("routed", [False, True])
+def test_a_batch_has_the_planned_bytes(tmp_path, routed, minibatches):
+    batch = stored_rollouts(0, minibatches=minibatches)
+    for s in batch.sequences:
+        s.current_logprobs = s.inference_logprobs
+        s.old_logprobs = s.inference_logprobs if minibatches > 1 else None
+    if routed:
+        with_routes(batch, random_routes(batch))
+    arrays = load_file(record_batch(tmp_path, batch, 0).with_suffix(".safetensors"))
+    responses = sum(s.response_length for s in batch.sequences)
+    planned = replace(
+        work(OFF),
+        recipe=tiny_recipe(
+            batch={"prompts": 12, "minibatches": minibatches}, rollout={"num_samples": 2}, routing={"telemetry": routed}
+        ),
+        architecture=read_architecture(MODEL),
+        mean_response=responses / 24,
+        mean_prompt=(batch.num_tokens - responses) / 24,
+    )
+    starts = 2 * 8  # the 0 at the start of both lists of ends
+    assert batch_size(planned) + starts == rounded(float(sum(array.nbytes for array in arrays.values())))
+
+
+def test_disk_and_seconds():
+    """Four nodes write, and eight replicas copy and hash."""
+    found, planned = cost(work(R3)), work(R3)
+    (recorder,) = [stage.seconds for stage in own_code(planned).stages if stage.name == "recorder"]
+    assert found.batch == batch_size(planned)
+    assert found.batches == 12
+    assert found.disk == 12 * found.batch
+    assert found.after_alarm == 24 * found.batch + CHECKPOINT
+    assert found.seconds == rounded(recorder + found.batch / 4 / 2e9)
+
+
+def test_the_disk_is_bounded():
+    limit = 3.5 * batch_size(work(R3)) / GIB
+    assert cost(work(R3, "h100-80", f"recorder.evidence.max_gib={limit}")).batches == 3
+    assert cost(work(R3, "h100-80", "recorder.evidence.max_gib=0.1")).batches == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (("recorder.evidence=null",), EvidenceCost(0.0, 0, 0.0, 0.0)),
+        (("recorder.evidence=null", "recorder.record_batches=all"), EvidenceCost(0.0, 0, 0.0, 0.0)),
+    ],
+)
+def test_turned_off_it_costs_nothing(settings, expected):
+    assert cost(work(R3, "h100-80", *settings)) == expected
+
+
+def test_our_own_code_has_the_recorder_only_where_it_records():
+    off = own_code(work(R3, "h100-80", "recorder.evidence=null"))
+    on = own_code(work(R3))
+    assert [stage.name for stage in off.aside] == ["recorder"]
+    assert on.aside == []
+    assert on.seconds == rounded(off.seconds + off.aside[0].seconds)
+
+
+def test_without_periodic_checkpoints_none_is_kept():
+    found = cost(work(R3, "h100-80", "checkpoint.every=0"))
+    assert found.after_alarm == 2 * found.disk
+
+
+@pytest.mark.parametrize(
+    ("prompts", "response", "nodes"), [(128, 8192, 4), (512, 32512, 32)], ids=["2048x8k-32", "8192x32k-256"]
+)
+def test_it_takes_a_hundredth_of_a_step_at_most(prompts, response, nodes):
+    overrides = (f"batch.prompts={prompts}", f"rollout.max_response_length={response}", "data.prompt.max_length=256")
+    planned = work(R3, "h100-80", *overrides, nodes=nodes, mean_response=response, mean_prompt=256)
+    found = cost(planned)
+    assert 0 < found.seconds <= 0.01 * step_time(planned, memory_plan(planned).engine).total
+    assert found.disk <= 128 * GIB or found.batches == 1
+
+
+def test_the_command_prints_it(capsys):
+    assert main(["plan", str(OFF), "--gpu", "h100-80", "--json"]) == 0
+    assert '"evidence": {' in (text := capsys.readouterr().out)
+    recipe = load_recipe(OFF)
+    planned = make_workload(recipe, shape_of(recipe.model.path)[0], GPUS["h100-80"])
+    kept = evidence_cost(planned, own_code(planned), checkpoint_cost(planned).size * planned.ranks).after_alarm
+    assert f'"after_alarm": {kept}' in text
