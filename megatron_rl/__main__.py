@@ -27,6 +27,15 @@ from megatron_rl.errors import (
     message_text,
 )
 from megatron_rl.process.fp32_products import set_environment
+from megatron_rl.shipped import shipped
+
+ENGINE_PACKAGES = (
+    "torch",
+    "vllm",
+    "transformers",
+    "megatron",
+    "math_verify",
+)  # not among the dependencies of the package
 
 DESCRIPTION = """Reinforcement learning of Mixture-of-Experts language models: Megatron-Core learns, vLLM generates.
 
@@ -55,6 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"error: {message_text(error)}", file=sys.stderr)
         return EXIT_BAD_INPUT
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in ENGINE_PACKAGES:
+            raise
+        print(f"error: {how_to_install(package, arguments)}", file=sys.stderr)
+        return EXIT_BAD_INPUT
     except RunEnded as reason:
         print(f"run ended: {message_text(reason)}", file=sys.stderr)
         return EXIT_ENDED_BY_LIMIT
@@ -70,6 +85,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _reader_has_left():
             raise
         return EXIT_PIPE_CLOSED
+
+
+def how_to_install(package: str, arguments: Sequence[str]) -> str:
+    """The message for a command that lacks one of `ENGINE_PACKAGES`: what is missing, and the line to install it."""
+    command = " ".join(["megatron-rl", *arguments[: 2 if arguments[:1] and arguments[0] in GROUPS else 1]])
+    return (
+        f"{command}: the package {package} is not installed; install the engines: pip install -r "
+        f"{shipped('requirements.txt')} (its head says what follows), without a GPU {shipped('requirements-cpu.txt')}"
+    )
 
 
 def open_missing() -> None:

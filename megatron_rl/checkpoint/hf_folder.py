@@ -13,16 +13,19 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import Architecture, read_object
 from megatron_rl.model.names import stored_tensors
 from megatron_rl.process.ranks import together, world_rank
+
+if TYPE_CHECKING:
+    import torch  # `check --offline` reads headers without it
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -120,6 +123,8 @@ class HFFolder:
 
     def same(self, first: str, second: str) -> bool:
         """Whether two matrices hold the same bytes; `_COMPARED_ROWS` of each are in memory."""
+        import torch
+
         if (self.shape(first), self.stored_dtype(first)) != (self.shape(second), self.stored_dtype(second)):
             return False
         left, right = (self._handle(name).get_slice(name) for name in (first, second))
@@ -139,7 +144,7 @@ class HFFolder:
 
 def _open(file: Path) -> safe_open:
     try:
-        return safe_open(file, framework="pt")
+        return safe_open(file, framework="pt" if find_spec("torch") else "numpy")
     except (SafetensorError, OSError) as error:
         raise InputError(f"model.path: {file} cannot be read ({error}); {_advice(file)}") from error
 
@@ -275,6 +280,8 @@ def write_hf_checkpoint(
 
 
 def _write(folder: Path, weights: Iterator[tuple[str, torch.Tensor]], source: Path, file_bytes: int) -> None:
+    from safetensors.torch import save_file
+
     copy_companions(source, folder, leave_out=("README.md",))  # a model card speaks of other weights
     weight_map: dict[str, str] = {}
     total_size = 0

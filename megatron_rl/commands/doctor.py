@@ -140,14 +140,13 @@ def make_setting(options: argparse.Namespace) -> Setting:
 
     if options.job and not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise InputError("--job: start it under torchrun or slurm/lib/rank.sh; RANK, WORLD_SIZE, MASTER_… are not set")
-    try:
-        device = default_device()
-    except ModuleNotFoundError:  # without torch; the check `packages` reports that
-        device, options.ranks = "cpu", options.ranks or CPU_RANKS
-    if options.ranks is None:
+    device = default_device()
+    if options.ranks is None and device == "cpu":
+        options.ranks = CPU_RANKS
+    elif options.ranks is None:
         import torch
 
-        options.ranks = torch.cuda.device_count() if device == "cuda" else CPU_RANKS
+        options.ranks = torch.cuda.device_count()
     setting = Setting(device, options.ranks, "", options.recipe, options.overrides, in_job=options.job)
     try:
         recipe = planned(setting)  # an invalid recipe raises here, before any check

@@ -13,8 +13,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_rl.process.devices import default_device
 
 _PACKAGES = [
@@ -120,6 +118,8 @@ def hardware() -> dict[str, Any]:
         "gpus": [],
     }
     if default_device() == "cuda":
+        import torch
+
         for index in range(torch.cuda.device_count()):
             gpu = torch.cuda.get_device_properties(index)
             machine["gpus"].append({"name": gpu.name, "memory_gib": round(gpu.total_memory / 2**30, 1)})

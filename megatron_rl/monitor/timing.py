@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-import torch
+from typing import Any
 
 # Phases inside one of the two engines. The rest of a step counts as overhead: packing, rewards, weight sync,
 # checkpoints, logging. A phase inside one of these counts as part of it.
@@ -59,8 +58,8 @@ class PhaseTimer:
         try:
             yield span
         finally:
-            if is_engine and torch.cuda.is_initialized():
-                torch.cuda.synchronize()  # count queued kernels in this phase, not in the next one that waits
+            if is_engine and (cuda := _cuda()):
+                cuda.synchronize()  # count queued kernels in this phase, not in the next one that waits
             seconds = self.clock() - start
             self._open.pop()
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
@@ -95,7 +94,13 @@ def peak_memory_gib() -> float:
 
     It does not include other processes, such as a separate engine.
     """
-    if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated() / 2**30
+    if cuda := _cuda():
+        return cuda.max_memory_allocated() / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def _cuda() -> Any:
+    """`torch.cuda` where this process uses a GPU, else None. Commands that read a run never import torch."""
+    torch = sys.modules.get("torch")
+    return torch.cuda if torch and torch.cuda.is_initialized() else None

@@ -19,8 +19,10 @@ def default_device() -> str:
     forked from this one, and vLLM forks its workers.
     """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    import torch
-
+    try:
+        import torch
+    except ModuleNotFoundError:  # commands that need no engine run without it
+        return "cpu"
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -14,8 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
-import torch.distributed as dist
+
+try:
+    import torch
+    import torch.distributed as dist
+except ModuleNotFoundError:  # commands that need no engine run without it, in a job of one process
+    torch = dist = None
 
 from megatron_rl.errors import Fault, InputError
 
@@ -23,11 +27,11 @@ T = TypeVar("T")
 
 
 def world_rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    return dist.get_rank() if dist and dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return dist.get_world_size() if dist and dist.is_initialized() else 1
 
 
 def gather_objects(item: T) -> list[T]:
