@@ -27,7 +27,6 @@ from megatron_rl.errors import (
     message_text,
 )
 from megatron_rl.process.fp32_products import set_environment
-from megatron_rl.shipped import shipped
 
 ENGINE_PACKAGES = (
     "torch",
@@ -89,6 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def how_to_install(package: str, arguments: Sequence[str]) -> str:
     """The message for a command that lacks one of `ENGINE_PACKAGES`: what is missing, and the line to install it."""
+    from megatron_rl.shipped import shipped
+
     command = " ".join(["megatron-rl", *arguments[: 2 if arguments[:1] and arguments[0] in GROUPS else 1]])
     return (
         f"{command}: the package {package} is not installed; install the engines: pip install -r "
