@@ -240,6 +240,9 @@ class Variance(Section):
     """Standard deviation of the factor, whose mean is 1."""
 
 
+Anchor = Literal["recompute", "bypass", "interpolate"]
+
+
 class ObjectiveConfig(Section):
     """What is minimised. Spelling and equations: docs/add-an-objective.md and the functions' docstrings."""
 
@@ -250,10 +253,11 @@ class ObjectiveConfig(Section):
         PpoClip()
     )
     """The surrogate of one token or sequence; a bare name stands for its defaults. `file.py:function`: your own."""
-    anchor: Literal["recompute", "bypass"] = "recompute"
+    anchor: Anchor = "recompute"
     """What r is measured from. recompute: po, the learner's own probability at rollout weights. bypass: mu, the
     engine's, so that r becomes w = pi/mu and no pass for old log-probs is made; with several updates per batch rho is
-    then not known either, and corrections and mismatch metrics see w in its place."""
+    then not known either, and corrections and mismatch metrics see w in its place. interpolate: a policy between mu and
+    pi, the nearer to pi the older the token is (arXiv 2512.06547); no pass is made; corrections see its ratio to mu."""
     correction: Annotated[
         list[Correction], FunctionUnder("mode", tuple(FunctionCorrection.model_fields)), ShortList("mode")
     ] = []
@@ -308,12 +312,14 @@ class ObjectiveConfig(Section):
                     "allowed) or use anchor: recompute"
                 )
             counted = next((key for key in ("renormalize", "normalize") if getattr(item, key, False)), None)
-            if counted and (self.anchored_on_rollout or item.mode == "opsm"):
+            if counted and (self.needs_no_po or item.mode == "opsm"):
                 raise ValueError(
                     f"{counted} on {mode} with policy term {name}, anchor {self.anchor}: what it does depends on the "
                     "current policy, so the global denominator would be known only after every microbatch has run; "
                     "leave it false"
                 )
+        if self.anchor == "interpolate" and self.policy_term.is_anchored_on_rollout:
+            raise ValueError(f"anchor interpolate with policy term {name}, which has no ratio r; leave the anchor out")
         if sum(getattr(item, "normalize", False) for item in self.correction) > 1:
             raise ValueError("normalize on more than one correction: a product of weights has one mean; use it once")
         for message in objective_warnings(self):
@@ -324,6 +330,11 @@ class ObjectiveConfig(Section):
     def anchored_on_rollout(self) -> bool:
         """Whether corrections see w = pi/mu in the place of rho, and no pass at rollout weights is needed for r."""
         return self.anchor == "bypass" or self.policy_term.is_anchored_on_rollout
+
+    @property
+    def needs_no_po(self) -> bool:
+        """Whether r and the ratio of the corrections are made of pi and mu alone."""
+        return self.anchored_on_rollout or self.anchor == "interpolate"
 
     @property
     def active_corrections(self) -> list[Correction]:
@@ -345,9 +356,9 @@ class ObjectiveConfig(Section):
         arXiv 2510.26788 §2.1).
 
         With one update per rollout batch pi equals po and `old_logprobs` stays None. With more, only what is anchored
-        on the rollout engine (`reinforce`, `dppo`, anchor bypass) goes without; opsm on the learner's pi_old and
-        distortion look at po themselves, and `renormalize` and `normalize` must know what corrections do before
-        the first gradient.
+        on the rollout engine (`reinforce`, `dppo`, `vespo`, anchor bypass) or interpolated goes without; opsm on the
+        learner's pi_old and distortion look at po themselves, and `renormalize` and `normalize` must know what
+        corrections do before the first gradient.
         """
         if self.renormalizes:
             return True
@@ -356,7 +367,7 @@ class ObjectiveConfig(Section):
         looks_at_po = self.distortion is not None or any(
             item.mode == "opsm" and item.pi_old == "learner" for item in self.correction
         )
-        return looks_at_po or not self.anchored_on_rollout
+        return looks_at_po or not self.needs_no_po
 
 
 def objective_warnings(config: ObjectiveConfig) -> list[str]:
@@ -378,6 +389,11 @@ def objective_warnings(config: ObjectiveConfig) -> list[str]:
             f"seq-mean-token-mean, found {config.aggregation}"
         )
     weighting = [label_of(item, "mode") for item in config.correction if is_weight(item)]
+    if config.anchor == "interpolate" and not weighting and not term.carries_w:
+        warnings.append(
+            "anchor interpolate without a weight leaves out the ratio of the interpolated policy to mu, which is in "
+            "the paper's loss; add correction is or tis"
+        )
     if len(weighting) > 1:
         warnings.append(
             f"the corrections {', '.join(weighting)} each multiply by an importance ratio: the product counts it twice"

@@ -44,6 +44,11 @@ def section_problems(recipe: RecipeSections) -> list[str]:
             for i, item in enumerate(recipe.objective.correction)
             if item.mode == "opsm" and item.pi_old == "learner"
         ]
+    if recipe.objective.anchor == "interpolate" and not recipe.rollout.max_staleness:
+        problems.append(
+            "objective.anchor: interpolate with rollout.max_staleness 0: every token is of the newest weights, and the "
+            "interpolated policy is mu; use bypass, or max_staleness of 1 or more"
+        )
     penalty = recipe.objective.log_ratio_penalty
     if penalty and not has_log_ratio(recipe):
         problems.append(
@@ -79,7 +84,7 @@ def has_mismatch(recipe: RecipeSections) -> bool:
 
 def has_log_ratio(recipe: RecipeSections) -> bool:
     """Whether pi can differ from what the objective's own ratio is measured from."""
-    return recipe.batch.minibatches > 1 or (recipe.objective.anchored_on_rollout and has_mismatch(recipe))
+    return recipe.batch.minibatches > 1 or (recipe.objective.needs_no_po and has_mismatch(recipe))
 
 
 def offload_problems(recipe: RecipeSections) -> list[str]:

@@ -57,7 +57,7 @@ def compute_objective(
     Raises InputError if shapes disagree or a needed tensor is absent.
     """
     check_available(inputs, config)
-    tokens = read_tokens(inputs, bypass=config.anchor == "bypass")
+    tokens = read_tokens(inputs, config.anchor)
     corrected = correct(tokens, config)
     counts = _denominators(tokens, corrected, config, denominators)
     corrected = normalized(corrected, config, counts)

@@ -1,7 +1,8 @@
 """Corrections of the training-inference mismatch: weights and masks outside the policy term (algorithms.md §3).
 
-Symbols: rho = po/mu per token; terms anchored on the rollout engine (reinforce, dppo) use w = pi/mu instead. No value
-here has a gradient. Shapes: "tokens" is [B, T] padded or [N] packed; ``B`` sequences.
+Symbols: rho = po/mu per token; terms anchored on the rollout engine (reinforce, dppo, vespo) use w = pi/mu instead, and
+anchor interpolate pi_prox/mu. No value here has a gradient. Shapes: "tokens" is [B, T] padded or [N] packed; ``B``
+sequences.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Ratios:
 
     def __init__(self, tokens: Tokens, anchored_on_rollout: bool):
         self.tokens = tokens
-        self._learner = tokens.current.detach() if anchored_on_rollout else tokens.old
+        self._learner = tokens.current.detach() if anchored_on_rollout else tokens.anchor
 
     @cached_property
     def log(self) -> Tensor:

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_rl.config.objective import ObjectiveConfig, label_of
+from megatron_rl.config.objective import Anchor, ObjectiveConfig, label_of
 from megatron_rl.errors import InputError
 from megatron_rl.objective.guards import MIN_LOGPROB
 
@@ -159,7 +159,7 @@ class ObjectiveInputs:
     cu_seqlens: Tensor | None = None  # [B + 1] int offsets, packed form only
     sequence_ids: Tensor | None = None  # [B] int64, the same in every layout; key of the variance noise
     entropy: Tensor | None = None  # tokens, nats; averaged into actor/entropy, and with its gradient into entropy_bonus
-    distances: Tensor | None = None  # tokens, int: optimizer steps since the weights that sampled; only for metrics
+    distances: Tensor | None = None  # tokens, int: optimizer steps since the weights that sampled: metrics, anchor
 
 
 class NoiseKey(NamedTuple):
@@ -210,7 +210,8 @@ class Tokens:
     """Checked inputs: float32 or float64, zero wherever the mask is false."""
 
     current: Tensor  # tokens, log pi, with gradient
-    log_ratio: Tensor  # tokens, log r = log pi - log po (anchor bypass: - log mu), with gradient
+    log_ratio: Tensor  # tokens, log r = log pi - anchor, with gradient
+    anchor: Tensor  # tokens, detached: what r is measured from; log po, or as `objective.anchor` says
     old: Tensor  # tokens, log po, detached
     inference: Tensor | None  # tokens, log mu
     advantages: Tensor  # tokens
@@ -227,10 +228,10 @@ class Tokens:
         return self.layout.sum(values) / self.lengths.clamp(min=1)
 
 
-def read_tokens(inputs: ObjectiveInputs, bypass: bool = False) -> Tokens:
+def read_tokens(inputs: ObjectiveInputs, anchor: Anchor = "recompute") -> Tokens:
     """Check shapes and return all tensors in one dtype, 0 where masked. Raises InputError that names the tensor.
 
-    ``bypass``: r is measured from mu instead of po (`objective.anchor`).
+    ``anchor``: what r is measured from (`objective.anchor`).
     """
     _check_shapes(inputs)
     mask = inputs.loss_mask.bool()
@@ -250,9 +251,14 @@ def read_tokens(inputs: ObjectiveInputs, bypass: bool = False) -> Tokens:
     if _per_sequence(inputs):
         advantages = layout.expand(advantages)
     weight = mask.to(dtype)
+    if anchor == "interpolate":
+        measured_from = _interpolated(current.detach(), inference, inputs.distances)
+    else:
+        measured_from = inference if anchor == "bypass" else old
     return Tokens(
         current=current,
-        log_ratio=current - (inference if bypass else old),
+        log_ratio=current - measured_from,
+        anchor=measured_from,
         old=old,
         inference=inference,
         advantages=advantages.masked_fill(outside, 0.0),
@@ -264,6 +270,12 @@ def read_tokens(inputs: ObjectiveInputs, bypass: bool = False) -> Tokens:
         entropy=None if inputs.entropy is None else inputs.entropy.to(dtype).masked_fill(outside, 0.0),
         distances=inputs.distances,
     )
+
+
+def _interpolated(current: Tensor, inference: Tensor, distances: Tensor) -> Tensor:
+    """log pi_prox = α log mu + (1 - α) log pi, α = 1/d, and 1 for d = 0 [A3PO]: r = w^α, and pi_prox/mu = w^(1 - α)."""
+    alpha = 1 / distances.clamp(min=1).to(current.dtype)
+    return alpha * inference + (1 - alpha) * current
 
 
 def _per_sequence(inputs: ObjectiveInputs) -> bool:
@@ -301,12 +313,14 @@ def check_available(inputs: ObjectiveInputs, config: ObjectiveConfig) -> None:
             if getattr(item, "pi_old", "rollout") == "rollout"
         ]
         users += [f"policy term {term}"] if config.policy_term.carries_w else []
-        users += ["anchor bypass"] if config.anchor == "bypass" else []
+        users += [] if config.anchor == "recompute" else [f"anchor {config.anchor}"]
         users += ["log_ratio_penalty"] if config.log_ratio_penalty and config.anchored_on_rollout else []
         if users:
             raise InputError(
                 f"inference_logprobs is None, but {' and '.join(users)} need the rollout engine's log-probs; "
                 "pass them, or use correction: [], anchor: recompute and a policy term without w"
             )
+    if inputs.distances is None and config.anchor == "interpolate":
+        raise InputError("distances is None, but anchor interpolate needs the age of each token; pass it")
     if inputs.entropy is None and config.entropy_bonus:
         raise InputError("entropy is None, but entropy_bonus needs it; pass it with its gradient, or use 0")

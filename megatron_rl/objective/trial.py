@@ -117,7 +117,7 @@ def _check_term(config: ObjectiveConfig, batch: dict[str, Tensor]) -> None:
     if name is None:
         return
     what, inputs = "objective.policy_term", _inputs(batch, range(len(LENGTHS)))
-    tokens = read_tokens(inputs, bypass=config.anchor == "bypass")
+    tokens = read_tokens(inputs, config.anchor)
     _check_signature(name, what, config.policy_term.parameters, 1)
     loss = _tried(name, what, partial(policy_term, tokens, config.policy_term)).loss
     _check_tensor(name, what, loss, tokens.current.shape, (torch.float64,))
@@ -131,7 +131,7 @@ def _check_corrections(config: ObjectiveConfig, batch: dict[str, Tensor]) -> Non
         if name is None:
             continue
         what, inputs = f"objective.correction.{number}", _inputs(batch, range(len(LENGTHS)))
-        ratios = Ratios(read_tokens(inputs), config.anchored_on_rollout)
+        ratios = Ratios(read_tokens(inputs, config.anchor), config.anchored_on_rollout)
         _check_signature(name, what, entry.parameters, 1)
         result = _tried(name, what, partial(load_function(name), ratios, **entry.parameters))
         shape = inputs.current_logprobs.shape
@@ -177,6 +177,7 @@ def _inputs(batch: dict[str, Tensor], rows: range, padding: int = 0, packed: boo
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0) if packed else None,
         sequence_ids=torch.arange(rows.start, rows.stop),
         entropy=laid_out("entropy"),
+        distances=(4 * laid_out("entropy")).long(),
     )
 
 

@@ -177,6 +177,10 @@ def test_resolved_recipes_load_again(tmp_path):
         ("batch.filter_groups=true\nbatch.generation_prompts=15", ["15 in at most 1 rounds", "16 of batch.prompts"]),
         ("validation.top_p=0.7\nrollout.engine=exact", ["validation.top_p: 0.7", "use 1"]),
         ("data.train_fraction=0", ["data.train_fraction: found 0"]),
+        (
+            "objective.anchor=interpolate\nobjective.correction=tis",
+            ["anchor: interpolate with rollout.max_staleness 0"],
+        ),
         ("batch.minibatches=1\nobjective.log_ratio_penalty=0.1", ["log_ratio_penalty: 0.1 adds nothing", "or 0"]),
         (
             "batch.minibatches=1\nobjective.correction=[{mode: opsm, pi_old: learner}]",

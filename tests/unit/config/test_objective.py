@@ -115,6 +115,11 @@ def test_short_forms():
             {"policy_term": "reinforce", "correction": [{"mode": "tis", "normalize": True}]},
             "normalize on tis with policy",
         ),
+        ({"policy_term": "vespo", "anchor": "interpolate"}, "vespo, which has no ratio r"),
+        (
+            {"anchor": "interpolate", "correction": [{"mode": "mis", "renormalize": True}]},
+            "depends on the current policy",
+        ),
         ({"correction": [{"mode": m, "normalize": True} for m in ("is", "tis")]}, "more than one correction"),
         ({"correction": [{"mode": "mis", "normalize": True}]}, "normalize"),
         ({"distortion": {"low_prob": 0.1}}, "delta"),
@@ -138,6 +143,7 @@ def test_refused(config, reason):
         ({"correction": [{"mode": "tis"}, {"mode": "mis", "level": "sequence"}]}, "counts it twice"),
         ({"correction": [{"mode": "reject", "statistic": "seq_mean_k1", "upper": 0.001}]}, "belong to seq_mean_k3"),
         ({"correction": [{"mode": "tis", "cap": 0.5}]}, "below 1"),
+        ({"anchor": "interpolate", "correction": ["veto"]}, "add correction is or tis"),
         (
             {"correction": [{"mode": "mask", "lower": 0.5, "upper": 1e9}]},
             "mask has the upper bound 1e.09, which no ratio",

@@ -368,6 +368,8 @@ def test_needs_old_logprobs():
     assert needs(4, policy_term="reinforce", distortion={"delta": 2.0})
     assert needs(1, correction=[{"mode": "mis", "renormalize": True}])
     assert needs(1, correction=[{"mode": "tis", "normalize": True}])
+    assert not needs(4, anchor="interpolate", correction=["tis"])
+    assert needs(4, anchor="interpolate", correction=[{"mode": "opsm", "pi_old": "learner"}])
 
 
 @pytest.mark.parametrize(

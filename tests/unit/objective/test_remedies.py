@@ -1,4 +1,4 @@
-"""Worked numbers of the remedies of 2026: VESPO, FIPO; and of the regularizers."""
+"""Worked numbers of the remedies of 2026: VESPO, FIPO and the interpolated anchor; and of the regularizers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from megatron_rl.config import ObjectiveConfig
 from megatron_rl.errors import InputError
 from megatron_rl.objective import AGGREGATIONS, ObjectiveInputs, compute_objective
-from tests.support.rounding import rounded
+from tests.support.rounding import assert_rounded, rounded
 from tests.unit.objective.batches import BATCH, loss_and_gradient, packed, padded, random_batch
+from tests.unit.objective.reference import Seq, reference_objective
 
 pytestmark = pytest.mark.filterwarnings("ignore::megatron_rl.config.objective.ObjectiveWarning")
 
@@ -180,3 +181,74 @@ def test_a_bonus_needs_the_entropy():
     inputs, _ = padded(random_batch(1))
     with pytest.raises(InputError, match="entropy is None, but entropy_bonus needs it"):
         compute_objective(inputs, ObjectiveConfig.model_validate({"entropy_bonus": 0.01}))
+
+
+INTERPOLATE = {"anchor": "interpolate", "correction": ["is"]}
+
+
+@pytest.mark.parametrize(
+    ("d", "log_r", "log_weight"),
+    [(0, 0.2, 0.0), (1, 0.2, 0.0), (2, 0.1, 0.1), (4, 0.05, 0.15), (5, 0.04, 0.16)],
+)
+def test_the_older_a_token_the_nearer_its_anchor_is_to_pi(d, log_r, log_weight):
+    """log w = 0.2: r = w^(1/d), and the weight of pi_prox against mu is w^(1 - 1/d). Their product is w."""
+    current = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    inputs = ObjectiveInputs(
+        current,
+        None,
+        torch.tensor([[-1.2]], dtype=torch.float64),
+        torch.ones(1, dtype=torch.float64),
+        mask,
+        distances=torch.tensor([[d]]),
+    )
+    result = compute_objective(inputs, ObjectiveConfig.model_validate(INTERPOLATE))
+    loss, gradient = loss_and_gradient(result, inputs, mask)
+    assert loss == rounded(-math.exp(0.2))
+    assert gradient.item() == rounded(-math.exp(0.2))
+    assert result.metrics["actor/ppo_kl"] == rounded(-log_r)
+    assert result.metrics["rollout_corr/rollout_is_max"] == rounded(math.exp(log_weight))
+    narrow = {**INTERPOLATE, "policy_term": {"name": "ppo_clip", "clip_high": math.exp(0.07) - 1}}
+    clipped = compute_objective(inputs, ObjectiveConfig.model_validate(narrow))
+    assert clipped.metrics["actor/pg_clipfrac"] == float(log_r > 0.07)
+
+
+def prox_logp(log_behav: float, log_theta: float, d: int) -> float:
+    """log π_prox = α log π_behav + (1 - α) log π_θ, α = 1 for d = 0 and 1/d for d >= 1."""
+    alpha = 1.0 if d == 0 else 1 / d
+    return alpha * log_behav + (1 - alpha) * log_theta
+
+
+@pytest.mark.parametrize("form", [padded, packed])
+@pytest.mark.parametrize("term", ["ppo_clip", "gspo", "gmpo", "cispo", "sapo", "fipo"])
+def test_terms_and_corrections_see_the_interpolated_policy_in_the_place_of_po(form, term):
+    """The decoupled loss with π_prox for po, by the plain loops: π_prox is a constant there, as its gradient is cut."""
+    batch = random_batch(21)
+    correction = [{"mode": "tis", "cap": 1.1}, {"mode": "reject", "statistic": "seq_mean_k3", "upper": 0.05}]
+    ages = [[(i + 2 * t) % 6 for t in range(len(seq))] for i, seq in enumerate(batch)]
+    decoupled = [
+        Seq(s.pi, [prox_logp(m, p, d) for m, p, d in zip(s.mu, s.pi, row)], s.mu, s.a, s.id)
+        for s, row in zip(batch, ages)
+    ]
+    config = {"policy_term": {"name": term}, "correction": correction}
+    loss, gradients = reference_objective(decoupled, config)
+    inputs, mask = form(batch)
+    distances = torch.zeros(mask.shape, dtype=torch.int64)
+    distances[mask] = torch.tensor([d for row in ages for d in row])
+    inputs = type(inputs)(**{**vars(inputs), "old_logprobs": None, "distances": distances})
+    result = compute_objective(inputs, ObjectiveConfig.model_validate({**config, "anchor": "interpolate"}))
+    found, gradient = loss_and_gradient(result, inputs, mask)
+    assert found == rounded(loss, BATCH)
+    assert_rounded(gradient, torch.tensor([g for row in gradients for g in row], dtype=torch.float64), BATCH)
+    assert all(min(m, p) <= q <= max(m, p) for s in decoupled for m, p, q in zip(s.mu, s.pi, s.po))
+
+
+def test_the_interpolated_anchor_needs_the_age_of_a_token():
+    inputs, _ = padded(random_batch(1))
+    with pytest.raises(InputError, match="distances is None, but anchor interpolate needs"):
+        compute_objective(inputs, ObjectiveConfig.model_validate(INTERPOLATE))
+    without = type(inputs)(
+        **{**vars(inputs), "inference_logprobs": None, "distances": torch.zeros_like(inputs.loss_mask)}
+    )
+    with pytest.raises(InputError, match="anchor interpolate need"):
+        compute_objective(without, ObjectiveConfig.model_validate({"anchor": "interpolate"}))
