@@ -44,7 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "own start.",
     )
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="Give each arm so many steps (default: until 20 steps after the onset)."
+        "--steps",
+        type=int,
+        metavar="N",
+        help="Give each arm so many steps (default: until 20 steps after the first sign).",
     )
     parser.add_argument("--seeds", type=int, default=4, metavar="N", help="Repeat each arm so often (default: 4).")
     parser.add_argument(

@@ -30,7 +30,8 @@ from megatron_rl.run.identity import recipe_in_force
 Records = Sequence[Mapping[str, float]]
 
 FOLDER = "branch"  # of a run: the arms' runs
-AFTERWARDS = 20  # steps beyond the onset, so that an arm has the time to differ
+AHEAD = 20  # steps before the first sign in which a change of a metric counts as the onset
+AFTERWARDS = 20  # steps beyond the first sign, so that an arm has the time to differ
 BEFORE = 10  # steps before the checkpoint: the level that an arm has to bring back
 NEVER = 1_000_000  # consecutive overflows: more than an arm has updates
 DECISIVE = 0.25  # share of the loss: a smaller difference from the control counts as none
@@ -156,10 +157,17 @@ def ranks_of(directory: RunDirectory) -> tuple[int, int]:
         return 1, 1
 
 
-def onset_of(finding: Finding) -> int | None:
-    """Return the step at which the trouble began: the first sign, or what left its baseline before it."""
-    steps = [sign.step for sign in finding.signs] + [change.step for change in finding.changes]
-    return min(steps, default=None)
+def onset_of(finding: Finding) -> tuple[int, int] | None:
+    """Return the step at which the trouble began, and that of the first sign; None for a healthy run.
+
+    It began with the first metric that left its baseline within `AHEAD` steps before the first sign. What changed
+    earlier is taken for learning.
+    """
+    if finding.is_healthy:
+        return None
+    sign = min(sign.step for sign in finding.signs)
+    changes = [change.step for change in finding.changes if sign - AHEAD <= change.step]
+    return min([sign, *changes]), sign
 
 
 def checkpoint_before(directory: RunDirectory, onset: int | None, from_step: int | None) -> tuple[Path | None, int]:
@@ -322,12 +330,12 @@ def plan_branch(
             f"{run}: {len(records)} steps, no rule went off and no reward collapsed: there is no cause to look for; "
             "--from STEP starts the arms at a checkpoint all the same"
         )
-    onset = onset_of(finding)
+    onset, sign = onset_of(finding) or (None, 0)
     checkpoint, begin = checkpoint_before(directory, onset, from_step)
     base = recipe_in_force(directory, begin)
     recipe = _load(base)
     if steps is None:
-        steps = max(0, (begin if onset is None else onset) - begin) + AFTERWARDS
+        steps = max(0, sign - begin) + AFTERWARDS
     loss = loss_of(records, begin, steps, outcome)
     suspects = [suspect.name for suspect in finding.suspects]
     chosen, left_out = arms_of(recipe, suspects, wanted)

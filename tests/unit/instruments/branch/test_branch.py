@@ -15,11 +15,13 @@ from megatron_rl.checkpoint.manifest import TRAINER_FILE, checkpoint_name, hash_
 from megatron_rl.config import load_recipe
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.branch.arms import CONTROL, NAMES, arms_of, own_arm
-from megatron_rl.instruments.branch.plan import AFTERWARDS, Branch, common_keys, plan_branch
+from megatron_rl.instruments.branch.plan import AFTERWARDS, Branch, common_keys, onset_of, plan_branch
 from megatron_rl.instruments.branch.verdict import judge, page
 from megatron_rl.instruments.lab import runner as runner_module
 from megatron_rl.instruments.lab.runner import StudyRunner
 from megatron_rl.instruments.plan import GPUS, make_plan, make_workload
+from megatron_rl.instruments.why.changes import Change
+from megatron_rl.instruments.why.finding import Finding, Sign, find
 from megatron_rl.model.known_models import shape_of
 from megatron_rl.monitor.jsonl import JsonlSink
 from megatron_rl.monitor.run_directory import RunDirectory
@@ -81,10 +83,30 @@ def test_it_starts_at_the_newest_complete_checkpoint_up_to_the_onset(tmp_path):
     checkpoint(folder, 15, complete=False)
     branch = plan_branch(folder)
     assert (branch.begin, branch.checkpoint.name) == (10, "step_00000010")
-    assert branch.onset <= ONSET + 5
-    assert branch.steps == branch.onset - 10 + AFTERWARDS
+    sign = min(sign.step for sign in find("sick", rows(), {}).signs)
+    assert ONSET <= branch.onset <= sign <= ONSET + 5
+    assert branch.steps == sign - 10 + AFTERWARDS
     assert plan_branch(folder, from_step=5).begin == 5
     assert plan_branch(folder, from_step=0).checkpoint is None
+
+
+def finding(signs: list[int], changes: list[int]) -> Finding:
+    found = [Change("actor/entropy", step, 1.0, 2.0, 0.001) for step in changes]
+    return Finding("run", 90, None, tuple(Sign("reward-drop", step, "") for step in signs), tuple(found), ())
+
+
+@pytest.mark.parametrize(
+    ("signs", "changes", "onset"),
+    [
+        ([80, 85], [70], (70, 80)),
+        ([80], [12, 75], (75, 80)),  # what changed long before was learning
+        ([80], [], (80, 80)),
+        ([80], [84], (80, 80)),
+        ([], [12], None),
+    ],
+)
+def test_the_onset_is_the_first_sign_or_a_change_shortly_before_it(signs, changes, onset):
+    assert onset_of(finding(signs, changes)) == onset
 
 
 def test_without_a_checkpoint_before_the_onset_it_says_which_there_are(tmp_path):
