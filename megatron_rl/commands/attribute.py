@@ -4,8 +4,9 @@
 
 It needs the batch with the engine's routes (routing.replay: r3, or routing.telemetry: true) and the weights of its step
 (see `megatron-rl batch replay --help`). A cause's part is its Shapley value: the mean effect of removing it, over all
-orders in which causes can be removed. The chart is written to RUN/plots/. With a --layout of several ranks, the command
-starts itself through torchrun.
+orders in which causes can be removed. The remainder is named by the types of the rollout engine (int4, fp8, bf16 …).
+The parts are of the mismatch at this step, not of a collapse: `megatron-rl run branch` finds what made a run collapse.
+The chart is written to RUN/plots/. With a --layout of several ranks, the command starts itself through torchrun.
 """
 
 from __future__ import annotations
@@ -60,6 +61,10 @@ def report(options: argparse.Namespace, directory: RunDirectory, recorded: Recor
         share = f"{part.variance / total:.1%}" if total > 0 else ""
         rows.append((part.cause, part.what, f"{part.variance:.3e}", share))
     print(format_table(["cause", "taken away by", "variance", "share"], rows))
+    print(
+        "The shares are of the mismatch, not of the collapse: they say what makes pi and mu differ at this step.\n"
+        f"What made the run unstable: megatron-rl run why {options.run}, then run branch"
+    )
     chart = directory.plots / f"mismatch_step_{options.step:08d}.png"
     draw(found, f"{options.run.name}, step {options.step}", chart)
     print(f"chart: {chart}")
@@ -67,6 +72,7 @@ def report(options: argparse.Namespace, directory: RunDirectory, recorded: Recor
         record = {
             "total": total,
             "parts": {part.cause: part.variance for part in found.parts},
+            "what": {part.cause: part.what for part in found.parts},
             "measured": {", ".join(sorted(taken)) or "none": value for taken, value in found.measured.items()},
         }
         options.json.write_text(json.dumps(record, indent=1))

@@ -44,8 +44,10 @@ def run(options: argparse.Namespace) -> int:
     cells = [[f"{row[name]:.2%}" if name == "rho_share" else str(row[name]) for name in COLUMNS] for row in rows]
     print(format_table([name.replace("_", " ") for name in COLUMNS], cells))
     print(f"share of rho's variance at tokens without a flip: {report.share_without_flip:.2%}")
+    print("\n".join(report.reading()))
     if options.json:
         everything = report.rows(report.gained.size)
         record = {"experts": everything, "share_without_flip": report.share_without_flip, "weights": source}
+        record |= {"flip_factor": report.flip_factor, "reading": report.reading()}
         options.json.write_text(json.dumps(record, indent=1))
     return EXIT_DONE

@@ -50,6 +50,15 @@ def run(options: argparse.Namespace) -> int:
         print(f"reference: {', '.join(changes)}")
         figures = bias.figures()
         print(format_table(["of the gradient", "value"], [(name, f"{x:.6g}") for name, x in figures.items()]))
+        scale = bias.scale()
+        cells = [(name, "unknown" if x is None else f"{x:.3g}") for name, x in scale.items()]
+        print(format_table(["scale", "value"], cells))
+        print("\n".join(bias.reading()))
         if options.json:
-            options.json.write_text(json.dumps({"weights": source, "reference": changes, **figures}, indent=1))
+            options.json.write_text(
+                json.dumps(
+                    {"weights": source, "reference": changes, **figures, "scale": scale, "reading": bias.reading()},
+                    indent=1,
+                )
+            )
     return EXIT_DONE

@@ -6,8 +6,9 @@ everywhere, including the head). If they are removed one after another, a cause'
 here is the Shapley value [Shapley 1953]: its mean over all orders. Parts and remainder add up to the variance.
 
 Staleness is the difference between the weights of the update and those of the rollout. Only the run measured it, with
-its own routing and precision, so it is added without an order. The remainder after removing every cause is the rounding
-of the rollout engine. A part is negative if a cause cancels others.
+its own routing and precision, so it is added without an order. The remainder after removing every cause is what the
+rollout engine alone does: its rounding, and what the recipe adds to it (`left_over`). A part is negative if a cause
+cancels others.
 """
 
 from __future__ import annotations
@@ -122,9 +123,24 @@ def attribute(directory: RunDirectory, recipe: Recipe, recorded: RecordedBatch, 
     parts = (
         Part("staleness", "weights before the first update of the batch", staleness),
         *(Part(cause, what[cause], shares[cause]) for cause in CAUSES),
-        Part("remainder", "rounding of the rollout engine", measured[frozenset(CAUSES)]),
+        Part("remainder", left_over(recipe), measured[frozenset(CAUSES)]),
     )
     return Attribution(sum(part.variance for part in parts), parts, measured, len(stored), source)
+
+
+def left_over(recipe: Recipe) -> str:
+    """What makes up the remainder by the recipe: the engine's types, and whatever makes mu another policy than pi.
+
+    They are not told apart: a measurement of one of them would need the engine.
+    """
+    rollout, quantization = recipe.rollout, recipe.rollout.quantization
+    rounded = [f"{quantization.weights} weights"] if quantization.weights else []
+    rounded += [f"{quantization.kv_cache} keys and values"] if quantization.kv_cache else []
+    types = ", ".join([*rounded, f"{rollout.dtype} elsewhere" if rounded else str(rollout.dtype)])
+    also = [f"a dose of the kind {recipe.exact.dose.kind}"] if recipe.exact.dose else []
+    also += ["what precision.allow_asymmetric permits"] if recipe.precision.allow_asymmetric else []
+    also += ["weights of earlier steps"] if rollout.max_staleness else []
+    return f"left over: the engine's rounding ({types})" + "".join(f", {text}" for text in also)
 
 
 def _every_set(measured: Mapping[frozenset[str], float]) -> dict[frozenset[str], float]:

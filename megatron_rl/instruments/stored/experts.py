@@ -20,6 +20,8 @@ from megatron_rl.routing import RouteShape
 from megatron_rl.run.recorded_batches import RecordedBatch
 from megatron_rl.types import Sequence
 
+FLIPS_MATTER = 1.5  # times the deviation of a token without a flip
+
 
 @dataclass
 class ExpertReport:
@@ -33,6 +35,8 @@ class ExpertReport:
     deviation: np.ndarray  # [L, E] float64, its part of the sum of (rho - 1)^2
     total_deviation: float  # of all trained response tokens
     num_tokens: int  # N over all sequences
+    num_trained: int = 0  # trained response tokens
+    num_flipped: int = 0  # those of them with a flip in any layer
 
     @property
     def rho_share(self) -> np.ndarray:
@@ -43,6 +47,37 @@ class ExpertReport:
     def share_without_flip(self) -> float:
         """Share of rho's deviation at tokens for which both engines choose the same experts in every layer."""
         return 1.0 - float(self.rho_share.sum()) if self.total_deviation else 0.0
+
+    @property
+    def flip_factor(self) -> float | None:
+        """Mean (rho - 1)^2 of a token with a flip over that of one without; None if there are no such tokens."""
+        without = self.num_trained - self.num_flipped
+        if not self.num_flipped or not without or not self.total_deviation or self.share_without_flip <= 0:
+            return None
+        return (1 - self.share_without_flip) / self.num_flipped / (self.share_without_flip / without)
+
+    def reading(self) -> list[str]:
+        """What the numbers mean, in sentences. A share says little where most tokens have a flip; the factor does."""
+        if not self.total_deviation:
+            return ["rho is 1 at every token: there is no mismatch to share"]
+        flipping = int(((self.gained + self.lost) > 0).sum())
+        if not self.num_flipped:
+            return ["no trained token is routed differently: routing is not what the mismatch is made of"]
+        said = [f"{self.num_flipped / self.num_trained:.1%} of the trained tokens have a flip in some layer"]
+        even = (1 - self.share_without_flip) / flipping
+        said.append(f"scale of rho share: {even:.2%} each, if the {flipping} experts with flips had equal shares")
+        factor = self.flip_factor
+        if factor is None:
+            said.append("every token has a flip, or none without one deviates: there is nothing to compare with")
+            return said
+        meaning = "flips and mismatch do not go together"
+        if factor >= FLIPS_MATTER:
+            meaning = "tokens that are routed differently carry more of it"
+        said.append(f"(rho - 1)² of a token with a flip is {factor:.2g} times that of one without: {meaning}")
+        said.append(
+            "a flip also acts on later tokens, through attention; batch attribute measures all that routing does"
+        )
+        return said
 
     def rows(self, number: int) -> list[dict[str, float]]:
         """Return the ``number`` experts with the largest share of rho's variance, then the most flips."""
@@ -126,3 +161,5 @@ def _add(
     for experts, flipped in ((ours, gained), (theirs, lost)):
         report.deviation += count(experts[flipped], np.broadcast_to(weight[:, None, None], flipped.shape)[flipped])
     report.total_deviation += float(squared.sum())
+    report.num_trained += int(sequence.loss_mask.sum())
+    report.num_flipped += int((sequence.loss_mask & (flips[sequence.prompt_length - 1 :] > 0)).sum())

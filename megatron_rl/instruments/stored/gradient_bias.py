@@ -13,6 +13,7 @@ eta (1 - L eta / 2) A + eta (1 - L eta) B - (L eta^2 / 2) C, where L is the unkn
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -27,6 +28,14 @@ from megatron_rl.types import Batch
 
 REFERENCE = ({"mode": "is", "level": "sequence"},)
 """The correction of the reference objective: unbiased over whole responses [LD Eq 4]."""
+
+
+# Of |Bias| over the noise of a batch. The measured bias has noise of its own, which makes it larger.
+_LEVELS = (
+    (0.1, "small; at least a hundred batches would have to be averaged before it showed"),
+    (1.0, "it adds up over steps, while the noise averages out"),
+    (math.inf, "the mismatch changes the step more than the choice of prompts does"),
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,59 @@ class GradientBias:
     def bias_norm(self) -> float:
         """|g - g*|."""
         return max(self.norm**2 - 2 * self.dot + self.reference_norm**2, 0.0) ** 0.5
+
+    @property
+    def along(self) -> float:
+        """<g, g*> / |g*|^2: how far a step goes along the reference, as a share of the reference's own step."""
+        return self.dot / self.reference_norm**2
+
+    @property
+    def turn(self) -> float:
+        """The angle between both gradients, in degrees."""
+        return math.degrees(math.acos(max(-1.0, min(1.0, self.cosine))))
+
+    @property
+    def turn_of_a_batch(self) -> float | None:
+        """The angle between reference gradients of two batches, in degrees; None where Var* hides the direction.
+
+        With gradients g1, g2 of independent batches, E<g1, g2> = |E g*|^2 and E|g*|^2 = |E g*|^2 + Var*, so that their
+        cosine is about 1 - Var*/|g*|^2.
+        """
+        cosine = 1.0 - self.reference_variance / self.reference_norm**2
+        return math.degrees(math.acos(min(1.0, cosine))) if cosine > 0 else None
+
+    @property
+    def bias_over_noise(self) -> float | None:
+        """|Bias| over the noise of one batch, the root of Var; None where the estimate of Var is not positive."""
+        return self.bias_norm / self.variance**0.5 if self.variance > 0 else None
+
+    def scale(self) -> dict[str, float | None]:
+        """The figures that need no other run to be read, under the names of the command's table."""
+        return {
+            "along the reference": self.along,
+            "turned by (degrees)": self.turn,
+            "turned by another batch": self.turn_of_a_batch,
+            "bias / noise of a batch": self.bias_over_noise,
+        }
+
+    def reading(self) -> list[str]:
+        """What the numbers mean, in sentences."""
+        said = [
+            f"a step goes {self.along:.2f} of the reference's way along it (1: all of it, 0: none of it, below 0: back)"
+        ]
+        other = self.turn_of_a_batch
+        if other is None:
+            said.append(
+                f"the mismatch turns the gradient by {self.turn:.0f}°; there is no scale for that: the noise of this "
+                "batch is as large as the reference gradient. Look at a step with more prompts"
+            )
+        else:
+            said.append(f"the mismatch turns the gradient by {self.turn:.0f}°, other prompts by about {other:.0f}°")
+        ratio = self.bias_over_noise
+        if ratio is not None:
+            level = next(text for bound, text in _LEVELS if ratio < bound)
+            said.append(f"the bias is {ratio:.2g} times the noise of one batch, or less: {level}")
+        return said
 
     def figures(self) -> dict[str, float]:
         """Return all figures under the names of the command's table."""

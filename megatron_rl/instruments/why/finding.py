@@ -134,10 +134,10 @@ def page(finding: Finding, run: Path | None) -> str:
         lines += _told(rank, suspect, run)
     if not finding.suspects:
         lines.append("  none: no number of this run and no value of its recipe is beyond what is known to be safe")
-    lines += [
-        "",
-        f"These are suspects. `megatron-rl run branch {run}` undoes each of them over several seeds, and decides.",
-    ]
+    decides = "A run that undoes one of them, over several seeds, decides."
+    if run is not None:
+        decides = f"`megatron-rl run branch {run}` undoes each of them over several seeds, and decides."
+    lines += ["", f"These are suspects. {decides}"]
     return "\n".join(lines)
 
 

@@ -338,6 +338,7 @@ def test_why_reads_a_log(logs, capsys):
     assert "test: the same run with rollout.max_staleness=0 (docs/coming-from.md has your names)" in text
     assert "no-signal           needs groups/no_signal_frac" in text
     assert "recipe.resolved.yaml" not in text
+    assert "run branch" not in text
     assert main(["run", "why", str(logs / "prime"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["collapse"], found["read"]["actor/lr"]) == (14, ["optim/lr"])

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from itertools import chain, combinations
+from pathlib import Path
+from types import SimpleNamespace
 
-from megatron_rl.instruments.stored.attribution import CAUSES, _every_set, shapley
+import pytest
+
+from megatron_rl.commands.attribute import report
+from megatron_rl.instruments.stored.attribution import CAUSES, Attribution, Part, _every_set, left_over, shapley
 from tests.support.rounding import rounded
+from tests.support.tiny import tiny_recipe
 
 
 def subsets(causes):
@@ -47,3 +54,32 @@ def test_a_body_in_fp32_has_its_head_in_fp32():
     assert measured[frozenset({"body", "routing"})] == 0.0
     found = shapley(measured, CAUSES)
     assert found == rounded({"routing": 1.0, "LM head": 1.0, "body": 6.0})
+
+
+@pytest.mark.parametrize(
+    ("sections", "types"),
+    [
+        ({"rollout": {"dtype": "bf16"}, "learner": {"dtype": "bf16"}}, "(bf16)"),
+        ({"rollout": {"quantization": {"weights": "int4"}}}, "(int4 weights, fp32 elsewhere)"),
+        (
+            {"rollout": {"quantization": {"weights": "fp8", "kv_cache": "fp8"}}},
+            "(fp8 weights, fp8 keys and values, fp32 elsewhere)",
+        ),
+        ({"rollout": {"engine": "exact"}, "exact": {"noise_std": 0.1}}, "(fp32), a dose of the kind logits"),
+    ],
+)
+def test_the_remainder_is_named_by_the_engines_types(sections, types):
+    assert left_over(tiny_recipe(**sections)) == f"left over: the engine's rounding {types}"
+
+
+def test_the_report_says_that_it_is_not_of_the_collapse(tmp_path, capsys):
+    parts = (Part("routing", "the engine's routes replayed", 3.0), Part("remainder", "left over: int4", 1.0))
+    found = Attribution(4.0, parts, {frozenset(): 4.0}, 10, "exact")
+    options = SimpleNamespace(step=3, run=Path("runs/a"), json=tmp_path / "out.json")
+    report(options, SimpleNamespace(plots=tmp_path), SimpleNamespace(batch=SimpleNamespace(sequences=[])), found)
+    text = capsys.readouterr().out
+    assert "remainder" in text
+    assert "left over: int4" in text
+    assert "of the mismatch, not of the collapse" in text
+    assert "megatron-rl run why runs/a" in text
+    assert json.loads((tmp_path / "out.json").read_text())["what"]["remainder"] == "left over: int4"
