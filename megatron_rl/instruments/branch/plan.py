@@ -259,6 +259,7 @@ def common_keys(recipe: Recipe, begin: int, steps: int) -> dict[str, Any]:
         "monitor.plots": False,
         "monitor.tensorboard": False,
         "recorder.record_batches": "off",
+        "recorder.evidence": None,
     }
     for number, rule in enumerate(recipe.monitor.alarms):
         kept = [action for action in rule.then if action in ("warn", "decay_lr")]

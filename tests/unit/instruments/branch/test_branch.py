@@ -268,6 +268,12 @@ def test_no_alarm_ends_an_arm_but_one_that_halves_the_rate_still_does():
     }
 
 
+def test_an_arm_that_falls_ill_keeps_no_evidence():
+    """Each arm would otherwise keep a checkpoint more at its first alarm."""
+    keys = common_keys(tiny_recipe(), 0, 10)
+    assert (keys["recorder.record_batches"], keys["recorder.evidence"]) == ("off", None)
+
+
 # -- the outcome
 
 
