@@ -2,11 +2,12 @@
 
     megatron-rl batch attribute runs/my-run --step 40
 
-It needs the batch with the engine's routes (routing.replay: r3, or routing.telemetry: true) and the weights of its step
-(see `megatron-rl batch replay --help`). A cause's part is its Shapley value: the mean effect of removing it, over all
-orders in which causes can be removed. The remainder is named by the types of the rollout engine (int4, fp8, bf16 …).
-The parts are of the mismatch at this step, not of a collapse: `megatron-rl run branch` finds what made a run collapse.
-The chart is written to RUN/plots/. With a --layout of several ranks, the command starts itself through torchrun.
+It needs the batch and the weights of its step (see `megatron-rl batch replay --help`). The part of routing needs the
+engine's routes in the batch (routing.replay: r3, or routing.telemetry: true); else it is in the remainder. A cause's
+part is its Shapley value: the mean effect of removing it, over all orders in which causes can be removed. The remainder
+is named by the types of the rollout engine (int4, fp8, bf16 …). The parts are of the mismatch at this step, not of a
+collapse: `megatron-rl run branch` finds what made a run collapse. The chart is written to RUN/plots/. With a --layout
+of several ranks, the command starts itself through torchrun.
 """
 
 from __future__ import annotations

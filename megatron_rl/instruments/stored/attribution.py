@@ -9,6 +9,8 @@ Staleness is the difference between the weights of the update and those of the r
 its own routing and precision, so it is added without an order. The remainder after removing every cause is what the
 rollout engine alone does: its rounding, and what the recipe adds to it (`left_over`). A part is negative if a cause
 cancels others.
+
+A batch without the engine's routes has no part of routing, which is in the remainder then.
 """
 
 from __future__ import annotations
@@ -45,11 +47,12 @@ class Part:
 class Attribution:
     """The split of a variance. ``total``: variance of pi/mu with every cause and native routing, the sum of ``parts``.
 
-    ``measured``: the variance without these causes (staleness excluded), for every subset of `CAUSES`.
+    ``measured``: the variance without these causes (staleness excluded), for every subset of `CAUSES`; of the two last
+    ones where the batch has no routes.
     """
 
     total: float
-    parts: tuple[Part, ...]  # staleness, `CAUSES`, remainder
+    parts: tuple[Part, ...]  # staleness, `CAUSES` or the two last ones, remainder
     measured: Mapping[frozenset[str], float]
     num_tokens: int
     weights: str
@@ -75,31 +78,31 @@ def attribute(directory: RunDirectory, recipe: Recipe, recorded: RecordedBatch, 
     """Score the batch with the learner of its step without each set of causes, and return the split. Collective.
 
     ``weights``: see `rerun.learner_at`. It takes six passes over the batch without gradient, two if the learner
-    computes in fp32. Raises InputError if the batch lacks routes or current log-probs.
+    computes in fp32; half as many without routes. Raises InputError if the batch lacks current log-probs.
     """
     batch = recorded.batch
-    for name, key in (
-        ("routed_experts", "routing.replay: r3 or routing.telemetry: true"),
-        ("current_logprobs", "recorder.record_batches"),
-    ):
-        if any(getattr(s, name) is None for s in batch.sequences):
-            raise InputError(f"step {batch.step}: the batch has no {name}; {key} records them")
+    if any(s.current_logprobs is None for s in batch.sequences):
+        raise InputError(f"step {batch.step}: the batch has no current_logprobs; recorder.record_batches records them")
     if recipe.routing.replay == "r2":
         raise InputError("routing.replay: r2 stores the learner's own routes; attribution needs the engine's")
     variance = _measure(recorded)
     stored = np.concatenate([s.current_logprobs for s in batch.sequences])
+    has_routes = all(s.routed_experts is not None for s in batch.sequences)
+    causes = CAUSES if has_routes else CAUSES[1:]
     # A measurement may use an fp32 head in the learner alone.
-    routed = changed_recipe(recipe, {"routing": {"replay": "r3", "telemetry": False}})
+    routed = changed_recipe(recipe, {"routing": {"replay": "r3" if has_routes else "off", "telemetry": False}})
     measured: dict[frozenset[str], float] = {}
 
     def score(learner: Learner, taken: frozenset[str]) -> None:
-        for mode, routing in (("native", frozenset()), ("replay", frozenset({"routing"}))):
+        modes = {"native": frozenset()} | ({"replay": frozenset({"routing"})} if has_routes else {})
+        for mode, routing in modes.items():
             measured[taken | routing] = variance(np.concatenate(learner.compute_logprobs(batch, mode)))
 
     stored_fp32 = recipe.learner.dtype in FP32_STORED
     head_is_fp32 = recipe.precision.fp32_head or stored_fp32
     with learner_at(directory, recipe, routed, batch.step, weights) as (learner, source):
         score(learner, frozenset())
+        routes_are_missing = learner.architecture.is_moe and not has_routes
         with exported(learner) as folder:
             learner.close()
             for taken, changes, is_due in (
@@ -111,10 +114,10 @@ def attribute(directory: RunDirectory, recipe: Recipe, recorded: RecordedBatch, 
                     learner = Learner(changed)
                     score(learner, frozenset(taken))
                     learner.close()
-    measured = _every_set(measured)
+    measured = _every_set(measured, [frozenset(), frozenset({"routing"})] if has_routes else [frozenset()])
     recipes_causes = frozenset({"routing"}) if recipe.routing.replay == "r3" else frozenset()
     staleness = variance(stored) - measured[recipes_causes]
-    shares = shapley(measured, CAUSES)
+    shares = shapley(measured, causes)
     what = {
         "routing": "the engine's routes replayed" + (" (as in the run)" if recipes_causes else ""),
         "LM head": f"already {recipe.learner.dtype if stored_fp32 else 'fp32'}" if head_is_fp32 else "fp32 logits",
@@ -122,35 +125,39 @@ def attribute(directory: RunDirectory, recipe: Recipe, recorded: RecordedBatch, 
     }
     parts = (
         Part("staleness", "weights before the first update of the batch", staleness),
-        *(Part(cause, what[cause], shares[cause]) for cause in CAUSES),
-        Part("remainder", left_over(recipe), measured[frozenset(CAUSES)]),
+        *(Part(cause, what[cause], shares[cause]) for cause in causes),
+        Part("remainder", left_over(recipe, routes_are_missing), measured[frozenset(causes)]),
     )
     return Attribution(sum(part.variance for part in parts), parts, measured, len(stored), source)
 
 
-def left_over(recipe: Recipe) -> str:
+def left_over(recipe: Recipe, routing: bool = False) -> str:
     """What makes up the remainder by the recipe: the engine's types, and whatever makes mu another policy than pi.
 
+    ``routing``: other experts than the engine's are part of it.
     They are not told apart: a measurement of one of them would need the engine.
     """
     rollout, quantization = recipe.rollout, recipe.rollout.quantization
     rounded = [f"{quantization.weights} weights"] if quantization.weights else []
     rounded += [f"{quantization.kv_cache} keys and values"] if quantization.kv_cache else []
     types = ", ".join([*rounded, f"{rollout.dtype} elsewhere" if rounded else str(rollout.dtype)])
-    also = [f"a dose of the kind {recipe.exact.dose.kind}"] if recipe.exact.dose else []
+    also = ["routing (the batch has no routes: routing.telemetry: true)"] if routing else []
+    also += [f"a dose of the kind {recipe.exact.dose.kind}"] if recipe.exact.dose else []
     also += ["what precision.allow_asymmetric permits"] if recipe.precision.allow_asymmetric else []
     also += ["weights of earlier steps"] if rollout.max_staleness else []
     return f"left over: the engine's rounding ({types})" + "".join(f", {text}" for text in also)
 
 
-def _every_set(measured: Mapping[frozenset[str], float]) -> dict[frozenset[str], float]:
+def _every_set(
+    measured: Mapping[frozenset[str], float], routings: Iterable[frozenset[str]] = (frozenset(), frozenset({"routing"}))
+) -> dict[frozenset[str], float]:
     """Return the variance for every set; some need no measurement: a body in fp32 implies a head in fp32.
 
-    ``measured`` has both routings for the run's precision, and for an fp32 head and an fp32 body if they differ from
+    ``measured`` has the ``routings`` for the run's precision, and for an fp32 head and an fp32 body if they differ from
     it.
     """
     variances = {}
-    for routing in (frozenset(), frozenset({"routing"})):
+    for routing in routings:
         run = measured[routing]
         head = measured.get(routing | {"LM head"}, run)
         body = measured.get(routing | {"LM head", "body"}, head)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from itertools import chain, combinations
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
+import numpy as np
 import pytest
 
 from megatron_rl.commands.attribute import report
+from megatron_rl.errors import InputError
+from megatron_rl.instruments.stored import attribution
 from megatron_rl.instruments.stored.attribution import CAUSES, Attribution, Part, _every_set, left_over, shapley
+from megatron_rl.run.recorded_batches import RecordedBatch
 from tests.support.rounding import rounded
-from tests.support.tiny import tiny_recipe
+from tests.support.routes import random_routes, with_routes
+from tests.support.tiny import MODEL, stored_rollouts, tiny_recipe
 
 
 def subsets(causes):
@@ -70,6 +77,59 @@ def test_a_body_in_fp32_has_its_head_in_fp32():
 )
 def test_the_remainder_is_named_by_the_engines_types(sections, types):
     assert left_over(tiny_recipe(**sections)) == f"left over: the engine's rounding {types}"
+
+
+class Scorer:
+    """A learner whose log-probs differ from the engine's by what its recipe and the routing stand for."""
+
+    modes: ClassVar[list[str]] = []
+    architecture = SimpleNamespace(is_moe=True)
+
+    def __init__(self, recipe) -> None:
+        self.gap = 0.1 if recipe.learner.dtype == "fp32" else 0.2 if recipe.precision.fp32_head else 0.3
+        self.close = lambda: None
+
+    def compute_logprobs(self, batch, mode):
+        self.modes.append(mode)
+        gap = self.gap + (0.1 if mode == "native" else 0.0)
+        return [s.inference_logprobs + gap * np.sign(np.arange(s.response_length) % 2 - 0.5) for s in batch.sequences]
+
+
+def attributed(monkeypatch, routed: bool) -> Attribution:
+    monkeypatch.setattr(Scorer, "modes", [])
+    monkeypatch.setattr(attribution, "Learner", Scorer)
+    monkeypatch.setattr(attribution, "learner_at", lambda d, original, changed, *_: nullcontext((Scorer(changed), "")))
+    monkeypatch.setattr(attribution, "exported", lambda learner: nullcontext(MODEL))
+    batch = stored_rollouts(0, num_sequences=4)
+    for s in batch.sequences:
+        s.inference_logprobs -= 1.0
+        s.loss_mask[:] = True
+    recipe = tiny_recipe(learner={"dtype": "bf16"}, rollout={"dtype": "bf16"}, routing={"telemetry": routed})
+    for s, stored in zip(batch.sequences, Scorer(recipe).compute_logprobs(batch, "native"), strict=True):
+        s.current_logprobs = stored
+    if routed:
+        with_routes(batch, random_routes(batch))
+    monkeypatch.setattr(Scorer, "modes", [])
+    return attribution.attribute(None, recipe, RecordedBatch(batch, 0), "exact")
+
+
+def test_a_batch_without_routes_has_routing_in_its_remainder(monkeypatch):
+    whole, found = attributed(monkeypatch, routed=True), attributed(monkeypatch, routed=False)
+    assert [part.cause for part in whole.parts] == ["staleness", *CAUSES, "remainder"]
+    assert [part.cause for part in found.parts] == ["staleness", "LM head", "body", "remainder"]
+    assert Scorer.modes == ["native"] * 3
+    assert found.total == rounded(whole.total)
+    assert set(found.measured) == set(subsets(CAUSES[1:]))
+    assert {taken: whole.measured[taken] for taken in found.measured} == found.measured
+    assert found.parts[-1].variance == whole.measured[frozenset({"LM head", "body"})] > whole.parts[-1].variance
+    assert "routing (the batch has no routes" in found.parts[-1].what
+    assert "routing" not in whole.parts[-1].what
+
+
+def test_a_batch_without_log_probs_of_the_learner_is_refused():
+    batch = stored_rollouts(5, num_sequences=2)
+    with pytest.raises(InputError, match="step 5: the batch has no current_logprobs"):
+        attribution.attribute(None, tiny_recipe(), RecordedBatch(batch, 0), "exact")
 
 
 def test_the_report_says_that_it_is_not_of_the_collapse(tmp_path, capsys):
