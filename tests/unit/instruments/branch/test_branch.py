@@ -451,7 +451,8 @@ def test_the_gpu_hours_of_a_30b_recipe_are_those_of_its_steps(tmp_path, capsys):
     """The model is not there, its shape is known. GPU-hours: GPUs · steps · seconds a step / 3600 · seeds, by arm."""
     recipe = load_recipe(REPOSITORY / "recipes/objective_hacking/grpo-qwen3-30b-a3b-4n8g-tp4ep8-clip0.28.yaml")
     folder = write(tmp_path / "big", rows(), recipe)
-    arguments = ["run", "branch", str(folder), "--from", "0", "--steps", "30", "--arms", "one-update", "--dry-run"]
+    checkpoint(folder, 10)
+    arguments = ["run", "branch", str(folder), "--from", "10", "--steps", "30", "--arms", "one-update", "--dry-run"]
     assert main([*arguments, "--gpu", "h100", "--json"]) == 0
     hours = json.loads(capsys.readouterr().out)["gpu_hours"]
     architecture, _ = shape_of(recipe.model.path)
