@@ -102,7 +102,7 @@ def test_the_batch_of_an_update(tmp_path, updates, batches, last):
 
 def test_rho_std_of_verl_is_that_of_its_tokens(tmp_path):
     """From E rho² - 1, E(rho - 1 - log rho) and -E log rho over tokens."""
-    rho = [0.9, 1.0, 1.3, 1.1, 0.7]
+    rho = [0.9, 1.0, 1.4, 1.2, 0.8]
     mean = sum(rho) / len(rho)
     row = {
         "step": 1,
@@ -204,7 +204,9 @@ def test_fragments_of_a_wandb_file_are_joined(tmp_path):
         return message(2, message(1, reward) + message(1, signal) + message(1, other) + message(2, bytes([8, step])))
 
     data = bytearray(b":W&B" + bytes(3))
-    for step, size in ((1, 10), (2, 40_000), (3, 25_300), (4, 10)):
+    for step, size in ((1, 10), (2, 40_000), (3, None), (4, 10)):
+        if size is None:  # it ends 3 bytes before its block does
+            size = next(n for n in range(32768) if (len(data) + 7 + len(history(step, bytes(n)))) % 32768 == 32765)
         left = history(step, b"x" * size)
         first = True
         while left:
