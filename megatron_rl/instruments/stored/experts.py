@@ -72,10 +72,10 @@ class ExpertReport:
             return said
         meaning = "flips and mismatch do not go together"
         if factor >= FLIPS_MATTER:
-            meaning = "tokens that are routed differently carry more of it"
+            meaning = "tokens that are routed differently carry more of it, which need not be because of their routes"
         said.append(f"(rho - 1)² of a token with a flip is {factor:.2g} times that of one without: {meaning}")
         said.append(
-            "a flip also acts on later tokens, through attention; batch attribute measures all that routing does"
+            "rounding flips routes where it also moves probabilities; batch attribute measures what routes themselves do"
         )
         return said
 
