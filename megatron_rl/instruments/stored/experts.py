@@ -74,9 +74,7 @@ class ExpertReport:
         if factor >= FLIPS_MATTER:
             meaning = "tokens that are routed differently carry more of it, which need not be because of their routes"
         said.append(f"(rho - 1)² of a token with a flip is {factor:.2g} times that of one without: {meaning}")
-        said.append(
-            "rounding flips routes where it also moves probabilities; batch attribute measures what routes themselves do"
-        )
+        said.append("rounding flips routes where it also moves probabilities; batch attribute measures what routes do")
         return said
 
     def rows(self, number: int) -> list[dict[str, float]]:
