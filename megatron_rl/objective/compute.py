@@ -61,13 +61,14 @@ def compute_objective(
     corrected = correct(tokens, config)
     counts = _denominators(tokens, corrected, config, denominators)
     corrected = normalized(corrected, config, counts)
-    factor = token_factors(tokens, kept_tokens(tokens, corrected.left_out), counts, config)
+    kept = kept_tokens(tokens, corrected.left_out)
+    factor = token_factors(tokens, kept, counts, config)
     term = policy_term(tokens, config.policy_term)
     weight = _token_weight(tokens, config, corrected, denominators is None, NoiseKey(*noise_key))
     loss = policy_loss = (term.loss * (weight * factor)).sum()
     regularizer = _regularizer(tokens, config)
     if regularizer is not None:
-        regularizer = (regularizer * factor).sum()
+        regularizer = (regularizer * kept * factor).sum()
         loss = policy_loss + regularizer
     return ObjectiveResult(loss, collect(tokens, config, term, corrected, policy_loss, regularizer))
 
@@ -76,7 +77,7 @@ def _regularizer(tokens: Tokens, config: ObjectiveConfig) -> Tensor | None:
     """λ (log r)² - β H, or λ (log w)² where the objective is anchored on the rollout engine; tokens, 0 where masked.
 
     λ is ``log_ratio_penalty`` (kl_tau of prime-rl), β ``entropy_bonus`` (entropy_coeff of verl). No correction weighs
-    or drops it.
+    or drops it, but for tokens that leave the denominators.
     """
     parts = []
     if config.log_ratio_penalty:

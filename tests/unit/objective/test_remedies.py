@@ -177,6 +177,30 @@ def test_regularizers_are_aggregated_as_terms_are_and_no_correction_drops_them(f
     assert of_entropy.tolist() == rounded([-0.05 * factor for factor, *_ in values()])
 
 
+@pytest.mark.parametrize(
+    ("aggregation", "renormalize", "want"),
+    [
+        ("token-mean", False, (3 * 0.04 + 0.01) / 4),
+        ("token-mean", True, 0.01),
+        ("seq-mean-token-mean", False, (0.04 + 0.01) / 2),
+        ("seq-mean-token-mean", True, 0.01),
+    ],
+)
+def test_what_leaves_the_denominators_leaves_the_regularizer(aggregation, renormalize, want):
+    """Three tokens of log r = 0.2, which `reject` drops, and one of 0.1; λ = 1 and A = 0."""
+    log_r = torch.tensor([[0.2, 0.2, 0.2], [0.1, 0.0, 0.0]], dtype=torch.float64)
+    current = torch.full_like(log_r, -1.0)
+    log_rho = torch.tensor([[1.0] * 3, [0.0] * 3], dtype=torch.float64)
+    mask = torch.tensor([[True] * 3, [True, False, False]])
+    inputs = ObjectiveInputs(
+        current, current - log_r, current - log_r - log_rho, torch.zeros(2, dtype=torch.float64), mask
+    )
+    entry = {"mode": "reject", "upper": 0.1, "renormalize": renormalize}
+    config = {"log_ratio_penalty": 1.0, "correction": [entry], "aggregation": aggregation}
+    result = compute_objective(inputs, ObjectiveConfig.model_validate(config))
+    assert result.metrics["actor/regularizer_loss"] == rounded(want)
+
+
 def test_a_bonus_needs_the_entropy():
     inputs, _ = padded(random_batch(1))
     with pytest.raises(InputError, match="entropy is None, but entropy_bonus needs it"):
