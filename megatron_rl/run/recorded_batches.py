@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -43,6 +43,7 @@ from megatron_rl.types import Batch, Sequence
 
 FORMAT_VERSION, READABLE = 3, (2, 3)
 MAX_LOGPROB = 1e-4  # above this it cannot be rounding: probabilities do not exceed one
+T = TypeVar("T")
 _PER_TOKEN = ("inference_logprobs", "old_logprobs", "current_logprobs", "loss_mask", "policy_versions")
 
 
@@ -95,27 +96,25 @@ def record_batch(
     rank = world_rank()
     partial = path.with_name(f".partial-{path.stem}-{rank}")
 
-    digests: dict[int, str] = {}
+    def write_part() -> str | None:
+        if rank not in parts:
+            return None
+        save_file(_arrays([batch.sequences[i] for i in parts[rank]]), partial)
+        digest = _digest(partial)
+        os.replace(partial, path.with_name(names[rank]))
+        return digest
 
-    def write_part() -> None:
-        if rank in parts:
-            save_file(_arrays([batch.sequences[i] for i in parts[rank]]), partial)
-            digests[rank] = _digest(partial)
-            os.replace(partial, path.with_name(names[rank]))
-
-    def describe() -> None:
+    def describe(digests: list[str | None]) -> None:
         if rank == 0:
             for part, writer in zip(described["parts"], parts, strict=True):
                 part["sha256"] = digests[writer]
-            partial.write_text(json.dumps(described, indent=1))
+            partial.write_text(json.dumps(described))  # an indent takes five times as long
             os.replace(partial, path)
 
     try:
         _all_ranks(lambda: _make_room(path) if rank == 0 else None)
-        _all_ranks(write_part)
-        for of_a_rank in gather_objects(dict(digests)):
-            digests |= of_a_rank
-        _all_ranks(describe)
+        digests = _all_ranks(write_part)
+        _all_ranks(lambda: describe(digests))
     except OSError:
         for rest in (partial, path.with_name(names.get(rank, partial.name))):
             rest.unlink(missing_ok=True)
@@ -140,17 +139,18 @@ def _make_room(path: Path) -> None:
         part.unlink()
 
 
-def _all_ranks(action: Callable[[], None]) -> None:
-    """Run ``action`` on every rank; `OSError` on all where it failed on one."""
-    problem = None
+def _all_ranks(action: Callable[[], T]) -> list[T | None]:
+    """Run ``action`` on every rank and return what it returned on each; `OSError` on all where it failed on one."""
+    problem, result = None, None
     try:
-        action()
+        result = action()
     except (OSError, SafetensorError) as error:  # safetensors has its own for what is the disk's fault
         problem = error
-    texts = gather_objects(None if problem is None else str(problem))
-    first = next((text for text in texts if text is not None), None)
+    answers = gather_objects((None if problem is None else str(problem), result))
+    first = next((text for text, _ in answers if text is not None), None)
     if first is not None:
         raise problem if isinstance(problem, OSError) else OSError(first) from problem
+    return [answer for _, answer in answers]
 
 
 def delete_batch(folder: Path, step: int) -> bool:
@@ -169,7 +169,7 @@ def keep_batch(folder: Path, step: int) -> None:
     """From now on `delete_batch` leaves the step's batch."""
     path = batch_path(folder, step)
     partial = path.with_name(f".partial-{path.stem}-{world_rank()}")
-    partial.write_text(json.dumps(json.loads(path.read_text()) | {"kept": True}, indent=1))
+    partial.write_text(json.dumps(json.loads(path.read_text()) | {"kept": True}))
     os.replace(partial, path)
 
 
