@@ -178,9 +178,10 @@ def _read_database(file: Path, run: str | None = None) -> Log:
             ).fetchall()
         finally:
             database.close()
-    except sqlite3.Error as error:
+        points = [(str(key), int(step), _from_database(value, nan)) for key, step, value, nan in rows]
+    except (sqlite3.Error, ValueError, TypeError) as error:
         raise InputError(f"{file}: not a database of MLflow ({error})") from error
-    return Log("MLflow", file, [(key, int(step), _from_database(value, nan)) for key, step, value, nan in rows])
+    return Log("MLflow", file, points)
 
 
 def _from_database(value: float, is_nan: int) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,9 +58,10 @@ def read_wandb(file: Path) -> list[dict[str, float]]:
     """The numbers of each `wandb.log` of an offline run, with `_step`; nested names are joined by "." as W&B does."""
     rows = []
     for data in _fragments(file):
-        for number, value in _fields(data, file):
-            if number == 2:  # Record.history
-                rows.append(_history(value, file))
+        try:
+            rows += [_history(value) for number, value in _fields(data) if number == 2]  # Record.history
+        except (ValueError, TypeError, AttributeError, IndexError, RecursionError, struct.error) as error:
+            raise InputError(f"{file}: a record that the client cannot have written ({error})") from error
     return rows
 
 
@@ -73,35 +75,37 @@ def _fragments(file: Path) -> Iterator[bytes]:
         if left < _HEADER:  # too small for a fragment: filled with zeros
             at += left
             continue
-        length, kind = struct.unpack_from("<HB", data, at + 4)
+        checksum, length, kind = struct.unpack_from("<IHB", data, at)
         part = data[at + _HEADER : at + _HEADER + length]
         if kind == 0 or len(part) < length:  # the client was killed while it wrote
             return
+        if zlib.crc32(part, zlib.crc32(bytes([kind]))) != checksum:
+            raise InputError(f"{file}: broken at byte {at} (wrong checksum); copy it again, or cut it there")
         whole = part if kind in (_WHOLE, _FIRST) else whole + part
         at += _HEADER + length
         if kind in (_WHOLE, _LAST):
             yield whole
 
 
-def _history(data: bytes, file: Path) -> dict[str, float]:
+def _history(data: bytes) -> dict[str, float]:
     row: dict[str, float] = {}
-    for number, value in _fields(data, file):
+    for number, value in _fields(data):
         if number == 2:  # HistoryRecord.step
-            row["_step"] = float(next((num for field, num in _fields(value, file) if field == 1), 0))
+            row["_step"] = float(next((num for field, num in _fields(value) if field == 1), 0))
         elif number == 1:  # HistoryRecord.item
-            name, number_of_item = _item(value, file)
+            name, number_of_item = _item(value)
             if number_of_item is not None:
                 row[name] = number_of_item
     return row
 
 
-def _item(data: bytes, file: Path) -> tuple[str, float | None]:
+def _item(data: bytes) -> tuple[str, float | None]:
     """Name and number of a HistoryItem; None for text, tables and pictures.
 
     Up to 0.20 every value is JSON (field 16); later versions have a field for each type.
     """
     key, nested, found = "", [], None
-    for number, value in _fields(data, file):
+    for number, value in _fields(data):
         if number == 1:
             key = value.decode("utf-8", "replace")
         elif number == 2:
@@ -126,28 +130,25 @@ def number_of(value: object) -> float | None:
     return None
 
 
-def _fields(data: bytes, file: Path) -> Iterator[tuple[int, int | bytes]]:
-    """Number and value of each field of a message: an int for a varint, else its bytes."""
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Number and value of each field of a message: an int for a varint, else its bytes. Raises ValueError."""
     at = 0
-    try:
-        while at < len(data):
-            key, at = _varint(data, at)
-            number, kind = key >> 3, key & 7
-            if kind not in _NUMBER_TYPES:
-                raise ValueError(f"a field of type {kind}")
-            if kind == 0:
-                value, at = _varint(data, at)
-                yield number, value
-                continue
-            length = {1: 8, 5: 4}.get(kind)
-            if length is None:
-                length, at = _varint(data, at)
-            if at + length > len(data):
-                raise ValueError("a field that is longer than its record")
-            yield number, data[at : at + length]
-            at += length
-    except (ValueError, IndexError) as error:
-        raise InputError(f"{file}: broken record of Weights & Biases ({error})") from error
+    while at < len(data):
+        key, at = _varint(data, at)
+        number, kind = key >> 3, key & 7
+        if kind not in _NUMBER_TYPES:
+            raise ValueError(f"a field of type {kind}")
+        if kind == 0:
+            value, at = _varint(data, at)
+            yield number, value
+            continue
+        length = {1: 8, 5: 4}.get(kind)
+        if length is None:
+            length, at = _varint(data, at)
+        if at + length > len(data):
+            raise ValueError("a field that is longer than its record")
+        yield number, data[at : at + length]
+        at += length
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

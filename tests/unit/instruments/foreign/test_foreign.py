@@ -14,6 +14,7 @@ import re
 import sqlite3
 import struct
 import tarfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -216,7 +217,7 @@ def test_fragments_of_a_wandb_file_are_joined(tmp_path):
                 continue
             part, left = left[: room - 7], left[room - 7 :]
             kind = 1 if first and not left else 2 if first else 3 if left else 4
-            data += bytes(4) + struct.pack("<HB", len(part), kind) + part
+            data += struct.pack("<IHB", zlib.crc32(bytes([kind]) + part), len(part), kind) + part
             first = False
     (tmp_path / "run-1.wandb").write_bytes(data)
     run = read_run(tmp_path)
@@ -226,6 +227,10 @@ def test_fragments_of_a_wandb_file_are_joined(tmp_path):
 
 
 # -- what cannot be read
+
+
+def fragment(data: bytes) -> bytes:
+    return b":W&B" + bytes(3) + struct.pack("<IHB", zlib.crc32(b"\1" + data), len(data), 1) + data
 
 
 def faulty(folder: Path, name: str, content: str | bytes) -> Path:
@@ -249,7 +254,15 @@ def faulty(folder: Path, name: str, content: str | bytes) -> Path:
         (lambda f: faulty(f, "a.csv", "Wall time,Step,Value\n1,2,3\n"), "give the event files"),
         (lambda f: faulty(f, "trainer_state.json", "{}"), "no log_history"),
         (lambda f: faulty(f, "a.wandb", b"x" * 99), "does not begin with :W&B"),
-        (lambda f: faulty(f, "a.wandb", b":W&B\0\0\0" + b"\0\0\0\0\x02\0\x01\x12\x09"), "broken record of Weights"),
+        (
+            lambda f: faulty(f, "a.wandb", b":W&B\0\0\0" + b"\0\0\0\0\x02\0\x01\x12\x09"),
+            "broken at byte 7 (wrong checksum)",
+        ),
+        (
+            lambda f: faulty(f, "a.wandb", fragment(b"\x12\x09")),
+            "the client cannot have written (a field that is longer",
+        ),
+        (lambda f: faulty(f, "a.wandb", fragment(b"\x12\x04\x0a\x02\x08\x01")), "the client cannot have written"),
         (lambda f: faulty(f, "a.db", b"x" * 99), "not a database of MLflow"),
         (lambda f: faulty(f, "events.out.tfevents.1", b"x" * 99), "its first record is not whole"),
         (lambda f: faulty(f, "events.out.tfevents.1", b"\x03" + bytes(11) + b"\xff" * 7), "not an event file"),
