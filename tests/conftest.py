@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import time
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from tests.support import costs
 # A property holds or it does not, however slow the machine: no limit on the time of an example or of drawing it.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+# A suite under `nohup` ignores SIGHUP and so would every run that it starts: tests of that signal want it as it is.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 GIB_PER_WORKER = 5  # an engine, four ranks of the tiny model and what they were forked from
 USEFUL_WORKERS = 12  # the longest file bounds the time of the suite: more would wait for it

@@ -33,10 +33,11 @@ STAGES = {"pipeline": 2}
 ADAPTERS = {"lora": {"rank": 4, "alpha": 64}, "optimizer": {"lr": 1e-2}}
 WIDE = {"tensor": 4, "expert": 4}
 EXPERTS_CUT = {"tensor": 4, "expert": 2, "expert_tensor": 2}
+# Each dtype on every number of ranks, and each layout; which dtype a layout has is arbitrary: none knows the other.
 LAYOUTS = {
     1: [({}, "fp32"), ({}, "bf16")],
-    2: [(BOTH, "fp32"), (BOTH, "bf16"), ({"expert": 2}, "bf16"), (BOTH, "fp16"), (STAGES, "fp32"), (STAGES, "fp16")],
-    4: [(WIDE, "fp32"), (WIDE, "bf16"), (WIDE, "fp16"), (EXPERTS_CUT, "bf16"), ({"tensor": 2, "pipeline": 2}, "bf16")],
+    2: [(BOTH, "fp32"), (BOTH, "bf16"), ({"expert": 2}, "bf16"), (STAGES, "fp16")],
+    4: [(WIDE, "fp16"), (EXPERTS_CUT, "bf16"), ({"tensor": 2, "pipeline": 2}, "fp32")],
 }
 CUT = {2: [BOTH, {"expert": 2}], 4: [{"tensor": 2, "expert": 4}]}
 """Layouts whose ranks exchange rows in a step: heads, experts, and experts of two replicas."""

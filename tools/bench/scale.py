@@ -68,14 +68,14 @@ def workload(prompts: int, response: int, nodes: int) -> Workload:
 
 def settings_for(ranks: int, quick: bool) -> list[Setting]:
     """Few long sequences, four times as long ones, and many short ones: what tells the unit costs apart."""
-    length = 512 if quick else 2048
+    length, many = (512, 512) if quick else (2048, 2048)
     return [
         Setting(ranks, 4 * ranks, length, True),
         Setting(ranks, 4 * ranks, 4 * length, True),
         Setting(ranks, 4 * ranks, 4 * length, False),
-        Setting(ranks, 2048, 16, True),
-        Setting(ranks, 2048, 16, False),
-        Setting(ranks, 8192, 16, False),
+        Setting(ranks, many, 16, True),
+        Setting(ranks, many, 16, False),
+        Setting(ranks, 4 * many, 16, False),
     ]
 
 
@@ -176,7 +176,7 @@ def _units(units: dict[str, dict[str, list[float]]]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="shorter sequences, and no more than 8 ranks")
+    parser.add_argument("--quick", action="store_true", help="shorter and fewer sequences, and no more than 8 ranks")
     parser.add_argument("--json", action="store_true", help="print the totals of A and B alone")
     parser.add_argument("--processes", type=int, nargs="+", default=[4, 8, 16], metavar="N")
     parser.add_argument("--write", action="store_true", help="put the unit costs on record for `plan`")
