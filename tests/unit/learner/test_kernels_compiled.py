@@ -25,7 +25,7 @@ SHARED = {"80": 163 << 10, "90": 227 << 10, "100": 227 << 10}
 """Bytes of shared memory that one program may have (CUDA C++ Programming Guide, technical specifications)."""
 
 MOST_SPILLED = {"80": 64, "90": 64, "100": 128}
-"""Bytes of a thread: 16 and 32 of its 255 registers. What does not fit in registers is read from memory at every use."""
+"""Bytes of a thread: 16 and 32 of its 255 registers. What does not fit there is read from memory at every use."""
 
 
 @pytest.fixture(scope="module", params=slow_but(["90"], SHARED))
