@@ -18,7 +18,7 @@ PYTEST = $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadscope --durations
 # Oversubscribed OpenMP threads cost up to 20×: one thread a process.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup setup-next demo test test-all test-rest test-costs test-next test-isa lint bench bench-trl figures compare clean
+.PHONY: help setup setup-next demo demo-unstable test test-all test-rest test-costs test-next test-isa lint bench bench-trl figures compare clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,6 +28,15 @@ setup: ## create .venv with both engines and patch Megatron-Core in it (minutes;
 
 demo: setup ## train the tiny Qwen3-MoE with GRPO from under 0.5 to over 0.9 held-out reward (about 3 minutes)
 	$(RUN) -m megatron_rl train recipes/tiny/demo.yaml --resume never --set name=demo-$$(date +%Y%m%d-%H%M%S)
+	@echo "next: make demo-unstable (a run that collapses, and why); megatron-rl run watch runs/NAME --page; docs/reading-a-run.md"
+
+UNSTABLE := recipes/tiny/unstable.yaml
+demo-unstable: setup ## a run that collapses: its alarms, what `run why` suspects, what `run branch` decides (about 4 minutes)
+	name=unstable-$$(date +%Y%m%d-%H%M%S); set -x; \
+	$(RUN) -m megatron_rl train $(UNSTABLE) --set name=$$name --set num_steps=10; \
+	$(RUN) -m megatron_rl train $(UNSTABLE) --set name=$$name --set learner.optimizer.lr=1e-3 --allow-changes; \
+	$(RUN) -m megatron_rl run why runs/$$name; \
+	$(RUN) -m megatron_rl run branch runs/$$name --from 10 --arms third-rate unrounded --seeds 3 --steps 16
 
 test: setup ## every unit test; each engine, layout, fault and command once (10 minutes on two quiet cores)
 	@VENV=$(VENV) tools/setup_tests.sh

@@ -17,6 +17,7 @@ Records = Sequence[Mapping[str, float]]
 Recipe = Mapping[str, Any]
 
 FIRST = 10  # steps that say what a run was like before it went wrong
+HIGHEST = 0.9  # rates above this share of the highest one count as the highest
 
 # Largest values in the healthy runs of the laptop recipes and of the lab, rounded up.
 SAFE_UPDATE = 1e-3  # noise/relative_update: change of the weights in one update, relative to them
@@ -72,6 +73,18 @@ class Case:
         values = self.values(metric)[:FIRST]
         return median(values) if values else None
 
+    def at_the_highest_rate(self, metric: str) -> float | None:
+        """The median of the first steps at the highest learning rate up to the onset, or without rates of the first.
+
+        A rate is set from outside, by a schedule or a changed recipe: a rise of it is no symptom.
+        """
+        rates = self.values("actor/lr", self.onset)
+        if not rates or min(rates) > HIGHEST * max(rates):
+            return self.first(metric)
+        highest = [r for r in self.records if r.get("actor/lr", 0.0) > HIGHEST * max(rates) and metric in r]
+        values = [float(r[metric]) for r in highest[:FIRST] if math.isfinite(r[metric])]
+        return median(values) if values else None
+
     def setting(self, path: str, default: Any = None) -> Any:
         """A key of the recipe."""
         value: Any = self.recipe
@@ -98,11 +111,14 @@ def _suspect(name: str, keys: str, said: str, value: float, safe: float, factor:
 def learning_rate(case: Case) -> Suspect | None:
     """The change of the weights in an update, or where that was not measured the KL that a batch's updates make."""
     rate = case.setting("learner.optimizer.lr", case.first("actor/lr"))
-    size = case.first("noise/relative_update")
+    size = case.at_the_highest_rate("noise/relative_update")
     test = () if rate is None else (f"learner.optimizer.lr={rate / 3:.3g}",)
     clipped = case.first("actor/ppo_kl") or 0.0
     supports = [f"actor/ppo_kl is {clipped:.2g} in the first steps"] if clipped > SAFE_KL else []
     norms = case.values("actor/grad_norm")
+    rates = case.values("actor/lr", case.onset)
+    if rates and max(rates) > 2 * min(rates) > 0:
+        supports.append(f"actor/lr rose from {min(rates):.2g} to {max(rates):.2g} before the first sign")
     if norms[:3] and max(norms) > 3 * median(norms[:3]):
         supports.append(f"actor/grad_norm rose from {median(norms[:3]):.2g} to {max(norms):.2g}")
     if size is not None:

@@ -13,7 +13,7 @@ from megatron_rl.__main__ import main
 from megatron_rl.config import load_recipe
 from megatron_rl.instruments.why.changes import SHORTEST, first_change, pettitt
 from megatron_rl.instruments.why.finding import find
-from megatron_rl.instruments.why.suspects import LOOKS, Case
+from megatron_rl.instruments.why.suspects import LOOKS, Case, learning_rate
 from megatron_rl.monitor.jsonl import JsonlSink
 from megatron_rl.monitor.recorded import read_packed
 from tests.support.rounding import rounded
@@ -165,6 +165,18 @@ def test_numbers_of_a_run_without_metrics_are_absent():
 # -- recorded runs
 
 STUDIES = REPOSITORY / "docs" / "lab" / "runs"
+
+
+def test_a_rate_that_was_raised_counts_from_the_raise_on():
+    """Up to the onset alone: updates that grow at the same rate are a symptom."""
+    sizes = {"noise/relative_update": lambda step: 3e-4 if step < 20 else 4e-3}
+    raised = records(**sizes, **{"actor/lr": lambda step: 1e-4 if step < 20 else 1e-3})
+    assert learning_rate(Case(raised, {}, 25, None)).value == 4e-3
+    assert (
+        "actor/lr rose from 0.0001 to 0.001 before the first sign" in learning_rate(Case(raised, {}, 25, None)).supports
+    )
+    assert learning_rate(Case(raised, {}, 15, None)).value == 3e-4  # the raise came after the first sign
+    assert learning_rate(Case(records(**sizes, **{"actor/lr": 1e-4}), {}, 25, None)).value == 3e-4
 
 
 def shares(study: str, arm: str, suspect: str) -> tuple[int, int]:
