@@ -235,7 +235,7 @@ def outside(field: FieldInfo) -> Iterator[tuple[Any, list[str]]]:
         ("objective.correction=[{mode: tis, caps: 2}]", "objective.correction.0.caps: unknown key for mode: tis; did"),
         (
             "objective.correction=[{mode: tis, caps: 2}]",
-            "did you mean 'cap'? allowed: mode, level, cap, lower (set in --set",
+            "did you mean 'cap'? allowed: normalize, mode, level, cap, lower (set in --set",
         ),
         ("learner.lr=1e-6", "learner.lr: unknown key; did you mean 'learner.optimizer.lr'? allowed: dtype, "),
         ("objective.policy_term=gsop", "objective.policy_term.name: found 'gsop'; allowed: ppo_clip, gspo, "),
