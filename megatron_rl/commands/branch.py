@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.commands.arguments import GPU_NAMES, gpu_name
+from megatron_rl.commands.arguments import add_gpu
 from megatron_rl.errors import EXIT_DONE, InputError, printable
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="Keep the arms' runs in this folder.")
     parser.add_argument("--dry-run", action="store_true", help="Print arms, steps and cost, and start nothing.")
-    parser.add_argument("--gpu", type=gpu_name, choices=GPU_NAMES, help="With --dry-run, estimate hours of this GPU.")
+    add_gpu(parser, "With --dry-run, estimate hours of this GPU.")
     parser.add_argument(
         "--nodes", type=int, help="With --gpu, reckon with this number of nodes (default: as the recipe's name says)."
     )

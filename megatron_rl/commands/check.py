@@ -42,5 +42,5 @@ def run(options: argparse.Namespace) -> int:
     free_gib = None if options.no_transformers else available_gib()
     for what, value in report(load_recipe(options.recipe, options.overrides), ranks, options.offline, free_gib):
         print(f"{what:>10}  {printable(value)}")
-    print(f"{'memory':>10}  megatron-rl plan {options.recipe} --gpu {{{','.join(GPU_NAMES)}}}")
+    print(f"{'memory':>10}  megatron-rl plan {options.recipe} --gpu {{{','.join(GPU_NAMES)},FILE}}")
     return EXIT_DONE

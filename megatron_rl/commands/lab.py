@@ -26,7 +26,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.commands.arguments import GPU_NAMES, gpu_name
+from megatron_rl.commands.arguments import add_gpu
 from megatron_rl.errors import EXIT_DONE, InputError
 from megatron_rl.instruments.lab import load_study
 from megatron_rl.shipped import checkout
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     power = commands.add_parser("power", help="Compute the smallest effect that each primary sees with 80%% power.")
     power.set_defaults(action=_power)
     plan = commands.add_parser("plan", help="Estimate the GPU-hours of every arm. No engine starts.")
-    plan.add_argument("--gpu", required=True, type=gpu_name, choices=GPU_NAMES, help="Reckon with this GPU.")
+    add_gpu(plan, "Reckon with this GPU.", required=True)
     plan.add_argument(
         "--nodes", type=int, help="Reckon with this number of nodes (default: as the base recipe's name says)."
     )

@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 
-from megatron_rl.commands.arguments import GPU_NAMES, add_recipe, gpu_name
+from megatron_rl.commands.arguments import add_gpu, add_recipe
 from megatron_rl.errors import EXIT_DONE, InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
-    parser.add_argument("--gpu", required=True, type=gpu_name, choices=GPU_NAMES, help="Reckon with this GPU.")
+    add_gpu(parser, "Reckon with this GPU.", required=True)
     parser.add_argument(
         "--nodes", type=int, help="Reckon with this number of nodes (default: as the recipe's name says, …-4n8g-…)."
     )
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from megatron_rl.config import load_recipe
-    from megatron_rl.instruments.plan import GPUS, as_json, make_plan, make_workload, render
+    from megatron_rl.instruments.plan import as_json, find_gpu, make_plan, make_workload, render
     from megatron_rl.instruments.plan.lengths import read_lengths
     from megatron_rl.model.known_models import shape_of
 
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
         lengths = read_lengths(options.lengths, recipe.rollout.max_response_length)
         mean_response = float(lengths.sample().mean())
     sizes = (options.nodes, options.gpus_per_node, mean_response, options.mean_prompt, options.host_memory)
-    plan = make_plan(make_workload(recipe, architecture, GPUS[options.gpu], *sizes), lengths)
+    plan = make_plan(make_workload(recipe, architecture, find_gpu(options.gpu), *sizes), lengths)
     print(json.dumps(as_json(plan)) if options.json else render(plan))
     if plan.problems:
         raise InputError("this does not fit:\n" + "\n".join(f"  {problem}" for problem in plan.problems))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from megatron_rl.commands.arguments import GPU_NAMES, add_recipe, gpu_name
+from megatron_rl.commands.arguments import add_gpu, add_recipe
 from megatron_rl.errors import EXIT_DONE, InputError
 
 FORMATS = ("own", "fully_reshardable", "dp_reshardable")  # equals `trace.FORMATS`, whose module is slow to import
@@ -19,9 +19,7 @@ FORMATS = ("own", "fully_reshardable", "dp_reshardable")  # equals `trace.FORMAT
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
-    parser.add_argument(
-        "--gpu", default="h100-80", type=gpu_name, choices=GPU_NAMES, help="Take the memory of this GPU as the budget."
-    )
+    add_gpu(parser, "Take the memory of this GPU as the budget (default: h100-80).", default="h100-80")
     parser.add_argument(
         "--nodes", type=int, help="Trace a job of this number of nodes (default: as the recipe's name says, …-4n8g-…)."
     )
@@ -49,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from megatron_rl.config import load_recipe
-    from megatron_rl.instruments.plan import GPUS, make_workload
+    from megatron_rl.instruments.plan import find_gpu, make_workload
     from megatron_rl.instruments.trace import (
         as_json,
         differences,
@@ -63,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 
     recipe = load_recipe(options.recipe, options.overrides)
     architecture, _ = shape_of(recipe.model.path)
-    work = make_workload(recipe, architecture, GPUS[options.gpu], options.nodes, options.gpus_per_node)
+    work = make_workload(recipe, architecture, find_gpu(options.gpu), options.nodes, options.gpus_per_node)
     ranks = options.rank or ranks_that_differ(recipe.learner.parallel, work.ranks)
     if beyond := [rank for rank in ranks if not 0 <= rank < work.ranks]:
         raise InputError(f"trace: --rank {beyond[0]}; the job has ranks 0 to {work.ranks - 1}")

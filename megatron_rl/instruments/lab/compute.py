@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_rl.config import load_recipe
 from megatron_rl.instruments.lab.jobs import LoadedStudy
-from megatron_rl.instruments.plan import GPUS, make_plan, make_workload
+from megatron_rl.instruments.plan import find_gpu, make_plan, make_workload
 from megatron_rl.model.known_models import shape_of
 
 
@@ -36,7 +36,9 @@ class ArmCost:
 def cost(
     loaded: LoadedStudy, gpu: str, nodes: int | None, gpus_per_node: int | None, mean_response: float | None
 ) -> list[ArmCost]:
-    """Return the cost of every arm on ``gpu``. The default size is that in the base recipe's name (…-4n8g-…).
+    """Return the cost of every arm on ``gpu``, a name or a file.
+
+    The default size is that in the base recipe's name (…-4n8g-…).
 
     Raises `InputError` if there is no size, or the model is unknown.
     """
@@ -45,7 +47,7 @@ def cost(
     lines = []
     for job in loaded.jobs(base.run_root, study.seeds[:1]):
         recipe = loaded.recipe(job).model_copy(update={"name": base.name})
-        work = make_workload(recipe, architecture, GPUS[gpu], nodes, gpus_per_node, mean_response)
+        work = make_workload(recipe, architecture, find_gpu(gpu), nodes, gpus_per_node, mean_response)
         plan = make_plan(work)
         lines.append(
             ArmCost(job.arm, work.ranks, recipe.num_steps, plan.time.total, len(study.seeds), list(plan.problems))

@@ -183,7 +183,7 @@ def _replicas_of_experts(work: Workload) -> float:
 
 
 def _rate(work: Workload, group: int) -> float:
-    return work.gpu.nvlink if group <= work.gpus_per_node else work.gpu.network
+    return work.gpu.nvlink if group <= work.nvlink_gpus else work.gpu.network
 
 
 def _whole(rows: float) -> int:

@@ -151,4 +151,5 @@ def prefill_costs(work: Workload) -> tuple[float, float]:
     """Return an engine's seconds per token of a prompt, and per square of its length (causal attention)."""
     a, rollout = work.architecture, work.recipe.rollout
     rate = rollout.tensor_parallel * work.gpu.flops(rollout.dtype) * hw.PREFILL_MFU[a.is_moe]
-    return 2 * active_parameters(a) / rate, 2 * a.num_layers * query_width(a) / rate
+    attention = work.gpu.attention_cost * 2 * a.num_layers * query_width(a)
+    return 2 * active_parameters(a) / rate, attention / rate

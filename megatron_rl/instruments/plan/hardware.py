@@ -1,7 +1,10 @@
 """The GPUs that `plan` supports, and all assumed numbers.
 
-Figures of GPUs come from vendors' data sheets (SXM form, dense 16-bit matrix rates). The rest are round estimates for
-well-run training and inference; none was measured with this project. `plan` prints the ones that it used.
+Figures of GPUs come from NVIDIA's data sheets (SXM form, dense 16-bit matrix rates): "A100 Tensor Core GPU", "H100
+Tensor Core GPU" (also for the rates of H800), "H200 Tensor Core GPU", "HGX H20", "DGX B200" with the table of the HGX
+platform, "GB200 NVL72" (a 72nd of the rack). Memory is what torch reports. The rest are round estimates for well-run
+training and inference; none was measured with this project. `plan` prints the ones that it used. `gpu_file` reads other
+figures from a file.
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ class Gpu:
     host_link: float  # bytes/s between host memory and one GPU, one direction: PCIe 4 or 5, 16 lanes
     processors: int  # streaming multiprocessors
     host_gib: float  # host memory of a node without `--host-memory`: that of the vendor's DGX
+    nvlink_gpus: int = 0  # GPUs that NVLink joins beyond the node: a rack of GB200 is one such group
+    attention_cost: float = 1.0  # seconds of an operation of attention over those of one of a product, if measured
+    measured: tuple[str, ...] = ()  # figures that were measured on a node, in words (`gpu_file`)
 
     def flops(self, dtype: str) -> float:
         return {"fp32": self.flops_fp32, "tf32": self.flops_tf32}.get(dtype, self.flops_16bit)
@@ -39,6 +45,10 @@ GPUS = {
         Gpu("h100-80", 79.1, 989e12, 67e12, 494.5e12, 3.35e12, 450e9, 50e9, 16384, 64e9, 132, 2048),
         Gpu("h800-80", 79.1, 989e12, 67e12, 494.5e12, 3.35e12, 200e9, 50e9, 16384, 64e9, 132, 2048),
         Gpu("h200-141", 139.8, 989e12, 67e12, 494.5e12, 4.8e12, 450e9, 50e9, 16384, 64e9, 132, 2048),
+        Gpu("h20-96", 95.0, 148e12, 44e12, 74e12, 4.0e12, 450e9, 50e9, 16384, 64e9, 78, 2048),
+        Gpu("b200-180", 178.3, 2250e12, 75e12, 1125e12, 8.0e12, 900e9, 50e9, 16384, 64e9, 148, 2048),
+        # A node is a tray of 4 GPUs with two Grace processors of 480 GB; two GPUs share the 450 GB/s of NVLink-C2C.
+        Gpu("gb200-186", 184.3, 2500e12, 80e12, 1250e12, 8.0e12, 900e9, 50e9, 16384, 225e9, 152, 894, nvlink_gpus=72),
     )
 }
 
@@ -54,6 +64,8 @@ PROCESS_GIB = 8.0  # host memory of a rank: Python, CUDA, vLLM, the data set
 # Speed
 LEARNER_MFU = {False: 0.38, True: 0.18}  # by "is it an MoE?": share of the peak rate that forward and backward reach
 PREFILL_MFU = {False: 0.45, True: 0.25}  # the same for a forward pass alone
+PRODUCT_SHARE = 0.7  # share of the peak rate of large products alone, to which a measured rate is compared
+COPY_SHARE = 0.9  # the same of memory bandwidth and large copies
 DECODE_FLOPS = 0.5  # share of the peak rate of large decoding batches
 DECODE_BANDWIDTH = 0.7  # share of memory bandwidth of decoding
 LINK = 0.7  # share of a link's rate that collectives reach

@@ -47,6 +47,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "recipe": plan.work.recipe.name,
         "ranks": plan.work.ranks,
         "gpu": plan.work.gpu.name,
+        "gpu_measured": list(plan.work.gpu.measured),
         "gpu_gib": {phase.name: phase.total / GIB for phase in plan.memory.phases},
         "step_s": time.total,
         "phases_s": asdict(time),

@@ -243,7 +243,9 @@ def _assumptions(work: Workload) -> list[str]:
         f"{hw.HOST_LINK:.0%} of {gpu.host_link / 1e9:.0f} GB/s; runtime {hw.RUNTIME_GIB:g} GiB, "
         f"engine graphs {hw.GRAPHS_GIB:g} GiB, fragmentation {hw.FRAGMENTATION:.0%}, "
         f"{_exact(work)}"
-        f"busiest expert rank {hw.EXPERT_IMBALANCE:g} × the mean. No figure was measured on a GPU."
+        f"busiest expert rank {hw.EXPERT_IMBALANCE:g} × the mean. "
+        + ("No figure was measured on a GPU." if not gpu.measured else "These shares were not measured on a GPU."),
+        *([f"measured on a node ({gpu.name}): {'; '.join(gpu.measured)}"] if gpu.measured else []),
     ]
 
 

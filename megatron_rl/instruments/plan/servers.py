@@ -128,7 +128,9 @@ def _learning(work: Workload, engine: EngineMemory, lengths: Lengths, own_second
     """Return learning seconds per step and per token. Attention depends on the length of a token's sequence."""
     time, sequences = step_time(work, engine), work.mean_prompt + lengths.sample()
     seen = float(np.square(sequences).sum() / sequences.sum())
-    longer = flops_forward(work.architecture, 1, seen) / flops_forward(work.architecture, 1, work.mean_sequence)
+    cost = work.gpu.attention_cost
+    longer = flops_forward(work.architecture, 1, seen, cost)
+    longer /= flops_forward(work.architecture, 1, work.mean_sequence, cost)
     passes = time.old_logprobs + time.update
     by_token = (passes - time.communication) * longer + time.communication
     return time.optimizer + time.offload + own_seconds, by_token / work.trained_tokens

@@ -85,9 +85,12 @@ def step_time(work: Workload, engine: EngineMemory | None) -> StepTime:
 # -- learning
 
 
-def flops_forward(a: Architecture, tokens: float, length: float) -> float:
-    """Return the operations of a forward pass: two per active parameter and token, and causal attention."""
-    return tokens * (2 * active_parameters(a) + 2 * a.num_layers * query_width(a) * length)
+def flops_forward(a: Architecture, tokens: float, length: float, attention_cost: float = 1.0) -> float:
+    """Return the operations of a forward pass: two per active parameter and token, and causal attention.
+
+    Those of attention count ``attention_cost`` times.
+    """
+    return tokens * (2 * active_parameters(a) + attention_cost * 2 * a.num_layers * query_width(a) * length)
 
 
 def _slowest_stage(work: Workload) -> float:
@@ -99,7 +102,8 @@ def _slowest_stage(work: Workload) -> float:
 
 def _forward_seconds(work: Workload) -> float:
     rate = work.gpu.flops(work.recipe.learner.dtype) * hw.LEARNER_MFU[work.architecture.is_moe] * work.ranks
-    return flops_forward(work.architecture, work.trained_tokens, work.mean_sequence) / rate
+    cost = work.gpu.attention_cost
+    return flops_forward(work.architecture, work.trained_tokens, work.mean_sequence, cost) / rate
 
 
 def _talk(work: Workload) -> float:
@@ -136,7 +140,7 @@ def _optimizer(work: Workload) -> float:
 
 def _link(work: Workload, group: int) -> float:
     """Return the bytes per second of a collective among ``group`` ranks, neighbours first."""
-    return hw.LINK * (work.gpu.nvlink if group <= work.gpus_per_node else work.gpu.network)
+    return hw.LINK * (work.gpu.nvlink if group <= work.nvlink_gpus else work.gpu.network)
 
 
 # -- generating

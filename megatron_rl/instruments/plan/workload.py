@@ -35,6 +35,11 @@ class Workload:
         return self.nodes * self.gpus_per_node
 
     @property
+    def nvlink_gpus(self) -> int:
+        """Number of GPUs that exchange over NVLink."""
+        return max(self.gpus_per_node, self.gpu.nvlink_gpus)
+
+    @property
     def parallel(self) -> ParallelConfig:
         return self.recipe.learner.parallel
 
