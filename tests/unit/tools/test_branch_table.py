@@ -1,0 +1,91 @@
+"""The table of planted causes: cases that are recipes and arms of `run branch`, and what counts as right."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_rl.config import load_recipe
+from megatron_rl.instruments.branch.arms import arms_of, own_arm
+from tests.support.tiny import REPOSITORY
+from tools.dev import branch_table
+from tools.dev.branch_table import CASES, Case, _short, arguments_of_branch, is_right, pack, settings, table
+from tools.dev.unstable_runs import SUSPECTS
+
+
+def _recipe(case, out, *, planted):
+    return load_recipe(REPOSITORY / "recipes/tiny" / f"{case.recipe}.yaml", settings(case, out, planted=planted))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_is_two_recipes_and_its_arms_apply(name, tmp_path):
+    case = CASES[name]
+    before, after = (_recipe(case, tmp_path, planted=planted) for planted in (False, True))
+    assert before != after
+    assert case.suspect in {*SUSPECTS.values(), "dose of mismatch"}
+    wanted = [*(() if case.own else (case.cure,)), *case.others]
+    arms, left_out = arms_of(after, [], wanted)
+    assert ([arm.name for arm in arms], left_out) == (wanted, [])
+    if case.own:
+        own = own_arm(case.cure, [change.format(data=tmp_path) for change in case.own])
+        assert set(own.keys) == {change.partition("=")[0] for change in case.planted}
+    else:
+        assert case.suspect in arms[0].suspect
+
+
+def test_wrong_rewards_are_wrong():
+    assert branch_table.off_by_five("7+1=8#8", "3") == 1.0
+    assert branch_table.off_by_five("7+1=8#8", "8") == 0.0
+    assert branch_table.unmarked("8", "8") > branch_table.unmarked("#8", "8")
+    assert branch_table.right_and_long("#8" + " " * 22, "8") > branch_table.right_and_long("#8", "8")
+
+
+def test_an_own_arm_is_named_with_its_keys(tmp_path):
+    case = Case("reward", "grpo", (), ("reward.name=a.py:f",), "right", ("tis",), own=("reward.name=modsum",))
+    arguments = arguments_of_branch(case, tmp_path / "run", tmp_path, 1)
+    assert arguments[-5:] == ["--arms", "tis", "--arm", "right", "reward.name=modsum"]
+
+
+def _result(suspects, **verdicts):
+    """What a finished case notes: the JSON of both commands, as far as the table reads it."""
+    arms = [
+        {"name": name.replace("_", "-"), "verdict": verdict, "restored": 0.123} for name, verdict in verdicts.items()
+    ]
+    outcome = {"metric": "critic/score/mean", "before": 0.6123, "after": 0.2}
+    why = {"healthy": not suspects, "suspects": [{"name": suspect} for suspect in suspects]}
+    return {"why": why, "branch": {"outcome": outcome, "arms": arms}}
+
+
+YES, NO, OPEN = "brings it back", "does not", "undecided"
+
+
+@pytest.mark.parametrize(
+    ("suspects", "cure", "other", "right"),
+    [
+        (["reward", "learning rate"], YES, NO, (True, True)),
+        (["reward", "length", "learning rate"], YES, "makes it worse", (False, True)),
+        (["learning rate"], OPEN, NO, (True, False)),
+        (["learning rate"], YES, OPEN, (True, False)),
+        (["learning rate"], YES, YES, (True, False)),
+    ],
+)
+def test_a_case_is_right_with_the_suspect_among_two_and_every_arm_decided(suspects, cure, other, right):
+    result = _short(_result(suspects, third_rate=cure, tis=NO, other_data_order=other))
+    assert is_right(CASES["rate-grpo"], result) == right
+
+
+def test_the_table_counts_harmed_runs_alone(tmp_path):
+    verdicts = {"third_rate": YES, "tis": NO, "other_data_order": OPEN}
+    (tmp_path / "rate-grpo.json").write_text(json.dumps(_result(["learning rate"], **verdicts)))
+    (tmp_path / "clip-open.json").write_text(json.dumps(_result([]) | {"branch": None}))
+    (tmp_path / "rate-gspo.json").write_text(json.dumps(_result(["reward"]) | {"branch": None}))
+    assert pack(tmp_path, tmp_path / "packed") == 3
+    *_, first, second, third, _, said = table(tmp_path / "packed")
+    assert first == (
+        "| learning rate: `learner.optimizer.lr=1.2e-3` from step 10 | `critic/score/mean` 0.61 → 0.2 | learning rate "
+        "| yes | **`third-rate` 12%**; `tis` 12%; `other-data-order` 12%, undecided | no |"
+    )
+    assert "| unharmed |" in second
+    assert third.endswith("| nothing | reward | no |  | no |")
+    assert said == "2 became unstable: `why` is right in 1, `branch` in 0"
