@@ -5,6 +5,7 @@
     megatron-rl doctor --job --json FILE                        as every rank of a job, under torchrun or srun: what is
                                                                 between nodes
     megatron-rl doctor --merge FILE … --page FILE               one page of several nodes' reports
+    megatron-rl doctor [RECIPE] --measure FILE                  write this node's rates for `plan --gpu FILE`
 
 Each check runs in its own processes with a deadline, so that a check that hangs or crashes does not stop the others.
 Its result is `pass`, `fail` with the likely fix, or `not run` with the reason. A RECIPE adds checks that depend on its
@@ -24,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.doctor.checks import CHECKS, Check
+from megatron_rl.doctor.checks import CHECKS, RATES, Check
 from megatron_rl.doctor.outcome import Result
 from megatron_rl.errors import EXIT_DONE, EXIT_FAULT, InputError
 
@@ -77,6 +78,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--merge", nargs="+", type=Path, metavar="FILE", help="Make one report of these. No check runs."
     )
     parser.add_argument(
+        "--measure",
+        type=Path,
+        metavar="FILE",
+        help="Measure rates and links alone, and write them to this file for `megatron-rl plan --gpu FILE`. With "
+        "--job: links alone, added to the file.",
+    )
+    parser.add_argument(
         "--expect", default="", metavar="NODE,NODE", help="Fail where the merged report lacks one of these nodes."
     )
 
@@ -88,6 +96,8 @@ def run(options: argparse.Namespace) -> int:
         width = max(len(check.name) for check in CHECKS)
         print("\n".join(f"{check.name:{width}}  {check.question}" for check in CHECKS))
         return EXIT_DONE
+    if options.measure and (options.only or options.merge):
+        raise InputError("--measure runs its own checks; leave out --only and --merge")
     if options.merge:
         merged = report.merge(options.merge, [name for name in options.expect.split(",") if name])
     else:
@@ -106,6 +116,9 @@ def examine(options: argparse.Namespace) -> dict[str, Any] | None:
     from megatron_rl.doctor.frame import run_checks
 
     checks, setting = choose(options.only, options.job), make_setting(options)
+    if options.measure:
+        links = [check for check in CHECKS if check.name == "collectives"]
+        checks = links if options.job else [RATES, *links]
     is_main = not options.job or int(os.environ["RANK"]) == 0
     out = sys.stderr if options.json == "-" else sys.stdout
 
@@ -120,6 +133,10 @@ def examine(options: argparse.Namespace) -> dict[str, Any] | None:
 
     start = time.time()
     results = run_checks(checks, setting, 60 * options.minutes, say, begin)
+    if options.measure and is_main:
+        from megatron_rl.doctor.rates import write_measured
+
+        print(write_measured(options.measure, {result.name: result.outcome for result in results}), file=out)
     return report.make(results, setting, start) if is_main else None
 
 

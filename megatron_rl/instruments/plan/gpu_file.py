@@ -79,7 +79,7 @@ def read_gpu(path: Path) -> Gpu:
 
 def _with_measured(path: Path, found: dict[str, Any], gpu: Gpu) -> Gpu:
     """Return ``gpu`` with peaks that give what was measured. A share of the peak is assumed of each measurement."""
-    measured = _section(path, "measured", found, {"tflops", "attention_tflops", "on", *MEASURED})
+    measured = _section(path, "measured", found, {"tflops", "attention_tflops", "source", *MEASURED})
     changes, told = {}, []
     rates = _section(path, "measured.tflops", {"measured.tflops": measured.get("tflops", {})}, set(DTYPES))
     for key, value in rates.items():
