@@ -8,7 +8,7 @@ statuses.
 from __future__ import annotations
 
 GROUPS = {
-    "recipe": "Ask what a recipe may hold, and what its learner does on a cluster",
+    "recipe": "Ask what a recipe may hold, translate one of another project, run its learner on one rank",
     "run": "Look at a run, while it goes on or afterwards",
     "batch": "Analyse one stored batch of a run",
     "paper": "Repeat a measurement of a paper with your model",
@@ -27,6 +27,7 @@ COMMANDS = {
     "patch": "Apply the patches to Megatron-Core, or show which are applied.",
     "lab": "Run the arms of a study over its seeds, and report them.",
     "recipe schema": "Print the JSON Schema of recipes, for editors.",
+    "recipe from-verl": "Translate a launch script or configuration of verl into a recipe.",
     "recipe trace": "Run a recipe's learner as one rank of its job, without GPUs, and count bytes.",
     "run watch": "Watch runs in the terminal or on a local page.",
     "run samples": "Print sampled responses of a run.",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from megatron_rl.errors import EXIT_DONE, InputError
 
 GPU_NAMES = ("a100-40", "a100-80", "h100-80", "h800-80", "h200-141", "h20-96", "b200-180", "gb200-186")
 GPU_SHORT = {  # the version with more memory, if there are two
@@ -62,3 +65,45 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
         dest="overrides",
         help="Set one key of the recipe. The option may be given several times.",
     )
+
+
+def add_foreign(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add the arguments of a translation of another project's ``what``."""
+    parser.add_argument("file", type=Path, help=f"Read this file: {what}.")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="RECIPE",
+        help="Write the recipe here (default: print it).",
+    )
+    parser.add_argument(
+        "--variable",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="Take this as set where the script is started. The option may be given several times.",
+    )
+    parser.add_argument(
+        "--train-rows", type=int, metavar="N", help="Count epochs of this number of rows of training data."
+    )
+
+
+def write_translation(options: argparse.Namespace, translate: Callable[..., Any]) -> int:
+    """Translate ``options.file``, write or print the recipe, and print what became of each key."""
+    variables = {"HOME": str(Path.home()), "PWD": "."}
+    for given in options.variable:
+        name, separator, value = given.partition("=")
+        if not separator or not name.isidentifier():
+            raise InputError(f"--variable {given}: write NAME=VALUE")
+        variables[name] = value
+    if not options.file.is_file():
+        raise InputError(f"{options.file}: no such file")
+    translation = translate(options.file, variables, options.train_rows)
+    translation.check()
+    if options.output is None:
+        print(translation.text(), end="")
+        return EXIT_DONE
+    options.output.write_text(translation.text(), encoding="utf-8")
+    print(translation.report())
+    print(f"\n{options.output}: written; next: megatron-rl check --offline {options.output}")
+    return EXIT_DONE

@@ -15,6 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from megatron_rl.config import foreign_keys
 from megatron_rl.config.base import FUNCTION_PATH, LookedUp, Patch, ShortList, _Rewritten
 from megatron_rl.config.hub import cached
 from megatron_rl.config.recipe import REMOVED
@@ -220,6 +221,8 @@ def _describe(item: Any, place: Place, schema: type[BaseModel]) -> list[str]:
     if kind == "extra_forbidden":
         if where in REMOVED:
             return [f"{where}: removed: {REMOVED[where].reason}"]
+        if theirs := foreign_keys.hint(where):
+            return [f"{where}: unknown key{_of_variant(place)}; {theirs}{_allowed(place)}"]
         return [f"{where}: unknown key{_of_variant(place)}{_remedy(place, schema)}"]
     if kind == "missing":
         return [f"{where}: missing, and it has no default"]
@@ -280,7 +283,7 @@ def _of_variant(place: Place) -> str:
 def _remedy(place: Place, schema: type[BaseModel]) -> str:
     """What may have been meant, and every key that is allowed there."""
     name = str(place.keys[-1])
-    allowed = list(dict.fromkeys(key for variant in place.variants for key in variant.model_fields))
+    allowed = _keys_of(place)
     above = dotted(place.keys[:-1])
     elsewhere = sorted(paths_to(name, schema), key=lambda path: (not path.startswith(f"{above}."), len(path)))
     near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
@@ -288,6 +291,14 @@ def _remedy(place: Place, schema: type[BaseModel]) -> str:
         near = elsewhere
     hint = f"; did you mean {near[0]!r}?" if near else ";"
     return f"{hint} allowed: {', '.join(allowed)}"
+
+
+def _keys_of(place: Place) -> list[str]:
+    return list(dict.fromkeys(key for variant in place.variants for key in variant.model_fields))
+
+
+def _allowed(place: Place) -> str:
+    return f"; allowed: {', '.join(_keys_of(place))}"
 
 
 def _near(value: Any, allowed: Any) -> str:

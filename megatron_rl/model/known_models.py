@@ -13,7 +13,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import Architecture, architecture_from, read_architecture
 
 
-def _qwen3(layers: int, hidden: int, ffn: int, heads: int, tied: bool) -> dict[str, Any]:
+def _qwen3(layers: int, hidden: int, ffn: int, heads: int, tied: bool, longest: int = 32768) -> dict[str, Any]:
     return {
         "model_type": "qwen3",
         "num_hidden_layers": layers,
@@ -23,7 +23,23 @@ def _qwen3(layers: int, hidden: int, ffn: int, heads: int, tied: bool) -> dict[s
         "num_key_value_heads": 8,
         "head_dim": 128,
         "vocab_size": 151936,
-        "max_position_embeddings": 32768,
+        "max_position_embeddings": longest,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": tied,
+    }
+
+
+def _qwen2(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, tied: bool, longest: int) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": 152064 if hidden > 3000 else 151936,
+        "max_position_embeddings": longest,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
         "tie_word_embeddings": tied,
@@ -85,6 +101,20 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-30B-A3B": _QWEN3_30B_A3B,
     "Qwen3-30B-A3B-Base": {**_QWEN3_30B_A3B, "max_position_embeddings": 32768},
     "Qwen3-30B-A3B-Thinking-2507": {**_QWEN3_30B_A3B, "max_position_embeddings": 262144, "rope_theta": 1e7},
+    "Qwen3-30B-A3B-Instruct-2507": {**_QWEN3_30B_A3B, "max_position_embeddings": 262144, "rope_theta": 1e7},
+    "Qwen3-0.6B": _qwen3(28, 1024, 3072, 16, tied=True, longest=40960),
+    "Qwen3-1.7B": _qwen3(28, 2048, 6144, 16, tied=True, longest=40960),
+    "Qwen3-4B": _qwen3(36, 2560, 9728, 32, tied=True, longest=40960),
+    "Qwen3-8B": _qwen3(36, 4096, 12288, 32, tied=False, longest=40960),
+    "Qwen3-14B": _qwen3(40, 5120, 17408, 40, tied=False, longest=40960),
+    "Qwen3-32B": _qwen3(64, 5120, 25600, 64, tied=False, longest=40960),
+    "Qwen2.5-0.5B-Instruct": _qwen2(24, 896, 4864, 14, 2, tied=True, longest=32768),
+    "Qwen2.5-1.5B": _qwen2(28, 1536, 8960, 12, 2, tied=True, longest=131072),
+    "Qwen2.5-1.5B-Instruct": _qwen2(28, 1536, 8960, 12, 2, tied=True, longest=32768),
+    "Qwen2.5-3B": _qwen2(36, 2048, 11008, 16, 2, tied=True, longest=32768),
+    "Qwen2.5-3B-Instruct": _qwen2(36, 2048, 11008, 16, 2, tied=True, longest=32768),
+    "Qwen2.5-7B": _qwen2(28, 3584, 18944, 28, 4, tied=False, longest=131072),
+    "Qwen2.5-7B-Instruct": _qwen2(28, 3584, 18944, 28, 4, tied=False, longest=32768),
     "Qwen3-4B-Base": _qwen3(36, 2560, 9728, 32, tied=True),
     "Qwen3-8B-Base": _qwen3(36, 4096, 12288, 32, tied=False),
     "Qwen3-14B-Base": _qwen3(40, 5120, 17408, 40, tied=False),

@@ -436,3 +436,22 @@ def test_a_link_to_itself_is_no_file(tmp_path):
 def test_an_override_that_no_recipe_has_a_place_for(override, message):
     with pytest.raises(InputError, match=message):
         load_recipe("recipes/tiny/grpo.yaml", [override])
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"rollout": {"n": 4}}, "rollout.n: unknown key; it is a key of verl; here it is rollout.num_samples"),
+        (
+            {"data": {"train_batch_size": 4}},
+            "data.train_batch_size: unknown key; it is a key of verl; here it is batch",
+        ),
+        ({"rollout_batch_size": 4}, "rollout_batch_size: unknown key; it is a key of slime; here it is batch.prompts"),
+        ({"actor_rollout_ref": {}}, "a section of verl; `megatron-rl recipe from-verl FILE` translates"),
+    ],
+)
+def test_a_key_of_another_project_is_told_ours(tmp_path, values, said):
+    merged = {**SOUND, **values, **({"data": {**SOUND["data"], **values["data"]}} if "data" in values else {})}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(merged))
+    with pytest.raises(InputError, match=re.escape(said)):
+        load_recipe(tmp_path / "recipe.yaml")

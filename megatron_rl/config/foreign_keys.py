@@ -1,0 +1,386 @@
+"""Keys of verl, slime and NeMo-RL beside ours: the table of docs/coming-from.md, and hints for a recipe with them.
+
+Names were read from the sources of `READ_FROM`. In a cell `…` is text, and what stands in backticks is a key; keys of
+verl that begin with `actor.` or `rollout.` stand below `actor_rollout_ref`.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+READ_FROM = {
+    "verl": ("0.10.0.dev", "1dda039b9c63", "2026-08-22"),
+    "slime": ("0.3.1", "624b824a898a", "2026-08-21"),
+    "NeMo-RL": ("0.6.0", "7ea279abfbeb", "2026-08-22"),
+}
+"""Version, commit and its date."""
+
+COLUMNS = ("meaning", "here", "verl", "slime", "NeMo-RL")
+ROWS: tuple[tuple[str, str, str, str, str], ...] = (
+    (
+        "starting checkpoint",
+        "`model.path`",
+        "`actor_rollout_ref.model.path`",
+        "`--hf-checkpoint`",
+        "`policy.model_name`",
+    ),
+    (
+        "training data",
+        "`data.train`",
+        "`data.train_files`",
+        "`--prompt-data`",
+        "`data.train`",
+    ),
+    (
+        "held-out data",
+        "`data.validation`",
+        "`data.val_files`",
+        "`--eval-prompt-data`",
+        "`data.validation`",
+    ),
+    (
+        "prompts a step",
+        "`batch.prompts`",
+        "`data.train_batch_size`",
+        "`--rollout-batch-size`",
+        "`grpo.num_prompts_per_step`",
+    ),
+    (
+        "responses a prompt",
+        "`rollout.num_samples`",
+        "`actor_rollout_ref.rollout.n`",
+        "`--n-samples-per-prompt`",
+        "`grpo.num_generations_per_prompt`",
+    ),
+    (
+        "updates a step",
+        "`batch.minibatches`",
+        "batch size / `actor.ppo_mini_batch_size`",
+        "`--num-steps-per-rollout`",
+        "batch size / `policy.train_global_batch_size`",
+    ),
+    (
+        "tokens of a microbatch",
+        "`learner.max_tokens_per_microbatch`",
+        "`actor.ppo_max_token_len_per_gpu`",
+        "`--max-tokens-per-gpu`",
+        "`policy.sequence_packing.train_mb_tokens`",
+    ),
+    (
+        "longest prompt",
+        "`data.prompt.max_length`",
+        "`data.max_prompt_length`",
+        "`--rollout-max-prompt-len`",
+        "`data.max_input_seq_length`",
+    ),
+    (
+        "longest response",
+        "`rollout.max_response_length`",
+        "`data.max_response_length`",
+        "`--rollout-max-response-len`",
+        "`policy.generation.max_new_tokens`",
+    ),
+    (
+        "temperature",
+        "`rollout.temperature`",
+        "`rollout.temperature`",
+        "`--rollout-temperature`",
+        "`policy.generation.temperature`",
+    ),
+    (
+        "advantage",
+        "`objective.advantage`",
+        "`algorithm.adv_estimator`",
+        "`--advantage-estimator`",
+        "`grpo.use_leave_one_out_baseline`, `grpo.normalize_rewards`",
+    ),
+    (
+        "clip range",
+        "`objective.policy_term.clip_low`, `objective.policy_term.clip_high`",
+        "`actor.clip_ratio_low`, `actor.clip_ratio_high`",
+        "`--eps-clip`, `--eps-clip-high`",
+        "`loss_fn.ratio_clip_min`, `loss_fn.ratio_clip_max`",
+    ),
+    (
+        "bound for negative advantages",
+        "`objective.policy_term.dual_clip`",
+        "`actor.clip_ratio_c`",
+        "`--eps-clip-c`",
+        "`loss_fn.ratio_clip_c`",
+    ),
+    (
+        "GSPO",
+        "`objective.policy_term.name`",
+        "`actor.policy_loss.loss_mode`",
+        "`--advantage-estimator gspo`",
+        "`loss_fn.sequence_level_importance_ratios`",
+    ),
+    (
+        "aggregation of the loss",
+        "`objective.aggregation`",
+        "`actor.loss_agg_mode`",
+        "`--calculate-per-token-loss`",
+        "`loss_fn.token_level_loss`",
+    ),
+    (
+        "correction of the mismatch",
+        "`objective.correction`",
+        "`algorithm.rollout_correction.rollout_is`, `…rollout_rs`",
+        "`--use-tis`, `--tis-clip`",
+        "`loss_fn.use_importance_sampling_correction`, `loss_fn.truncated_importance_sampling_type`",
+    ),
+    (
+        "ratio against the engine's log-probs",
+        "`objective.anchor`",
+        "`algorithm.rollout_correction.bypass_mode`",
+        "`--use-rollout-logprobs`",
+        "–",
+    ),
+    (
+        "entropy bonus",
+        "`objective.entropy_bonus`",
+        "`actor.entropy_coeff`",
+        "`--entropy-coef`",
+        "–",
+    ),
+    (
+        "leave out groups without signal",
+        "`batch.filter_groups`, `batch.max_generations`",
+        "`algorithm.filter_groups`",
+        "`--dynamic-sampling-filter-path`",
+        "`grpo.use_dynamic_sampling`",
+    ),
+    (
+        "more groups sampled than learned from",
+        "`batch.oversample`",
+        "`rollout.over_sample_rate`, `data.gen_batch_size` (here `batch.generation_prompts`)",
+        "`--over-sampling-batch-size`, `--partial-rollout`",
+        "–",
+    ),
+    (
+        "prompts by measured difficulty",
+        "`data.curriculum`",
+        "`trainer.v1.sampler.custom_sampler` (a class of your own)",
+        "–",
+        "–",
+    ),
+    (
+        "order of the prompts",
+        "`data.shuffle`",
+        "`data.shuffle`",
+        "`--rollout-shuffle`",
+        "`data.shuffle`",
+    ),
+    (
+        "special tokens on prompts without a chat template",
+        "`data.prompt.add_special_tokens`",
+        "–",
+        "–",
+        "–",
+    ),
+    (
+        "rows of held-out data that repeat a problem",
+        "`validation.repeated_rows`",
+        "–",
+        "–",
+        "–",
+    ),
+    (
+        "punishment of length",
+        "`reward.overlong`",
+        "`reward.reward_kwargs.overlong_buffer_cfg`",
+        "your own reward",
+        "`reward_shaping`",
+    ),
+    (
+        "own reward",
+        "`reward.name`",
+        "`reward.custom_reward_function.path`",
+        "`--custom-rm-path`",
+        "an environment",
+    ),
+    (
+        "time and memory of a reward",
+        "`reward.timeout_s`, `reward.memory_limit_mib`",
+        "–",
+        "–",
+        "–",
+    ),
+    (
+        "router replay",
+        "`routing.replay`",
+        "`actor.router_replay.mode`",
+        "`--use-routing-replay`, `--use-rollout-routing-replay`",
+        "`policy.router_replay.enabled`",
+    ),
+    (
+        "learning rate",
+        "`learner.optimizer.lr`",
+        "`actor.optim.lr`",
+        "`--lr`",
+        "`policy.optimizer.kwargs.lr`",
+    ),
+    (
+        "warm-up and decay of the rate",
+        "`schedule.warmup_steps`, `schedule.warmup_from`, `schedule.decay_steps`",
+        "`actor.optim.lr_warmup_steps`, `…lr_warmup_init`, `…lr_decay_steps`",
+        "`--lr-warmup-iters`, `--lr-warmup-init`, `--lr-decay-iters`",
+        "`policy.scheduler`",
+    ),
+    (
+        "growth of the weight decay",
+        "`schedule.weight_decay_end`, `schedule.weight_decay_style`",
+        "`actor.optim.weight_decay_incr_style`",
+        "`--end-weight-decay`, `--weight-decay-incr-style`",
+        "–",
+    ),
+    (
+        "Adam, clipping of gradients",
+        "`learner.optimizer.beta1`, `learner.optimizer.clip_grad`",
+        "`actor.optim.betas`, `actor.optim.clip_grad`",
+        "`--adam-beta1`, `--clip-grad`",
+        "`policy.optimizer.kwargs.betas`, `policy.max_grad_norm`",
+    ),
+    (
+        "tensor, pipeline, expert parallelism",
+        "`learner.parallel.tensor`, `learner.parallel.pipeline`, `learner.parallel.expert`",
+        "`actor.megatron.*_model_parallel_size`",
+        "`--*-model-parallel-size`",
+        "`policy.megatron_cfg.*_model_parallel_size`",
+    ),
+    (
+        "ranks of one engine",
+        "`rollout.tensor_parallel`",
+        "`rollout.tensor_model_parallel_size`",
+        "`--rollout-num-gpus-per-engine`",
+        "`policy.generation.vllm_cfg.tensor_parallel_size`",
+    ),
+    (
+        "memory of the engine",
+        "`rollout.gpu_memory_utilization`",
+        "`rollout.gpu_memory_utilization`",
+        "`--sglang-mem-fraction-static`",
+        "`policy.generation.vllm_cfg.gpu_memory_utilization`",
+    ),
+    (
+        "rounded rollouts",
+        "`rollout.quantization`",
+        "`rollout.quantization`",
+        "a checkpoint in fp8 as `--hf-checkpoint`",
+        "`policy.generation.vllm_cfg.precision`",
+    ),
+    (
+        "learner aside while the engine generates",
+        "`learner.offload.gradients`, `learner.offload.optimizer`, `learner.offload.weights`",
+        "`actor.megatron.grad_offload`, `…optimizer_offload`, `…param_offload`",
+        "`--offload-train`",
+        "always where colocated",
+    ),
+    (
+        "generation ahead of the learner",
+        "`rollout.max_staleness`",
+        "`verl.experimental.fully_async_policy`",
+        "`train_async.py`",
+        "`grpo.async_grpo.max_trajectory_age_steps`",
+    ),
+    (
+        "metrics to a service",
+        "`monitor.sinks.wandb`",
+        "`trainer.logger`",
+        "`--use-wandb`",
+        "`logger.wandb_enabled`",
+    ),
+    (
+        "account of a service",
+        "`monitor.sinks.wandb.entity`, `monitor.sinks.wandb.tags`, `monitor.sinks.swanlab.workspace`",
+        "–",
+        "`--wandb-team`",
+        "`logger.wandb`",
+    ),
+    (
+        "TensorBoard",
+        "`monitor.tensorboard`",
+        "`trainer.logger`",
+        "`--use-tensorboard`",
+        "`logger.tensorboard_enabled`",
+    ),
+    (
+        "texts of responses that are kept",
+        "`monitor.samples.max_chars`, `monitor.samples.max_mib`",
+        "`trainer.log_val_generations`",
+        "–",
+        "`logger.num_val_samples_to_print`",
+    ),
+    (
+        "folder of runs",
+        "`run_root`",
+        "`trainer.default_local_dir`",
+        "`--save`",
+        "`checkpointing.checkpoint_dir`",
+    ),
+    (
+        "length of the run",
+        "`num_steps`",
+        "`trainer.total_training_steps`",
+        "`--num-rollout`",
+        "`grpo.max_num_steps`",
+    ),
+    (
+        "checkpoints, validation",
+        "`checkpoint.every`, `validation.every`",
+        "`trainer.save_freq`, `trainer.test_freq`",
+        "`--save-interval`, `--eval-interval`",
+        "`checkpointing.save_period`, `grpo.val_period`",
+    ),
+)
+
+FOREIGN_SECTIONS = {
+    "actor_rollout_ref": "verl",
+    "algorithm": "verl",
+    "trainer": "verl",
+    "reward_model": "verl",
+    "critic": "verl",
+    "policy": "NeMo-RL",
+    "grpo": "NeMo-RL",
+    "loss_fn": "NeMo-RL",
+    "cluster": "NeMo-RL",
+}
+"""Sections at the top of their configurations that no recipe has, and whose they are."""
+
+
+def markdown() -> str:
+    """The table of docs/coming-from.md."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in ROWS)])
+
+
+def keys_of(cell: str) -> list[str]:
+    """Keys that a cell names, in full; a flag of slime without its dashes, as slime's arguments are called."""
+    found = [word for code in re.findall(r"`([^`]+)`", cell) for word in [code.split()[0]] if "*" not in word]
+    found = [word.lstrip("-").replace("-", "_") if word.startswith("--") else word for word in found]
+    return [f"actor_rollout_ref.{key}" if re.match(r"(actor|rollout)\.", key) else key for key in found]
+
+
+@cache
+def _ours_by_theirs() -> dict[str, list[tuple[str, str]]]:
+    by_theirs: dict[str, list[tuple[str, str]]] = {}
+    for _, ours, *theirs in ROWS:
+        for project, cell in zip(COLUMNS[2:], theirs, strict=True):
+            keys, own = keys_of(cell), re.findall(r"`([\w.]+)`", ours)
+            for i, key in enumerate(keys):
+                meant = own[i : i + 1] if len(keys) == len(own) else own
+                by_theirs.setdefault(key, []).append((project, " and ".join(meant)))
+    return by_theirs
+
+
+def hint(key: str) -> str:
+    """What of ours a key of another project means; "" where the table does not know it."""
+    if (project := FOREIGN_SECTIONS.get(key)) is not None:
+        how = "; `megatron-rl recipe from-verl FILE` translates its configurations" if project == "verl" else ""
+        return f"it is a section of {project}{how}"
+    for name in (key, f"actor_rollout_ref.{key}"):
+        if found := _ours_by_theirs().get(name):
+            project, ours = found[0]
+            return f"it is a key of {project}; here it is {ours}"
+    return ""

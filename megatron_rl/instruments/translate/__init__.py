@@ -1,0 +1,1 @@
+"""Recipes of other projects, translated into ours: launch scripts and resolved configurations."""

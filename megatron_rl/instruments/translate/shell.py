@@ -1,0 +1,523 @@
+"""What a launch script would start: its commands with their variables filled in, without running anything.
+
+Understood are assignments, arrays, `${NAME:-default}` and its relatives, arithmetic, `if` with `[ … ]` or `[[ … ]]`,
+`case`, and `source` of a file that is there. Loops and functions are left out. What depends on the machine, such as
+`$(command)` or a variable that the script does not set, stays in the text as `unresolved_names` finds it.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from pathlib import Path
+
+from megatron_rl.errors import InputError
+
+_OPEN, _CLOSE = "\ue000", "\ue001"  # around what is not known; private characters, which no script holds
+_UNKNOWN = re.compile(f"{_OPEN}(.*?){_CLOSE}", re.DOTALL)
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_PARAMETER = re.compile(r"(#?)([A-Za-z_]\w*|[@*#?0-9])(\[[^\]]*\])?(.*)", re.DOTALL)
+_DECLARING = {"export", "declare", "local", "readonly", "typeset"}
+_OPERATORS = ("&&", "||", ";;", ";", "|", "&", "(", ")")
+_PAIRS = {"(": ")", "{": "}"}
+MAX_CHARS = 2**20
+
+
+def unresolved_names(text: str) -> list[str]:
+    """Variables and commands whose values ``text`` lacks, as the script writes them."""
+    return [_UNKNOWN.sub(r"\1", name) for name in _UNKNOWN.findall(text)]
+
+
+def readable(text: str) -> str:
+    """``text`` with what is not known as the script writes it."""
+    return text.replace(_OPEN, "").replace(_CLOSE, "")
+
+
+@dataclass
+class Script:
+    """``commands``: words of each command that would start. ``notes``: what could not be followed, and why."""
+
+    commands: list[list[str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class _Array:
+    name: str
+    is_added: bool
+    words: list[str]
+
+
+_Token = str | _Array
+
+
+def read_script(path: Path, variables: Mapping[str, str] | None = None) -> Script:
+    """Follow the script at ``path``. ``variables``: the environment that it is started in.
+
+    Raises InputError where it is no text, or a quote or bracket is not closed.
+    """
+    reader = _Reader(dict(variables or {}), path.parent)
+    reader.follow(path)
+    reader.script.variables = reader.variables
+    return reader.script
+
+
+def _text_of(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as a script: {error}") from error
+    if len(text) > MAX_CHARS:
+        raise InputError(f"{path}: {len(text)} characters; a launch script has at most {MAX_CHARS}")
+    return text.replace("\r\n", "\n")
+
+
+class _Lexer:
+    """Words as they are written, operators, ends of lines, and arrays."""
+
+    def __init__(self, text: str, path: Path) -> None:
+        self.text, self.path, self.at = text, path, 0
+
+    def tokens(self) -> Iterator[_Token]:
+        text = self.text
+        while self.at < len(text):
+            char = text[self.at]
+            if text.startswith("\\\n", self.at):
+                self.at += 2
+            elif char in " \t":
+                self.at += 1
+            elif char == "\n":
+                self.at += 1
+                yield "\n"
+            elif char == "#":
+                self.at = self._end_of_line()
+            elif text.startswith("<<", self.at) and not text.startswith("<<<", self.at):
+                self._skip_document()
+            elif found := next((op for op in _OPERATORS if text.startswith(op, self.at)), None):
+                self.at += len(found)
+                yield found
+            else:
+                yield self._word()
+
+    def _end_of_line(self) -> int:
+        end = self.text.find("\n", self.at)
+        return len(self.text) if end < 0 else end
+
+    def _skip_document(self) -> None:
+        match = re.compile(r"<<-?\s*(['\"]?)(\w+)\1[^\n]*\n").match(self.text, self.at)
+        end = match and re.compile(rf"^\t*{match[2]}$", re.MULTILINE).search(self.text, match.end())
+        self.at = end.end() if end else self._end_of_line()
+
+    def _word(self) -> _Token:
+        start, text = self.at, self.text
+        while self.at < len(text):
+            char, written = text[self.at], text[start : self.at]
+            if char == "(" and re.fullmatch(r"[A-Za-z_]\w*\+?=", written):
+                end = closing(text, self.at, self.path)
+                inside = [token for token in _Lexer(text[self.at + 1 : end], self.path).tokens() if token != "\n"]
+                self.at = end + 1
+                name = written.rstrip("+=")
+                return _Array(name, "+" in written, [token for token in inside if isinstance(token, str)])
+            if char in " \t\n;|()" or (char == "&" and not written.endswith(">")):
+                break
+            self.at = after_piece(text, self.at, self.path)
+        return text[start : self.at].replace("\\\n", "")
+
+
+def after_piece(text: str, at: int, path: Path) -> int:
+    """Where the piece at ``at`` ends: a quoted text, an expansion, or one character."""
+    char = text[at]
+    if char == "\\":
+        return at + 2
+    if char == "'":
+        end = text.find("'", at + 1)
+        return _closed(end, "'", text, at, path) + 1
+    if char == '"':
+        end = at + 1
+        while end < len(text) and text[end] != '"':
+            end = after_piece(text, end, path) if text[end] in "\\$`" else end + 1
+        return _closed(end if end < len(text) else -1, '"', text, at, path) + 1
+    if char == "`":
+        return _closed(text.find("`", at + 1), "`", text, at, path) + 1
+    if char == "$" and text[at + 1 : at + 2] in _PAIRS:
+        return closing(text, at + 1, path) + 1
+    return at + 1
+
+
+def closing(text: str, at: int, path: Path) -> int:
+    """Where the bracket at ``at`` is closed."""
+    opened, closed, end = text[at], _PAIRS[text[at]], at + 1
+    while end < len(text) and text[end] != closed:
+        if text[end] == opened:
+            end = closing(text, end, path) + 1
+        elif text[end] == "#" and opened == "(" and text[end - 1] in " \t\n":
+            line = text.find("\n", end)
+            end = len(text) if line < 0 else line
+        else:
+            end = after_piece(text, end, path)
+    return _closed(end if end < len(text) else -1, closed, text, at, path)
+
+
+def _closed(end: int, mark: str, text: str, at: int, path: Path) -> int:
+    if end < 0:
+        raise InputError(f"{path}:{text.count(chr(10), 0, at) + 1}: what begins here is not closed with {mark}")
+    return end
+
+
+class _Reader:
+    def __init__(self, variables: dict[str, str], folder: Path) -> None:
+        self.variables, self.arrays, self.folder = variables, {}, folder
+        self.script, self.path, self.depth = Script(), folder, 0
+
+    def follow(self, path: Path) -> None:
+        before, self.path = self.path, path
+        tokens = list(_Lexer(_text_of(path), path).tokens())
+        self._run(tokens, 0, len(tokens))
+        self.path = before
+
+    # Statements
+
+    def _run(self, tokens: list[_Token], at: int, end: int) -> None:
+        while at < end:
+            token = tokens[at]
+            if token == "if":
+                at = self._if(tokens, at, end)
+            elif token == "case":
+                at = self._case(tokens, at, end)
+            elif token in ("for", "while", "until"):
+                after = _matching(tokens, at, end, ("for", "while", "until"), "done")
+                if any(isinstance(inner, _Array) or _ASSIGNMENT.match(inner) for inner in tokens[at:after]):
+                    self._note(f"the loop `{_line(tokens, at, end)}` was left out")
+                at = after
+            elif isinstance(token, str) and at + 2 < end and tokens[at + 1 : at + 3] == ["(", ")"]:
+                at = _matching(tokens, at, end, ("{",), "}")
+                self._note(f"the function {token}() was left out")
+            else:
+                at = self._list(tokens, at, end)
+
+    def _list(self, tokens: list[_Token], at: int, end: int) -> int:
+        """Commands joined by && and || up to the end of their line."""
+        last: bool | None = True
+        is_run = True
+        while at < end:
+            start = at
+            while at < end and tokens[at] not in ("\n", ";", ";;", "&&", "||", "|", "&", "(", ")"):
+                at += 1
+            if is_run and at > start:
+                last = self._command(tokens[start:at])
+            joint = tokens[at] if at < end else "\n"
+            at += 1
+            if joint in ("\n", ";", ";;", "&"):
+                return at
+            if joint in ("&&", "||"):
+                is_run = last is None or last == (joint == "&&")
+                if last is None:
+                    self._note(f"whether `{_line(tokens, start, end)}` goes on is not known; taken as if it did")
+        return at
+
+    def _command(self, tokens: list[_Token]) -> bool | None:
+        """Carry out a command as far as it sets variables; whether it succeeds, None where that is not known."""
+        while tokens and tokens[0] in ("{", "}", "then", "do", "!", "time"):
+            tokens = tokens[1:]
+        if tokens and tokens[0] in _DECLARING:
+            tokens = [token for token in tokens[1:] if isinstance(token, _Array) or not token.startswith("-")]
+        if not tokens:
+            return True
+        if tokens[0] in ("[", "[[", "test"):
+            return self._test([self._expand_to_one(token) for token in tokens[1:] if token not in ("]", "]]")])
+        while tokens and (isinstance(tokens[0], _Array) or _ASSIGNMENT.fullmatch(tokens[0])):
+            self._assign(tokens[0])
+            tokens = tokens[1:]
+        words = [word for token in tokens if isinstance(token, str) for word in self._expand(token)]
+        if not words:
+            return True
+        if words[0] in ("source", ".") and len(words) > 1:
+            self._source(words[1])
+        elif words[0] not in (":", "set", "true", "unset", "shopt", "cd", "trap", "sleep"):
+            self.script.commands.append(words)
+        return {"true": True, "false": False}.get(words[0], True)
+
+    def _source(self, written: str) -> None:
+        file = self.folder / written
+        if unresolved_names(written) or not file.is_file() or self.depth > 4:
+            self._note(f"source {readable(written)}: not there, and so what it sets is not known")
+            return
+        self.depth += 1
+        self.follow(file)
+        self.depth -= 1
+
+    def _assign(self, token: _Token) -> None:
+        if isinstance(token, _Array):
+            words = [word for raw in token.words for word in self._expand(raw)]
+            self.arrays[token.name] = (self.arrays.get(token.name, []) if token.is_added else []) + words
+            return
+        name, plus, raw = _ASSIGNMENT.fullmatch(token).groups()
+        self.variables[name] = (self.variables.get(name, "") if plus else "") + self._expand_to_one(raw)
+
+    def _if(self, tokens: list[_Token], at: int, end: int) -> int:
+        after = _matching(tokens, at, end, ("if",), "fi")
+        marks = [at, *_own(tokens, at + 1, after - 1, ("elif", "else")), after - 1]
+        for start, stop in pairwise(marks):
+            if tokens[start] == "else":
+                self._run(tokens, start + 1, stop)
+                break
+            then = next((i for i in _own(tokens, start + 1, stop, ("then",))), stop)
+            holds = self._condition(tokens[start + 1 : then])
+            if holds is None:
+                said = " ".join(self._shown(token) for token in tokens[start + 1 : then]).strip(" ;\n")
+                self._note(f"whether `if {said}` holds is not known: its branches were left out")
+                break
+            if holds:
+                self._run(tokens, then + 1, stop)
+                break
+        return after
+
+    def _condition(self, tokens: list[_Token]) -> bool | None:
+        """Whether a list of tests joined by && and || holds; None where that is not known."""
+        tokens = [token for token in tokens if token not in ("\n", ";", "{", "}")]
+        result, joint, start = None, "", 0
+        for i in range(len(tokens) + 1):
+            if i < len(tokens) and tokens[i] not in ("&&", "||"):
+                continue
+            part = tokens[start:i]
+            is_inverted = bool(part) and part[0] == "!"
+            part = part[1:] if is_inverted else part
+            one: bool | None = None
+            if part and part[0] in ("[", "[[", "test"):
+                one = self._test([self._expand_to_one(token) for token in part[1:] if token not in ("]", "]]")])
+            one = None if one is None else one != is_inverted
+            if joint == "&&":
+                result = False if False in (result, one) else (None if None in (result, one) else True)
+            elif joint == "||":
+                result = True if True in (result, one) else (None if None in (result, one) else False)
+            else:
+                result = one
+            joint, start = (tokens[i], i + 1) if i < len(tokens) else ("", i)
+        return result
+
+    def _case(self, tokens: list[_Token], at: int, end: int) -> int:
+        after = _matching(tokens, at, end, ("case",), "esac")
+        word = self._expand_to_one(tokens[at + 1])
+        where = at + 3  # behind `in`
+        while where < after - 1:
+            patterns = []
+            while where < after - 1 and tokens[where] != ")":
+                if tokens[where] not in ("\n", "|", "("):
+                    patterns.append(self._expand_to_one(tokens[where]))
+                where += 1
+            stop = next(iter(_own(tokens, where + 1, after - 1, (";;",))), after - 1)
+            if unresolved_names(word):
+                break
+            if any(fnmatchcase(word, pattern) for pattern in patterns):
+                self._run(tokens, where + 1, stop)
+                return after
+            where = stop + 1
+        if unresolved_names(word):
+            self._note(f"`case {readable(word)}` is not known: its branches were left out")
+        return after
+
+    def _test(self, words: list[str]) -> bool | None:
+        if words[:1] == ["!"]:
+            inner = self._test(words[1:])
+            return None if inner is None else not inner
+        if any(unresolved_names(word) for word in words):
+            return None
+        if len(words) == 2 and words[0] in ("-n", "-z"):
+            return (words[1] != "") == (words[0] == "-n")
+        if len(words) == 2 and words[0] in ("-f", "-d", "-e"):
+            return None
+        if len(words) == 1:
+            return words[0] != ""
+        if len(words) == 3:
+            left, test, right = words
+            if test in ("=", "=="):
+                return fnmatchcase(left, right)
+            if test == "!=":
+                return not fnmatchcase(left, right)
+            numeric = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
+            if test in numeric and left.lstrip("-").isdigit() and right.lstrip("-").isdigit():
+                return numeric[test](int(left), int(right))
+        return None
+
+    # Expansion
+
+    def _shown(self, token: _Token) -> str:
+        return token if isinstance(token, str) else f"{token.name}=(…)"
+
+    def _note(self, text: str) -> None:
+        note = f"{self.path.name}: {readable(text)}"
+        if note not in self.script.notes:
+            self.script.notes.append(note)
+
+    def _expand_to_one(self, raw: _Token) -> str:
+        return "".join(text for text, _ in self._pieces(raw)) if isinstance(raw, str) else ""
+
+    def _expand(self, raw: str) -> list[str]:
+        """Words that ``raw`` becomes: unquoted blanks of a variable divide it, "${A[@]}" is a word an item."""
+        words, current, is_word = [], "", False
+        for text, kind in self._pieces(raw):
+            if kind == "item":
+                words += [current] if is_word else []
+                current, is_word = text, True
+            elif kind == "split":
+                parts = re.split(r"\s+", text)
+                current, is_word = current + parts[0], is_word or bool(parts[0])
+                for part in parts[1:]:
+                    words += [current] if is_word else []
+                    current, is_word = part, bool(part)
+            else:
+                current, is_word = current + text, True
+        return [*words, current] if is_word else words
+
+    def _pieces(self, raw: str, is_quoted: bool = False) -> Iterator[tuple[str, str]]:
+        """Parts of ``raw`` with how they join: as they are, an item of an array, or to be split at blanks."""
+        at = 0
+        while at < len(raw):
+            is_plain = is_quoted and raw[at] in "'\""
+            end = at + 1 if is_plain else after_piece(raw, at, self.path)
+            piece, char = raw[at:end], raw[at]
+            at = end
+            if char == "'" and not is_quoted:
+                yield piece[1:-1], ""
+            elif char == '"' and not is_quoted:
+                if not re.fullmatch(r'"\$(\{\w+\[@\]\}|@)"', piece):  # which may be no word at all
+                    yield "", ""
+                yield from self._pieces(piece[1:-1], is_quoted=True)
+            elif char == "\\":
+                is_escape = not is_quoted or piece[1:] in ("$", "`", '"', "\\", "\n")
+                yield (piece[1:].replace("\n", "") if is_escape else piece), ""
+            elif char == "$" and piece.startswith("$(("):
+                yield self._arithmetic(piece[3:-2]), ""
+            elif char == "`" or piece.startswith("$("):
+                yield self._substitution(piece), ""
+            elif piece.startswith("${"):
+                yield from self._parameter(piece[2:-1], is_quoted)
+            elif char == "$" and (name := re.compile(r"[A-Za-z_]\w*|[@*#?0-9]").match(raw, at)):
+                at = name.end()
+                yield from self._parameter(name[0], is_quoted)
+            else:
+                yield piece, ""
+
+    def _substitution(self, written: str) -> str:
+        if re.search(r"BASH_SOURCE|dirname[^|]*\$(0|\{0\})", written) and "|" not in written:
+            up = written.count("/..")
+            return str(self.folder.joinpath(*[".."] * up)) if up else str(self.folder)
+        return f"{_OPEN}{readable(written)}{_CLOSE}"
+
+    def _parameter(self, inside: str, is_quoted: bool) -> Iterator[tuple[str, str]]:
+        is_length, name, index, rest = _PARAMETER.fullmatch(inside).groups() if _PARAMETER.fullmatch(inside) else (
+            "", "", None, inside
+        )  # fmt: skip
+        kind = "" if is_quoted else "split"
+        if name in ("@", "*") and not rest:
+            return  # arguments of the script: none
+        if index in ("[@]", "[*]") or (name in self.arrays and index is None):
+            items = self.arrays.get(name)
+            if is_length:
+                yield str(len(items or [])), ""
+            elif items is None:
+                yield f"{_OPEN}${{{inside}}}{_CLOSE}", ""
+            else:
+                yield from ((item, "item" if i else "") for i, item in enumerate(items))
+            return
+        value = self.variables.get(name)
+        unknown = f"{_OPEN}${{{inside}}}{_CLOSE}"
+        if is_length or index is not None or not name:
+            yield unknown, ""
+        elif match := re.fullmatch(r"(:?)([-=+?])(.*)", rest, re.DOTALL):
+            is_missing = value is None or (match[1] == ":" and value == "")
+            if match[2] == "+":
+                yield ("" if is_missing else self._expand_to_one(match[3])), kind
+            elif not is_missing:
+                yield value, kind
+            elif match[2] == "?":
+                yield unknown, ""
+            else:
+                value = self._expand_to_one(match[3])
+                if match[2] == "=":
+                    self.variables[name] = value
+                yield value, kind
+        elif value is None:
+            yield f"{_OPEN}${{{name}}}{_CLOSE}", ""
+        elif not rest:
+            yield value, kind
+        elif (match := re.fullmatch(r"(##?|%%?)(.*)", rest, re.DOTALL)) and not unresolved_names(value):
+            yield _trimmed(value, match[1], self._expand_to_one(match[2])), kind
+        else:
+            yield unknown, ""
+
+    def _arithmetic(self, written: str) -> str:
+        text = self._expand_to_one(written)
+        for _ in range(8):  # a variable may hold an expression
+            text = re.sub(r"[A-Za-z_]\w*", lambda found: f"({self.variables.get(found[0], found[0])})", text)
+        try:
+            return str(_evaluated(ast.parse(text.strip(), mode="eval").body))
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+            return f"{_OPEN}$(({readable(written)})){_CLOSE}"
+
+
+_ARITHMETIC = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def _evaluated(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_evaluated(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
+        return _ARITHMETIC[type(node.op)](_evaluated(node.left), _evaluated(node.right))
+    raise ValueError("not an integer expression")
+
+
+def _trimmed(value: str, how: str, pattern: str) -> str:
+    """``value`` without the shortest, or longest, beginning (#, ##) or end (%, %%) that ``pattern`` fits."""
+    lengths = list(range(len(value) + 1))
+    if len(how) == 2:
+        lengths.reverse()
+    for length in lengths:
+        part = value[:length] if how[0] == "#" else value[len(value) - length :]
+        if fnmatchcase(part, pattern):
+            return value[length:] if how[0] == "#" else value[: len(value) - length]
+    return value
+
+
+def _matching(tokens: list[_Token], at: int, end: int, openers: tuple[str, ...], closer: str) -> int:
+    """The place behind the ``closer`` that belongs to the opener at, or first after, ``at``."""
+    depth = 0
+    for i in range(at, end):
+        if tokens[i] in openers:
+            depth += 1
+        elif tokens[i] == closer:
+            depth -= 1
+            if depth == 0:
+                return i + 1
+    return end
+
+
+def _own(tokens: list[_Token], at: int, end: int, wanted: tuple[str, ...]) -> Iterator[int]:
+    """Places of ``wanted`` in ``tokens`` that belong to no inner `if` or `case`."""
+    depth = 0
+    for i in range(at, end):
+        if tokens[i] in ("if", "case"):
+            depth += 1
+        elif tokens[i] in ("fi", "esac"):
+            depth -= 1
+        elif depth == 0 and tokens[i] in wanted:
+            yield i
+
+
+def _line(tokens: list[_Token], at: int, end: int) -> str:
+    stop = next((i for i in range(at, end) if tokens[i] in ("\n", ";", "&&", "||")), end)
+    return " ".join(token if isinstance(token, str) else f"{token.name}=(…)" for token in tokens[at:stop])
