@@ -27,6 +27,7 @@ STEPS = 30
 AT = 10
 SEED = 20
 SEEDS = 3
+MORE_SEEDS = 5  # where the command is undecided: then it asks for more
 BRANCH_STEPS = 16
 FIXED = (
     *(f"{key}={SEED}" for key in ("seed", "rollout.seed", "data.seed")),
@@ -103,7 +104,7 @@ CASES = {
         "dose of mismatch",
         "exact",
         (),
-        ("exact.noise={kind: logits, std: 1.5}",),
+        ("exact.noise={kind: logits, std: 4}",),
         "no-dose",
         ("third-rate", "tis"),
         at=5,  # `run why` takes the mismatch of the first ten steps
@@ -224,12 +225,12 @@ def settings(case: Case, out: Path, *, planted: bool) -> list[str]:
     return [change.replace("{out}", str(out)) for change in changes]
 
 
-def arguments_of_branch(case: Case, run: Path, out: Path, num_jobs: int) -> list[str]:
+def arguments_of_branch(case: Case, run: Path, seeds: int, num_jobs: int) -> list[str]:
     """The arguments of `run branch` for ``case``."""
     arms = [*(() if case.own else (case.cure,)), *case.others]
     own = ["--arm", case.cure, *(change.replace("{data}", str(_data())) for change in case.own)] if case.own else []
     outcome = ["--outcome", case.outcome] if case.outcome else []
-    numbers = {"from": case.at, "steps": case.steps, "seeds": SEEDS, "jobs": num_jobs}
+    numbers = {"from": case.at, "steps": case.steps, "seeds": seeds, "jobs": num_jobs}
     options = [part for key, value in numbers.items() for part in (f"--{key}", str(value))]
     return [str(run), *options, "--arms", *arms, *own, *outcome]
 
@@ -245,10 +246,16 @@ def _run(out: Path, name: str, case: Case, num_jobs: int) -> dict[str, Any]:
     why = json.loads(_command(out / f"{name}.log", "run", "why", str(run), "--json"))
     if why["healthy"]:
         return {"why": why, "branch": None}
-    branch = _command(
-        out / f"{name}.log", "run", "branch", *arguments_of_branch(case, run, out, num_jobs), "--json", allowed=(2,)
-    )
-    return {"why": why, "branch": json.loads(branch) if branch.strip() else None}
+    branch = None
+    for seeds in (SEEDS, MORE_SEEDS):
+        arguments = arguments_of_branch(case, run, seeds, num_jobs)
+        said = _command(out / f"{name}.log", "run", "branch", *arguments, "--json", allowed=(2,))
+        if not said:  # nothing is worse, the log says
+            break
+        branch = json.loads(said)
+        if all(arm["verdict"] != "undecided" for arm in branch["arms"]):
+            break
+    return {"why": why, "branch": branch}
 
 
 def _command(log: Path, *arguments: str, allowed: tuple[int, ...] = ()) -> str:
@@ -271,14 +278,14 @@ def pack(out: Path, file: Path) -> int:
 
 
 def _short(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The first two suspects; what was lost, and arm → verdict and the share of the loss that it restores."""
+    """The first two suspects; what was lost; arm → verdict and the share of the loss that it restores; the seeds."""
     if result["why"]["healthy"]:
         return {"healthy": True}
-    branch = result["branch"] or {"outcome": None, "arms": []}  # None: nothing was lost
+    branch = result["branch"] or {"outcome": None, "arms": [], "seeds": 0}  # None: nothing was lost
     outcome = branch["outcome"] and {key: _rounded(branch["outcome"][key]) for key in ("metric", "before", "after")}
     arms = {arm["name"]: [arm["verdict"], _rounded(arm["restored"])] for arm in branch["arms"]}
     suspects = [suspect["name"] for suspect in result["why"]["suspects"][:2]]
-    return {"healthy": False, "suspects": suspects, "outcome": outcome, "arms": arms}
+    return {"healthy": False, "suspects": suspects, "outcome": outcome, "arms": arms, "seeds": branch["seeds"]}
 
 
 def _rounded(value: Any) -> Any:
@@ -315,6 +322,7 @@ def _row(name: str, result: Mapping[str, Any]) -> str:
     lost, words = result["outcome"], ["yes" if right else "no" for right in is_right(case, result)]
     outcome = "nothing" if lost is None else f"`{lost['metric']}` {lost['before']:g} → {lost['after']:g}"
     arms = "; ".join(_arm(arm, verdict, restored) for arm, (verdict, restored) in result["arms"].items())
+    arms += f"; {result['seeds']} seeds" if result["seeds"] > SEEDS else ""
     return f"| {planted} | {outcome} | {', '.join(result['suspects']) or 'none'} | {words[0]} | {arms} | {words[1]} |"
 
 

@@ -41,9 +41,24 @@ def test_wrong_rewards_are_wrong():
     assert branch_table.right_and_long("#8" + " " * 22, "8") > branch_table.right_and_long("#8", "8")
 
 
+def test_an_undecided_branch_gets_more_seeds(tmp_path, monkeypatch):
+    seeds = []
+
+    def command(log, *arguments, allowed=()):
+        if "branch" not in arguments:
+            return json.dumps({"healthy": False, "suspects": []})
+        seeds.append(int(arguments[arguments.index("--seeds") + 1]))
+        return json.dumps(_result(["reward"], tis=OPEN)["branch"] | {"seeds": seeds[-1]})
+
+    monkeypatch.setattr(branch_table, "_command", command)
+    result = _short(branch_table._run(tmp_path, "rate-grpo", CASES["rate-grpo"], 1))
+    assert seeds == [3, 5]
+    assert result["seeds"] == 5
+
+
 def test_an_own_arm_is_named_with_its_keys(tmp_path):
     case = Case("reward", "grpo", (), ("reward.name=a.py:f",), "right", ("tis",), own=("reward.name=modsum",))
-    arguments = arguments_of_branch(case, tmp_path / "run", tmp_path, 1)
+    arguments = arguments_of_branch(case, tmp_path / "run", 3, 1)
     assert arguments[-5:] == ["--arms", "tis", "--arm", "right", "reward.name=modsum"]
 
 
@@ -54,7 +69,7 @@ def _result(suspects, **verdicts):
     ]
     outcome = {"metric": "critic/score/mean", "before": 0.6123, "after": 0.2}
     why = {"healthy": not suspects, "suspects": [{"name": suspect} for suspect in suspects]}
-    return {"why": why, "branch": {"outcome": outcome, "arms": arms}}
+    return {"why": why, "branch": {"outcome": outcome, "arms": arms, "seeds": 3}}
 
 
 YES, NO, OPEN = "brings it back", "does not", "undecided"
