@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 import yaml
 
 from megatron_rl.__main__ import main
@@ -40,6 +41,7 @@ BASE = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_is_verified_bit_for_bit(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))  # the runs'

@@ -7,6 +7,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.in_flight import (
     assert_sampled_as_said,
     flat,
@@ -31,6 +33,7 @@ def workers_of(server: int) -> list[int]:
     return [pid for pid in below if b"Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
+@pytest.mark.slow
 def test_a_server_whose_worker_dies_is_lost_started_again_and_costs_no_response(tmp_path):
     models, run_dir = two_models(tmp_path), tmp_path / "served"
     recipe, file = served_recipe(run_dir, LENGTH, tensor_parallel=2)

@@ -250,6 +250,7 @@ class TestTwoServers:
         assert held(generator) == [fresh._llm.apply_model(parameter_checksums)[0]]
         generator.refit(perturbed(2).items(), 5)  # the survivor's checksums closed it
 
+    @pytest.mark.slow
     def test_a_server_that_came_back_gets_the_weights_while_all_wait_for_responses(self, generator, fresh):
         """It is the only one that is left, and the learner sends what it sent before."""
         pool = generator._servers.pool
@@ -261,6 +262,7 @@ class TestTwoServers:
         assert pool.ready
         assert survivor not in pool.ready
 
+    @pytest.mark.slow
     def test_a_server_that_hangs_in_an_update_is_lost_and_comes_back(self, generator, fresh, chunks, monkeypatch):
         pool = generator._servers.pool
         wait(generator, lambda: len(pool.lacking) == 1)

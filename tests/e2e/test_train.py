@@ -246,7 +246,12 @@ def test_exported_checkpoint_loads_and_holds_the_trained_weights(root):
 
 
 @pytest.mark.parametrize(
-    "layout", [("learner.parallel.tensor=2", "learner.parallel.expert=2"), ("learner.parallel.pipeline=2",)], ids=str
+    "layout",
+    [
+        pytest.param(("learner.parallel.tensor=2", "learner.parallel.expert=2")),
+        pytest.param(("learner.parallel.pipeline=2",), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_two_ranks_train_like_one(root, layout, log_rho, batches, limits):
     """Rollouts are drawn per response, so two ranks sample what one samples, and learn the same from it.

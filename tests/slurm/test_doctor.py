@@ -64,7 +64,9 @@ ALL = dict.fromkeys(("patches", "open-files", "nodes"), "pass")
 @pytest.mark.parametrize(
     ("planted", "expected"),
     [
-        (f"{NODES[1]}:open-files", {NODES[1]: {"patches": "pass", "open-files": "fail"}}),
+        pytest.param(
+            f"{NODES[1]}:open-files", {NODES[1]: {"patches": "pass", "open-files": "fail"}}, marks=pytest.mark.slow
+        ),
         ("between:nodes", {NODES[1]: ALL, JOB: {"nodes": "fail"}}),
     ],
     ids=["on one node", "between ranks"],

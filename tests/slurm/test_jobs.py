@@ -92,6 +92,7 @@ def test_a_run_survives_preemption_a_lost_rank_and_a_lost_node(site):
     assert len(site.attempts("survivor")) == 4
 
 
+@pytest.mark.slow
 def test_smoke_in_a_container_then_evaluation(site):
     """`--smoke`: two steps under a name of its own. The stand-in for apptainer runs its command without a container."""
     site.program("apptainer", 'printf "%s\\n" "$*" >>"$(dirname "$0")/calls"\nshift 7\nexec "$@"\n')
@@ -137,6 +138,7 @@ def test_smoke_in_a_container_then_evaluation(site):
     assert figures["val/validation/avg@1"] * 8 in range(9)
 
 
+@pytest.mark.slow
 def test_an_alarm_ends_the_job_for_good_but_a_step_that_takes_too_long_does_not(site):
     """The controller does not answer the first request to requeue."""
     silent = 'asked=$(dirname "$0")/asked\n[ -e "$asked" ] || { touch "$asked" && exit 1; }'
@@ -165,6 +167,7 @@ def test_a_cancelled_job_stays_cancelled(site):
     assert not (site.runs / "cancelled" / "DONE").exists()
 
 
+@pytest.mark.slow
 def test_a_job_that_is_cancelled_while_it_requeues_itself_stays_cancelled(site):
     """Ranks of a cancelled job can end before the job's script is signalled: it takes them for lost ones."""
     running = "scontrol show job $SLURM_JOB_ID | grep -q JobState=RUNNING"
@@ -234,6 +237,7 @@ def test_preflight_names_the_bad_node(site):
     assert not list((site.runs / "sick").glob("slurm/*/rank-*"))
 
 
+@pytest.mark.slow
 def test_preflight_names_a_node_that_the_network_does_not_reach(site):
     cut_off = f'case "$*" in *network.py*) [ $SLURMD_NODENAME != {NODES[1]} ] || exit 1 ;; esac\n'
     python = site.program("python", cut_off + 'exec "$REAL_PYTHON" "$@"\n')
@@ -246,6 +250,7 @@ def test_preflight_names_a_node_that_the_network_does_not_reach(site):
     assert not list((site.runs / "apart").glob("slurm/*/rank-*"))
 
 
+@pytest.mark.slow
 def test_restarts_without_progress_are_few(site):
     """A program that dies at once is started again as often as allowed, and no more."""
     python = site.program("python", 'case "$*" in *megatron_rl\\ train*) exit 7 ;; esac\nexec "$REAL_PYTHON" "$@"\n')

@@ -15,6 +15,7 @@ from tests.support.tiny import REPOSITORY
 pytestmark = pytest.mark.slurm
 
 
+@pytest.mark.slow
 def test_a_study_is_submitted_run_by_run_and_not_twice(site):
     base = {
         "extends": str(REPOSITORY / "recipes" / "tiny" / "exact.yaml"),

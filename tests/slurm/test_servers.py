@@ -26,6 +26,7 @@ def steps(run: Path) -> list[int]:
     return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
 
 
+@pytest.mark.slow
 def test_a_server_killed_in_the_middle_of_a_step_costs_no_prompt(site):
     run, num_steps = site.runs / "served", 4
     settings = (f"num_steps={num_steps}", "recorder.record_batches=all", "rollout.servers.health_every_s=0.5")
