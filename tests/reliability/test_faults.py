@@ -282,7 +282,7 @@ def test_a_batch_that_cannot_be_recorded_does_not_end_the_run(runs, whole):
 
 
 def test_an_export_that_finds_no_room_is_made_at_the_next_start(runs, whole):
-    fault = {"at": "megatron_rl.checkpoint.hf_folder:save_file", "do": "safetensors fails"}
+    fault = {"at": "safetensors.torch:save_file", "do": "safetensors fails"}
     ended = runs.train("export", "checkpoint.export_hf=true", faults=[fault], expect=1)
     assert re.match(r"run failed: the Hugging Face checkpoint \S+hf could not be written: Safetensor", ended.last_line)
     assert not (runs.root / "export" / "DONE").exists()
@@ -402,8 +402,10 @@ def test_the_best_checkpoint_stays(runs, whole):
     saved = {step: score for step, score in scores.items() if step in (2, 4, 6, 7)}
     best = max(saved, key=lambda step: (saved[step], step))
     worst = min(saved, key=lambda step: (saved[step], -step))
-    assert set(runs.checkpoints("whole")) == {"step_00000006", "step_00000007", f"step_{best:08d}"}
-    runs.train("worst", "checkpoint={every: 2, keep_last: 1, keep_best: {metric: val/reward/mean, mode: min}}")
+    kept = "checkpoint={{every: 2, keep_last: {}, keep_best: {{metric: val/reward/mean, mode: {}}}}}"
+    runs.train("best", kept.format(2, "max"), "recorder.evidence=null")  # no alarm keeps another one
+    assert set(runs.checkpoints("best")) == {"step_00000006", "step_00000007", f"step_{best:08d}"}
+    runs.train("worst", kept.format(1, "min"), "recorder.evidence=null")
     assert set(runs.checkpoints("worst")) == {"step_00000007", f"step_{worst:08d}"}
 
 

@@ -25,7 +25,7 @@ def run_jobs(jobs: dict[str, Job]) -> dict[str, Any]:
     """name → (program.function, kwargs); what each returned. A job that is named "unmarked …" runs without our marks of
     expert weights, "upstream …" likewise with a TransformerEngine that has patches/transformer-engine-upstream, and
     "ring …" with fused attention, which context parallelism needs."""
-    from megatron.core import parallel_state
+    from tests.support.layouts import leave_layout
 
     results = {}
     for name, (function, kwargs) in jobs.items():
@@ -39,7 +39,7 @@ def run_jobs(jobs: dict[str, Job]) -> dict[str, Any]:
             if name.startswith("upstream"):
                 changes.enter_context(_patched_upstream())
             results[name] = getattr(program, attribute)(**kwargs)
-        parallel_state.destroy_model_parallel()
+        leave_layout()
     return results
 
 
