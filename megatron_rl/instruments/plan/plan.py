@@ -10,7 +10,14 @@ from megatron_rl.instruments.plan.learner import checkpoint_cost
 from megatron_rl.instruments.plan.lengths import Lengths
 from megatron_rl.instruments.plan.memory import MemoryPlan, Phase, host_phase, memory_plan
 from megatron_rl.instruments.plan.own_code import EvidenceCost, OwnCode, evidence_cost, own_code
-from megatron_rl.instruments.plan.search import Layout, deadline_problem, host_problem, problems, suggest
+from megatron_rl.instruments.plan.search import (
+    Layout,
+    deadline_problem,
+    host_problem,
+    problems,
+    sequences_proposed,
+    suggest,
+)
 from megatron_rl.instruments.plan.servers import ServerPlan, server_plan
 from megatron_rl.instruments.plan.timing import StepTime, step_time
 from megatron_rl.instruments.plan.workload import Workload
@@ -26,6 +33,7 @@ class Plan:
     evidence: EvidenceCost  # what `recorder.evidence` adds, of which `own` has the part without a disk
     layouts: list[Layout]  # best first
     problems: list[str]  # what does not fit; empty if all fits
+    sequences: tuple[int, StepTime] | None  # a better `rollout.max_num_seqs` with its time of a step, if there is one
     servers: ServerPlan | None = None  # only if lengths of responses were given
 
 
@@ -37,7 +45,8 @@ def make_plan(work: Workload, lengths: Lengths | None = None) -> Plan:
     all_problems = problems(work, memory, layouts) + host_problem(work, host) + deadline_problem(work, time)
     servers = server_plan(work, memory.engine, lengths, own_costs.seconds) if lengths is not None else None
     evidence = evidence_cost(work, own_costs, checkpoint_cost(work).size * work.ranks)
-    return Plan(work, memory, host, time, own_costs, evidence, layouts, all_problems, servers)
+    sequences = sequences_proposed(work)
+    return Plan(work, memory, host, time, own_costs, evidence, layouts, all_problems, sequences, servers)
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -63,5 +72,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "evidence": asdict(plan.evidence) | {"disk": plan.evidence.disk},
         "host_gib_node": plan.host.total / GIB,
         "problems": plan.problems,
+        "proposed": {"rollout.max_num_seqs": plan.sequences[0], "step_s": plan.sequences[1].total}
+        if plan.sequences
+        else {},
         **({"pipeline": plan.servers.as_json()} if plan.servers else {}),
     }

@@ -24,7 +24,7 @@ def render(plan: Plan) -> str:
     for phase in memory.phases:
         lines += [*_phase(phase, memory), ""]
     lines += [*_host(plan.host), ""]
-    lines += [*_cache(work, memory), *_placements(work, memory), ""]
+    lines += [*_cache(work, memory), *_sequences(plan), *_placements(work, memory), ""]
     lines += [*_time(plan), _checkpoint(work), *_evidence(plan), "", *_own(plan), ""]
     lines += [*pipeline_lines(plan.servers), ""] if plan.servers else []
     lines += [*_offload(work), ""]
@@ -109,6 +109,16 @@ def _cache(work: Workload, memory: MemoryPlan) -> list[str]:
     return [
         f"cache         {engine.tokens} tokens an engine: {engine.tokens / engine.longest:.1f} longest sequences, "
         f"{at_once} mean ones at a time (rollout.max_num_seqs {rollout.max_num_seqs})"
+    ]
+
+
+def _sequences(plan: Plan) -> list[str]:
+    if plan.sequences is None:
+        return []
+    number, time = plan.sequences
+    return [
+        f"  more of it  --set rollout.max_num_seqs={number}: {duration(time.generate)} of generating instead of "
+        f"{duration(plan.time.generate)}, {duration(time.total)} a step"
     ]
 
 

@@ -48,6 +48,11 @@ class Workload:
         learner = self.recipe.learner.model_copy(update=changes)
         return replace(self, recipe=self.recipe.model_copy(update={"learner": learner}))
 
+    def with_rollout(self, **changes: object) -> Workload:
+        """Return the workload with other keys of the recipe's `rollout` section."""
+        rollout = self.recipe.rollout.model_copy(update=changes)
+        return replace(self, recipe=self.recipe.model_copy(update={"rollout": rollout}))
+
     @property
     def data_parallel(self) -> int:
         return max(1, self.ranks // (self.parallel.tensor * self.parallel.pipeline * self.parallel.context))
