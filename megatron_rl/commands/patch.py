@@ -9,6 +9,7 @@
                                              patch files from the commits TAG..HEAD of a git checkout
     ... --tree DIR                           work on a git checkout or an unpacked source tree instead
     ... --series routing,schedule            of Megatron's patches, take those for this purpose alone
+    ... --series schedule/NAME               take the series up to this patch alone (status, apply and check)
 
 Project and release are found by themselves. Patches to Megatron come in series by purpose: routing, precision,
 schedule, fixes, cpu. Each applies alone and in any order, and is reverted alone; without --series, `apply` takes all
@@ -101,9 +102,13 @@ def named_purposes(options: argparse.Namespace) -> list[str] | None:
     if options.series is None:
         return None
     names = [name.strip() for name in options.series.split(",") if name.strip()]
-    if unknown := [name for name in names if name not in PURPOSES] or not names:
+    if unknown := [name for name in names if name.split("/")[0] not in PURPOSES] or not names:
         found = ", ".join(unknown) if isinstance(unknown, list) else "nothing"
         raise PatchError(f"--series: found {found}; allowed are {', '.join(PURPOSES)}")
+    parts = [name for name in names if "/" in name]
+    if parts and options.action not in ("status", "apply", "check"):
+        whole = ",".join(dict.fromkeys(name.split("/")[0] for name in names))
+        raise PatchError(f"--series: found {', '.join(parts)}; {options.action} takes whole series: --series {whole}")
     return names
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import sys
 from pathlib import Path
 
 from megatron_rl.patching.series import GitMissing, PatchError, Series, run_git
+from megatron_rl.shipped import shipped
 
 _PACKAGE_INFO = Path("megatron/core/package_info.py")
+_PIN = re.compile(
+    r'(?P<requirement>(?P<name>[\w.-]+)==[\w.]+)(?: *; *python_version *(?P<comparison><|>=) *"(?P<python>[\d.]+)")?'
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -17,16 +22,35 @@ def names(folder: Path) -> list[str]:
 
 
 def of_installed_packages(folder: Path) -> list[Series]:
-    """One series for each package: that for its installed version, else the first, of which `target.find` says why not.
+    """One series for each package: that for its installed version, else that for the version to install.
 
-    A series for source trees alone (UPSTREAM: `Package: none`) is used only when it is named.
+    `target.find` says of the latter what is wrong. A series for source trees alone (UPSTREAM: `Package: none`) is used
+    only when it is named.
     """
-    chosen: dict[str, Series] = {}
-    for name in names(folder):
-        series = Series.read(folder / name)
-        if not series.needs_tree and (series.package not in chosen or is_for(series, installed_version(series))):
-            chosen[series.package] = series
-    return list(chosen.values())
+    packages: dict[str, list[Series]] = {}
+    for series in (Series.read(folder / name) for name in names(folder)):
+        if not series.needs_tree:
+            packages.setdefault(series.package, []).append(series)
+    return [max(group, key=_nearness) for group in packages.values()]
+
+
+def _nearness(series: Series) -> tuple[bool, bool]:
+    wanted = to_install(series).partition("==")[2]
+    return is_for(series, installed_version(series)), is_for(series, wanted)
+
+
+def to_install(series: Series, python: tuple[int, ...] = sys.version_info[:2]) -> str:
+    """The requirement of the series' package that requirements.txt pins for this Python, else the series' own.
+
+    The series' own may have no wheel for this Python, or not be released yet. Nothing but Python may be installed here,
+    so that no package can read the file.
+    """
+    for line in shipped("requirements.txt").read_text().splitlines():
+        if (pin := _PIN.match(line)) and pin["name"] == series.package:
+            than = _number(pin["python"] or "0")
+            if python < than if pin["comparison"] == "<" else python >= than:
+                return pin["requirement"]
+    return series.pins["Package"]
 
 
 def installed_version(series: Series) -> str | None:

@@ -99,6 +99,11 @@ class Patch:
     purpose: str | None
     """The series that it belongs to; None: it is of no series of Megatron's."""
 
+    @property
+    def path(self) -> str:
+        """SERIES/NAME, without the release and the ending of the file's name: what `--series` takes."""
+        return f"{self.purpose}/{re.sub(r'(-[0-9]+[.][0-9]+)?[.]patch$', '', self.name)}"
+
     @classmethod
     def read(cls, path: Path) -> Patch:
         """Parse, check and return one patch file."""
@@ -180,9 +185,19 @@ class Series:
         return tuple(dict.fromkeys(patch.purpose for patch in self.patches if patch.purpose))
 
     def of(self, purposes: Sequence[str] | None) -> list[Patch]:
-        """The patches of these series (None: of those that are applied by default)."""
-        wanted = DEFAULT_PURPOSES if purposes is None else purposes
-        return [patch for patch in self.patches if patch.purpose is None or patch.purpose in wanted]
+        """The patches of these series (None: of those that are applied by default).
+
+        SERIES/PATCH is that patch and those before it in its series, which it may build on.
+        """
+        wanted = set(DEFAULT_PURPOSES if purposes is None else purposes)
+        paths = [patch.path for patch in self.patches if patch.purpose]
+        if unknown := sorted(name for name in wanted if "/" in name and name not in paths):
+            raise PatchError(f"{self.name} has no {', '.join(unknown)}; it has {', '.join(paths)}")
+        for path in reversed(paths):
+            purpose = path.split("/")[0]
+            if any(name.startswith(f"{purpose}/") for name in wanted & set(paths[paths.index(path) :])):
+                wanted.add(path)
+        return [patch for patch in self.patches if patch.purpose is None or {patch.purpose, patch.path} & wanted]
 
     def reachable(self, patch: Patch, files: Files) -> bool:
         """Whether the tree has what ``patch`` changes. A package has not all of the files of a checkout."""

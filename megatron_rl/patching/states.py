@@ -43,6 +43,21 @@ class State:
                 reasons[patch.name] = str(error)
         return reasons
 
+    def fitting(self, purposes: Sequence[str] | None) -> list[str]:
+        """What of these series `--series` would apply: those that fit whole, and SERIES/PATCH up to what does not fit.
+
+        The patches of `cpu` are of use together alone.
+        """
+        misfits, names = self.misfits(self.reachable(self.series.purposes)), []
+        for purpose in dict.fromkeys(patch.purpose for patch in self.reachable(purposes) if patch.purpose):
+            patches = self.reachable([purpose])
+            first = next((i for i, patch in enumerate(patches) if patch.name in misfits), len(patches))
+            if first == len(patches):
+                names.append(purpose)
+            elif first and purpose != "cpu":
+                names.append(patches[first - 1].path)
+        return names
+
     def pinned(self) -> bool:
         """Whether upstream's files are those of the release that the series is proven on."""
         return self.series.tree_hash(self.pristine) == self.series.pins["Tree-Before"]
@@ -54,27 +69,54 @@ def examine(series: Series, where: target.Target) -> State:
     try:
         pristine, held = series.undo(files)
     except PatchError as error:
-        raise PatchError(f"{error}\n{_advice(series, where)}") from None
+        raise PatchError(f"{error}\n{_restore(series, where)}") from None
     whole = {p.name for p in series.patches if all(p.name in held[path] for path in p.paths)}
     begun = set().union(*held.values()) - whole
     state = State(series, files, pristine, frozenset(whole), frozenset(begun))
-    if where.version == series.pins["Version"] and not state.pinned():
+    # A series without an archive is made on a branch: the release of that number may differ from it.
+    if where.version == series.pins["Version"] and series.archives and not state.pinned():
         reasons = "".join(f"{reason}\n" for reason in state.misfits(state.reachable(None)).values())
-        raise PatchError(f"{reasons}{where.root}: differs from upstream's {where.version}\n{_advice(series, where)}")
+        raise PatchError(f"{reasons}{where.root}: differs from upstream's {where.version}\n{_restore(series, where)}")
     return state
 
 
-def _advice(series: Series, where: target.Target) -> str:
-    """What to do about files that are neither upstream's nor patched."""
+def _restore(series: Series, where: target.Target) -> str:
+    """How to bring back upstream's files where some are neither upstream's nor patched."""
     if where.version is not None:
         pip = f"pip install --no-deps --force-reinstall {series.package}=={where.version}"
         return f"{where.root} holds edits or older patches; nothing was changed.\nReinstall it: {pip}"
-    what = f"{where.root} ({where.kind}): {series.name} is proven on {series.pins['Version']}; nothing was changed."
+    if other := _other_series(series, where):
+        return other
+    what = f"{where.root} ({where.kind}) holds edits of patched lines, or older patches; nothing was changed."
+    if (where.root / ".git").exists():
+        return f"{what}\nBring the file back, and try again: git -C {where.root} checkout -- FILE"
+    return f"{what}\nBring the file back from {series.pins['Source']}, and try again."
+
+
+def _other_series(series: Series, where: target.Target) -> str:
+    """The advice to take the patches for this tree, if others than these are for it; else nothing."""
     version = releases.version_of(where.root)
+    what = f"{where.root} ({where.kind}): {series.name} is proven on {series.pins['Version']}; nothing was changed."
     for name, other in releases.others(series).items():
         if version is not None and releases.line(version) == releases.line(other):
             return f"{what}\nThe patches for this tree are {name}: leave out the name, and they are found."
-    return f"{what}\n`patch status --tree DIR` says which series fit; take those: --series NAME."
+    return ""
+
+
+def _advice(state: State, where: target.Target, purposes: Sequence[str] | None) -> str:
+    """What to do about upstream's files that patches do not fit."""
+    series = state.series
+    if where.version is None and (other := _other_series(series, where)):
+        return other
+    what = f"{where.root} ({where.kind}): {series.name} is proven on {series.pins['Version']}; nothing was changed."
+    if fitting := state.fitting(purposes):
+        what = f"{what}\nThese fit; take those: --series {','.join(fitting)}"
+    elif where.version is None:
+        what = f"{what}\nNone of what was named fits: nothing of it can be applied to this tree."
+    if where.version is not None and series.archives:
+        package = f"{series.package}=={series.pins['Version']}"
+        what = f"{what}\nOr install the release on which all fit: pip install --no-deps {package}"
+    return what
 
 
 def apply_or_revert(series: Series, where: target.Target, revert: bool, purposes: Sequence[str] | None = None) -> str:
@@ -90,7 +132,10 @@ def apply_or_revert(series: Series, where: target.Target, revert: bool, purposes
             raise PatchError(
                 f"{series.name} has no {' or '.join(purposes)} for {where.root}: {why_not(state, purposes)}"
             )
-        _expect_fit(state, where, patches)
+        if revert:
+            patches = [patch for patch in patches if patch.name in state.whole | state.begun]
+        else:
+            _expect_fit(state, where, patches, purposes)
         chosen = {patch.name for patch in patches}
         names = state.whole - chosen if revert else state.whole | chosen
         wanted = series.patched(state.pristine, names)
@@ -104,9 +149,9 @@ def apply_or_revert(series: Series, where: target.Target, revert: bool, purposes
     return f"{done}, {len(patches)} patches, {len(touched)} files in {where.root}{note}"
 
 
-def _expect_fit(state: State, where: target.Target, patches: list[Patch]) -> None:
+def _expect_fit(state: State, where: target.Target, patches: list[Patch], purposes: Sequence[str] | None) -> None:
     if reasons := state.misfits(patches):
-        raise PatchError("\n".join([*reasons.values(), _advice(state.series, where)]))
+        raise PatchError("\n".join([*reasons.values(), _advice(state, where, purposes)]))
 
 
 def why_not(state: State, purposes: Sequence[str]) -> str:
@@ -122,7 +167,7 @@ def report(series: Series, where: target.Target, purposes: Sequence[str] | None 
     The state is that of the series ``purposes`` (None: of those that are applied by default).
     """
     files = series.load(where.root)
-    state, groups = _groups(series, where, files)
+    state, groups = _groups(series, where, files, purposes)
     applied = {p.name: p.name in state.whole for p in series.patches} if state else _applied(series, files)
     wanted = [name for name in groups if name in _default(series, purposes)]
     states = {groups[name]["state"] for name in wanted}
@@ -155,9 +200,13 @@ def _default(series: Series, purposes: Sequence[str] | None) -> list[str]:
     return [""] if not series.purposes else list(dict.fromkeys(p.purpose or "" for p in series.of(purposes)))
 
 
-def _groups(series: Series, where: target.Target, files: Files) -> tuple[State | None, dict[str, dict[str, str]]]:
-    """The state of each series; of patches that are of none, under an empty name."""
+def _groups(
+    series: Series, where: target.Target, files: Files, purposes: Sequence[str] | None
+) -> tuple[State | None, dict[str, dict[str, str]]]:
+    """The state of each series, or of the part of it that ``purposes`` names; of patches that are of none, under an
+    empty name."""
     names = series.purposes or ("",)
+    parts = {name: [part for part in purposes or () if part.startswith(f"{name}/")] for name in names}
     known = {"Tree-Before": PRISTINE, "Tree-After": APPLIED, None: None}[series.known_by_hash(files)]
     if known:
         default = _default(series, None)
@@ -166,16 +215,17 @@ def _groups(series: Series, where: target.Target, files: Files) -> tuple[State |
         state = examine(series, where)
     except PatchError as error:
         return None, {name: {"state": UNKNOWN, "message": str(error)} for name in names}
-    return state, {name: _group(state, name) for name in names}
+    return state, {name: _group(state, name, parts[name] or [name]) for name in names}
 
 
-def _group(state: State, purpose: str) -> dict[str, str]:
-    patches = state.reachable([purpose] if purpose else None)
+def _group(state: State, purpose: str, parts: list[str]) -> dict[str, str]:
+    patches = state.reachable(parts if purpose else None)
     missing = [patch for patch in patches if patch.name not in state.whole]
     if not missing:
         return {"state": APPLIED if patches else UNFIT, "message": "" if patches else why_not(state, [purpose])}
     if reasons := state.misfits(patches):
-        return {"state": UNFIT, "message": "\n".join(reasons.values())}
+        part = [f"what stands before it fits: --series {name}" for name in state.fitting([purpose]) if purpose]
+        return {"state": UNFIT, "message": "\n".join([*reasons.values(), *part])}
     begun = len(missing) < len(patches) or any(patch.name in state.begun for patch in missing)
     return {"state": PARTIAL if begun else PRISTINE, "message": ""}
 

@@ -6,10 +6,13 @@ import contextlib
 import dataclasses
 import fcntl
 import importlib.metadata
+import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from megatron_rl.patching import releases
 from megatron_rl.patching.series import Files, PatchError, Series
@@ -69,8 +72,8 @@ def find(series: Series, tree: str | None, allow_global: bool) -> Target:
         distribution = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
         raise PatchError(
-            f"{package} is not installed for {sys.executable}: install {series.pins['Package']} first, or name a "
-            "source tree with --tree"
+            f"{package} is not installed for {sys.executable}: {_install(series)} first, "
+            "or name a source tree with --tree"
         ) from None
     root = Path(str(distribution.locate_file(""))).resolve()
     environment = Path(sys.prefix).resolve()
@@ -82,7 +85,7 @@ def find(series: Series, tree: str | None, allow_global: bool) -> Target:
         )
     if not (root / top).is_dir():
         raise PatchError(
-            f"{root}: {package} is installed, but there is no {top}/ beside it; is it an editable install?"
+            f"{root}: {package} is installed, but there is no {top}/ beside it: {_elsewhere(distribution)}"
         )
     if not releases.is_for(series, distribution.version):
         raise PatchError(_other_version(series, distribution.version))
@@ -97,8 +100,26 @@ def _other_version(series: Series, version: str) -> str:
     for name, other in others.items():
         if releases.line(other) == releases.line(version):
             return f"{said}: leave out the name, or name {name}"
-    known = ", ".join(sorted([series.pins["Version"], *others.values()]))
-    return f"{said}, and no patches are for {version}: install one of {known}, or name a source tree with --tree"
+    return f"{said}, and no patches are for {version}: {_install(series)}, or name a source tree with --tree"
+
+
+def _install(series: Series) -> str:
+    """The advice to install the release of this Python; a name of other patches would then be in the way."""
+    requirement = releases.to_install(series)
+    fits = releases.is_for(series, requirement.partition("==")[2])
+    return f"install {requirement}" + ("" if fits else f" and leave out the name {series.name}")
+
+
+def _elsewhere(distribution: importlib.metadata.Distribution) -> str:
+    """What to do about a package whose files are not where it is registered."""
+    origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+    if origin.get("dir_info", {}).get("editable"):
+        path = shlex.quote(unquote(urlsplit(origin["url"]).path))
+        return f"it is an editable install, so name its source tree: --tree {path}"
+    name, version = distribution.metadata["Name"], distribution.version
+    return (
+        f"reinstall it (pip install --no-deps --force-reinstall {name}=={version}), or name a source tree with --tree"
+    )
 
 
 @contextlib.contextmanager

@@ -239,7 +239,7 @@ def test_other_environments_and_versions_are_refused(patches, environment, tmp_p
     done = run("apply", "--patches", patches, python=python)
     assert done.returncode == 2
     assert (
-        "small 2.0 is installed, small is for 1.0, and no patches are for 2.0: install one of 1.0, or name"
+        "small 2.0 is installed, small is for 1.0, and no patches are for 2.0: install small==1.0, or name"
         in done.stderr
     )
     missing = run("apply", "--patches", patches)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -118,13 +120,15 @@ def test_a_newer_release_is_told_what_fits(tmp_path):
     done = patch("apply", "--tree", tmp_path, series.name)
     assert done.returncode == 2
     assert "router_replay.py: patch does not apply" in done.stderr
-    assert "take those: --series NAME" in done.stderr
+    assert "These fit; take those: --series precision,fixes,cpu\n" in done.stderr
     done = patch("apply", "--tree", tmp_path, "--series", "schedule,precision", series.name)
     assert done.returncode == 0, done.stderr
     assert patch("status", "--tree", tmp_path, "--series", "schedule", series.name).returncode == 0
 
 
-@pytest.mark.parametrize(("version", "advice"), [("0.17.0", "name megatron-core-0.17"), ("0.99.0", "install one of ")])
+@pytest.mark.parametrize(
+    ("version", "advice"), [("0.17.0", "name megatron-core-0.17"), ("0.99.0", "install megatron-core==")]
+)
 def test_advice_for_an_installed_package_does_not_loop(version, advice, monkeypatch):
     from megatron_rl.patching import target
 
@@ -159,3 +163,39 @@ def test_each_series_of_a_release_has_a_patch_or_a_reason():
         noted = [note for notes in series.notes.values() for note in notes]
         for purpose in PURPOSES:
             assert purpose in series.purposes or any(note.startswith(purpose) for note in noted), (series.name, purpose)
+
+
+# Headers: what a pull request would say
+
+HEADED = sorted(PATCHES.glob("megatron/*/*.patch"))
+
+
+@pytest.mark.parametrize("path", HEADED, ids=lambda path: path.name)
+def test_a_header_says_what_a_pull_request_would(path):
+    """Title, problem, where it was or would be sent, and the smallest test; or why it is not for upstream."""
+    head = path.read_text().partition("\n---\n")[0]
+    title, _, text = head.partition("Subject: [PATCH] ")[2].partition("\n\n")
+    *problem, last = text.strip().split("\n\n")
+    trailers = dict(line.split(": ", 1) for line in last.splitlines())
+    assert 10 < len(title.replace("\n", "")) <= 90
+    assert sum(len(paragraph.split()) for paragraph in problem) >= 15
+    if trailers["Forwarded"] == "not-needed":
+        assert trailers["Origin"].startswith("backport") or "Gloo" in trailers["Drop-When"]
+        return
+    upstream = r"https://github\.com/NVIDIA/Megatron-LM"
+    where = rf"({upstream}/pull/\d+|no; for the main branch of {upstream}, .+)"
+    assert re.fullmatch(where, trailers["Forwarded"])
+    assert re.fullmatch(r"tests/unit_tests/[\w/]+\.py: .{10,}", trailers["Upstream-Test"])
+
+
+def test_the_text_of_a_header_is_no_part_of_a_patch(tmp_path):
+    """A tree that was patched with other words in the headers is still recognised."""
+    shutil.copytree(PATCHES, tmp_path / "patches")
+    for path in (tmp_path / "patches").glob("megatron/*/*.patch"):
+        path.write_text(path.read_text().replace("Subject: [PATCH] ", "Subject: [PATCH] Please: ", 1))
+    before = megatron_core()
+    after = Series.read(tmp_path / "patches" / before.name)
+    files = after.load(find(before, None, allow_global=True).root)
+    assert [patch.diff for patch in after.patches] == [patch.diff for patch in before.patches]
+    assert {patch.subject for patch in after.patches}.isdisjoint(patch.subject for patch in before.patches)
+    assert after.known_state(files) == before.known_state(files) == "Tree-After"
