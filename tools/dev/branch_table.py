@@ -32,7 +32,7 @@ BRANCH_STEPS = 16
 FIXED = (
     *(f"{key}={SEED}" for key in ("seed", "rollout.seed", "data.seed")),
     *("rollout.num_samples=4", "validation.every=5", "validation.limit=64", "reward.num_workers=1"),
-    *("checkpoint.every=5", f"checkpoint.keep_last={STEPS}", "monitor.samples.every=0"),
+    *("checkpoint.every=5", "checkpoint.keep_last=30", "monitor.samples.every=0"),
     *("monitor.tensorboard=false", "monitor.plots=false", "monitor.alarms=[]"),  # no alarm of a recipe ends the run
 )
 
@@ -129,6 +129,7 @@ CASES = {
         "overlong-penalty",
         _NEUTRAL,
         outcome="response_length/clip_ratio",
+        steps=26,  # lengths grow from the tenth of these on
     ),
     "rounding-int4-whole": Case(
         "rounding",
@@ -141,7 +142,12 @@ CASES = {
         steps=24,
     ),
     "clip-open": Case(
-        "clip range", "grpo", (_LR.format("5e-4"), _UPDATES.format(8)), _OPEN, "usual-clip", ("tis", "other-data-order")
+        "clip range",
+        "grpo",
+        (_LR.format("2.5e-4"), _UPDATES.format(8)),
+        _OPEN,
+        "usual-clip",
+        ("tis", "other-data-order"),
     ),
     "rate-gspo": Case(
         "learning rate", "gspo", (_UPDATES.format(2),), (_LR.format("1.5e-3"),), "third-rate", ("one-update", "tis")
@@ -168,6 +174,16 @@ CASES = {
         (_UPDATES.format(16),),
         "one-update",
         ("third-rate", "other-data-order"),
+    ),
+    "rate-warm-up": Case(
+        "learning rate",
+        "grpo",
+        (),
+        (_LR.format("1.8e-3"), "schedule.warmup_steps=12"),
+        "third-rate",
+        _NEUTRAL,
+        at=0,  # the rate rises with every step
+        steps=24,
     ),
     "dose-hidden": Case(
         "dose of mismatch",
@@ -239,7 +255,7 @@ def _run(out: Path, name: str, case: Case, num_jobs: int) -> dict[str, Any]:
     run = out / name
     base = [f"recipes/tiny/{case.recipe}.yaml", "--set", f"run_root={out}", "--set", f"name={name}"]
     phases = [(case.at, False)] if case.at and not (run / f"checkpoints/step_{case.at:08}").is_dir() else []
-    for steps, planted in (*phases, (STEPS, True)):
+    for steps, planted in (*phases, (max(STEPS, case.at + case.steps), True)):
         sets = [part for change in settings(case, out, planted=planted) for part in ("--set", change)]
         allowed = ["--allow-changes"] if planted else []
         _command(out / f"{name}.log", "train", *base, "--set", f"num_steps={steps}", *sets, *allowed)
