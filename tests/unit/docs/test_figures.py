@@ -21,6 +21,8 @@ from megatron_rl.instruments.plan.timing import step_time
 from megatron_rl.model.known_models import shape_of
 from megatron_rl.monitor.scoring import CollapseRule
 from tests.support.tiny import REPOSITORY
+from tools.dev.branch_table import CASES as PLANTED
+from tools.dev.branch_table import table as table_of_branches
 from tools.dev.tune_surge_detector import CASES, surge_step
 from tools.dev.unstable_runs import table as table_of_causes
 
@@ -90,6 +92,17 @@ def test_table_of_runs_of_a_known_cause():
     ).groups()
     right = sum(row.endswith("| yes |") for row in planted)
     assert tuple(map(int, told)) == (len(rows) - 2, len(planted), right)
+
+
+def test_table_of_planted_causes_and_their_branches():
+    text = (DOCS / "reading-a-run.md").read_text()
+    *rows, _, said = table_of_branches(DOCS / "lab" / "branch.json")
+    assert "\n".join(rows) in text
+    pattern = (
+        r"(\d+) of (\d+) cases were run, and (\d+) became unstable. Of these, `why` has .* in (\d+), .* in (\d+)\."
+    )
+    told = re.search(pattern, " ".join(text.split())).groups()
+    assert list(told) == [str(len(rows) - 2), str(len(PLANTED)), *re.findall(r"\d+", said)]
 
 
 def right_outcomes(config: DetectorConfig, curve, outcome, noise: float, seeds: int = 20) -> float:
