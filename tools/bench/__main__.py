@@ -40,7 +40,7 @@ SMOKE: dict[str, str] = {
     "learner": "--sequences 2 --length 16 --rounds 1",
     "objective": "--tokens 4096 --length 64 --threads 1 --repeats 1 --most 1000",
     "old_logprobs": "--sequences 2 --length 16 --rounds 1",
-    "overlap": "--rounds 1 --steps 4 --length 4 --prompts 2",
+    "overlap": "--rounds 1 --steps 8 --length 4 --prompts 2",
     "oversampling": "--steps 2",
     "packing": "--sequences 16 --ranks 2 --batches 1",
     "pipeline": "--turns 1 --steps 8 --modes finish --rounds 1",

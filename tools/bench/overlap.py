@@ -70,14 +70,15 @@ def run(
             time.sleep(0.02)
         if all(program.poll() is None for program in programs):
             marks.append((len(lines()), sum(map(processor_seconds, programs))))
-    if len(marks) < 2 or process.wait():
-        for program in programs:
-            program.terminate()
-        raise SystemExit(log.read_text()[-4000:])
+    if any(server.poll() is not None for server in programs[1:]):
+        process.terminate()  # it would wait for a server that is gone
+    failed = process.wait() != 0 or len(lines()) < steps
     for server in programs[1:]:
         server.terminate()
         server.wait()
-    (first, before), (last, after) = marks
+    if failed:
+        raise SystemExit(log.read_text()[-4000:])
+    (first, before), (last, after) = marks if len(marks) == 2 else [(0, 0.0), (0, 0.0)]
     seconds = (after - before) / (last - first) if last > first else math.nan  # steps too short to be told apart
     return [json.loads(row) for row in lines()][WARM_UP_STEPS:steps], seconds
 
