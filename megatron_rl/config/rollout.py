@@ -143,8 +143,8 @@ class RolloutConfig(Section):
     """Responses sampled to each prompt: the group size G."""
     max_response_length: PositiveInt = 1024
     """Longest response in tokens, the stop token included. What reaches it without stopping counts as truncated."""
-    temperature: float = Field(1.0, ge=0.01)
-    """Sampling temperature; vLLM raises anything below 0.01 to 0.01, so that is the least. Log-probs are those of the
+    temperature: float = Field(1.0, ge=0.01, le=2)
+    """Sampling temperature; vLLM raises anything below 0.01 to 0.01 and refuses more than 2. Log-probs are those of the
     distribution after temperature, top-p and top-k."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the smallest set of tokens whose probabilities reach this sum. 1: from all."""

@@ -141,8 +141,8 @@ class ValidationConfig(Section):
     """Steps between validations on data.validation, the first before training; 0 or null: never."""
     num_samples: PositiveInt = 1
     """Responses per held-out prompt (n of avg@n and pass@n)."""
-    temperature: float = Field(1.0, ge=0)
-    """Sampling temperature of validation; 0 is greedy."""
+    temperature: float = Field(1.0, ge=0, le=2)
+    """Sampling temperature of validation; 0 is greedy. Other values below 0.01 are refused: vLLM would raise them."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Validation samples from the smallest set of tokens whose probabilities reach this sum. 1: from all."""
     repeated_rows: Literal["merge", "keep"] = "merge"
@@ -150,6 +150,13 @@ class ValidationConfig(Section):
     times (AIME-2024's public file holds each problem 32 times). keep: each is sampled num_samples times."""
     limit: PositiveInt | None = None
     """Use only the first this many held-out prompts. null: all."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _at_least_vllms_least(cls, temperature: float) -> float:
+        if 0 < temperature < 0.01:
+            raise ValueError(f"found {temperature:g}; vLLM would raise it to 0.01; use 0 (greedy) or at least 0.01")
+        return temperature
 
 
 class RecipeSections(Section):
