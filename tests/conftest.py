@@ -58,11 +58,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One worker a core as far as memory goes, and one more for the cluster's tests, which wait; 0, which is this
-    process alone, where that would be one."""
+    process alone, where there is one core, or memory for one worker."""
     cores = len(os.sched_getaffinity(0))
     gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     workers = min(cores + 1, int(gib // GIB_PER_WORKER), USEFUL_WORKERS)
-    return workers if workers > 1 else 0
+    return workers if workers > 1 and cores > 1 else 0
 
 
 def unit_of(nodeid: str) -> str:
