@@ -70,8 +70,7 @@ class Case:
 
     def first(self, metric: str) -> float | None:
         """The median of the first steps."""
-        values = self.values(metric)[:FIRST]
-        return median(values) if values else None
+        return self._median_of_first(metric, self.records)
 
     def at_the_highest_rate(self, metric: str) -> float | None:
         """The median of the first steps at the highest learning rate up to the onset, or without rates of the first.
@@ -81,8 +80,11 @@ class Case:
         rates = self.values("actor/lr", self.onset)
         if not rates or min(rates) > HIGHEST * max(rates):
             return self.first(metric)
-        highest = [r for r in self.records if r.get("actor/lr", 0.0) > HIGHEST * max(rates) and metric in r]
-        values = [float(r[metric]) for r in highest[:FIRST] if math.isfinite(r[metric])]
+        return self._median_of_first(metric, [r for r in self.records if r.get("actor/lr", 0.0) > HIGHEST * max(rates)])
+
+    @staticmethod
+    def _median_of_first(metric: str, records: Records) -> float | None:
+        values = [float(r[metric]) for r in records if metric in r and math.isfinite(r[metric])][:FIRST]
         return median(values) if values else None
 
     def setting(self, path: str, default: Any = None) -> Any:
