@@ -84,6 +84,14 @@ def test_a_recipe_does_not_inherit_its_name(write):
     assert load_recipe(child, ["name=y"]).name == "y"
 
 
+@pytest.mark.parametrize(
+    ("section", "temperature"), [("rollout", 0.01), ("rollout", 2), ("validation", 0), ("validation", 0.01)]
+)
+def test_the_least_and_the_highest_temperature_are_allowed(section, temperature):
+    recipe = load_recipe(REPOSITORY / "recipes/tiny/grpo.yaml", [f"{section}.temperature={temperature}"])
+    assert getattr(recipe, section).temperature == temperature
+
+
 def test_overrides_win_and_are_yaml(write):
     recipe = load_recipe(
         GRPO, ["learner.optimizer.lr=3e-6", "batch.prompts=2", "data.validation=[]", "validation.every=0"]
