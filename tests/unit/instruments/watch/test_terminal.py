@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from megatron_rl.__main__ import main
 from megatron_rl.instruments.watch import run as watched
+from megatron_rl.instruments.watch import terminal
 from megatron_rl.instruments.watch.run import WatchedRun
 from megatron_rl.instruments.watch.terminal import frame, watch
 from megatron_rl.run.lock import RunLock
@@ -75,7 +77,7 @@ def test_a_terminal_is_drawn_anew_until_it_is_interrupted(tmp_path, monkeypatch)
         if len(sleeps) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("megatron_rl.instruments.watch.terminal.time.sleep", sleep)
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(sleep=sleep))  # of this module alone: other threads sleep too
     console = Console(width=120, height=60, force_terminal=True, record=True, file=open(os.devnull, "w"))  # noqa: SIM115 - closed with the console
     run = WatchedRun("run", tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
