@@ -19,7 +19,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron_rl.checkpoint.hf_folder import HFFolder, check_weights
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import Architecture
-from megatron_rl.model.names import EMBEDDING, EXPERT, HEAD, Sharding, find_weight
+from megatron_rl.model.families.weights import EMBEDDING, EXPERT, HEAD, Sharding
+from megatron_rl.model.names import find_weight
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class WeightMap:
 
     def _entry(self, name: str) -> Entry:
         in_layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
-        weight, expert = find_weight(in_layer[2] if in_layer else name)
+        weight, expert = find_weight(in_layer[2] if in_layer else name, self.architecture)
         if weight is HEAD and self.architecture.tie_embeddings:
             weight = EMBEDDING
         prefix = ""

@@ -13,9 +13,9 @@ import pytest
 from transformers import AutoConfig
 
 from megatron_rl.errors import InputError
-from megatron_rl.model import config_keys
 from megatron_rl.model.architecture import Architecture, architecture_from, read_architecture, unknown_config_keys
-from megatron_rl.model.config_keys import FAMILIES, implemented, listed, neutral, without_effect
+from megatron_rl.model.config_keys import _is_one_of, implemented, listed, neutral, without_effect
+from megatron_rl.model.families import FAMILIES
 from tests.support.tiny import MODEL
 
 SIZES = {
@@ -38,7 +38,7 @@ METHODS |= {"validate_rope", "is_heterogeneous"}
 
 
 def config_of(model_type: str, **change: Any) -> dict[str, Any]:
-    return {"model_type": model_type, "architectures": [FAMILIES[model_type]], **SIZES, **change}
+    return {"model_type": model_type, "architectures": [FAMILIES[model_type].hf_class], **SIZES, **change}
 
 
 def theirs(config: dict[str, Any]) -> Any:
@@ -119,7 +119,7 @@ def test_absent_keys_are_transformers_defaults(model_type):
             )
             assert ours.moe_layers == (True, True)
         for key, rule in neutral(model_type).items():
-            assert key not in vars(model) or config_keys._is_one_of(vars(model)[key], rule.values), key
+            assert key not in vars(model) or _is_one_of(vars(model)[key], rule.values), key
 
 
 def test_a_required_key_is_missed():

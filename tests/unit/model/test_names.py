@@ -40,10 +40,10 @@ def test_tensors_on_disk(architecture, key, hf_names, shape):
     ],
 )
 def test_parameters_in_memory(parameter, hf, expert):
-    weight, number = find_weight(parameter)
+    weight, number = find_weight(parameter, MOE)
     assert (weight.hf, number) == (hf, expert)
 
 
 def test_an_unknown_parameter_is_an_error():
     with pytest.raises(NotImplementedError, match=r"no Hugging Face name .* mlp.bias"):
-        find_weight("mlp.bias")
+        find_weight("mlp.bias", MOE)

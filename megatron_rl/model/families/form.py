@@ -1,0 +1,30 @@
+"""What a family of models is: one object, which a file beside this one fills in for each family. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.model.families.keys import Implemented, Neutral, WithoutEffect
+from megatron_rl.model.families.weights import Weight
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """All that is known of a family. `families.FAMILIES` holds each under its ``model_type``."""
+
+    model_type: str  # in config.json
+    hf_class: str  # what `architectures` of config.json has to name: vLLM goes by it
+    implemented: dict[str, Implemented]  # the keys that the learner follows, but for the rotary embedding's
+    layer: tuple[Weight, ...]  # weights of a layer in the order of the forward pass
+    others: dict[str, Neutral | WithoutEffect] = field(default_factory=dict)  # keys that it reads in its own way
+    features: Callable[[Values], Values] = lambda values: {}
+    """From the values of implemented keys to the fields of `Architecture` that a plain dense model leaves at rest."""
+    relate: Callable[[Values, Values], list[str]] = lambda config, values: []
+    """What keys say together: takes config.json and the values of implemented keys, fills in values that follow from
+    others, and returns what is wrong."""
+    known: dict[str, Values] = field(default_factory=dict)  # config.json of checkpoints by the folder's name on the hub
+    organizations: dict[str, str] = field(default_factory=dict)  # on the hub, by how the folder's name begins

@@ -1,0 +1,196 @@
+"""The weights of a layer, a row each: their names in Hugging Face checkpoints, in Megatron's memory and on its disk.
+
+A family lists the rows that its layers have. Letters in shapes: those of `Architecture`. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_rl.model.decoder import Architecture
+
+EXPERT = "{e}"  # stands for the number of an expert: local in memory, global on disk and in Hugging Face names
+
+Sharding = Literal["replicated", "row", "gated", "qkv", "vocab"]
+"""How tensor-parallel ranks share a weight.
+
+replicated: each holds all of it. row: columns of the matrix (Megatron's RowParallelLinear). gated: rows of the gate and
+of the up projection, each by itself. qkv: rows, by groups of queries with their key and value. vocab: rows, padded to
+what the ranks share evenly.
+"""
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A row of the table. Names stand below ``decoder.layers.{i}.`` and ``model.layers.{i}.``, or are whole."""
+
+    hf: tuple[str, ...]
+    memory: tuple[str, ...]  # the spellings of the local layers, TransformerEngine's, and grouped experts
+    disk: tuple[str, ...]  # one key, or one for each Hugging Face name where Megatron stores the parts separately
+    sharding: Sharding
+    shapes: Callable[[Architecture], Shapes]  # of the Hugging Face tensors
+    is_in: Callable[[Architecture, bool], bool] = lambda a, is_moe: True  # is_moe: of the layer
+
+
+def _norm(a: Architecture) -> Shapes:
+    return ((a.hidden_size,),)
+
+
+def _head_norm(a: Architecture) -> Shapes:
+    return ((a.head_dim,),)
+
+
+def _qkv_rows(a: Architecture) -> tuple[int, int, int]:
+    return a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.num_kv_heads * a.head_dim
+
+
+def _gate_and_up(inner: int, a: Architecture) -> Shapes:
+    return ((inner, a.hidden_size),) * 2
+
+
+def _matrix(a: Architecture) -> Shapes:
+    return ((a.vocab_size, a.hidden_size),)
+
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+# -- outside of layers
+
+EMBEDDING = Weight(
+    ("model.embed_tokens.weight",),
+    ("embedding.word_embeddings.weight",),
+    ("embedding.word_embeddings.weight",),
+    "vocab",
+    _matrix,
+)
+FINAL_NORM = Weight(
+    ("model.norm.weight",),
+    ("decoder.final_layernorm.weight",),
+    ("decoder.final_layernorm.weight",),
+    "replicated",
+    _norm,
+)
+HEAD = Weight(("lm_head.weight",), ("output_layer.weight",), ("output_layer.weight",), "vocab", _matrix)
+
+# -- attention
+
+INPUT_NORM = Weight(
+    ("input_layernorm.weight",),
+    ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+    ("self_attention.linear_qkv.layer_norm_weight",),
+    "replicated",
+    _norm,
+)
+QKV = Weight(
+    tuple(f"{name}.weight" for name in _QKV),
+    ("self_attention.linear_qkv.weight",),
+    ("self_attention.linear_qkv.weight",),
+    "qkv",
+    lambda a: tuple((rows, a.hidden_size) for rows in _qkv_rows(a)),
+)
+QKV_BIAS = Weight(
+    tuple(f"{name}.bias" for name in _QKV),
+    ("self_attention.linear_qkv.bias",),
+    ("self_attention.linear_qkv.bias",),
+    "qkv",
+    lambda a: tuple((rows,) for rows in _qkv_rows(a)),
+    lambda a, is_moe: a.qkv_bias,
+)
+Q_NORM, K_NORM = (
+    Weight(
+        (f"self_attn.{which}_norm.weight",),
+        (f"self_attention.{which}_layernorm.weight",),
+        (f"self_attention.{which}_layernorm.weight",),
+        "replicated",
+        _head_norm,
+        lambda a, is_moe: a.qk_layernorm,
+    )
+    for which in "qk"
+)
+ATTENTION_OUTPUT = Weight(
+    ("self_attn.o_proj.weight",),
+    ("self_attention.linear_proj.weight",),
+    ("self_attention.linear_proj.weight",),
+    "row",
+    lambda a: ((a.hidden_size, a.num_heads * a.head_dim),),
+)
+
+# -- a layer without experts
+
+MLP_NORM = Weight(
+    ("post_attention_layernorm.weight",),
+    ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+    ("mlp.linear_fc1.layer_norm_weight",),
+    "replicated",
+    _norm,
+    lambda a, is_moe: not is_moe,
+)
+MLP_GATE_AND_UP = Weight(
+    ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    ("mlp.linear_fc1.weight",),
+    ("mlp.linear_fc1.weight_w", "mlp.linear_fc1.weight_v"),
+    "gated",
+    lambda a: _gate_and_up(a.ffn_hidden_size, a),
+    lambda a, is_moe: not is_moe,
+)
+MLP_DOWN = Weight(
+    ("mlp.down_proj.weight",),
+    ("mlp.linear_fc2.weight",),
+    ("mlp.linear_fc2.weight",),
+    "row",
+    lambda a: ((a.hidden_size, a.ffn_hidden_size),),
+    lambda a, is_moe: not is_moe,
+)
+
+# -- a layer with experts
+
+EXPERTS_NORM = Weight(
+    ("post_attention_layernorm.weight",),
+    ("pre_mlp_layernorm.weight",),
+    ("pre_mlp_layernorm.weight",),
+    "replicated",
+    _norm,
+    lambda a, is_moe: is_moe,
+)
+ROUTER = Weight(
+    ("mlp.gate.weight",),
+    ("mlp.router.weight",),
+    ("mlp.router.weight",),
+    "replicated",
+    lambda a: ((a.num_experts, a.hidden_size),),
+    lambda a, is_moe: is_moe,
+)
+EXPERT_GATE_AND_UP = Weight(
+    ("mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"),
+    ("mlp.experts.local_experts.{e}.linear_fc1.weight", "mlp.experts.linear_fc1.weight{e}"),
+    ("mlp.experts.experts.{e}.linear_fc1.weight_w", "mlp.experts.experts.{e}.linear_fc1.weight_v"),
+    "gated",
+    lambda a: _gate_and_up(a.moe_ffn_hidden_size, a),
+    lambda a, is_moe: is_moe,
+)
+EXPERT_DOWN = Weight(
+    ("mlp.experts.{e}.down_proj.weight",),
+    ("mlp.experts.local_experts.{e}.linear_fc2.weight", "mlp.experts.linear_fc2.weight{e}"),
+    ("mlp.experts.experts.{e}.linear_fc2.weight",),
+    "row",
+    lambda a: ((a.hidden_size, a.moe_ffn_hidden_size),),
+    lambda a, is_moe: is_moe,
+)
+
+ATTENTION = (INPUT_NORM, QKV, QKV_BIAS, Q_NORM, K_NORM, ATTENTION_OUTPUT)
+DENSE_LAYER = (*ATTENTION, MLP_NORM, MLP_GATE_AND_UP, MLP_DOWN)
+"""A layer of a model without experts."""
+MOE_LAYER = (
+    *ATTENTION,
+    EXPERTS_NORM,
+    MLP_NORM,
+    ROUTER,
+    MLP_GATE_AND_UP,
+    MLP_DOWN,
+    EXPERT_GATE_AND_UP,
+    EXPERT_DOWN,
+)
+"""A layer of a model with experts; some of its layers may have none."""
