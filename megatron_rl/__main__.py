@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import inspect
 import os
 import select
 import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_rl import __version__
-from megatron_rl.commands import COMMANDS, GROUPS, full_name, module_of
+from megatron_rl.commands import COMMANDS, GROUPS, full_name, function_name, module_of
 from megatron_rl.errors import (
     EXIT_BAD_INPUT,
     EXIT_ENDED_BY_LIMIT,
@@ -122,20 +124,21 @@ def script() -> int:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parser of the program, a group or a command; ``module`` adds the command's arguments when needed."""
+    """Parser of the program, a group or a command, whose arguments are added when they are needed."""
 
-    def __init__(self, *arguments: Any, module: str | None = None, **options: Any) -> None:
+    def __init__(self, *arguments: Any, command: str | None = None, **options: Any) -> None:
         super().__init__(*arguments, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
-        self._module = module
+        self._command = command
 
     def load(self) -> None:
         """Import the command's module and add its arguments, unless that is done."""
-        if self._module is not None:
-            module = importlib.import_module(self._module)
-            self._module = None
-            self.description = module.__doc__
-            self.set_defaults(execute=module.run)
-            module.add_arguments(self)
+        if self._command is not None:
+            module, name = importlib.import_module(module_of(self._command)), function_name(self._command)
+            self._command = None
+            run = getattr(module, f"run_{name}")
+            self.description = inspect.getdoc(run)
+            self.set_defaults(execute=run)
+            getattr(module, f"add_{name}")(self)
 
     def parse_known_args(self, *arguments: Any, **options: Any) -> tuple[argparse.Namespace, list[str]]:
         self.load()
@@ -176,16 +179,15 @@ def program_parser() -> CommandParser:
     groups: dict[str, Any] = {}
     for name, text in COMMANDS.items():
         group, _, last_word = name.rpartition(" ")
-        module = module_of(name)
         if group:
             if group not in groups:
                 members = [other.split()[1] for other in COMMANDS if other.startswith(f"{group} ")]
                 line = f"{GROUPS[group]}: {', '.join(members)}."
                 groups[group] = _subparsers(commands.add_parser(group, help=line, description=line))
-            groups[group].add_parser(last_word, help=text, module=module)
-            commands.add_parser(last_word, module=module)  # unlisted: for old command lines
+            groups[group].add_parser(last_word, help=text, command=name)
+            commands.add_parser(last_word, command=name)  # unlisted: for old command lines
         else:
-            commands.add_parser(last_word, help=text, module=module)
+            commands.add_parser(last_word, help=text, command=name)
     return parser
 
 
@@ -195,10 +197,32 @@ def _subparsers(parser: argparse.ArgumentParser) -> Any:
 
 class _PrintCompletion(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *arguments: Any) -> None:
-        from megatron_rl.commands.completion import script_for
-
-        print(script_for(parser, shell=arguments[1]))
+        print(completion_script(parser, shell=arguments[1]))
         parser.exit()
+
+
+def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
+    """Return a script for ``shell`` (bash or zsh) that completes commands, options, values and file names."""
+    try:
+        import shtab
+    except ImportError:
+        raise InputError("--print-completion needs the package shtab; install it: pip install shtab") from None
+    _prepare_completion(parser, shtab.FILE)
+    return shtab.complete(parser, shell=shell)
+
+
+def _prepare_completion(parser: argparse.ArgumentParser, file: dict[str, str]) -> None:
+    """Load the arguments of all commands and mark those that are file names."""
+    if hasattr(parser, "load"):
+        parser.load()
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for listed in action._choices_actions:
+                command = action.choices[listed.dest]
+                _prepare_completion(command, file)
+                command.description = listed.help  # a menu shows this one line instead of the whole docstring
+        elif action.type is Path or action.dest in ("recipe", "runs"):
+            action.complete = file
 
 
 def _reader_has_left() -> bool:

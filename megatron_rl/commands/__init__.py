@@ -1,8 +1,8 @@
-"""The commands of `megatron-rl`: one module each, imported when its command is used.
+"""The commands of `megatron-rl`. A module is imported when one of its commands is used.
 
-A module has ``add_arguments(parser)`` and ``run(options)``, which returns the exit status. Its docstring is the text
-of its --help. It raises the errors of `megatron_rl.errors`; `megatron_rl.__main__` turns them into messages and exit
-statuses.
+For a command NAME a module has ``add_NAME(parser)`` and ``run_NAME(options)``, which returns the exit status. The
+docstring of ``run_NAME`` is the text of --help. Commands raise the errors of `megatron_rl.errors`;
+`megatron_rl.__main__` turns them into messages and exit statuses.
 """
 
 from __future__ import annotations
@@ -47,15 +47,28 @@ COMMANDS = {
     "paper sanity-verdict": "Say whether a run on such problems passed.",
     "paper softmax-study": "Measure what one softmax in bf16 does to token probabilities.",
 }
-"""Commands, each with its line in --help. `GROUP NAME` may also be typed as `NAME`, as in earlier versions.
+"""Commands, each with its line in --help. `GROUP NAME` may also be typed as `NAME`, as in earlier versions."""
 
-A command's module has the name of its last word, with underscores.
-"""
+MODULES = {
+    "train": ("train", "eval", "serve"),
+    "recipe": ("check", "plan", "schema", "from_verl", "trace"),
+    "run": ("watch", "samples", "plot", "servers"),
+    "why": ("why", "branch"),
+    "batch": ("replay", "attribute", "experts", "gradient_bias"),
+    "paper": ("mismatch", "eval_grid", "sanity_set", "sanity_verdict"),
+}
+"""Modules that hold several commands. Any other command has a module of its name."""
+
+
+def function_name(command: str) -> str:
+    """Return what follows ``add_`` and ``run_`` in the functions of a command of `COMMANDS`: its last word."""
+    return command.split()[-1].replace("-", "_")
 
 
 def module_of(command: str) -> str:
     """Return the module of a command of `COMMANDS`."""
-    return f"{__name__}.{command.split()[-1].replace('-', '_')}"
+    name = function_name(command)
+    return f"{__name__}.{next((module for module, names in MODULES.items() if name in names), name)}"
 
 
 def full_name(typed: str) -> str | None:

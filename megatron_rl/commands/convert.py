@@ -1,28 +1,4 @@
-"""Convert checkpoints between Hugging Face and Megatron, tensor by tensor, and prove the result.
-
-    megatron-rl convert to-hf RUN/checkpoints/step_00000050 OUT --model START
-    megatron-rl convert to-megatron HF OUT
-
-`to-hf` reads what a run wrote (or `to-megatron`). START is the Hugging Face folder that the run started from (the
-recipe's model.path): its config.json and tokenizer go into OUT, and from a run's folder a model card (README.md).
-`--master` takes the fp32 master weights, which a bf16 or fp16 run keeps beside the rounded ones, as
-`precision.export_from: master` does for the rollout engine.
-
-`to-megatron` writes weights alone (no optimizer): `megatron-rl eval RECIPE --checkpoint OUT` reads it under every
-layout. A new run needs no conversion: its model.path is a Hugging Face folder.
-
-Layouts: a run's checkpoint stores each full tensor under its own name, whichever TP, EP, PP and ETP wrote it, and
-Megatron splits it for the layout that reads it. The conversion therefore runs in one process without a GPU and without
-the model in memory. It holds one tensor at a time, and in `to-hf` three times a file of up to 1 GiB.
-
-Proof: each tensor is hashed (SHA-256 over name, dtype, shape, bytes) when it is read. The written files are read back,
-converted back and hashed again. OUT gets its name only if all hashes agree. The printed `weights` hash is the same for
-equal weights in either format. `--logits` also compares the logits of transformers and of Megatron (both models in
-memory, fp32): this checks the table of names, which a round trip cannot check.
-
-Architectures: qwen3_moe, qwen3, qwen2, llama. A run with learner.lora writes adapters: use its checkpoints/hf instead.
-Exit status: 0 done, 1 the logits differ, 2 unusable input.
-"""
+"""The command `convert`."""
 
 from __future__ import annotations
 
@@ -37,7 +13,7 @@ LOGIT_TOLERANCE = 1e-4
 EXIT_DIFFERENT = 1
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_convert(parser: argparse.ArgumentParser) -> None:
     directions = parser.add_subparsers(dest="direction", required=True, metavar="to-hf|to-megatron")
     for name, text in (
         ("to-hf", "Convert from Megatron to Hugging Face."),
@@ -61,7 +37,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             command.add_argument("--master", action="store_true", help="Take the optimizer's fp32 weights.")
 
 
-def run(options: argparse.Namespace) -> int:
+def run_convert(options: argparse.Namespace) -> int:
+    """Convert checkpoints between Hugging Face and Megatron, tensor by tensor, and prove the result.
+
+        megatron-rl convert to-hf RUN/checkpoints/step_00000050 OUT --model START
+        megatron-rl convert to-megatron HF OUT
+
+    `to-hf` reads what a run wrote (or `to-megatron`). START is the Hugging Face folder that the run started from (the
+    recipe's model.path): its config.json and tokenizer go into OUT, and from a run's folder a model card (README.md).
+    `--master` takes the fp32 master weights, which a bf16 or fp16 run keeps beside the rounded ones, as
+    `precision.export_from: master` does for the rollout engine.
+
+    `to-megatron` writes weights alone (no optimizer): `megatron-rl eval RECIPE --checkpoint OUT` reads it under every
+    layout. A new run needs no conversion: its model.path is a Hugging Face folder.
+
+    Layouts: a run's checkpoint stores each full tensor under its own name, whichever TP, EP, PP and ETP wrote it, and
+    Megatron splits it for the layout that reads it. The conversion therefore runs in one process without a GPU and
+    without the model in memory. It holds one tensor at a time, and in `to-hf` three times a file of up to 1 GiB.
+
+    Proof: each tensor is hashed (SHA-256 over name, dtype, shape, bytes) when it is read. The written files are read
+    back, converted back and hashed again. OUT gets its name only if all hashes agree. The printed `weights` hash is the
+    same for equal weights in either format. `--logits` also compares the logits of transformers and of Megatron (both
+    models in memory, fp32): this checks the table of names, which a round trip cannot check.
+
+    Architectures: qwen3_moe, qwen3, qwen2, llama. A run with learner.lora writes adapters: use its checkpoints/hf
+    instead. Exit status: 0 done, 1 the logits differ, 2 unusable input.
+    """
     from megatron_rl.checkpoint import conversion
     from megatron_rl.checkpoint.manifest import checkpoint_step
     from megatron_rl.learner.model import DTYPES

@@ -1,19 +1,4 @@
-"""Check that this node can run training: packages, patches, driver, network, learner, engines, memory.
-
-    megatron-rl doctor [RECIPE] [--json FILE] [--page FILE]     every check, in under ten minutes
-    megatron-rl doctor --only NAME,NAME …                       some of them; --list says which there are
-    megatron-rl doctor --job --json FILE                        as every rank of a job, under torchrun or srun: what is
-                                                                between nodes
-    megatron-rl doctor --merge FILE … --page FILE               one page of several nodes' reports
-    megatron-rl doctor [RECIPE] --measure FILE                  write this node's rates for `plan --gpu FILE`
-
-Each check runs in its own processes with a deadline, so that a check that hangs or crashes does not stop the others.
-Its result is `pass`, `fail` with the likely fix, or `not run` with the reason. A RECIPE adds checks that depend on its
-size: the host's memory, attention with its number of heads. `slurm/doctor.sbatch` runs all checks on the nodes of a
-job.
-
-Exit status: 0 no check failed, 1 one did, 2 bad arguments.
-"""
+"""The command `doctor`."""
 
 from __future__ import annotations
 
@@ -32,10 +17,11 @@ from megatron_rl.errors import EXIT_DONE, EXIT_FAULT, InputError
 if TYPE_CHECKING:
     from megatron_rl.doctor.setting import Setting
 
+
 MINUTES = 10.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", nargs="?", help="Test what this recipe needs as well.")
     parser.add_argument(
         "--set",
@@ -89,7 +75,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
+def run_doctor(options: argparse.Namespace) -> int:
+    """Check that this node can run training: packages, patches, driver, network, learner, engines, memory.
+
+        megatron-rl doctor [RECIPE] [--json FILE] [--page FILE]     every check, in under ten minutes
+        megatron-rl doctor --only NAME,NAME …                       some of them; --list says which there are
+        megatron-rl doctor --job --json FILE                        as every rank of a job, under torchrun or srun:
+                                                                    what is between nodes
+        megatron-rl doctor --merge FILE … --page FILE               one page of several nodes' reports
+        megatron-rl doctor [RECIPE] --measure FILE                  write this node's rates for `plan --gpu FILE`
+
+    Each check runs in its own processes with a deadline, so that a check that hangs or crashes does not stop the
+    others. Its result is `pass`, `fail` with the likely fix, or `not run` with the reason. A RECIPE adds checks that
+    depend on its size: the host's memory, attention with its number of heads. `slurm/doctor.sbatch` runs all checks on
+    the nodes of a job.
+
+    Exit status: 0 no check failed, 1 one did, 2 bad arguments.
+    """
     from megatron_rl.doctor import report
 
     if options.list:

@@ -1,16 +1,4 @@
-"""Explain why the learning rate of a run was what it was: print and plot length, baseline, trigger and rate.
-
-    megatron-rl run explain-schedule RUN [--as KEY=VALUE,...] [--out FILE.png]
-
-RUN is a run directory, or a log of verl, slime, miles, NeMo-RL, prime-rl or TRL (docs/coming-from.md): then the command
-says what the length-decay rate would have done with its response lengths, from the highest rate of the log on.
-
-The command replays the schedule of its recipe.resolved.yaml on the recorded response lengths.
-It prints each step at which the schedule acted, with the numbers behind the decision, and compares the rates with the
-recorded ones. --as replaces keys of the schedule section (`mode=auto,detector.surge_ratio=2.5`) to show what another
-schedule would have done with the same lengths. A run with another style is explained in mode shadow. The plot is
-written to RUN/plots/schedule.png, for a log of another project to plots/schedule.png here.
-"""
+"""The command `run explain-schedule`."""
 
 from __future__ import annotations
 
@@ -36,7 +24,7 @@ if TYPE_CHECKING:
     from megatron_rl.instruments.foreign.read import Run
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_explain_schedule(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="Read this run directory, or another project's log.")
     parser.add_argument(
         "--as", dest="changes", default="", metavar="KEY=VALUE,...", help="Reckon with these keys of another schedule."
@@ -49,7 +37,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
+def run_explain_schedule(options: argparse.Namespace) -> int:
+    """Explain why the learning rate of a run was what it was: print and plot length, baseline, trigger and rate.
+
+        megatron-rl run explain-schedule RUN [--as KEY=VALUE,...] [--out FILE.png]
+
+    RUN is a run directory, or a log of verl, slime, miles, NeMo-RL, prime-rl or TRL (docs/coming-from.md): then the
+    command says what the length-decay rate would have done with its response lengths, from the highest rate of the log
+    on.
+
+    The command replays the schedule of its recipe.resolved.yaml on the recorded response lengths. It prints each step
+    at which the schedule acted, with the numbers behind the decision, and compares the rates with the recorded ones.
+    --as replaces keys of the schedule section (`mode=auto,detector.surge_ratio=2.5`) to show what another schedule
+    would have done with the same lengths. A run with another style is explained in mode shadow. The plot is written to
+    RUN/plots/schedule.png, for a log of another project to plots/schedule.png here.
+    """
     from megatron_rl.instruments.foreign.read import read_run
 
     directory = RunDirectory(options.run)

@@ -1,22 +1,4 @@
-"""Run the arms of a study over its seeds, and report them against their matched controls.
-
-    megatron-rl lab check  STUDY…                                every arm is a recipe that `check` accepts
-    megatron-rl lab power  STUDY                                 what effect each primary can see; no engine
-    megatron-rl lab plan   STUDY --gpu h100-80 [--nodes 4]       GPU-hours of every arm, by arithmetic
-    megatron-rl lab run    STUDY [--jobs N] [--seeds 0 1] [--arms A B] [--slurm --sbatch=--nodes=4 …]
-    megatron-rl lab verify STUDY --arm A --seed S | --random N   run again, compare bit for bit
-    megatron-rl lab pack   STUDY --to FILE.jsonl.xz              finished runs in one file, for `run --reuse` elsewhere
-    megatron-rl lab report STUDY                                 figure and tables of what was run
-    megatron-rl lab docs                                         those of docs/lab, from the runs in docs/lab/runs
-
-STUDY is a study file or its folder, e.g. recipes/lab/hacking. Its runs are in runs/lab/STUDY (--out: another folder).
-`run` skips finished runs and continues interrupted ones, so the same command resumes a study. The two arms of a gate
-run first; the others run if it passes. Before the first run, `run` records the study's fixed parts and the commit.
-Afterwards it refuses a changed study file (unless --amend REASON) or other code (unless --other-code).
-
-Exit status: 0 all runs finished (also by an alarm) or submitted, 1 some failed, were interrupted or differ, 2 bad study
-or input.
-"""
+"""The command `lab`."""
 
 from __future__ import annotations
 
@@ -35,10 +17,11 @@ if TYPE_CHECKING:
     from megatron_rl.instruments.lab.registration import Registration
     from megatron_rl.instruments.lab.results import Stage
 
+
 EXIT_INCOMPLETE = 1
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_lab(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="check|power|plan|run|verify|pack|report|docs")
     check = commands.add_parser("check", help="Check studies and their arms. No engine starts.")
     check.add_argument(
@@ -123,7 +106,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     power.add_argument("--out", type=Path, help="Take the spread from these runs: a folder, or a file of `lab pack`.")
 
 
-def run(options: argparse.Namespace) -> int:
+def run_lab(options: argparse.Namespace) -> int:
+    """Run the arms of a study over its seeds, and report them against their matched controls.
+
+        megatron-rl lab check  STUDY…                                every arm is a recipe that `check` accepts
+        megatron-rl lab power  STUDY                                 what effect each primary can see; no engine
+        megatron-rl lab plan   STUDY --gpu h100-80 [--nodes 4]       GPU-hours of every arm, by arithmetic
+        megatron-rl lab run    STUDY [--jobs N] [--seeds 0 1] [--arms A B] [--slurm --sbatch=--nodes=4 …]
+        megatron-rl lab verify STUDY --arm A --seed S | --random N   run again, compare bit for bit
+        megatron-rl lab pack   STUDY --to FILE.jsonl.xz              finished runs in one file, for `run --reuse`
+        megatron-rl lab report STUDY                                 figure and tables of what was run
+        megatron-rl lab docs                                         those of docs/lab, from the runs in docs/lab/runs
+
+    STUDY is a study file or its folder, e.g. recipes/lab/hacking. Its runs are in runs/lab/STUDY (--out: another
+    folder). `run` skips finished runs and continues interrupted ones, so the same command resumes a study. The two arms
+    of a gate run first; the others run if it passes. Before the first run, `run` records the study's fixed parts and
+    the commit. Afterwards it refuses a changed study file (unless --amend REASON) or other code (unless --other-code).
+
+    Exit status: 0 all runs finished (also by an alarm) or submitted, 1 some failed, were interrupted or differ, 2 bad
+    study or input.
+    """
     return options.action(options)
 
 

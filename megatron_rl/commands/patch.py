@@ -1,28 +1,4 @@
-"""Apply the patches to upstream projects, check, revert or export them, or show which are applied.
-
-    megatron-rl patch status                 what is applied to the packages of this interpreter's environment
-    megatron-rl patch apply                  apply what runs need there; a tree already patched is left alone
-    megatron-rl patch revert                 back to upstream's files, byte for byte
-    megatron-rl patch check                  prove that each release's patches fit it, without touching any tree
-    megatron-rl patch matrix DIR|WHEEL ...   which series fit these trees and wheels, as a table
-    megatron-rl patch export --tree DIR --base TAG megatron-core-0.16
-                                             patch files from the commits TAG..HEAD of a git checkout
-    ... --tree DIR                           work on a git checkout or an unpacked source tree instead
-    ... --series routing,schedule            of Megatron's patches, take those for this purpose alone
-    ... --series schedule/NAME               take the series up to this patch alone (status, apply and check)
-
-Project and release are found by themselves. Patches to Megatron come in series by purpose: routing, precision,
-schedule, fixes, cpu. Each applies alone and in any order, and is reverted alone; without --series, `apply` takes all
-but schedule. A series that no package holds the files of (UPSTREAM: `Package: none`) is used only when it is named,
-with --tree.
-
-To change the patches of a release, give them a git checkout: tag the pristine tree, `git am` the patches in the order
-of `series`, amend or add commits (one for each patch, with the trailers Origin, Forwarded, Drop-When and Test), then
-export. `export --tree DIR` without --base renews line numbers and hashes for a newer tree that the patches fit.
-
-git applies patches all or nothing: if one hunk does not match, no file changes and the message names patch, file and
-line. Exit status: 0 done (status: applied), 1 not applied, 2 error.
-"""
+"""The command `patch`."""
 
 from __future__ import annotations
 
@@ -43,7 +19,7 @@ OLD_SCHEDULE = "megatron-lm"
 """What the series `schedule` was called when it was a folder of its own."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_patch(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="status|check|apply|revert|matrix|export")
     texts = {
         "status": "Show which patches are applied.",
@@ -77,7 +53,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
+def run_patch(options: argparse.Namespace) -> int:
+    """Apply the patches to upstream projects, check, revert or export them, or show which are applied.
+
+        megatron-rl patch status                 what is applied to the packages of this interpreter's environment
+        megatron-rl patch apply                  apply what runs need there; a tree already patched is left alone
+        megatron-rl patch revert                 back to upstream's files, byte for byte
+        megatron-rl patch check                  prove that each release's patches fit it, without touching any tree
+        megatron-rl patch matrix DIR|WHEEL ...   which series fit these trees and wheels, as a table
+        megatron-rl patch export --tree DIR --base TAG megatron-core-0.16
+                                                 patch files from the commits TAG..HEAD of a git checkout
+        ... --tree DIR                           work on a git checkout or an unpacked source tree instead
+        ... --series routing,schedule            of Megatron's patches, take those for this purpose alone
+        ... --series schedule/NAME               take the series up to this patch alone (status, apply and check)
+
+    Project and release are found by themselves. Patches to Megatron come in series by purpose: routing, precision,
+    schedule, fixes, cpu. Each applies alone and in any order, and is reverted alone; without --series, `apply` takes
+    all but schedule. A series that no package holds the files of (UPSTREAM: `Package: none`) is used only when it is
+    named, with --tree.
+
+    To change the patches of a release, give them a git checkout: tag the pristine tree, `git am` the patches in the
+    order of `series`, amend or add commits (one for each patch, with the trailers Origin, Forwarded, Drop-When and
+    Test), then export. `export --tree DIR` without --base renews line numbers and hashes for a newer tree that the
+    patches fit.
+
+    git applies patches all or nothing: if one hunk does not match, no file changes and the message names patch, file
+    and line. Exit status: 0 done (status: applied), 1 not applied, 2 error.
+    """
     try:
         if options.action == "matrix":
             repository = _repository("matrix keeps archives in the cache")

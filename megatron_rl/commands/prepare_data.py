@@ -1,24 +1,4 @@
-"""Make training data from a public dataset: unique problems, checked answers, no problems of evaluation sets.
-
-    megatron-rl prepare-data dapo-math-17k.parquet --against aime-2024.parquet --out dapo.jsonl [--tokenizer MODEL]
-
-The command reads the data loader's formats (.jsonl or .parquet; `problem`/`answer` or verl's columns). The public file
-of DAPO-Math-17k has each problem about a hundred times, inside an instruction; that of AIME-2024 has each 32 times.
-These steps are done in order:
-
-1. Remove a known instruction around a problem (--keep-instructions keeps it), so that the recipe's
-   `data.prompt.template` decides. Merge problems that are equal up to Unicode form, case, white space and LaTeX
-   spacing.
-2. Leave out problems whose copies have different answers (--conflicts majority: take the most frequent answer).
-3. Leave out gold answers that are empty or too long to ever be met. Answers that `math_reward` can compare only by
-   spelling are kept and listed.
-4. Leave out problems of an --against file: the same problem, or one that shares half of an evaluation problem's runs of
-   eight words (--overlap report: only count them).
-5. With --tokenizer and --max-length, leave out longer problems (measured without template).
-
-The same files and options give the same bytes; ids are hashes of the problems. The printed text and OUT.report.json
-(--report FILE) list what was found and what was left out.
-"""
+"""The command `prepare-data`."""
 
 from __future__ import annotations
 
@@ -41,7 +21,7 @@ from megatron_rl.rewards.gold import KINDS, answer_key, classify
 SHOWN = 20  # examples of each kind in the report
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_prepare_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", type=Path, help="Read these dataset files, .jsonl or .parquet.")
     parser.add_argument("--out", type=Path, required=True, help="Write this file, .jsonl or .parquet.")
     parser.add_argument(
@@ -68,7 +48,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report", type=Path, help="Write the report to this file (default: OUT.report.json).")
 
 
-def run(options: argparse.Namespace) -> int:
+def run_prepare_data(options: argparse.Namespace) -> int:
+    """Make training data from a public dataset: unique problems, checked answers, no problems of evaluation sets.
+
+        megatron-rl prepare-data dapo-math-17k.parquet --against aime-2024.parquet --out dapo.jsonl [--tokenizer MODEL]
+
+    The command reads the data loader's formats (.jsonl or .parquet; `problem`/`answer` or verl's columns). The public
+    file of DAPO-Math-17k has each problem about a hundred times, inside an instruction; that of AIME-2024 has each 32
+    times. These steps are done in order:
+
+    1. Remove a known instruction around a problem (--keep-instructions keeps it), so that the recipe's
+       `data.prompt.template` decides. Merge problems that are equal up to Unicode form, case, white space and LaTeX
+       spacing.
+    2. Leave out problems whose copies have different answers (--conflicts majority: take the most frequent answer).
+    3. Leave out gold answers that are empty or too long to ever be met. Answers that `math_reward` can compare only by
+       spelling are kept and listed.
+    4. Leave out problems of an --against file: the same problem, or one that shares half of an evaluation problem's
+       runs of eight words (--overlap report: only count them).
+    5. With --tokenizer and --max-length, leave out longer problems (measured without template).
+
+    The same files and options give the same bytes; ids are hashes of the problems. The printed text and OUT.report.json
+    (--report FILE) list what was found and what was left out.
+    """
     if options.out.suffix not in (".jsonl", ".parquet"):
         raise InputError(f"--out {options.out}: unknown kind of file; allowed: .jsonl, .parquet")
     if options.max_length is not None and options.tokenizer is None:

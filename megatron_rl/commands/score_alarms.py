@@ -1,15 +1,4 @@
-"""Compare alarm rules on finished runs: lead time before a collapse, missed collapses, false alarms.
-
-    megatron-rl run score-alarms RUN [RUN ...] [--rules FILE] [--metric NAME] [--drop 0.5] [--horizon 200] [--json]
-
-RUN is a run directory (or its metrics.jsonl), or a log of verl, slime, miles, NeMo-RL, prime-rl or TRL
-(docs/coming-from.md). The rules are those of --rules (a recipe, or a YAML list of rules), else those of each run's own
-recipe.resolved.yaml; a log of another project has the rules on levels. RUN may also be a file of packed runs
-(docs/lab/runs/*.xz): without --rules its runs get the rules on levels that every run has, and the table has the
-two halves on which those were set and judged. A collapse is the first step from which the metric (median of 5) stays 5
-steps at or below (1 - drop) of its highest value so far. A rule that goes off within --horizon steps before it was
-right; earlier, or in a run that never collapses, it was false.
-"""
+"""The command `run score-alarms`."""
 
 from __future__ import annotations
 
@@ -34,7 +23,7 @@ if TYPE_CHECKING:
     from megatron_rl.instruments.foreign.read import Run
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_score_alarms(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "runs",
         nargs="+",
@@ -66,7 +55,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
 
 
-def run(options: argparse.Namespace) -> int:
+def run_score_alarms(options: argparse.Namespace) -> int:
+    """Compare alarm rules on finished runs: lead time before a collapse, missed collapses, false alarms.
+
+        megatron-rl run score-alarms RUN [RUN ...] [--rules FILE] [--metric NAME] [--drop 0.5] [--horizon 200] [--json]
+
+    RUN is a run directory (or its metrics.jsonl), or a log of verl, slime, miles, NeMo-RL, prime-rl or TRL
+    (docs/coming-from.md). The rules are those of --rules (a recipe, or a YAML list of rules), else those of each run's
+    own recipe.resolved.yaml; a log of another project has the rules on levels. RUN may also be a file of packed runs
+    (docs/lab/runs/*.xz): without --rules its runs get the rules on levels that every run has, and the table has the two
+    halves on which those were set and judged. A collapse is the first step from which the metric (median of 5) stays 5
+    steps at or below (1 - drop) of its highest value so far. A rule that goes off within --horizon steps before it was
+    right; earlier, or in a run that never collapses, it was false.
+    """
     from megatron_rl.instruments.foreign.read import read_run
 
     rule = CollapseRule(metric=options.metric, drop=options.drop)

@@ -1,21 +1,4 @@
-"""Measure how a softmax in bf16 changes token probabilities, as in App. C.1 of "objective-level hacking".
-
-    megatron-rl paper softmax-study --seeds 3 --json study.json --figure study.png
-
-Logits are drawn from N(0, 1.5²) over a vocabulary of 2048, and one token is sampled from each of 50,000 bf16 softmaxes.
-The ratio is the token's fp32 probability over its bf16 one, computed from bf16 logits to bf16 probabilities (with an
-fp32 sum, as in all common kernels). The paper reports mean 1.0000, std 0.0048, max 1.019, min 0.981.
-
-The paper prints a "KL divergence" of 0.014 to 0.047 and does not define it. Two definitions are printed:
-kl is the mean over rows of Σ_v p log(p / p_bf16) in nats, the divergence of the two next-token distributions; the
-bf16 probabilities of a row need not add up to one, so it can be slightly negative.
-histogram_kl compares the two histograms of the paper's Fig 13, of the sampled tokens' probabilities in 500 bins:
-Σ_b P_b log(P_b / Q_b), P of fp32 and Q of bf16, an empty bin counted as 1e-10. It comes from rare bins that one of
-the two leaves empty, depends on their number and on that floor, and has the order and spread that the paper prints.
-
-Other readings of "bf16 softmax" do not give the paper's numbers: rounding only the output has a std of 0.0016, and bf16
-arithmetic in every step, exponentials included, one of 0.0075.
-"""
+"""The command `paper softmax-study`."""
 
 from __future__ import annotations
 
@@ -35,7 +18,7 @@ PAPER = {"mean": 1.0, "std": 0.0048, "max": 1.0189, "min": 0.9815, "histogram_kl
 _ROWS_AT_A_TIME = 2_000  # 16 MB of fp32 logits, which fit a processor's cache better than 400 MB
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_softmax_study(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=1, help="Make this number of draws, seeded 0, 1, … (default: 1).")
     parser.add_argument(
         "--json",
@@ -46,7 +29,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--figure", type=Path, help="Draw the histogram of seed 0 to this file.")
 
 
-def run(options: argparse.Namespace) -> int:
+def run_softmax_study(options: argparse.Namespace) -> int:
+    """Measure how a softmax in bf16 changes token probabilities, as in App. C.1 of "objective-level hacking".
+
+        megatron-rl paper softmax-study --seeds 3 --json study.json --figure study.png
+
+    Logits are drawn from N(0, 1.5²) over a vocabulary of 2048, and one token is sampled from each of 50,000 bf16
+    softmaxes. The ratio is the token's fp32 probability over its bf16 one, computed from bf16 logits to bf16
+    probabilities (with an fp32 sum, as in all common kernels). The paper reports mean 1.0000, std 0.0048, max 1.019,
+    min 0.981.
+
+    The paper prints a "KL divergence" of 0.014 to 0.047 and does not define it. Two definitions are printed:
+    kl is the mean over rows of Σ_v p log(p / p_bf16) in nats, the divergence of the two next-token distributions; the
+    bf16 probabilities of a row need not add up to one, so it can be slightly negative.
+    histogram_kl compares the two histograms of the paper's Fig 13, of the sampled tokens' probabilities in 500 bins:
+    Σ_b P_b log(P_b / Q_b), P of fp32 and Q of bf16, an empty bin counted as 1e-10. It comes from rare bins that one of
+    the two leaves empty, depends on their number and on that floor, and has the order and spread that the paper prints.
+
+    Other readings of "bf16 softmax" do not give the paper's numbers: rounding only the output has a std of 0.0016, and
+    bf16 arithmetic in every step, exponentials included, one of 0.0075.
+    """
     results = [study(seed) for seed in range(options.seeds)]
     as_json = json.dumps({"paper": PAPER, "seeds": results}, indent=1)
     if options.json == "-":

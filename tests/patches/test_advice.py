@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from packaging.requirements import Requirement
 
-from megatron_rl.commands.patch import add_arguments, named_purposes
+from megatron_rl.commands.patch import add_patch, named_purposes
 from megatron_rl.patching import releases, states, target
 from megatron_rl.patching.series import Patch, PatchError, Series
 from tests.support.series import megatron_core
@@ -162,7 +162,7 @@ def test_a_series_up_to_a_patch_holds_those_before_it(small):
 
 def test_revert_takes_whole_series_and_says_so():
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_patch(parser)
     options = parser.parse_args(["revert", "--series", "schedule/length-decay-in-the-scheduler,routing"])
     with pytest.raises(PatchError, match=r"revert takes whole series: --series schedule,routing$"):
         named_purposes(options)

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_rl import __version__
 from megatron_rl.__main__ import main
-from megatron_rl.commands import COMMANDS, GROUPS, full_name, module_of
+from megatron_rl.commands import COMMANDS, GROUPS, full_name, function_name, module_of
 from tests.support.patience import PATIENCE_S
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -32,7 +32,7 @@ def python(*arguments: str, cwd: Path = REPOSITORY, path: str | None = str(REPOS
 ALL_COMMANDS = """
 import argparse, contextlib, importlib, io, json
 from megatron_rl.__main__ import main
-from megatron_rl.commands import COMMANDS, module_of
+from megatron_rl.commands import COMMANDS, function_name, module_of
 
 def is_sentence(text):
     return text == argparse.SUPPRESS or bool(text) and text[0].isupper() and text.endswith(".")
@@ -52,7 +52,7 @@ for name in COMMANDS:
         main([*name.split(), "--help"])
     helps[name] = out.getvalue()
     parser = argparse.ArgumentParser(prog=name)
-    importlib.import_module(module_of(name)).add_arguments(parser)
+    getattr(importlib.import_module(module_of(name)), f"add_{function_name(name)}")(parser)
     silent += without_help(parser)
 print(json.dumps([helps, silent]))
 """
@@ -82,19 +82,26 @@ def test_help_says_first_what_the_command_does(helps, name):
     assert told.split()[0] in {text.split()[0] for text in COMMANDS.values()}
 
 
+def functions(file: Path) -> list[ast.FunctionDef]:
+    """Functions that a module defines."""
+    return [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
+
+
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_of_a_command_is_its_modules_docstring(helps, name):
+def test_help_of_a_command_is_its_docstring(helps, name):
     module = importlib.util.find_spec(module_of(name))
-    docstring = ast.get_docstring(ast.parse(Path(module.origin).read_text()))
+    defined = {node.name: node for node in functions(Path(module.origin))}
+    docstring = ast.get_docstring(defined[f"run_{function_name(name)}"])
     assert f"megatron-rl {name} " in docstring
     assert docstring in helps[name]
     assert "``" not in helps[name]
 
 
-def test_every_module_with_arguments_is_a_command():
+def test_every_function_that_runs_a_command_is_a_command():
     folder = REPOSITORY / "megatron_rl" / "commands"
-    found = {path.stem for path in folder.glob("*.py") if "def add_arguments(" in path.read_text()}
-    assert found == {module_of(name).rpartition(".")[2] for name in COMMANDS}
+    found = {(path.stem, node.name) for path in folder.glob("*.py") for node in functions(path)}
+    named = {(module_of(name).rpartition(".")[2], f"run_{function_name(name)}") for name in COMMANDS}
+    assert {(stem, name) for stem, name in found if name.startswith("run_")} == named
 
 
 def test_the_list_of_commands_imports_none_of_them():
@@ -151,8 +158,9 @@ patch
 def test_every_command_from_before_there_were_groups_still_starts(capsys, monkeypatch):
     """`megatron-rl replay …` is `megatron-rl batch replay …`, and nothing is said of it."""
     assert {full_name(name) for name in FLAT.split()} == set(COMMANDS) - {"run why", "run branch", "recipe from-verl"}
-    monkeypatch.setattr("megatron_rl.commands.schema.run", lambda options: 7)
-    assert [main(["schema"]), main(["recipe", "schema"])] == [7, 7]
+    with monkeypatch.context() as patched:
+        patched.setattr("megatron_rl.commands.recipe.run_schema", lambda options: 7)
+        assert [main(["schema"]), main(["recipe", "schema"])] == [7, 7]
     assert capsys.readouterr() == ("", "")
     for name in FLAT.split():
         with pytest.raises(SystemExit) as end:
@@ -213,7 +221,7 @@ def test_a_pipe_that_breaks_elsewhere_is_a_fault(monkeypatch):
     def run(options):
         raise BrokenPipeError("a worker's")
 
-    monkeypatch.setattr("megatron_rl.commands.schema.run", run)
+    monkeypatch.setattr("megatron_rl.commands.recipe.run_schema", run)
     with pytest.raises(BrokenPipeError):
         main(["schema"])
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rl.commands import COMMANDS, GROUPS, module_of
+from megatron_rl.commands import COMMANDS, GROUPS, function_name, module_of
 
 ROOT = Path(__file__).parents[3]
 DOCUMENTS = [ROOT / "README.md", ROOT / "slurm" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -34,7 +34,7 @@ def command_lines() -> Iterator[tuple[str, str, str]]:
 
 def parser_of(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    importlib.import_module(module_of(command)).add_arguments(parser)
+    getattr(importlib.import_module(module_of(command)), f"add_{function_name(command)}")(parser)
     return parser
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_rl.commands.eval_grid import _listed
+from megatron_rl.commands.paper import _listed
 from megatron_rl.errors import InputError
 from megatron_rl.evaluate import within_budget
 from megatron_rl.types import Group, Prompt, Rollout

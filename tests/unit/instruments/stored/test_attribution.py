@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from megatron_rl.commands.attribute import report
+from megatron_rl.commands.batch import print_attribution
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.stored import attribution
 from megatron_rl.instruments.stored.attribution import CAUSES, Attribution, Part, _every_set, left_over, shapley
@@ -136,7 +136,9 @@ def test_the_report_says_that_it_is_not_of_the_collapse(tmp_path, capsys):
     parts = (Part("routing", "the engine's routes replayed", 3.0), Part("remainder", "left over: int4", 1.0))
     found = Attribution(4.0, parts, {frozenset(): 4.0}, 10, "exact")
     options = SimpleNamespace(step=3, run=Path("runs/a"), json=tmp_path / "out.json")
-    report(options, SimpleNamespace(plots=tmp_path), SimpleNamespace(batch=SimpleNamespace(sequences=[])), found)
+    print_attribution(
+        options, SimpleNamespace(plots=tmp_path), SimpleNamespace(batch=SimpleNamespace(sequences=[])), found
+    )
     text = capsys.readouterr().out
     assert "remainder" in text
     assert "left over: int4" in text

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.commands.watch import serve
+from megatron_rl.commands.run import serve
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.watch.run import WatchedRun, open_runs
 from megatron_rl.instruments.watch.server import _ANSWERS, _STATIC, WatchServer

@@ -21,7 +21,7 @@ import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.commands.servers import render
+from megatron_rl.commands.run import server_table
 from megatron_rl.config.rollout import ServersConfig
 from megatron_rl.errors import InputError
 from megatron_rl.rollout import RolloutError
@@ -693,7 +693,7 @@ def test_a_table_with_one_wrong_value_is_none_or_can_be_shown(tmp_path_factory, 
         write_table(run_dir, content)
     assert table_path(run_dir).exists()
     if (found := read_table(run_dir)) is not None:
-        assert isinstance(render(found), str)
+        assert isinstance(server_table(found), str)
 
 
 def test_a_load_header_of_a_stranger_is_no_load():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_rl.checkpoint import manifest
-from megatron_rl.commands.eval import newest
+from megatron_rl.commands.train import newest
 from megatron_rl.errors import InputError
 
 

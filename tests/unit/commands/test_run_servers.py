@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from megatron_rl.__main__ import main
-from megatron_rl.commands import servers as command
+from megatron_rl.commands import run as command
 from megatron_rl.errors import InputError
 from megatron_rl.rollout.servers.client import ServerError
 from megatron_rl.rollout.servers.pool import Member, Members, PoolLimits

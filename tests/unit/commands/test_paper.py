@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from megatron_rl.__main__ import main
-from megatron_rl.commands.sanity_set import read_progress, write_kept
+from megatron_rl.commands.paper import read_progress, write_kept
 from megatron_rl.config.data import DataSourceConfig
 from megatron_rl.data.source import read_problems
 from megatron_rl.errors import InputError

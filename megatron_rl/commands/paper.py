@@ -1,0 +1,447 @@
+"""Measurements of papers with a model of yours: `paper mismatch`, `eval-grid`, `sanity-set` and `sanity-verdict`."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from megatron_rl.commands.arguments import add_recipe
+from megatron_rl.commands.batch import is_main_rank
+from megatron_rl.commands.train import newest
+from megatron_rl.config import Recipe, load_recipe
+from megatron_rl.config.base import Dtype
+from megatron_rl.config.precision import refuse_both_products
+from megatron_rl.config.rollout import WeightType
+from megatron_rl.config.yaml12 import parse
+from megatron_rl.data import load_prompts, load_tokenizer
+from megatron_rl.data.source import Problem, read_problems
+from megatron_rl.errors import EXIT_DONE, InputError
+from megatron_rl.monitor.jsonl import read_metrics
+from megatron_rl.monitor.validation import CORRECT
+from megatron_rl.types import Group, Prompt
+
+if TYPE_CHECKING:
+    from megatron_rl.commands.mismatch_pairs import PairResult
+
+
+ALL = ("bf16", "fp16", "fp32")  # dtypes of --pairs all
+ROUNDINGS = get_args(WeightType)
+
+
+def add_mismatch(parser: argparse.ArgumentParser) -> None:
+    add_recipe(parser)
+    parser.add_argument(
+        "--pairs",
+        default="all",
+        help="Measure these pairs of learner and rollout dtype, such as bf16/bf16,bf16/bf16+fp8, or all.",
+    )
+    parser.add_argument("--prompts", type=int, default=64, help="Use this number of prompts (default: 64).")
+    parser.add_argument(
+        "--samples", type=int, default=4, help="Sample this number of responses to each prompt (default: 4)."
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        help="Take the weights of this learner checkpoint, a step_… folder (default: model.path).",
+    )
+    parser.add_argument("--out", type=Path, required=True, help="Write mismatch.json, .png and .html to this folder.")
+
+
+def run_mismatch(options: argparse.Namespace) -> int:
+    """Measure the training-inference mismatch of a checkpoint by pairs of dtypes [FP16 §3.5]; write JSON, PNG and HTML.
+
+        megatron-rl paper mismatch RECIPE [--pairs all | bf16/bf16,bf16/bf16+fp8,tf32/tf32] [--prompts 64] \\
+            [--samples 4] [--checkpoint RUN/checkpoints/step_00000100] [--set KEY.PATH=VALUE …] --out DIR
+
+    A pair is learner/rollout, each bf16, fp16, fp32 or tf32; `all` means the nine pairs without tf32. A command takes
+    fp32 or tf32, not both, because the setting holds for a whole process. The rollout dtype may be followed by a
+    rounding of its weights (`rollout.quantization.weights`), as in bf16/bf16+fp8; the default is the recipe's.
+
+    For each pair, the learner sends its weights to vLLM as after an update, vLLM generates, and the learner scores the
+    responses. Model, prompts (data.validation, else data.train), lengths and the `precision` section come from the
+    recipe; change them with `--set model.path=…` or `--set data.validation=…`. `--set rollout.stop_token_ids=[]` makes
+    all responses rollout.max_response_length tokens long, so that pairs are compared at the same length. Routes are
+    compared if the model has experts. For several ranks, start the command under torchrun; the recipe has the layout.
+    """
+    # Imported here because the engines' libraries take seconds, which would delay --help.
+    from megatron_rl.commands.mismatch_pairs import measure, write
+    from megatron_rl.config import Recipe, load_recipe
+    from megatron_rl.config.model_rules import precision_problems
+    from megatron_rl.data import load_prompts, load_tokenizer
+    from megatron_rl.learner.process_groups import shutdown
+    from megatron_rl.model.architecture import read_architecture
+    from megatron_rl.process.ranks import world_rank
+
+    pairs = parse_pairs(options.pairs)
+    overrides = [*options.overrides, f"rollout.num_samples={options.samples}"]
+    recipe = load_recipe(options.recipe, overrides)
+    architecture = read_architecture(recipe.model.path)
+    if problems := precision_problems(recipe, architecture):
+        raise InputError("; ".join(problems))
+    values = recipe.model_dump() | {"routing": {"telemetry": architecture.is_moe}}
+    recipe = Recipe.model_validate(values)
+    tokenizer = load_tokenizer(str(recipe.model.path))
+    prompts = load_prompts(recipe.data.validation or recipe.data.train, tokenizer, recipe.data.prompt)
+    prompts = list(prompts)[: options.prompts]
+    results = list(measure(recipe, prompts, pairs, options.checkpoint))
+    if world_rank() == 0:
+        write(options.out, f"Mismatch of {options.checkpoint or recipe.model.path.name}", results)
+        print_table(results)
+        print(f"wrote {options.out}/mismatch.json, mismatch.png, mismatch.html")
+    shutdown()
+    return EXIT_DONE
+
+
+def parse_pairs(text: str) -> list[tuple[str, str]]:
+    """Return the pairs of ``text``: `all` (of `ALL`) or `learner/rollout,…`.
+
+    Raises `InputError` for another dtype or rounding, and for fp32 and tf32 in one command.
+    """
+    if text == "all":
+        return list(itertools.product(ALL, ALL))
+    pairs = [tuple(pair.strip().split("/")) for pair in text.split(",")]
+    for pair in pairs:
+        dtype, plus, rounding = pair[-1].partition("+")
+        is_valid = {pair[0], dtype} <= set(get_args(Dtype)) and (rounding in ROUNDINGS if plus else True)
+        if len(pair) != 2 or not is_valid:
+            raise InputError(
+                f"--pairs: {'/'.join(pair)!r}; expected all, or learner/rollout with {', '.join(get_args(Dtype))}, the "
+                f"second optionally followed by +{', +'.join(ROUNDINGS)}"
+            )
+    refuse_both_products("--pairs", (dtype.partition("+")[0] for pair in pairs for dtype in pair))
+    return pairs
+
+
+def print_table(results: list[PairResult]) -> None:
+    width = max(map(len, ("learner/rollout", *(result.name for result in results))))
+    print(
+        f"{'learner/rollout':>{width}}  log-ratio std  (from IQR)   rho std   rho max    "
+        "k3 KL  1-Pearson  other routes  length"
+    )
+    for result in results:
+        f = result.figures()
+        print(
+            f"{result.name:>{width}}  {f['sequence_log_ratio_std']:13.2e}  {f['sequence_log_ratio_iqr_std']:10.2e}  "
+            f"{f['mismatch/rho_std']:8.2e}  "
+            f"{f['mismatch/rho_max']:8.4f}  {f['rollout_corr/k3_kl']:7.1e}  {1 - f['pearson']:9.1e}  "
+            f"{f.get('routes_differ_frac', float('nan')):12.2%}  {f['mean_length']:6.1f}"
+        )
+
+
+SHOWN = ("avg@", "pass@", "response_length/mean", "response_length/clip_ratio")
+
+
+def add_eval_grid(parser: argparse.ArgumentParser) -> None:
+    add_recipe(parser)
+    parser.add_argument(
+        "--checkpoint",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="Measure this checkpoint, given as in `megatron-rl eval`.",
+    )
+    parser.add_argument(
+        "--dtypes", metavar="A,B,…", help="Use these dtypes of the rollout engine (default: rollout.dtype)."
+    )
+    parser.add_argument(
+        "--temperatures", metavar="A,B,…", help="Use these temperatures (default: validation.temperature)."
+    )
+    parser.add_argument("--top-ps", metavar="A,B,…", help="Use these values of top-p (default: validation.top_p).")
+    parser.add_argument(
+        "--budgets",
+        metavar="A,B,…",
+        help="Use these numbers of tokens of a response (default: rollout.max_response_length).",
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="Write every figure to this file as JSON.")
+
+
+def run_eval_grid(options: argparse.Namespace) -> int:
+    """Measure a checkpoint's accuracy by rollout dtype, temperature, top-p and token budget, as in [FP16 Table 2].
+
+        megatron-rl paper eval-grid RECIPE --checkpoint DIR --dtypes bf16,fp16,fp32 --temperatures 0.6 --top-ps 0.95 \\
+            --budgets 8192,32768 --set validation.num_samples=32
+
+    Responses are sampled once per dtype, temperature and top-p, with the largest budget. A smaller budget scores the
+    first tokens of the same responses.
+    """
+    from megatron_rl.config import load_recipe
+    from megatron_rl.config.base import Dtype
+    from megatron_rl.config.precision import refuse_both_products
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    dtypes = _listed("--dtypes", options.dtypes, str, [recipe.rollout.dtype], lambda x: x in get_args(Dtype))
+    refuse_both_products("--dtypes", dtypes)
+    temperatures = _listed(
+        "--temperatures", options.temperatures, float, [recipe.validation.temperature], lambda x: 0 <= x < float("inf")
+    )
+    top_ps = _listed("--top-ps", options.top_ps, float, [recipe.validation.top_p], lambda x: 0 < x <= 1)
+    budgets = _listed("--budgets", options.budgets, int, [recipe.rollout.max_response_length], lambda x: x > 0)
+    from megatron_rl.evaluate import evaluate_grid  # imports the engines, so only after the recipe is accepted
+    from megatron_rl.process.output import format_table
+
+    points = evaluate_grid(recipe, newest(options.checkpoint.resolve()), dtypes, temperatures, top_ps, budgets)
+    if not is_main_rank():
+        return EXIT_DONE
+    names = [name for name in points[0].figures if any(part in name for part in SHOWN) and "ci95" not in name]
+    header = ["dtype", "temperature", "top-p", "budget", *(name.removeprefix("val/") for name in names)]
+    rows = [
+        [p.dtype, f"{p.temperature:g}", f"{p.top_p:g}", str(p.budget), *(f"{p.figures[name]:.4f}" for name in names)]
+        for p in points
+    ]
+    print(format_table(header, rows))
+    if options.output:
+        record = {"checkpoint": str(options.checkpoint), "recipe": recipe.name, "points": [asdict(p) for p in points]}
+        options.output.write_text(json.dumps(record, indent=1) + "\n")
+    return EXIT_DONE
+
+
+def _listed(
+    flag: str, text: str | None, read: Callable[[str], Any], default: list[Any], is_legal: Callable[[Any], bool]
+) -> list[Any]:
+    """Return the distinct values of a flag. Raises `InputError` for one that cannot be read or is out of range."""
+    if text is None:
+        return default
+    values = []
+    for item in text.split(","):
+        try:
+            value = read(item.strip())
+        except ValueError:
+            raise InputError(f"{flag} {text}: {item!r} is not a valid {read.__name__}") from None
+        if not is_legal(value):
+            raise InputError(f"{flag} {text}: {item!r} is out of range")
+        values.append(value)
+    return list(dict.fromkeys(values))
+
+
+def add_sanity_set(parser: argparse.ArgumentParser) -> None:
+    add_recipe(parser)
+    parser.add_argument("--out", type=Path, required=True, help="Write the kept problems to this file (JSON lines).")
+    parser.add_argument(
+        "--samples", type=int, default=40, help="Sample this number of responses to each problem (default: 40)."
+    )
+    parser.add_argument("--low", type=float, default=0.2, help="Keep problems from this accuracy on (default: 0.2).")
+    parser.add_argument("--high", type=float, default=0.8, help="Keep problems up to this accuracy (default: 0.8).")
+    parser.add_argument("--limit", type=int, help="Sample only the first problems, this many.")
+    parser.add_argument(
+        "--problems-per-call", type=int, default=64, help="Save after this number of problems (default: 64)."
+    )
+
+
+def run_sanity_set(options: argparse.Namespace) -> int:
+    """Choose the problems for the sanity test of [FP16 §4]: neither unsolvable nor already solved ("perfectible").
+
+        megatron-rl paper sanity-set RECIPE --out kept.jsonl [--samples 40] [--low 0.2] [--high 0.8] [--limit N]
+
+    The command samples each problem of the recipe's data.train with the recipe's model, prompt format, reward and
+    `rollout` section. It writes the problems with an accuracy in [low, high], with `accuracy` beside problem and
+    answer. A run on this set that does not reach 95% has a fault: check it with `megatron-rl paper sanity-verdict`.
+
+    Results are saved to OUT.progress.jsonl, one line per problem, so that the same command continues after an
+    interruption. Under torchrun each rank runs an engine on its share of the problems.
+    """
+    from megatron_rl.process.ranks import broadcast_object, world_rank
+
+    if not 0 <= options.low <= options.high <= 1 or options.samples < 1:
+        raise InputError(
+            f"--low {options.low} --high {options.high} --samples {options.samples}: must have 0 ≤ low ≤ high ≤ 1"
+        )
+    recipe = load_recipe(options.recipe, options.overrides)
+    problems = [problem for source in recipe.data.train for problem in read_problems(source)][: options.limit]
+    problem_ids = {problem.id for problem in problems}
+    prompts = load_prompts(recipe.data.train, load_tokenizer(str(recipe.model.path)), recipe.data.prompt)
+    progress, expected = options.out.with_name(options.out.name + ".progress.jsonl"), settings(recipe, options.samples)
+    with job(recipe):
+        # One rank reads and writes the file and broadcasts its content.
+        done = broadcast_object(read_progress(progress, expected) if world_rank() == 0 else {})
+        left = [prompt for prompt in prompts if prompt.id in problem_ids and prompt.id not in done]
+        if left:
+            sample(recipe, left, options.samples, options.problems_per_call, progress)
+        if world_rank() == 0:
+            correct = {
+                name: number for name, number in read_progress(progress, expected).items() if name in problem_ids
+            }
+            num_kept, sampled = write_kept(options.out, problems, correct, options.samples, options.low, options.high)
+            print(f"sampled {len(left)} problems, {sampled - len(left)} before")
+            print(
+                f"kept {num_kept} of {sampled} problems (accuracy {options.low:g} to {options.high:g}): {options.out}"
+            )
+    return EXIT_DONE
+
+
+def settings(recipe: Recipe, num_samples: int) -> dict[str, Any]:
+    """Return the settings that accuracies depend on; progress of other settings is not continued."""
+    rollout = recipe.rollout
+    return {
+        "model": str(recipe.model.path),
+        "dtype": rollout.dtype,
+        "samples": num_samples,
+        "temperature": rollout.temperature,
+        "max_response_length": rollout.max_response_length,
+        "seed": rollout.seed,
+        "template": recipe.data.prompt.template,
+        "reward": recipe.reward.name,
+    }
+
+
+def read_progress(file: Path, expected: dict[str, Any]) -> dict[str, int]:
+    """Return correct samples by problem id, of an earlier run. Raises `InputError` if its settings differ."""
+    if not file.exists():
+        file.write_text(json.dumps({"settings": expected}) + "\n")
+        return {}
+    lines = file.read_text().splitlines()
+    stored = json.loads(lines[0])["settings"]
+    if stored != expected:
+        different = sorted(key for key in expected if stored.get(key) != expected[key])
+        raise InputError(
+            f"{file}: made with other settings ({', '.join(f'{k}: {stored.get(k)!r}' for k in different)}); delete it "
+            "to start anew, or choose another --out"
+        )
+    done = {}
+    for line in lines[1:]:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            break  # the last line, incomplete after an interruption
+        done[row["id"]] = row["correct"]
+    # Remove the incomplete line, so that the next one starts on a new line.
+    rows = [json.dumps({"settings": expected}), *(json.dumps({"id": k, "correct": v}) for k, v in done.items())]
+    file.write_text("\n".join(rows) + "\n")
+    return done
+
+
+def num_correct(group: Group) -> int:
+    return sum(rollout.raw_reward >= CORRECT for rollout in group.rollouts)
+
+
+def sample(recipe: Recipe, prompts: list[Prompt], num_samples: int, per_call: int, progress: Path) -> None:
+    """Sample and score ``prompts``, ``per_call`` at a time, and append to ``progress``. Every rank must call it."""
+    from megatron_rl.learner.process_groups import resolve_device
+    from megatron_rl.process.ranks import world_rank
+    from megatron_rl.rewards import Rewarder
+    from megatron_rl.rollout.vllm_engine import VllmGenerator
+
+    tokenizer = load_tokenizer(str(recipe.model.path))
+    with ExitStack() as stack:
+        sources = {prompt.data_source for prompt in prompts}
+        rewarder = None
+        if world_rank() == 0:
+            rewarder = stack.enter_context(Rewarder(recipe.reward, recipe.rollout.max_response_length, sources))
+        generator = VllmGenerator(
+            recipe.rollout,
+            recipe.model.path,
+            max_prompt_length=recipe.data.prompt.max_length,
+            device=resolve_device(recipe.runtime.device).type,
+            decode=lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
+            precision=recipe.precision,
+        )
+        stack.callback(generator.close)
+        for first in range(0, len(prompts), per_call):
+            groups = generator.rollout(prompts[first : first + per_call], num_samples, policy_version=0, step=0)
+            if rewarder is None:
+                continue
+            rewarder.score(groups)
+            with progress.open("a") as file:
+                for group in groups:
+                    file.write(json.dumps({"id": group.prompt.id, "correct": num_correct(group)}) + "\n")
+            print(f"{min(first + per_call, len(prompts))} of {len(prompts)} problems", flush=True)
+
+
+def output_row(problem: Problem, accuracy: float) -> dict[str, Any]:
+    """Return a row in the format of the data loader."""
+    row: dict[str, Any] = {"id": problem.id.partition(":")[2]}
+    row["problem" if isinstance(problem.question, str) else "prompt"] = problem.question
+    row |= {"answer": problem.answer, "data_source": problem.data_source, "accuracy": accuracy}
+    return row | ({"extra_info": problem.extra} if problem.extra else {})
+
+
+def write_kept(
+    file: Path, problems: list[Problem], correct: dict[str, int], num_samples: int, low: float, high: float
+) -> tuple[int, int]:
+    """Write the problems with low ≤ accuracy ≤ high; return (number kept, number sampled)."""
+    rows = []
+    for problem in problems:
+        if problem.id in correct:
+            accuracy = correct[problem.id] / num_samples
+            if low <= accuracy <= high:
+                rows.append(output_row(problem, accuracy))
+    partial = file.with_name(file.name + ".partial")
+    partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    partial.replace(file)
+    return len(rows), len(correct)
+
+
+@contextmanager
+def job(recipe: Recipe) -> Iterator[None]:
+    """Join the job's other ranks, if there are any, and leave them at the end."""
+    from megatron_rl.learner.process_groups import initialize, shutdown
+
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        initialize(recipe.learner.parallel, recipe.runtime.device, recipe.seed, recipe.rollout.hang_limit_s)
+    try:
+        yield
+    finally:
+        shutdown()
+
+
+EXIT_FAILED = 1
+
+
+def add_sanity_verdict(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="Judge this run directory.")
+    parser.add_argument(
+        "--threshold", type=float, default=0.95, help="Pass a run whose accuracy exceeds this (default: 0.95)."
+    )
+
+
+def run_sanity_verdict(options: argparse.Namespace) -> int:
+    """Say whether a run passed the sanity test of [FP16 §4]: training accuracy on a perfectible set above 95%.
+
+        megatron-rl paper sanity-verdict RUN [RUN …] [--threshold 0.95]
+
+    Training accuracy is critic/score/mean (rewards before shaping), averaged over a pass over the problems; the best
+    pass counts. Prints one line per run. Exit status: 0 all passed, 1 one failed, 2 not readable.
+    """
+    results = [verdict(path, options.threshold) for path in options.runs]
+    for _, line in results:
+        print(line)
+    return EXIT_DONE if all(passed for passed, _ in results) else EXIT_FAILED
+
+
+def best_epoch(scores: list[float], steps_per_epoch: int) -> tuple[float, int]:
+    """Return (highest mean of ``steps_per_epoch`` consecutive scores, its last step). `InputError` for fewer."""
+    if len(scores) < steps_per_epoch:
+        raise InputError(f"{len(scores)} steps recorded, one pass over the problems takes {steps_per_epoch}")
+    means = [
+        sum(scores[end - steps_per_epoch : end]) / steps_per_epoch for end in range(steps_per_epoch, len(scores) + 1)
+    ]
+    best = max(range(len(means)), key=means.__getitem__)
+    return means[best], best + steps_per_epoch - 1
+
+
+def verdict(run: Path, threshold: float) -> tuple[bool, str]:
+    """Return (passed, the line to print) for one run directory."""
+    for name in ("recipe.resolved.yaml", "metrics.jsonl"):
+        if not (run / name).is_file():
+            raise InputError(f"{run}: no {name}; expected a run directory")
+    recipe = Recipe.model_validate(parse((run / "recipe.resolved.yaml").read_text())[0])
+    if recipe.batch.filter_groups:
+        raise InputError(f"{run}: batch.filter_groups leaves solved problems out of the score; run with false")
+    num_problems = sum(1 for source in recipe.data.train for _ in read_problems(source))
+    rows = read_metrics(run / "metrics.jsonl")
+    scores = [row["critic/score/mean"] for row in rows if "critic/score/mean" in row]
+    try:
+        accuracy, step = best_epoch(scores, -(-num_problems // recipe.batch.prompts))
+    except InputError as error:
+        raise InputError(f"{run}: {error}") from error
+    passed = accuracy > threshold
+    return passed, (
+        f"{'PASS' if passed else 'FAIL'}  {run.name}: training accuracy {accuracy:.3f} at step {step} of {len(scores)} "
+        f"({'above' if passed else 'not above'} {threshold:g}; {num_problems} problems)"
+    )

@@ -1,0 +1,216 @@
+"""Commands on a recipe: `check`, `plan`, `recipe schema`, `recipe from-verl` and `recipe trace`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+
+from megatron_rl.commands.arguments import GPU_NAMES, add_foreign, add_gpu, add_recipe, write_translation
+from megatron_rl.errors import EXIT_DONE, InputError, printable
+
+
+def add_check(parser: argparse.ArgumentParser) -> None:
+    add_recipe(parser)
+    parser.add_argument("--ranks", type=int, help="Check for this number of ranks (default: WORLD_SIZE, if set).")
+    parser.add_argument(
+        "--offline",
+        action="store_true",
+        help="Work without the model's files: look it up by its name (model/known_models.py), and skip checks that need"
+        " files.",
+    )
+    parser.add_argument(
+        "--no-transformers",
+        action="store_true",
+        help="Do not compare the learner's model with transformers' (the comparison takes about 10 s for a small "
+        "model).",
+    )
+
+
+def run_check(options: argparse.Namespace) -> int:
+    """Check a recipe: do and show everything that `train` does before its engines start. Needs no GPU.
+
+    megatron-rl check RECIPE [--ranks N] [--offline] [--no-transformers]
+
+    The command compares the headers of the model's files with the learner's table of tensors, and each key of
+    config.json with its meaning to the learner and to vLLM. Last, transformers and the learner compute the log-probs of
+    a prompt, in fp32 on the CPU: with the whole model up to 2 billion parameters, else with its first and last layer.
+    """
+    from megatron_rl.config import load_recipe
+    from megatron_rl.doctor.machine import available_gib
+    from megatron_rl.run.prepare import report
+
+    ranks = options.ranks or (int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
+    free_gib = None if options.no_transformers else available_gib()
+    for what, value in report(load_recipe(options.recipe, options.overrides), ranks, options.offline, free_gib):
+        print(f"{what:>10}  {printable(value)}")
+    print(f"{'memory':>10}  megatron-rl plan {options.recipe} --gpu {{{','.join(GPU_NAMES)},FILE}}")
+    return EXIT_DONE
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    add_recipe(parser)
+    add_gpu(parser, "Reckon with this GPU.", required=True)
+    parser.add_argument(
+        "--nodes", type=int, help="Reckon with this number of nodes (default: as the recipe's name says, …-4n8g-…)."
+    )
+    parser.add_argument(
+        "--gpus-per-node",
+        type=int,
+        help="Reckon with this number of GPUs in a node (default: as the recipe's name says, else 8).",
+    )
+    parser.add_argument(
+        "--mean-response",
+        type=float,
+        metavar="TOKENS",
+        help="Reckon with responses of this mean length (default: half of the longest allowed).",
+    )
+    parser.add_argument(
+        "--lengths",
+        metavar="LENGTHS",
+        help="Simulate rollout servers and learner on responses of these lengths: lognormal:MEDIAN,SIGMA[,MAX], a file"
+        " with one length a line, or a run directory with recorded batches. Their mean is then that of the plan.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print the totals as JSON.")
+    parser.add_argument(
+        "--mean-prompt",
+        type=float,
+        metavar="TOKENS",
+        help="Reckon with prompts of this mean length (default: an eighth of the longest allowed).",
+    )
+    parser.add_argument(
+        "--host-memory",
+        type=float,
+        metavar="GIB",
+        help="Reckon with this memory of a node (default: that of the vendor's DGX).",
+    )
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """Estimate memory per rank, step time and layouts of a recipe on a GPU, by arithmetic. Needs no GPU.
+
+    megatron-rl plan RECIPE --gpu h100-80 [--nodes 4] [--mean-response 6000]
+    """
+    from megatron_rl.config import load_recipe
+    from megatron_rl.instruments.plan import as_json, find_gpu, make_plan, make_workload, render
+    from megatron_rl.instruments.plan.lengths import read_lengths
+    from megatron_rl.model.known_models import shape_of
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    architecture, _ = shape_of(recipe.model.path)
+    lengths, mean_response = None, options.mean_response
+    if options.lengths is not None:
+        if mean_response is not None:
+            raise InputError("--lengths and --mean-response: the lengths already have a mean; give only one of the two")
+        lengths = read_lengths(options.lengths, recipe.rollout.max_response_length)
+        mean_response = float(lengths.sample().mean())
+    sizes = (options.nodes, options.gpus_per_node, mean_response, options.mean_prompt, options.host_memory)
+    plan = make_plan(make_workload(recipe, architecture, find_gpu(options.gpu), *sizes), lengths)
+    print(json.dumps(as_json(plan)) if options.json else render(plan))
+    if plan.problems:
+        raise InputError("this does not fit:\n" + "\n".join(f"  {problem}" for problem in plan.problems))
+    return EXIT_DONE
+
+
+def add_schema(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+def run_schema(options: argparse.Namespace) -> int:
+    """Print the recipe's JSON Schema, for an editor's completion and hints: all keys with their meaning and defaults.
+
+    megatron-rl recipe schema > recipe.schema.json
+
+    Editors that use yaml-language-server, such as VS Code with the YAML extension, then complete and check a recipe
+    that begins with `# yaml-language-server: $schema=recipe.schema.json`.
+    """
+    from megatron_rl.config.loader import recipe_schema
+
+    print(json.dumps(recipe_schema(), indent=2))
+    return EXIT_DONE
+
+
+def add_from_verl(parser: argparse.ArgumentParser) -> None:
+    add_foreign(parser, "verl's launch script, or its resolved configuration (.yaml)")
+
+
+def run_from_verl(options: argparse.Namespace) -> int:
+    """Translate a launch script or a resolved configuration of verl into a recipe.
+
+    megatron-rl recipe from-verl run_qwen3_8b.sh --output recipe.yaml
+
+    The report says what was translated (their key, ours, its value), what has no counterpart and what that changes,
+    what is guessed, and what the file does not say. It is also the header of the recipe. Nothing of the script is run.
+    """
+    from megatron_rl.instruments.translate import verl
+
+    return write_translation(options, verl.translate)
+
+
+FORMATS = ("own", "fully_reshardable", "dp_reshardable")  # equals `trace.FORMATS`, whose module is slow to import
+
+
+def add_trace(parser: argparse.ArgumentParser) -> None:
+    add_recipe(parser)
+    add_gpu(parser, "Take the memory of this GPU as the budget (default: h100-80).", default="h100-80")
+    parser.add_argument(
+        "--nodes", type=int, help="Trace a job of this number of nodes (default: as the recipe's name says, …-4n8g-…)."
+    )
+    parser.add_argument(
+        "--gpus-per-node",
+        type=int,
+        help="Trace a job with this number of GPUs in a node (default: as the recipe's name says, else 8).",
+    )
+    parser.add_argument(
+        "--rank",
+        type=int,
+        action="append",
+        metavar="N",
+        help="Trace this rank. The option may be given several times (default: the ranks that differ).",
+    )
+    parser.add_argument(
+        "--checkpoint-format",
+        default="own",
+        choices=FORMATS,
+        help="Trace a save in this format. own: as a run saves. Else: Megatron's builder of that name.",
+    )
+    parser.add_argument("--no-passes", action="store_true", help="Leave out the forward and backward pass.")
+    parser.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
+
+
+def run_trace(options: argparse.Namespace) -> int:
+    """Run a recipe's learner as one rank of its job, without the job, and print bytes, transients and collectives.
+
+    megatron-rl recipe trace RECIPE [--gpu h100-80] [--nodes 4] [--rank 0 --rank 31] [--checkpoint-format
+    fully_reshardable]
+
+    Tensors have no values and other ranks do not exist, so a model of any size fits on any machine. Exit status 2 if
+    the static memory of a GPU differs from that of `plan` by more than 5%, or if a save does not fit.
+    """
+    from megatron_rl.config import load_recipe
+    from megatron_rl.instruments.plan import find_gpu, make_workload
+    from megatron_rl.instruments.trace import (
+        as_json,
+        differences,
+        ranks_that_differ,
+        render,
+        trace_rank,
+        trace_update,
+        why_untraced,
+    )
+    from megatron_rl.model.known_models import shape_of
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    architecture, _ = shape_of(recipe.model.path)
+    work = make_workload(recipe, architecture, find_gpu(options.gpu), options.nodes, options.gpus_per_node)
+    ranks = options.rank or ranks_that_differ(recipe.learner.parallel, work.ranks)
+    if beyond := [rank for rank in ranks if not 0 <= rank < work.ranks]:
+        raise InputError(f"trace: --rank {beyond[0]}; the job has ranks 0 to {work.ranks - 1}")
+    traces = [trace_rank(recipe, architecture, rank, work.ranks, options.checkpoint_format) for rank in ranks]
+    if not (options.no_passes or why_untraced(work)):
+        for trace in traces:
+            trace.phases += trace_update(work, trace.rank)
+    print(json.dumps(as_json(work, traces), indent=1) if options.json else render(work, traces))
+    if disagreements := differences(work, traces):
+        raise InputError("the trace does not agree with the plan:\n" + "\n".join(f"  {line}" for line in disagreements))
+    return EXIT_DONE
