@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -357,3 +358,26 @@ def test_eval_scores_checkpoints_of_both_kinds(root, tmp_path):
     refused = evaluate(tmp_path)
     assert refused.returncode == 2
     assert "neither a Hugging Face folder" in refused.stderr
+
+
+def test_the_example_of_the_docs_trains_on_both_engines(tmp_path):
+    """The file of docs/add-an-objective.md beside a recipe: a term, a correction, an advantage and an aggregation."""
+    text = (REPOSITORY / "docs" / "add-an-objective.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```(?:yaml|python)\n(.*?)```", text, re.DOTALL)
+    (objective,) = (yaml.safe_load(block) for block in blocks if "name: mine.py" in block)
+    (code,) = (block for block in blocks if block.startswith("# mine.py"))
+    (tmp_path / "mine.py").write_text(code)
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text(yaml.safe_dump({"extends": str(REPOSITORY / GRPO), **objective}))
+    succeeded(train(tmp_path, "own", "num_steps=2", "batch.minibatches=2", recipe=str(recipe)))
+    rows = metrics(tmp_path, "own")
+    assert len(rows) == 2
+    assert all(row["actor/grad_norm"] > 0 and row["perf/time/old_logprobs"] > 0 for row in rows)
+    resolved = yaml.safe_load((tmp_path / "own" / "recipe.resolved.yaml").read_text())["objective"]
+    assert resolved["policy_term"]["function"] == f"{tmp_path / 'mine.py'}:quadratic"
+    environment = json.loads((tmp_path / "own" / "environment.json").read_text())
+    (tmp_path / "mine.py").write_text(code + "\n")
+    refused = train(tmp_path, "own", "num_steps=3", "batch.minibatches=2", recipe=str(recipe))
+    assert refused.returncode == 2
+    assert f"objective.{tmp_path / 'mine.py'}:quadratic: " in refused.stdout + refused.stderr
+    assert json.loads((tmp_path / "own" / "environment.json").read_text()) == environment

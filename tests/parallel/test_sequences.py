@@ -8,6 +8,7 @@ import pytest
 from megatron_rl.run.recorded_batches import batch_path, delete_batch, load_batch, recorded_steps
 from tests.parallel.gloo import run_ranks
 from tests.parallel.programs import sequences as programs
+from tests.support.rounding import rounded
 
 MODULE = "tests.parallel.programs.sequences"
 
@@ -70,9 +71,21 @@ def test_rewards_metrics_and_samples_do_not_depend_on_who_holds_what():
 
 def test_denominators_are_those_of_all_ranks_together():
     total = sum(s.num_trained for s in programs.whole(9, seed=2, routes=False).sequences)
-    for rank in run("denominators", 4, upper=2.0):
+    for rank in run("denominators", 4, correction={"mode": "mis", "cap": 2.0, "renormalize": True}):
         assert rank["found"] == rank["expected"]
         assert 0 < rank["found"][0] < total, "some tokens are left out, not all"
+
+
+def test_the_sum_of_the_weights_is_that_of_all_ranks_together():
+    """Of float32 weights in float64: each is given exactly, so that only their sum is rounded."""
+    total = sum(s.num_trained for s in programs.whole(9, seed=2, routes=False).sequences)
+    ranks = run("denominators", 4, correction={"mode": "tis", "cap": 2.0, "normalize": True})
+    for rank in ranks:
+        tokens, sequences, _, weight_sum, num_weights = rank["found"]
+        assert (tokens, sequences, num_weights) == (total, 9, total)
+        assert weight_sum == rounded(rank["expected"][3], total)
+        assert weight_sum == ranks[0]["found"][3], "every rank divides by the same number"
+        assert 0 < weight_sum < 2 * total
 
 
 @pytest.mark.parametrize("routes", [False, True])

@@ -191,11 +191,9 @@ def held_bytes(per_rank: int) -> dict[str, int]:
     return {"arrays": sum(held.values()), "buffers": max(counted), "sequences": len(mine)}
 
 
-def denominators(upper: float) -> dict[str, list[float]]:
-    """What a loss is divided by where corrections leave tokens out: of all, and counted by those that hold them."""
-    config = ObjectiveConfig.model_validate(
-        {"max_response_length": 999, "correction": [{"mode": "mis", "cap": upper, "renormalize": True}]}
-    )
+def denominators(correction: dict) -> dict[str, list[float]]:
+    """What a loss is divided by where ``correction`` is counted: of all, and counted by those that hold them."""
+    config = ObjectiveConfig.model_validate({"max_response_length": 999, "correction": [correction]})
     whole_batch = whole(9, seed=2, routes=False)
     random = np.random.default_rng(0)
     for s in whole_batch.sequences:
