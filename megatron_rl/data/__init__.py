@@ -1,6 +1,5 @@
 """From problems to prompts: files, tokenizer, chat template, and the order of prompts."""
 
-from megatron_rl.data.mixture import MixedSampler, make_sampler
 from megatron_rl.data.prompts import (
     check_vocabulary,
     fingerprint,
@@ -10,7 +9,7 @@ from megatron_rl.data.prompts import (
     load_validation,
     prompts_digest,
 )
-from megatron_rl.data.sampler import PromptSampler, in_another_order
+from megatron_rl.data.sampler import MixedSampler, PromptSampler, in_another_order, make_sampler
 from megatron_rl.data.source import check_source, read_problems
 from megatron_rl.data.table import PromptSet
 

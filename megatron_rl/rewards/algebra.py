@@ -15,8 +15,7 @@ from fractions import Fraction
 import mpmath
 
 from megatron_rl.rewards import units
-from megatron_rl.rewards.tree import Node, number, walk
-from megatron_rl.rewards.values import Algebra, TooLarge, exact
+from megatron_rl.rewards.tree import Algebra, Node, TooLarge, exact, number, walk
 
 _MP = mpmath.mp.clone()
 _MP.prec = 400

@@ -6,11 +6,10 @@ import re
 from fractions import Fraction
 
 from megatron_rl.rewards import units
-from megatron_rl.rewards.cursor import UnitCursor
 from megatron_rl.rewards.latex import Token, Unread, words
 from megatron_rl.rewards.phrases import COMMON_WORDS
-from megatron_rl.rewards.tree import Node, Number, number
-from megatron_rl.rewards.values import plain
+from megatron_rl.rewards.tree import Node, Number, number, plain
+from megatron_rl.rewards.units import UnitCursor
 
 MAX_DIGITS = 2000
 

@@ -14,8 +14,19 @@ from megatron_rl.rewards import units
 from megatron_rl.rewards.grammar import readings
 from megatron_rl.rewards.latex import Unread, spelled, tokenize
 from megatron_rl.rewards.regions import DESCRIBE_SETS, RegionReader
-from megatron_rl.rewards.tree import Node, negative, number, walk
-from megatron_rl.rewards.values import Algebra, TooLarge, exact, has_names, is_unfinished, plain, rounds_to
+from megatron_rl.rewards.tree import (
+    Algebra,
+    Node,
+    TooLarge,
+    exact,
+    has_names,
+    is_unfinished,
+    negative,
+    number,
+    plain,
+    rounds_to,
+    walk,
+)
 
 MAX_ITEMS = 64  # longest list that is compared in any order
 _MAX_SIGNS = 3  # largest number of ± in one value

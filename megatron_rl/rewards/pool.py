@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_rl.errors import InputError, printable
-from megatron_rl.rewards.descendants import end_descendants
-from megatron_rl.rewards.worker import BrokenFrames, read_frame, write_frame
+from megatron_rl.rewards.worker import BrokenFrames, end_descendants, read_frame, write_frame
 
 WALL_PER_CPU = 4.0  # wall seconds per allowed processor second, for tasks that sleep and busy machines
 _START_S = 300.0  # longest start of a worker, with imports over a slow file system

@@ -10,8 +10,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron_rl.rewards.tree import Node
-from megatron_rl.rewards.values import Algebra
+from megatron_rl.rewards.tree import Algebra, Node
 
 Cut = tuple[Fraction | float, int]
 Pieces = tuple[tuple[Cut, Cut], ...]

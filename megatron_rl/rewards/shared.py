@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from megatron_rl.process.ranks import gather_objects, gather_rows, together, world_rank, world_size
-from megatron_rl.rewards.failures import MAX_KINDS, Failure, merge
-from megatron_rl.rewards.rewarder import Rewarder
+from megatron_rl.rewards.rewarder import MAX_KINDS, Failure, Rewarder, merge
 from megatron_rl.types import Group, Rollout
 
 _FAILURES = ("reward/timeouts", "reward/worker_failures", "reward/errors")

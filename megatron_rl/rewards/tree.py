@@ -1,11 +1,19 @@
-"""The tree of nodes that a parsed answer gives."""
+r"""The tree of an answer, its exact value by bounded arithmetic on fractions, and computations that were left undone.
+
+It is cheap enough for the trainer's process: no value has more than `MAX_BITS` bits.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
+
+MAX_BITS = 20_000
+MAX_ROOT = 1000
+MIN_ROUNDED_DIGITS = 6  # a decimal with fewer significant digits is not accepted for a number that it rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +69,232 @@ def depth(node: Node) -> int:
     while level:
         level, count = [arg for part in level for arg in part.args], count + 1
     return count
+
+
+class TooLarge(ArithmeticError):
+    """A value that is too large to be written down."""
+
+
+class NeedsWorker(Exception):
+    """The comparison needs algebra, which worker processes do."""
+
+
+class Algebra:
+    """Compares by fractions and raises `NeedsWorker` for the rest, which `NumericAlgebra` compares."""
+
+    def equal(self, one: Node, other: Node) -> bool:
+        """Return whether two expressions are equal for all values of their variables."""
+        raise NeedsWorker
+
+    def same_solutions(self, one: Node, other: Node) -> bool:
+        """Return whether two equations, written as differences, have the same solutions."""
+        raise NeedsWorker
+
+    def value(self, node: Node) -> Fraction | None:
+        """Return the value of a real constant, to 1e-80 if it is irrational; None for anything else."""
+        value = exact(node)
+        if value is None and not has_names(node):
+            raise NeedsWorker
+        return value
+
+
+def has_names(node: Node) -> bool:
+    return any(part.kind == "name" for part in walk(node))
+
+
+def _bits(value: Fraction) -> int:
+    return value.numerator.bit_length() + value.denominator.bit_length()
+
+
+def _bounded(value: Fraction) -> Fraction:
+    if _bits(value) > MAX_BITS:
+        raise TooLarge
+    return value
+
+
+def exact(node: Node) -> Fraction | None:
+    """Return the value of ``node`` by arithmetic on fractions; None if it has none. Raises `TooLarge`."""
+    if node.kind == "number":
+        return _bounded(node.value.value)
+    if node.kind == "dash":
+        first, *subtrahends = map(int, node.value)
+        return _bounded(Fraction(first - sum(subtrahends)))
+    if node.kind not in ("add", "mul", "div", "divide", "neg", "pow", "root", "percent", "call"):
+        return None
+    args = []
+    for arg in node.args:
+        value = exact(arg)
+        if value is None:
+            return None
+        args.append(value)
+    try:
+        return _apply(node, args)
+    except ZeroDivisionError:
+        return None
+
+
+def _apply(node: Node, args: list[Fraction]) -> Fraction | None:
+    kind = node.kind
+    if kind == "add":
+        total = Fraction(0)
+        for arg in args:
+            total = _bounded(total + arg)
+        return total
+    if kind == "mul":
+        return _bounded(args[0] * args[1])
+    if kind in ("div", "divide"):
+        return _bounded(args[0] / args[1])
+    if kind == "neg":
+        return -args[0]
+    if kind == "percent":
+        return args[0] / 100
+    if kind == "pow":
+        return _power(*args)
+    if kind == "root":
+        return _power(args[0], 1 / args[1])
+    return _call(node.value, args)
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction | None:
+    if exponent.denominator != 1:
+        if exponent.denominator > MAX_ROOT or _bits(exponent) > 64:
+            return None
+        root = _root(base, exponent.denominator)
+        return None if root is None else _power(root, Fraction(exponent.numerator))
+    if base in (0, 1, -1):
+        if base == 0 and exponent <= 0:
+            return None
+        return base if base >= 0 or exponent % 2 else -base
+    if abs(exponent) * (_bits(base) - 1) > 2 * MAX_BITS:
+        raise TooLarge
+    return _bounded(base**exponent.numerator)
+
+
+def _root(value: Fraction, index: int) -> Fraction | None:
+    """Return the rational root; None if there is none."""
+    if value < 0:
+        root = _root(-value, index) if index % 2 else None
+        return None if root is None else -root
+    parts = [_integer_root(part, index) for part in (value.numerator, value.denominator)]
+    return None if None in parts else Fraction(*parts)
+
+
+def _integer_root(value: int, index: int) -> int | None:
+    if value < 2:
+        return value
+    low, high = 1, 1 << (value.bit_length() // index + 1)
+    if index == 2:
+        low = high = math.isqrt(value)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if middle**index <= value else (low, middle - 1)
+    return low if low**index == value else None
+
+
+def _call(name: str, args: list[Fraction]) -> Fraction | None:
+    is_whole = all(arg.denominator == 1 for arg in args)
+    if len(args) == 1 and name in ("abs", "floor", "ceil"):
+        return {"abs": abs, "floor": math.floor, "ceil": math.ceil}[name](args[0]) * Fraction(1)
+    if name in ("max", "min") and args:
+        return {"max": max, "min": min}[name](args)
+    if not is_whole:
+        return None
+    integers = [arg.numerator for arg in args]
+    if name in ("gcd", "lcm") and args:
+        return _bounded(Fraction(getattr(math, name)(*integers)))
+    if name == "factorial" and len(args) == 1 and integers[0] >= 0:
+        if integers[0] > 1500:
+            raise TooLarge
+        return Fraction(math.factorial(integers[0]))
+    if name == "binom" and len(args) == 2 and min(integers) >= 0:
+        if integers[0] > 10**6 or min(integers[1], integers[0] - integers[1]) > 1000:
+            raise TooLarge
+        return _bounded(Fraction(math.comb(*integers)))
+    return None
+
+
+def plain(node: Node) -> Number | None:
+    """Return the number that ``node`` is, with its sign; None if it is not a single number."""
+    if node.kind == "neg" and node.args[0].kind == "number":
+        number = node.args[0].value
+        return Number(-number.value, number.places, number.significant)
+    return node.value if node.kind == "number" else None
+
+
+def rounds_to(value: Fraction, decimal: Number | None) -> bool:
+    """Return whether ``value`` rounds to ``decimal`` at its places and ``decimal`` has enough digits."""
+    if decimal is None or decimal.places is None or decimal.significant < MIN_ROUNDED_DIGITS:
+        return False
+    return abs(value - decimal.value) <= Fraction(1, 2 * 10**decimal.places)
+
+
+def _factors(node: Node) -> Iterator[Node]:
+    stack = [node]
+    while stack:
+        part = stack.pop()
+        if part.kind == "mul" or part.kind == "neg":
+            stack += part.args
+        else:
+            yield part
+
+
+def _has_i(node: Node) -> bool:
+    return any(part.kind == "constant" and part.value == "i" for part in walk(node))
+
+
+def _rational(node: Node) -> bool:
+    try:
+        return exact(node) is not None
+    except TooLarge:
+        return True
+
+
+def is_unfinished(node: Node) -> bool:
+    r"""Whether ``node`` leaves a computation with constants to the reader: ``12\cdot 34``, ``999-1``, ``\log_2 8``.
+
+    A fraction, a root, a power, a mixed number, ``a\times 10^b`` and a sum or product of which no two parts are
+    rational (``2+\sqrt3``, ``3-4i``) are ways to write a value. Of an expression with variables only function values
+    of constants count.
+    """
+    symbolic = has_names(node)
+    stack = [node]
+    while stack:
+        part = stack.pop()
+        if part.kind == "call" and not has_names(part):
+            return True
+        if not symbolic and _leaves_arithmetic(part):
+            return True
+        stack += _parts(part)
+    return False
+
+
+def _parts(node: Node) -> list[Node]:
+    return list(_factors(node)) if node.kind == "mul" else list(node.args)
+
+
+def _leaves_arithmetic(node: Node) -> bool:
+    if node.kind in ("divide", "dash"):
+        return True
+    if node.kind == "add":
+        rational = [arg for arg in node.args if _rational(arg)]
+        return len(rational) > 1 and not (len(node.args) == 2 and _is_mixed(*node.args))
+    if node.kind == "mul":
+        factors = list(_factors(node))
+        rational = [factor for factor in factors if _rational(factor) and plain(factor) != Number(Fraction(1), None, 1)]
+        scientific = len(factors) == 2 and any(_is_power_of_ten(factor) for factor in factors)
+        return (len(rational) > 1 and not scientific) or sum(map(_has_i, factors)) > 1
+    return node.kind == "pow" and _has_i(node.args[0])
+
+
+def _is_power_of_ten(node: Node) -> bool:
+    return (
+        node.kind == "pow" and plain(node.args[0]) == Number(Fraction(10), None, 2) and plain(node.args[1]) is not None
+    )
+
+
+def _is_mixed(whole: Node, part: Node) -> bool:
+    r"""``1+\frac12``: a whole number and a proper fraction of the same sign."""
+    first, second = exact(whole), exact(part)
+    assert first is not None
+    assert second is not None
+    return plain(whole) is not None and first.denominator == 1 and 0 < abs(second) < 1 and (first > 0) == (second > 0)

@@ -7,13 +7,23 @@ most of it shared with its child.
 
 Frames on both pipes are 4 bytes of length and JSON of that length. Data from a process that handled untrusted text is
 never unpickled.
+
+Reward functions of users are named `path/to/file.py:function` or `package.module:function`. A function is called as
+``f(response, answer)``, or by keyword as ``f(data_source, solution_str, ground_truth, extra_info)`` if it has these
+arguments (verl's convention). It returns a number, a bool or a mapping with `score`, and may be an ``async def``. Only
+worker processes load functions; the trainer's process never runs their file.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import ctypes
+import inspect
 import json
 import math
 import mmap
+import numbers
 import os
 import resource
 import select
@@ -22,19 +32,138 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from megatron_rl.errors import InputError
 from megatron_rl.process.user_functions import load_function
-from megatron_rl.rewards.custom import call_reward, check_signature
-from megatron_rl.rewards.descendants import adopt_orphans, die_with_parent, end_descendants
 
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_LIMIT_S = 5.0  # for processes that keep starting others
+_VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+_loop = asyncio.Runner()  # one loop for all calls of a process, because a module's clients are bound to it
 Handler = Callable[[dict[str, Any]], float]
-
 _OWN_FILES = (os.path.dirname(os.path.abspath(__file__)) + os.sep, "<frozen ")
 _OVER_MEMORY = 77  # exit status of a child over its memory limit; processes that its task started still run
 _MAX_IDLE_DEATHS = 3  # after so many consecutive deaths of idle children, a new child would not help
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose own parent dies, so that `end_descendants` finds them."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """Make the kernel end this process when its parent dies."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # without this system call, such processes are not found
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def descendants(root: int) -> list[int]:
+    """Return the ids of running processes below ``root``."""
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
+                state, parent = file.read().rpartition(")")[2].split()[:2]
+            if state not in "ZX":
+                children.setdefault(int(parent), []).append(int(name))
+    pids, level = [], [root]
+    while level:
+        level = [child for parent in level for child in children.get(parent, ())]
+        pids += level
+    return pids
+
+
+def end_descendants(root: int, *, reap: bool = False) -> None:
+    """Kill all processes below ``root``. ``reap``: also collect those that are children of this process."""
+    deadline = time.monotonic() + _LIMIT_S
+    while (pids := descendants(root)) and time.monotonic() < deadline:
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # stop them first, so that none starts another process
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, number)
+        if reap:
+            reap_ended()
+        time.sleep(0.001)
+    if reap:
+        reap_ended()
+
+
+def reap_ended() -> None:
+    """Collect all children that have ended."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def check_signature(name: str, function: Callable[..., Any]) -> None:
+    """Raise InputError if ``function`` takes neither ``(response, answer)`` nor verl's arguments."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # written in C: its parameters cannot be read
+        return
+    try:
+        if _is_verl_style(signature):
+            signature.bind(**dict.fromkeys(_verl_arguments(signature)))
+        else:
+            signature.bind(None, None)
+    except TypeError as error:
+        raise InputError(
+            f"reward {name}: takes {signature}, which fits neither f(response, answer) nor "
+            f"f({', '.join(_VERL_ARGUMENTS)}): {error}"
+        ) from error
+
+
+def _is_verl_style(signature: inspect.Signature) -> bool:
+    return {"solution_str", "ground_truth"} <= signature.parameters.keys()
+
+
+def _verl_arguments(signature: inspect.Signature) -> list[str]:
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
+    return [key for key in _VERL_ARGUMENTS if takes_any or key in signature.parameters]
+
+
+def call_reward(function: Callable[..., Any], task: Mapping[str, Any]) -> float:
+    """Call ``function`` with the arguments that its signature asks for and return its result as a number."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        signature = inspect.Signature()
+    if _is_verl_style(signature):
+        result = function(**{key: task[key] for key in _verl_arguments(signature)})
+    else:
+        result = function(task["solution_str"], task["ground_truth"])
+    return _number(_loop.run(_awaited(result)) if inspect.isawaitable(result) else result)
+
+
+async def _awaited(found: Awaitable[Any]) -> Any:
+    return await found
+
+
+def _number(result: Any) -> float:
+    """Return the ``result`` of a reward function as a number.
+
+    Raises TypeError if it is not a number, bool or mapping, ValueError for a mapping without `score`.
+    """
+    value = result
+    if isinstance(result, Mapping):
+        if "score" not in result:
+            raise ValueError(f"the reward function returned a mapping without `score`; its keys are {list(result)}")
+        value = result["score"]
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if not isinstance(value, str | bytes) and callable(getattr(value, "item", None)):  # NumPy's and PyTorch's scalars
+        return float(value.item())
+    shown = repr(result)
+    raise TypeError(
+        f"the reward function returned {shown if len(shown) <= 80 else shown[:80] + ' …'} ({type(result).__name__}); "
+        "expected a number, a bool or a mapping with `score`"
+    )
 
 
 class BrokenFrames(Exception):

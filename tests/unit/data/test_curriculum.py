@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from megatron_rl.batch import build_batch
 from megatron_rl.config.data import CurriculumConfig, DataConfig
 from megatron_rl.data import PromptSampler, PromptSet, make_sampler
-from megatron_rl.data.curriculum import CurriculumSampler, read_success_rates
+from megatron_rl.data.sampler import CurriculumSampler, read_success_rates
 from megatron_rl.errors import InputError
 from megatron_rl.run.lookahead import Begun
 from megatron_rl.types import Group, Prompt, Rollout

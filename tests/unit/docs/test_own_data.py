@@ -11,7 +11,7 @@ from megatron_rl.__main__ import main
 from megatron_rl.config import load_recipe
 from megatron_rl.errors import EXIT_DONE
 from megatron_rl.process.user_functions import load_function
-from megatron_rl.rewards.custom import call_reward
+from megatron_rl.rewards.worker import call_reward
 from tests.support.tiny import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "own-data-and-reward.md").read_text()

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.config.data import DataSourceConfig
 from megatron_rl.data import PromptSet
-from megatron_rl.data.curriculum import read_success_rates
+from megatron_rl.data.sampler import read_success_rates
 from megatron_rl.errors import InputError
 from megatron_rl.evaluate import write_success_rates
 from megatron_rl.monitor.evaluation import check_names, file_rows, table

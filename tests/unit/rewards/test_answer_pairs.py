@@ -6,8 +6,7 @@ import pytest
 
 from megatron_rl.rewards.algebra import NumericAlgebra
 from megatron_rl.rewards.compare import same
-from megatron_rl.rewards.extract import final_answer, gold_answer
-from megatron_rl.rewards.math_task import math_verdict
+from megatron_rl.rewards.math_task import final_answer, gold_answer, math_verdict
 from tools.score_answers import MAX_FALSE_NEGATIVES, MAX_FALSE_POSITIVES, PAIRS, print_table, rates, read_pairs
 
 

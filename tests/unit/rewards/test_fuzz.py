@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.rewards.compare import exact_or_none, same, spelling
-from megatron_rl.rewards.extract import final_answer
 from megatron_rl.rewards.grammar import readings
-from megatron_rl.rewards.math_task import math_verdict
-from megatron_rl.rewards.values import Algebra
+from megatron_rl.rewards.math_task import final_answer, math_verdict
+from megatron_rl.rewards.tree import Algebra
 
 PIECES = st.sampled_from(
     [r"\frac", r"\sqrt", r"\text{", r"\boxed{", r"\pm", r"\cup", r"\in", r"\le", r"\left(", r"\right]",

@@ -11,7 +11,7 @@ import pytest
 from megatron_rl.rewards import math_reward
 from megatron_rl.rewards.algebra import NumericAlgebra
 from megatron_rl.rewards.compare import same
-from megatron_rl.rewards.extract import MAX_ANSWER_CHARS, final_answer
+from megatron_rl.rewards.math_task import MAX_ANSWER_CHARS, final_answer
 
 SHARED_DATA = Path(__file__).resolve().parents[3].parent / "shared" / "data"
 

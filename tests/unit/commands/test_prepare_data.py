@@ -11,10 +11,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from megatron_rl.commands.prepare_data import OverlapIndex, bare_problem, normalise
 from megatron_rl.config.data import DataSourceConfig
-from megatron_rl.data.prepare import OverlapIndex, bare_problem, normalise
 from megatron_rl.data.source import read_problems
-from megatron_rl.rewards.gold import classify
+from megatron_rl.rewards.math_task import classify
 from tests.support.patience import PATIENCE_S
 from tests.support.tiny import MODEL, REPOSITORY
 
