@@ -22,9 +22,8 @@ from megatron_rl.data import load_tokenizer, load_validation
 from megatron_rl.errors import InputError
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import resolve_device, shutdown
-from megatron_rl.monitor.evaluation import check_names, file_rows, table
 from megatron_rl.monitor.samples import SampleFile, describe
-from megatron_rl.monitor.validation import success_rates, summarise
+from megatron_rl.monitor.validation import check_names, file_rows, success_rates, summarise, table
 from megatron_rl.process.fp32_products import settle
 from megatron_rl.process.output import format_table
 from megatron_rl.process.ranks import world_rank

@@ -22,7 +22,7 @@ from megatron_rl.config import Recipe
 from megatron_rl.config.precision import fp32_products
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import resolve_device
-from megatron_rl.monitor.mismatch import mismatch_metrics
+from megatron_rl.objective.metrics import mismatch_metrics
 from megatron_rl.process.fp32_products import settle
 from megatron_rl.rollout.requests import everywhere
 from megatron_rl.rollout.vllm_engine import VllmGenerator

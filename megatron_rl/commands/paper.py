@@ -23,7 +23,7 @@ from megatron_rl.config.yaml12 import parse
 from megatron_rl.data import load_prompts, load_tokenizer
 from megatron_rl.data.source import Problem, read_problems
 from megatron_rl.errors import EXIT_DONE, InputError
-from megatron_rl.monitor.jsonl import read_metrics
+from megatron_rl.monitor.run_directory import read_metrics
 from megatron_rl.monitor.validation import CORRECT
 from megatron_rl.types import Group, Prompt
 

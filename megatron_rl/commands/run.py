@@ -181,8 +181,7 @@ def run_plot(options: argparse.Namespace) -> int:
     """
     from megatron_rl.instruments.foreign.read import read_run
     from megatron_rl.monitor.curves import group_runs
-    from megatron_rl.monitor.page import build_page
-    from megatron_rl.monitor.plots import View, draw_figure, drawable_panels
+    from megatron_rl.monitor.plots import View, build_page, draw_figure, drawable_panels
 
     told: list[str] = []
 

@@ -16,8 +16,7 @@ from megatron_rl.config import yaml12
 from megatron_rl.config.levels import level_rules
 from megatron_rl.config.monitor import AlarmRule, MonitorConfig
 from megatron_rl.errors import EXIT_DONE, InputError
-from megatron_rl.monitor.recorded import distinct, read_packed
-from megatron_rl.monitor.scoring import CollapseRule, RuleScore, SetScore, score_run, score_set
+from megatron_rl.monitor.scoring import CollapseRule, RuleScore, SetScore, distinct, read_packed, score_run, score_set
 
 if TYPE_CHECKING:
     from megatron_rl.instruments.foreign.read import Run

@@ -4,9 +4,8 @@ from typing import Any
 
 from megatron_rl.monitor.alarms import AlarmEvent, Alarms, wanted
 from megatron_rl.monitor.environment import write_environment
-from megatron_rl.monitor.jsonl import read_metrics
 from megatron_rl.monitor.monitor import Monitor
-from megatron_rl.monitor.run_directory import RunDirectory
+from megatron_rl.monitor.run_directory import RunDirectory, read_metrics
 from megatron_rl.monitor.timing import ENGINE_PHASES, PhaseTimer
 
 __all__ = [
@@ -26,7 +25,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import `mismatch_metrics` when it is asked for: it needs torch, and commands that read a run do not."""
     if name == "mismatch_metrics":
-        from megatron_rl.monitor.mismatch import mismatch_metrics
+        from megatron_rl.objective.metrics import mismatch_metrics
 
         return mismatch_metrics
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,18 +11,13 @@ from typing import Any
 
 from megatron_rl.config.monitor import AlarmRule, MonitorConfig
 from megatron_rl.errors import Fault, OwnWarning
-from megatron_rl.monitor.alarms import BUILT_IN, AlarmEvent, Alarms
-from megatron_rl.monitor.growth import LogGrowth
-from megatron_rl.monitor.jsonl import JsonlSink
+from megatron_rl.monitor.alarms import BUILT_IN, AlarmEvent, Alarms, LogGrowth
 from megatron_rl.monitor.noise_scale import NoiseMonitor, StepCorrelation
-from megatron_rl.monitor.rollouts import rollout_metrics
-from megatron_rl.monitor.run_directory import RunDirectory
-from megatron_rl.monitor.samples import SampleFile, choose, collect, render
-from megatron_rl.monitor.sinks import service_sinks
-from megatron_rl.monitor.tensorboard import TensorBoardSink
+from megatron_rl.monitor.run_directory import JsonlSink, RunDirectory
+from megatron_rl.monitor.samples import SampleFile, choose, collect, render, rollout_metrics
+from megatron_rl.monitor.sinks import TensorBoardSink, service_sinks, verl_names
 from megatron_rl.monitor.terminal import TerminalSink
 from megatron_rl.monitor.timing import PhaseTimer, Span
-from megatron_rl.monitor.verl_names import verl_names
 from megatron_rl.types import Batch, Group
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_rl.monitor.rollouts import REPETITION_NGRAM, repetition_fraction
-from megatron_rl.monitor.samples import rho_summary
+from megatron_rl.monitor.samples import REPETITION_NGRAM, repetition_fraction, rho_summary
 from megatron_rl.process.ranks import gather_objects, gather_rows, world_rank, world_size
 from megatron_rl.types import Batch, Group, Rollout
 

@@ -42,7 +42,7 @@ KILLS = [
     kill(MANIFEST + "publish", 1, "after"),  # step 4 is in place
     kill("phase:refit", 1, "after"),
     kill("megatron_rl.run.start:Run.record", 1, "after"),  # the line is written, the checkpoint is not
-    kill("megatron_rl.monitor.jsonl:append_whole", 2),
+    kill("megatron_rl.monitor.run_directory:append_whole", 2),
     kill(MANIFEST + "shutil.rmtree", 3),  # somewhere in publishing and pruning step 6
     kill("phase:validate", 1, "after"),
 ]
@@ -254,7 +254,9 @@ def test_a_disk_that_stays_full(runs, whole):
 
 
 def test_lines_that_a_full_disk_refused_are_written_later(runs, whole):
-    faults = [{"at": "megatron_rl.monitor.jsonl:append_whole", "call": call, "do": "disk full"} for call in (2, 4, 5)]
+    faults = [
+        {"at": "megatron_rl.monitor.run_directory:append_whole", "call": call, "do": "disk full"} for call in (2, 4, 5)
+    ]
     ended = runs.train("late", faults=faults)
     assert "metrics.jsonl failed" in ended.output
     assert runs.rows("late") == whole

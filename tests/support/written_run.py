@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from megatron_rl.monitor.jsonl import JsonlSink, append_whole
-from megatron_rl.monitor.run_directory import RunDirectory
+from megatron_rl.monitor.run_directory import JsonlSink, RunDirectory, append_whole
 from megatron_rl.monitor.samples import SampleFile
 from megatron_rl.run.recorded_batches import record_batch
 from megatron_rl.types import Batch

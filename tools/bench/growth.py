@@ -28,7 +28,7 @@ from megatron_rl.config import load_recipe
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.packing import deal, minibatch_denominators
 from megatron_rl.learner.process_groups import shutdown
-from megatron_rl.monitor.rollouts import rollout_metrics
+from megatron_rl.monitor.samples import rollout_metrics
 from megatron_rl.types import Group, Prompt, Rollout
 from tools.bench.lib.timing import alternate
 

@@ -30,7 +30,7 @@ from megatron_rl.learner.passes import Passes
 from megatron_rl.learner.process_groups import initialize, shutdown
 from megatron_rl.learner.router_replay import RouterReplayer
 from megatron_rl.model.known_models import shape_of
-from megatron_rl.monitor.rollouts import rollout_metrics
+from megatron_rl.monitor.samples import rollout_metrics
 from megatron_rl.process import ranks as ranks_module
 from megatron_rl.process.ranks import any_rank
 from megatron_rl.rewards import Rewarder

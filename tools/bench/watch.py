@@ -24,8 +24,8 @@ from safetensors.numpy import save_file
 from megatron_rl.instruments.watch import tokens, views
 from megatron_rl.instruments.watch.columns import dumps
 from megatron_rl.instruments.watch.run import WatchedRun
-from megatron_rl.monitor.jsonl import JsonlSink, encode_line
 from megatron_rl.monitor.plots import PANELS
+from megatron_rl.monitor.run_directory import JsonlSink, encode_line
 
 LAYERS, DRAWN = (
     48,

@@ -27,8 +27,7 @@ from megatron_rl.errors import EXIT_DONE
 from megatron_rl.instruments.lab.jobs import FINISHED, LoadedStudy, load_study, outcome_of
 from megatron_rl.instruments.lab.runner import StudyRunner
 from megatron_rl.instruments.lab.study import Study
-from megatron_rl.monitor.jsonl import read_metrics
-from megatron_rl.monitor.run_directory import RunDirectory
+from megatron_rl.monitor.run_directory import RunDirectory, read_metrics
 from megatron_rl.run.recorded_batches import batch_path, load_batch
 from megatron_rl.schedule.length_decay import LengthDecay
 

@@ -204,8 +204,7 @@ def pack(out: Path, file: Path) -> int:
     """Write all finished runs to ``file``; their number."""
     from megatron_rl.config.yaml12 import parse
     from megatron_rl.instruments.lab.jobs import without_folders
-    from megatron_rl.monitor.jsonl import encode_record, read_metrics
-    from megatron_rl.monitor.run_directory import RunDirectory
+    from megatron_rl.monitor.run_directory import RunDirectory, encode_record, read_metrics
 
     lines = [{"format": FORMAT, "study": "unstable"}]
     for noted in sorted(out.glob("*.json")):
@@ -241,7 +240,7 @@ def table(file: Path) -> list[str]:
     Right: a planted cause is among the first two suspects, a healthy run has none. Unharmed: a planted cause, no sign.
     """
     from megatron_rl.instruments.why.finding import find
-    from megatron_rl.monitor.recorded import read_packed
+    from megatron_rl.monitor.scoring import read_packed
 
     lines = ["| run | first alarm | collapse | first two suspects | right |", "|---|---|---|---|---|"]
     for run in read_packed(file):

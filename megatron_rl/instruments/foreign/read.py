@@ -15,7 +15,7 @@ from megatron_rl.config.monitor import AlarmRule
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.foreign.files import Log, find_logs
 from megatron_rl.instruments.foreign.names import Project, project_of
-from megatron_rl.monitor.jsonl import read_metrics
+from megatron_rl.monitor.run_directory import read_metrics
 
 Records = list[dict[str, float]]
 

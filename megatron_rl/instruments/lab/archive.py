@@ -25,8 +25,7 @@ from megatron_rl.instruments.lab.results import Results, read_results
 from megatron_rl.instruments.lab.runner import PACKED, REUSED, StudyRunner
 from megatron_rl.instruments.lab.study import Study
 from megatron_rl.instruments.lab.verify import digest
-from megatron_rl.monitor.jsonl import encode_record, read_metrics
-from megatron_rl.monitor.run_directory import RunDirectory
+from megatron_rl.monitor.run_directory import RunDirectory, encode_record, read_metrics
 
 MAX_UNPACKED = 256 << 20  # bytes; the largest study of docs/lab/runs has 3.5 million
 FORMAT = 1

@@ -24,8 +24,7 @@ from megatron_rl.instruments.lab.statistics import (
 )
 from megatron_rl.instruments.lab.study import Direction, Outcome, Primary, Trend
 from megatron_rl.monitor.environment import CONTINUED_BY, UNKNOWN_CODE, code_of
-from megatron_rl.monitor.jsonl import read_metrics
-from megatron_rl.monitor.run_directory import RunDirectory
+from megatron_rl.monitor.run_directory import RunDirectory, read_metrics
 
 Records = list[dict[str, float]]
 Values = dict[int, float]  # seed → value

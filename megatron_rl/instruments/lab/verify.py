@@ -13,8 +13,7 @@ from typing import Any
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.lab.jobs import FINISHED, Job, LoadedStudy
 from megatron_rl.instruments.lab.runner import PACKED, StudyRunner
-from megatron_rl.monitor.jsonl import encode_record, read_metrics
-from megatron_rl.monitor.run_directory import RunDirectory
+from megatron_rl.monitor.run_directory import RunDirectory, encode_record, read_metrics
 
 FOLDER = "verify"
 

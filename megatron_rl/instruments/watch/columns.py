@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.monitor.jsonl import decode_line
+from megatron_rl.monitor.run_directory import decode_line
 
 _STEP_SECONDS, _STEP_TOKENS = "perf/time/step", "perf/rollout_tokens"
 NON_FINITE_SHOWN = 50

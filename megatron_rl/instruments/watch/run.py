@@ -35,7 +35,7 @@ READ_BYTES = 8 * 2**20  # read by one poll, at least one line
 class LineFollower:
     """Returns every complete line once, and the number of earlier lines that are still in the file.
 
-    A resumed run cuts its files or replaces them by shorter ones (`monitor.jsonl.drop_from`). Therefore the end and the
+    A resumed run cuts its files or replaces them by shorter ones (`run_directory.drop_from`). Therefore the end and the
     checksum of every line are kept, 16 bytes each, and the last line is compared at each poll. Every line has its step
     and time, so different lines at the same place differ.
     """

@@ -11,8 +11,7 @@ import numpy as np
 from megatron_rl.config.levels import level_rules
 from megatron_rl.instruments.watch.columns import decimated, number, numbers
 from megatron_rl.instruments.watch.run import WatchedRun
-from megatron_rl.monitor.curves import matching
-from megatron_rl.monitor.panels import PANELS
+from megatron_rl.monitor.curves import PANELS, matching
 from megatron_rl.monitor.samples import printable
 from megatron_rl.monitor.terminal import COLUMNS
 

@@ -16,7 +16,7 @@ from megatron_rl.config import ObjectiveConfig
 from megatron_rl.config.data import RewardConfig
 from megatron_rl.learner.exchange import Replicas, distribute, hand_over_logprobs, hand_over_routes, tokens_at
 from megatron_rl.learner.packing import deal, minibatch_denominators
-from megatron_rl.monitor.rollouts import rollout_metrics
+from megatron_rl.monitor.samples import rollout_metrics
 from megatron_rl.process import ranks
 from megatron_rl.rewards import Rewarder
 from megatron_rl.rewards.shared import score_shared

@@ -16,8 +16,8 @@ from megatron_rl.commands.score_alarms import read_rules
 from megatron_rl.config.monitor import AlarmRule
 from megatron_rl.errors import InputError
 from megatron_rl.monitor.curves import Curves, group_runs, smoothed, smoothing_span
-from megatron_rl.monitor.jsonl import JsonlSink
 from megatron_rl.monitor.plots import PANELS, View, draw_figure, escaped
+from megatron_rl.monitor.run_directory import JsonlSink
 from megatron_rl.monitor.scoring import CollapseRule, collapse_step, score_run
 from megatron_rl.schedule import length_decay_lr
 from tests.support.rounding import CLOSED_FORM, gamma, rounded

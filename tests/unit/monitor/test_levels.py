@@ -15,8 +15,7 @@ from megatron_rl.instruments.watch import views
 from megatron_rl.instruments.watch.run import WatchedRun
 from megatron_rl.monitor import Monitor
 from megatron_rl.monitor.alarms import Alarms
-from megatron_rl.monitor.recorded import RecordedRun, distinct, read_packed
-from megatron_rl.monitor.scoring import CollapseRule, score_set
+from megatron_rl.monitor.scoring import CollapseRule, RecordedRun, distinct, read_packed, score_set
 from tests.support.tiny import tiny_recipe
 from tests.support.written_run import WrittenRun
 

@@ -17,9 +17,9 @@ from megatron_rl.config.monitor import MonitorConfig
 from megatron_rl.errors import Fault, InputError, OwnWarning
 from megatron_rl.monitor import Monitor, PhaseTimer, RunDirectory, read_metrics, write_environment
 from megatron_rl.monitor.environment import code_of, environment_variables
-from megatron_rl.monitor.jsonl import JsonlSink, encode_line
-from megatron_rl.monitor.rollouts import repetition_fraction, rollout_metrics
-from megatron_rl.monitor.tensorboard import TensorBoardSink
+from megatron_rl.monitor.run_directory import JsonlSink, encode_line
+from megatron_rl.monitor.samples import repetition_fraction, rollout_metrics
+from megatron_rl.monitor.sinks import TensorBoardSink
 from megatron_rl.monitor.terminal import TerminalSink, format_duration, sparkline
 from megatron_rl.types import Group, Prompt, Rollout
 from tests.support.rounding import rounded

@@ -12,8 +12,7 @@ from pydantic import ValidationError
 from megatron_rl.config import load_recipe
 from megatron_rl.config.monitor import AlarmRule, MonitorConfig
 from megatron_rl.learner.gradient_noise import small_batch
-from megatron_rl.monitor.alarms import Alarms, wanted
-from megatron_rl.monitor.growth import LogGrowth, fit_slope, t_quantile_975
+from megatron_rl.monitor.alarms import Alarms, LogGrowth, fit_slope, t_quantile_975, wanted
 from megatron_rl.monitor.noise_scale import GradientNoiseScale, NoiseMonitor, RunningMean, noise_scale_parts
 from tests.support.rounding import rounded, standard_errors
 from tests.support.tiny import MODEL

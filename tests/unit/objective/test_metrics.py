@@ -10,7 +10,6 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from megatron_rl.config import ObjectiveConfig
-from megatron_rl.monitor.mismatch import mismatch_metrics
 from megatron_rl.objective import (
     POLICY_TERMS,
     NoiseKey,
@@ -18,6 +17,7 @@ from megatron_rl.objective import (
     compute_denominators,
     compute_objective,
 )
+from megatron_rl.objective.metrics import mismatch_metrics
 from tests.support.rounding import assert_rounded, gamma, rounded
 from tests.unit.objective.batches import BATCH, EXTREMES, packed, padded, random_batch
 from tests.unit.objective.reference import reference_mismatch, term_values

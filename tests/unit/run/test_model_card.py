@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 
 from megatron_rl.config.hub import name_of_cached
 from megatron_rl.monitor import RunDirectory
-from megatron_rl.monitor.jsonl import encode_line
+from megatron_rl.monitor.run_directory import encode_line
 from megatron_rl.run.model_card import model_card, run_of_checkpoint, write_model_card
 from tests.support.tiny import tiny_recipe
 

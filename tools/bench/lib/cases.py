@@ -145,7 +145,7 @@ def recorded_bytes() -> Action:
 
 def metrics_line() -> Action:
     """200 lines of 300 metrics."""
-    from megatron_rl.monitor.jsonl import encode_line
+    from megatron_rl.monitor.run_directory import encode_line
 
     metrics = {f"some/metric_{i}": i / 7 for i in range(300)}
 

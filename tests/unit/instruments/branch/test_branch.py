@@ -23,8 +23,7 @@ from megatron_rl.instruments.plan import GPUS, make_plan, make_workload
 from megatron_rl.instruments.why.changes import Change
 from megatron_rl.instruments.why.finding import Finding, Sign, find
 from megatron_rl.model.known_models import shape_of
-from megatron_rl.monitor.jsonl import JsonlSink
-from megatron_rl.monitor.run_directory import RunDirectory
+from megatron_rl.monitor.run_directory import JsonlSink, RunDirectory
 from megatron_rl.run.identity import keep_recipe, recipe_changes
 from tests.support.rounding import rounded
 from tests.support.tiny import REPOSITORY, tiny_recipe

@@ -17,7 +17,7 @@ from megatron_rl.instruments.lab.report import draw_study, smoothed, write_repor
 from megatron_rl.instruments.lab.results import read_results
 from megatron_rl.instruments.lab.statistics import interval_half_width, paired_effect
 from megatron_rl.instruments.lab.study import Outcome
-from megatron_rl.monitor.jsonl import encode_line
+from megatron_rl.monitor.run_directory import encode_line
 from tests.support.rounding import printed, rounded, standard_errors
 
 LAB = Path(__file__).parents[4] / "recipes" / "lab"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.instruments.watch.columns import Columns, decimated
 from megatron_rl.instruments.watch.run import WatchedRun
-from megatron_rl.monitor.jsonl import encode_line, read_metrics
+from megatron_rl.monitor.run_directory import encode_line, read_metrics
 from tests.support.written_run import WrittenRun
 
 

@@ -14,8 +14,8 @@ from megatron_rl.config import load_recipe
 from megatron_rl.instruments.why.changes import SHORTEST, first_change, pettitt
 from megatron_rl.instruments.why.finding import find
 from megatron_rl.instruments.why.suspects import LOOKS, Case, learning_rate
-from megatron_rl.monitor.jsonl import JsonlSink
-from megatron_rl.monitor.recorded import read_packed
+from megatron_rl.monitor.run_directory import JsonlSink
+from megatron_rl.monitor.scoring import read_packed
 from tests.support.rounding import rounded
 from tests.support.tiny import REPOSITORY, tiny_recipe
 from tests.support.written_run import WrittenRun

@@ -13,8 +13,7 @@ from megatron_rl.data import PromptSet
 from megatron_rl.data.sampler import read_success_rates
 from megatron_rl.errors import InputError
 from megatron_rl.evaluate import write_success_rates
-from megatron_rl.monitor.evaluation import check_names, file_rows, table
-from megatron_rl.monitor.validation import confidence_interval, summarise
+from megatron_rl.monitor.validation import check_names, confidence_interval, file_rows, summarise, table
 from megatron_rl.process.output import format_table
 from megatron_rl.types import Group, Prompt, Rollout
 
