@@ -44,7 +44,7 @@ def model_problems(
         )
     if recipe.learner.lora is not None:
         problems += lora_problems(architecture, recipe.learner.parallel)
-    return problems
+    return problems + shared_expert_problems(recipe, architecture)
 
 
 def smallest_world(parallel: ParallelConfig, rollout: RolloutConfig) -> int:
@@ -196,6 +196,24 @@ def lora_problems(architecture: Architecture, parallel: ParallelConfig) -> list[
             "not cut, use expert_tensor: 1 and spread experts by learner.parallel.expert"
         ]
     return []
+
+
+def shared_expert_problems(recipe: RecipeSections, architecture: Architecture) -> list[str]:
+    """What is not built for a model with a shared expert; empty where the recipe asks for none of it."""
+    if not architecture.shared_ffn_hidden_size:
+        return []
+    has = f"the model ({architecture.model_type}) has a shared expert"
+    problems = []
+    if recipe.rollout.engine == "exact":
+        problems.append(f"rollout.engine: exact, but {has}, which the exact engine does not compute; use vllm")
+    if recipe.learner.lora is not None:
+        problems.append(f"learner.lora: {has}, for which there are no adapters; train all weights")
+    if recipe.rollout.quantization.weights is not None:
+        problems.append(
+            f"rollout.quantization.weights: {recipe.rollout.quantization.weights}, but {has}, which is not rounded the "
+            "same way at every update; use null"
+        )
+    return problems
 
 
 def precision_problems(recipe: RecipeSections, architecture: Architecture) -> list[str]:

@@ -116,6 +116,8 @@ def transformer_config(
             "moe_aux_loss_coeff": 0.0,
             "moe_router_dtype": "fp32" if precision.fp32_router else None,
             "moe_grouped_gemm": te,
+            "moe_shared_expert_intermediate_size": a.shared_ffn_hidden_size or None,
+            "moe_shared_expert_gate": a.shared_expert_gate,
         }
     return TransformerConfig(**config)
 

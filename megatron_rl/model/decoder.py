@@ -30,6 +30,8 @@ class Architecture:
     moe_ffn_hidden_size: int
     norm_topk_prob: bool
     moe_layers: tuple[bool, ...]  # per layer: MoE (True) or dense
+    shared_ffn_hidden_size: int = 0  # of the experts that every token passes, together; 0: none
+    shared_expert_gate: bool = False  # whether a sigmoid of the token weights them
 
     @property
     def is_moe(self) -> bool:

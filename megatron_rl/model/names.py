@@ -89,6 +89,7 @@ def extra_states(a: Architecture) -> list[str]:
     for layer in range(a.num_layers):
         modules = ["self_attention.linear_qkv", "self_attention.linear_proj"]
         parts = [f"experts.experts.{e}." for e in range(a.num_experts)] if a.moe_layers[layer] else [""]
+        parts += ["shared_experts."] if a.moe_layers[layer] and a.shared_ffn_hidden_size else []
         modules += [f"mlp.{part}linear_fc{i}" for part in parts for i in (1, 2)]
         keys += [f"decoder.layers.{layer}.{module}{EXTRA_STATE}/shard_0_1" for module in modules]
     return keys

@@ -39,7 +39,14 @@ SIZES: dict[str, dict[str, int]] = {
     "tiny": {"hidden": 128, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 32, "experts": 8, "expert_width": 64},
     "nano": {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "experts": 4, "expert_width": 32},
 }
-FAMILIES = ("qwen3_moe", "qwen3", "qwen2", "llama")
+CLASSES = {
+    "qwen3_moe": "Qwen3MoeConfig",
+    "qwen2_moe": "Qwen2MoeConfig",
+    "qwen3": "Qwen3Config",
+    "qwen2": "Qwen2Config",
+    "llama": "LlamaConfig",
+}
+FAMILIES = tuple(CLASSES)
 
 
 @dataclass(frozen=True)
@@ -104,9 +111,9 @@ def build_tiny_config(family: str = "qwen3_moe", size: str = "tiny", **overrides
         "bos_token_id": BOS_ID,
         "eos_token_id": EOS_ID,
     }
-    if family != "qwen2":  # its head width always is hidden / heads
+    if family not in ("qwen2", "qwen2_moe"):  # their head width always is hidden / heads
         common["head_dim"] = widths["head_dim"]
-    if family == "qwen3_moe":
+    if family in ("qwen3_moe", "qwen2_moe"):
         common |= {
             "moe_intermediate_size": widths["expert_width"],
             "num_experts": widths["experts"],
@@ -114,8 +121,9 @@ def build_tiny_config(family: str = "qwen3_moe", size: str = "tiny", **overrides
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
         }
-    classes = {"qwen3_moe": "Qwen3MoeConfig", "qwen3": "Qwen3Config", "qwen2": "Qwen2Config", "llama": "LlamaConfig"}
-    return getattr(transformers, classes[family])(**common | overrides)
+    if family == "qwen2_moe":
+        common |= {"shared_expert_intermediate_size": 2 * widths["expert_width"], "norm_topk_prob": False}
+    return getattr(transformers, CLASSES[family])(**common | overrides)
 
 
 def build_model(config: Any, seed: int = 0):

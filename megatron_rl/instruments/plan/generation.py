@@ -100,7 +100,7 @@ def _activations(a: Architecture, tokens: int, b: int, tp: int) -> float:
     feed_forward = 3 * a.ffn_hidden_size / tp
     if a.is_moe:
         f = a.moe_ffn_hidden_size / tp
-        feed_forward = a.experts_per_token * (max(2 * f, a.hidden_size) + f)
+        feed_forward = a.experts_per_token * (max(2 * f, a.hidden_size) + f) + 3 * a.shared_ffn_hidden_size / tp
     return tokens * b * (3 * a.hidden_size + max(attention, feed_forward))
 
 

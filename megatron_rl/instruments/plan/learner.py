@@ -45,6 +45,8 @@ def stage_parameters(a: Architecture, parallel: ParallelConfig) -> list[StagePar
         tables = _num_tables(a, first, last)
         dense = per_stage * _attention(a, parallel.tensor) + moe * a.hidden_size * a.num_experts
         dense += (per_stage - moe) * mlp_width(a) // parallel.tensor
+        dense += moe * (3 * a.hidden_size * a.shared_ffn_hidden_size // parallel.tensor)
+        dense += moe * a.hidden_size * a.shared_expert_gate
         dense += tables * vocabulary(a, parallel.tensor) + last * a.hidden_size
         experts = moe * 3 * a.hidden_size * a.moe_ffn_hidden_size * a.num_experts
         stages.append(
@@ -112,6 +114,7 @@ def largest_matrices(a: Architecture, parallel: ParallelConfig) -> list[int]:
         sizes.append(2 * a.hidden_size * a.ffn_hidden_size // parallel.tensor)
     if a.is_moe:
         sizes.append(2 * a.hidden_size * a.moe_ffn_hidden_size // parallel.expert_tensor)
+        sizes.append(2 * a.hidden_size * a.shared_ffn_hidden_size // parallel.tensor)
     return sizes
 
 
@@ -196,7 +199,10 @@ class Activations:
 
     def dense_block(self) -> float:
         """Return the bytes kept by a dense block: fc1's output (2f), silu(gate), up, and their product for fc2."""
-        return self.tokens * 5 * self._b * self.architecture.ffn_hidden_size / self.parallel.tensor
+        return self._gated(self.architecture.ffn_hidden_size)
+
+    def _gated(self, width: int) -> float:
+        return self.tokens * 5 * self._b * width / self.parallel.tensor
 
     def expert_block(self) -> float:
         """Return the bytes kept by the router and, per routed row, by input, weight and fc1's output (2f).
@@ -207,7 +213,10 @@ class Activations:
         a, b = self.architecture, self._b
         router = a.num_experts * (1 + b) + a.experts_per_token * 28
         inner = (6 if self.fused else 2) * a.moe_ffn_hidden_size / self.parallel.expert_tensor
-        return self._local_tokens * router + self._routed * b * (a.hidden_size + inner + 1)
+        shared = self._gated(a.shared_ffn_hidden_size)
+        if a.shared_expert_gate:  # the shared expert's output, and the sigmoid that weights it
+            shared += self._local_tokens * b * (a.hidden_size + 1)
+        return self._local_tokens * router + self._routed * b * (a.hidden_size + inner + 1) + shared
 
     def layer_input(self) -> float:
         """Return the bytes of a layer that full recomputation keeps."""
@@ -255,12 +264,15 @@ class Activations:
             f = a.moe_ffn_hidden_size / p.expert_tensor
             exchange = (3 if p.expert > 1 else 1) * self._routed * a.hidden_size * b
             weights = 3 * a.hidden_size * f * a.num_experts / p.expert * b
-            block = exchange + self._routed * 5 * f * b + weights
+            block = max(exchange + self._routed * 5 * f * b + weights, self._gated_backward(a.shared_ffn_hidden_size))
         else:
-            weight = 2 * a.hidden_size * a.ffn_hidden_size // p.tensor * b
-            block = 2 * b * self.tokens * a.ffn_hidden_size / p.tensor + weight
+            block = self._gated_backward(a.ffn_hidden_size)
         norm = 0.0 if self.fused else 5 * 4 * max(self._local_tokens * a.hidden_size, self._query_elements())
         return stream + max(block, norm)
+
+    def _gated_backward(self, width: int) -> float:
+        a, tp = self.architecture, self.parallel.tensor
+        return 2 * self._b * self.tokens * width / tp + 2 * a.hidden_size * width // tp * self._b
 
     def _query_elements(self) -> float:
         return self.tokens * query_width(self.architecture) / self.parallel.tensor

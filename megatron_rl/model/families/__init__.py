@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_rl.model.families import llama, qwen2, qwen3, qwen3_moe
+from megatron_rl.model.families import llama, qwen2, qwen2_moe, qwen3, qwen3_moe
 from megatron_rl.model.families.form import Family
 
-FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in (qwen3_moe, qwen3, qwen2, llama)}
+_FILES = (qwen3_moe, qwen2_moe, qwen3, qwen2, llama)
+FAMILIES: dict[str, Family] = {file.FAMILY.model_type: file.FAMILY for file in _FILES}

@@ -18,7 +18,8 @@ from megatron_rl.model.families.keys import (
 from megatron_rl.model.families.weights import DENSE_LAYER
 
 
-def _relate(config: dict[str, Any], values: dict[str, Any]) -> list[str]:
+def relate(config: dict[str, Any], values: dict[str, Any]) -> list[str]:
+    """Why a head may not have another width than vLLM gives it."""
     derived = values["hidden_size"] // values["num_attention_heads"]
     if values["head_dim"] == derived:
         return []
@@ -67,7 +68,7 @@ FAMILY = Family(
         "attention_bias": WithoutEffect(YES_OR_NO, "q, k and v of this family have biases, whatever it says"),
     },
     features=lambda values: {"qkv_bias": True},
-    relate=_relate,
+    relate=relate,
     layer=DENSE_LAYER,
     known={
         "Qwen2.5-0.5B-Instruct": _qwen2(24, 896, 4864, 14, 2, tied=True, longest=32768),

@@ -61,7 +61,7 @@ def features(values: dict[str, Any]) -> dict[str, Any]:
 def relate(config: dict[str, Any], values: dict[str, Any]) -> list[str]:
     """What the keys of experts say together; `num_local_experts` is another name of `num_experts`."""
     problems, layers = [], values["num_hidden_layers"]
-    other = values.pop("num_local_experts")
+    other = values.pop("num_local_experts", None)
     if other is not None:
         if "num_experts" in config and config["num_experts"] != other:
             problems.append(

@@ -180,6 +180,37 @@ EXPERT_DOWN = Weight(
     lambda a, is_moe: is_moe,
 )
 
+
+def shared_experts(name: str) -> tuple[Weight, Weight]:
+    """The rows of the experts that every token passes; Megatron keeps them as one. ``name``: Hugging Face's."""
+    gate_and_up = Weight(
+        (f"mlp.{name}.gate_proj.weight", f"mlp.{name}.up_proj.weight"),
+        ("mlp.shared_experts.linear_fc1.weight",),
+        ("mlp.shared_experts.linear_fc1.weight_w", "mlp.shared_experts.linear_fc1.weight_v"),
+        "gated",
+        lambda a: _gate_and_up(a.shared_ffn_hidden_size, a),
+        lambda a, is_moe: is_moe,
+    )
+    down = Weight(
+        (f"mlp.{name}.down_proj.weight",),
+        ("mlp.shared_experts.linear_fc2.weight",),
+        ("mlp.shared_experts.linear_fc2.weight",),
+        "row",
+        lambda a: ((a.hidden_size, a.shared_ffn_hidden_size),),
+        lambda a, is_moe: is_moe,
+    )
+    return gate_and_up, down
+
+
+SHARED_EXPERT_GATE = Weight(
+    ("mlp.shared_expert_gate.weight",),
+    ("mlp.shared_experts.gate_weight",),
+    ("mlp.shared_experts.gate_weight",),
+    "replicated",
+    lambda a: ((1, a.hidden_size),),
+    lambda a, is_moe: is_moe,
+)
+
 ATTENTION = (INPUT_NORM, QKV, QKV_BIAS, Q_NORM, K_NORM, ATTENTION_OUTPUT)
 DENSE_LAYER = (*ATTENTION, MLP_NORM, MLP_GATE_AND_UP, MLP_DOWN)
 """A layer of a model without experts."""

@@ -22,8 +22,8 @@ NUM_PROMPTS, NUM_SAMPLES = 16, 8
 LONG_PROMPT = 200  # tokens; the engine's cache works in blocks of 128
 
 
-def in_each_dtype(model: str) -> dict[str, dict[str, Any]]:
-    return {dtype: _compare(model, dtype) for dtype in ("bf16", "fp16", "fp32")}
+def in_each_dtype(model: str, dtypes: tuple[str, ...] = ("bf16", "fp16", "fp32")) -> dict[str, dict[str, Any]]:
+    return {dtype: _compare(model, dtype) for dtype in dtypes}
 
 
 def _compare(model: str, dtype: str) -> dict[str, Any]:

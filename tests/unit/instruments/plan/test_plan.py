@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.__main__ import main
+from megatron_rl.checkpoint.hf_folder import model_shapes
 from megatron_rl.commands.arguments import GPU_NAMES
 from megatron_rl.config import load_recipe
 from megatron_rl.config.learner import LoraConfig, ParallelConfig
@@ -72,6 +73,7 @@ def test_published_sizes():
         "DeepSeek-R1-Distill-Qwen-1.5B": "1.78",
         "Qwen2.5-Math-1.5B": "1.54",
         "OctoThinker-3B-Hybrid-Base": "3.21",
+        "Qwen1.5-MoE-A2.7B": "14.3",
     }
     for name, billions in published.items():
         total = total_parameters(architecture_from(KNOWN_MODELS[name])) / 1e9
@@ -91,7 +93,15 @@ def test_count_is_that_of_a_checkpoint():
     assert active_parameters(architecture) == count - idle - 128 * 128
 
 
-@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Qwen3-4B-Base", "Qwen3-14B-Base"])
+@pytest.mark.parametrize("name", ["Qwen1.5-MoE-A2.7B", "Qwen3-30B-A3B", "Qwen2.5-3B"])
+def test_count_is_that_of_the_table_of_weights(name):
+    architecture = architecture_from(KNOWN_MODELS[name])
+    shapes = model_shapes(architecture).values()
+    assert total_parameters(architecture) == sum(math.prod(shape) for shape in shapes)
+    assert num_tensors(architecture) == len(shapes)
+
+
+@pytest.mark.parametrize("name", ["Qwen1.5-MoE-A2.7B", "Qwen3-30B-A3B", "Qwen3-4B-Base", "Qwen3-14B-Base"])
 def test_shards_add_up(name):
     """All ranks of a layout together hold the model once, but for what every tensor rank repeats."""
     a = architecture_from(KNOWN_MODELS[name])
@@ -100,7 +110,8 @@ def test_shards_add_up(name):
     again = a.vocab_size * a.hidden_size if a.tie_embeddings else 0  # the last stage's copy of the tied table
     assert sum(stage.total for stage in staged) == whole.total + again
     sharded = stage_parameters(a, ParallelConfig(tensor=4))[0]
-    repeated = a.num_layers * (2 * a.hidden_size + 2 * a.head_dim + a.num_experts * a.hidden_size) + a.hidden_size
+    of_heads, routers = 2 * a.head_dim * a.qk_layernorm, (a.num_experts + a.shared_expert_gate) * a.hidden_size
+    repeated = a.num_layers * (2 * a.hidden_size + of_heads + routers) + a.hidden_size
     assert 4 * sharded.dense == whole.dense + 3 * repeated
     if a.is_moe:
         assert stage_parameters(a, ParallelConfig(expert=8, expert_tensor=2))[0].expert * 16 == whole.expert
