@@ -65,6 +65,7 @@ def _sequence(group: Group, rollout: Rollout, advantage: float) -> Sequence:
         exact_logprobs=rollout.exact_logprobs,
         routed_experts=rollout.routed_experts,
         route_checksums=rollout.route_checksums,
+        kept_tokens=rollout.kept_tokens,
         length=num_prompt + rollout.length,
         mask_elsewhere=0 if rollout.masked else rollout.length,
         owner=rollout.owner,
@@ -72,7 +73,8 @@ def _sequence(group: Group, rollout: Rollout, advantage: float) -> Sequence:
 
 
 def release_routes(groups: list[Group]) -> None:
-    """Drop the groups' references to routes: only the batch keeps them, and frees them when it sends them away."""
+    """Drop the groups' references to routes and kept sets: only the batch keeps them, and frees them when it sends them
+    away."""
     for group in groups:
         for rollout in group.rollouts:
-            rollout.routed_experts = rollout.route_checksums = None
+            rollout.routed_experts = rollout.route_checksums = rollout.kept_tokens = None

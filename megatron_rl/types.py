@@ -50,6 +50,7 @@ class Rollout:
     exact_logprobs: np.ndarray | None = None  # [R] float32, engine exact: log po as generation computed it
     routed_experts: np.ndarray | None = None  # [P + R - 1, L, K] uint8/uint16; the last sampled token has none
     route_checksums: np.ndarray | None = None  # [P + R - 1 + L] int64, per row, then per layer: `routing.checksum`
+    kept_tokens: np.ndarray | None = None  # [R, C] int32, what top-k and top-p kept, then -1 (`rollout.kept_sets`)
     text: str = ""  # decoded response, special tokens removed; empty where `tokens` is None
     reward: float = 0.0  # after shaping; input of advantages
     raw_reward: float = 0.0  # before shaping: 1.0 = correct
@@ -104,6 +105,7 @@ class Sequence:
     exact_logprobs: np.ndarray | None = None  # [R] float32, engine exact: log po must equal it bit for bit
     routed_experts: np.ndarray | None = None  # [S - 1, L, K]
     route_checksums: np.ndarray | None = None  # [S - 1 + L] int64, per row, then per layer: `routing.checksum`
+    kept_tokens: np.ndarray | None = None  # [R, C] int32, tokens that mu and pi are distributions over; None: all
     old_logprobs: np.ndarray | None = None  # [R] float32, log po; None unless computed
     current_logprobs: np.ndarray | None = None  # [R] float32, log pi of the update's forward pass, if kept
     length: int = 0  # S, known on every rank

@@ -223,16 +223,17 @@ def precision_problems(recipe: RecipeSections, architecture: Architecture) -> li
         problems.append(
             f"precision.fp32_router: true, but the model ({architecture.model_type}) has no router; use false"
         )
-    if precision.allow_asymmetric:
+    if precision.allow_asymmetric or rollout.kept_sets:
         return problems
     if rollout.top_p < 1.0:
         problems.append(
             f"rollout.top_p: {rollout.top_p} cuts the tail off mu but not off pi, a mismatch that no correction "
-            "removes; use 1.0 for training, or set precision.allow_asymmetric: true for an ablation"
+            "removes; use 1.0 for training, rollout.kept_sets: true for a pi over what mu keeps, or "
+            "precision.allow_asymmetric: true for an ablation"
         )
     if rollout.top_k > 0:
         problems.append(
-            f"rollout.top_k: {rollout.top_k} cuts mu but not pi; use 0 (off) for training, or set "
+            f"rollout.top_k: {rollout.top_k} cuts mu but not pi; use 0 (off) for training, rollout.kept_sets: true, or "
             "precision.allow_asymmetric: true for an ablation"
         )
     return problems
@@ -271,6 +272,10 @@ def contract(recipe: Recipe, architecture: Architecture) -> list[ContractRow]:
             return ContractRow(aspect, left, right, "policy")
         return ContractRow(aspect, left, right, "same" if left == right else "rounding")
 
+    def cut(aspect: str, off: str, found: str) -> ContractRow:
+        is_same = found == off or rollout.kept_sets
+        return ContractRow(aspect, found if rollout.kept_sets else off, found, "same" if is_same else "policy")
+
     rows = [
         ContractRow("dtype", learner_dtype, rollout_dtype, "same" if learner_dtype == rollout_dtype else "rounding"),
         fp32_where(precision.fp32_head, precision.rollout_head, "head"),
@@ -288,8 +293,8 @@ def contract(recipe: Recipe, architecture: Architecture) -> list[ContractRow]:
         # The learner divides its logits by the rollout section's temperature: there is no second key to disagree.
         ContractRow("temperature", f"{rollout.temperature:g}", f"{rollout.temperature:g}", "same"),
         ContractRow("log-probs", "after temperature", "after temperature", "same"),
-        ContractRow("top-p", "1", f"{rollout.top_p:g}", "same" if rollout.top_p == 1 else "policy"),
-        ContractRow("top-k", "off", str(rollout.top_k or "off"), "same" if not rollout.top_k else "policy"),
+        cut("top-p", "1", f"{rollout.top_p:g}"),
+        cut("top-k", "off", str(rollout.top_k or "off")),
     ]
     return rows
 

@@ -116,6 +116,10 @@ class ServersConfig(Section):
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_EXPERT_MULTIPLE = 32
 
+MOST_KEPT = 1024
+SPARE_CANDIDATES = 16
+"""Tokens that may tie with the top_k-th one, which vLLM keeps too."""
+
 InFlightMode = Literal["finish", "abort_and_resume", "keep"]
 """What a weight update does to responses under way: it waits for them, cuts them, or lets them go on."""
 
@@ -150,6 +154,9 @@ class RolloutConfig(Section):
     """Sample from the smallest set of tokens whose probabilities reach this sum. 1: from all."""
     top_k: OffCount = 0
     """Sample from this many most probable tokens. 0 or null: from all."""
+    kept_sets: bool = False
+    """true: the engine returns with each token the set that top-k and top-p kept, and the learner's softmax is over the
+    same set, so that mu and pi are distributions over it. Needs `top_k` of 1 to 1024; engine `vllm` only."""
     stop_token_ids: list[NonNegativeInt] | None = None
     """Tokens that end a response and stay in it. null: `eos_token_id` of the checkpoint's generation_config.json.
     []: only `max_response_length` ends one."""
@@ -185,6 +192,11 @@ class RolloutConfig(Section):
     """The servers of engine `vllm_server`."""
 
     @property
+    def candidates(self) -> int:
+        """Most tokens of a kept set that the engine returns; 0 without `kept_sets`."""
+        return (self.top_k or 0) + SPARE_CANDIDATES if self.kept_sets else 0
+
+    @property
     def hang_limit_s(self) -> float | None:
         """Beyond this a step of the engine does not return: `deadline_s` is looked at between steps."""
         return None if self.deadline_s is None else 1.25 * self.deadline_s + 2.0
@@ -200,6 +212,19 @@ class RolloutConfig(Section):
                 "batches that the learner does not wait for"
             )
         return ""
+
+    @model_validator(mode="after")
+    def _sets_are_known(self) -> RolloutConfig:
+        if not self.kept_sets:
+            return self
+        if not 0 < (self.top_k or 0) <= MOST_KEPT:
+            raise ValueError(
+                f"kept_sets: true needs top_k of 1 to {MOST_KEPT}, found {self.top_k}: it bounds what comes with each "
+                "token; set one that seldom cuts what top_p keeps (100), or kept_sets: false"
+            )
+        if self.engine != "vllm":
+            raise ValueError(f"kept_sets: true, but engine {self.engine} returns no sets; use engine: vllm")
+        return self
 
     @model_validator(mode="after")
     def _ahead_of_the_learner(self) -> RolloutConfig:

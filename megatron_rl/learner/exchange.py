@@ -74,14 +74,17 @@ class _Contents:
 
     routes: tuple[str, int, int] | None  # dtype, layers and experts per token
     exact: bool  # log po as the exact engine computed it
+    kept: int  # most tokens in a kept set; 0: there are none
 
     @classmethod
     def of(cls, batch: Batch) -> _Contents:
         """From whichever rank has any. Collective."""
         routes = next((s.routed_experts for s in batch.sequences if s.routed_experts is not None), None)
         exact = any(s.exact_logprobs is not None for s in batch.sequences)
-        about = gather_objects((None if routes is None else (routes.dtype.str, *routes.shape[1:]), exact))
-        return cls(next((shape for shape, _ in about if shape is not None), None), any(flag for _, flag in about))
+        kept = max((s.kept_tokens.shape[1] for s in batch.sequences if s.kept_tokens is not None), default=0)
+        about = gather_objects((None if routes is None else (routes.dtype.str, *routes.shape[1:]), exact, kept))
+        shapes, flags, widths = zip(*about, strict=True)
+        return cls(next((shape for shape in shapes if shape is not None), None), any(flags), max(widths))
 
     @property
     def fields(self) -> list[_Field]:
@@ -92,6 +95,8 @@ class _Contents:
         ]
         if self.exact:
             described.append(_Field("exact_logprobs", LOGPROBS, lambda s: (s.response_length,)))
+        if self.kept:
+            described.append(_Field("kept_tokens", np.dtype(np.int32), lambda s: (s.response_length, self.kept)))
         return described if self.routes is None else [*described, *_route_fields(*self.routes)]
 
 

@@ -308,6 +308,7 @@ class Learner:
             "temperature": self.recipe.rollout.temperature,
             "group": parallel_state.get_tensor_model_parallel_group(),
             "entropy_gradient": self.recipe.objective.entropy_bonus > 0,
+            "kept": microbatch.kept,
         }
         if self.head is not None:
             outputs = self.head.token_logprobs(logits, microbatch.positions, microbatch.labels, **options)

@@ -99,6 +99,7 @@ class Microbatch:
     loss_mask: torch.Tensor  # [n] bool
     policy_versions: torch.Tensor  # [n] int64
     num_real_tokens: int  # N without padding
+    kept: torch.Tensor | None = None  # [m, C] int64: tokens that each distribution is over, then -1; None: all
     routes: RouteSlice | None = None  # this rank's, where they are replayed or watched
 
 
@@ -131,6 +132,8 @@ def build_microbatch(
     tokens.append(np.full(row.tail, pad_token))
     position_ids = [np.arange(n) for n in padded]
     labels = [s.tokens[s.prompt_length :] for s in sequences]
+    has_sets = bool(sequences) and all(s.kept_tokens is not None for s in sequences)
+    kept = np.concatenate([s.kept_tokens for s in sequences]) if has_sets else None
     places, num_real = None, sum(row.lengths)
     if share.size > 1:
         own = np.concatenate([np.arange(a, b) for a, b in row.ranges])
@@ -140,6 +143,7 @@ def build_microbatch(
         chosen = here[np.concatenate([*rows, np.zeros(0, np.int64)])]
         places = np.flatnonzero(chosen >= 0)
         rows, labels = [chosen[places]], [np.concatenate([*labels, np.zeros(0, np.int64)])[places]]
+        kept = None if kept is None else kept[places]
         num_real = sum(max(0, min(b, n) - a) for n, p in zip(row.lengths, padded) for a, b in share.chunks(p))
     has_old = bool(sequences) and all(s.old_logprobs is not None for s in sequences)
     return Microbatch(
@@ -159,6 +163,7 @@ def build_microbatch(
         loss_mask=join([s.loss_mask for s in sequences], torch.bool),
         policy_versions=join([s.policy_versions for s in sequences], torch.int64),
         num_real_tokens=num_real,
+        kept=None if kept is None else join([kept], torch.int64),
     )
 
 

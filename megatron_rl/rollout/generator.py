@@ -34,10 +34,13 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
     wants_routes: bool = True  # False: routes are left out, though the engine records them
+    candidates: int = 0  # most tokens of each kept set (`Rollout.kept_tokens`); 0: sets are not asked for
 
     @classmethod
-    def from_config(cls, config: RolloutConfig) -> Sampling:
-        return cls(config.max_response_length, config.temperature, config.top_p, config.top_k)
+    def from_config(cls, config: RolloutConfig, vocab_size: int | None = None) -> Sampling:
+        """That of training. ``vocab_size``: of the model, where the engine may return kept sets."""
+        candidates = min(config.candidates, vocab_size or 0)
+        return cls(config.max_response_length, config.temperature, config.top_p, config.top_k, candidates=candidates)
 
     @classmethod
     def of_validation(cls, rollout: RolloutConfig, validation: ValidationConfig) -> Sampling:
@@ -142,15 +145,18 @@ def sampling_fields(sampling: Sampling, seed: int, stop_token_ids: list[int]) ->
     }
 
 
-def sampling_params(fields: dict[str, Any]) -> Any:
-    """vLLM's `SamplingParams` of `sampling_fields`. Raises `ValueError` (or `TypeError`) for what vLLM refuses."""
+def sampling_params(fields: dict[str, Any], candidates: int = 0) -> Any:
+    """vLLM's `SamplingParams` of `sampling_fields`. Raises `ValueError` (or `TypeError`) for what vLLM refuses.
+
+    ``candidates``: as in `Sampling`.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
         **fields,
         ignore_eos=True,  # stop_token_ids are all that stops
-        logprobs=0,  # of the sampled token alone
+        logprobs=candidates,  # 0: of the sampled token alone
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -163,6 +169,36 @@ def sampled_tokens(completion: Any, name: str = "") -> tuple[list[int], list[flo
     if list(logprobs.token_ids) != tokens:
         raise RolloutError(f"{name}log-probs belong to other tokens than were sampled")
     return tokens, logprobs.logprobs
+
+
+COMPLETE = 1e-4
+"""A kept set whose probabilities add up to 1 within this is complete. Log-probs in float32 of logits up to 128 are off
+by up to 7.6e-6 each; tokens that are missing with less probability change no ratio by more than this."""
+
+
+def sampled_with_sets(completion: Any, candidates: int, name: str = "") -> tuple[list[int], np.ndarray, np.ndarray]:
+    """Tokens [R] of vLLM's ``completion``, their log-probs [R] float32, and the kept sets [R, C] int32, then -1.
+
+    vLLM returned the ``candidates`` most probable tokens at each place; what top-k and top-p cut has log-prob -inf.
+    More tokens than that can be kept where many tie with the last one. The set is then the tokens at hand, and mu is
+    given over it: mu(y) / Σ mu. Raises `RolloutError`, begun with ``name``, where the answer is another.
+    """
+    tokens, logprobs = list(completion.token_ids), completion.logprobs
+    shape = (len(tokens), candidates + 1)
+    if len(logprobs.token_ids) != shape[0] * shape[1]:
+        raise RolloutError(f"{name}{len(logprobs.token_ids)} log-probs of {shape[0]} tokens, not {shape[1]} of each")
+    ids = np.array(logprobs.token_ids, np.int32).reshape(shape)
+    values = np.array(logprobs.logprobs, np.float32).reshape(shape)
+    if ids[:, 0].tolist() != tokens:
+        raise RolloutError(f"{name}log-probs belong to other tokens than were sampled")
+    sampled, kept = values[:, 0].copy(), np.where(np.isneginf(values), -1, ids)[:, 1:]
+    values = values[:, 1:]
+    absent = ~(kept == ids[:, :1]).any(axis=1)  # it ties with the last candidate
+    kept[absent, -1], values[absent, -1] = ids[absent, 0], sampled[absent]
+    mass = np.exp(values.astype(np.float64)).sum(axis=1)
+    short = mass < 1 - COMPLETE
+    sampled[short] -= np.log(mass[short])
+    return tokens, sampled, kept
 
 
 def check_version(who_holds: str, held: int, wanted: int) -> None:

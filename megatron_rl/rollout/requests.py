@@ -149,12 +149,13 @@ def make_rollout(
     routes: np.ndarray | SealedRoutes | None = None,
     architecture: Architecture | None = None,
     text: str = "",
+    kept_tokens: np.ndarray | None = None,
 ) -> Rollout:
     """Check one response and wrap it. Raises `RolloutError` that names the prompt and sample.
 
     ``policy_version``: of the response, or [R] of each token. ``routes`` [P + R - 1, all layers, K] as the engine
     records them (see `seal_routes`), or sealed elsewhere. Absent where routes were not asked for, together with
-    ``architecture``.
+    ``architecture``. ``kept_tokens``: as in `Rollout`.
     """
     where = _where(request)
     if finish_reason not in FINISH_REASONS:
@@ -180,6 +181,7 @@ def make_rollout(
         policy_versions=np.full(len(tokens), policy_version, dtype=np.int32),
         routed_experts=None if sealed is None else sealed.routes,
         route_checksums=None if sealed is None else sealed.checksums,
+        kept_tokens=kept_tokens,
         text=text,
     )
 

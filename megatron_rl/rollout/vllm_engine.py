@@ -54,6 +54,7 @@ from megatron_rl.rollout.generator import (
     check_lengths,
     check_version,
     sampled_tokens,
+    sampled_with_sets,
     sampling_fields,
     sampling_params,
     throughput,
@@ -104,7 +105,7 @@ class VllmGenerator:
         if problems:
             raise InputError("; ".join(problems))
         self._max_prompt_length, self._record_routes = max_prompt_length, record_routes
-        self._sampling = Sampling.from_config(config)
+        self._sampling = Sampling.from_config(config, self._architecture.vocab_size)
         self._stop_token_ids = resolve_stop_token_ids(config.stop_token_ids, model_path)
         self._num_engines, self._engine = world_size // config.tensor_parallel, self._rank // config.tensor_parallel
         check_weights(HFFolder(model_path), self._architecture)
@@ -175,7 +176,7 @@ class VllmGenerator:
                 outputs = self._run_engine(requests, sampling)
             size = self._config.tensor_parallel  # ranks of one engine have the same outputs, and own every size-th
             return [
-                self._to_rollout(request, output, records) if number % size == self._rank % size else None
+                self._to_rollout(request, output, records, sampling) if number % size == self._rank % size else None
                 for number, (request, output) in enumerate(zip(requests, outputs, strict=True))
             ]
         except RolloutError as error:
@@ -186,7 +187,8 @@ class VllmGenerator:
             return failure
 
     def _run_engine(self, requests: list[Request], sampling: Sampling) -> list[Any]:
-        params = [sampling_params(sampling_fields(sampling, r.seed, self._stop_token_ids)) for r in requests]
+        fields = [sampling_fields(sampling, request.seed, self._stop_token_ids) for request in requests]
+        params = [sampling_params(of_request, sampling.candidates) for of_request in fields]
         prompts = [{"prompt_token_ids": request.prompt.tokens} for request in requests]
         engine, outputs, num_steps = self._llm.llm_engine, [], 0
         request_ids = self._llm.enqueue(prompts, params, use_tqdm=False) if requests else []
@@ -212,9 +214,12 @@ class VllmGenerator:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=get_tp_group().cpu_group)
         return bool(flags)
 
-    def _to_rollout(self, request: Request, output: Any, records: bool) -> Rollout:
-        completion = output.outputs[0]
-        tokens, logprobs = sampled_tokens(completion, f"prompt {request.prompt.id!r}: ")
+    def _to_rollout(self, request: Request, output: Any, records: bool, sampling: Sampling) -> Rollout:
+        completion, name, kept = output.outputs[0], f"prompt {request.prompt.id!r}: ", None
+        if sampling.candidates:
+            tokens, logprobs, kept = sampled_with_sets(completion, sampling.candidates, name)
+        else:
+            tokens, logprobs = sampled_tokens(completion, name)
         return make_rollout(
             request,
             tokens,
@@ -224,6 +229,7 @@ class VllmGenerator:
             routes=completion.routed_experts,
             architecture=self._architecture if records else None,
             text=self._decode(tokens) if self._decode else "",
+            kept_tokens=kept,
         )
 
     def _tell(

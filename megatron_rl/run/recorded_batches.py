@@ -11,6 +11,7 @@ part are flat. With ``B`` sequences in it, ``S`` tokens of all of them together 
 - ``inference_logprobs`` (log mu), ``old_logprobs`` (log po, where computed), ``current_logprobs`` (log pi of the
   update; with one update per batch it is also log po) [R] float32, ``loss_mask`` [R] bool,
   ``policy_versions`` [R] int32
+- ``kept_tokens`` [R, C] int32 under `rollout.kept_sets`: the tokens that each distribution is over, then -1
 - ``routed_experts`` [S − B, L, K] where recorded: the last token of every sequence has no route. L counts MoE layers
 - ``route_checksums`` [S − B] and ``route_layer_checksums`` [B, L] int64: see megatron_rl/routing/checksum.py
 
@@ -190,7 +191,7 @@ def _arrays(sequences: list[Sequence]) -> dict[str, np.ndarray]:
         "cu_seqlens": np.cumsum([0, *(s.length for s in sequences)]),
         "cu_response": np.cumsum([0, *(s.response_length for s in sequences)]),
     }
-    for name in (*_PER_TOKEN, "routed_experts"):
+    for name in (*_PER_TOKEN, "kept_tokens", "routed_experts"):
         values = [getattr(s, name) for s in sequences]
         if all(value is not None for value in values):
             arrays[name] = np.ascontiguousarray(np.concatenate(values))
@@ -262,6 +263,8 @@ def _check_arrays(arrays: dict[str, np.ndarray], abouts: list[dict]) -> None:
     for name, count in due.items():
         if arrays[name].shape != (count,):
             raise ValueError(f"{name} has the shape {arrays[name].shape}, expected ({count},)")
+    if "kept_tokens" in arrays and (arrays["kept_tokens"].ndim, len(arrays["kept_tokens"])) != (2, responses[-1]):
+        raise ValueError(f"kept_tokens has the shape {arrays['kept_tokens'].shape}, expected ({responses[-1]}, …)")
     for name in ("inference_logprobs", "old_logprobs", "current_logprobs"):
         if name in arrays and (arrays[name] > MAX_LOGPROB).any():  # NaN is what an alarm may have recorded
             raise ValueError(f"{name} holds what is no log-prob")
@@ -273,7 +276,7 @@ def _sequence(arrays: dict[str, np.ndarray], i: int, about: dict) -> Sequence:
     whole = slice(arrays["cu_seqlens"][i], arrays["cu_seqlens"][i + 1])
     response = slice(arrays["cu_response"][i], arrays["cu_response"][i + 1])
     rows = slice(whole.start - i, whole.stop - i - 1)
-    fields = {name: arrays[name][response] for name in _PER_TOKEN if name in arrays}
+    fields = {name: arrays[name][response] for name in (*_PER_TOKEN, "kept_tokens") if name in arrays}
     if "routed_experts" in arrays:
         fields["routed_experts"] = arrays["routed_experts"][rows]
         fields["route_checksums"] = np.concatenate(

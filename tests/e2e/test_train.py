@@ -20,6 +20,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_rl.checkpoint.hf_folder import HFFolder
+from megatron_rl.config.model_rules import FIRST_STEP_BOUNDS
 from megatron_rl.instruments.watch import tokens as watched_tokens
 from megatron_rl.instruments.watch import views
 from megatron_rl.instruments.watch.run import WatchedRun
@@ -358,6 +359,20 @@ def test_eval_scores_checkpoints_of_both_kinds(root, tmp_path):
     refused = evaluate(tmp_path)
     assert refused.returncode == 2
     assert "neither a Hugging Face folder" in refused.stderr
+
+
+def test_kept_sets_leave_no_more_than_rounding_between_the_engines(tmp_path):
+    """pi is over what mu keeps, in both mini-batches and in the pass before them; a stored batch has the sets."""
+    settings = ["rollout.top_k=8", "rollout.top_p=0.9", "rollout.temperature=1.2", "rollout.kept_sets=true"]
+    settings += ["num_steps=2", "batch.minibatches=2", "recorder.record_batches=all", "learner.fused_head=true"]
+    succeeded(train(tmp_path, "kept", *settings))
+    largest = FIRST_STEP_BOUNDS["fp32"]
+    assert all(0 < row["training/rollout_probs_diff_max"] <= largest for row in metrics(tmp_path, "kept"))
+    batch = load_batch(batch_path(tmp_path / "kept" / "batches", 0)).batch
+    kept = np.concatenate([s.kept_tokens for s in batch.sequences])
+    sampled = np.concatenate([s.tokens[s.prompt_length :] for s in batch.sequences])
+    assert (kept == sampled[:, None]).any(axis=1).all()
+    assert (kept >= 0).sum(axis=1).min() < (kept >= 0).sum(axis=1).max() <= 8
 
 
 def test_the_example_of_the_docs_trains_on_both_engines(tmp_path):

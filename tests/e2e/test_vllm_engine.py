@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +114,33 @@ class TestSampling:
         finally:
             reference.lm_head.weight.data = head
         assert np.abs(np.concatenate(rounded) - expected).max() > bound
+
+    def test_kept_sets_are_what_was_sampled_from(self, generator, double_reference):
+        """Those of the HF model, but for tokens where the cumulated probability is within rounding of top_p."""
+        sampling = Sampling(MAX_RESPONSE_LENGTH, 0.9, top_k=6, top_p=0.9, candidates=20)
+        groups = generator.rollout(prompts(16), 4, policy_version=0, step=0, sampling=sampling)
+        margin = 2 * hf_reference.rounding_bound(groups, sampling)
+        sizes, uncut = [], 0.0
+        for group in groups:
+            for rollout in group.rollouts:
+                tokens, first = torch.tensor([[*group.prompt.tokens, *rollout.tokens]]), len(group.prompt.tokens) - 1
+                with torch.no_grad():
+                    logits = double_reference(input_ids=tokens, use_cache=False).logits[0, first:-1]
+                least, most = (
+                    hf_reference.distribution(logits, replace(sampling, top_p=0.9 + sign * margin)).isfinite()
+                    for sign in (-1, 1)
+                )
+                kept = torch.from_numpy(rollout.kept_tokens).long()
+                found = torch.zeros(len(kept), logits.size(1) + 1, dtype=torch.bool)
+                found = found.scatter_(1, kept.masked_fill(kept < 0, logits.size(1)), True)[:, :-1]
+                assert (least <= found).all()
+                assert (found <= most).all()
+                sizes += found.sum(1).tolist()
+                whole = hf_reference.distribution(logits, Sampling(MAX_RESPONSE_LENGTH, 0.9))
+                chosen = whole[torch.arange(len(kept)), torch.from_numpy(rollout.tokens).long()]
+                uncut = max(uncut, float((torch.from_numpy(rollout.inference_logprobs) - chosen).abs().max()))
+        assert min(sizes) < max(sizes) <= 6
+        assert uncut > 0.01, "a softmax over all tokens is another policy"
 
     @pytest.mark.parametrize("sampling", [Sampling(MAX_RESPONSE_LENGTH), Sampling(MAX_RESPONSE_LENGTH, 0.7, top_k=3)])
     def test_a_token_is_the_one_whose_interval_holds_its_random_number(

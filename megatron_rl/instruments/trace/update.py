@@ -152,7 +152,7 @@ def _batch(work: Workload) -> Batch:
 
 def _sequence(number: int, length: int, work: Workload) -> Sequence:
     prompt = min(work.recipe.data.prompt.max_length, length // 2)
-    response = length - prompt
+    response, candidates = length - prompt, work.recipe.rollout.candidates
     return Sequence(
         id=f"traced/{number}",
         tokens=np.ones(length, np.int64),
@@ -163,4 +163,5 @@ def _sequence(number: int, length: int, work: Workload) -> Sequence:
         reward=1.0,
         policy_versions=np.zeros(response, np.int32),
         old_logprobs=np.zeros(response, np.float32),
+        kept_tokens=np.ones((response, candidates), np.int32) if candidates else None,
     )

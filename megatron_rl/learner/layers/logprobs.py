@@ -34,6 +34,7 @@ def token_logprobs(
     group: dist.ProcessGroup | None = None,
     exact: bool = False,
     entropy_gradient: bool = False,
+    kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``log softmax(logits[positions] / temperature)[labels]`` and the entropy of the same distributions.
 
@@ -46,16 +47,19 @@ def token_logprobs(
         group: tensor-parallel group; None or of size one: the logits are whole.
         exact: of exact mode, whose kernels are used where there are any.
         entropy_gradient: the entropy is differentiable, too.
+        kept: [n, C] int64, the tokens that each distribution is over, then -1; labels are among them. None: all.
 
     Returns:
         log-probs [n] float32, differentiable; entropy in nats [n] float32, detached unless ``entropy_gradient``.
     """
-    return _TokenLogprobs.apply(logits, positions, labels, vocab_size, temperature, group, exact, entropy_gradient)
+    return _TokenLogprobs.apply(
+        logits, positions, labels, vocab_size, temperature, group, exact, entropy_gradient, kept
+    )
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, positions, labels, vocab_size, temperature, group, exact, entropy_gradient):
+    def forward(ctx, logits, positions, labels, vocab_size, temperature, group, exact, entropy_gradient, kept):
         first = logits.size(1) * (group.rank() if group is not None else 0)
         if exact and on_kernels(logits):
             width = min(max(0, vocab_size - first), logits.size(1))
@@ -68,8 +72,9 @@ class _TokenLogprobs(torch.autograd.Function):
             entropy, logsumexp = torch.empty_like(logprobs), torch.empty_like(logprobs)
             for rows in torch.arange(len(positions), device=logits.device).split(LOGIT_CHUNK_ROWS):
                 x = _scaled(logits, positions[rows], vocab_size, first, temperature)
+                keep_sets(x, kept, rows, first)
                 logprobs[rows], entropy[rows], logsumexp[rows] = row_statistics(x, labels[rows], first, group)
-        ctx.save_for_backward(logits, positions, labels, logsumexp, entropy)
+        ctx.save_for_backward(logits, positions, labels, logsumexp, entropy, kept)
         ctx.numbers = (vocab_size, temperature, first)
         ctx.entropy_gradient = entropy_gradient
         if not entropy_gradient:
@@ -78,16 +83,17 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
-        logits, positions, labels, logsumexp, entropy = ctx.saved_tensors
+        logits, positions, labels, logsumexp, entropy, kept = ctx.saved_tensors
         vocab_size, temperature, first = ctx.numbers
         grad = torch.zeros_like(logits)
         for rows in torch.arange(len(positions), device=logits.device).split(LOGIT_CHUNK_ROWS):
             x = _scaled(logits, positions[rows], vocab_size, first, temperature)
+            keep_sets(x, kept, rows, first)
             of_entropy = (grad_entropy[rows], entropy[rows]) if ctx.entropy_gradient else None
             _logit_gradient(x, labels[rows], first, logsumexp[rows], temperature, grad_logprobs[rows], of_entropy)
             grad[positions[rows]] = x.to(grad.dtype)
             del x  # frees this piece before the next one is made
-        return grad, None, None, None, None, None, None, None
+        return grad, None, None, None, None, None, None, None, None
 
 
 def _logit_gradient(
@@ -129,6 +135,19 @@ def scale_and_mask(x: torch.Tensor, vocab_size: int, first: int, temperature: fl
     if first + x.size(1) > vocab_size:
         x[:, max(0, vocab_size - first) :] = float("-inf")
     return x
+
+
+def keep_sets(x: torch.Tensor, kept: torch.Tensor | None, rows: torch.Tensor, first: int) -> None:
+    """Set logits ``x`` [rows, V/tp] of tokens outside the sets ``kept[rows]`` to −∞, in place; None keeps all.
+
+    A token outside has probability 0 and no gradient. ``first``: number of this rank's first column."""
+    if kept is None:
+        return
+    local, inside = local_labels(kept[rows], first, x.size(1))
+    # One more column takes what is not this rank's, and the -1 after a set's last token.
+    outside = torch.ones(len(x), x.size(1) + 1, dtype=torch.bool, device=x.device)
+    outside.scatter_(1, local.masked_fill(~inside, x.size(1)), False)
+    x.masked_fill_(outside[:, :-1], float("-inf"))
 
 
 def row_statistics(
@@ -220,31 +239,35 @@ def head_logprobs(
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
     entropy_gradient: bool = False,
+    kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``log softmax(hidden[positions] · weightᵀ / temperature)[labels]`` and the entropy of the same distributions.
 
     Args:
         hidden: [N, H], the same on every tensor-parallel rank.
         weight: [V/tp, H], this rank's rows.
-        positions, labels, vocab_size, temperature, group, entropy_gradient: as for `logprobs.token_logprobs`.
+        positions, labels, vocab_size, temperature, group, entropy_gradient, kept: as for `logprobs.token_logprobs`.
 
     Returns:
         log-probs [n] float32, differentiable (in ``hidden`` the part of this rank's columns); entropy in nats [n]
         float32, detached unless ``entropy_gradient``.
     """
-    return _HeadLogprobs.apply(hidden, weight, positions, labels, vocab_size, temperature, group, entropy_gradient)
+    return _HeadLogprobs.apply(
+        hidden, weight, positions, labels, vocab_size, temperature, group, entropy_gradient, kept
+    )
 
 
 class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, positions, labels, vocab_size, temperature, group, entropy_gradient):
+    def forward(ctx, hidden, weight, positions, labels, vocab_size, temperature, group, entropy_gradient, kept):
         first = len(weight) * (group.rank() if group is not None else 0)
         logprobs = torch.empty(len(positions), dtype=torch.float32, device=hidden.device)
         entropy, logsumexp = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for rows in torch.arange(len(positions), device=hidden.device).split(LOGIT_CHUNK_ROWS):
             x = _logits(hidden[positions[rows]], weight, vocab_size, first, temperature)
+            keep_sets(x, kept, rows, first)
             logprobs[rows], entropy[rows], logsumexp[rows] = row_statistics(x, labels[rows], first, group)
-        ctx.save_for_backward(hidden, weight, positions, labels, logsumexp, entropy)
+        ctx.save_for_backward(hidden, weight, positions, labels, logsumexp, entropy, kept)
         ctx.numbers = (vocab_size, temperature, first)
         ctx.entropy_gradient = entropy_gradient
         if not entropy_gradient:
@@ -253,7 +276,7 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
-        hidden, weight, positions, labels, logsumexp, entropy = ctx.saved_tensors
+        hidden, weight, positions, labels, logsumexp, entropy, kept = ctx.saved_tensors
         vocab_size, temperature, first = ctx.numbers
         grad_hidden = torch.zeros_like(hidden)
         # The sum over pieces is fp32: in 16 bits every further piece would lose a little.
@@ -261,6 +284,7 @@ class _HeadLogprobs(torch.autograd.Function):
         for rows in torch.arange(len(positions), device=hidden.device).split(LOGIT_CHUNK_ROWS):
             states = hidden[positions[rows]]
             x = _logits(states, weight, vocab_size, first, temperature)
+            keep_sets(x, kept, rows, first)
             of_entropy = (grad_entropy[rows], entropy[rows]) if ctx.entropy_gradient else None
             _logit_gradient(x, labels[rows], first, logsumexp[rows], temperature, grad_logprobs[rows], of_entropy)
             x = x.to(weight.dtype)
@@ -269,7 +293,7 @@ class _HeadLogprobs(torch.autograd.Function):
                 grad_weight += x.t() @ states
             del x  # frees this piece before the next one is made
         grad_weight = grad_weight.to(weight.dtype) if grad_weight is not None else None
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None, None
 
 
 def _logits(states, weight, vocab_size, first, temperature) -> torch.Tensor:

@@ -35,6 +35,7 @@ ARRAYS = (
     "policy_versions",
     "routed_experts",
     "route_checksums",
+    "kept_tokens",
 )
 
 
@@ -59,6 +60,7 @@ def whole(num_sequences: int, seed: int, routes: bool, mean: int = 40, exact: bo
             s.route_checksums = route_checksums(s.id, s.tokens, s.routed_experts)
         if exact:
             s.exact_logprobs = s.inference_logprobs - np.float32(i)
+            s.kept_tokens = random.integers(-1, 99, (response, 5), dtype=np.int32)  # the other optional array
         sequences.append(s)
     return Batch(0, sequences, [list(range(num_sequences))])
 

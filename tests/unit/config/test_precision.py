@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from megatron_rl.check import check_recipe
 from megatron_rl.config.model_rules import confirm_contract, contract, first_step_alarms
 from megatron_rl.config.precision import LossScaleConfig, PrecisionConfig
+from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import read_architecture
 from tests.support.tiny import MODEL, tiny_recipe
@@ -52,6 +53,29 @@ def test_truncated_sampling_is_refused_unless_asked_for(change):
     with pytest.raises(InputError, match=rf"rollout\.{next(iter(change))}: .*precision\.allow_asymmetric"):
         check_recipe(tiny_recipe(rollout=change))
     check_recipe(tiny_recipe(rollout=change, precision={"allow_asymmetric": True}))
+
+
+def test_kept_sets_make_one_policy_of_both():
+    recipe = tiny_recipe(rollout={"top_p": 0.9, "top_k": 20, "kept_sets": True})
+    check_recipe(recipe)
+    found = rows(recipe)
+    assert (found["top-p"].learner, found["top-p"].rollout, found["top-p"].verdict) == ("0.9", "0.9", "same")
+    assert (found["top-k"].learner, found["top-k"].rollout, found["top-k"].verdict) == ("20", "20", "same")
+    bounds = {rule.name: rule.above for rule in first_step_alarms(recipe, read_architecture(MODEL))}
+    assert bounds == {"first-step-difference": 1e-3, "first-step-mismatch": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"top_p": 0.9}, "kept_sets: true needs top_k of 1 to 1024, found 0"),
+        ({"top_k": 1025}, "kept_sets: true needs top_k of 1 to 1024, found 1025"),
+        ({"top_k": 5, "engine": "vllm_server"}, "engine vllm_server returns no sets; use engine: vllm"),
+    ],
+)
+def test_sets_that_nobody_returns_are_refused(rollout, message):
+    with pytest.raises(ValidationError, match=message):
+        RolloutConfig.model_validate({"kept_sets": True, **rollout})
 
 
 def test_a_dense_model_has_no_router(tmp_path):

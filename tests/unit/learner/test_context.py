@@ -37,6 +37,7 @@ def batch_of(lengths: list[int]) -> Batch:
                 advantage=1.0,
                 reward=1.0,
                 policy_versions=np.zeros(length - 1, np.int32),
+                kept_tokens=np.arange(start + 1, start + length, dtype=np.int32)[:, None] * [1, -1],
             )
         )
     return Batch(0, sequences, [list(range(len(lengths)))])
@@ -65,6 +66,7 @@ def test_ranks_have_the_row_between_them(lengths, size, tensor):
         )
         # A response token is one more than the token that predicts it, whichever rank has the token itself.
         assert (m.tokens[0, m.positions] + 1 == m.labels).all()
+        assert (torch.stack([m.labels, -m.labels], dim=1) == m.kept).all() if lengths else m.kept is None
         starts = np.cumsum([1, *lengths])
         for token, position in zip(m.tokens[0].tolist(), m.position_ids.tolist()):
             assert token == 0 or position == token - starts[np.searchsorted(starts, token, "right") - 1]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_rl.learner.layers.logprobs import token_logprobs
+from megatron_rl.learner.layers.logprobs import head_logprobs, keep_sets, token_logprobs
 from tests.support.rounding import assert_as_double, rounded
 
 
@@ -85,3 +85,74 @@ def test_the_entropy_has_a_gradient_where_it_is_asked_for(temperature):
     assert_as_double([grad], plain, [logits.detach().requires_grad_()], longest_sum=20)
     assert (grad[:, 20:] == 0).all()
     assert entropy.requires_grad
+
+
+def random_sets(labels: torch.Tensor, vocab_size: int, width: int) -> torch.Tensor:
+    """[n, width]: the label and up to width - 1 other tokens, then -1."""
+    others = torch.stack([torch.randperm(vocab_size)[:width] for _ in labels])
+    others[torch.arange(width)[None] > torch.randint(0, width, (len(labels), 1))] = -1
+    return torch.cat([labels[:, None], others.masked_fill(others == labels[:, None], -1)[:, 1:]], dim=1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_a_softmax_over_kept_sets(temperature):
+    """log pi(y) = z_y - log Σ_{v in S} exp z_v, with its entropy; no gradient outside S. By whole logits and fused."""
+    torch.manual_seed(2)
+    hidden, weight = torch.randn(300, 16).requires_grad_(), torch.randn(40, 16).requires_grad_()
+    positions, labels = torch.randperm(300)[:270], torch.randint(0, 37, (270,))
+    kept = random_sets(labels, 37, 9)
+    of_logprobs, of_entropy = torch.randn(270), torch.randn(270)
+
+    def found(function):
+        logprobs, entropy = function(
+            positions, labels, vocab_size=37, temperature=temperature, entropy_gradient=True, kept=kept
+        )
+        loss = (logprobs * of_logprobs + entropy * of_entropy).sum()
+        return [logprobs, entropy, *torch.autograd.grad(loss, (hidden, weight))]
+
+    def plain(hidden: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+        z = (hidden[positions] @ weight.t()) / temperature
+        chosen, entropies = [], []
+        for row, label, members in zip(z, labels.tolist(), kept.tolist()):
+            logp = {v: row[v] for v in members if v >= 0}
+            total = torch.stack(list(logp.values())).logsumexp(0)
+            chosen.append(logp[label] - total)
+            entropies.append(-sum((value - total).exp() * (value - total) for value in logp.values()))
+        logprobs, entropy = torch.stack(chosen), torch.stack(entropies)
+        loss = (logprobs * of_logprobs.to(z.dtype) + entropy * of_entropy.to(z.dtype)).sum()
+        return [logprobs, entropy, *torch.autograd.grad(loss, (hidden, weight), retain_graph=True)]
+
+    inputs = [hidden.detach().requires_grad_(), weight.detach().requires_grad_()]
+    for way in (
+        lambda *a, **k: token_logprobs(hidden @ weight.t(), *a, **k),
+        lambda *a, **k: head_logprobs(hidden, weight, *a, **k),
+    ):
+        assert_as_double(found(way), plain, inputs, longest_sum=270)
+    logits = (hidden @ weight.t()).detach().requires_grad_()
+    token_logprobs(logits, positions, labels, vocab_size=37, kept=kept)[0].sum().backward()
+    outside = torch.ones(270, 41, dtype=torch.bool).scatter_(1, kept.masked_fill(kept < 0, 40), False)[:, :40]
+    assert (logits.grad[positions][outside] == 0).all()
+    assert (logits.grad[positions][~outside] != 0).any()
+
+
+def test_two_equal_tokens_that_are_kept_have_half_each():
+    logits = torch.tensor([[1.0, 3.0, 1.0, 9.0]], requires_grad=True)
+    kept = torch.tensor([[2, 0, -1]])
+    logprobs, entropy = token_logprobs(logits, torch.tensor([0]), torch.tensor([2]), vocab_size=4, kept=kept)
+    logprobs.sum().backward()
+    assert logprobs.item() == rounded(-math.log(2), dtype=torch.float32)
+    assert entropy.item() == rounded(math.log(2), dtype=torch.float32)
+    assert logits.grad.tolist() == [[-0.5, 0.0, 0.5, 0.0]]
+
+
+def test_each_tensor_parallel_rank_cuts_its_own_columns():
+    torch.manual_seed(3)
+    labels = torch.randint(0, 24, (50,))
+    kept, rows = random_sets(labels, 24, 6), torch.arange(50)
+    whole = torch.randn(50, 24)
+    parts = list(whole.clone().split(8, dim=1))
+    for rank, part in enumerate(parts):
+        keep_sets(part, kept, rows, 8 * rank)
+    keep_sets(whole, kept, rows, 0)
+    assert torch.equal(torch.cat(parts, dim=1), whole)
+    assert ((whole > -math.inf).sum(1) == (kept >= 0).sum(1)).all()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +20,14 @@ from megatron_rl.config.model_rules import rollout_problems
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import read_architecture
-from megatron_rl.rollout.generator import RolloutError, Sampling, check_lengths, check_version
+from megatron_rl.rollout.generator import (
+    RolloutError,
+    Sampling,
+    check_lengths,
+    check_version,
+    sampled_with_sets,
+    sampling_params,
+)
 from megatron_rl.rollout.requests import (
     Request,
     elsewhere,
@@ -30,6 +39,7 @@ from megatron_rl.rollout.requests import (
 )
 from megatron_rl.rollout.weights import checked
 from megatron_rl.types import Prompt
+from tests.support.rounding import rounded
 
 TINY_MODEL = Path(__file__).parents[3] / "recipes" / "tiny" / "model"
 ARCHITECTURE = read_architecture(TINY_MODEL)
@@ -221,3 +231,46 @@ def test_a_prompt_that_comes_again_gets_other_seeds_and_names():
     assert [(r.seed, r.sequence_id) for r in later] == [(r.seed, r.sequence_id) for r in again[2:]]
     rollout = make_rollout(again[2], [2], [-1.0], "stop", 0)
     assert rollout.id == elsewhere(again[2], 1, "stop").id == again[2].sequence_id == f"{PROMPTS[0].id}/0+1"
+
+
+def completion(tokens: list[int], rows: list[list[tuple[int, float]]]):
+    """As vLLM gives it: at each place the sampled token, then the candidates, most probable first."""
+    pairs = [pair for row in rows for pair in row]
+    logprobs = SimpleNamespace(
+        token_ids=[i for i, _ in pairs], logprobs=[math.log(p) if p else -math.inf for _, p in pairs]
+    )
+    return SimpleNamespace(token_ids=tokens, logprobs=logprobs)
+
+
+def test_a_kept_set_is_what_has_a_probability():
+    answer = completion([7, 4], [[(7, 0.6), (7, 0.6), (2, 0.4), (9, 0.0)], [(4, 1.0), (4, 1.0), (0, 0.0), (1, 0.0)]])
+    tokens, logprobs, kept = sampled_with_sets(answer, 3)
+    assert tokens == [7, 4]
+    assert logprobs.tolist() == [np.float32(math.log(0.6)), 0.0]
+    assert kept.tolist() == [[7, 2, -1], [4, -1, -1]]
+
+
+def test_where_more_tokens_tie_than_come_mu_is_given_over_those_at_hand():
+    """Five tokens of probability 0.2, of which two come, and the sampled one that is not among them."""
+    answer = completion([5, 1], [[(5, 0.2), (1, 0.2), (2, 0.2)], [(1, 0.2), (1, 0.2), (2, 0.2)]])
+    _, logprobs, kept = sampled_with_sets(answer, 2)
+    assert kept.tolist() == [[1, 5], [1, 2]]
+    assert np.exp(logprobs).tolist() == rounded([0.5, 0.5], dtype=torch.float32)
+
+
+def test_an_answer_with_other_candidates_is_an_error():
+    answer = completion([7], [[(7, 0.6), (7, 0.6)]])
+    with pytest.raises(RolloutError, match="prompt 'a': 2 log-probs of 1 tokens, not 4 of each"):
+        sampled_with_sets(answer, 3, "prompt 'a': ")
+    with pytest.raises(RolloutError, match="belong to other tokens"):
+        sampled_with_sets(completion([3], [[(7, 0.6), (7, 0.6)]]), 1)
+
+
+def test_candidates_are_asked_for_where_the_recipe_keeps_sets():
+    config = RolloutConfig(top_k=5, top_p=0.9, kept_sets=True)
+    assert Sampling.from_config(config, 1000).candidates == 21
+    assert Sampling.from_config(config, 8).candidates == 8, "no more than there are tokens"
+    assert Sampling.from_config(RolloutConfig(), 1000).candidates == 0
+    fields = {"max_tokens": 9, "temperature": 1.0, "top_p": 0.9, "top_k": 5, "seed": 1, "stop_token_ids": [2]}
+    assert sampling_params(fields, 21).logprobs == 21
+    assert sampling_params(fields).logprobs == 0
