@@ -12,11 +12,11 @@ from megatron_rl.instruments.lab.jobs import LoadedStudy
 from megatron_rl.instruments.lab.report import draw_study, effect_cells, render, save_small
 from megatron_rl.instruments.lab.results import Results
 
-VERDICTS = "verdicts"  # name of the table in docs/lab.md
+VERDICTS = "verdicts"  # name of the table and of its page
 
 
 def write_docs(studies: Sequence[LoadedStudy], docs: Path) -> list[Path]:
-    """Write docs/lab/STUDY.md, figure and outcomes of each complete study, and the table of docs/lab.md.
+    """Write docs/lab/STUDY.md, figure and outcomes of each complete study, and the table of docs/lab/verdicts.md.
 
     Runs come from docs/lab/runs/STUDY.jsonl.xz. Returns the files. Raises `InputError` if a page or its marks are
     absent.
@@ -29,7 +29,7 @@ def write_docs(studies: Sequence[LoadedStudy], docs: Path) -> list[Path]:
         studies_results.append((loaded, results))
         if results is not None and results.complete:
             written += write_page(results, docs)
-    page = docs / "lab.md"
+    page = docs / "lab" / f"{VERDICTS}.md"
     fill(page, VERDICTS, "\n" + "\n".join(verdicts(studies_results)) + "\n\n")
     return [*written, page]
 
@@ -75,6 +75,6 @@ def verdicts(found: Sequence[tuple[LoadedStudy, Results | None]]) -> Iterator[st
             against = decision.name if decision.name in study.trends else f"{decision.name} − {decision.against}"
             number, bounds, _ = ("–", "–", "–") if decision.effect is None else effect_cells(decision.effect)
             yield (
-                f"| [{study.name}](lab/{study.name}.md) | {against} | {decision.outcome} | {decision.expected} | "
+                f"| [{study.name}]({study.name}.md) | {against} | {decision.outcome} | {decision.expected} | "
                 f"{number} ({bounds}) | {decision.verdict} |"
             )
