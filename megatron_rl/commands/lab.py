@@ -14,8 +14,8 @@ from megatron_rl.instruments.lab import load_study
 from megatron_rl.shipped import checkout
 
 if TYPE_CHECKING:
-    from megatron_rl.instruments.lab.registration import Registration
     from megatron_rl.instruments.lab.results import Stage
+    from megatron_rl.instruments.lab.runner import Registration
 
 
 EXIT_INCOMPLETE = 1
@@ -145,9 +145,8 @@ def _check(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     from megatron_rl.instruments.lab.archive import adopt
     from megatron_rl.instruments.lab.jobs import FINISHED
-    from megatron_rl.instruments.lab.registration import code_version, register
     from megatron_rl.instruments.lab.results import stage
-    from megatron_rl.instruments.lab.runner import StudyRunner
+    from megatron_rl.instruments.lab.runner import StudyRunner, code_version, register
     from megatron_rl.process.output import outlasting_readers
     from megatron_rl.run.stop import SIGNALS, taking
 
@@ -220,10 +219,9 @@ def _say_states(states: dict[str, str]) -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
+    from megatron_rl.instruments.lab.archive import drawn, verify
     from megatron_rl.instruments.lab.jobs import FINISHED
-    from megatron_rl.instruments.lab.registration import code_version, read_registration, sha256_of
-    from megatron_rl.instruments.lab.runner import StudyRunner
-    from megatron_rl.instruments.lab.verify import drawn, verify
+    from megatron_rl.instruments.lab.runner import StudyRunner, code_version, read_registration, sha256_of
 
     if (options.arm is None) != (options.seed is None):
         raise InputError("verify: give both --arm and --seed, or --random N")
@@ -248,7 +246,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _power(options: argparse.Namespace) -> int:
     from megatron_rl.instruments.lab.archive import unpack
-    from megatron_rl.instruments.lab.foresight import foresee, render
+    from megatron_rl.instruments.lab.foresight import foresee, render_foresight
 
     loaded = load_study(options.study)
     root = _root(options, loaded.study.name)
@@ -256,17 +254,17 @@ def _power(options: argparse.Namespace) -> int:
         if root.is_file():
             unpack(root, Path(unpacked))
             root = Path(unpacked)
-        for line in render(loaded.study, foresee(loaded, root)):
+        for line in render_foresight(loaded.study, foresee(loaded, root)):
             print(line)
     return EXIT_DONE
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from megatron_rl.instruments.lab.compute import cost, render
+    from megatron_rl.instruments.lab.foresight import cost, render_costs
 
     loaded = load_study(options.study)
     costs = cost(loaded, options.gpu, options.nodes, options.gpus_per_node, options.mean_response)
-    for line in render(loaded, options.gpu, costs):
+    for line in render_costs(loaded, options.gpu, costs):
         print(line)
     return EXIT_DONE
 
@@ -291,7 +289,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _write_docs(options: argparse.Namespace) -> int:
-    from megatron_rl.instruments.lab.docs import write_docs
+    from megatron_rl.instruments.lab.report import write_docs
 
     repository = checkout()
     if repository is None:

@@ -93,7 +93,7 @@ def run_plan(options: argparse.Namespace) -> int:
     """
     from megatron_rl.config import load_recipe
     from megatron_rl.instruments.plan import as_json, find_gpu, make_plan, make_workload, render
-    from megatron_rl.instruments.plan.lengths import read_lengths
+    from megatron_rl.instruments.plan.workload import read_lengths
     from megatron_rl.model.known_models import shape_of
 
     recipe = load_recipe(options.recipe, options.overrides)

@@ -44,7 +44,7 @@ def run_why(options: argparse.Namespace) -> int:
     the command of a run without it. A run without a sign has no suspects.
     """
     from megatron_rl.instruments.foreign.read import read_run
-    from megatron_rl.instruments.why.finding import find, page
+    from megatron_rl.instruments.why import find, page
 
     found = read_run(options.run)
     folder = options.run.parent if options.run.is_file() and found.is_own else options.run
@@ -251,9 +251,9 @@ def _say_plan(branch: Branch, options: argparse.Namespace) -> int:
     ranks, _ = ranks_of(RunDirectory(branch.parent))
     print(printable(plan_page(branch, _parallel(branch, options.jobs), ranks)))
     if costs:
-        from megatron_rl.instruments.lab.compute import render
+        from megatron_rl.instruments.lab.foresight import render_costs
 
-        print("\n" + "\n".join(render(branch, options.gpu, costs)))
+        print("\n" + "\n".join(render_costs(branch, options.gpu, costs)))
     return EXIT_DONE
 
 

@@ -192,7 +192,7 @@ def write_measured(path: Path, checks: dict[str, Outcome]) -> str:
     """
     import yaml
 
-    from megatron_rl.instruments.plan.gpu_file import read_gpu
+    from megatron_rl.instruments.plan.hardware import read_gpu
 
     found: dict[str, Any] = {}
     if path.exists():

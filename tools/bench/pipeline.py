@@ -6,7 +6,7 @@ One learner and one server, a core each, the tiny model; 16 × 8 responses a ste
 Lengths are drawn (`tools.bench.lib.with_lengths`): every request asks the server for so many tokens. The arms take
 turns, every second turn backwards; the first steps of a run are left out.
 
-Each run is also simulated (`instruments.plan.pipeline`) on its own lengths, from unit costs of its own: of a
+Each run is also simulated (`instruments.plan.servers`) on its own lengths, from unit costs of its own: of a
 decoding step by the number of running responses, of a request and of a token of a prompt, measured on its server before
 the run
 (`lib.server_costs`); of a step that learns, of its tokens and of a weight update, from the run.
@@ -37,8 +37,8 @@ import numpy as np
 
 from megatron_rl.config import load_recipe
 from megatron_rl.instruments.plan.fleet import ServerCosts
-from megatron_rl.instruments.plan.lengths import Lengths
-from megatron_rl.instruments.plan.pipeline import Asking, Pipeline, simulate
+from megatron_rl.instruments.plan.servers import Asking, Pipeline, simulate
+from megatron_rl.instruments.plan.workload import Lengths
 from megatron_rl.model.architecture import read_architecture
 from megatron_rl.rollout.servers.rendezvous import discover
 from tools.bench.lib.server_costs import RUNNING, server_costs

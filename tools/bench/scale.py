@@ -34,7 +34,7 @@ from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.config.data import RewardConfig
 from megatron_rl.instruments.plan import GPUS, make_plan, make_workload
 from megatron_rl.instruments.plan.hardware import GIB
-from megatron_rl.instruments.plan.own_code import DRIVERS, RECORD, OwnCode, own_code
+from megatron_rl.instruments.plan.memory import DRIVERS, RECORD, OwnCode, own_code
 from megatron_rl.instruments.plan.workload import Workload
 from megatron_rl.model.known_models import shape_of
 from megatron_rl.rewards import Rewarder

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.instruments.plan.own_code import OF_A_PASS, drivers
+from megatron_rl.instruments.plan.memory import OF_A_PASS, drivers
 
 WHATS = ("seconds", "received", "peak")
 

@@ -20,10 +20,10 @@ from megatron_rl.checkpoint.manifest import checkpoint_name, checkpoint_step, li
 from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.branch.arms import CONTROL, Arm, LeftOut, arms_of, reason_of
-from megatron_rl.instruments.lab.compute import ArmCost, cost
+from megatron_rl.instruments.lab.foresight import ArmCost, cost
 from megatron_rl.instruments.lab.jobs import Job, LoadedStudy
 from megatron_rl.instruments.lab.study import Direction, Study
-from megatron_rl.instruments.why.finding import Finding, find
+from megatron_rl.instruments.why import Finding, find
 from megatron_rl.monitor import RunDirectory, read_metrics
 from megatron_rl.run.identity import recipe_in_force
 

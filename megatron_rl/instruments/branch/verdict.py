@@ -10,11 +10,11 @@ from typing import Any
 
 from megatron_rl.instruments.branch.arms import CONTROL, Arm, value_at
 from megatron_rl.instruments.branch.plan import Branch
-from megatron_rl.instruments.lab.compute import ArmCost
+from megatron_rl.instruments.lab.archive import first_difference
+from megatron_rl.instruments.lab.foresight import ArmCost
 from megatron_rl.instruments.lab.jobs import FINISHED, run_name, state_of
 from megatron_rl.instruments.lab.results import Results, Values, read_results
 from megatron_rl.instruments.lab.statistics import Effect, Verdict
-from megatron_rl.instruments.lab.verify import first_difference
 from megatron_rl.monitor import RunDirectory, read_metrics
 
 WORDS: dict[Verdict, str] = {

@@ -12,8 +12,7 @@ from typing import Any
 
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.lab.jobs import FINISHED, Job, LoadedStudy, collapse_of, outcome_of
-from megatron_rl.instruments.lab.registration import Registration, read_registration
-from megatron_rl.instruments.lab.runner import REUSED, StudyRunner
+from megatron_rl.instruments.lab.runner import REUSED, Registration, StudyRunner, read_registration
 from megatron_rl.instruments.lab.statistics import (
     Effect,
     Verdict,

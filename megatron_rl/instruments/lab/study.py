@@ -12,6 +12,15 @@ from megatron_rl.config.base import AnyPath, Section
 
 Statistic = Literal["last", "mean", "max", "slope", "log_slope", "step_pcc", "collapse_step"]
 Direction = Literal["higher", "lower", "same"]
+DEFAULT_METRICS = (
+    "critic/rewards/mean",
+    "mismatch/rho_std",
+    "actor/grad_norm",
+    "actor/entropy",
+    "response_length/mean",
+    "hacking/J",
+)
+"""What a study's figure shows if its `panels` are empty."""
 IDENTITY_KEYS = ("name", "run_root")
 """Keys that only identify a run."""
 SEED_KEYS = ("seed", "rollout.seed", "data.seed")

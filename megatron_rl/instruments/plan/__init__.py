@@ -3,10 +3,8 @@
 No module here imports an engine or torch. The assumptions are in `hardware`, with reasons in docs/planning.md.
 """
 
-from megatron_rl.instruments.plan.gpu_file import find_gpu
-from megatron_rl.instruments.plan.hardware import GPUS, Gpu
-from megatron_rl.instruments.plan.plan import Plan, as_json, make_plan
-from megatron_rl.instruments.plan.report import render, summary
+from megatron_rl.instruments.plan.hardware import GPUS, Gpu, find_gpu
+from megatron_rl.instruments.plan.report import Plan, as_json, make_plan, render, summary
 from megatron_rl.instruments.plan.workload import Workload, make_workload
 
 __all__ = ["GPUS", "Gpu", "Plan", "Workload", "as_json", "find_gpu", "make_plan", "make_workload", "render", "summary"]

@@ -1,22 +1,258 @@
-"""The pipeline of a recipe with rollout servers: unit costs from the plan's arithmetic, arms by simulation."""
+"""The pipeline of a recipe with rollout servers: unit costs from the plan's arithmetic, arms by simulation.
+
+The simulation is of the loop of `train` in its steady state, response by response.
+The learner requests batches, waits for the one of its step, learns, and sends its weights. The effect on the servers
+depends on `rollout.in_flight.mode`; docs/planning.md lists what the simulation leaves out.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
 
 import numpy as np
 
 from megatron_rl.config.rollout import InFlightConfig
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.plan import hardware as hw
-from megatron_rl.instruments.plan.fleet import ServerCosts
+from megatron_rl.instruments.plan.fleet import Fleet, Prompt, Response, ServerCosts
 from megatron_rl.instruments.plan.generation import Decoding, EngineMemory, prefill_costs
 from megatron_rl.instruments.plan.learner import BYTES, total_parameters
-from megatron_rl.instruments.plan.lengths import Lengths
-from megatron_rl.instruments.plan.pipeline import Asking, Pipeline, PipelineTime, simulate
 from megatron_rl.instruments.plan.timing import flops_forward, step_time, weights_seconds
-from megatron_rl.instruments.plan.workload import Workload
+from megatron_rl.instruments.plan.workload import Lengths, Workload
+
+# When responses are requested: `run.lookahead` and `run.oversampling` on simulated servers.
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What a step requests and learns from."""
+
+    num_prompts: int  # prompts that a step learns from
+    num_samples: int
+    prompt_tokens: float
+    factor: float = 1.0  # sampled over learned prompts: refilled groups, or batch.oversample.factor
+    rest: Literal["carry_over", "abort"] | None = None  # batch.oversample.rest; None: a step waits for all its prompts
+    refills: bool = False  # batches ahead begin only when the step's own is complete: batch.filter_groups
+
+    @property
+    def num_asked(self) -> int:
+        return math.ceil(round(self.factor * self.num_prompts, 9))
+
+
+class Ahead:
+    """Batches in order, begun up to ``max_staleness`` steps ahead; a step waits for its complete batch.
+
+    A step learns from the prompts of its batch that were complete first.
+    """
+
+    def __init__(self, asking: Asking, fleet: Fleet, lengths: Lengths, max_staleness: int, num_steps: int) -> None:
+        self._asking, self._fleet, self._lengths = asking, fleet, lengths
+        self._max_staleness, self._last_step = max_staleness, num_steps - 1
+        self._begun: dict[int, list[Prompt]] = {}
+        self.given_up = 0.0  # response tokens that were never learned from
+
+    def sample(self, step: int) -> list[Prompt]:
+        """Run the servers until the batch of ``step`` is complete, and return the prompts to learn from."""
+        self._begin(step)
+        if not self._asking.refills:
+            self._look_ahead(step)
+        batch = self._begun.pop(step)
+        self._wait_for(batch, len(batch))
+        if self._asking.refills:
+            self._look_ahead(step)
+        batch.sort(key=lambda prompt: prompt.place)
+        taken = batch[: self._asking.num_prompts]
+        self._give_up(batch[len(taken) :])
+        return taken
+
+    def _look_ahead(self, step: int) -> None:
+        for ahead in range(step + 1, min(step + self._max_staleness, self._last_step) + 1):
+            self._begin(ahead)
+
+    def _begin(self, step: int) -> None:
+        if step not in self._begun:
+            self._begun[step] = self._ask(self._asking.num_asked)
+
+    def _ask(self, num_prompts: int) -> list[Prompt]:
+        batch = []
+        for row in self._lengths.draw(num_prompts, self._asking.num_samples).tolist():
+            prompt = Prompt(self._asking.prompt_tokens, len(row))
+            prompt.responses = [Response(prompt, length) for length in row]
+            batch.append(prompt)
+        self._fleet.ask(batch)
+        return batch
+
+    def _wait_for(self, prompts: list[Prompt], number: int) -> None:
+        """Run until ``number`` of ``prompts`` are complete; check only after as many more completions."""
+        while missing := max(0, number - sum(prompt.is_complete for prompt in prompts)):
+            enough = self._fleet.num_complete + missing
+            self._fleet.run(stop=lambda enough=enough: self._fleet.num_complete >= enough)
+
+    def _give_up(self, prompts: list[Prompt]) -> None:
+        open_ones = [prompt for prompt in prompts if not prompt.is_complete]
+        if open_ones:
+            self._fleet.drop(open_ones)
+        self.given_up += sum(sum(prompt.sampled.values()) for prompt in prompts)
+
+
+class Oversampled(Ahead):
+    """Over-sampling: more prompts run than a step learns from, and it takes those that complete first."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self._carries = self._asking.rest == "carry_over"
+        self._under_way: list[tuple[int, Prompt]] = []  # (step for which it was begun, prompt)
+
+    def sample(self, step: int) -> list[Prompt]:
+        self._fill(step, first=step)
+        carried = [prompt for begun, prompt in self._under_way if begun < step]
+        under_way = carried + [prompt for begun, prompt in self._under_way if begun == step]
+        self._wait_for(carried, len(carried))
+        self._wait_for(under_way, self._asking.num_prompts)
+        complete = sorted((prompt for prompt in under_way[len(carried) :] if prompt.is_complete), key=lambda p: p.place)
+        taken = (carried + complete)[: self._asking.num_prompts]
+        gone = set(taken)
+        if not self._carries:
+            self._give_up([prompt for prompt in under_way if prompt not in gone])
+            gone |= set(under_way)
+        self._under_way = [item for item in self._under_way if item[1] not in gone]
+        for ahead in range(step + 1, min(step + self._max_staleness - self._carries, self._last_step) + 1):
+            self._fill(ahead, first=step + 1)
+        return taken
+
+    def _fill(self, step: int, first: int) -> None:
+        """Request the prompts of all steps up to ``step``; ``first`` is the next step to learn."""
+        each = self._asking.num_prompts if self._carries else self._asking.num_asked
+        up_to = sum(begun <= step for begun, _ in self._under_way)
+        missing = self._asking.num_asked + (step - first) * each - up_to
+        if missing > 0:
+            self._under_way += [(step, prompt) for prompt in self._ask(missing)]
+
+
+def asked(asking: Asking, fleet: Fleet, lengths: Lengths, max_staleness: int, num_steps: int) -> Ahead:
+    """Return the sampler of batches for a run of ``num_steps`` steps."""
+    kind = Ahead if asking.rest is None else Oversampled
+    return kind(asking, fleet, lengths, max_staleness, num_steps)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The parameters of the throughput. Lengths are in tokens."""
+
+    costs: ServerCosts
+    num_servers: int
+    mode: str  # rollout.in_flight.mode: finish, abort_and_resume or keep
+    max_staleness: int
+    learn: tuple[float, float]  # seconds per step, and per token of a step with its prompts
+    asking: Asking
+    publish_s: float = 0.0  # part of a weight update during which servers continue: gathering, writing
+    load_s: float = 0.0  # part of a weight update during which servers do not answer
+    joins: bool = False  # the learner is busy during loading, as with weights by broadcast
+    concurrency: int | None = None  # most requests in flight to one server
+
+
+@dataclass(frozen=True)
+class PipelineTime:
+    """Means over the steps that were measured."""
+
+    step_s: float
+    tokens_per_s: float  # response tokens learned from per second
+    learner_idle: float  # share of time in which it waits for a batch, or for servers to load its weights
+    servers_idle: float  # share of time in which a server has nothing to do
+    servers_paused: float  # share of time in which servers take weights
+    servers_prefilling: float
+    running: float  # mean number of decoding responses of a server
+    recomputed: float  # recomputed tokens of interrupted responses, over tokens learned from
+    given_up: float  # tokens never learned from, over tokens learned from
+    staleness: dict[int, float]  # steps between sampling and learning weights → share of tokens
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Sums up to one moment."""
+
+    time: float
+    tokens: float  # tokens learned from
+    waited: float
+    given_up: float
+    idle: float
+    paused: float
+    prefilling: float
+    slot_seconds: float
+    recomputed: float
+
+
+def simulate(pipeline: Pipeline, lengths: Lengths, num_steps: int, warm: int = 0, cool: int = 0) -> PipelineTime:
+    """Simulate ``num_steps`` steps after ``warm`` first ones; ``cool`` more keep the servers busy to the end."""
+    return _Run(pipeline, lengths, warm + num_steps + cool).steps(warm, warm + num_steps)
+
+
+class _Run:
+    def __init__(self, pipeline: Pipeline, lengths: Lengths, num_steps: int) -> None:
+        self._p, self._num_steps = pipeline, num_steps
+        mode = pipeline.mode if pipeline.max_staleness else "finish"
+        self._fleet = Fleet(pipeline.costs, pipeline.num_servers, mode, pipeline.concurrency)
+        self._asked = asked(pipeline.asking, self._fleet, lengths, pipeline.max_staleness, num_steps)
+        self._tokens = self._waited = 0.0
+        self._staleness: dict[int, float] = {}
+
+    def steps(self, first: int, last: int) -> PipelineTime:
+        """Run to the end and return means over steps ``first`` … ``last`` − 1."""
+        before = after = self._counts()
+        for step in range(self._num_steps):
+            self._step(step, is_measured=first <= step < last)
+            if step + 1 == first:
+                before = self._counts()
+            if step + 1 == last:
+                after = self._counts()
+        return self._means(before, after, last - first)
+
+    def _step(self, step: int, is_measured: bool) -> None:
+        p, fleet, begun = self._p, self._fleet, self._fleet.time
+        prompts = self._asked.sample(step)
+        self._waited += fleet.time - begun
+        tokens = sum(response.length for prompt in prompts for response in prompt.responses)
+        repeated = sum(prompt.tokens * len(prompt.responses) for prompt in prompts)
+        self._tokens += tokens
+        for version, number in [pair for prompt in (prompts if is_measured else ()) for pair in prompt.sampled.items()]:
+            self._staleness[step - version] = self._staleness.get(step - version, 0.0) + number
+        fleet.run(until=fleet.time + p.learn[0] + p.learn[1] * (tokens + repeated) + p.publish_s)
+        self._hand_over(step + 1)
+
+    def _hand_over(self, version: int) -> None:
+        p, fleet, asked_at = self._p, self._fleet, self._fleet.time
+        fleet.push(version, p.load_s)
+        if p.joins or not p.max_staleness:
+            fleet.run(stop=lambda: version in fleet.pushed)
+            fleet.run(until=fleet.pushed[version])
+            self._waited += fleet.time - asked_at - (p.load_s if p.joins else 0.0)
+
+    def _counts(self) -> _Counts:
+        fleet = self._fleet
+        for server in fleet.servers:
+            server.advance(fleet.time)
+        names = ("idle", "paused", "prefilling", "slot_seconds", "recomputed")
+        sums = {name: sum(getattr(server, name) for server in fleet.servers) for name in names}
+        return _Counts(fleet.time, self._tokens, self._waited, self._asked.given_up, **sums)
+
+    def _means(self, before: _Counts, after: _Counts, num_steps: int) -> PipelineTime:
+        grown = _Counts(*(getattr(after, f.name) - getattr(before, f.name) for f in fields(_Counts)))
+        on_servers, sampled = grown.time * self._p.num_servers, sum(self._staleness.values())
+        return PipelineTime(
+            step_s=grown.time / num_steps,
+            tokens_per_s=grown.tokens / grown.time,
+            learner_idle=grown.waited / grown.time,
+            servers_idle=grown.idle / on_servers,
+            servers_paused=grown.paused / on_servers,
+            servers_prefilling=grown.prefilling / on_servers,
+            running=grown.slot_seconds / on_servers,
+            recomputed=grown.recomputed / grown.tokens,
+            given_up=grown.given_up / grown.tokens,
+            staleness={steps: groups / sampled for steps, groups in sorted(self._staleness.items())},
+        )
+
 
 MODES = ("finish", "abort_and_resume", "keep")
 MEASURED = 100_000  # number of responses to average over …

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.instruments.plan import hardware as hw
-from megatron_rl.instruments.plan.exact import exact_generation
-from megatron_rl.instruments.plan.generation import Decoding, EngineMemory, prefill_costs
+from megatron_rl.instruments.plan.generation import Decoding, EngineMemory, exact_generation, prefill_costs
 from megatron_rl.instruments.plan.learner import (
     BYTES,
     GRADIENT_BYTES,

@@ -1,12 +1,18 @@
 """`megatron-rl recipe trace`: the real learner of a recipe, built at full size as one rank of its job, on any machine.
 
 Tensors are fake (shapes, dtypes and devices without values), and so are other ranks (collectives return at once).
-`fake_rank` and `update` list the substitutions, `recorder` describes the counting.
+`fake_rank` lists the substitutions and counts.
 """
 
-from megatron_rl.instruments.trace.learner import FORMATS, RankTrace, ranks_that_differ, trace_rank
+from megatron_rl.instruments.trace.learner import (
+    FORMATS,
+    RankTrace,
+    ranks_that_differ,
+    trace_rank,
+    trace_update,
+    why_untraced,
+)
 from megatron_rl.instruments.trace.report import TOLERANCE, Comparison, as_json, compare_static, differences, render
-from megatron_rl.instruments.trace.update import trace_update, why_untraced
 
 __all__ = [
     "FORMATS",

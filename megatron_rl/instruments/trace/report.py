@@ -9,9 +9,8 @@ from megatron_rl.instruments.plan.hardware import GIB, GRAPHS_GIB, RUNTIME_GIB
 from megatron_rl.instruments.plan.learner import learner_memory
 from megatron_rl.instruments.plan.memory import PLACEMENT, learner_stages
 from megatron_rl.instruments.plan.workload import Workload
-from megatron_rl.instruments.trace.learner import RankTrace
-from megatron_rl.instruments.trace.recorder import DEVICE, HOST
-from megatron_rl.instruments.trace.update import PASSES, why_untraced
+from megatron_rl.instruments.trace.fake_rank import DEVICE, HOST
+from megatron_rl.instruments.trace.learner import PASSES, RankTrace, why_untraced
 
 # Compares a trace with `plan`, to check the plan's arithmetic against the real learner.
 

@@ -15,8 +15,7 @@ from megatron_rl.config import load_recipe
 from megatron_rl.config.learner import DetectorConfig
 from megatron_rl.instruments.plan import GPUS, make_workload
 from megatron_rl.instruments.plan.hardware import GIB
-from megatron_rl.instruments.plan.memory import memory_plan
-from megatron_rl.instruments.plan.own_code import evidence_cost, own_code
+from megatron_rl.instruments.plan.memory import evidence_cost, memory_plan, own_code
 from megatron_rl.instruments.plan.timing import step_time
 from megatron_rl.model.known_models import shape_of
 from megatron_rl.monitor.scoring import CollapseRule

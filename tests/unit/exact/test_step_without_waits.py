@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.instruments.plan import exact as model
+from megatron_rl.instruments.plan import generation as model
 from tests.support.step_without_values import ROWS, run
 from tests.support.te import MISSING
 

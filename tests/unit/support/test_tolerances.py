@@ -28,7 +28,7 @@ STATEMENTS = {
     "unit/tools/test_scale.py::test_unit_costs_of_steps_that_cost_what_they_hold": "least squares of ones and zeros",
     "unit/monitor/test_noise_and_alarms.py::test_t_quantiles": "what t_quantile_975 allows its series",
     "unit/monitor/test_noise_and_alarms.py::test_slope_and_interval_of_a_worked_example": "the same series",
-    "unit/instruments/plan/test_pipeline.py::test_plan_prints_and_writes_the_arms": "a mean of some 1e5 draws",
+    "unit/instruments/plan/test_servers.py::test_plan_prints_and_writes_the_arms": "a mean of some 1e5 draws",
     "unit/instruments/plan/test_head.py::test_the_peak_in_the_output_layer_is_the_one_that_is_planned": "is left out",
     "unit/instruments/watch/test_columns.py::test_points_are_means_between_the_extremes_of_their_neighbours": "digits",
     "unit/instruments/watch/test_page.py::test_tokens_are_coloured_by_rho_and_responses_stay_text": "three digits",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.instruments.plan.fleet import ServerCosts
-from megatron_rl.instruments.plan.lengths import Lengths
+from megatron_rl.instruments.plan.workload import Lengths
 from tests.support.rounding import gamma
 from tools.bench.lib import server_costs
 from tools.bench.pipeline import Measured

@@ -20,8 +20,7 @@ from megatron_rl.instruments.branch.verdict import judge, page
 from megatron_rl.instruments.lab import runner as runner_module
 from megatron_rl.instruments.lab.runner import StudyRunner
 from megatron_rl.instruments.plan import GPUS, make_plan, make_workload
-from megatron_rl.instruments.why.changes import Change
-from megatron_rl.instruments.why.finding import Finding, Sign, find
+from megatron_rl.instruments.why import Change, Finding, Sign, find
 from megatron_rl.model.known_models import shape_of
 from megatron_rl.monitor.run_directory import JsonlSink, RunDirectory
 from megatron_rl.run.identity import keep_recipe, recipe_changes

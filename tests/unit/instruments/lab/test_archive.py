@@ -12,12 +12,10 @@ import yaml
 from megatron_rl.commands.lab import _sources
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.lab import archive, load_study
-from megatron_rl.instruments.lab.archive import adopt, metrics_of, pack, read_packed, unpack
-from megatron_rl.instruments.lab.registration import read_registration, register
+from megatron_rl.instruments.lab.archive import adopt, metrics_of, pack, read_packed, unpack, verify
 from megatron_rl.instruments.lab.report import render
 from megatron_rl.instruments.lab.results import read_results
-from megatron_rl.instruments.lab.runner import REUSED, StudyRunner
-from megatron_rl.instruments.lab.verify import verify
+from megatron_rl.instruments.lab.runner import REUSED, StudyRunner, read_registration, register
 from tests.unit.instruments.lab.test_study import LAB
 
 GIT = {"commit": "a" * 40, "branch": "main", "changed": []}

@@ -10,12 +10,12 @@ import pytest
 
 from megatron_rl.__main__ import main
 from megatron_rl.instruments.lab import load_study
-from megatron_rl.instruments.lab.compute import cost
 from megatron_rl.instruments.lab.foresight import (
+    cost,
     foresee,
     num_distinct_runs,
     power_of_equivalence,
-    render,
+    render_foresight,
     seeds_needed,
     smallest_effect,
     smallest_slope,
@@ -44,7 +44,7 @@ def test_before_any_run_the_file_says_the_spread(study, tmp_path):
     assert (two.smallest, two.margin) == (one.smallest, one.margin)
     assert (later.spread, later.known_from, later.smallest) == (None, "nothing", None)
     assert slope.smallest == rounded(smallest_slope([0.0, 1.0], 3, level))
-    table = list(render(study.study, [one, two, later, slope]))
+    table = list(render_foresight(study.study, [one, two, later, slope]))
     assert table[0] == "made-up: 3 seeds, 4 primaries and trends, level 0.05 (0.013 for the smallest p-value, Holm)"
     assert [line.split()[0] for line in table[2:5]] == ["one", "two", "later"]
     assert "nothing" in table[4]

@@ -9,12 +9,11 @@ import pytest
 from megatron_rl.__main__ import main
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.lab import load_study, runner
-from megatron_rl.instruments.lab.archive import pack, read_packed
+from megatron_rl.instruments.lab.archive import pack, read_packed, verify
 from megatron_rl.instruments.lab.foresight import num_distinct_runs
 from megatron_rl.instruments.lab.report import render
 from megatron_rl.instruments.lab.results import read_results, stage
 from megatron_rl.instruments.lab.runner import StudyRunner
-from megatron_rl.instruments.lab.verify import verify
 from tests.unit.instruments.lab.test_archive import made
 from tests.unit.instruments.lab.test_study import LAB, arm, write
 

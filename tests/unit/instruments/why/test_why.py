@@ -11,9 +11,7 @@ import pytest
 
 from megatron_rl.__main__ import main
 from megatron_rl.config import load_recipe
-from megatron_rl.instruments.why.changes import SHORTEST, first_change, pettitt
-from megatron_rl.instruments.why.finding import find
-from megatron_rl.instruments.why.suspects import LOOKS, Case, learning_rate
+from megatron_rl.instruments.why import LOOKS, SHORTEST, Case, find, first_change, learning_rate, pettitt
 from megatron_rl.monitor.run_directory import JsonlSink
 from megatron_rl.monitor.scoring import read_packed
 from tests.support.rounding import rounded

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from megatron_rl.errors import InputError
-from megatron_rl.instruments.lab import load_study, registration
-from megatron_rl.instruments.lab.registration import changed_keys, code_version, read_registration, register
+from megatron_rl.instruments.lab import load_study, runner
+from megatron_rl.instruments.lab.runner import changed_keys, code_version, read_registration, register
 from tests.unit.instruments.lab.test_study import LAB, arm
 
 
@@ -75,13 +75,13 @@ def test_an_amendment_keeps_its_reason_and_how_much_was_known(write, tmp_path):
 def test_other_code_is_refused_unless_allowed(write, tmp_path, monkeypatch):
     root = tmp_path / "runs"
     register(write(), root, 0)
-    monkeypatch.setattr(registration, "git_state", lambda _: {"commit": "b" * 40, "changed": []})
+    monkeypatch.setattr(runner, "git_state", lambda _: {"commit": "b" * 40, "changed": []})
     with pytest.raises(InputError, match=f"this is {'b' * 40}; .*--other-code"):
         register(write(), root, 0)
     register(write(), root, 0, other_code=True)
-    monkeypatch.setattr(registration, "git_state", lambda _: {"commit": "b" * 40, "changed": ["a.py"]})
+    monkeypatch.setattr(runner, "git_state", lambda _: {"commit": "b" * 40, "changed": ["a.py"]})
     assert code_version() == "b" * 40 + "+changes"
-    monkeypatch.setattr(registration, "git_state", lambda _: None)
+    monkeypatch.setattr(runner, "git_state", lambda _: None)
     assert code_version() == __import__("megatron_rl").__version__
 
 

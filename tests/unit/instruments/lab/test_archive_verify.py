@@ -9,8 +9,8 @@ import pytest
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.lab import load_study
 from megatron_rl.instruments.lab import runner as running
+from megatron_rl.instruments.lab.archive import drawn, first_difference, verify
 from megatron_rl.instruments.lab.runner import StudyRunner
-from megatron_rl.instruments.lab.verify import drawn, first_difference, verify
 from tests.unit.instruments.lab.test_study import LAB
 
 RECORDS = [{"step": 0, "time": 1.0, "perf/time/step": 2.0, "a": 0.1}, {"step": 1, "time": 2.0, "a": float("nan")}]

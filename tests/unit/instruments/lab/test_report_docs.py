@@ -13,10 +13,9 @@ import pytest
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.lab import load_study
 from megatron_rl.instruments.lab.archive import pack, read_packed, unpack
-from megatron_rl.instruments.lab.docs import fill, verdicts, write_docs
 from megatron_rl.instruments.lab.foresight import foresee
-from megatron_rl.instruments.lab.registration import register
-from megatron_rl.instruments.lab.report import render
+from megatron_rl.instruments.lab.report import fill, render, verdicts, write_docs
+from megatron_rl.instruments.lab.runner import register
 from tests.support.rounding import printed
 from tests.unit.instruments.lab.test_archive import made
 from tests.unit.instruments.lab.test_study import LAB

@@ -12,8 +12,7 @@ from megatron_rl.config import load_recipe
 from megatron_rl.instruments.plan import GPUS, make_workload
 from megatron_rl.instruments.plan.hardware import GIB
 from megatron_rl.instruments.plan.learner import checkpoint_cost
-from megatron_rl.instruments.plan.memory import memory_plan
-from megatron_rl.instruments.plan.own_code import EvidenceCost, batch_size, evidence_cost, own_code
+from megatron_rl.instruments.plan.memory import EvidenceCost, batch_size, evidence_cost, memory_plan, own_code
 from megatron_rl.instruments.plan.timing import step_time
 from megatron_rl.instruments.plan.workload import Workload
 from megatron_rl.model.architecture import read_architecture
@@ -22,7 +21,7 @@ from megatron_rl.run.recorded_batches import record_batch
 from tests.support.rounding import rounded
 from tests.support.routes import random_routes, with_routes
 from tests.support.tiny import MODEL, REPOSITORY, stored_rollouts, tiny_recipe
-from tests.unit.instruments.plan.test_own_code import R3
+from tests.unit.instruments.plan.test_memory_own_code import R3
 from tests.unit.instruments.plan.test_plan import work
 
 OFF = REPOSITORY / "recipes" / "router_replay" / "grpo-qwen3-30b-a3b-4n8g-tp4ep8-off.yaml"  # with telemetry
