@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megatron_rl.config.base import Dtype, NullIsZero, Section
+from megatron_rl.config.base import Dtype, NullIsZero, Section, Short
 from megatron_rl.config.precision import LossScaleConfig
 
 
@@ -124,6 +124,13 @@ class DetectorConfig(Section):
     """No surge is reported before this optimizer step: the first steps of a run say little."""
 
 
+class EffectiveSampleConfig(Section):
+    rule: Literal["sqrt", "linear"] = "sqrt"
+    """sqrt: the rate is multiplied by the root of min(1, ρ / reference), for Adam. linear: by that itself."""
+    reference: float = Field(1.0, gt=0, le=1)
+    """ρ_0: share of the batch from which on the rate is the schedule's. 1: any spread of the weights lowers it."""
+
+
 class ScheduleConfig(Section):
     """Steps are optimizer steps counted from 0; one that is skipped for overflow does not count."""
 
@@ -151,6 +158,10 @@ class ScheduleConfig(Section):
     """T_decay over the step of the surge, in mode auto; above 1, so that the first halving comes after the surge."""
     detector: DetectorConfig = DetectorConfig()
     """When a surge is believed."""
+    effective_sample: Annotated[EffectiveSampleConfig | None, Short("rule")] = None
+    """Lower the rate of each update, in any style, by the effective sample size of its mini-batch, as a share ρ of its
+    sequences (arXiv 2602.17616): where few sequences carry most of the importance weight, the step is shorter. A rule's
+    name alone stands for its defaults. null: off."""
     weight_decay_end: float | None = Field(None, ge=0)
     """Weight decay reached at the last step, from learner.optimizer.weight_decay; null: it stays constant."""
     weight_decay_style: Literal["linear", "cosine"] = "linear"

@@ -46,8 +46,10 @@ from megatron_rl.objective import (
     compute_objective,
     finalize_metrics,
 )
+from megatron_rl.objective.metrics import EFFECTIVE_SAMPLE
 from megatron_rl.process import fp32_products as products
 from megatron_rl.process.ranks import gather_objects
+from megatron_rl.schedule import rate_factor
 from megatron_rl.types import Batch
 
 BIT_CHECK_METRIC = "exact/max_abs_prob_diff"
@@ -182,19 +184,23 @@ class Learner:
         if check_is_due:
             with self.phase("gate"):
                 bit_metric = {BIT_CHECK_METRIC: self.bit_check(batch, kept, "forward pass of the update", indices)}
-        with self.phase("optimizer"):
-            self.offload.before_update()
-            lr = self.optimizer.param_groups[0]["lr"]
-            updated, grad_norm = self.overflow.step()
+        stats = None
+        if self.recipe.schedule.effective_sample is not None:
+            stats = self._minibatch_stats(results)
         noise: dict[str, float] = {}
-        if updated:
-            if self.noise is not None:
+        with self.scheduler.scaled(self._rate_factor(stats)):
+            with self.phase("optimizer"):
+                self.offload.before_update()
+                lr = self.optimizer.param_groups[0]["lr"]
+                updated, grad_norm = self.overflow.step()
+            if updated and self.noise is not None:
                 with self.phase("noise"):
                     noise = self.noise.collect() | update_size(self.optimizer)
+        if updated:
             self.scheduler.step(1)
             self.num_updates += 1
+        stats = stats or self._minibatch_stats(results)
         with self.phase("reduce_metrics"):
-            stats = self._reduce_stats([stats for stats, _ in filter(None, results)])
             real, padded = np.sum(gather_objects([(m.num_real_tokens, m.tokens.numel()) for m in microbatches]), (0, 1))
         norm = {} if grad_norm is None else {"actor/grad_norm": float(grad_norm)}  # a skipped update has none
         return stats, norm | noise | bit_metric | {
@@ -202,6 +208,17 @@ class Learner:
             "actor/update_skipped": float(not updated),
             "perf/padding_frac": 1.0 - real / padded,
         }
+
+    def _minibatch_stats(self, results: list[Any]) -> MetricStats:
+        """Statistics of a mini-batch from what `_loss` returned last for this rank's microbatches. Collective."""
+        with self.phase("reduce_metrics"):
+            return self._reduce_stats([stats for stats, _ in filter(None, results)])
+
+    def _rate_factor(self, stats: MetricStats | None) -> float:
+        """What `schedule.effective_sample` makes of this update's rate; 1 for a mini-batch without trained tokens."""
+        if stats is None:
+            return 1.0
+        return rate_factor(finalize_metrics(stats).get(EFFECTIVE_SAMPLE, 1.0), self.recipe.schedule.effective_sample)
 
     def accumulate(self, batch: Batch, indices: list[int], minibatch: list[int]) -> tuple[list[Microbatch], list[Any]]:
         """Gradients of the sequences ``indices``, summed and reduced into this rank's share of Megatron's buffer.

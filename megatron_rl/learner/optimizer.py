@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -79,6 +80,19 @@ class LengthDecayScheduler(OptimizerParamScheduler):
         """Halve the rate from the next update on, down to `min_lr`; what an alarm with `decay_lr` asks for."""
         self.extra_halvings += 1
         self.step(0)
+
+    @contextmanager
+    def scaled(self, factor: float) -> Iterator[None]:
+        """Every group's rate times ``factor`` inside, for one update; the schedule goes on as if it had not been."""
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate * factor
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
 
     def metrics(self) -> dict[str, float]:
         """`lr_sched/*` of the next update: the rate of a group without overrides, and the schedule's state."""

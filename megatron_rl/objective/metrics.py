@@ -30,6 +30,9 @@ from megatron_rl.objective.mismatch_detail import (
 from megatron_rl.objective.policy_terms import Term
 from megatron_rl.objective.stats import Collector, MetricStats
 
+EFFECTIVE_SAMPLE = "rollout_corr/eff_sample_size_seq"
+"""(Σ P_i)² / (n Σ P_i²) of the n sequences that have trained tokens; `schedule.effective_sample` reads it."""
+
 
 @torch.no_grad()
 def collect(
@@ -107,6 +110,7 @@ def _collect_sequence_mismatch(collector: Collector, tokens: Tokens, log_rho: Te
     collector.add("|sum d|", log_product.abs())
     collector.add("ppl ratio", safe_exp(-log_mean) * (tokens.lengths > 0))
     product = log_product.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).double()
+    collector.add("P - 1", product.expm1())
     collector.add("P² - 1", (2 * product).expm1())
 
 
@@ -243,6 +247,7 @@ def _mismatch_metrics(sums: dict[str, float], maxs: dict[str, float]) -> dict[st
         "rollout_corr/k3_kl": sums["k3"] / num_tokens,
         "rollout_corr/chi2_token": (sums["rho²"] + 2 * sums["rho"]) / num_tokens,
         "rollout_corr/chi2_seq": sums["P² - 1"] / num_sequences,
+        EFFECTIVE_SAMPLE: (1 + sums["P - 1"] / num_sequences) ** 2 / (1 + sums["P² - 1"] / num_sequences),
         "rollout_corr/log_ppl_abs_diff": sums["|mean d|"] / num_sequences,
         "rollout_corr/log_ppl_abs_diff_sum": sums["|sum d|"] / num_sequences,
         "rollout_corr/ppl_ratio": sums["ppl ratio"] / num_sequences,

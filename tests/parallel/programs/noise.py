@@ -13,9 +13,11 @@ from megatron_rl.learner.packing import build_microbatch, deal, minibatch_denomi
 from tests.support.tiny import stored_rollouts, tiny_recipe
 
 
-def updates(num_steps: int, num_sequences: int = 24, minibatches: int = 1, **learner: Any) -> list[dict[str, float]]:
+def updates(
+    num_steps: int, num_sequences: int = 24, minibatches: int = 1, schedule: dict | None = None, **learner: Any
+) -> list[dict[str, float]]:
     """Metrics of the first updates, each with what the weights really did: `test/{update_rms,relative_update}`."""
-    trained = Learner(tiny_recipe(learner=learner, batch={"minibatches": minibatches}))
+    trained = Learner(tiny_recipe(learner=learner, batch={"minibatches": minibatches}, schedule=schedule or {}))
     found, before = [], _weights(trained)
     for step in range(num_steps):
         metrics = trained.update(stored_rollouts(step, num_sequences, minibatches))

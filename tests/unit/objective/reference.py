@@ -281,6 +281,11 @@ def reference_objective(batch: list[Seq], config: dict, seed: int = 0, step: int
     return loss, grads
 
 
+def effective_sample_size(w: list[float]) -> float:
+    """ρ_ess = ESS / B = (1/B) (Σ_i w_i)² / Σ_i w_i² [arXiv 2602.17616]."""
+    return sum(w) ** 2 / sum(w_i * w_i for w_i in w) / len(w)
+
+
 def reference_mismatch(batch: list[Seq], bands=(0.01, 0.1, 0.5, 0.9)) -> dict[str, float]:
     live = [s for s in batch if len(s)]
     po, mu = np.array([x for s in live for x in s.po]), np.array([floor(x) for s in live for x in s.mu])
@@ -293,6 +298,7 @@ def reference_mismatch(batch: list[Seq], bands=(0.01, 0.1, 0.5, 0.9)) -> dict[st
         "rollout_corr/k3_kl": np.mean(k3),
         "rollout_corr/chi2_token": np.mean(rho**2) - 1,
         "rollout_corr/chi2_seq": np.mean([ratio(-x.sum()) ** 2 for x in d]) - 1,
+        "rollout_corr/eff_sample_size_seq": effective_sample_size([ratio(-x.sum()) for x in d]),
         "rollout_corr/log_ppl_abs_diff": np.mean([abs(x.mean()) for x in d]),
         "rollout_corr/log_ppl_abs_diff_sum": np.mean([abs(x.sum()) for x in d]),
         "rollout_corr/ppl_ratio": np.mean([ratio(x.mean()) for x in d]),

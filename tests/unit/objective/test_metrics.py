@@ -53,12 +53,22 @@ def test_mismatch_metrics_by_hand():
     assert found["rollout_corr/k3_kl"] == rounded((1 - math.log(2) - 0.5 + math.log(2)) / 3)
     assert found["rollout_corr/chi2_token"] == rounded((4 + 0.25 + 1) / 3 - 1)
     assert found["rollout_corr/chi2_seq"] == rounded(0.0)
+    assert found["rollout_corr/eff_sample_size_seq"] == rounded(1.0)  # both products are 1
     assert found["mismatch/rho_max"] == 2.0
     assert found["mismatch/rho_std"] == rounded(np.std([2, 0.5, 1], ddof=1))
     assert found["mismatch/rho_mean/0-0.1"] == 1.0
     assert found["mismatch/rho_mean/0.1-1"] == rounded(1.25)
     assert found["mismatch/rho_count/0.1-1"] == 2.0
     assert found["training/rollout_probs_diff_max"] == rounded(0.5)
+
+
+def test_the_effective_sample_of_two_sequences():
+    """Products of rho 3 and 1: (3 + 1)² / (2 (9 + 1)). A sequence without trained tokens is none of the two."""
+    log_rho = torch.tensor([[2.0, 1.5], [0.5, 2.0], [9.0, 9.0]], dtype=torch.float64).log()
+    log_po = torch.full_like(log_rho, -5.0)
+    mask = torch.tensor([[True, True], [True, True], [False, False]])
+    found = mismatch_metrics(log_po, log_po - log_rho, mask)
+    assert found["rollout_corr/eff_sample_size_seq"] == rounded(0.8)
 
 
 def test_extremes_look_at_trained_tokens_only():
@@ -81,7 +91,7 @@ def test_names_of_the_specification_are_all_there():
         {"policy_term": {"name": "ppo_clip", "dual_clip": 3.0}, "correction": [{"mode": "icepop"}]}
     )
     metrics = compute_objective(inputs, config).metrics
-    rollout = "kl k3_kl chi2_token chi2_seq log_ppl_abs_diff log_ppl_abs_diff_sum ppl_ratio"
+    rollout = "kl k3_kl chi2_token chi2_seq eff_sample_size_seq log_ppl_abs_diff log_ppl_abs_diff_sum ppl_ratio"
     weights = "mean std max min eff_sample_size oob_ratio"
     want = {f"rollout_corr/{name}" for name in rollout.split()}
     want |= {f"rollout_corr/rollout_is_{name}" for name in weights.split()}
