@@ -10,12 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.doctor.checks import CHECKS, RATES, Check
-from megatron_rl.doctor.outcome import Result
+from megatron_rl.doctor.checks import CHECKS, RATES, Check, Result
 from megatron_rl.errors import EXIT_DONE, EXIT_FAULT, InputError
 
 if TYPE_CHECKING:
-    from megatron_rl.doctor.setting import Setting
+    from megatron_rl.doctor.checks import Setting
 
 
 MINUTES = 10.0
@@ -154,7 +153,7 @@ def choose(only: list[str] | None, job: bool) -> list[Check]:
 
 
 def make_setting(options: argparse.Namespace) -> Setting:
-    from megatron_rl.doctor.setting import CPU_RANKS, Setting, planned
+    from megatron_rl.doctor.checks import CPU_RANKS, Setting, planned
     from megatron_rl.process.devices import default_device
 
     if options.job and not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():

@@ -1,14 +1,105 @@
-"""The checks: what each answers, and how it is run."""
+"""What the doctor checks: the list of checks, their setting, and what a check found."""
 
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_rl.doctor.outcome import Outcome
-from megatron_rl.doctor.setting import Setting
+if TYPE_CHECKING:
+    from megatron_rl.config import Recipe
+
+
+TINY = "recipes/tiny/grpo.yaml"
+CPU_RANKS = 2
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Passed to every process of a check as a file.
+
+    ``ranks``: processes of a check between ranks, the node's GPUs or `CPU_RANKS`. ``shared``: a folder that all nodes
+    should see. ``recipe``: what is to be run here; None: nothing in particular. ``scratch``: this check's own folder.
+    """
+
+    device: str  # "cpu" or "cuda"
+    ranks: int
+    shared: str
+    recipe: str | None = None
+    overrides: list[str] = field(default_factory=list)
+    scratch: str = ""
+    in_job: bool = False  # the ranks are those of a job over several nodes, one process of each at hand
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+    @staticmethod
+    def read(path: Path) -> Setting:
+        return Setting(**json.loads(path.read_text()))
+
+
+def tiny(setting: Setting, *overrides: str) -> Recipe:
+    """The tiny recipe that ships with the package, on this setting's device, with overrides of its keys."""
+    from megatron_rl.config import load_recipe
+
+    own = (f"runtime.device={setting.device}", f"run_root={setting.scratch}/runs", "name=doctor")
+    return load_recipe(TINY, [*own, *overrides])
+
+
+def planned(setting: Setting) -> Recipe | None:
+    """The recipe that the command named, if it did."""
+    if not setting.recipe:
+        return None
+    from megatron_rl.config import load_recipe
+
+    return load_recipe(setting.recipe, setting.overrides)
+
+
+Status = Literal["pass", "fail", "not run"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``reason``: what was found, or why nothing was looked at. ``fix``: what is likely to help, where it failed.
+
+    ``figures``: what was measured; JSON-able, name → value or name → (name → value).
+    """
+
+    status: Status
+    reason: str
+    fix: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+def passed(reason: str, **figures: Any) -> Outcome:
+    return Outcome("pass", reason, figures=figures)
+
+
+def failed(reason: str, fix: str, **figures: Any) -> Outcome:
+    return Outcome("fail", reason, fix, figures)
+
+
+def not_run(reason: str) -> Outcome:
+    return Outcome("not run", reason)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of one check on one node. ``log``: the end of what it printed, where it failed."""
+
+    name: str
+    question: str
+    outcome: Outcome
+    seconds: float
+    log: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        found = {"name": self.name, "question": self.question, **asdict(self.outcome)}
+        return found | {"seconds": round(self.seconds, 2)} | ({"log": self.log} if self.log else {})
+
 
 RanksOf = Literal["one", "node", "job"]
 
@@ -38,8 +129,8 @@ class Check:
 
 
 CHECKS = (
-    Check("packages", "Are the installed versions those that were tested?", "packages.versions", 30),
-    Check("patches", "Is Megatron-Core patched?", "packages.patches", 60),
+    Check("packages", "Are the installed versions those that were tested?", "machine.versions", 30),
+    Check("patches", "Is Megatron-Core patched?", "machine.patches", 60),
     Check("driver", "Does every GPU compute, under this driver and this torch?", "machine.driver", 120),
     Check(
         "gpu-memory",
@@ -66,13 +157,13 @@ CHECKS = (
     Check(
         "binding",
         "Does every rank have a GPU of its own?",
-        "binding.binding",
+        "nodes.binding",
         120,
         ranks="job",
         gpu_only="no GPU for a rank to have",
         port=22,
     ),
-    Check("fp32", "Is fp32 what multiplies fp32 matrices, and not TF32?", "fp32.products", 120),
+    Check("fp32", "Is fp32 what multiplies fp32 matrices, and not TF32?", "learner.products", 120),
     Check(
         "attention",
         "Which attention does TransformerEngine take for packed rows?",
@@ -107,7 +198,7 @@ CHECKS = (
     Check(
         "engine",
         "Has the engine the stream and kernels that a run relies on, and does it leave nothing behind?",
-        "built_engine.built",
+        "engine.built",
         180,
         ranks="node",
     ),

@@ -15,9 +15,7 @@ import warnings
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_rl.doctor.checks import find
-from megatron_rl.doctor.outcome import Outcome, failed
-from megatron_rl.doctor.setting import Setting
+from megatron_rl.doctor.checks import Outcome, Setting, failed, find
 from megatron_rl.errors import EXIT_DONE, EXIT_FAULT, Fault, InputError
 from megatron_rl.process.fp32_products import set_environment
 from megatron_rl.process.output import write_whole

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from megatron_rl.doctor.outcome import Outcome, failed, not_run, passed
-from megatron_rl.doctor.rendezvous import WAIT_S, open_store, until
-from megatron_rl.doctor.setting import Setting
+from megatron_rl.doctor.checks import Outcome, Setting, failed, not_run, passed
+from megatron_rl.doctor.nodes import WAIT_S, open_store, until
 from megatron_rl.process.devices import barrier_devices, local_gpu
 
 SLOW = 0.5  # of the median link of its kind: links of one fabric differ by percents, one that fell back by factors

@@ -15,10 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_rl.doctor.checks import Check
+from megatron_rl.doctor.checks import Check, Outcome, Result, Setting, failed, not_run
 from megatron_rl.doctor.child import outcome_path
-from megatron_rl.doctor.outcome import Outcome, Result, failed, not_run
-from megatron_rl.doctor.setting import Setting
 
 LOG_CHARACTERS = 4000
 GRACE_S = 3.0  # for ranks that lost a peer, until they are ended: the first to fail has then printed its error

@@ -1,4 +1,7 @@
-"""The learner on the tiny model: attention, marks of expert weights, gradient norm over layouts, checkpoints."""
+"""The learner on the tiny model: fp32 products, attention, marks of expert weights, gradient norm, checkpoints.
+
+A product of matrices has an exact value that TF32 cannot give; every library that multiplies is asked for it.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.doctor.fp32 import found_products
-from megatron_rl.doctor.outcome import Outcome, failed, not_run, passed
-from megatron_rl.doctor.setting import Setting, planned, tiny
+from megatron_rl.doctor.checks import Outcome, Setting, failed, not_run, passed, planned, tiny
 
 if TYPE_CHECKING:
     from megatron_rl.learner.learner import Learner
     from megatron_rl.types import Batch
+
 
 # Where no recipe is named, the packed attention of this one is asked for.
 PAPER_RECIPE = "recipes/router_replay/grpo-qwen3-30b-a3b-4n8g-tp4ep8-r3.yaml"
@@ -289,3 +291,33 @@ def judge_checkpoint(
         )
     what = "saving" if plain != saving else "loading"
     return failed(f"{what} a checkpoint changes the weights after the next update", fix, **figures)
+
+
+def products(setting: Setting) -> Outcome:
+    """Every library that multiplies fp32 matrices for a run does so in full."""
+    return judge_products(found_products(setting))
+
+
+def found_products(setting: Setting) -> dict[str, str]:
+    """Library → "fp32", "tf32" or "less than tf32", as `process.fp32_products` measures it on this process's device."""
+    from megatron_rl.learner.model import use_transformer_engine
+    from megatron_rl.learner.process_groups import resolve_device
+    from megatron_rl.process.fp32_products import measured_products
+
+    device = resolve_device(setting.device)
+    return measured_products(device, transformer_engine=use_transformer_engine(device), triton=device.type == "cuda")
+
+
+def judge_products(found: dict[str, str]) -> Outcome:
+    """``found``: library → what it does to fp32 matrices."""
+    wrong = {name: value for name, value in found.items() if value != "fp32"}
+    if not wrong:
+        return passed(f"{', '.join(found)}: products of fp32 matrices have the exact value, which TF32 has not")
+    told = ", ".join(f"{name} ({value})" for name, value in wrong.items())
+    return failed(
+        f"products of fp32 matrices are not those of fp32: {told}. What a recipe calls fp32 would be TF32",
+        "megatron-rl sets NVIDIA_TF32_OVERRIDE=0 for cuBLAS and TransformerEngine, and TRITON_F32_DEFAULT=ieee for "
+        "Triton, before either reads it. Look for what changes them later (a sitecustomize.py, a wrapper of python), "
+        "and at `packages`: another version may read other variables. Meanwhile say tf32 in recipes, not fp32.",
+        products=found,
+    )

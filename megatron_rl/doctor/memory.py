@@ -7,10 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.doctor.checks import Outcome, Setting, failed, passed, tiny
 from megatron_rl.doctor.engine import generate, start_engine
 from megatron_rl.doctor.learner import made_up_batch, overrides
-from megatron_rl.doctor.outcome import Outcome, failed, passed
-from megatron_rl.doctor.setting import Setting, tiny
 
 if TYPE_CHECKING:
     from megatron_rl.config import Recipe

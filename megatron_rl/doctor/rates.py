@@ -15,8 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.doctor.outcome import Outcome, passed
-from megatron_rl.doctor.setting import TINY, Setting, planned
+from megatron_rl.doctor.checks import TINY, Outcome, Setting, passed, planned
 from megatron_rl.errors import InputError
 from megatron_rl.process.output import write_whole
 

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from megatron_rl.doctor.checks import CHECKS
-from megatron_rl.doctor.setting import Setting
+from megatron_rl.doctor.checks import CHECKS, Setting
 from tests.parallel.gloo import run_ranks
 from tests.support.patience import PATIENCE_S
 

@@ -32,10 +32,9 @@ TRACE = "tests/parallel/test_trace.py"
 REACHED: dict[str, str | tuple[str, ...]] = {
     "megatron_rl/checkpoint/save.py": "tests/unit/checkpoint/test_save.py",
     "megatron_rl/commands/doctor.py": DOCTOR,
-    "megatron_rl/doctor/binding.py": PLANTED,
-    "megatron_rl/doctor/built_engine.py": PLANTED,
-    "megatron_rl/doctor/fp32.py": "tests/unit/doctor/test_fp32.py",
-    "megatron_rl/doctor/learner.py": BITS,
+    "megatron_rl/doctor/nodes.py": PLANTED,
+    "megatron_rl/doctor/engine.py": PLANTED,
+    "megatron_rl/doctor/learner.py": (BITS, "tests/unit/doctor/test_learner_fp32.py"),
     "megatron_rl/doctor/machine.py": "tests/unit/doctor/test_machine.py",
     "megatron_rl/doctor/memory.py": METER,
     "megatron_rl/exact/graphs.py": "tests/unit/exact/test_graphs.py",

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 
 from megatron_rl.doctor import child, engine, learner
-from megatron_rl.doctor.outcome import Outcome
-from megatron_rl.doctor.setting import Setting
+from megatron_rl.doctor.checks import Outcome, Setting
 
 
 def unmarked_experts(setting: Setting) -> Outcome:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_rl.doctor import child
-from megatron_rl.doctor.checks import Check
-from megatron_rl.doctor.outcome import passed
-from megatron_rl.doctor.setting import Setting
+from megatron_rl.doctor.checks import Check, Setting, passed
 from megatron_rl.errors import Fault, InputError
 
 SETTING = Setting("cpu", 2, "/tmp")

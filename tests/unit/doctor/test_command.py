@@ -14,8 +14,7 @@ import torch
 from megatron_rl.__main__ import main
 from megatron_rl.commands import doctor
 from megatron_rl.doctor import frame
-from megatron_rl.doctor.checks import CHECKS
-from megatron_rl.doctor.outcome import failed, passed
+from megatron_rl.doctor.checks import CHECKS, failed, passed
 from megatron_rl.process import devices
 from tests.support.patience import PATIENCE_S
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_rl.doctor import engine, memory
+from megatron_rl.doctor.checks import Setting, tiny
 from megatron_rl.doctor.engine import Distances
-from megatron_rl.doctor.setting import Setting, tiny
 
 GOOD = {
     "bf16/bf16": Distances(3e-3, 2.5e-3, 2e-3, 0.01),

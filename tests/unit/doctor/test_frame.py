@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.doctor import frame
-from megatron_rl.doctor.checks import CHECKS, Check
+from megatron_rl.doctor.checks import CHECKS, Check, Setting
 from megatron_rl.doctor.frame import run_check, run_checks
-from megatron_rl.doctor.setting import Setting
 
 PROGRAM = """
 import json, os, sys, time

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.doctor import learner
-from megatron_rl.doctor.setting import Setting
+from megatron_rl.doctor.checks import Setting
 from megatron_rl.learner.layers import attention
 from megatron_rl.learner.model import mark_expert_parameters
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_rl.doctor import machine
-from megatron_rl.doctor.setting import Setting
+from megatron_rl.doctor.checks import Setting
 from megatron_rl.instruments.plan.hardware import PROCESS_GIB
 
 SETTING = Setting("cpu", 2, "/tmp")

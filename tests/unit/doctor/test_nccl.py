@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.doctor import collectives
-from megatron_rl.doctor.setting import Setting
+from megatron_rl.doctor.checks import Setting
 from megatron_rl.errors import InputError
 from megatron_rl.process import devices
 from tests.support import nccl

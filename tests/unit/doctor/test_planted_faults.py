@@ -20,10 +20,8 @@ import pytest
 import torch
 
 import megatron_rl.learner.learner
-from megatron_rl.doctor import binding, built_engine, engine, machine, memory, nodes
-from megatron_rl.doctor.checks import CHECKS
-from megatron_rl.doctor.outcome import Outcome
-from megatron_rl.doctor.setting import Setting
+from megatron_rl.doctor import engine, machine, memory, nodes
+from megatron_rl.doctor.checks import CHECKS, Outcome, Setting
 from megatron_rl.learner import process_groups
 from megatron_rl.process import ranks
 from megatron_rl.process.devices import leave_default_stream
@@ -48,11 +46,12 @@ E2E, UNIT = "tests/e2e/test_doctor.py::", "tests/unit/doctor/"
 ALL_GREEN = E2E + "test_all_that_applies_passes"
 PROOFS = {
     "packages": Proof(
-        UNIT + "test_packages.py::test_a_gpu_node_is_held_against_the_other_file",
-        UNIT + "test_packages.py::test_this_environment",
+        UNIT + "test_machine_packages.py::test_a_gpu_node_is_held_against_the_other_file",
+        UNIT + "test_machine_packages.py::test_this_environment",
     ),
     "patches": Proof(
-        UNIT + "test_packages.py::test_patches_that_are_not", UNIT + "test_packages.py::test_patches_that_are_applied"
+        UNIT + "test_machine_packages.py::test_patches_that_are_not",
+        UNIT + "test_machine_packages.py::test_patches_that_are_applied",
     ),
     "driver": Proof(
         UNIT + "test_machine.py::test_gpus_that_torch_does_not_see",
@@ -72,7 +71,8 @@ PROOFS = {
     ),
     "binding": Proof("test_ranks_on_one_gpu", "test_ranks_with_a_gpu_each"),
     "fp32": Proof(
-        UNIT + "test_fp32.py::test_a_library_with_tf32_is_named", UNIT + "test_fp32.py::test_a_sound_process_passes"
+        UNIT + "test_learner_fp32.py::test_a_library_with_tf32_is_named",
+        UNIT + "test_learner_fp32.py::test_a_sound_process_passes",
     ),
     "attention": Proof(
         UNIT + "test_learner.py::test_an_a100_without_flash_attn_is_refused",
@@ -133,7 +133,7 @@ def on_nodes(monkeypatch, folder_of, ahead: float = 0.0) -> Outcome:
     def now() -> float:
         return time.time() + (ahead if nccl._own.rank else 0.0)
 
-    monkeypatch.setattr(nodes, "time", SimpleNamespace(time=now))
+    monkeypatch.setattr(nodes, "time", SimpleNamespace(time=now, monotonic=time.monotonic, sleep=time.sleep))
     return job.run(monkeypatch, lambda: nodes.together(Setting("cpu", 1, str(folder_of(nccl._own.rank)))))[0]
 
 
@@ -156,8 +156,8 @@ def bound(monkeypatch, visible) -> Outcome:
     """`binding` on two nodes of four GPUs. ``visible``: rank → its CUDA_VISIBLE_DEVICES, None where it is not set."""
     named = {rank: {"CUDA_VISIBLE_DEVICES": text} for rank in range(8) if (text := visible(rank)) is not None}
     job = Job(2, 4, environment=lambda rank: named.get(rank, {}))
-    monkeypatch.setattr(binding, "open_store", lambda rank: job.store)
-    return job.run(monkeypatch, lambda: binding.binding(GPU))[0]
+    monkeypatch.setattr(nodes, "open_store", lambda rank: job.store)
+    return job.run(monkeypatch, lambda: nodes.binding(GPU))[0]
 
 
 @pytest.mark.parametrize("visible", [lambda rank: None, lambda rank: str(rank % 4), lambda rank: "3,1,0,2"])
@@ -168,12 +168,12 @@ def test_ranks_with_a_gpu_each(visible, monkeypatch):
 
 def test_a_rank_tells_the_first_which_gpu_it_has(monkeypatch):
     store = torch.distributed.HashStore()
-    monkeypatch.setattr(binding, "open_store", lambda rank: store)
+    monkeypatch.setattr(nodes, "open_store", lambda rank: store)
     for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "SLURMD_NODENAME": "node1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"GPU-{index}"))
-    assert binding.binding(GPU).status == "not run"
+    assert nodes.binding(GPU).status == "not run"
     assert json.loads(store.get("gpu/5")) == ["GPU-1", "node1", 4]
 
 
@@ -254,7 +254,7 @@ def node(monkeypatch):
         streams.import_vllm(monkeypatch)
         return Engine(**planted)
 
-    for module in (engine, built_engine, memory):
+    for module in (engine, memory):
         monkeypatch.setattr(module, "start_engine", start)
         monkeypatch.setattr(module, "generate", lambda recipe, learner, generator: generator.batch())
     monkeypatch.setattr(ranks, "gather_objects", lambda own: [own])
@@ -264,7 +264,7 @@ def node(monkeypatch):
 
 
 def test_a_sound_engine(node):
-    outcome = built_engine.built(GPU)
+    outcome = engine.built(GPU)
     assert (outcome.status, "all 3 tensors of the closed engine are gone" in outcome.reason) == ("pass", True), outcome
 
 
@@ -280,7 +280,7 @@ def test_a_sound_engine(node):
 )
 def test_an_engine_that_is_not_sound(fault, told, node):
     node |= fault
-    outcome = built_engine.built(GPU)
+    outcome = engine.built(GPU)
     assert (outcome.status, told in outcome.reason) == ("fail", True), outcome
     assert outcome.fix
 
@@ -288,14 +288,14 @@ def test_an_engine_that_is_not_sound(fault, told, node):
 def test_a_learner_on_the_default_stream_is_named(node, monkeypatch):
     monkeypatch.setitem(globals(), "leave_default_stream", lambda device: None)
     node["stream"] = "none"
-    assert "the current stream is default" in built_engine.built(GPU).reason
+    assert "the current stream is default" in engine.built(GPU).reason
 
 
 def test_the_kernels_of_fp32_are_others(node, tmp_path):
     recipe = Setting("cuda", 1, "/tmp", "recipes/tiny/grpo.yaml", ["learner.dtype=fp32", "rollout.dtype=fp32"])
-    assert "vLLM took FLASH_ATTN for attention in fp32" in built_engine.built(recipe).reason
+    assert "vLLM took FLASH_ATTN for attention in fp32" in engine.built(recipe).reason
     node["attention"] = "TRITON_ATTN"
-    assert built_engine.built(recipe).status == "pass"
+    assert engine.built(recipe).status == "pass"
 
 
 def test_ranks_of_one_engine_with_different_sums(node, monkeypatch):
@@ -308,7 +308,7 @@ def test_ranks_of_one_engine_with_different_sums(node, monkeypatch):
     for group in groups:
         monkeypatch.setattr(parallel_state, "get_tp_group", lambda group=group: group)
         monkeypatch.setattr(ranks, "gather_objects", lambda own: found.append(own) or list(found))
-        outcome = built_engine.built(Setting("cuda", 2, "/tmp"))
+        outcome = engine.built(Setting("cuda", 2, "/tmp"))
     assert found[0].sums == "custom, SimpleNamespace"
     assert (outcome.status, outcome.reason.startswith("rank 1: kernels are")) == ("fail", True), outcome
 

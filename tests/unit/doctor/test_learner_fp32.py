@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.doctor import fp32, learner
-from megatron_rl.doctor.setting import Setting
+from megatron_rl.doctor import learner
+from megatron_rl.doctor.checks import Setting
 
 SETTING = Setting("cpu", 1, "/tmp")
 
 
 def test_a_sound_process_passes():
-    outcome = fp32.products(SETTING)
+    outcome = learner.products(SETTING)
     assert (outcome.status, outcome.reason.split(":")[0]) == ("pass", "PyTorch")
 
 
@@ -23,7 +23,7 @@ def test_a_library_with_tf32_is_named(monkeypatch):
         return multiply(*((x.view(torch.int32) & ~0x1FFF).view(torch.float32) for x in (a, b)))
 
     monkeypatch.setattr(torch, "mm", as_tf32)
-    outcome = fp32.products(SETTING)
+    outcome = learner.products(SETTING)
     assert (outcome.status, "PyTorch (tf32)" in outcome.reason) == ("fail", True)
     assert "NVIDIA_TF32_OVERRIDE=0" in outcome.fix
 
