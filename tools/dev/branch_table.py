@@ -1,4 +1,4 @@
-"""Whether `run why` and `run branch` find a cause that was planted in a run: the table in docs/reading-a-run.md.
+"""Whether `run why` and `run branch` find a cause that was planted in a run: the table in docs/lab/causes.md.
 
     python -m tools.dev.branch_table make OUT [CASE …]   # four minutes of one core a case; finished ones are kept
     python -m tools.dev.branch_table pack OUT docs/lab/branch.json

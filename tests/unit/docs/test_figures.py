@@ -82,7 +82,7 @@ def test_table_of_the_rules_on_levels():
 
 
 def test_table_of_runs_of_a_known_cause():
-    text = (DOCS / "reading-a-run.md").read_text()
+    text = (DOCS / "lab" / "causes.md").read_text()
     rows = table_of_causes(DOCS / "lab" / "unstable.jsonl.xz")
     assert "\n".join(rows) in text
     planted = [row for row in rows[2:] if "`healthy" not in row and "unharmed" not in row]
@@ -94,7 +94,7 @@ def test_table_of_runs_of_a_known_cause():
 
 
 def test_table_of_planted_causes_and_their_branches():
-    text = (DOCS / "reading-a-run.md").read_text()
+    text = (DOCS / "lab" / "causes.md").read_text()
     *rows, _, said = table_of_branches(DOCS / "lab" / "branch.json")
     assert "\n".join(rows) in text
     pattern = (
