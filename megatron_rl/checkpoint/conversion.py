@@ -63,7 +63,7 @@ class MegatronFolder:
 
     def check(self, a: Architecture, prefix: str = "") -> None:
         """Raise `InputError` unless the weights below ``prefix`` are exactly those of ``a``."""
-        expected = {prefix + entry.key: entry for entry in stored_tensors(a)}
+        expected = {_key(entry, prefix): entry for entry in stored_tensors(a)}
         problems = []
         if missing := [key for key in expected if key not in self.tensors]:
             problems.append(f"lacks {some(missing)}")
@@ -94,8 +94,8 @@ class MegatronFolder:
     def hf_weights(self, a: Architecture, prefix: str = "", dtype: torch.dtype | None = None) -> Weights:
         """``(Hugging Face name, tensor)`` of every weight; ``dtype``: rounded to; None: as stored."""
         for entry in stored_tensors(a):
-            tensor = self(prefix + entry.key)
-            tensor = tensor if dtype is None else tensor.to(dtype)
+            tensor = self(_key(entry, prefix))
+            tensor = tensor if dtype is None or entry.is_buffer else tensor.to(dtype)
             if entry.sharding == "qkv":
                 parts = split_qkv(tensor, a)
             else:
@@ -103,7 +103,7 @@ class MegatronFolder:
             yield from zip(entry.hf_names, parts, strict=True)
 
     def num_bytes(self, a: Architecture, prefix: str, dtype: torch.dtype | None) -> int:
-        stored = ((entry, self.tensors[prefix + entry.key].properties.dtype) for entry in stored_tensors(a))
+        stored = ((entry, self.tensors[_key(entry, prefix)].properties.dtype) for entry in stored_tensors(a))
         return sum(_numel(entry.shape) * (dtype or own).itemsize for entry, own in stored)
 
 
@@ -146,14 +146,18 @@ def to_megatron(source: Path, target: Path, *, dtype: torch.dtype | None = None)
     entries = {entry.key: entry for entry in stored_tensors(a)}
     digests: dict[str, str] = {}
 
+    def type_of(entry: Stored) -> torch.dtype | None:
+        return torch.float32 if entry.is_buffer else dtype
+
     def read(key: str) -> torch.Tensor:
         entry = entries[key]
-        parts = [folder(name) if dtype is None else folder(name).to(dtype) for name in entry.hf_names]
+        wanted = type_of(entry)
+        parts = [folder(name) if wanted is None else folder(name).to(wanted) for name in entry.hf_names]
         digests.update((name, digest(name, part)) for name, part in zip(entry.hf_names, parts, strict=True))
         return join_qkv(parts, a.num_kv_heads) if entry.sharding == "qkv" else parts[0]
 
     def placeholder(entry: Stored) -> torch.Tensor:
-        return torch.empty(entry.shape, dtype=dtype or folder.dtype(entry.hf_names[0]), device="meta")
+        return torch.empty(entry.shape, dtype=type_of(entry) or folder.dtype(entry.hf_names[0]), device="meta")
 
     placeholders: dict[str, Any] = {key: placeholder(entry) for key, entry in entries.items()}
     partial = _prepare(target, sum(tensor.nbytes for tensor in placeholders.values()))
@@ -175,6 +179,11 @@ def to_megatron(source: Path, target: Path, *, dtype: torch.dtype | None = None)
     verify("written", MegatronFolder(partial).hf_weights(a), digests)
     partial.rename(target)
     return digests
+
+
+def _key(entry: Stored, prefix: str) -> str:
+    """On disk; ``prefix``: of master weights, which buffers do not have."""
+    return entry.key if entry.is_buffer else prefix + entry.key
 
 
 class _LazySave(DefaultSavePlanner):

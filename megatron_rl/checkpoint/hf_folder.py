@@ -34,6 +34,7 @@ SHOWN = 5  # names in a message that could list thousands
 _TIED_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _COMPARED_ROWS = 4096  # of the embedding, in memory at a time
 # Buffers that early releases of transformers stored; every reader computes them anew.
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _STORED_BUFFERS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 # Files that vLLM or transformers obey beside config.json and the weights, and the learner does not.
 _OBEYED_FILES = {
@@ -181,7 +182,7 @@ def check_weights(folder: HFFolder, a: Architecture) -> list[str]:
     problems, notes = [], []
     for pattern, reason in _OBEYED_FILES.items():
         problems += [f"holds {file.name}: {reason}" for file in sorted(folder.path.glob(pattern))]
-    expected, others = model_shapes(a), []
+    expected, others, unused = model_shapes(a), [], []
     for name in folder.names:
         if name in expected:
             continue
@@ -190,6 +191,8 @@ def check_weights(folder: HFFolder, a: Architecture) -> list[str]:
                 notes.append(f"{name} is stored beside the embedding that it is tied to, with the same values")
             else:
                 problems.append(f"config.json ties {name} to the embedding, but the two differ")
+        elif _is_of_unused_layer(name, a):
+            unused.append(name)
         elif not _STORED_BUFFERS.fullmatch(name):
             others.append(name)
     if missing := [name for name in expected if name not in folder]:
@@ -199,6 +202,8 @@ def check_weights(folder: HFFolder, a: Architecture) -> list[str]:
         problems.append(f"holds tensors that this architecture has no place for: {some(others)}")
     if buffers := [name for name in folder.names if _STORED_BUFFERS.fullmatch(name)]:
         notes.append(f"{some(buffers)}: stored, and computed anew by every engine")
+    if unused:
+        notes.append(f"{some(unused)}: layers for guesses of later tokens; neither loaded nor trained")
     odd: dict[str, list[str]] = {}
     for name, shape in expected.items():
         if name in folder and folder.shape(name) != shape:
@@ -213,6 +218,11 @@ def check_weights(folder: HFFolder, a: Architecture) -> list[str]:
             f"model.path: {folder.path}: not a whole {a.model_type} checkpoint: {'; '.join(problems[:SHOWN])}"
         )
     return notes
+
+
+def _is_of_unused_layer(name: str, a: Architecture) -> bool:
+    match = _LAYER.match(name)
+    return match is not None and a.num_layers <= int(match[1]) < a.num_layers + a.unused_layers
 
 
 def some(names: list[str]) -> str:

@@ -19,7 +19,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron_rl.checkpoint.hf_folder import HFFolder, check_weights
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import Architecture
-from megatron_rl.model.families.weights import EMBEDDING, EXPERT, HEAD, Sharding
+from megatron_rl.model.families.weights import EMBEDDING, EXPERT, HEAD, ROUTER_BIAS, Sharding
 from megatron_rl.model.names import find_weight
 
 
@@ -34,6 +34,7 @@ class Entry:
     stage: int  # pipeline rank that owns it
     shape: tuple[int, ...]  # of the shard that each rank holds
     dtype: torch.dtype
+    is_buffer: bool  # not trained: sent as it is
 
     @property
     def is_view(self) -> bool:
@@ -50,6 +51,8 @@ class WeightMap:
     def __init__(self, model: GPTModel, architecture: Architecture):
         self.model, self.architecture = model, architecture
         self.parameters = dict(model.named_parameters())
+        biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith(ROUTER_BIAS.memory)}
+        self.parameters |= biases
         self.tp = parallel_state.get_tensor_model_parallel_group()
         self.pp = parallel_state.get_pipeline_model_parallel_group()
         self.ep = parallel_state.get_expert_model_parallel_group()
@@ -84,7 +87,8 @@ class WeightMap:
             prefix = f"model.layers.{self.model.decoder.layers[int(in_layer[1])].layer_number - 1}."
         hf_names = tuple(prefix + hf_name for hf_name in weight.hf)
         parameter = self.parameters[name]
-        return Entry(name, hf_names, weight.sharding, expert, self.pp.rank(), tuple(parameter.shape), parameter.dtype)
+        shape, stage = tuple(parameter.shape), self.pp.rank()
+        return Entry(name, hf_names, weight.sharding, expert, stage, shape, parameter.dtype, weight.is_buffer)
 
     # -- Hugging Face → Megatron
 
@@ -135,6 +139,7 @@ class WeightMap:
         return [
             (", ".join(entry.names(first + (entry.local_expert or 0))), self.parameters[entry.parameter])
             for entry in self.entries
+            if not entry.is_buffer
         ]
 
     def export(
@@ -149,8 +154,9 @@ class WeightMap:
         Every rank must consume all of it: gathering is collective. A tensor that no rank has to join is a view of the
         parameter, so one that is kept has to be cloned.
         """
-        stage = self.pp.rank()
+        stage, reader, wanted = self.pp.rank(), read, dtype
         for entry, names, is_here in self._exported:
+            read, dtype = (None, None) if entry.is_buffer else (reader, wanted)
             if entry.parameter == "output_layer.weight" and self.architecture.tie_embeddings:
                 continue
             if is_here and read is None and dtype is None:

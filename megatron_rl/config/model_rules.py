@@ -223,6 +223,12 @@ def precision_problems(recipe: RecipeSections, architecture: Architecture) -> li
         problems.append(
             f"precision.fp32_router: true, but the model ({architecture.model_type}) has no router; use false"
         )
+    asked = precision.fp32_router and precision.rollout_router
+    if architecture.router_in_fp32 and not asked and {recipe.learner.dtype, rollout.dtype} != {"fp32"}:
+        problems.append(
+            f"precision.fp32_router: false, but vLLM computes the router of {architecture.model_type} in fp32 whatever "
+            "rollout.dtype is; use true, for the rollout too"
+        )
     if precision.allow_asymmetric or rollout.kept_sets:
         return problems
     if rollout.top_p < 1.0:

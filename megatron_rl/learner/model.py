@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE, get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -119,6 +122,13 @@ def transformer_config(
             "moe_shared_expert_intermediate_size": a.shared_ffn_hidden_size or None,
             "moe_shared_expert_gate": a.shared_expert_gate,
         }
+    if a.sigmoid_router:
+        config |= {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.0,  # a bias that moves would change the policy outside of the gradient
+            "moe_router_topk_scaling_factor": a.routed_scale,
+        }
     return TransformerConfig(**config)
 
 
@@ -184,7 +194,7 @@ def build_model(
         parallel_output=True,
         share_embeddings_and_output_weights=architecture.tie_embeddings,
         position_embedding_type="rope",
-        rotary_percent=1.0,
+        rotary_percent=architecture.rotary_fraction,
         rotary_base=architecture.rope_theta,
         rope_scaling=architecture.llama3_factor is not None,
         rope_scaling_factor=architecture.llama3_factor or 1.0,
@@ -194,11 +204,30 @@ def build_model(
             finish_exact_model(model)
         else:
             finish_few_pass_model(model)
+    keep_router_biases(model)
     model = model.to(device=device, dtype=DTYPES[learner.dtype])
     if precision.fp32_head and model.post_process:
         compute_head_in_fp32(model.output_layer)
     mark_expert_parameters(model)
     return model
+
+
+def keep_router_biases(model: torch.nn.Module) -> None:
+    """Keep the biases by which sigmoid routers choose in fp32, whatever a model is cast to.
+
+    Megatron casts them back in the next forward pass, when the cast has rounded them.
+    """
+    for module in model.modules():
+        if isinstance(module, TopKRouter) and module.expert_bias is not None:
+            module._apply = partial(_apply_without_rounding, module)
+
+
+def _apply_without_rounding(router: TopKRouter, function: Callable, recurse: bool = True) -> TopKRouter:
+    bias = router.expert_bias
+    TopKRouter._apply(router, function, recurse)
+    bias.data = bias.data.to(router.expert_bias.device)
+    router.expert_bias = bias
+    return router
 
 
 def mark_expert_parameters(model: torch.nn.Module) -> None:

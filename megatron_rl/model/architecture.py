@@ -85,5 +85,6 @@ def architecture_from(config: dict[str, Any]) -> Architecture:
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         tie_embeddings=values["tie_word_embeddings"],
+        rotary_fraction=rope.fraction,
         **(dense | FAMILIES[model_type].features(values)),
     )

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_rl.errors import InputError
 from megatron_rl.model.families import FAMILIES
 from megatron_rl.model.families.keys import (
+    FRACTION,
     LENGTH,
     LENGTH_KEYS,
     NEUTRAL,
@@ -136,6 +137,7 @@ class Rope:
 
     theta: float
     scaling: dict[str, Any] | None
+    fraction: float = 1.0  # of a head's width that is turned
 
 
 _ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -156,8 +158,7 @@ def rope_of(config: dict[str, Any]) -> Rope:
     theta = rope.pop("rope_theta", config.get("rope_theta", ROPE_DEFAULT_THETA))
     if not THETA.fits(theta):
         raise InputError(f"rope_theta: {shown(theta)}; allowed: {THETA.words}")
-    if not _is_one_of(rope.pop("partial_rotary_factor", 1), (1, None)):
-        raise InputError(f"partial_rotary_factor is not supported ({OTHER_ROPE}); allowed: 1, or no such key")
+    fraction = _rotary_fraction(config, rope.pop("partial_rotary_factor", None))
     names = [rope[key] for key in ("rope_type", "type") if key in rope]
     if any(type(name) is not str for name in names) or len(set(names)) > 1:
         raise InputError(f"rope_type: {shown(names)}; allowed: one text, default or llama3")
@@ -166,13 +167,30 @@ def rope_of(config: dict[str, Any]) -> Rope:
         numbers = {key: rope[key] for key in _ROPE_NUMBERS if key in rope}
         if bad := [key for key, value in numbers.items() if not NUMBER.fits(value)]:
             raise InputError(f"{bad[0]}: {shown(numbers[bad[0]])}; allowed: {NUMBER.words}")
-        return Rope(float(theta), rope)
+        return Rope(float(theta), rope, fraction)
     if others := sorted(set(rope) - {"rope_type", "type"}):
         raise InputError(
             f"{others[0]}: {shown(rope[others[0]])} beside the rotary embedding of type default; allowed: rope_theta, "
             "rope_type"
         )
-    return Rope(float(theta), None)
+    return Rope(float(theta), None, fraction)
+
+
+def _rotary_fraction(config: dict[str, Any], in_rope: Any) -> float:
+    """The share of a head that is turned; ``in_rope``: the key's value among the rotary embedding's."""
+    default = FAMILIES[config["model_type"]].rotary_fraction
+    if default is None:
+        if not _is_one_of(in_rope, (1, None)):
+            raise InputError(f"partial_rotary_factor is not supported ({OTHER_ROPE}); allowed: 1, or no such key")
+        return 1.0
+    value = in_rope if in_rope is not None else config.get("partial_rotary_factor", default)
+    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    if not (FRACTION.fits(value) and value > 0 and (value * width) % 2 == 0):
+        raise InputError(
+            f"partial_rotary_factor: {shown(value)}; allowed: a number above 0 up to 1 that turns an even part of the "
+            f"{width} numbers of a head"
+        )
+    return float(value)
 
 
 def architectures_problem(config: dict[str, Any]) -> str | None:

@@ -32,6 +32,11 @@ class Architecture:
     moe_layers: tuple[bool, ...]  # per layer: MoE (True) or dense
     shared_ffn_hidden_size: int = 0  # of the experts that every token passes, together; 0: none
     shared_expert_gate: bool = False  # whether a sigmoid of the token weights them
+    sigmoid_router: bool = False  # scores are sigmoids and a bias decides the choice alone; else scores are a softmax
+    routed_scale: float = 1.0  # by which the weights of chosen experts are multiplied
+    router_in_fp32: bool = False  # whether vLLM computes the router in fp32 whatever the engine's dtype
+    rotary_fraction: float = 1.0  # of a head's width that rotary embeddings turn
+    unused_layers: int = 0  # behind the last layer: of the checkpoint, for guesses of later tokens; nobody loads them
 
     @property
     def is_moe(self) -> bool:

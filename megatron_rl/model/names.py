@@ -45,6 +45,7 @@ class Stored:
     hf_names: tuple[str, ...]
     hf_shapes: Shapes
     sharding: Sharding
+    is_buffer: bool = False  # not trained: has no master weights, and is never rounded
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -77,7 +78,7 @@ def _stored(weight: Weight, a: Architecture, layer: int | None = None, expert: i
     names = [theirs + name.replace(EXPERT, str(expert)) for name in weight.hf]
     shapes = weight.shapes(a)
     if len(keys) == 1:
-        yield Stored(keys[0], tuple(names), shapes, weight.sharding)
+        yield Stored(keys[0], tuple(names), shapes, weight.sharding, weight.is_buffer)
     else:
         for key, name, shape in zip(keys, names, shapes, strict=True):
             yield Stored(key, (name,), (shape,), weight.sharding)

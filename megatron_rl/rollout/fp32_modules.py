@@ -71,7 +71,8 @@ def describe_model(model: torch.nn.Module) -> dict[str, str]:
             weights.add(_type_of_weights(module))
         if name.endswith(_ROUTER_SUFFIX):
             in_fp32 = getattr(module, "in_fp32", False)
-            dtypes["router"] = "fp32" if in_fp32 else _NAMES[module.params_dtype]
+            dtype = getattr(module, "params_dtype", None) or module.weight.dtype  # GLM-4.5's is a plain linear layer
+            dtypes["router"] = "fp32" if in_fp32 else _NAMES[dtype]
         elif kind == "Attention":
             dtypes["attention"] = f"vLLM {module.attn_backend.get_name()}"
             dtypes["kv cache"] = "fp8" if module.kv_cache_dtype.startswith("fp8") else module.kv_cache_dtype

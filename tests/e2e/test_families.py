@@ -1,7 +1,6 @@
-"""Families beside Qwen3-MoE with experts: vLLM and the learner compute the same, with routes replayed (R3).
+"""Families beside Qwen3-MoE: vLLM and the learner compute the same, with routes replayed (R3) where there are experts.
 
-Each model has one layer without experts before those that have them, so that rows of routes and layers do not
-coincide. Dense families are in test_vllm_engine.py.
+An MoE has one layer without experts before those that have them, so that rows of routes and layers do not coincide.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ import math
 import pytest
 
 from tests.parallel.gloo import run_ranks
-from tests.support.families import save_family
+from tests.support.families import DENSE, MOE, save_family
+from tests.support.slow import slow_but
 
 
 @pytest.fixture(scope="module")
@@ -22,27 +22,29 @@ def compared(tmp_path_factory):
     def compare(family: str) -> dict:
         if family not in results:
             model = save_family(tmp_path_factory.mktemp(family), family)
-            call = {"model": str(model), "dtypes": ["fp32", "bf16"]}
+            call = {"model": str(model), "dtypes": [dtype for dtype, families in DTYPES.items() if family in families]}
             (results[family],) = run_ranks("tests.e2e.programs.replay", "in_each_dtype", 1, **call)
         return results[family]
 
     return compare
 
 
-FAMILIES = ["qwen2_moe"]
+DTYPES = {"fp32": MOE + DENSE, "bf16": MOE}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(MOE, MOE + DENSE))
 def test_engines_agree_in_fp32_before_and_after_an_update(family, compared):
     found = compared(family)["fp32"]
     for scores in (found, found["after refit"]):
         assert scores["replayed"] <= math.expm1(2 * found["bound"]) < 0.01  # two engines, neither in float64
+        if family in DENSE:
+            continue
         assert scores["metrics"]["router/replay_coverage"] == 1.0
         assert scores["metrics"]["router/fallback_frac"] == 0.0
         assert scores["metrics"]["router/agree_frac"] >= 1 - scores["longest"]  # near ties of one sequence
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MOE)
 def test_every_row_is_replayed_in_bf16(family, compared):
     found = compared(family)["bf16"]
     for scores in (found, found["after refit"]):

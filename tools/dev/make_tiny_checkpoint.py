@@ -42,6 +42,7 @@ SIZES: dict[str, dict[str, int]] = {
 CLASSES = {
     "qwen3_moe": "Qwen3MoeConfig",
     "qwen2_moe": "Qwen2MoeConfig",
+    "glm4_moe": "Glm4MoeConfig",
     "qwen3": "Qwen3Config",
     "qwen2": "Qwen2Config",
     "llama": "LlamaConfig",
@@ -123,6 +124,16 @@ def build_tiny_config(family: str = "qwen3_moe", size: str = "tiny", **overrides
         }
     if family == "qwen2_moe":
         common |= {"shared_expert_intermediate_size": 2 * widths["expert_width"], "norm_topk_prob": False}
+    if family == "glm4_moe":
+        common |= {
+            "moe_intermediate_size": widths["expert_width"],
+            "n_routed_experts": widths["experts"],
+            "num_experts_per_tok": 2,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "routed_scaling_factor": 1.5,
+            "num_nextn_predict_layers": 0,
+        }
     return getattr(transformers, CLASSES[family])(**common | overrides)
 
 

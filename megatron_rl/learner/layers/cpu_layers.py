@@ -53,10 +53,13 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) ->
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """(x₁, x₂) → (x₁·cos − x₂·sin, x₂·cos + x₁·sin), for halves x₁, x₂ of the last dimension, into a new tensor."""
-    x1, x2 = x.chunk(2, dim=-1)
+    """(x₁, x₂) → (x₁·cos − x₂·sin, x₂·cos + x₁·sin), into a new tensor. x₁ and x₂ are halves of what is turned of the
+    last dimension, twice as wide as ``cos``; what stands behind it stays."""
+    turned = 2 * cos.size(-1)
+    x1, x2 = x[..., :turned].chunk(2, dim=-1)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    y1, y2 = out.chunk(2, dim=-1)
+    y1, y2 = out[..., :turned].chunk(2, dim=-1)
+    out[..., turned:] = x[..., turned:]
     torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=-1.0)
     torch.mul(x2, cos, out=y2).addcmul_(x1, sin)
     return out
@@ -67,8 +70,8 @@ def split_norm_rotate(
 ) -> tuple[Tensor | None, ...]:
     """Queries, keys, values and the 1 / rms of queries and keys of ``mixed`` [N, b, groups, heads + 2, D].
 
-    ``cos``, ``sin`` [N, 1, 1, 1, D/2]. A weight that is None: no norm. Queries [N, b, groups·heads, D], keys and values
-    [N, b, groups, D].
+    ``cos``, ``sin`` [N, 1, 1, 1, R/2]: the first R of a head's D numbers are turned. A weight that is None: no norm.
+    Queries [N, b, groups·heads, D], keys and values [N, b, groups, D].
     """
     outputs, scales = [], []
     for part, weight in ((mixed[..., :-2, :], q_weight), (mixed[..., -2:-1, :], k_weight)):

@@ -26,5 +26,6 @@ class Family:
     relate: Callable[[Values, Values], list[str]] = lambda config, values: []
     """What keys say together: takes config.json and the values of implemented keys, fills in values that follow from
     others, and returns what is wrong."""
+    rotary_fraction: float | None = None  # default of `partial_rotary_factor`; None: another value than 1 is refused
     known: dict[str, Values] = field(default_factory=dict)  # config.json of checkpoints by the folder's name on the hub
     organizations: dict[str, str] = field(default_factory=dict)  # on the hub, by how the folder's name begins

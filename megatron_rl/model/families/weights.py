@@ -33,6 +33,7 @@ class Weight:
     sharding: Sharding
     shapes: Callable[[Architecture], Shapes]  # of the Hugging Face tensors
     is_in: Callable[[Architecture, bool], bool] = lambda a, is_moe: True  # is_moe: of the layer
+    is_buffer: bool = False  # fp32, not trained: goes on as it is, whatever the weights are rounded to
 
 
 def _norm(a: Architecture) -> Shapes:
@@ -201,6 +202,17 @@ def shared_experts(name: str) -> tuple[Weight, Weight]:
     )
     return gate_and_up, down
 
+
+ROUTER_BIAS = Weight(
+    ("mlp.gate.e_score_correction_bias",),
+    ("mlp.router.expert_bias",),
+    ("mlp.router.expert_bias",),
+    "replicated",
+    lambda a: ((a.num_experts,),),
+    lambda a, is_moe: is_moe,
+    is_buffer=True,
+)
+"""Added to the scores where experts are chosen, not to their weights."""
 
 SHARED_EXPERT_GATE = Weight(
     ("mlp.shared_expert_gate.weight",),

@@ -12,6 +12,7 @@ import torch
 from megatron_rl.batch import build_batch
 from megatron_rl.data import load_prompts, load_tokenizer
 from megatron_rl.learner.learner import Learner
+from megatron_rl.model.architecture import read_architecture
 from megatron_rl.monitor import mismatch_metrics
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.types import Batch, Prompt
@@ -28,12 +29,13 @@ def in_each_dtype(model: str, dtypes: tuple[str, ...] = ("bf16", "fp16", "fp32")
 
 def _compare(model: str, dtype: str) -> dict[str, Any]:
     """Rollouts scored by the learner with its own routes and with the engine's; then an update, a refit, and again."""
+    is_moe = read_architecture(Path(model)).is_moe
     recipe = tiny_recipe(
         model={"path": model},
         rollout={"dtype": dtype, "max_response_length": 40, "kv_cache_gib": 0.0625},
         learner={"dtype": dtype, "optimizer": {"lr": 1e-3}},
         objective={"max_response_length": 40},
-        routing={"replay": "r3"},
+        routing={"replay": "r3"} if is_moe else {},
     )
     learner = Learner(recipe)
     prompts = load_prompts(recipe.data.train, load_tokenizer(model), recipe.data.prompt)
@@ -41,7 +43,7 @@ def _compare(model: str, dtype: str) -> dict[str, Any]:
     long = [Prompt(f"long:{i}", random.integers(3, 98, LONG_PROMPT).tolist(), "") for i in range(2)]
     prompts = [prompts[i] for i in range(NUM_PROMPTS)] + long
     generator = VllmGenerator(
-        recipe.rollout, Path(model), max_prompt_length=LONG_PROMPT, record_routes=True, precision=recipe.precision
+        recipe.rollout, Path(model), max_prompt_length=LONG_PROMPT, record_routes=is_moe, precision=recipe.precision
     )
     try:
         batch = _sample(generator, prompts, 0, recipe)
@@ -56,7 +58,8 @@ def _compare(model: str, dtype: str) -> dict[str, Any]:
 def _score(learner: Learner, batch: Batch) -> dict[str, Any]:
     """Spread of rho with the learner's routes and with the engine's; the largest difference of log-probs in each
     sequence with the former; the longest one's share of the tokens; and the metrics of an update."""
-    native, replayed = (learner.compute_logprobs(batch, mode) for mode in ("native", "replay"))
+    modes = ("native", "replay") if learner.replay is not None else ("native", "native")
+    native, replayed = (learner.compute_logprobs(batch, mode) for mode in modes)
     off = [np.abs(old - s.inference_logprobs).max() for old, s in zip(native, batch.sequences, strict=True)]
     spreads = {"native": _rho_std(native, batch), "replayed": _rho_std(replayed, batch)}
     lengths = [len(s.tokens) for s in batch.sequences]

@@ -93,7 +93,7 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
     return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
-def starting_weights(path: str) -> dict[str, torch.Tensor]:
+def starting_weights(path: str, **sections: Any) -> dict[str, torch.Tensor]:
     """What a learner starts from, in Hugging Face names."""
-    learner = Learner(tiny_recipe(model={"path": path}))
+    learner = Learner(tiny_recipe(model={"path": path}, **sections))
     return {name: tensor.clone() for name, tensor in learner.export_weights()}

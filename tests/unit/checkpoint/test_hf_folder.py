@@ -23,6 +23,7 @@ from megatron_rl.checkpoint.hf_folder import (
 )
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import read_architecture
+from tests.support.families import save_family
 from tests.support.tiny import MODEL
 
 
@@ -248,3 +249,16 @@ def test_ends_of_sequences_that_are_no_tokens_are_errors(tmp_path, content, said
     (tmp_path / "generation_config.json").write_bytes(content)
     with pytest.raises(InputError, match=said):
         read_stop_token_ids(tmp_path)
+
+
+def test_layers_for_guesses_of_later_tokens_are_named_and_not_loaded(tmp_path):
+    model = save_family(tmp_path / "model", "glm4_moe")
+    tensors = load_file(model / SINGLE_FILE)
+    tensors["model.layers.3.eh_proj.weight"] = torch.zeros(2, 2)
+    save_file(tensors, model / SINGLE_FILE)
+    with pytest.raises(InputError, match=r"no place for: model\.layers\.3\.eh_proj\.weight"):
+        check_weights(HFFolder(model), read_architecture(model))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    (note,) = check_weights(HFFolder(model), read_architecture(model))
+    assert note == "model.layers.3.eh_proj.weight: layers for guesses of later tokens; neither loaded nor trained"

@@ -9,6 +9,7 @@ from megatron_rl.model.architecture import architecture_from
 from megatron_rl.model.known_models import KNOWN_MODELS
 from tests.support.tiny import tiny_recipe
 
+GLM = architecture_from(KNOWN_MODELS["GLM-4.5-Air"])
 SHARED = architecture_from(KNOWN_MODELS["Qwen1.5-MoE-A2.7B"])
 
 
@@ -24,3 +25,14 @@ def test_what_no_shared_expert_has_is_refused(sections, said):
     problems = model_problems(tiny_recipe(**sections), SHARED, 1)
     assert any(problem.startswith(said) for problem in problems), problems
     assert not any("shared expert" in problem for problem in model_problems(tiny_recipe(), SHARED, 1))
+
+
+@pytest.mark.parametrize(("learner", "rollout"), [("bf16", "bf16"), ("fp32", "bf16"), ("bf16", "fp32")])
+def test_a_router_that_vllm_has_in_fp32_alone_is_asked_for_on_both_sides(learner, rollout):
+    def said(**precision) -> list[str]:
+        recipe = tiny_recipe(learner={"dtype": learner}, rollout={"dtype": rollout}, precision=precision)
+        return [p for p in model_problems(recipe, GLM, 1) if "precision.fp32_router: false" in p]
+
+    assert len(said()) == 1
+    assert said(fp32_router=True) == []
+    assert not [p for p in model_problems(tiny_recipe(), GLM, 1) if "fp32_router" in p]
