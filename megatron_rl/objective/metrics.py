@@ -110,7 +110,7 @@ def _collect_sequence_mismatch(collector: Collector, tokens: Tokens, log_rho: Te
     collector.add("|sum d|", log_product.abs())
     collector.add("ppl ratio", safe_exp(-log_mean) * (tokens.lengths > 0))
     product = log_product.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).double()
-    collector.add("P - 1", product.expm1())
+    collector.add_moments("P", product.exp() * (tokens.lengths > 0))
     collector.add("P² - 1", (2 * product).expm1())
 
 
@@ -247,7 +247,7 @@ def _mismatch_metrics(sums: dict[str, float], maxs: dict[str, float]) -> dict[st
         "rollout_corr/k3_kl": sums["k3"] / num_tokens,
         "rollout_corr/chi2_token": (sums["rho²"] + 2 * sums["rho"]) / num_tokens,
         "rollout_corr/chi2_seq": sums["P² - 1"] / num_sequences,
-        EFFECTIVE_SAMPLE: (1 + sums["P - 1"] / num_sequences) ** 2 / (1 + sums["P² - 1"] / num_sequences),
+        EFFECTIVE_SAMPLE: sums["P"] ** 2 / (num_sequences * sums["P²"]),
         "rollout_corr/log_ppl_abs_diff": sums["|mean d|"] / num_sequences,
         "rollout_corr/log_ppl_abs_diff_sum": sums["|sum d|"] / num_sequences,
         "rollout_corr/ppl_ratio": sums["ppl ratio"] / num_sequences,

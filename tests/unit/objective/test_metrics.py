@@ -71,6 +71,14 @@ def test_the_effective_sample_of_two_sequences():
     assert found["rollout_corr/eff_sample_size_seq"] == rounded(0.8)
 
 
+def test_the_effective_sample_of_sequences_that_all_weigh_nothing():
+    """Products of rho of e^-30, clamped to e^-20 as every ratio is, and e^-19: it is their relation that counts."""
+    log_rho = torch.tensor([[-15.0, -15.0], [-9.0, -10.0]], dtype=torch.float64)
+    found = mismatch_metrics(log_rho - 30, torch.full_like(log_rho, -30.0), torch.ones(2, 2, dtype=torch.bool))
+    expected = (math.exp(-20) + math.exp(-19)) ** 2 / (2 * (math.exp(-40) + math.exp(-38)))
+    assert found["rollout_corr/eff_sample_size_seq"] == rounded(expected)
+
+
 def test_extremes_look_at_trained_tokens_only():
     """Every rho is below 1, padding (whose log-probs are taken as 0, ratio 1) included in the tensor."""
     log_po = torch.tensor([[-1.0, -2.0, 0.0]])
