@@ -84,7 +84,8 @@ def sources(path: Path) -> list[Path]:
 
 def test_every_recipe_of_a_study_is_in_the_tables():
     files = {str(p.relative_to(RECIPES).with_suffix("")) for p in RECIPES.rglob("*.yaml") if SIZED.search(p.stem)}
-    assert files == set(ARMS)
+    of_no_study = {file for file in files if file.startswith("families/")}
+    assert files - of_no_study == set(ARMS)
 
 
 @pytest.mark.parametrize("file", ARMS)
