@@ -16,20 +16,32 @@ def build_batch(step: int, groups: list[Group], recipe: Recipe) -> Batch:
     """Compute advantages over whole groups and return one `Sequence` per rollout, split into mini-batches in order.
 
     Groups stay together: if `batch.minibatches` divides the number of prompts, a mini-batch has all samples of a group.
+    A response without a score leaves the loss and its group's statistics; so does one that is alone in what is left.
     """
     pairs = [(group, rollout) for group in groups for rollout in group.rollouts]
-    advantages = compute_advantages(
-        torch.tensor([rollout.reward for _, rollout in pairs]),
-        torch.tensor([i for i, group in enumerate(groups) for _ in group.rollouts]),
-        recipe.objective.advantage,
-        lengths=torch.tensor([0 if rollout.masked else rollout.length for _, rollout in pairs]),
-    )
+    counted = [(i, rollout) for i, group in enumerate(groups) for rollout in _counted(group)]
+    advantages: dict[int, float] = {}
+    if counted:
+        values = compute_advantages(
+            torch.tensor([rollout.reward for _, rollout in counted]),
+            torch.tensor([i for i, _ in counted]),
+            recipe.objective.advantage,
+            lengths=torch.tensor([0 if rollout.masked else rollout.length for _, rollout in counted]),
+        )
+        advantages = {id(rollout): float(value) for (_, rollout), value in zip(counted, values, strict=True)}
+    for _, rollout in pairs:
+        rollout.masked = rollout.masked or id(rollout) not in advantages
     sequences = [
-        _sequence(group, rollout, float(advantage) * group.prompt.weight)
-        for (group, rollout), advantage in zip(pairs, advantages, strict=True)
+        _sequence(group, rollout, advantages.get(id(rollout), 0.0) * group.prompt.weight) for group, rollout in pairs
     ]
     parts = np.array_split(np.arange(len(sequences)), min(recipe.batch.minibatches, len(sequences) or 1))
     return Batch(step=step, sequences=sequences, minibatches=[part.tolist() for part in parts if len(part)])
+
+
+def _counted(group: Group) -> list[Rollout]:
+    """Return the responses with a score; none if failed rewards leave one that has nothing to be compared with."""
+    scored = group.scored
+    return [] if len(scored) == 1 < len(group.rollouts) else scored
 
 
 def keep_informative(groups: list[Group], metric: FilterMetric = "reward") -> list[Group]:
@@ -37,7 +49,7 @@ def keep_informative(groups: list[Group], metric: FilterMetric = "reward") -> li
     if not groups:
         return []
     rewards, ids = _rewards_and_ids(groups, metric)
-    informative = set(ids[informative_groups(rewards, ids)].tolist())
+    informative = set(ids[informative_groups(rewards, ids)].tolist()) if len(ids) else set()
     return [group for i, group in enumerate(groups) if i in informative]
 
 
@@ -47,8 +59,8 @@ def group_metrics(groups: list[Group], metric: FilterMetric = "reward") -> dict[
 
 
 def _rewards_and_ids(groups: list[Group], metric: FilterMetric) -> tuple[torch.Tensor, torch.Tensor]:
-    rewards = torch.tensor([getattr(rollout, metric) for group in groups for rollout in group.rollouts])
-    return rewards, torch.tensor([i for i, group in enumerate(groups) for _ in group.rollouts])
+    rewards = torch.tensor([getattr(rollout, metric) for group in groups for rollout in group.scored])
+    return rewards, torch.tensor([i for i, group in enumerate(groups) for _ in group.scored])
 
 
 def _sequence(group: Group, rollout: Rollout, advantage: float) -> Sequence:

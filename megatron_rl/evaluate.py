@@ -202,7 +202,7 @@ def write_success_rates(path: Path, groups: Sequence[Group]) -> None:
     rates = success_rates(groups)
     with path.open("w", encoding="utf-8") as file:
         for group in groups:
-            rewards = [rollout.raw_reward for rollout in group.rollouts]
+            rewards = [rollout.raw_reward for rollout in group.scored]
             about = {"prompt_id": group.prompt.id, "data_source": group.prompt.data_source, "samples": len(rewards)}
             if rewards:
                 about |= {"success_rate": rates[group.prompt.id], "reward": math.fsum(rewards) / len(rewards)}

@@ -74,20 +74,22 @@ def sample(run: Run, step: int) -> tuple[list[Group], dict[str, float]]:
     """Return the scored groups of a step. `batch.filter_groups` replaces groups without signal."""
     if isinstance(run.ahead, Oversampling):
         return sample_first(run, run.ahead, step)
-    recipe, complete, sampled, counts = run.recipe, [], [], {}
+    recipe, complete, sampled = run.recipe, [], []
     batch = recipe.batch
+    shares: list[Scores] = []
     for _ in range(batch.max_generations):
         with run.monitor.phase("generate") as span:
             wanted_prompts = batch.generation_prompts or batch.prompts - len(complete)
             groups = run.ahead.sample(wanted_prompts, step=step, policy_version=run.learner.num_updates)
             span.tokens = sum(rollout.length for group in groups for rollout in group.rollouts)
-        new_counts = run.score(groups, step)
+        shares.append(run.reward(groups, step))
+        run.refuse_failures(shares[-1], step)
         run.prompts.observe(success_rates(groups))
-        counts = {name: counts.get(name, 0.0) + value for name, value in new_counts.items()}
         sampled += groups
         complete += keep_informative(groups, batch.filter_metric) if batch.filter_groups else groups
         if len(complete) >= batch.prompts:
             break
+    counts = merged(shares).metrics
     if recipe.rollout.max_staleness:
         staleness = staleness_metrics(sampled, run.learner.num_updates)
         run.ahead.check_staleness(step, staleness)
@@ -152,7 +154,10 @@ def validate(run: Run, step: int) -> dict[str, float]:
             sampling=Sampling.of_validation(run.recipe.rollout, config),
         )
     run.score(groups, step)
-    rewards = [rollout.raw_reward for group in groups for rollout in group.rollouts]
+    rewards = [rollout.raw_reward for group in groups for rollout in group.scored]
+    if not rewards:
+        run.monitor.log(f"validation before step {step}: no response has a score (reward.on_error)", style="bold red")
+        return summarise(groups)
     metrics = {"val/reward/mean": sum(rewards) / len(rewards), **summarise(groups)}
     run.monitor.log(f"validation before step {step}: reward {metrics['val/reward/mean']:.3f}")
     return metrics

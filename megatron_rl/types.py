@@ -54,7 +54,8 @@ class Rollout:
     text: str = ""  # decoded response, special tokens removed; empty where `tokens` is None
     reward: float = 0.0  # after shaping; input of advantages
     raw_reward: float = 0.0  # before shaping: 1.0 = correct
-    masked: bool = False  # kept in the group's baseline, left out of the loss (mask_truncated)
+    masked: bool = False  # left out of the loss, and kept in the group's baseline if it has a score (mask_truncated)
+    unscored: bool = False  # masked because its reward failed (reward.on_error): no reward of it is known
     length: int = 0  # R, known on every rank; computed from `tokens` if they are here
     owner: int | None = None  # the rank that has the response; None: every rank
     repetition: float | None = None  # share of repeated n-grams, if the owner has sent it
@@ -82,8 +83,14 @@ class Group:
     rollouts: list[Rollout]  # [G]
 
     @property
+    def scored(self) -> list[Rollout]:
+        """The rollouts whose reward is known."""
+        return [rollout for rollout in self.rollouts if not rollout.unscored]
+
+    @property
     def rewards(self) -> list[float]:
-        return [rollout.reward for rollout in self.rollouts]
+        """Of `scored`."""
+        return [rollout.reward for rollout in self.scored]
 
 
 @dataclass

@@ -187,7 +187,8 @@ class RewardConfig(Section):
     name: Annotated[str, LookedUp(is_function=True)] = "math"
     """`math`: equal to the gold answer as mathematics. `exact`: the same string. `modsum`: the digit-sum task.
     `by_source`: chosen per prompt. `file.py:function` or `module:function`: your own, run in worker processes, called
-    as f(response, answer), or as f(data_source, solution_str, ground_truth, extra_info) if it names these arguments.
+    as f(response, answer), or as f(data_source, solution_str, ground_truth, extra_info) if it names these arguments,
+    or with lists if it names their plurals. An `async def` waits for many responses at once.
     A file, like all that a recipe names to be read, is looked up from the recipe's folder first, then from the working
     directory."""
     by_source: Annotated[dict[str, str], LookedUp(is_function=True)] = {}
@@ -198,14 +199,29 @@ class RewardConfig(Section):
     num_workers: PositiveInt = 2
     """Worker processes for `math` and custom rewards. The other rewards are computed in place."""
     timeout_s: float = Field(5.0, ge=0.1)
-    """Processor seconds that one response may cost; then it scores 0, counted in `reward/timeouts`. One that
-    waits without computing is given four times this on the clock."""
+    """Processor seconds that one response may cost; then its reward has failed, counted in `reward/timeouts`. One
+    that waits without computing is given four times this on the clock. For functions that are async or take lists,
+    `wait_s` is the limit instead."""
     memory_limit_mib: PositiveInt = Field(1024, ge=256)
-    """Memory that one worker may add to what it holds at start; a response that needs more scores 0, also
-    counted in `reward/timeouts`."""
+    """Memory that one worker may add to what it holds at start; the reward of a response that needs more has failed,
+    also counted in `reward/timeouts`."""
+    concurrency: PositiveInt = 64
+    """Responses that an `async def` waits for at a time, on one rank, shared by the workers. A function that takes
+    lists gets at most a worker's share in one call."""
+    wait_s: float = Field(60.0, gt=0)
+    """Seconds on the clock that one call may take of a function that is async or takes lists."""
+    retries: NonNegativeInt = 2
+    """How often a failed call of a function that is async or takes lists is made again, counted in `reward/retries`."""
+    retry_wait_s: float = Field(1.0, ge=0)
+    """Most seconds before the first of these, twice as many before each later one, up to 30. Chance takes away up to
+    half, so that calls which failed together are not repeated together."""
+    on_error: Literal["mask", "zero", "end"] = "mask"
+    """What becomes of a response whose reward function failed, after all retries. `mask`: it leaves the loss and the
+    statistics of its group, counted in `reward/unscored_frac`. `zero`: its reward is 0. `end`: the run is saved and
+    ends. A response that breaks the verifier of `math` always scores 0: it has no answer that can be read."""
     max_error_frac: MaxErrorFracConfig = MaxErrorFracConfig()
     """How many responses may fail to be scored: their reward function raised or returned no number, or went over its
-    limits. Each scores 0; log.txt has an example of each kind."""
+    limits. See `on_error` for what becomes of each; log.txt has an example of each kind."""
     overlong: OverlongConfig | None = None
     """Soft punishment of responses close to the length limit. null: none."""
     mask_truncated: bool = False

@@ -202,7 +202,7 @@ ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "time and memory of a reward",
-        "`reward.timeout_s`, `reward.memory_limit_mib`",
+        "`reward.timeout_s`, `reward.wait_s`, `reward.memory_limit_mib`",
         "–",
         "–",
         "–",

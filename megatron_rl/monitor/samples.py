@@ -44,29 +44,37 @@ def repetition_fraction(tokens: Sequence[int], ngram: int = REPETITION_NGRAM) ->
 def rollout_metrics(groups: Sequence[Group], ngram: int = REPETITION_NGRAM) -> dict[str, float]:
     """Return `critic/rewards/*`, `critic/score/mean`, `response_length/*`, `response/*` and `groups/*` of a step.
 
-    Rewards are after shaping, scores before; lengths in tokens, the stop token included; `clip_ratio` is the share of
-    responses cut at the length limit; `groups/no_signal_frac` the share of groups whose rewards are all equal.
+    Rewards are after shaping, scores before, both of the responses that have one; lengths in tokens, the stop token
+    included; `clip_ratio` is the share of responses cut at the length limit; `groups/no_signal_frac` the share of
+    groups whose rewards are all equal.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
         return {}
-    rewards = np.array([rollout.reward for rollout in rollouts])
+    scored = [rollout for group in groups for rollout in group.scored]
+    rewards = np.array([rollout.reward for rollout in scored])
     lengths = np.array([rollout.length for rollout in rollouts])
     repeats = np.array(
         [repetition_fraction(r.tokens, ngram) if r.repetition is None else r.repetition for r in rollouts]
     )
-    return {
-        "critic/rewards/mean": float(rewards.mean()),
-        "critic/rewards/max": float(rewards.max()),
-        "critic/rewards/min": float(rewards.min()),
-        "critic/score/mean": float(np.mean([rollout.raw_reward for rollout in rollouts])),
+    of_rewards = (
+        {
+            "critic/rewards/mean": float(rewards.mean()),
+            "critic/rewards/max": float(rewards.max()),
+            "critic/rewards/min": float(rewards.min()),
+            "critic/score/mean": float(np.mean([rollout.raw_reward for rollout in scored])),
+        }
+        if scored
+        else {}
+    )
+    return of_rewards | {
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),
         "response_length/clip_ratio": float(np.mean([rollout.truncated for rollout in rollouts])),
         "response/repetition_frac": float(repeats.mean()),
         "response/repetitive_responses": float((repeats > 0.5).mean()),
-        "groups/no_signal_frac": float(np.mean([len(set(group.rewards)) == 1 for group in groups])),
+        "groups/no_signal_frac": float(np.mean([len(set(group.rewards)) <= 1 for group in groups])),
     }
 
 

@@ -70,8 +70,8 @@ class PhaseTimer:
     def collect(self) -> dict[str, float]:
         """End the step, reset all sums and return the step's metrics.
 
-        They are `perf/time/<phase>`, `perf/time/step`, `perf/tokens_per_s/<phase>`, `perf/overhead_frac` and
-        `perf/peak_mem_gib`.
+        They are `perf/time/<phase>`, `perf/time/step`, `perf/tokens_per_s/<phase>`, `perf/overhead_frac`,
+        `perf/reward_frac` (share of the step that waits for rewards) and `perf/peak_mem_gib`.
         """
         now = self.clock()
         wall = now - (now if self._step_start is None else self._step_start)
@@ -81,6 +81,7 @@ class PhaseTimer:
             if tokens and self._seconds[name] > 0:
                 metrics[f"perf/tokens_per_s/{name}"] = tokens / self._seconds[name]
         if wall > 0:
+            metrics["perf/reward_frac"] = self._seconds.get("reward", 0.0) / wall
             metrics["perf/overhead_frac"] = max(0.0, 1.0 - self._engine_seconds / wall)
         metrics["perf/peak_mem_gib"] = peak_memory_gib()
         self._step_start, self._engine_seconds = now, 0.0

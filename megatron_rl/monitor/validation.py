@@ -48,10 +48,10 @@ def confidence_interval(means: Sequence[float]) -> tuple[float, float]:
 
 
 def success_rates(groups: Iterable[Group]) -> dict[str, float]:
-    """Return, by prompt id, the share of responses that solved the problem, over all its groups."""
+    """Return, by prompt id, the share of scored responses that solved the problem, over all its groups."""
     solved: defaultdict[str, list[bool]] = defaultdict(list)
     for group in groups:
-        solved[group.prompt.id] += [rollout.raw_reward >= CORRECT for rollout in group.rollouts]
+        solved[group.prompt.id] += [rollout.raw_reward >= CORRECT for rollout in group.scored]
     return {name: sum(outcomes) / len(outcomes) for name, outcomes in solved.items() if outcomes}
 
 
@@ -60,7 +60,7 @@ def summarise(groups: Iterable[Group]) -> dict[str, float]:
 
     They are ``avg@n`` of raw rewards with ``avg@n_ci95_low`` and ``_high`` (if raw rewards are in [0, 1]); ``pass@k``
     for k = 1, 2, 4, … and n; ``response_length/{mean,max,clip_ratio}``; ``num_problems``. n is the smallest number of
-    samples of a problem.
+    samples of a problem. Responses without a score leave the figures of rewards, and so do problems with fewer than k.
     """
     by_source: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
@@ -78,15 +78,17 @@ def numbers_of_k(n: int) -> list[int]:
 
 
 def _of_source(groups: Sequence[Group]) -> dict[str, float]:
-    rewards = [[rollout.raw_reward for rollout in group.rollouts] for group in groups]
+    rewards = [[rollout.raw_reward for rollout in group.scored] for group in groups if group.scored]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    n = min(len(samples) for samples in rewards)
-    figures = {f"avg@{n}": avg_at_n(rewards)}
-    if all(0.0 <= reward <= 1.0 for samples in rewards for reward in samples):
+    n = min(len(group.rollouts) for group in groups)
+    figures = {f"avg@{n}": avg_at_n(rewards)} if rewards else {}
+    if rewards and all(0.0 <= reward <= 1.0 for samples in rewards for reward in samples):
         low, high = confidence_interval([math.fsum(samples) / len(samples) for samples in rewards])
         figures |= {f"avg@{n}_ci95_low": low, f"avg@{n}_ci95_high": high}
     for k in numbers_of_k(n):
-        counts = [(len(samples), sum(reward >= CORRECT for reward in samples)) for samples in rewards]
+        counts = [(len(s), sum(reward >= CORRECT for reward in s)) for s in rewards if len(s) >= k]
+        if not counts:
+            continue
         figures[f"pass@{k}"] = math.fsum(pass_at_k(total, correct, k) for total, correct in counts) / len(counts)
     lengths = [rollout.length for rollout in rollouts]
     return figures | {
@@ -145,9 +147,9 @@ def file_rows(groups: Sequence[Group], sources: Sequence[DataSourceConfig]) -> l
 
 
 def _row(file: str, groups: Sequence[Group]) -> FileRow:
-    rewards = [[rollout.raw_reward for rollout in group.rollouts] for group in groups]
+    rewards = [[rollout.raw_reward for rollout in group.scored] for group in groups if group.scored]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    if not rollouts:
+    if not rewards:
         return FileRow(file, len(groups), 0)
     n = min(len(samples) for samples in rewards)
     counts = [(len(samples), sum(reward >= CORRECT for reward in samples)) for samples in rewards]

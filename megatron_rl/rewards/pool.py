@@ -1,4 +1,7 @@
-"""A pool of reward workers. Each has one task at a time; a task that exceeds its limits is ended."""
+"""A pool of reward workers. A task that exceeds its limits is ended; tasks that wait share a worker.
+
+A thread of the pool hands tasks out and collects their outcomes, so that responses are scored while others are sampled.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_rl.errors import InputError, printable
-from megatron_rl.rewards.worker import BrokenFrames, end_descendants, read_frame, write_frame
+from megatron_rl.rewards.worker import BrokenFrames, end_descendants, longest_wait_s, read_frame, write_frame
 
 WALL_PER_CPU = 4.0  # wall seconds per allowed processor second, for tasks that sleep and busy machines
 _START_S = 300.0  # longest start of a worker, with imports over a slow file system
@@ -29,21 +34,50 @@ _PROGRAM = "from megatron_rl.rewards.worker import main; main()"
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
+Task = Mapping[str, Any]
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one task: a value, or the reason for its absence."""
+    """Result of one task: a value, or the reason for its absence. ``retries``: calls that were made again for it."""
 
     value: float = 0.0
     failure: Literal["", "limit", "crash", "error"] = ""
     detail: str = ""
+    retries: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
+class _Item:
+    """A task that waits or is under way."""
+
+    task: Task
+    future: Future[Outcome]
+    was_lost: bool = False  # with a worker that it shared: it may not be to blame
+
+
+@dataclass(frozen=True)
+class _Style:
+    is_async: bool = False
+    takes_lists: bool = False
+
+
+@dataclass(eq=False)
+class _Call:
+    """What a worker computes: one task, or several with one call of a function that takes lists."""
+
+    items: list[_Item]
+    style: _Style
+    deadline: float
+
+
+@dataclass(eq=False)
 class _Worker:
     process: subprocess.Popen
-    deadline: float
+    share: int  # of `concurrency`
+    start_deadline: float
     ready: bool = False
-    task: int | None = None  # index of the task at hand
+    calls: dict[int, _Call] = field(default_factory=dict)  # by id
 
     @property
     def replies(self) -> int:
@@ -55,13 +89,32 @@ class _Worker:
         assert self.process.stdin is not None
         return self.process.stdin.fileno()
 
+    @property
+    def deadline(self) -> float:
+        """When the next of its calls is over time, or its start; infinite where it has nothing to do."""
+        if not self.ready:
+            return self.start_deadline
+        return min((call.deadline for call in self.calls.values()), default=math.inf)
+
+    def room(self, style: _Style) -> int:
+        """Return how many tasks of ``style`` it can be given in one call."""
+        if not style.is_async:
+            return 0 if self.calls else self.share if style.takes_lists else 1
+        if any(not call.style.is_async for call in self.calls.values()):
+            return 0
+        left = self.share - sum(len(call.items) for call in self.calls.values())
+        return left if style.takes_lists else min(1, left)
+
 
 class WorkerPool:
     """Persistent worker processes. They are not forked from this process, which may have threads and GPUs.
 
     ``algebra``: workers grade mathematics. ``functions``: names of custom reward functions to load. Limits are per
     task: ``timeout_s`` of processor time, ``WALL_PER_CPU`` times that of wall time, ``memory_limit_mib`` beyond a
-    worker's memory at start. Workers start with the pool and get ready while the caller continues.
+    worker's memory at start. ``concurrency``: tasks of async functions that are under way at a time, over all workers.
+    ``wait_s``: limit of one call of a function that is async or takes lists; a call that fails is made again up to
+    ``retries`` times, after ``retry_wait_s`` and then twice as long each time. Workers start with the pool and get
+    ready while the caller continues.
     """
 
     def __init__(
@@ -72,6 +125,10 @@ class WorkerPool:
         memory_limit_mib: int,
         algebra: bool = True,
         functions: Sequence[str] = (),
+        concurrency: int = 1,
+        wait_s: float = 60.0,
+        retries: int = 0,
+        retry_wait_s: float = 1.0,
     ) -> None:
         self._setup = {
             "cpu_s": timeout_s,
@@ -79,17 +136,26 @@ class WorkerPool:
             "memory_limit_mib": memory_limit_mib,
             "algebra": algebra,
             "functions": list(functions),
+            "wait_s": wait_s,
+            "retries": retries,
+            "retry_wait_s": retry_wait_s,
         }
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # around what other threads see: queue, thread, end
+        self._queue: deque[_Item] = deque()
+        self._styles: dict[str, _Style] = {}
+        self._thread: threading.Thread | None = None
+        self._ends = False
+        self._problem: BaseException | None = None  # why nothing can be computed any more
+        self._bell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # wakes the thread
         self._next_id = 1
         self.num_restarts = 0
-        self._workers: list[_Worker] = []
-        for _ in range(num_workers):
-            self._workers.append(self._start())
+        at = [concurrency * number // num_workers for number in range(num_workers + 1)]
+        self._workers = [self._start(end - begin) for begin, end in pairwise(at)]
 
-    def _start(self) -> _Worker:
+    def _start(self, share: int) -> _Worker:
         paths = [_PACKAGE_ROOT, *(path for path in sys.path if path)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+        environment.setdefault("MALLOC_ARENA_MAX", "2")  # a thread's arena would count 64 MiB against the memory limit
         process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, json.dumps(self._setup)],
             stdin=subprocess.PIPE,
@@ -99,86 +165,154 @@ class WorkerPool:
             start_new_session=True,  # one signal then ends a worker together with its child
         )
         os.set_blocking(process.stdin.fileno(), False)
-        return _Worker(process, deadline=time.monotonic() + _START_S)
+        return _Worker(process, share, time.monotonic() + _START_S)
 
-    def run(self, tasks: Sequence[Mapping[str, Any]]) -> list[Outcome]:
-        """Run ``tasks`` and return their outcomes in order. Calls from several threads run one after another."""
+    # ---------------------------------------------------------------- for any thread
+
+    def submit(self, tasks: Sequence[Task]) -> list[Future[Outcome]]:
+        """Begin to run ``tasks`` and return at once. A future that is cancelled before its task begins saves the call.
+
+        Futures raise `InputError` if a function cannot be loaded, RuntimeError if no worker starts or the pool closes.
+        """
+        items = [_Item(task, Future()) for task in tasks]
         with self._lock:
-            return self._run(tasks)
+            if self._problem is not None:
+                raise self._problem
+            self._queue += items
+            if items and self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="rewards", daemon=True)
+                self._thread.start()
+            self._ring()
+        return [item.future for item in items]
 
-    def _run(self, tasks: Sequence[Mapping[str, Any]]) -> list[Outcome]:
-        outcomes: list[Outcome | None] = [None] * len(tasks)
-        waiting = deque(range(len(tasks)))
-        first_id, self._next_id = self._next_id, self._next_id + len(tasks)
-        remaining = len(tasks)
-        with selectors.DefaultSelector() as selector:
-            for worker in self._workers:
-                selector.register(worker.replies, selectors.EVENT_READ, worker)
-            while remaining:
-                for worker in [w for w in self._workers if w.ready and w.task is None]:
-                    if waiting and not self._send(worker, waiting, tasks, first_id):
-                        self._replace(worker, selector)
-                soonest = min(w.deadline for w in self._workers if w.task is not None or not w.ready)
-                events = selector.select(timeout=max(0.0, soonest - time.monotonic()))
-                for key, _ in events:
-                    remaining -= self._receive(key.data, outcomes, first_id, selector)
-                if not events:
-                    remaining -= self._expire(outcomes, selector)
-        assert all(outcome is not None for outcome in outcomes)
-        return [outcome for outcome in outcomes if outcome is not None]
+    def run(self, tasks: Sequence[Task]) -> list[Outcome]:
+        """Run ``tasks`` and return their outcomes in order."""
+        return [future.result() for future in self.submit(tasks)]
 
-    def _send(self, worker: _Worker, waiting: deque[int], tasks: Sequence[Mapping[str, Any]], first_id: int) -> bool:
-        """Send the next waiting task to ``worker``; return False if the worker has ended."""
-        deadline = time.monotonic() + self._setup["wall_s"] + _GRACE_S
+    def _ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
+            os.write(self._bell[1], b".")
+
+    # ---------------------------------------------------------------- in the pool's thread
+
+    def _work(self) -> None:
+        problem: BaseException = RuntimeError("the pool of reward workers is closed")
         try:
-            write_frame(worker.requests, {**tasks[waiting[0]], "id": first_id + waiting[0]}, deadline)
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._bell[0], selectors.EVENT_READ)
+                for worker in self._workers:
+                    selector.register(worker.replies, selectors.EVENT_READ, worker)
+                while not self._ends:
+                    self._turn(selector)
+        except BaseException as error:  # noqa: BLE001  whatever it is, callers wait for their outcomes
+            problem = error
+        with self._lock:
+            self._problem, waiting = problem, list(self._queue)
+            self._queue.clear()
+        under_way = [item for worker in self._workers for call in worker.calls.values() for item in call.items]
+        for item in under_way + waiting:
+            if not item.future.cancelled() and not item.future.done():
+                item.future.set_exception(problem)
+
+    def _turn(self, selector: selectors.BaseSelector) -> None:
+        self._hand_out(selector)
+        soonest = min((worker.deadline for worker in self._workers), default=math.inf)
+        patience = None if soonest == math.inf else max(0.0, soonest - time.monotonic())
+        for key, _ in selector.select(patience):
+            if key.data is None:
+                os.read(self._bell[0], 1 << 16)
+            elif key.data in self._workers:
+                self._receive(key.data, selector)
+        now = time.monotonic()
+        for worker in [worker for worker in self._workers if worker.deadline <= now]:
+            self._lose(worker, selector, "limit")
+
+    def _hand_out(self, selector: selectors.BaseSelector) -> None:
+        """Give workers the tasks that come next."""
+        for worker in [worker for worker in self._workers if worker.ready]:
+            while self._queue:
+                style = self._styles.get(self._queue[0].task["kind"], _Style())
+                room = worker.room(style)
+                if not room:
+                    break
+                items = self._take(room)
+                if items and not self._send(worker, items, style):
+                    self._give_back(items)
+                    self._replace(worker, selector)
+                    break
+
+    def _take(self, most: int) -> list[_Item]:
+        """Take up to ``most`` tasks of one kind from the queue, without those that nobody wants any more."""
+        with self._lock:
+            kind, items = self._queue[0].task["kind"], []
+            while self._queue and self._queue[0].task["kind"] == kind and len(items) < most:
+                item = self._queue.popleft()
+                if item.was_lost or item.future.set_running_or_notify_cancel():
+                    items.append(item)
+        return items
+
+    def _give_back(self, items: Sequence[_Item]) -> None:
+        with self._lock:
+            for item in reversed(items):
+                item.was_lost = True
+                self._queue.appendleft(item)
+
+    def _send(self, worker: _Worker, items: list[_Item], style: _Style) -> bool:
+        """Send a call to ``worker``; return False if the worker has ended."""
+        waits = style.is_async or style.takes_lists
+        now, number = time.monotonic(), self._next_id
+        limit = longest_wait_s(self._setup) if waits else self._setup["wall_s"]
+        call = _Call(items, style, now + limit + _GRACE_S)
+        kind, self._next_id = items[0].task["kind"], number + 1
+        try:
+            message = {"id": number, "kind": kind, "tasks": [item.task for item in items]}
+            write_frame(worker.requests, message, now + _GRACE_S)
         except (OSError, BrokenFrames):
             return False
-        worker.task, worker.deadline = waiting.popleft(), deadline
+        worker.calls[number] = call
         return True
 
-    def _receive(
-        self, worker: _Worker, outcomes: list[Outcome | None], first_id: int, selector: selectors.BaseSelector
-    ) -> int:
-        """Read one message and return the number of tasks that it ends."""
+    def _receive(self, worker: _Worker, selector: selectors.BaseSelector) -> None:
+        """Read one message of ``worker``."""
         try:
-            message = read_frame(worker.replies, worker.deadline, _MOST_REPLY_BYTES)
+            message = read_frame(worker.replies, time.monotonic() + _GRACE_S, _MOST_REPLY_BYTES)
         except BrokenFrames:
             message = None
         if message is None:  # the process is gone, or a reward function wrote into its pipe
-            return self._lose(worker, outcomes, selector, "crash")
-        if not worker.ready and "fatal" in message:
+            self._lose(worker, selector, "crash")
+        elif not worker.ready and "fatal" in message:
             raise InputError(message["fatal"])
-        if "ready" in message:
+        elif "ready" in message:
             worker.ready = True
-            return 0
-        if worker.task is None or message.get("id") != first_id + worker.task:
-            return 0
-        outcomes[worker.task] = _outcome(message)
-        worker.task = None
-        return 1
+            self._styles = {kind: _Style(*style) for kind, style in message["styles"].items()}
+        elif isinstance(number := message.get("id"), int) and number in worker.calls:
+            items = worker.calls.pop(number).items
+            for item, outcome in zip(items, _outcomes(message, len(items)), strict=True):
+                item.future.set_result(outcome)
 
-    def _expire(self, outcomes: list[Outcome | None], selector: selectors.BaseSelector) -> int:
-        now = time.monotonic()
-        late = [w for w in self._workers if (w.task is not None or not w.ready) and w.deadline <= now]
-        return sum(self._lose(worker, outcomes, selector, "limit") for worker in late)
-
-    def _lose(
-        self, worker: _Worker, outcomes: list[Outcome | None], selector: selectors.BaseSelector, failure: str
-    ) -> int:
+    def _lose(self, worker: _Worker, selector: selectors.BaseSelector, failure: Literal["limit", "crash"]) -> None:
+        """End ``worker``, which died or is over time. A task that was not alone on it is computed once more."""
         if not worker.ready:
             raise RuntimeError(
                 f"a reward worker did not start (exit status {worker.process.poll()}); its messages are on stderr"
             )
-        if worker.task is not None:
-            outcomes[worker.task] = Outcome(failure=failure)  # type: ignore[arg-type]
+        now, calls = time.monotonic(), list(worker.calls.values())
+        worker.calls = {}
+        for call in calls:
+            is_late = failure == "limit" and call.deadline <= now
+            if len(calls) > 1 and not is_late and not any(item.was_lost for item in call.items):
+                self._give_back(call.items)
+            else:
+                for item in call.items:
+                    item.future.set_result(Outcome(failure=failure))
         self._replace(worker, selector)
-        return int(worker.task is not None)
 
     def _replace(self, worker: _Worker, selector: selectors.BaseSelector) -> None:
+        for call in worker.calls.values():
+            self._give_back(call.items)
         selector.unregister(worker.replies)
         _end(worker.process)
-        fresh = self._start()
+        fresh = self._start(worker.share)
         self._workers[self._workers.index(worker)] = fresh
         selector.register(fresh.replies, selectors.EVENT_READ, fresh)
         self.num_restarts += 1
@@ -189,9 +323,19 @@ class WorkerPool:
 
     def close(self) -> None:
         """End all workers. May be called twice."""
-        workers, self._workers = self._workers, []
-        for worker in workers:
+        with self._lock:
+            was_closed, self._ends = self._ends, True
+            self._problem = self._problem or RuntimeError("the pool of reward workers is closed")
+        if was_closed:
+            return
+        if self._thread is not None:
+            self._ring()
+            self._thread.join(2 * _GRACE_S)
+        for worker in self._workers:
             _end(worker.process)
+        self._workers = []
+        for end in self._bell:
+            os.close(end)
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -200,10 +344,24 @@ class WorkerPool:
         self.close()
 
 
-def _outcome(message: Mapping[str, Any]) -> Outcome:
-    """Return the outcome in a worker's message; a crash if the message is not valid."""
-    value, detail = message.get("value", 0.0), message.get("error", "")
-    failure = message.get("failure") or ("error" if "error" in message else "")
+def _outcomes(message: Mapping[str, Any], count: int) -> list[Outcome]:
+    """Return the outcomes of a call's ``count`` tasks from a worker's message; crashes if it is not valid."""
+    results = message.get("results", [message] * count)
+    if not isinstance(results, list) or len(results) != count:
+        return [Outcome(failure="crash")] * count
+    outcomes = [_outcome(result) for result in results]
+    retries = message.get("retries", 0)
+    if outcomes and type(retries) is int and retries > 0:
+        outcomes[0] = replace(outcomes[0], retries=retries)
+    return outcomes
+
+
+def _outcome(result: Any) -> Outcome:
+    """Return the outcome of a task from a worker's answer; a crash if it is not valid."""
+    if not isinstance(result, dict):
+        return Outcome(failure="crash")
+    value, detail = result.get("value", 0.0), result.get("error", "")
+    failure = result.get("failure") or ("error" if "error" in result else "")
     if type(value) not in (int, float) or not math.isfinite(value) or not isinstance(detail, str):
         return Outcome(failure="crash")
     if failure not in ("", "limit", "crash", "error"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -50,7 +52,7 @@ class Failure:
     def text(self) -> str:
         """The failure for the log: prompt, response and traceback."""
         response = self.response if len(self.response) <= 200 else self.response[:200] + " …"
-        head = f"the reward of prompt {self.prompt} {_WHAT[self.kind]} and counts as 0; the response was {response!r}"
+        head = f"the reward of prompt {self.prompt} {_WHAT[self.kind]}; the response was {response!r}"
         return head + (f"\n{self.detail.rstrip()}" if self.detail else "")
 
     @property
@@ -75,9 +77,10 @@ def refuse_too_many(num_failed: int, num_scored: int, limit: float, failures: Se
     """Raise `RewardFault` if more than the share ``limit`` of the responses failed."""
     if num_failed <= limit * num_scored:
         return
+    allowed = f"reward.max_error_frac allows ({limit:g})" if limit else "reward.on_error: end allows"
     raise RewardFault(
-        f"{num_failed} of {num_scored} responses could not be scored, more than reward.max_error_frac allows "
-        f"({limit:g}); log.txt has an example of each kind; {failures[0].summary}"
+        f"{num_failed} of {num_scored} responses could not be scored, more than {allowed}; log.txt has an example of "
+        f"each kind; {failures[0].summary}"
     )
 
 
@@ -127,7 +130,7 @@ class Rewarder:
     """Sets ``raw_reward``, ``reward`` and ``masked`` of rollouts.
 
     Scoring is local: each rank scores the groups that it has. If the reward needs worker processes, they start with the
-    Rewarder and get ready while the engines start; `close` ends them.
+    Rewarder and get ready while the engines start; `close` ends them. ``has_functions``: whether `begin` has an effect.
     """
 
     def __init__(self, config: RewardConfig, max_response_length: int, sources: Iterable[str] = ()) -> None:
@@ -144,22 +147,54 @@ class Rewarder:
                 memory_limit_mib=config.memory_limit_mib,
                 algebra="math" in names,
                 functions=functions,
+                concurrency=config.concurrency,
+                wait_s=config.wait_s,
+                retries=config.retries,
+                retry_wait_s=config.retry_wait_s,
             )
+        self.has_functions = bool(functions)
+        self._begun: dict[int, tuple[weakref.ref, Future[Outcome]]] = {}  # by id of the rollout
         self.failures: list[Failure] = []  # of the latest `score`, one of each kind
+
+    def begin(self, prompt: Prompt, rollouts: Iterable[Rollout]) -> None:
+        """Begin to score responses with the user's function, and return at once; `score` waits for what is left.
+
+        Any thread may call it. Built-in rewards are quick, so they are left to `score`. Responses that are dropped
+        before `score` are not scored, unless their call is under way.
+        """
+        pool, name = self._pool, self._name_of(prompt)
+        if pool is None or ":" not in name:
+            return
+        rollouts = list(rollouts)
+        try:
+            futures = pool.submit([_task(name, prompt, rollout) for rollout in rollouts])
+        except (InputError, RuntimeError):
+            return  # `score` meets and raises it, on the thread that can act on it
+        for rollout, future in zip(rollouts, futures, strict=True):
+            key = id(rollout)
+
+            def forget(_: weakref.ref, key: int = key, future: Future[Outcome] = future) -> None:
+                future.cancel()
+                self._begun.pop(key, None)
+
+            self._begun[key] = (weakref.ref(rollout, forget), future)
 
     def score(self, groups: Sequence[Group]) -> dict[str, float]:
         """Score every rollout in place and return metrics.
 
-        A response whose scoring failed gets 0 and is counted in ``reward/timeouts`` (over its time or memory limit),
+        A response whose scoring failed is counted in ``reward/timeouts`` (over its time or memory limit),
         ``reward/worker_failures`` (its worker died) or ``reward/errors`` (a reward function raised or did not return a
-        number). `failures` then has an example of each kind.
+        number). `failures` then has an example of each kind. The response gets 0. If its reward is a function and
+        `reward.on_error` is mask, it is also ``unscored`` and ``masked``.
         """
         rollouts = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
         verdicts = [self._verdict(prompt, rollout) for prompt, rollout in rollouts]
         outcomes = self._settle(verdicts)
-        for (_, rollout), outcome in zip(rollouts, outcomes):
+        for (prompt, rollout), outcome in zip(rollouts, outcomes):
             rollout.raw_reward = outcome.value
             self._shape(rollout)
+            if outcome.failure and self._config.on_error == "mask" and ":" in self._name_of(prompt):
+                rollout.reward, rollout.unscored, rollout.masked = 0.0, True, True
         self.failures = _failures(rollouts, outcomes)
         return _metrics([rollout for _, rollout in rollouts], outcomes)
 
@@ -195,44 +230,52 @@ class Rewarder:
             )
         return Trial(prompt, response, outcome.value)
 
-    def _verdict(self, prompt: Prompt, rollout: Rollout) -> float | Task:
-        """Return the reward, or the task for a worker that computes it."""
+    def _name_of(self, prompt: Prompt) -> str:
+        """Return the reward of ``prompt``."""
         name = self._config.name
-        if name == "by_source":
-            if prompt.data_source not in self._config.by_source:
-                check_reward(self._config, self._max_response_length, [prompt.data_source])
-            name = self._config.by_source[prompt.data_source]
+        if name != "by_source":
+            return name
+        if prompt.data_source not in self._config.by_source:
+            check_reward(self._config, self._max_response_length, [prompt.data_source])
+        return self._config.by_source[prompt.data_source]
+
+    def _verdict(self, prompt: Prompt, rollout: Rollout) -> float | Task | Future[Outcome]:
+        """Return the reward, or the task for a worker that computes it, or its future where `begin` sent the task."""
+        begun = self._begun.pop(id(rollout), None)
+        if begun is not None:
+            return begun[1]
+        name = self._name_of(prompt)
         if name == "math":
             return math_verdict(rollout.text, prompt.answer, self._config.accept_unevaluated)
         if name in _IN_PLACE:
             return _IN_PLACE[name](rollout.text, prompt.answer)
-        return {
-            "kind": name,
-            "data_source": prompt.data_source,
-            "solution_str": rollout.text,
-            "ground_truth": prompt.answer,
-            "extra_info": prompt.extra,
-        }
+        return _task(name, prompt, rollout)
 
-    def _settle(self, verdicts: Sequence[float | Task]) -> list[Outcome]:
-        """Compute remaining tasks in workers, equal tasks once, and return all outcomes."""
+    def _settle(self, verdicts: Sequence[float | Task | Future[Outcome]]) -> list[Outcome]:
+        """Compute remaining tasks in workers, equal tasks of mathematics once, and return all outcomes."""
+        if all(isinstance(verdict, float | int) for verdict in verdicts):
+            return [Outcome(float(verdict)) for verdict in verdicts]  # type: ignore[arg-type]
+        if self._pool is None:
+            raise RuntimeError("this Rewarder is closed")
         unique: dict[Any, int] = {}
         tasks: list[Task] = []
-        places: list[int] = []
+        places: dict[int, int] = {}
         for position, verdict in enumerate(verdicts):
             if isinstance(verdict, dict):
                 key = (verdict["candidate"], verdict["gold"]) if verdict["kind"] == "math" else position
                 if key not in unique:
                     unique[key] = len(tasks)
                     tasks.append(verdict)
-                places.append(unique[key])
-        if not tasks:
-            return [Outcome(float(verdict)) for verdict in verdicts]  # type: ignore[arg-type]
-        if self._pool is None:
-            raise RuntimeError("this Rewarder is closed")
+                places[position] = unique[key]
         computed = self._pool.run(tasks)
-        of_task = iter(places)
-        return [computed[next(of_task)] if isinstance(verdict, dict) else Outcome(verdict) for verdict in verdicts]
+        return [
+            computed[places[position]]
+            if position in places
+            else verdict.result()
+            if isinstance(verdict, Future)
+            else Outcome(verdict)
+            for position, verdict in enumerate(verdicts)
+        ]
 
     def _shape(self, rollout: Rollout) -> None:
         rollout.reward = rollout.raw_reward
@@ -256,6 +299,17 @@ class Rewarder:
         self.close()
 
 
+def _task(name: str, prompt: Prompt, rollout: Rollout) -> Task:
+    """Return the task of a worker that calls the function ``name``."""
+    return {
+        "kind": name,
+        "data_source": prompt.data_source,
+        "solution_str": rollout.text,
+        "ground_truth": prompt.answer,
+        "extra_info": prompt.extra,
+    }
+
+
 def _failures(rollouts: Sequence[tuple[Prompt, Rollout]], outcomes: Sequence[Outcome]) -> list[Failure]:
     failed = [(prompt, rollout, outcome) for (prompt, rollout), outcome in zip(rollouts, outcomes) if outcome.failure]
     return merge(
@@ -265,11 +319,15 @@ def _failures(rollouts: Sequence[tuple[Prompt, Rollout]], outcomes: Sequence[Out
 
 def _metrics(rollouts: Sequence[Rollout], outcomes: Sequence[Outcome]) -> dict[str, float]:
     count = max(len(rollouts), 1)
+    num_unscored = sum(rollout.unscored for rollout in rollouts)
+    num_scored = max(len(rollouts) - num_unscored, 1)
     failures = [outcome.failure for outcome in outcomes]
     return {
-        "critic/rewards/mean": sum(rollout.reward for rollout in rollouts) / count,
-        "critic/score/mean": sum(rollout.raw_reward for rollout in rollouts) / count,
+        "critic/rewards/mean": sum(rollout.reward for rollout in rollouts) / num_scored,
+        "critic/score/mean": sum(rollout.raw_reward for rollout in rollouts) / num_scored,
         "reward/masked_frac": sum(rollout.masked for rollout in rollouts) / count,
+        "reward/unscored_frac": num_unscored / count,
+        "reward/retries": float(sum(outcome.retries for outcome in outcomes)),
         "reward/timeouts": float(failures.count("limit")),
         "reward/worker_failures": float(failures.count("crash")),
         "reward/errors": float(failures.count("error")),

@@ -10,6 +10,8 @@ from megatron_rl.rewards.rewarder import MAX_KINDS, Failure, Rewarder, merge
 from megatron_rl.types import Group, Rollout
 
 _FAILURES = ("reward/timeouts", "reward/worker_failures", "reward/errors")
+_COUNTS = (*_FAILURES, "reward/retries")
+_SHARES = ("reward/masked_frac", "reward/unscored_frac")
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,13 @@ class Scores:
 
 def merged(shares: list[Scores]) -> Scores:
     """Return the scores of several calls as one."""
+    if len(shares) == 1:
+        return shares[0]
     count = sum(share.num_scored for share in shares)
-    metrics = {name: sum(share.metrics[name] for share in shares) for name in _FAILURES}
+    metrics = {name: sum(share.metrics[name] for share in shares) for name in _COUNTS}
     if count:
-        masked = sum(share.metrics["reward/masked_frac"] * share.num_scored for share in shares if share.num_scored)
-        metrics["reward/masked_frac"] = masked / count
+        for name in _SHARES:
+            metrics[name] = sum(share.metrics[name] * share.num_scored for share in shares if share.num_scored) / count
     return Scores(metrics, merge(failure for share in shares for failure in share.failures), count)
 
 
@@ -47,13 +51,15 @@ def score_shared(rewarder: Rewarder, groups: list[Group]) -> Scores:
     held = [(group, r) for (_, group, r), place in zip(pairs, places, strict=True) if place == rank]
     groups_here = [Group(group.prompt, [r for _, r in members]) for group, members in _runs(held)]
     counts = together("rewards could not be computed", lambda: rewarder.score(groups_here))
-    rows = gather_rows([(r.raw_reward, r.reward, r.masked) for _, r in held], places, width=3).tolist()
-    for (_, _, rollout), (raw, reward, masked) in zip(pairs, rows, strict=True):
-        rollout.raw_reward, rollout.reward, rollout.masked = raw, reward, bool(masked)
+    rows = gather_rows([(r.raw_reward, r.reward, r.masked, r.unscored) for _, r in held], places, width=4).tolist()
+    for (_, _, rollout), (raw, reward, masked, unscored) in zip(pairs, rows, strict=True):
+        rollout.raw_reward, rollout.reward = raw, reward
+        rollout.masked, rollout.unscored = bool(masked), bool(unscored)
     shares = gather_objects((counts, rewarder.failures[:MAX_KINDS]))
-    metrics = {name: sum(share[name] for share, _ in shares) for name in _FAILURES}
+    metrics = {name: sum(share[name] for share, _ in shares) for name in _COUNTS}
     if pairs:
         metrics["reward/masked_frac"] = sum(r.masked for _, _, r in pairs) / len(pairs)
+        metrics["reward/unscored_frac"] = sum(r.unscored for _, _, r in pairs) / len(pairs)
     return Scores(metrics, merge(failure for _, failures in shares for failure in failures), len(pairs))
 
 

@@ -10,8 +10,10 @@ never unpickled.
 
 Reward functions of users are named `path/to/file.py:function` or `package.module:function`. A function is called as
 ``f(response, answer)``, or by keyword as ``f(data_source, solution_str, ground_truth, extra_info)`` if it has these
-arguments (verl's convention). It returns a number, a bool or a mapping with `score`, and may be an ``async def``. Only
-worker processes load functions; the trainer's process never runs their file.
+arguments (verl's convention). It returns a number, a bool or a mapping with `score`. With the plural of these names it
+takes lists and returns a list. Calls of an ``async def`` wait beside each other in one event loop, where no kernel
+timer can tell them apart: each has a time limit of its own, and the pool replaces a worker whose loop does not go on.
+Only worker processes load functions; the trainer's process never runs their file.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ import asyncio
 import contextlib
 import ctypes
 import inspect
+import itertools
 import json
 import math
 import mmap
 import numbers
 import os
+import random
 import resource
 import select
 import signal
@@ -32,7 +36,9 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron_rl.errors import InputError
@@ -41,8 +47,10 @@ from megatron_rl.process.user_functions import load_function
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LIMIT_S = 5.0  # for processes that keep starting others
 _VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+_LIST_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+_LONGEST_RETRY_S = 30.0  # most that a call waits before it is made again
+_MANY = -1  # in the place of the current task: calls of async functions are under way
 _loop = asyncio.Runner()  # one loop for all calls of a process, because a module's clients are bound to it
-Handler = Callable[[dict[str, Any]], float]
 _OWN_FILES = (os.path.dirname(os.path.abspath(__file__)) + os.sep, "<frozen ")
 _OVER_MEMORY = 77  # exit status of a child over its memory limit; processes that its task started still run
 _MAX_IDLE_DEATHS = 3  # after so many consecutive deaths of idle children, a new child would not help
@@ -101,48 +109,97 @@ def reap_ended() -> None:
             pass
 
 
-def check_signature(name: str, function: Callable[..., Any]) -> None:
-    """Raise InputError if ``function`` takes neither ``(response, answer)`` nor verl's arguments."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # written in C: its parameters cannot be read
-        return
-    try:
-        if _is_verl_style(signature):
-            signature.bind(**dict.fromkeys(_verl_arguments(signature)))
-        else:
-            signature.bind(None, None)
-    except TypeError as error:
-        raise InputError(
-            f"reward {name}: takes {signature}, which fits neither f(response, answer) nor "
-            f"f({', '.join(_VERL_ARGUMENTS)}): {error}"
-        ) from error
+@dataclass(frozen=True)
+class RewardFunction:
+    """A reward function and how it is called.
 
+    ``is_async``: an ``async def``; one worker then scores many responses at once. ``takes_lists``: one call scores many
+    responses.
+    """
 
-def _is_verl_style(signature: inspect.Signature) -> bool:
-    return {"solution_str", "ground_truth"} <= signature.parameters.keys()
+    call: Callable[..., Any]
+    is_async: bool = False
+    takes_lists: bool = False
 
+    @classmethod
+    def of(cls, name: str, function: Callable[..., Any]) -> RewardFunction:
+        """Raises InputError if ``function`` takes none of the allowed arguments. ``name`` begins the message."""
+        is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004  an object may have an async __call__
+        )
+        try:
+            signature = inspect.signature(function)
+        except ValueError:  # written in C: its parameters cannot be read
+            return cls(function, is_async)
+        names = signature.parameters.keys()
+        takes_lists = {"responses", "answers"} <= names or {"solution_strs", "ground_truths"} <= names
+        found = cls(function, is_async, takes_lists)
+        try:
+            arguments, keywords = found._arguments([dict.fromkeys(_VERL_ARGUMENTS)])
+            signature.bind(*arguments, **keywords)
+        except TypeError as error:
+            raise InputError(
+                f"reward {name}: takes {signature}, which fits neither f(response, answer) nor "
+                f"f({', '.join(_VERL_ARGUMENTS)}) nor, for lists, f(responses, answers) nor "
+                f"f({', '.join(_LIST_ARGUMENTS)}): {error}"
+            ) from error
+        return found
 
-def _verl_arguments(signature: inspect.Signature) -> list[str]:
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
-    return [key for key in _VERL_ARGUMENTS if takes_any or key in signature.parameters]
+    @property
+    def waits(self) -> bool:
+        """Whether its calls are limited by `reward.wait_s` and made again where they fail."""
+        return self.is_async or self.takes_lists
+
+    def begin(self, tasks: Sequence[Mapping[str, Any]]) -> Any:
+        """Call the function for ``tasks``, one where it takes no lists. Returns what it returns."""
+        arguments, keywords = self._arguments(tasks)
+        return self.call(*arguments, **keywords)
+
+    def scores(self, result: Any, count: int) -> list[dict[str, Any]]:
+        """Return a reply for each of ``count`` tasks. Raises TypeError or ValueError for what is no score."""
+        if not self.takes_lists:
+            return [_reply(_number(result))]
+        if isinstance(result, Mapping | str | bytes) or not isinstance(result, Iterable):
+            raise TypeError(f"the reward function returned {type(result).__name__}; expected a list of {count} scores")
+        items = list(result)
+        if len(items) != count:
+            raise ValueError(f"the reward function returned {len(items)} scores for {count} responses")
+        return [_reply_of(item) for item in items]
+
+    def _arguments(self, tasks: Sequence[Mapping[str, Any]]) -> tuple[list[Any], dict[str, Any]]:
+        try:
+            parameters = inspect.signature(self.call).parameters
+        except ValueError:
+            parameters = {}
+        own = _LIST_ARGUMENTS if self.takes_lists else _VERL_ARGUMENTS
+        if {own[1], own[2]} <= parameters.keys():
+            takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+            pairs = [pair for pair in zip(own, _VERL_ARGUMENTS, strict=True) if takes_any or pair[0] in parameters]
+            values = {name: [task[key] for task in tasks] for name, key in pairs}
+            return [], values if self.takes_lists else {name: value[0] for name, value in values.items()}
+        columns = [[task[key] for task in tasks] for key in ("solution_str", "ground_truth")]
+        return columns if self.takes_lists else [column[0] for column in columns], {}
 
 
 def call_reward(function: Callable[..., Any], task: Mapping[str, Any]) -> float:
     """Call ``function`` with the arguments that its signature asks for and return its result as a number."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:
-        signature = inspect.Signature()
-    if _is_verl_style(signature):
-        result = function(**{key: task[key] for key in _verl_arguments(signature)})
-    else:
-        result = function(task["solution_str"], task["ground_truth"])
+    result = RewardFunction(function).begin([task])
     return _number(_loop.run(_awaited(result)) if inspect.isawaitable(result) else result)
 
 
 async def _awaited(found: Awaitable[Any]) -> Any:
     return await found
+
+
+def _reply(value: float) -> dict[str, Any]:
+    return {"value": value} if math.isfinite(value) else {"error": f"the reward was {value}"}
+
+
+def _reply_of(item: Any) -> dict[str, Any]:
+    try:
+        return _reply(_number(item))
+    except (TypeError, ValueError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def _number(result: Any) -> float:
@@ -225,21 +282,16 @@ def _read_exactly(fd: int, size: int, deadline: float) -> bytes | None:
     return bytes(data)
 
 
-def _handlers(setup: dict[str, Any]) -> dict[str, Handler]:
+def _handlers(setup: dict[str, Any]) -> dict[str, RewardFunction]:
     """Return the functions that this worker can compute. All imports happen here, before any child exists."""
-    handlers: dict[str, Handler] = {}
+    handlers: dict[str, RewardFunction] = {}
     if setup["algebra"]:
         from megatron_rl.rewards.algebra import NumericAlgebra
         from megatron_rl.rewards.compare import same
 
-        algebra = NumericAlgebra()
-        handlers["math"] = lambda task: float(
-            same(task["candidate"], task["gold"], algebra, task.get("accept_unevaluated", False))
-        )
+        handlers["math"] = RewardFunction(partial(same, algebra=NumericAlgebra()))
     for name in setup["functions"]:
-        function = load_function(name)
-        check_signature(name, function)
-        handlers[name] = lambda task, function=function: call_reward(function, task)
+        handlers[name] = RewardFunction.of(name, load_function(name))
     return handlers
 
 
@@ -257,30 +309,134 @@ def _limit_memory(more_mib: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _serve(requests: int, replies: int, busy: mmap.mmap, handlers: dict[str, Handler], setup: dict[str, Any]) -> None:
-    """Run the child: compute until the requests end."""
-    die_with_parent()
-    _limit_memory(setup["memory_limit_mib"])
-    while (task := read_frame(requests)) is not None:
-        busy[:8] = struct.pack("<q", task["id"])
-        signal.setitimer(signal.ITIMER_PROF, setup["cpu_s"])
-        signal.setitimer(signal.ITIMER_REAL, setup["wall_s"])
-        reply: dict[str, Any] = {"id": task["id"]}
-        ends = False
-        try:
-            value = float(handlers[task["kind"]](task))
-            reply |= {"value": value} if math.isfinite(value) else {"error": f"the reward was {value}"}
-        except MemoryError:
-            reply["failure"] = "limit"
-            ends = True
-        except (Exception, SystemExit) as error:  # noqa: BLE001  a reward function may raise anything
-            reply["error"] = _trace(error)[-2000:]
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        write_frame(replies, reply)
-        busy[:8] = bytes(8)
-        if ends:
+def longest_wait_s(setup: Mapping[str, Any]) -> float:
+    """Return the most seconds that a call takes with all its retries, where functions are async or take lists."""
+    retries = range(setup["retries"])
+    return setup["wait_s"] * (len(retries) + 1) + sum(_before_retry_s(setup, number) for number in retries)
+
+
+def _before_retry_s(setup: Mapping[str, Any], number: int) -> float:
+    return min(setup["retry_wait_s"] * 2.0**number, _LONGEST_RETRY_S)
+
+
+class _Child:
+    """Computes what it reads from ``requests`` until they end. ``busy``: shows the parent the call at hand.
+
+    A function that is no ``async def`` has the process to itself. The calls of the others run in one event loop.
+    """
+
+    def __init__(
+        self,
+        requests: int,
+        replies: int,
+        busy: mmap.mmap,
+        functions: dict[str, RewardFunction],
+        setup: dict[str, Any],
+    ) -> None:
+        self._requests, self._replies, self._busy = requests, replies, busy
+        self._functions, self._setup = functions, setup
+        self._calls: set[asyncio.Task] = set()
+
+    def serve(self) -> None:
+        die_with_parent()
+        _limit_memory(self._setup["memory_limit_mib"])
+        if any(function.is_async for function in self._functions.values()):
+            asyncio.run(self._serve_many())
+            return
+        while (call := read_frame(self._requests)) is not None:
+            self._compute(call)
+
+    async def _serve_many(self) -> None:
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def arrived() -> None:
+            try:
+                call = read_frame(self._requests)
+                if call is None:
+                    loop.remove_reader(self._requests)
+                    ended.set_result(None)
+                elif self._functions[call["kind"]].is_async:
+                    self._mark(_MANY)
+                    task = loop.create_task(self._await(call))
+                    self._calls.add(task)
+                    task.add_done_callback(self._done)
+                else:
+                    self._compute(call)
+            except BaseException as error:  # noqa: BLE001  else the event loop logs it and goes on
+                ended.set_exception(error)
+
+        loop.add_reader(self._requests, arrived)
+        await ended
+
+    def _done(self, task: asyncio.Task) -> None:
+        self._calls.discard(task)
+        if not self._calls:
+            self._mark(0)
+
+    def _mark(self, number: int) -> None:
+        self._busy[:8] = struct.pack("<q", number)
+
+    def _timers(self, cpu_s: float, wall_s: float) -> None:
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        signal.setitimer(signal.ITIMER_REAL, wall_s)
+
+    def _compute(self, call: dict[str, Any]) -> None:
+        """Answer a call whose function may be killed."""
+        function, setup = self._functions[call["kind"]], self._setup
+        limits = (0.0, setup["wait_s"]) if function.takes_lists else (setup["cpu_s"], setup["wall_s"])
+        self._mark(call["id"])
+        reply: dict[str, Any] = {"id": call["id"]}
+        for number in itertools.count():
+            self._timers(*limits)
+            try:
+                result = _of_math(function, call) if call["kind"] == "math" else function.begin(call["tasks"])
+                if inspect.isawaitable(result):
+                    result = _loop.run(_awaited(result))
+                reply["results"] = function.scores(result, len(call["tasks"]))
+            except MemoryError:
+                reply["failure"] = "limit"
+            except (Exception, SystemExit) as error:  # noqa: BLE001  a reward function may raise anything
+                reply["error"] = _trace(error)[-2000:]
+            self._timers(0, 0)
+            if "error" not in reply or not function.takes_lists or number == setup["retries"]:
+                break
+            del reply["error"]
+            time.sleep(self._pause_s(number))
+        write_frame(self._replies, reply | {"retries": number})
+        self._mark(0)
+        if "failure" in reply:
             os._exit(_OVER_MEMORY)
+
+    async def _await(self, call: dict[str, Any]) -> None:
+        """Answer a call of an async function. Each attempt has `reward.wait_s`."""
+        function, setup = self._functions[call["kind"]], self._setup
+        for number in itertools.count():
+            reply: dict[str, Any] = {"id": call["id"], "retries": number}
+            try:
+                async with asyncio.timeout(setup["wait_s"]) as limit:
+                    result = await function.begin(call["tasks"])
+                reply["results"] = function.scores(result, len(call["tasks"]))
+                break
+            except MemoryError:
+                reply["failure"] = "limit"
+            except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  it may raise anything
+                reply |= {"failure": "limit"} if limit.expired() else {"error": _trace(error)[-2000:]}
+            if number == setup["retries"]:
+                break
+            await asyncio.sleep(self._pause_s(number))
+        write_frame(self._replies, reply)
+
+    def _pause_s(self, number: int) -> float:
+        """Seconds before retry ``number``, shortened by chance so that calls which failed together do not return so."""
+        return _before_retry_s(self._setup, number) * random.uniform(0.5, 1.0)
+
+
+def _of_math(function: RewardFunction, call: dict[str, Any]) -> float:
+    (task,) = call["tasks"]
+    return float(
+        function.call(task["candidate"], task["gold"], accept_unevaluated=task.get("accept_unevaluated", False))
+    )
 
 
 def _wait_for(pid: int) -> int:
@@ -307,12 +463,13 @@ def main() -> None:
         return
     busy = mmap.mmap(-1, 8)  # id of the current task, in shared memory because a killed child cannot report it
     adopt_orphans()
-    write_frame(replies, {"ready": os.getpid()})
+    styles = {name: [function.is_async, function.takes_lists] for name, function in handlers.items()}
+    write_frame(replies, {"ready": os.getpid(), "styles": styles})
     idle_deaths = 0
     while idle_deaths < _MAX_IDLE_DEATHS:
         pid = os.fork()
         if pid == 0:
-            _serve(requests, replies, busy, handlers, setup)
+            _Child(requests, replies, busy, handlers, setup).serve()
             os._exit(0)
         status = _wait_for(pid)
         end_descendants(os.getpid(), reap=True)  # end the processes that the task started
@@ -321,6 +478,8 @@ def main() -> None:
         if os.WIFEXITED(status) and os.WEXITSTATUS(status) == _OVER_MEMORY:
             continue
         task_id = struct.unpack("<q", busy[:8])[0]
+        if task_id == _MANY:
+            sys.exit("reward worker: ended by one of several calls that were under way; the pool starts another")
         busy[:8] = bytes(8)
         idle_deaths = 0 if task_id else idle_deaths + 1
         if task_id:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -130,6 +130,19 @@ class Generator(Protocol):
 
     def close(self) -> None:
         """End the engine, leaving the learner's process groups as they are. Safe to call twice."""
+        ...
+
+
+Listener = Callable[[Prompt, list[Rollout]], None]
+"""Gets a prompt and the responses to it that this rank owns, once all of these are complete."""
+
+
+@runtime_checkable
+class AnnouncingGenerator(Protocol):
+    """A `Generator` that tells of responses while it samples others, so that they can be scored meanwhile."""
+
+    def announce_to(self, listener: Listener) -> None:
+        """Call ``listener`` with what becomes complete from now on. It must return at once; any thread may call it."""
         ...
 
 

@@ -23,6 +23,7 @@ import gc
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -49,6 +50,7 @@ from megatron_rl.process.threads import limited
 from megatron_rl.rollout import process_state
 from megatron_rl.rollout.engine_arguments import engine_arguments, runs_eagerly
 from megatron_rl.rollout.generator import (
+    Listener,
     RolloutError,
     Sampling,
     check_lengths,
@@ -111,6 +113,7 @@ class VllmGenerator:
         check_weights(HFFolder(model_path), self._architecture)
         self._shapes = model_shapes(self._architecture)
         self._policy_version, self._broken, self._stats = 0, "", {}
+        self._listener: Listener | None = None
         self._wants_weights = self._wants_cache = False  # since they were given up in `sleep`
         start = time.perf_counter()
         kinds = rollout_fp32_products(config.dtype, self._precision)
@@ -159,6 +162,10 @@ class VllmGenerator:
         self._stats |= throughput(rollouts, time.perf_counter() - start)
         return make_groups(prompts, num_samples, rollouts)
 
+    def announce_to(self, listener: Listener) -> None:
+        """Call ``listener`` with the responses to a prompt that this rank owns, between two steps of the engine."""
+        self._listener = listener
+
     def _generate(
         self, requests: list[Request], sampling: Sampling, records: bool
     ) -> list[Rollout | None] | RolloutError:
@@ -173,12 +180,7 @@ class VllmGenerator:
                 process_state.compilation(not runs_eagerly(self._config, self._device)),
                 limited(self._config.hang_limit_s, "the rollout engine (rollout.deadline_s)"),
             ):
-                outputs = self._run_engine(requests, sampling)
-            size = self._config.tensor_parallel  # ranks of one engine have the same outputs, and own every size-th
-            return [
-                self._to_rollout(request, output, records, sampling) if number % size == self._rank % size else None
-                for number, (request, output) in enumerate(zip(requests, outputs, strict=True))
-            ]
+                return self._run_engine(requests, sampling, records)
         except RolloutError as error:
             return error
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks are waiting
@@ -186,23 +188,45 @@ class VllmGenerator:
             failure.__cause__ = error
             return failure
 
-    def _run_engine(self, requests: list[Request], sampling: Sampling) -> list[Any]:
+    def _run_engine(self, requests: list[Request], sampling: Sampling, records: bool) -> list[Rollout | None]:
         fields = [sampling_fields(sampling, request.seed, self._stop_token_ids) for request in requests]
         params = [sampling_params(of_request, sampling.candidates) for of_request in fields]
         prompts = [{"prompt_token_ids": request.prompt.tokens} for request in requests]
-        engine, outputs, num_steps = self._llm.llm_engine, [], 0
+        engine, num_steps = self._llm.llm_engine, 0
         request_ids = self._llm.enqueue(prompts, params, use_tqdm=False) if requests else []
+        places = {name.partition("-")[0]: place for place, name in enumerate(request_ids)}  # vLLM appends to our names
+        size = self._config.tensor_parallel  # ranks of one engine have the same outputs, and own every size-th
+        owned = [place % size == self._rank % size for place in range(len(requests))]
+        sizes = Counter(request.row for request, is_owned in zip(requests, owned, strict=True) if is_owned)
+        complete: dict[int, list[Rollout]] = {row: [] for row in sizes}
+        rollouts: list[Rollout | None] = [None] * len(requests)
+        num_finished, problem = 0, None
         deadline = time.monotonic() + (self._config.deadline_s or math.inf)
         while engine.has_unfinished_requests():
-            outputs += [output for output in engine.step() if output.finished]
-            num_steps += 1
+            finished = [(places[output.request_id], output) for output in engine.step() if output.finished]
+            num_steps, num_finished = num_steps + 1, num_finished + len(finished)
+            for place, output in finished:
+                if not owned[place]:
+                    continue
+                request = requests[place]
+                try:
+                    rollouts[place] = rollout = self._to_rollout(request, output, records, sampling)
+                except Exception as error:  # noqa: BLE001 - the other ranks of the engine go on with the next step
+                    problem = problem or error
+                    continue
+                complete[request.row].append(rollout)
+                if len(complete[request.row]) == sizes[request.row] and self._listener is not None:
+                    self._listener(request.prompt, complete[request.row])
             if num_steps % STEPS_PER_DEADLINE_CHECK == 0 and self._any_tensor_rank(time.monotonic() > deadline):
                 engine.abort_request(request_ids, internal=True)
                 raise RolloutError(
-                    f"generation passed rollout.deadline_s ({self._config.deadline_s} s) with {len(outputs)} of "
+                    f"generation passed rollout.deadline_s ({self._config.deadline_s} s) with {num_finished} of "
                     f"{len(requests)} responses finished"
                 )
-        return sorted(outputs, key=lambda output: int(output.request_id))
+        if problem is not None:
+            raise problem
+        assert num_finished == len(requests), f"{num_finished} responses to {len(requests)} requests"
+        return rollouts
 
     def _any_tensor_rank(self, flag: bool) -> bool:
         """Ranks of one engine take every step together, so they have to stop together."""

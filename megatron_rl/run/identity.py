@@ -57,6 +57,10 @@ MAY_CHANGE = (
     "rollout.verify_refit",
     "rollout.servers.*",
     "reward.num_workers",
+    "reward.concurrency",
+    "reward.wait_s",
+    "reward.retries",
+    "reward.retry_wait_s",
     # Limits that end a run.
     "rollout.deadline_s",
     "reward.max_error_frac.*",

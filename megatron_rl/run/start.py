@@ -33,7 +33,7 @@ from megatron_rl.rewards import Rewarder
 from megatron_rl.rewards.rewarder import refuse_too_many
 from megatron_rl.rewards.shared import Scores, score_shared
 from megatron_rl.rollout import Generator
-from megatron_rl.rollout.generator import RolloutInterrupted
+from megatron_rl.rollout.generator import AnnouncingGenerator, RolloutInterrupted
 from megatron_rl.run.engines import load_beside, make_learner, start_generator
 from megatron_rl.run.evidence import Evidence
 from megatron_rl.run.identity import (
@@ -113,9 +113,11 @@ class Run:
         return scores
 
     def refuse_failures(self, scores: Scores, step: int) -> None:
-        """Raise `RewardFault` where more of ``scores`` failed than `reward.max_error_frac` allows."""
-        limits = self.recipe.reward.max_error_frac
-        refuse_too_many(scores.num_failed, scores.num_scored, limits.later if step else limits.first, scores.failures)
+        """Raise `RewardFault` where more of ``scores`` failed than `reward.max_error_frac` or `on_error` allows."""
+        reward = self.recipe.reward
+        limit = reward.max_error_frac.later if step else reward.max_error_frac.first
+        limit = 0.0 if reward.on_error == "end" else limit
+        refuse_too_many(scores.num_failed, scores.num_scored, limit, scores.failures)
 
     def save(self, taken: dict[str, Any] | None = None) -> Path:
         """Write a checkpoint that continues the run exactly. Then delete those kept by none of `keep_last`, `keep_best`
@@ -226,6 +228,8 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
             yield None
             return
         stack.callback(generator.close)
+        if prepared.rewarder.has_functions and isinstance(generator, AnnouncingGenerator):
+            generator.announce_to(prepared.rewarder.begin)
         _confirm_precision(recipe, prepared, learner, generator, monitor)
         ahead = make_lookahead(recipe, sampler, generator)
         saving = Saving(recipe.checkpoint, directory.checkpoints, learner, monitor.log)

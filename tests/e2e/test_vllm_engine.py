@@ -388,6 +388,20 @@ class TestRefit:
             pass
 
 
+def test_groups_are_announced_while_others_are_sampled():
+    """One prompt after the other fits, so that the first group is complete before the last one begins."""
+    announced, left = [], []
+    with engine(max_num_seqs=2, verify_refit=False, record_routes=False) as generator:
+        core = generator._llm.llm_engine
+        generator.announce_to(
+            lambda prompt, rollouts: (announced.append((prompt, rollouts)), left.append(core.has_unfinished_requests()))
+        )
+        groups = generator.rollout(prompts(4), 2, policy_version=0, step=0)
+    assert left[0]
+    found = {prompt.id: {id(rollout) for rollout in rollouts} for prompt, rollouts in announced}
+    assert found == {group.prompt.id: {id(rollout) for rollout in group.rollouts} for group in groups}
+
+
 def test_preempted_responses_are_the_same_responses():
     """A cache too small for all running responses makes the engine drop some and start them again."""
     fields = {"max_response_length": 300, "stop_token_ids": [], "verify_refit": False}

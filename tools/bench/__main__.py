@@ -37,6 +37,7 @@ SMOKE: dict[str, str] = {
     "generation": "--prompts 1 --group 2 --length 4 --rounds 1",
     "growth": "--rounds 1 --only batch",
     "head": "--tokens 16 --width 16 --vocab 256 --rounds 1",
+    "judge": "--steps 1 --prompts 2 --seconds 0.01 --only 0",
     "learner": "--sequences 2 --length 16 --rounds 1",
     "objective": "--tokens 4096 --length 64 --threads 1 --repeats 1 --most 1000",
     "old_logprobs": "--sequences 2 --length 16 --rounds 1",

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from megatron_rl.errors import InputError
 from megatron_rl.process.ranks import any_rank, gather_objects, world_rank
-from megatron_rl.rollout.generator import Arrival, LegCounts, RolloutError, RolloutInterrupted
+from megatron_rl.rollout.generator import Arrival, LegCounts, Listener, RolloutError, RolloutInterrupted
 from megatron_rl.rollout.requests import Request, known_everywhere
 from megatron_rl.rollout.servers.dispatch import Dispatch
 from megatron_rl.types import Group, Prompt, Rollout
@@ -111,11 +111,14 @@ class Taken:
 class Arrivals:
     """One rank's share of a batch, group by group: filled by the event loop's thread, emptied by the main thread.
 
-    ``news`` is notified of every complete group.
+    ``news`` is notified of every complete group, and ``listener`` gets it.
     """
 
-    def __init__(self, requests: Sequence[Request], news: threading.Condition) -> None:
-        self._news = news
+    def __init__(
+        self, requests: Sequence[Request], news: threading.Condition, listener: Listener | None = None
+    ) -> None:
+        self._news, self._listener = news, listener
+        self._prompts = {request.row: request.prompt for request in requests}
         self._missing = Counter(request.row for request in requests)
         self._fetched: dict[int, list[Rollout]] = {place: [] for place in self._missing}
         self._counts: dict[int, LegCounts] = {place: LegCounts() for place in self._missing}
@@ -147,6 +150,8 @@ class Arrivals:
             self._missing[place] -= 1
             if not self._missing[place]:
                 self._complete.append((place, time.perf_counter()))
+                if self._listener is not None:
+                    self._listener(self._prompts[place], list(self._fetched[place]))
                 self._news.notify_all()
 
     # ---------------------------------------------------------------- in the main thread

@@ -31,6 +31,7 @@ from megatron_rl.process.ranks import gather_objects, together, world_rank
 from megatron_rl.rollout.generator import (
     Arrival,
     LegCounts,
+    Listener,
     RolloutError,
     Sampling,
     check_lengths,
@@ -178,6 +179,7 @@ class ServerGenerator:
         self._config = config
         self._max_prompt_length, self._sampling = max_prompt_length, Sampling.from_config(config)
         self._policy_version, self._num_begun = 0, 0
+        self._listener: Listener | None = None
         self._stats: dict[str, float] = {}
         self._overlaps = config.in_flight.mode != "finish"  # batches and weights do not wait for each other
         self._news = threading.Condition()  # a group is complete, or a batch has ended
@@ -265,7 +267,7 @@ class ServerGenerator:
         self._num_begun += 1
         if self._sampler is not None:
             mine = [request for request, owner in zip(requests, owners, strict=True) if owner == world_rank()]
-            arrivals = Arrivals(mine, self._news)
+            arrivals = Arrivals(mine, self._news, self._listener)
             answers = self._main.submit(
                 self._sampler.sample(self._num_begun, mine, sampling, policy_version, arrivals, is_awaited)
             )
@@ -312,6 +314,10 @@ class ServerGenerator:
             self._main.submit(ticket.arrivals.cancel()).result()
             tokens = ticket.arrivals.num_tokens_left
         return sum(gather_objects(tokens))
+
+    def announce_to(self, listener: Listener) -> None:
+        """Call ``listener`` with every group that this rank has fetched, from the event loop's thread."""
+        self._listener = listener
 
     def _notify(self, _: concurrent.futures.Future) -> None:
         with self._news:

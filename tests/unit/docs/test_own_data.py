@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_rl.__main__ import main
 from megatron_rl.config import load_recipe
+from megatron_rl.config.data import RewardConfig
 from megatron_rl.errors import EXIT_DONE
 from megatron_rl.process.user_functions import load_function
+from megatron_rl.rewards import Rewarder
 from megatron_rl.rewards.worker import call_reward
+from megatron_rl.types import Group, Prompt, Rollout
+from tests.support import debian
 from tests.support.tiny import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "own-data-and-reward.md").read_text()
-FILES = {"train.jsonl": "jsonl", "reward.py": "python", "recipe.yaml": "yaml"}
+FILES = {  # language and place among the page's blocks of it
+    "train.jsonl": ("jsonl", 0),
+    "reward.py": ("python", 0),
+    "judge.py": ("python", 1),
+    "run_code.py": ("python", 2),
+    "recipe.yaml": ("yaml", 0),
+}
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """A checkout's recipes, and beside them the folder of the page's files."""
     (tmp_path / "my").mkdir()
-    for name, language in FILES.items():
-        (block,) = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    for name, (language, place) in FILES.items():
+        block = re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[place]
         assert f"`my/{name}`" in PAGE
         (tmp_path / "my" / name).write_text(block)
     (tmp_path / "recipes").symlink_to(REPOSITORY / "recipes")
@@ -47,3 +64,89 @@ def test_the_recipe_names_the_files_beside_it(folder):
 def test_the_reward_scores_what_the_page_says(folder, response, reward):
     function = load_function(f"{folder / 'reward.py'}:last_digit")
     assert call_reward(function, {"solution_str": response, "ground_truth": "3"}) == reward
+
+
+@pytest.fixture
+def judge_url() -> Iterator[str]:
+    """A judge: half of the score for `#3`, an error for the first request, nonsense for a response of nonsense."""
+
+    class Judge(BaseHTTPRequestHandler):
+        num_requests = 0
+
+        def do_POST(self) -> None:
+            question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][0]["content"]
+            Judge.num_requests += 1
+            said = "what?" if "nonsense" in question else str(0.5 * ("#3" in question))
+            body = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
+            self.send_response(503 if Judge.num_requests == 1 else 200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def scored(path: Path, function: str, answer: str, *texts: str) -> tuple[Group, dict[str, float]]:
+    zeros = np.zeros(1, np.float32)
+    rollouts = [Rollout("p", i, np.ones(1), zeros, "stop", zeros, text=text) for i, text in enumerate(texts)]
+    group = Group(Prompt("p", [1], answer), rollouts)
+    config = RewardConfig(name=f"{path}:{function}", num_workers=1, retries=1, retry_wait_s=0.0, wait_s=60.0)
+    with Rewarder(config, 100) as rewarder:
+        return group, rewarder.score([group])
+
+
+def test_a_judge_is_asked_over_http_again_where_it_fails_and_what_it_does_not_score_is_masked(
+    folder, judge_url, monkeypatch
+):
+    monkeypatch.setenv("JUDGE_URL", judge_url)
+    group, metrics = scored(folder / "judge.py", "judge", "3", "#3", "#4", "nonsense", "#3 again")
+    assert [rollout.raw_reward for rollout in group.rollouts] == [0.5, 0.0, 0.0, 0.5]
+    assert [rollout.unscored for rollout in group.rollouts] == [False, False, True, False]
+    assert (metrics["reward/errors"], metrics["reward/unscored_frac"]) == (1, 0.25)
+    assert metrics["reward/retries"] >= 1  # the refused request, if it was not the one of nonsense
+
+
+@pytest.fixture(scope="module")
+def bubblewrap() -> None:
+    command = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"]
+    if shutil.which("bwrap") is None:
+        debian.install(("bubblewrap",))
+    if shutil.which("bwrap") is None:
+        pytest.skip("no bubblewrap: Debian's package could not be installed")
+    if subprocess.run(command, capture_output=True, timeout=60).returncode:
+        pytest.skip("bubblewrap cannot make namespaces on this machine")
+
+
+ATTEMPTS = {  # program → whether it passes the tests
+    "def double(x):\n    return 2 * x": True,
+    "def double(x):\n    return x": False,
+    "import os\nos._exit(0)": False,
+    "while True:\n    pass": False,
+    f"def double(x):\n    return len(open({__file__!r}).read())": False,
+    "import socket\nsocket.create_connection(('127.0.0.1', PORT), 5)\ndef double(x):\n    return 2 * x": False,
+}
+
+
+def test_a_sandbox_scores_programs_and_keeps_them_in(folder, bubblewrap, judge_url):
+    file = folder / "run_code.py"
+    file.write_text(file.read_text().replace("ulimit -t 5;", "ulimit -t 1;"))
+    programs = [f"```python\n{code.replace('PORT', judge_url.rpartition(':')[2])}\n```" for code in ATTEMPTS]
+    group, metrics = scored(file, "passes_tests", "assert double(21) == 42", *programs, "no code")
+    assert [rollout.raw_reward for rollout in group.rollouts] == [*map(float, ATTEMPTS.values()), 0.0]
+    assert metrics["reward/errors"] == 0
+
+
+def test_without_a_sandbox_nothing_is_scored(folder, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    group, metrics = scored(folder / "run_code.py", "passes_tests", "", "```python\npass\n```", "no code")
+    assert [rollout.unscored for rollout in group.rollouts] == [True, False]
+    assert metrics["reward/errors"] == 1

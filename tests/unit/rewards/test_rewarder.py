@@ -93,9 +93,9 @@ def test_custom_functions_and_their_failures(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(CUSTOM)
     groups = [group("x", "abc", "bug", "loop", "abcd", "bug")]
-    metrics = score({"name": f"{path}:judge", "timeout_s": 0.3}, groups)
+    metrics = score({"name": f"{path}:judge", "timeout_s": 0.3, "on_error": "zero"}, groups)
     assert groups[0].rewards == rounded([0.3, 0.0, 0.0, 0.4, 0.0])
-    assert (metrics["reward/errors"], metrics["reward/timeouts"]) == (2, 1)
+    assert (metrics["reward/errors"], metrics["reward/timeouts"], metrics["reward/unscored_frac"]) == (2, 1, 0)
 
     groups = [group("42", "42", "41", source="gsm", bonus=0.5)]
     score({"name": f"{path}:verl_style"}, groups)
@@ -227,7 +227,7 @@ def test_a_function_that_raises_on_a_right_answer_is_refused_with_its_traceback(
     with rewarder(function) as made, pytest.raises(InputError) as refused:
         made.try_on([PROMPT])
     text = str(refused.value)
-    assert "the reward of prompt p:0 failed and counts as 0; the response was '7'" in text
+    assert "the reward of prompt p:0 failed; the response was '7'" in text
     assert f"in {function}\n" in text
     assert f"\n{last_line}\n" in text
 
@@ -254,7 +254,9 @@ def test_what_is_no_number_is_an_error(rewarder):
         scored = group("x", *results)
         metrics = made.score([scored])
         failures = made.failures
-    assert scored.rewards == [0.0] * 6 + [1.0, 1.0, 2.5]
+    assert [rollout.raw_reward for rollout in scored.rollouts] == [0.0] * 6 + [1.0, 1.0, 2.5]
+    assert scored.rewards == [1.0, 1.0, 2.5]
+    assert metrics["reward/unscored_frac"] == metrics["reward/masked_frac"] == 6 / 9
     assert metrics["reward/errors"] == 6
     # Four of a wrong type, one mapping without `score`, one NaN: an example of each.
     assert [failure.count for failure in failures] == [4, 1, 1]

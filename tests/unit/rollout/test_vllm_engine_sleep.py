@@ -49,7 +49,7 @@ def engine(monkeypatch) -> VllmGenerator:
 
 def test_order_of_sleep_wake_and_refit(engine, monkeypatch):
     """The cache wakes with the first rollout: until then its room is the learner's."""
-    monkeypatch.setattr(engine, "_run_engine", lambda requests, sampling: [])
+    monkeypatch.setattr(engine, "_run_engine", lambda requests, sampling, records: [])
     engine.sleep()
     engine.wake()
     engine.refit(iter(()), 1)

@@ -10,8 +10,13 @@ import pytest
 
 from megatron_rl import train
 from megatron_rl.batch import group_metrics, keep_informative
+from megatron_rl.rewards.shared import Scores
 from megatron_rl.types import Group, Prompt, Rollout
 from tests.support.tiny import tiny_recipe
+
+SCORES = [
+    f"reward/{name}" for name in ("timeouts", "worker_failures", "errors", "retries", "masked_frac", "unscored_frac")
+]
 
 
 def group(name: str, raw: list[float], shaped: list[float] | None = None) -> Group:
@@ -47,7 +52,8 @@ def sampled():
             recipe=recipe,
             monitor=monitor,
             ahead=SimpleNamespace(sample=sample),
-            score=lambda groups, step: {"scored": float(len(groups))},
+            reward=lambda groups, step: Scores(dict.fromkeys(SCORES, float(len(groups))), [], len(groups)),
+            refuse_failures=lambda scores, step: None,
             prompts=SimpleNamespace(observe=lambda rates: None),
             learner=SimpleNamespace(num_updates=0),
         )
@@ -61,7 +67,7 @@ def test_without_a_generation_size_a_round_samples_what_is_missing(sampled):
     rounds, kept, metrics = sampled(prompts=4, filter_groups=True, max_generations=10)
     assert rounds == [4, 2, 2, 1, 1]
     assert kept == ["0", "3", "6", "9"]
-    assert metrics["groups/sampled"] == metrics["scored"] == 10
+    assert metrics["groups/sampled"] == metrics["reward/retries"] == 10
 
 
 def test_rounds_of_generation_prompts_are_cut_to_the_batch(sampled):

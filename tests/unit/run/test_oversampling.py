@@ -25,6 +25,9 @@ from tests.support.tiny import tiny_recipe
 
 PROMPTS = [Prompt(id=f"toy:{row}", tokens=[1], answer="0") for row in range(400)]
 NUM_STEPS = 12
+SCORES = [
+    f"reward/{name}" for name in ("timeouts", "worker_failures", "errors", "retries", "masked_frac", "unscored_frac")
+]
 
 
 def length(name: str) -> int:
@@ -121,8 +124,7 @@ class Training:
             signal = self.informative is None or self.informative(group.prompt.id)
             for number, rollout in enumerate(group.rollouts):
                 rollout.reward = rollout.raw_reward = float(number and signal)
-        metrics = dict.fromkeys(("reward/timeouts", "reward/worker_failures", "reward/errors"), 0.0)
-        return Scores(metrics | {"reward/masked_frac": 0.0}, [], sum(len(g.rollouts) for g in groups))
+        return Scores(dict.fromkeys(SCORES, 0.0), [], sum(len(g.rollouts) for g in groups))
 
     def state(self, step: int):
         return step, self.sampler.state_dict(), self.ahead.state_dict()
@@ -343,16 +345,18 @@ def test_a_factor_is_taken_as_it_is_written():
 
 def test_scores_of_parts_are_those_of_the_whole():
     def share(count, failed, masked):
-        names = ("reward/timeouts", "reward/worker_failures", "reward/errors")
         failures = [Failure("error", failed, "p", "r", "")] * bool(failed)
-        return Scores(dict.fromkeys(names, 0.0) | {names[2]: failed, "reward/masked_frac": masked}, failures, count)
+        metrics = {"reward/errors": failed, "reward/masked_frac": masked, "reward/unscored_frac": failed / count}
+        return Scores(dict.fromkeys(SCORES, 0.0) | metrics, failures, count)
 
     scores = merged([share(2, 1, 1.0), share(6, 0, 0.5)])
     assert scores.metrics == {
         "reward/timeouts": 0,
         "reward/worker_failures": 0,
         "reward/errors": 1,
+        "reward/retries": 0,
         "reward/masked_frac": 5 / 8,
+        "reward/unscored_frac": 1 / 8,
     }
     assert (scores.num_failed, scores.num_scored, len(scores.failures)) == (1, 8, 1)
 
@@ -373,7 +377,9 @@ def test_failed_rewards_are_judged_over_the_step():
         limits = SimpleNamespace(first=limit, later=limit)
         run = SimpleNamespace(
             prompts=SimpleNamespace(observe=lambda rates: None),
-            recipe=SimpleNamespace(batch=training.batch, reward=SimpleNamespace(max_error_frac=limits)),
+            recipe=SimpleNamespace(
+                batch=training.batch, reward=SimpleNamespace(max_error_frac=limits, on_error="mask")
+            ),
             monitor=SimpleNamespace(phase=lambda name: nullcontext(SimpleNamespace(tokens=0))),
             ahead=training.ahead,
             learner=SimpleNamespace(num_updates=0),

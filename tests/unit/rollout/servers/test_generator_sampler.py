@@ -36,12 +36,15 @@ class Rank:
         fields = {"engine": "vllm_server", "max_staleness": 1, "in_flight": {"mode": mode}}
         servers = SimpleNamespace(members=pool, turn=asyncio.Lock(), concurrency=2, fetchers=[0])
         self.turn, self.ended, self._number = servers.turn, [], 0
+        self.announced: list[tuple[str, int]] = []  # prompt and number of responses
         self._sampler = Sampler(RolloutConfig.model_validate(fields), servers, None, [], None, dict)
 
     def begin(self, name: str, num_responses: int, version: int = 0, is_awaited: bool = False) -> asyncio.Task:
         self._number += 1
         requests = make_requests([Prompt(name, in_flight.PROMPT, "")], num_responses, seed=0, step=self._number)
-        arrivals = Arrivals(requests, threading.Condition())
+        arrivals = Arrivals(
+            requests, threading.Condition(), lambda prompt, rollouts: self.announced.append((prompt.id, len(rollouts)))
+        )
         sampling = Sampling(LENGTH)
         work = self._sampler.sample(self._number, requests, sampling, version, arrivals, is_awaited)
         task = asyncio.create_task(work)
@@ -93,6 +96,15 @@ def test_a_body_can_be_changed_before_it_is_sent(monkeypatch):
         return await clock.until(rank.begin("batch", 3))
 
     assert [rollout.length for rollout in play("keep", scene, monkeypatch).rollouts] == [2, 3, 4]
+
+
+def test_a_group_is_announced_once_with_all_its_responses(monkeypatch):
+    async def scene(rank, pool, server, clock):
+        await clock.until(rank.begin("first", 3))
+        await clock.until(rank.begin("second", 2))
+        return rank.announced
+
+    assert play("keep", scene, monkeypatch) == [("first", 3), ("second", 2)]
 
 
 def test_batches_and_weights_have_their_turns_under_finish(monkeypatch):
