@@ -282,8 +282,8 @@ def describe(run_dir: Path) -> dict[str, Any]:
     Rows come from the run's table and from the servers' own answers. Raises `InputError` if the directory lists no
     server.
     """
+    from megatron_rl.rollout.servers.pool import read_table, row
     from megatron_rl.rollout.servers.rendezvous import folder, read
-    from megatron_rl.rollout.servers.table import read_table, row
     from megatron_rl.rollout.servers.wire import Load
 
     table = read_table(run_dir) or {"written": None, "due": None, "servers": []}
@@ -314,9 +314,8 @@ def _server_token(run_dir: Path) -> str | None:
 async def _ask(servers: list[dict[str, Any]], addresses: dict[str, Address], token: str) -> None:
     """Query ``servers`` and update their rows in place. ``addresses``: the published ones, by name."""
     from megatron_rl.rollout.servers.client import ServerClient, ServerError
-    from megatron_rl.rollout.servers.rendezvous import Address
-    from megatron_rl.rollout.servers.settings import ServerSettings
-    from megatron_rl.rollout.servers.table import row
+    from megatron_rl.rollout.servers.pool import row
+    from megatron_rl.rollout.servers.rendezvous import Address, ServerSettings
 
     async def ask(one: dict[str, Any]) -> None:
         client = ServerClient(addresses.get(one["name"]) or Address(one["name"], one["url"]), token, ASK_S)

@@ -24,7 +24,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_rl.config.rollout import ExactConfig, NoiseConfig
 from megatron_rl.process.ranks import gather_objects
-from megatron_rl.rollout.rounding import rounded
+from megatron_rl.rollout.weights import rounded
 from megatron_rl.types import Rollout
 
 PROMPT_SAMPLE = 0

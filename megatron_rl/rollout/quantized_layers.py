@@ -31,7 +31,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig as Method
 
 from megatron_rl.config.rollout import Block, QuantizationConfig
-from megatron_rl.rollout.rounding import Reduce, rounded
+from megatron_rl.rollout.weights import Reduce, rounded
 
 NAME = "megatron_rl_rounded"
 KEY = "megatron_rl_quantization"  # in vLLM's `additional_config`

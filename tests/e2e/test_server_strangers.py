@@ -22,9 +22,9 @@ from megatron_rl.rollout.generator import RolloutError
 from megatron_rl.rollout.servers import client
 from megatron_rl.rollout.servers.client import GENERATE, WEIGHTS
 from megatron_rl.rollout.servers.generator import ServerGenerator
+from megatron_rl.rollout.servers.pool import table
 from megatron_rl.rollout.servers.rendezvous import Address, folder, publish, read
 from megatron_rl.rollout.servers.run_servers import LocalServers
-from megatron_rl.rollout.servers.table import table
 from tests.e2e import in_flight
 from tests.e2e.in_flight import (
     TOKEN,

@@ -10,7 +10,7 @@ from megatron_rl.model.architecture import read_architecture
 from megatron_rl.rollout.generator import Sampling
 from megatron_rl.rollout.requests import SealedRoutes, make_requests, make_rollout
 from megatron_rl.rollout.servers.client import request_body
-from megatron_rl.rollout.servers.settings import agreed_settings
+from megatron_rl.rollout.servers.rendezvous import agreed_settings
 from tests.parallel.gloo import run_ranks
 from tests.parallel.programs.servers import FIELDS, equal, prompts
 from tests.support.tiny import MODEL

@@ -28,10 +28,16 @@ from megatron_rl.rollout.generator import RolloutError
 from megatron_rl.rollout.servers.arrivals import HEARTBEAT_S, as_fault, fetching_ranks
 from megatron_rl.rollout.servers.client import ServerClient
 from megatron_rl.rollout.servers.following import Follower, Publisher, StoreBoard
-from megatron_rl.rollout.servers.pool import Members, PoolLimits, ServerPool
-from megatron_rl.rollout.servers.rendezvous import Address, discover, folder, read_token, require_token
-from megatron_rl.rollout.servers.settings import ServerSettings, differences
-from megatron_rl.rollout.servers.table import table, write_table
+from megatron_rl.rollout.servers.pool import Members, PoolLimits, ServerPool, table, write_table
+from megatron_rl.rollout.servers.rendezvous import (
+    Address,
+    ServerSettings,
+    differences,
+    discover,
+    folder,
+    read_token,
+    require_token,
+)
 from megatron_rl.rollout.servers.wire import ModelLimits
 
 END_S = 20.0  # for a server to leave after SIGTERM, before it is killed

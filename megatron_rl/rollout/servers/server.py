@@ -45,8 +45,14 @@ from megatron_rl.rollout.generator import RolloutError, sampled_tokens, sampling
 from megatron_rl.rollout.requests import seal_routes
 from megatron_rl.rollout.servers import guard
 from megatron_rl.rollout.servers.guard import UnderWay
-from megatron_rl.rollout.servers.rendezvous import Address, publish, require_token, withdraw
-from megatron_rl.rollout.servers.settings import agreed_settings, server_arguments
+from megatron_rl.rollout.servers.rendezvous import (
+    Address,
+    agreed_settings,
+    publish,
+    require_token,
+    server_arguments,
+    withdraw,
+)
 from megatron_rl.rollout.servers.weight_broadcast import GroupError
 from megatron_rl.rollout.servers.wire import SERVER_IDLE_S, Answer, Meter
 from megatron_rl.rollout.weights import check_own_refit

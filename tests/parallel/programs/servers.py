@@ -15,8 +15,8 @@ from megatron_rl.process.ranks import world_rank
 from megatron_rl.rollout.generator import RolloutError
 from megatron_rl.rollout.requests import everywhere
 from megatron_rl.rollout.servers.generator import ServerGenerator
+from megatron_rl.rollout.servers.pool import read_table
 from megatron_rl.rollout.servers.rendezvous import discover
-from megatron_rl.rollout.servers.table import read_table
 from megatron_rl.types import Group, Prompt
 from tests.support.tiny import MODEL
 

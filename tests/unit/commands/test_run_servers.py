@@ -13,9 +13,18 @@ from megatron_rl.__main__ import main
 from megatron_rl.commands import run as command
 from megatron_rl.errors import InputError
 from megatron_rl.rollout.servers.client import ServerError
-from megatron_rl.rollout.servers.pool import Member, Members, PoolLimits
+from megatron_rl.rollout.servers.pool import (
+    Member,
+    Members,
+    PoolLimits,
+    load_metrics,
+    prompt_tokens,
+    read_table,
+    table,
+    table_path,
+    write_table,
+)
 from megatron_rl.rollout.servers.rendezvous import Address, publish
-from megatron_rl.rollout.servers.table import load_metrics, prompt_tokens, read_table, table, table_path, write_table
 from megatron_rl.rollout.servers.wire import Load
 from tests.support.tiny import tiny_recipe
 

@@ -7,7 +7,7 @@ import pytest
 from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.rollout.engine_arguments import engine_arguments
-from megatron_rl.rollout.servers.settings import server_arguments
+from megatron_rl.rollout.servers.rendezvous import server_arguments
 from tests.support.tiny import MODEL
 
 

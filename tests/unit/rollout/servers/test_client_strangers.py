@@ -42,10 +42,17 @@ from megatron_rl.rollout.servers.client import (
     Weights,
 )
 from megatron_rl.rollout.servers.guard import Guard, GuardState
-from megatron_rl.rollout.servers.pool import Members, PoolLimits, ServerPool
-from megatron_rl.rollout.servers.rendezvous import Address, discover, folder, key_for, printable, proof, publish
-from megatron_rl.rollout.servers.settings import ServerSettings
-from megatron_rl.rollout.servers.table import read_table, table, table_path, write_table
+from megatron_rl.rollout.servers.pool import Members, PoolLimits, ServerPool, read_table, table, table_path, write_table
+from megatron_rl.rollout.servers.rendezvous import (
+    Address,
+    ServerSettings,
+    discover,
+    folder,
+    key_for,
+    printable,
+    proof,
+    publish,
+)
 from megatron_rl.rollout.servers.weight_broadcast import Amount
 from megatron_rl.rollout.servers.wire import LOAD_HEADER, Answer, Damaged, Expected, Load, ModelLimits, pack, unpack
 from megatron_rl.routing import RouteShape

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_rl.config.rollout import OWN_BLOCK
-from megatron_rl.rollout.rounding import rounded
+from megatron_rl.rollout.weights import rounded
 from tests.support.plain_rounding import E4M3, plain_rounded, to_e4m3
 
 KINDS = ("fp8", "int8", "int4")
