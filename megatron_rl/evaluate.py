@@ -22,7 +22,7 @@ from megatron_rl.data import load_tokenizer, load_validation
 from megatron_rl.errors import InputError
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import resolve_device, shutdown
-from megatron_rl.monitor.samples import SampleFile, describe
+from megatron_rl.monitor.samples import SampleFile, describe, share_samples
 from megatron_rl.monitor.validation import check_names, file_rows, success_rates, summarise, table
 from megatron_rl.process.fp32_products import settle
 from megatron_rl.process.output import format_table
@@ -32,7 +32,6 @@ from megatron_rl.rewards.rewarder import refuse_too_many
 from megatron_rl.rewards.shared import score_shared
 from megatron_rl.rollout import Generator, Sampling
 from megatron_rl.run.engines import load_beside, start_generator
-from megatron_rl.run.shown import share_samples
 from megatron_rl.types import Group, Prompt, Rollout
 
 

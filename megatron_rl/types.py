@@ -98,7 +98,7 @@ class Sequence:
     """One prompt + response for the learner, ``S = P + R`` tokens.
 
     Every rank has an entry for every sequence. Arrays of tokens are on the ranks that learn from it
-    (`learner.exchange`) and None on the others.
+    (`learner.passes`) and None on the others.
     """
 
     id: str  # `sequence_id`, the identity that route checksums and the flight recorder use

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import EXIT_DONE, InputError
-from megatron_rl.patching import matrix, releases, states, target, upstream
+from megatron_rl.patching import releases, states, target, upstream
 from megatron_rl.patching.series import PURPOSES, PatchError, Series
 from megatron_rl.shipped import checkout, shipped
 
@@ -83,7 +83,7 @@ def run_patch(options: argparse.Namespace) -> int:
     try:
         if options.action == "matrix":
             repository = _repository("matrix keeps archives in the cache")
-            print(matrix.table(options.patches, options.upstream, repository / ".cache" / "patches"))
+            print(upstream.table(options.patches, options.upstream, repository / ".cache" / "patches"))
             return EXIT_DONE
         chosen = choose(options)
         purposes = named_purposes(options)

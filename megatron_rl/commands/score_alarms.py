@@ -13,8 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from megatron_rl.config import yaml12
-from megatron_rl.config.levels import level_rules
-from megatron_rl.config.monitor import AlarmRule, MonitorConfig
+from megatron_rl.config.monitor import AlarmRule, MonitorConfig, level_rules
 from megatron_rl.errors import EXIT_DONE, InputError
 from megatron_rl.monitor.scoring import CollapseRule, RuleScore, SetScore, distinct, read_packed, score_run, score_set
 

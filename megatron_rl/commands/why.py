@@ -14,7 +14,7 @@ import yaml
 
 from megatron_rl.commands.arguments import add_gpu, add_overrides
 from megatron_rl.config import yaml12
-from megatron_rl.config.levels import level_rules
+from megatron_rl.config.monitor import level_rules
 from megatron_rl.errors import EXIT_DONE, InputError, printable
 from megatron_rl.monitor import RunDirectory
 

@@ -16,11 +16,10 @@ from megatron.core import parallel_state
 from megatron_rl.errors import RunEnded
 from megatron_rl.exact.decode import Decoder
 from megatron_rl.exact.generator import GivenTokens
-from megatron_rl.exact.passes import watched
-from megatron_rl.exact.step import forward
-from megatron_rl.learner.exchange import tokens_at
+from megatron_rl.exact.step import forward, watched
 from megatron_rl.learner.layers.invariant import batch_invariant
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.passes import tokens_at
 from megatron_rl.process.ranks import gather_objects
 from megatron_rl.types import Batch
 

@@ -1,7 +1,7 @@
 """Generation with the learner's own model: what `rollout.engine: exact` asks of the learner.
 
 `exact.schedule` decides who runs when, `exact.decode` how large the cache is, `exact.turns` runs the turns, and
-`exact.passes` has the forward passes.
+`exact.step` has the forward passes.
 
 Shapes: n rows, V/tp this rank's share of the vocabulary, m sequences of this replica.
 """
@@ -21,9 +21,8 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from megatron_rl.errors import InputError
 from megatron_rl.exact.doses import Dose
 from megatron_rl.exact.graphs import Capture, capture_for
-from megatron_rl.exact.passes import GenerationPasses, in_passes, largest
 from megatron_rl.exact.schedule import Pages, Schedule, num_pages
-from megatron_rl.exact.step import Watch
+from megatron_rl.exact.step import GenerationPasses, Watch, in_passes, largest
 from megatron_rl.exact.turns import Chooser, Responses, Turns
 from megatron_rl.learner.layers.exact_layers import PagedCache
 from megatron_rl.learner.layers.invariant import KEY_BLOCK, TILE, batch_invariant

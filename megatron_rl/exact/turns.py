@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from megatron_rl.exact.graphs import Capture, Rows, StepGraphs, pages_of_graphs
-from megatron_rl.exact.passes import GenerationPasses, Owners, in_passes, largest
 from megatron_rl.exact.schedule import Schedule, Whole
+from megatron_rl.exact.step import GenerationPasses, Owners, in_passes, largest
 from megatron_rl.learner.layers.exact_layers import CachedStep, PagedCache
 from megatron_rl.process.ranks import gather_objects
 

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.config.levels import level_rules
-from megatron_rl.config.monitor import AlarmRule
+from megatron_rl.config.monitor import AlarmRule, level_rules
 from megatron_rl.monitor.alarms import Alarms
 from megatron_rl.monitor.scoring import CollapseRule, first_collapse
 

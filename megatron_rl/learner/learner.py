@@ -25,7 +25,6 @@ from megatron_rl.config import Recipe
 from megatron_rl.config.base import FP32_STORED
 from megatron_rl.config.precision import fp32_products, only_product
 from megatron_rl.learner.context import gathered
-from megatron_rl.learner.exchange import Replicas, distribute, hand_over_logprobs, hand_over_routes, speaks
 from megatron_rl.learner.gradient_noise import GradientNoise, update_size
 from megatron_rl.learner.layers.logprobs import FusedHead, token_logprobs
 from megatron_rl.learner.lora import Adapters
@@ -34,7 +33,15 @@ from megatron_rl.learner.model import DTYPES, build_model, use_transformer_engin
 from megatron_rl.learner.offload import Offload
 from megatron_rl.learner.optimizer import build_scheduler, unhook, with_optimizer
 from megatron_rl.learner.packing import Microbatch, minibatch_denominators
-from megatron_rl.learner.passes import Passes, PhaseFn
+from megatron_rl.learner.passes import (
+    Passes,
+    PhaseFn,
+    Replicas,
+    distribute,
+    hand_over_logprobs,
+    hand_over_routes,
+    speaks,
+)
 from megatron_rl.learner.process_groups import initialize
 from megatron_rl.learner.router_replay import RouterReplayer, RoutingMode
 from megatron_rl.model.architecture import Architecture, read_architecture

@@ -1,27 +1,206 @@
-"""Passes of the model over a batch: packed microbatches, Megatron's schedule, and routing as asked for."""
+"""Passes of the model over a batch: packed microbatches, Megatron's schedule, and routing as asked for.
+
+Before them, sequences go from the ranks that sampled them to the data-parallel replicas that learn from them, once.
+`packing.deal` decides from lengths alone which replica learns from what, the same on every rank, so nothing has to be
+asked. An array goes from its owner to the rank that speaks for the replica, in one all_to_all for each kind of array,
+and from there to the replica's other ranks. What a rank has afterwards is what its replica learns from; the rest is
+known by length, reward and advantage.
+
+Where a batch has several mini-batches and needs a pass before its updates, that pass is dealt over the whole batch: a
+sequence can then belong to one replica in the pass and to another in its update. It goes to both.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl.config.learner import LearnerConfig
 from megatron_rl.learner.context import ContextShare
-from megatron_rl.learner.exchange import speaks
 from megatron_rl.learner.layers.invariant import batch_invariant
 from megatron_rl.learner.model import use_transformer_engine
 from megatron_rl.learner.packing import Microbatch, build_microbatch, deal
+from megatron_rl.learner.process_groups import replica_group
 from megatron_rl.learner.router_replay import RouterReplayer, RoutingMode
-from megatron_rl.process.ranks import gather_objects, together
+from megatron_rl.process.ranks import Shape, gather_objects, hand_on, send, together, world_rank
 from megatron_rl.routing import RouteError
-from megatron_rl.types import Batch
+from megatron_rl.types import Batch, Sequence
+
+LOGPROBS = np.dtype(np.float32)
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The learner's data-parallel replicas."""
+
+    own: int  # number of this rank's replica
+    speakers: tuple[int, ...]  # of each replica the rank that receives, writes and reports for it
+    group: dist.ProcessGroup | None  # of this rank's replica; None without a world
+
+    @classmethod
+    def of_job(cls) -> Replicas:
+        """Those of Megatron's layout. Collective."""
+        own = parallel_state.get_data_parallel_rank()
+        gathered = gather_objects(own if speaks() else None)
+        rank_of = {replica: rank for rank, replica in enumerate(gathered) if replica is not None}
+        group = replica_group() if dist.is_initialized() else None
+        return cls(own, tuple(rank_of[replica] for replica in range(len(rank_of))), group)
+
+    def hand_on(
+        self, held: Mapping[int, np.ndarray], shapes: Mapping[int, Shape], dtype: np.dtype, items: list
+    ) -> dict:
+        """``items``, which the speaker of this replica holds, on all its ranks."""
+        return hand_on(held, shapes, dtype, items, self.group, self.speakers[self.own])
+
+
+def speaks() -> bool:
+    """One rank per data-parallel replica speaks for it: first of its tensor and context groups, on the last stage."""
+    first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+    return first and parallel_state.is_pipeline_last_stage()
+
+
+@dataclass(frozen=True)
+class _Field:
+    """A kind of array: its name in `Sequence`, what travels, and what it is made of on arrival."""
+
+    name: str
+    dtype: np.dtype
+    shape: Callable[[Sequence], Shape]
+    becomes: np.dtype | None = None  # None: as it travels
+
+
+_TOKENS = _Field("tokens", np.dtype(np.int32), lambda s: (s.length,), np.dtype(np.int64))
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What the sequences of a batch have beside tokens, log-probs and versions."""
+
+    routes: tuple[str, int, int] | None  # dtype, layers and experts per token
+    exact: bool  # log po as the exact engine computed it
+    kept: int  # most tokens in a kept set; 0: there are none
+
+    @classmethod
+    def of(cls, batch: Batch) -> _Contents:
+        """From whichever rank has any. Collective."""
+        routes = next((s.routed_experts for s in batch.sequences if s.routed_experts is not None), None)
+        exact = any(s.exact_logprobs is not None for s in batch.sequences)
+        kept = max((s.kept_tokens.shape[1] for s in batch.sequences if s.kept_tokens is not None), default=0)
+        about = gather_objects((None if routes is None else (routes.dtype.str, *routes.shape[1:]), exact, kept))
+        shapes, flags, widths = zip(*about, strict=True)
+        return cls(next((shape for shape in shapes if shape is not None), None), any(flags), max(widths))
+
+    @property
+    def fields(self) -> list[_Field]:
+        described = [
+            _TOKENS,
+            _Field("inference_logprobs", LOGPROBS, lambda s: (s.response_length,)),
+            _Field("policy_versions", np.dtype(np.int32), lambda s: (s.response_length,)),
+        ]
+        if self.exact:
+            described.append(_Field("exact_logprobs", LOGPROBS, lambda s: (s.response_length,)))
+        if self.kept:
+            described.append(_Field("kept_tokens", np.dtype(np.int32), lambda s: (s.response_length, self.kept)))
+        return described if self.routes is None else [*described, *_route_fields(*self.routes)]
+
+
+def _route_fields(dtype: str, layers: int, topk: int) -> list[_Field]:
+    return [
+        _Field("route_checksums", np.dtype(np.int64), lambda s: (s.length - 1 + layers,)),
+        _Field("routed_experts", np.dtype(dtype), lambda s: (s.length - 1, layers, topk)),
+    ]
+
+
+def distribute(batch: Batch, homes: list[list[int]], replicas: Replicas) -> None:
+    """Bring every sequence to the replicas ``homes[i]``, and forget it everywhere else.
+
+    What every rank holds (`Sequence.owner` None) stays as it is. Collective.
+    """
+    numbers = [i for i, s in enumerate(batch.sequences) if s.owner is not None]
+    if not numbers:
+        return
+    moves = [(i, batch.sequences[i].owner, replicas.speakers[home]) for i in numbers for home in homes[i]]
+    wanted = [i for i in numbers if replicas.own in homes[i]]
+    for field in _Contents.of(batch).fields:
+        _move(batch, field, numbers, moves, wanted, replicas)
+    for i in numbers:
+        sequence = batch.sequences[i]
+        if sequence.tokens is None:
+            sequence.mask_elsewhere, sequence.loss_mask = sequence.num_trained, None
+        elif sequence.loss_mask is None:
+            sequence.loss_mask = np.full(sequence.response_length, sequence.num_trained > 0)
+
+
+def hand_over_routes(batch: Batch, source: list[int], target: list[int], replicas: Replicas) -> None:
+    """Routes that replica ``source[i]`` has recorded, to replica ``target[i]``. Collective."""
+    numbers = [i for i in range(len(batch.sequences)) if source[i] != target[i]]
+    moves = [(i, replicas.speakers[source[i]], replicas.speakers[target[i]]) for i in numbers]
+    wanted = [i for i in numbers if target[i] == replicas.own]
+    if numbers:
+        for field in _route_fields(*_Contents.of(batch).routes):
+            _move(batch, field, numbers, moves, wanted, replicas)
+
+
+def hand_over_logprobs(
+    batch: Batch, computed: Mapping[int, np.ndarray], source: list[int], target: list[int], replicas: Replicas
+) -> dict[int, np.ndarray]:
+    """Log-probs [R] that replica ``source[i]`` has found, at replica ``target[i]``, by number of the sequence.
+
+    ``computed``: this replica's, on its last stage. Where both are the same they stay there. Collective.
+    """
+    moving = [i for i in range(len(batch.sequences)) if source[i] != target[i]]
+    shapes = {i: (batch.sequences[i].response_length,) for i in moving}
+    arrived = send(
+        computed, shapes, LOGPROBS, [(i, *(replicas.speakers[x[i]] for x in (source, target))) for i in moving]
+    )
+    wanted = [i for i in moving if target[i] == replicas.own]
+    stayed = {i: logprobs for i, logprobs in computed.items() if source[i] == target[i]}
+    return stayed | replicas.hand_on(arrived, shapes, LOGPROBS, wanted)
+
+
+def tokens_at(batch: Batch, target: list[int], replicas: Replicas) -> dict[int, np.ndarray]:
+    """Tokens [S] int32 of the sequences that ``target`` [B] gives to this replica, by number, from the replicas that
+    have learned from them (`Sequence.holder`). The batch stays as it is. Collective."""
+    shapes = {i: _TOKENS.shape(s) for i, s in enumerate(batch.sequences)}
+    held = {
+        i: np.ascontiguousarray(s.tokens, dtype=_TOKENS.dtype)
+        for i, s in enumerate(batch.sequences)
+        if s.holder == world_rank()
+    }
+    moves = [(i, s.holder, replicas.speakers[target[i]]) for i, s in enumerate(batch.sequences)]
+    held |= send(held, shapes, _TOKENS.dtype, moves)
+    return replicas.hand_on(held, shapes, _TOKENS.dtype, [i for i in shapes if target[i] == replicas.own])
+
+
+def _move(
+    batch: Batch,
+    field: _Field,
+    numbers: list[int],
+    moves: list[tuple[int, int, int]],
+    wanted: list[int],
+    replicas: Replicas,
+) -> None:
+    shapes = {i: field.shape(batch.sequences[i]) for i in numbers}
+    here = {i: array for i in numbers if (array := getattr(batch.sequences[i], field.name)) is not None}
+    rank = world_rank()
+    leaving = {i for i, source, target in moves if source == rank}
+    held = {i: np.ascontiguousarray(array, dtype=field.dtype) for i, array in here.items() if i in leaving}
+    for i in numbers:
+        assert i not in held or held[i].shape == shapes[i], f"{batch.sequences[i].id}: {field.name} {held[i].shape}"
+        setattr(batch.sequences[i], field.name, None)
+    held |= send(held, shapes, field.dtype, moves)
+    for i, array in replicas.hand_on(held, shapes, field.dtype, wanted).items():
+        setattr(batch.sequences[i], field.name, array if field.becomes is None else array.astype(field.becomes))
+
 
 PhaseFn = Callable[[str], AbstractContextManager]
 

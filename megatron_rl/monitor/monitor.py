@@ -26,7 +26,7 @@ class Monitor:
 
     ``recipe_summary`` is printed at the start; its `num_steps` gives progress and ETA. ``share(x)`` returns the main
     rank's ``x`` on every rank (a broadcast), so that all ranks act on the same alarms; one rank needs none.
-    ``levels``: rules beside those of the recipe (`config.levels`). ``first_alarms``: rules on the run's first step
+    ``levels``: rules beside those of the recipe (`level_rules`). ``first_alarms``: rules on the run's first step
     (`Alarms`). ``timer``: of phases, where others have it already.
     """
 

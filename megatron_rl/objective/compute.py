@@ -12,8 +12,8 @@ from megatron_rl.config.objective import ObjectiveConfig
 from megatron_rl.errors import InputError
 from megatron_rl.objective.aggregation import count, kept_tokens, token_factors
 from megatron_rl.objective.corrections import Corrected, correct, normalized
-from megatron_rl.objective.guards import MAX_LOG_RATIO
 from megatron_rl.objective.inputs import (
+    MAX_LOG_RATIO,
     Denominators,
     NoiseKey,
     ObjectiveInputs,

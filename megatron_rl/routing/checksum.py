@@ -1,15 +1,4 @@
-"""Checksums that tie a route to its token, its layer and its experts.
-
-A route that is assigned to the wrong token cannot be recognised by its numbers: if routes are shifted by one token or
-two layers are exchanged, shapes still fit and training continues. Each route therefore travels with a hash of its token
-and layer.
-
-``key`` of a token = hash(token id, position in its sequence, sequence id). ``seal`` of a route = hash(key, layer
-number, expert ids). The engine adds to each sequence the sums of its seals over layers (one number per row) and over
-rows (one per layer). Together they identify a wrong token and layer.
-
-Shapes: S tokens of a sequence, n rows, L MoE layers, K experts per token. Sums wrap around at 2^64.
-"""
+"""The error of a wrong route."""
 
 from __future__ import annotations
 
@@ -18,7 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_rl.routing.errors import RouteError
+from megatron_rl.errors import Fault
+
+
+class RouteError(Fault):
+    """Routes do not belong to their tokens. They are never trained on; the message names sequence, layer and token."""
+
 
 # Increment and multipliers of splitmix64 (Steele, Lea, Flood 2014): every output bit depends on every input bit.
 _STEP, _FIRST, _SECOND = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))

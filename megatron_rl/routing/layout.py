@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from megatron_rl.config.learner import RoutingConfig
-from megatron_rl.routing.checksum import route_seals, sequence_key, token_keys
-from megatron_rl.routing.errors import RouteError
+from megatron_rl.routing.checksum import RouteError, route_seals, sequence_key, token_keys
 from megatron_rl.routing.payload import RouteShape, checked_routes, missing_id
 from megatron_rl.types import Sequence
 

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from megatron_rl.model.architecture import Architecture
-from megatron_rl.routing.checksum import check_checksums, route_seals, sequence_key, token_keys
-from megatron_rl.routing.errors import RouteError
+from megatron_rl.routing.checksum import RouteError, check_checksums, route_seals, sequence_key, token_keys
 from megatron_rl.types import Sequence
 
 

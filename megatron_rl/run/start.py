@@ -14,14 +14,15 @@ from typing import Any
 from megatron_rl.checkpoint.manifest import checkpoint_name, checkpoint_step, list_checkpoints
 from megatron_rl.checkpoint.save import SaveError
 from megatron_rl.config import Recipe
-from megatron_rl.config.levels import level_rules
 from megatron_rl.config.model_rules import confirm_contract, contract, first_step_alarms
+from megatron_rl.config.monitor import level_rules
 from megatron_rl.config.sections import CheckpointConfig
 from megatron_rl.data import MixedSampler, PromptSampler, PromptSet, in_another_order, make_sampler
 from megatron_rl.errors import Fault
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import initialize, shutdown
 from megatron_rl.monitor import AlarmEvent, Monitor, RunDirectory, write_environment
+from megatron_rl.monitor.samples import share_repetition, share_samples
 from megatron_rl.monitor.timing import PhaseTimer
 from megatron_rl.patching.states import installed_status
 from megatron_rl.process.ranks import (
@@ -35,7 +36,6 @@ from megatron_rl.rewards.shared import Scores, score_shared
 from megatron_rl.rollout import Generator
 from megatron_rl.rollout.generator import AnnouncingGenerator, RolloutInterrupted
 from megatron_rl.run.engines import load_beside, make_learner, start_generator
-from megatron_rl.run.evidence import Evidence
 from megatron_rl.run.identity import (
     Comparison,
     begin_step,
@@ -50,8 +50,7 @@ from megatron_rl.run.lock import RunLock
 from megatron_rl.run.lookahead import Lookahead
 from megatron_rl.run.oversampling import make_lookahead
 from megatron_rl.run.prepare import Prepared, prepare
-from megatron_rl.run.saving import Saving, check_resume, find_checkpoint
-from megatron_rl.run.shown import share_repetition, share_samples
+from megatron_rl.run.saving import Evidence, Saving, check_resume, find_checkpoint
 from megatron_rl.run.stop import StopRequest
 from megatron_rl.shipped import shipped
 from megatron_rl.types import Batch, Group

@@ -1,4 +1,7 @@
-"""The full learning-rate schedule of a run with warm-up, without an optimizer: for plans, plots and checks."""
+"""The learning rate of a run: length decay [arXiv 2602.01826, Algorithm 1], halved periodically, by response length.
+
+The full schedule with warm-up needs no optimizer: it is for plans, plots and checks.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,103 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.config.learner import ScheduleConfig
-from megatron_rl.schedule.length_decay import LengthDecay
+from megatron_rl.schedule.surge import SurgeDetector
+
+
+def length_decay_lr(step: int, lr: float = 1e-6, min_lr: float | None = None, decay_period: int | None = 204) -> float:
+    """Return η(t) = max(η0 · 2^−floor(t / T_decay), η_min) [arXiv 2602.01826, Algorithm 1].
+
+    ``step`` is t, the absolute optimizer step counted from 0; ``lr`` is η0; ``min_lr`` is η_min, None for 0.1 · η0;
+    ``decay_period`` is T_decay in steps, None for a constant rate. The halvings are exact in floating point.
+    Raises ValueError for a negative step, a period below 1, or a floor above the peak.
+    """
+    if step < 0:
+        raise ValueError(f"step {step}: optimizer steps are counted from 0")
+    if decay_period is not None and decay_period < 1:
+        raise ValueError(f"decay_period {decay_period}: must be at least 1 step, or None for a constant rate")
+    floor = 0.1 * lr if min_lr is None else min_lr
+    if not 0.0 <= floor <= lr:
+        raise ValueError(f"min_lr {floor}: must lie between 0 and lr ({lr})")
+    if decay_period is None:
+        return float(lr)
+    return max(math.ldexp(lr, -(step // decay_period)), float(floor))
+
+
+class LengthDecay:
+    """The state of a length-decay schedule: the current period and its origin.
+
+    Modes (`ScheduleConfig.mode`): `manual` has a period from the start; `auto` sets it once, when the detector confirms
+    a surge; `shadow` keeps the rate and computes `shadow_lr`.
+    """
+
+    def __init__(self, config: ScheduleConfig) -> None:
+        assert config.mode is not None, "LengthDecay is for style length-decay, which the schema gives a mode"
+        self.config = config
+        self.detector = SurgeDetector(config.detector)
+        self._latched_period: int | None = None
+
+    @property
+    def planned_period(self) -> int | None:
+        """The period from the recipe or the surge, even if the mode does not apply it."""
+        return self.config.decay_period if self.config.decay_period is not None else self._latched_period
+
+    @property
+    def decay_period(self) -> int | None:
+        """The current period; None while the rate is constant."""
+        return None if self.config.mode == "shadow" else self.planned_period
+
+    def observe(self, step: int, mean_length: float) -> int | None:
+        """Add the mean response length (tokens) of ``step``; return the surge step once, else None."""
+        surge_step = self.detector.observe(step, mean_length)
+        if surge_step is not None and self._latched_period is None:
+            # Step 0 is observed twice if its first update overflowed. A surge at step 0 would give period 0.
+            self._latched_period = max(1, round(self.config.period_factor * surge_step))
+        return surge_step
+
+    def lr(self, step: int, max_lr: float, min_lr: float) -> float:
+        """Return the rate at ``step`` between ``max_lr`` and ``min_lr``."""
+        return length_decay_lr(step + self.config.decay_phase, max_lr, min_lr, self.decay_period)
+
+    def shadow_lr(self, step: int, max_lr: float, min_lr: float) -> float:
+        """Return the rate of the planned period at ``step``; it differs from `lr` only in mode shadow."""
+        return length_decay_lr(step + self.config.decay_phase, max_lr, min_lr, self.planned_period)
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Return `lr_sched/*` of ``step`` without the rates. -1 means "none yet".
+
+        `length` is the latest length, `length_ema` its smoothed value, `length_baseline` the minimum for comparison.
+        """
+        detector, period, clock = self.detector, self.planned_period, step + self.config.decay_phase
+        metrics = {
+            "lr_sched/step": float(step),
+            "lr_sched/surge_step": float(-1 if detector.surge_step is None else detector.surge_step),
+            "lr_sched/decay_period": float(-1 if period is None else period),
+            "lr_sched/decay_count": float(0 if self.decay_period is None else clock // self.decay_period),
+        }
+        if detector.length is not None:
+            metrics["lr_sched/length"] = detector.length
+        if detector.smoothed is not None:
+            metrics["lr_sched/length_ema"] = detector.smoothed
+            metrics["lr_sched/length_baseline"] = detector.baseline
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return mode, period, latched period and the detector's memory as JSON values."""
+        return {
+            "mode": self.config.mode,
+            "decay_period": self.config.decay_period,
+            "latched_period": self._latched_period,
+            "detector": self.detector.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`.
+
+        A latched period stays, even if the recipe has another factor; mode and a given `decay_period` come from the
+        recipe.
+        """
+        self._latched_period = state["latched_period"]
+        self.detector.load_state_dict(state["detector"])
 
 
 class LearningRateSchedule:

@@ -21,8 +21,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_rl.checkpoint.hf_folder import HFFolder
 from megatron_rl.config.model_rules import FIRST_STEP_BOUNDS
-from megatron_rl.instruments.watch import tokens as watched_tokens
 from megatron_rl.instruments.watch import views
+from megatron_rl.instruments.watch import views as watched_tokens
 from megatron_rl.instruments.watch.run import WatchedRun
 from megatron_rl.monitor.samples import read_samples
 from megatron_rl.rollout.generator import Sampling

@@ -18,7 +18,7 @@ files=(
     tests/unit/learner/test_logprobs.py
     tests/unit/learner/test_packing.py
     tests/unit/rollout/test_cpu_engine_sampler.py
-    tests/unit/rollout/test_rounding.py
+    tests/unit/rollout/test_weights_rounding.py
     "$engine::test_logprobs_and_routes_are_those_of_the_hf_model"
 )
 ranks=(tests/parallel/test_patch_checkpoint.py::test_resumed_training_equals_uninterrupted_training)

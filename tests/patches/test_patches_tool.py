@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.patching import replace, target
+from megatron_rl.patching import states, target
 from megatron_rl.patching.series import PatchError, Series
 from megatron_rl.patching.states import installed_status
 from tests.support.patience import PATIENCE_S
@@ -303,7 +303,7 @@ def test_an_edit_elsewhere_is_an_error_in_a_package_and_a_note_in_a_tree(patches
 def way(request, monkeypatch) -> str:
     """How files are replaced: whole folders change places, or file by file where the file system cannot."""
     if request.param == "files":
-        monkeypatch.setattr(replace, "_exchange", lambda *arguments: False)
+        monkeypatch.setattr(states, "_exchange", lambda *arguments: False)
     return request.param
 
 
@@ -321,7 +321,7 @@ def test_an_error_halfway_restores_every_file(patches, tree, failing, way, monke
 
     monkeypatch.setattr(os, "replace", replace_or_fail)
     with pytest.raises(KeyboardInterrupt):
-        replace.replace_files(tree, old, series.patched(series.pristine(old)))
+        states.replace_files(tree, old, series.patched(series.pristine(old)))
     assert read(tree) == ORIGINAL
 
 
@@ -342,7 +342,7 @@ def is_done(tree: Path, old: dict, new: dict, moment: int) -> bool:
 
         try:
             sys.addaudithook(count)
-            replace.replace_files(tree, old, new)
+            states.replace_files(tree, old, new)
         finally:
             os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -353,18 +353,18 @@ def test_a_tree_is_never_half_patched_whenever_the_process_is_killed(patches, tr
     old = series.load(tree)
     new = series.patched(old)
     moments = next(number for number in itertools.count(8, 8) if is_done(tree, old, new, number))
-    replace.replace_files(tree, new, old)
-    states = []
+    states.replace_files(tree, new, old)
+    originals = []
     for moment in random.Random(40).sample(range(1, moments), 20):
         is_done(tree, old, new, moment)
         now = {path: text for path, text in read(tree).items() if ".patches-" not in path}
-        states.append(now == ORIGINAL)
+        originals.append(now == ORIGINAL)
         assert now in (ORIGINAL, patched(checkout)), moment
-        replace.replace_files(tree, series.load(tree), new)
+        states.replace_files(tree, series.load(tree), new)
         assert read(tree) == patched(checkout)  # to the last byte, and nothing temporary is left
-        replace.replace_files(tree, new, old)
+        states.replace_files(tree, new, old)
         assert read(tree) == ORIGINAL
-    assert set(states) == {True, False}
+    assert set(originals) == {True, False}
 
 
 KILLED_AFTER = """

@@ -23,14 +23,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_rl.batch import build_batch, group_metrics, release_routes
 from megatron_rl.config import Recipe
 from megatron_rl.config.learner import ParallelConfig
-from megatron_rl.learner.exchange import Replicas, hand_over_logprobs, speaks
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.packing import minibatch_denominators
-from megatron_rl.learner.passes import Passes
+from megatron_rl.learner.passes import Passes, Replicas, hand_over_logprobs, speaks
 from megatron_rl.learner.process_groups import initialize, shutdown
 from megatron_rl.learner.router_replay import RouterReplayer
 from megatron_rl.model.known_models import shape_of
-from megatron_rl.monitor.samples import rollout_metrics
+from megatron_rl.monitor.samples import rollout_metrics, share_repetition
 from megatron_rl.process import ranks as ranks_module
 from megatron_rl.process.ranks import any_rank
 from megatron_rl.rewards import Rewarder
@@ -45,7 +44,6 @@ from megatron_rl.rollout.requests import (
 )
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.run.recorded_batches import record_batch
-from megatron_rl.run.shown import share_repetition
 from megatron_rl.types import Prompt
 from tools.bench.unit_costs import Cost, Setting
 

@@ -21,9 +21,8 @@ import numpy as np
 import psutil
 from safetensors.numpy import save_file
 
-from megatron_rl.instruments.watch import tokens, views
-from megatron_rl.instruments.watch.columns import dumps
-from megatron_rl.instruments.watch.run import WatchedRun
+from megatron_rl.instruments.watch import views
+from megatron_rl.instruments.watch.run import WatchedRun, dumps
 from megatron_rl.monitor.plots import PANELS
 from megatron_rl.monitor.run_directory import JsonlSink, encode_line
 
@@ -101,9 +100,9 @@ def measure(run: WatchedRun, options: argparse.Namespace) -> None:
     line("state", lambda: views.state([run]))
     line("panels", lambda: views.panels([run], "step", 400))
     line("map of routes", lambda: views.routes(run))
-    line("batch: the 20 with the largest |log rho|", lambda: tokens.responses(run, 1, "mismatch", 0, 20))
-    line("batch: the next 20", lambda: tokens.responses(run, 1, "mismatch", 20, 20))
-    line("batch: 1000 tokens of a response", lambda: tokens.response(run, 1, 7, 1000))
+    line("batch: the 20 with the largest |log rho|", lambda: views.responses(run, 1, "mismatch", 0, 20))
+    line("batch: the next 20", lambda: views.responses(run, 1, "mismatch", 20, 20))
+    line("batch: 1000 tokens of a response", lambda: views.response(run, 1, 7, 1000))
 
 
 def line(name: str, action: Callable[[], Any]) -> None:

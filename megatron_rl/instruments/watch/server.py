@@ -22,9 +22,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from megatron_rl.errors import InputError
-from megatron_rl.instruments.watch import tokens, views
-from megatron_rl.instruments.watch.columns import dumps
-from megatron_rl.instruments.watch.run import WatchedRun
+from megatron_rl.instruments.watch import views
+from megatron_rl.instruments.watch.run import WatchedRun, dumps
 from megatron_rl.monitor.curves import X_LABELS
 
 REFRESH_S = 1.0
@@ -108,11 +107,11 @@ _ANSWERS: dict[str, Callable[[Sequence[WatchedRun], Query], Any]] = {
         [q.run], lambda: views.samples(q.run, q.number("before"), q.number("number", 10))
     ),
     "log": lambda runs, q: _locked([q.run], lambda: list(q.run.log)),
-    "batch": lambda runs, q: tokens.responses(
+    "batch": lambda runs, q: views.responses(
         q.run, q.needed("step"), q.text("order", "mismatch"), q.number("start", 0), min(q.number("number", 20), 200)
     ),
-    "response": lambda runs, q: tokens.response(
-        q.run, q.needed("step"), q.needed("sequence"), q.number("start", 0), q.number("number", tokens.WINDOW)
+    "response": lambda runs, q: views.response(
+        q.run, q.needed("step"), q.needed("sequence"), q.number("start", 0), q.number("number", views.WINDOW)
     ),
 }
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_rl.errors import InputError
-from megatron_rl.instruments.watch import tokens, views
+from megatron_rl.instruments.watch import views
 from megatron_rl.instruments.watch.run import WatchedRun
 from megatron_rl.monitor.terminal import COLUMNS, format_duration, sparkline
 
@@ -176,10 +176,10 @@ def _response(runs: Sequence[WatchedRun]) -> list[RenderableType]:
         try:
             if not (steps := run.batch_steps()):
                 continue
-            listed = tokens.responses(run, steps[-1], "mismatch", 0, 1)["responses"]
+            listed = views.responses(run, steps[-1], "mismatch", 0, 1)["responses"]
             if not listed:
                 continue
-            it = tokens.response(run, steps[-1], listed[0]["sequence"], 0, RESPONSE_TOKENS)
+            it = views.response(run, steps[-1], listed[0]["sequence"], 0, RESPONSE_TOKENS)
         except InputError:  # deleted in between
             continue
         magnitudes = [abs(value) for value in it["strip"] or () if value is not None]

@@ -1,7 +1,7 @@
 """Which ranks fetch responses from servers, and how all ranks learn which groups of a batch are complete.
 
 One rank of each node fetches, in an event loop of its own, and keeps the arrays until the learner's replicas take them
-(`learner.exchange`). Requests are dealt by prompt: one rank fetches all samples of a prompt and can send them to the
+(`learner.passes`). Requests are dealt by prompt: one rank fetches all samples of a prompt and can send them to the
 server that has computed the prompt. All ranks learn every response's length and how it ended. No array passes through
 a rank that neither fetched it nor learns from it.
 

@@ -14,15 +14,14 @@ import torch.distributed as dist
 from megatron_rl.batch import build_batch
 from megatron_rl.config import ObjectiveConfig
 from megatron_rl.config.data import RewardConfig
-from megatron_rl.learner.exchange import Replicas, distribute, hand_over_logprobs, hand_over_routes, tokens_at
 from megatron_rl.learner.packing import deal, minibatch_denominators
-from megatron_rl.monitor.samples import rollout_metrics
+from megatron_rl.learner.passes import Replicas, distribute, hand_over_logprobs, hand_over_routes, tokens_at
+from megatron_rl.monitor.samples import rollout_metrics, share_repetition, share_samples
 from megatron_rl.process import ranks
 from megatron_rl.rewards import Rewarder
 from megatron_rl.rewards.shared import score_shared
 from megatron_rl.routing import route_checksums
 from megatron_rl.run.recorded_batches import record_batch
-from megatron_rl.run.shown import share_repetition, share_samples
 from megatron_rl.types import Batch, Group, Prompt, Rollout, Sequence
 from tests.support.tiny import tiny_recipe
 

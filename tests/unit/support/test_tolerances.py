@@ -32,7 +32,7 @@ STATEMENTS = {
     "unit/instruments/plan/test_head.py::test_the_peak_in_the_output_layer_is_the_one_that_is_planned": "is left out",
     "unit/instruments/watch/test_columns.py::test_points_are_means_between_the_extremes_of_their_neighbours": "digits",
     "unit/instruments/watch/test_page.py::test_tokens_are_coloured_by_rho_and_responses_stay_text": "three digits",
-    "unit/schedule/test_length_decay_recipes.py::test_schedule_is_what_its_name_says": "what the documentation says",
+    "unit/schedule/test_learning_rate_recipes.py::test_schedule_is_what_its_name_says": "what the documentation says",
 }
 
 

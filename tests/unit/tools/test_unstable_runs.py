@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron_rl.config import load_recipe
-from megatron_rl.config.levels import level_rules
+from megatron_rl.config.monitor import level_rules
 from megatron_rl.monitor.scoring import read_packed
 from tests.support.tiny import REPOSITORY, tiny_recipe
 from tools.dev import unstable_runs

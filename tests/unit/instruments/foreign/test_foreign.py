@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.__main__ import main
-from megatron_rl.config.levels import level_rules
+from megatron_rl.config.monitor import level_rules
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.foreign.names import PROJECTS, project_of
 from megatron_rl.instruments.foreign.read import NEEDS, blind_rules, blind_suspects, read_run

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.instruments.watch.columns import Columns, decimated
-from megatron_rl.instruments.watch.run import WatchedRun
+from megatron_rl.instruments.watch.run import Columns, WatchedRun, decimated
 from megatron_rl.monitor.run_directory import encode_line, read_metrics
 from tests.support.written_run import WrittenRun
 

@@ -15,9 +15,8 @@ from megatron_rl.checkpoint.save import PendingSave
 from megatron_rl.config import Recipe
 from megatron_rl.instruments.stored.rerun import plan_weights
 from megatron_rl.monitor import AlarmEvent, RunDirectory
-from megatron_rl.run.evidence import GIB, Evidence
 from megatron_rl.run.recorded_batches import batch_bytes, batch_path, load_batch, recorded_steps
-from megatron_rl.run.saving import Saving
+from megatron_rl.run.saving import GIB, Evidence, Saving
 from megatron_rl.run.start import Run, _resume
 from megatron_rl.train import record
 from tests.support.routes import random_routes, with_routes
@@ -258,7 +257,7 @@ def test_what_is_kept_is_read_by_the_commands_on_stored_batches(tmp_path):
 
 def test_a_disk_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
     run = a_run(tmp_path, **EVERY_5, **FOUR)
-    monkeypatch.setattr("megatron_rl.run.evidence.delete_batch", partial(_fails, "no such device"))
+    monkeypatch.setattr("megatron_rl.run.saving.delete_batch", partial(_fails, "no such device"))
     steps(run, 8)
     assert any("no such device" in line for line in run.said)
     assert checkpoints(run) == [5]

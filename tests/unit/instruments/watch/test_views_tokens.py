@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megatron_rl.errors import InputError
-from megatron_rl.instruments.watch import tokens
+from megatron_rl.instruments.watch import views
 from megatron_rl.instruments.watch.run import WatchedRun
 from megatron_rl.run import recorded_batches as batches
 from megatron_rl.run.recorded_batches import BatchSlices, batch_path, delete_batch, load_batch, record_batch
@@ -73,7 +73,7 @@ def test_every_response_is_that_of_the_whole_batch(run, monkeypatch, parts, bloc
 
 def test_a_response_with_what_both_engines_say_of_it(run):
     sequence = written(run, 3).sequences[5]
-    got = tokens.response(run, 3, 5, 0)
+    got = views.response(run, 3, 5, 0)
     assert got["ids"] == sequence.tokens[sequence.prompt_length :].tolist()
     assert got["texts"] == [Tokenizer.from_file(str(MODEL / "tokenizer.json")).id_to_token(i) for i in got["ids"]]
     gap = sequence.old_logprobs.astype(np.float64) - sequence.inference_logprobs
@@ -81,7 +81,7 @@ def test_a_response_with_what_both_engines_say_of_it(run):
     assert got["mu"] == [float(f"{math.exp(value):.6g}") for value in sequence.inference_logprobs]
     assert got["strip"] == got["log_rho"]
     assert got["trained"] == sequence.loss_mask.astype(int).tolist()
-    rest = tokens.response(run, 3, 5, 2, number=3)
+    rest = views.response(run, 3, 5, 2, number=3)
     assert rest["ids"] == got["ids"][2:5]
     assert rest["start"] == 2
 
@@ -96,20 +96,20 @@ def test_orders(run):
         "batch": list(range(24)),
     }
     for order, expected in wanted.items():
-        got = [tokens.responses(run, 3, order, start, 10)["responses"] for start in (0, 10, 20)]
+        got = [views.responses(run, 3, order, start, 10)["responses"] for start in (0, 10, 20)]
         assert [about["sequence"] for page in got for about in page] == expected
     with pytest.raises(InputError, match="one of mismatch, reward, length, batch"):
-        tokens.responses(run, 3, "alphabet", 0, 10)
+        views.responses(run, 3, "alphabet", 0, 10)
 
 
 def test_a_batch_without_the_learners_log_probs(run):
     path = batch_path(run.directory.batches, 0)
     record_batch(run.directory.batches, stored_rollouts(0), 0)
     assert BatchSlices(path).largest_log_rho is None
-    got = tokens.response(run, 0, 0, 0)
+    got = views.response(run, 0, 0, 0)
     assert got["log_rho"] is None
     assert got["strip"] is None
-    assert tokens.responses(run, 0, "mismatch", 0, 2)["order"] == "batch"
+    assert views.responses(run, 0, "mismatch", 0, 2)["order"] == "batch"
 
 
 def test_a_batch_that_is_deleted_is_an_input_error(run):
@@ -123,16 +123,16 @@ def test_a_batch_that_is_deleted_is_an_input_error(run):
     with pytest.raises(InputError, match=r"cannot be read.*recorder\.keep"):
         kept_open.response(0)
     with pytest.raises(InputError, match="sequence 24; it has 24"):
-        tokens.response(run, 2, 24, 0)
+        views.response(run, 2, 24, 0)
 
 
 def test_a_step_that_is_recorded_again_is_read_again(run):
     written(run, 1)
-    before = tokens.response(run, 1, 0, 0)["ids"]
+    before = views.response(run, 1, 0, 0)["ids"]
     batch = written(run, 7)
     batch.step = 1
     record_batch(run.directory.batches, batch, 1)
-    after = tokens.response(run, 1, 0, 0)["ids"]
+    after = views.response(run, 1, 0, 0)["ids"]
     assert after == batch.sequences[0].tokens[batch.sequences[0].prompt_length :].tolist() != before
 
 
@@ -140,10 +140,10 @@ def test_probabilities_that_json_does_not_have(run):
     batch = written(run, 1)
     batch.sequences[0].old_logprobs[0] = -np.inf
     record_batch(run.directory.batches, batch, 1)
-    got = tokens.response(run, 1, 0, 0)
+    got = views.response(run, 1, 0, 0)
     assert got["log_rho"][0] is None
     assert got["po"][0] == 0.0
-    json.dumps([got, tokens.responses(run, 1, "mismatch", 0, 30)], allow_nan=False)
+    json.dumps([got, views.responses(run, 1, "mismatch", 0, 30)], allow_nan=False)
 
 
 def byte_level() -> Tokenizer:
@@ -158,13 +158,13 @@ def byte_level() -> Tokenizer:
 
 def test_a_character_of_several_tokens_is_whole_and_spaces_stay():
     tokenizer = byte_level()
-    got = tokens.texts(tokenizer, np.array(tokenizer.encode("a é  b").ids))
+    got = views.texts(tokenizer, np.array(tokenizer.encode("a é  b").ids))
     assert got == ["a", " ", "", "é", " ", " ", "b"]
 
 
 def test_what_a_model_writes_cannot_turn_the_direction_of_text_or_colour_a_terminal():
     tokenizer = byte_level()
-    got = "".join(tokens.texts(tokenizer, np.array(tokenizer.encode(EVIL).ids)))
+    got = "".join(views.texts(tokenizer, np.array(tokenizer.encode(EVIL).ids)))
     assert "\x1b" not in got
     assert "\u202e" not in got
     assert "\\x1b[31m" in got
@@ -173,6 +173,6 @@ def test_what_a_model_writes_cannot_turn_the_direction_of_text_or_colour_a_termi
 def test_numbers_where_the_tokenizer_is_not_here(run):
     sequence = written(run, 3).sequences[0]
     run.directory.recipe.write_text("model: {path: /nowhere}\n")
-    got = tokens.response(run, 3, 0, 0)
+    got = views.response(run, 3, 0, 0)
     assert not got["has_tokenizer"]
     assert got["texts"] == [f" {token}" for token in sequence.tokens[sequence.prompt_length :]]

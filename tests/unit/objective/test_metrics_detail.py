@@ -13,7 +13,7 @@ from megatron_rl.objective import (
     compute_objective,
     finalize_metrics,
 )
-from megatron_rl.objective.mismatch_detail import PLACE_EDGES, log_rho_edges, place_labels
+from megatron_rl.objective.metrics import PLACE_EDGES, log_rho_edges, place_labels
 from tests.support.rounding import CLOSED_FORM, rounded, unit_roundoff
 from tests.unit.objective.batches import BATCH, packed, padded, random_batch
 

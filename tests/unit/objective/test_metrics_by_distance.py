@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl.config.objective import ObjectiveConfig
 from megatron_rl.objective import ObjectiveInputs, compute_objective, finalize_metrics
-from megatron_rl.objective.mismatch_detail import EDGES, LABELS
+from megatron_rl.objective.metrics import EDGES, LABELS
 from megatron_rl.objective.stats import MetricStats
 from tests.support.rounding import rounded
 

@@ -8,8 +8,7 @@ import lzma
 import pytest
 
 from megatron_rl.__main__ import main
-from megatron_rl.config.levels import LEVELS, RHO_BOUNDS, level_rules
-from megatron_rl.config.monitor import AlarmRule, MonitorConfig
+from megatron_rl.config.monitor import LEVELS, RHO_BOUNDS, AlarmRule, MonitorConfig, level_rules
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.watch import views
 from megatron_rl.instruments.watch.run import WatchedRun
