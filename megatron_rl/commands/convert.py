@@ -60,7 +60,7 @@ def run_convert(options: argparse.Namespace) -> int:
     same for equal weights in either format. `--logits` also compares the logits of transformers and of Megatron (both
     models in memory, fp32): this checks the table of names, which a round trip cannot check.
 
-    The families of models are those of docs/families.md. A run with learner.lora writes adapters: use its checkpoints/hf
+    The families of models are those of docs/families.md. A run with learner.lora writes adapters: use checkpoints/hf
     instead. Exit status: 0 done, 1 the logits differ, 2 unusable input.
     """
     from megatron_rl.checkpoint import conversion
