@@ -23,6 +23,7 @@ COMMANDS = {
     "serve": "Start a rollout server of a run.",
     "convert": "Convert checkpoints between Hugging Face and Megatron.",
     "prepare-data": "Make a clean training set of a public dataset.",
+    "parity": "Find the first operator where vLLM or the learner departs from the checkpoint.",
     "doctor": "Test whether this machine does what a run needs.",
     "patch": "Apply the patches to Megatron-Core, or show which are applied.",
     "lab": "Run the arms of a study over its seeds, and report them.",

@@ -15,7 +15,10 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 AT_THE_TOP = {"__init__", "__main__", "train", "evaluate", "batch", "check", "types", "errors"}
-ENGINES = {"megatron": {"checkpoint", "learner", "exact", "instruments.trace"}, "vllm": {"rollout"}}
+ENGINES = {
+    "megatron": {"checkpoint", "learner", "exact", "instruments.trace", "instruments.parity"},
+    "vllm": {"rollout", "instruments.parity"},
+}
 BESIDE_A_RUN = {"instruments", "doctor", "commands"}  # nothing of a run imports these; the rest is what a run needs
 
 

@@ -1,0 +1,197 @@
+"""Operators of a decoder in float64, each with a bound on the error of the same operator in a smaller type.
+
+A number comes as `Bounded`: its value, and how far a witness's number may be from it. A tap of a witness has error 0.
+An operator adds what its own arithmetic may do: one rounding to the type that it returns (``unit``), and the roundings
+of its sums, which engines take in fp32: a sum of n terms is off by at most γ(n) · Σ|term|, γ(n) = n·u / (1 − n·u) with
+u = 2⁻²⁴ (Higham, Accuracy and Stability of Numerical Algorithms, chapter 3). Errors of the inputs are carried through
+to first order by absolute values. A bound holds for every order of summation, so it knows no kernel.
+
+Shapes: N tokens of a pass, T tokens of one sequence, H heads, G heads of keys and values, D head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Tensor = torch.Tensor
+FP32 = 2.0**-24
+UNITS = {torch.float32: FP32, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float64: 2.0**-53}
+TINY = {torch.float16: 2.0**-25}
+"""Half of the smallest number of a type whose small numbers occur in a model."""
+FUNCTION = 4 * FP32
+"""Relative error of an exp, rsqrt or division in fp32: vectorised ones are off by up to four units."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """``unit``: largest relative error of one rounding to the type. ``tiny``: absolute error below its normal numbers.
+    ``product``: relative error of a product of two numbers before it is added: of TF32, else 0."""
+
+    unit: float
+    tiny: float = 0.0
+    product: float = 0.0
+
+    @classmethod
+    def of(cls, *dtypes: torch.dtype, product: float = 0.0) -> Rounding:
+        """The coarsest of ``dtypes``."""
+        return cls(max(UNITS[d] for d in dtypes), max(TINY.get(d, 0.0) for d in dtypes), product)
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """``value`` and ``error`` ≥ 0, float64, of one shape."""
+
+    value: Tensor
+    error: Tensor
+
+    @classmethod
+    def exact(cls, value: Tensor) -> Bounded:
+        value = value.double()
+        return cls(value, torch.zeros_like(value))
+
+    def rounded(self, to: Rounding, times: int = 1) -> Bounded:
+        """After ``times`` further roundings."""
+        return Bounded(self.value, self.error + times * (to.unit * (self.value.abs() + self.error) + to.tiny))
+
+    def view(self, *shape: int) -> Bounded:
+        return Bounded(self.value.view(*shape), self.error.view(*shape))
+
+    def __getitem__(self, index: object) -> Bounded:
+        return Bounded(self.value[index], self.error[index])
+
+
+def gamma(terms: int) -> float:
+    """Largest relative error of a sum of ``terms`` products in fp32."""
+    return terms * FP32 / (1 - terms * FP32)
+
+
+def linear(x: Bounded, weight: Tensor, bias: Tensor | None, to: Rounding, parts: int = 1) -> Bounded:
+    """x · weightᵀ + bias. ``weight`` [outputs, inputs] float64. ``parts``: ranks that share the inputs, whose sums are
+    rounded one by one before they are added."""
+    magnitude = weight.abs().t()
+    value = x.value @ weight.t()
+    error = x.error @ magnitude + (gamma(x.value.size(-1) + 1) + to.product) * (x.value.abs() @ magnitude)
+    if bias is not None:
+        value = value + bias
+        error = error + 2 * to.unit * (bias.abs() + value.abs())
+    if parts > 1:
+        for part, columns in zip(x.value.chunk(parts, -1), weight.chunk(parts, 1), strict=True):
+            error = error + parts * to.unit * (part @ columns.t()).abs() + to.tiny
+    return Bounded(value, error).rounded(to)
+
+
+def add(x: Bounded, y: Bounded, to: Rounding) -> Bounded:
+    return Bounded(x.value + y.value, x.error + y.error).rounded(to)
+
+
+def rms_norm(x: Bounded, weight: Tensor, eps: float, to: Rounding) -> Bounded:
+    """x / √(mean x² + eps) · weight over the last dimension.
+
+    Four roundings to the type: a sum that was added in the same kernel may not have been rounded, which counts twice
+    (in x, and in its square), the normalised number, and the product.
+    """
+    mean = x.value.square().mean(-1, keepdim=True) + eps
+    scale = mean.rsqrt()
+    value = x.value * scale * weight
+    of_mean = (x.value.abs() * x.error).mean(-1, keepdim=True) / mean  # half of the relative error of the mean
+    error = weight.abs() * scale * (x.error + x.value.abs() * of_mean)
+    fp32 = gamma(x.value.size(-1) + 2) / 2 + 2 * FUNCTION
+    return Bounded(value, error + fp32 * value.abs()).rounded(to, times=4)
+
+
+def rotate(x: Bounded, angles: Tensor, to: Rounding) -> Bounded:
+    """Rotary embedding of ``x`` [N, H, D] by ``angles`` [N, D/2]: pairs are (i, i + D/2).
+
+    An angle is position · frequency in fp32, and the frequency a power: its exponent and its base's logarithm cost
+    some sixteen units. Cosine, sine and both products are rounded to the type, and so is the sum.
+    """
+    half = x.value.size(-1) // 2
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    of_angle = angles.abs()[:, None] * 16 * FP32 + FUNCTION
+    outputs, errors = [], []
+    for a, b, sign in ((0, 1, -1.0), (1, 0, 1.0)):
+        first, second = (x[..., i * half : (i + 1) * half] for i in (a, b))
+        outputs.append(first.value * cos + sign * second.value * sin)
+        products = (first.value * cos).abs() + (second.value * sin).abs()
+        error = first.error * cos.abs() + second.error * sin.abs()
+        error = error + of_angle * (first.value.abs() + second.value.abs())
+        errors.append(error + 2 * to.unit * products + 2 * to.tiny)
+    return Bounded(torch.cat(outputs, -1), torch.cat(errors, -1)).rounded(to)
+
+
+def attention(query: Bounded, key: Bounded, value: Bounded, lengths: Sequence[int], to: Rounding) -> Bounded:
+    """Causal attention of sequences back to back: ``query`` [N, H, D], ``key`` and ``value`` [N, G, D] → [N, H, D].
+
+    Scores stay in fp32. Probabilities may be rounded to the type before they weigh the values.
+    """
+    heads, groups = query.value.size(1), key.value.size(1)
+    outputs, errors, start = [], [], 0
+    for length in lengths:
+        rows = slice(start, start + length)
+        start += length
+        q, k, v = (x[rows] for x in (query, key, value))
+        q, k, v = (Bounded(x.value.transpose(0, 1), x.error.transpose(0, 1)) for x in (q, k, v))
+        k, v = (Bounded(*(part.repeat_interleave(heads // groups, 0) for part in (x.value, x.error))) for x in (k, v))
+        scale = q.value.size(-1) ** -0.5
+        scores = scale * q.value @ k.value.transpose(1, 2)
+        size = q.value.abs() @ k.value.abs().transpose(1, 2)
+        moved = q.error @ (k.value.abs() + k.error).transpose(1, 2) + q.value.abs() @ k.error.transpose(1, 2)
+        moved = scale * (moved + (gamma(q.value.size(-1) + 3) + to.product) * size)
+        hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+        probs = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        highest = scores.masked_fill(hidden, -torch.inf).amax(-1, keepdim=True)
+        moved = moved + FP32 * (scores - highest).abs()  # the difference that goes into exp
+        moved = moved.masked_fill(hidden, 0.0) + FUNCTION
+        relative = torch.expm1(moved + (probs * moved).sum(-1, keepdim=True)) + gamma(length) + 2 * to.unit
+        weights = probs * relative + to.tiny * ~hidden
+        error = weights @ (v.value.abs() + v.error) + probs @ v.error + gamma(length) * (probs @ v.value.abs())
+        outputs.append((probs @ v.value).transpose(0, 1))
+        errors.append(error.transpose(0, 1))
+    return Bounded(torch.cat(outputs), torch.cat(errors)).rounded(to)
+
+
+def gated(gate: Bounded, up: Bounded, function: Callable[[Tensor], Tensor], to: Rounding) -> Bounded:
+    """function(gate) · up. The function's slope is at most 1.13 (silu: 1.1). Both factors and the product are rounded
+    to the type; its exp has gate as an argument."""
+    activated = function(gate.value)
+    error = 1.13 * gate.error + activated.abs() * (FUNCTION * 2 + FP32 * gate.value.abs())
+    first = Bounded(activated, error).rounded(to, times=2)
+    value = first.value * up.value
+    error = first.error * (up.value.abs() + up.error) + first.value.abs() * up.error
+    return Bounded(value, error).rounded(to)
+
+
+def scaled(x: Bounded, factor: Bounded, to: Rounding) -> Bounded:
+    error = x.error * factor.value.abs() + (x.value.abs() + x.error) * factor.error
+    return Bounded(x.value * factor.value, error).rounded(to)
+
+
+def route_weights(logits: Bounded, chosen: Tensor, renormalised: bool, to: Rounding) -> Bounded:
+    """Weights [N, K] of the experts ``chosen`` [N, K]: a softmax over them, or over all experts."""
+    picked = logits[torch.arange(len(chosen))[:, None], chosen]
+    among = picked if renormalised else logits
+    highest = among.value.amax(-1, keepdim=True)
+    total = torch.logsumexp(among.value, -1, keepdim=True)
+    value = (picked.value - total).exp()
+    error = picked.error + among.error.amax(-1, keepdim=True)
+    error = error + FP32 * ((picked.value - highest).abs() + among.value.size(-1)) + 2 * FUNCTION
+    if not renormalised:  # as exp(logit − log Σ exp) it is computed in the type of the logits
+        error = error + to.unit * (picked.value.abs() + 2 * total.abs() + (picked.value - total).abs())
+    return Bounded(value, value * torch.expm1(error)).rounded(to, times=2)
+
+
+def logprobs(logits: Bounded, tokens: Tensor, temperature: float) -> Bounded:
+    """log softmax(logits / temperature) [N] at ``tokens`` [N], which engines compute in fp32."""
+    z = Bounded(logits.value / temperature, logits.error / temperature)
+    z = Bounded(z.value, z.error + FP32 * z.value.abs())
+    total = torch.logsumexp(z.value, -1)
+    picked = z[torch.arange(len(tokens)), tokens]
+    probs = (z.value - total[:, None]).exp()
+    highest = z.value.amax(-1)
+    error = picked.error + (probs * (z.error + FP32 * (highest[:, None] - z.value))).sum(-1)
+    error = error + gamma(z.value.size(-1)) + 2 * FUNCTION
+    error = error + 2 * FP32 * (picked.value.abs() + total.abs() + highest.abs())
+    return Bounded(picked.value - total, error)

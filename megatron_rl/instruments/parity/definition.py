@@ -1,0 +1,322 @@
+"""What a checkpoint's folder says that its model computes, in float64, operator by operator.
+
+`Checkpoint` reads config.json and the safetensors files by itself, not through the learner's or vLLM's code, so that a
+fault that both engines share is found as well. `Evaluation` computes every operator from a witness's own taps: what
+comes out is what the witness should have returned. A tap that a witness does not have is computed from those before it,
+with its bound. Without any tap this is the whole model in float64.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+
+from megatron_rl.errors import InputError
+from megatron_rl.instruments.parity import arithmetic
+from megatron_rl.instruments.parity.arithmetic import Bounded, Rounding
+from megatron_rl.instruments.parity.record import ExpertRows, Record
+
+Tensor = torch.Tensor
+FAMILIES = ("qwen3_moe", "qwen3", "qwen2", "llama")
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class Checkpoint:
+    """The numbers of config.json, and weights by name, read when they are asked for."""
+
+    def __init__(self, path: Path):
+        self.path = Path(path)
+        file = self.path / "config.json"
+        try:
+            self.config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(f"parity: {file}: {error}; expected a model's folder in Hugging Face layout") from error
+        config, self.family = self.config, self.config.get("model_type")
+        if self.family not in FAMILIES:
+            raise InputError(f"parity: {file}: model_type is {self.family!r}; there are {', '.join(FAMILIES)}")
+        if config.get("hidden_act", "silu") not in ACTIVATIONS:
+            raise InputError(
+                f"parity: {file}: hidden_act is {config['hidden_act']!r}; there are {', '.join(ACTIVATIONS)}"
+            )
+        self.num_layers: int = config["num_hidden_layers"]
+        self.width: int = config["hidden_size"]
+        self.heads: int = config["num_attention_heads"]
+        self.kv_heads: int = config.get("num_key_value_heads") or self.heads
+        self.head_dim: int = config.get("head_dim") or self.width // self.heads
+        self.vocabulary: int = config["vocab_size"]
+        self.eps: float = config.get("rms_norm_eps", 1e-6)
+        self.has_head_norms = self.family in ("qwen3", "qwen3_moe")
+        self.num_experts: int = config.get("num_local_experts") or config.get("num_experts") or 0
+        if self.family != "qwen3_moe":
+            self.num_experts = 0
+        self.top: int = config.get("num_experts_per_tok") or 0
+        self.renormalised: bool = config.get("norm_topk_prob", False)
+        self.activation = ACTIVATIONS[config.get("hidden_act", "silu")]
+        self._files = self._where()
+
+    def is_moe(self, layer: int) -> bool:
+        step, dense = self.config.get("decoder_sparse_step", 1), self.config.get("mlp_only_layers") or []
+        return self.num_experts > 0 and layer not in dense and (layer + 1) % step == 0
+
+    def _where(self) -> dict[str, Path]:
+        index = self.path / "model.safetensors.index.json"
+        if index.is_file():
+            return {name: self.path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        single = self.path / "model.safetensors"
+        if not single.is_file():
+            raise InputError(f"parity: {self.path} holds neither {single.name} nor {index.name}")
+        with safe_open(single, "pt") as file:
+            return dict.fromkeys(file.keys(), single)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def weight(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The tensor ``name``, rounded to ``dtype`` as an engine holds it, in float64."""
+        with safe_open(self._files[name], "pt") as file:
+            return file.get_tensor(name).to(dtype).double()
+
+    def head_name(self) -> str:
+        return "model.embed_tokens.weight" if self.config.get("tie_word_embeddings") else "lm_head.weight"
+
+    @cached_property
+    def frequencies(self) -> Tensor:
+        """Of the rotary embedding, [D/2] float64: angle per position."""
+        rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        theta = rope.get("rope_theta") or self.config.get("rope_theta") or 10000.0
+        frequencies = theta ** -(torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim)
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if kind == "default":
+            return frequencies
+        if kind != "llama3":
+            raise InputError(f"parity: {self.path}/config.json: rope_type is {kind!r}; there are default and llama3")
+        low, high, old = (
+            rope["low_freq_factor"],
+            rope["high_freq_factor"],
+            rope["original_max_position_embeddings"],
+        )
+        lengths = 2 * math.pi / frequencies
+        smooth = ((old / lengths - low) / (high - low)).clamp(0, 1)
+        return (1 - smooth) * frequencies / rope["factor"] + smooth * frequencies
+
+
+class Evaluation:
+    """Operators of ``checkpoint`` on what ``record`` holds."""
+
+    def __init__(self, checkpoint: Checkpoint, record: Record, num_layers: int | None = None):
+        self.checkpoint, self.record = checkpoint, record
+        self.num_layers = num_layers or checkpoint.num_layers
+        self._known: dict[str, Bounded] = {}
+        self._chosen: dict[int, Tensor] = {}
+
+    def taps(self) -> Iterator[str]:
+        """Names of all operators, in the order of the pass."""
+        c = self.checkpoint
+        yield "embedding"
+        for layer in range(self.num_layers):
+            names = ["input_norm", "q", "k", "v", *(["q_norm", "k_norm"] if c.has_head_norms else [])]
+            names += ["q_rope", "k_rope", "attention", "o_proj", "residual", "second_norm"]
+            moe = ["router_logits", "chosen", "weights", "expert", "mlp"]
+            names += moe if c.is_moe(layer) else ["gate", "up", "activation", "mlp"]
+            yield from (f"{layer}.{name}" for name in [*names, "output"])
+        yield from ("final_norm", "logits", "logprob")
+
+    def own(self, tap: str) -> Bounded:
+        """What the witness has at ``tap``, exact; where it has nothing, what follows from its taps before."""
+        if tap not in self._known:
+            found = self.record.taps.get(tap)
+            is_head_norm = tap.endswith((".q_norm", ".k_norm"))
+            if found is None and is_head_norm and not self.checkpoint.has_head_norms:
+                return self.own(tap.removesuffix("_norm"))
+            self._known[tap] = self.define(tap) if found is None else Bounded.exact(found)
+        return self._known[tap]
+
+    def forget(self, layer: int) -> None:
+        """Give up what is kept of a layer, but for its output."""
+        for tap in [tap for tap in self._known if tap.startswith(f"{layer}.") and tap != f"{layer}.output"]:
+            del self._known[tap]
+
+    # -- the definitions
+
+    def define(self, tap: str) -> Bounded:
+        """What an operator should return for the witness's own inputs, with the bound of its type."""
+        layer, _, name = tap.rpartition(".")
+        if not layer:
+            return getattr(self, f"_{name}")()
+        return getattr(self, f"_{name}")(int(layer))
+
+    def rounding(self, tap: str, *others: str) -> Rounding:
+        dtypes = [self.record.taps[t].dtype for t in (tap, *others) if t in self.record.taps]
+        return Rounding.of(*(dtypes or [self.record.dtype]), product=self.record.product)
+
+    def weight(self, name: str, kind: str = "") -> Tensor:
+        return self.checkpoint.weight(name, self.record.weight_dtypes.get(kind, self.record.dtype))
+
+    def _embedding(self) -> Bounded:
+        return Bounded.exact(self.weight("model.embed_tokens.weight")[self.record.tokens])
+
+    def _before(self, layer: int) -> Bounded:
+        return self.own(f"{layer - 1}.output" if layer else "embedding")
+
+    def _norm(self, x: Bounded, name: str, tap: str) -> Bounded:
+        return arithmetic.rms_norm(x, self.weight(f"{name}.weight"), self.checkpoint.eps, self.rounding(tap))
+
+    def _input_norm(self, layer: int) -> Bounded:
+        return self._norm(self._before(layer), f"model.layers.{layer}.input_layernorm", f"{layer}.input_norm")
+
+    def _projection(self, layer: int, which: str) -> Bounded:
+        name = f"model.layers.{layer}.self_attn.{which}_proj"
+        bias = self.weight(f"{name}.bias") if f"{name}.bias" in self.checkpoint else None
+        x = self.own(f"{layer}.input_norm")
+        return arithmetic.linear(x, self.weight(f"{name}.weight"), bias, self.rounding(f"{layer}.{which}"))
+
+    def _q(self, layer: int) -> Bounded:
+        return self._projection(layer, "q")
+
+    def _k(self, layer: int) -> Bounded:
+        return self._projection(layer, "k")
+
+    def _v(self, layer: int) -> Bounded:
+        return self._projection(layer, "v")
+
+    def _heads(self, x: Bounded) -> Bounded:
+        return x.view(len(x.value), -1, self.checkpoint.head_dim)
+
+    def _head_norm(self, layer: int, which: str) -> Bounded:
+        x = self._heads(self.own(f"{layer}.{which}"))
+        out = self._norm(x, f"model.layers.{layer}.self_attn.{which}_norm", f"{layer}.{which}_norm")
+        return out.view(len(out.value), -1)
+
+    def _q_norm(self, layer: int) -> Bounded:
+        return self._head_norm(layer, "q")
+
+    def _k_norm(self, layer: int) -> Bounded:
+        return self._head_norm(layer, "k")
+
+    def _rope(self, layer: int, which: str) -> Bounded:
+        angles = self.record.positions.double()[:, None] * self.checkpoint.frequencies
+        x = self._heads(self.own(f"{layer}.{which}_norm"))
+        out = arithmetic.rotate(x, angles, self.rounding(f"{layer}.{which}_rope"))
+        return out.view(len(out.value), -1)
+
+    def _q_rope(self, layer: int) -> Bounded:
+        return self._rope(layer, "q")
+
+    def _k_rope(self, layer: int) -> Bounded:
+        return self._rope(layer, "k")
+
+    def _attention(self, layer: int) -> Bounded:
+        qkv = (self._heads(self.own(f"{layer}.{name}")) for name in ("q_rope", "k_rope", "v"))
+        out = arithmetic.attention(*qkv, self.record.lengths, self.rounding(f"{layer}.attention"))
+        return out.view(len(out.value), -1)
+
+    def _o_proj(self, layer: int) -> Bounded:
+        weight, to = self.weight(f"model.layers.{layer}.self_attn.o_proj.weight"), self.rounding(f"{layer}.o_proj")
+        return arithmetic.linear(self.own(f"{layer}.attention"), weight, None, to, self.record.parts)
+
+    def _residual(self, layer: int) -> Bounded:
+        return arithmetic.add(self._before(layer), self.own(f"{layer}.o_proj"), self.rounding(f"{layer}.residual"))
+
+    def _second_norm(self, layer: int) -> Bounded:
+        name = f"model.layers.{layer}.post_attention_layernorm"
+        return self._norm(self.own(f"{layer}.residual"), name, f"{layer}.second_norm")
+
+    def _gate(self, layer: int) -> Bounded:
+        weight = self.weight(f"model.layers.{layer}.mlp.gate_proj.weight")
+        return arithmetic.linear(self.own(f"{layer}.second_norm"), weight, None, self.rounding(f"{layer}.gate"))
+
+    def _up(self, layer: int) -> Bounded:
+        weight = self.weight(f"model.layers.{layer}.mlp.up_proj.weight")
+        return arithmetic.linear(self.own(f"{layer}.second_norm"), weight, None, self.rounding(f"{layer}.up"))
+
+    def _activation(self, layer: int) -> Bounded:
+        gate, up = self.own(f"{layer}.gate"), self.own(f"{layer}.up")
+        return arithmetic.gated(gate, up, self.checkpoint.activation, self.rounding(f"{layer}.activation"))
+
+    def _mlp(self, layer: int) -> Bounded:
+        to = self.rounding(f"{layer}.mlp")
+        if self.checkpoint.is_moe(layer):
+            return self._sum_of_experts(layer, to)
+        weight = self.weight(f"model.layers.{layer}.mlp.down_proj.weight")
+        return arithmetic.linear(self.own(f"{layer}.activation"), weight, None, to, self.record.parts)
+
+    def _output(self, layer: int) -> Bounded:
+        to = self.rounding(f"{layer}.output")
+        return arithmetic.add(self.own(f"{layer}.residual"), self.own(f"{layer}.mlp"), to)
+
+    def _final_norm(self) -> Bounded:
+        return self._norm(self.own(f"{self.num_layers - 1}.output"), "model.norm", "final_norm")
+
+    def _logits(self) -> Bounded:
+        weight = self.weight(self.checkpoint.head_name(), "head")
+        return arithmetic.linear(self.own("final_norm"), weight, None, self.rounding("logits"))
+
+    def _logprob(self) -> Bounded:
+        rows = self.record.predicting
+        logits = self.own("logits")[rows, : self.checkpoint.vocabulary]
+        return arithmetic.logprobs(logits, self.record.tokens[rows + 1], self.record.temperature)
+
+    # -- experts
+
+    def _router_logits(self, layer: int) -> Bounded:
+        weight = self.weight(f"model.layers.{layer}.mlp.gate.weight", "router")
+        x, to = self.own(f"{layer}.second_norm"), self.rounding(f"{layer}.router_logits")
+        return arithmetic.linear(x, weight, None, to)
+
+    def chosen(self, layer: int) -> Tensor:
+        """Experts [N, K] of each token: the witness's, or the largest of its logits, in the order of their numbers."""
+        found = self.record.taps.get(f"{layer}.chosen")
+        if found is not None:
+            return found.long()
+        logits = self.own(f"{layer}.router_logits").value
+        return logits.topk(self.checkpoint.top).indices.sort(-1).values
+
+    def _chosen(self, layer: int) -> Bounded:
+        raise NotImplementedError("experts are chosen, not computed: see `compare.choice_errors`")
+
+    def _weights(self, layer: int) -> Bounded:
+        to = self.rounding(f"{layer}.weights", f"{layer}.router_logits")
+        logits = self.own(f"{layer}.router_logits")
+        return arithmetic.route_weights(logits, self.chosen(layer), self.checkpoint.renormalised, to)
+
+    def expert(self, layer: int, number: int, x: Bounded, to: Rounding) -> Bounded:
+        """Expert ``number`` of the rows ``x`` [M, width], before its weight."""
+        name = f"model.layers.{layer}.mlp.experts.{number}"
+        gate, up = (
+            arithmetic.linear(x, self.weight(f"{name}.{which}_proj.weight"), None, to) for which in ("gate", "up")
+        )
+        inner = arithmetic.gated(gate, up, self.checkpoint.activation, to)
+        return arithmetic.linear(inner, self.weight(f"{name}.down_proj.weight"), None, to)
+
+    def expert_rows(self, layer: int, group: ExpertRows) -> Bounded:
+        """What ``group.outputs`` should be: with its scales, which may come before or after the projection down."""
+        to = Rounding.of(group.outputs.dtype, product=self.record.product)
+        out = self.expert(layer, group.expert, Bounded.exact(group.inputs), to)
+        return arithmetic.scaled(out, Bounded.exact(group.scales[:, None]), to).rounded(to)
+
+    def _sum_of_experts(self, layer: int, to: Rounding) -> Bounded:
+        """Σ weight · expert. A witness whose experts were called one by one has their outputs for each token."""
+        x, chosen = self.own(f"{layer}.second_norm"), self.chosen(layer)
+        weights = self.own(f"{layer}.weights")
+        total = Bounded(torch.zeros_like(x.value), torch.zeros_like(x.value))
+        for number in chosen.unique().tolist():
+            rows, column = (chosen == number).nonzero(as_tuple=True)
+            out = self.expert(layer, number, x[rows], to)
+            # The product, and its place in a sum of K terms.
+            part = arithmetic.scaled(out, weights[rows, column].view(-1, 1), to).rounded(to, times=chosen.size(1))
+            total.value.index_add_(0, rows, part.value)
+            total.error.index_add_(0, rows, part.error)
+        return total.rounded(to)

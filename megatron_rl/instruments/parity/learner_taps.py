@@ -1,0 +1,264 @@
+"""What the learner's model (Megatron-Core) computes for given tokens, packed into one row, under its layout.
+
+Parts of tensor-parallel ranks are put together at each tap, so that no more than one tensor is there twice. Each rank
+of a pipeline has the taps of its layers and each rank of an expert group the rows of its experts; `run` joins them on
+every rank. Queries and keys are split, normalised and rotated in one function: it is called again without a rotation
+for what the norms return.
+
+Shapes: N rows of the pass, a multiple of the tensor-parallel size; b = 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+
+from megatron_rl.exact.step import forward
+from megatron_rl.instruments.parity.hooks import first, on_input, on_output, replaced
+from megatron_rl.instruments.parity.record import ExpertRows, Record, flat_tokens
+from megatron_rl.learner.layers.attention import PackedSequences
+from megatron_rl.learner.layers.invariant import batch_invariant
+from megatron_rl.learner.layers.logprobs import token_logprobs
+from megatron_rl.learner.model import use_transformer_engine
+from megatron_rl.process.ranks import gather_objects
+
+Tensor = torch.Tensor
+WITNESS = "learner"
+
+
+@torch.no_grad()
+def run(
+    module: GPTModel,
+    sequences: Sequence[Sequence[int]],
+    *,
+    vocabulary: int,
+    witness: str = WITNESS,
+    exact: bool = False,
+    product: float = 0.0,
+    temperature: float = 1.0,
+) -> Record:
+    """One pass of ``module`` over ``sequences``. Collective; the record is whole on every rank."""
+    device = next(module.parameters()).device
+    group = parallel_state.get_tensor_model_parallel_group()
+    record = _empty(module, sequences, witness, product, temperature)
+    lengths, tokens = list(record.lengths), record.tokens
+    tail = -len(tokens) % group.size()
+    rows = [*lengths, tail] if tail else lengths
+    tokens = torch.cat([tokens, tokens.new_zeros(tail)]).to(device)
+    positions = torch.cat([torch.arange(n) for n in rows]).to(device)
+    packed = PackedSequences.from_lengths(rows, device, thd=use_transformer_engine(device, exact))
+    was_training = module.training
+    module.eval()
+    try:
+        with tapped(module, record), batch_invariant(device) if exact else nullcontext():
+            logits = forward(module, tokens[None], positions, packed).flatten(0, 1)
+            if module.post_process:
+                predicting = record.predicting.to(device)
+                labels = record.tokens[record.predicting + 1].to(device)
+                found, _ = token_logprobs(
+                    logits,
+                    predicting,
+                    labels,
+                    vocab_size=vocabulary,
+                    temperature=temperature,
+                    group=group,
+                    exact=exact,
+                )
+                record.keep("logprob", found)
+    finally:
+        module.train(was_training)
+    if tail:
+        num = len(record.tokens)
+        record.taps = {name: value[:num] if name != "logprob" else value for name, value in record.taps.items()}
+    return _joined(record)
+
+
+def _empty(
+    module: GPTModel, sequences: Sequence[Sequence[int]], witness: str, product: float, temperature: float
+) -> Record:
+    layers = module.decoder.layers
+    dtype = layers[0].self_attention.linear_qkv.weight.dtype
+    record = Record(witness, [len(s) for s in sequences], flat_tokens(sequences), dtype, product=product)
+    record.temperature, record.parts = temperature, parallel_state.get_tensor_model_parallel_world_size()
+    kinds: dict[str, torch.dtype] = {}
+    if module.post_process:
+        tied = module.share_embeddings_and_output_weights
+        kinds["head"] = (module.shared_embedding_or_output_weight() if tied else module.output_layer.weight).dtype
+    routers = [layer.mlp.router for layer in layers if hasattr(layer.mlp, "router")]
+    if routers:
+        kinds["router"] = routers[0].weight.dtype
+    record.weight_dtypes = {name: found for of_rank in gather_objects(kinds) for name, found in of_rank.items()}
+    return record
+
+
+def _joined(record: Record) -> Record:
+    """Taps of all pipeline stages, and rows of all experts."""
+    parts = gather_objects((record.taps, record.experts))
+    record.taps = {name: value for taps, _ in reversed(parts) for name, value in taps.items()}
+    record.experts = {}
+    for _, experts in parts:
+        for layer, groups in experts.items():
+            record.experts.setdefault(layer, []).extend(groups)
+    return record
+
+
+# -- parts of tensor-parallel ranks
+
+
+def _gathered(x: Tensor, dim: int) -> Tensor:
+    group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() == 1:
+        return x
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts, dim)
+
+
+def rows(x: Tensor) -> Tensor:
+    """[N/tp, b, H] → [N, H]: rows that sequence parallelism shares out."""
+    return _gathered(x.detach(), 0).flatten(0, 1)
+
+
+def columns(x: Tensor) -> Tensor:
+    """[N, b, H/tp] → [N, H]: heads, inner width or vocabulary."""
+    return _gathered(x.detach(), -1).flatten(0, 1)
+
+
+# -- taps
+
+
+@contextmanager
+def tapped(module: GPTModel, record: Record) -> Iterator[None]:
+    """Within the block, ``record`` gets what the operators of ``module`` return. Collective over tensor ranks."""
+    with ExitStack() as stack:
+        if module.pre_process:
+            on_output(stack, module.embedding, lambda out: record.keep("embedding", rows(first(out))))
+        for layer in module.decoder.layers:
+            _tap_layer(stack, record, layer.layer_number - 1, layer)
+        if module.post_process:
+            on_output(stack, module.decoder.final_layernorm, lambda out: record.keep("final_norm", rows(first(out))))
+            on_output(stack, module.output_layer, lambda out: record.keep("logits", columns(first(out))))
+        yield
+
+
+def _is_norm(module: Any) -> bool:
+    return getattr(module, "weight", None) is not None
+
+
+def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Module) -> None:
+    def keep(name: str, whole: Any) -> Any:
+        return lambda output: record.keep(f"{number}.{name}", whole(first(output)))
+
+    attention, mlp = layer.self_attention, layer.mlp
+    if _is_norm(layer.input_layernorm):  # else the projection has the norm inside
+        on_output(stack, layer.input_layernorm, keep("input_norm", rows))
+    groups, width = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
+
+    def split(output: Any) -> None:
+        mixed = columns(first(output)).unflatten(-1, (-1, *first(output).shape[-1:]))  # ranks, their columns
+        mixed = mixed.unflatten(-1, (groups, -1, width)).flatten(1, 2)  # [N, groups, heads + 2, D]
+        for name, part in (("q", mixed[..., :-2, :]), ("k", mixed[..., -2, :]), ("v", mixed[..., -1, :])):
+            record.keep(f"{number}.{name}", part.flatten(1))
+
+    on_output(stack, attention.linear_qkv, split)
+    _tap_heads(stack, record, number, attention)
+    on_output(stack, attention.core_attention, keep("attention", columns))
+    on_output(stack, attention.linear_proj, keep("o_proj", rows))
+    on_input(stack, layer.pre_mlp_layernorm, lambda inputs: keep("residual", rows)(inputs[0]))
+    if _is_norm(layer.pre_mlp_layernorm):
+        on_output(stack, layer.pre_mlp_layernorm, keep("second_norm", rows))
+    on_output(stack, mlp, keep("mlp", rows))
+    on_output(stack, layer, keep("output", rows))
+    if hasattr(mlp, "experts"):
+        _tap_experts(stack, record, number, mlp)
+        return
+
+    def halves(output: Any) -> None:
+        mixed = columns(first(output)).unflatten(-1, (-1, 2, first(output).size(-1) // 2))  # ranks, gate and up
+        for name, part in zip(("gate", "up"), mixed.unbind(-2), strict=True):
+            record.keep(f"{number}.{name}", part.flatten(1))
+
+    on_output(stack, mlp.linear_fc1, halves)
+    on_input(stack, mlp.linear_fc2, lambda inputs: keep("activation", columns)(inputs[0]))
+
+
+def _tap_heads(stack: ExitStack, record: Record, number: int, attention: torch.nn.Module) -> None:
+    """Queries and keys after their norms and after the rotation."""
+
+    def keep(name: str, heads: Tensor) -> None:
+        record.keep(f"{number}.{name}", columns(heads.flatten(2)))
+
+    def heads_of(get: Any) -> Any:
+        def watched(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            found = get(hidden_states, *args, **kwargs)
+            cos_sin = getattr(attention, "_cos_sin", None)
+            if cos_sin is not None:  # rotated inside: see the layers of `learner.layers`
+                keep("q_rope", found[0])
+                keep("k_rope", found[1])
+                if _is_norm(attention.q_layernorm):
+                    half = cos_sin.size(-1) // 2
+                    cos, sin = torch.ones_like(cos_sin[..., :half]), torch.zeros_like(cos_sin[..., half:])
+                    attention._cos_sin = torch.cat([cos, sin], dim=-1)
+                    with _without_taps(attention):
+                        plain = get(hidden_states, *args, **kwargs)
+                    attention._cos_sin = cos_sin
+                    keep("q_norm", plain[0])
+                    keep("k_norm", plain[1])
+            return found
+
+        return watched
+
+    stack.enter_context(replaced(attention, "get_query_key_value_tensors", heads_of))
+
+
+@contextmanager
+def _without_taps(attention: torch.nn.Module) -> Iterator[None]:
+    """Hooks of the projection are put aside within the block."""
+    hooks = dict(attention.linear_qkv._forward_hooks)
+    attention.linear_qkv._forward_hooks.clear()
+    try:
+        yield
+    finally:
+        attention.linear_qkv._forward_hooks.update(hooks)
+
+
+def _tap_experts(stack: ExitStack, record: Record, number: int, moe: torch.nn.Module) -> None:
+    router = moe.router
+
+    def gating(gate: Any) -> Any:
+        def watched(x: Tensor) -> Tensor:
+            logits = gate(x)
+            record.keep(f"{number}.router_logits", rows(logits.view(*x.shape[:-1], -1)))
+            return logits
+
+        return watched
+
+    stack.enter_context(replaced(router, "gating", gating))
+
+    def routed(output: tuple[Tensor, Tensor]) -> None:
+        probs, chosen = (_gathered(part.detach().contiguous(), 0) for part in output)
+        places = chosen.nonzero()[:, 1].view(len(chosen), -1)
+        record.keep_route(number, places, probs.gather(1, places))
+
+    on_output(stack, router, routed)
+    if parallel_state.get_expert_tensor_parallel_world_size() > 1:
+        return  # an expert's output is a sum over ranks then, which is taken after all experts
+
+    def through(_module: torch.nn.Module, inputs: tuple, output: Any) -> None:
+        x, counts, probs = inputs[0].detach(), inputs[1].tolist(), inputs[2].detach()
+        parts = zip(x.split(counts), probs.flatten().split(counts), first(output).detach().split(counts), strict=True)
+        for local, (row, scale, out) in enumerate(parts):
+            group = ExpertRows(
+                moe.local_expert_indices[local],
+                *(part.to("cpu", copy=True) for part in (row, scale, out)),
+                torch.full((len(row),), -1),
+            )
+            record.experts.setdefault(number, []).append(group)
+
+    stack.callback(moe.experts.register_forward_hook(through).remove)

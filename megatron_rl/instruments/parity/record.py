@@ -1,0 +1,135 @@
+"""What one witness computed for the same tokens: a tensor for each tap, in one layout for all witnesses.
+
+Rows are the tokens of the sequences back to back, [N, …]. Tensors have the type in which the witness keeps them and lie
+on the host. Heads, experts and halves of a projection are in the checkpoint's order. A tap of layer 3 is `3.q`; taps
+outside of layers have a plain name. The experts of a token are in the order of their numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+Tensor = torch.Tensor
+
+BEFORE_LAYERS, AFTER_LAYERS = ("embedding",), ("final_norm", "logits", "logprob")
+ATTENTION = ("input_norm", "q", "k", "v", "q_norm", "k_norm", "q_rope", "k_rope", "attention", "o_proj", "residual")
+EXPERTS = ("router_logits", "chosen", "weights", "expert", "mlp")
+DENSE = ("gate", "up", "activation", "mlp")
+IN_LAYER = (*ATTENTION, "second_norm", *EXPERTS[:-1], *DENSE, "output")
+"""Operators of a layer in the order of the pass. `residual`: the sum after attention; `output`: after the MLP."""
+
+
+def place(tap: str) -> tuple[int, int]:
+    """Where a tap stands in the pass, to be sorted by."""
+    layer, _, name = tap.rpartition(".")
+    if layer:
+        return int(layer), IN_LAYER.index(name)
+    return (-1, 0) if name in BEFORE_LAYERS else (10**9, AFTER_LAYERS.index(name))
+
+
+def in_words(tap: str) -> str:
+    layer, _, name = tap.rpartition(".")
+    return f"layer {layer}, {name}" if layer else name
+
+
+@dataclass
+class ExpertRows:
+    """Rows that went through one expert. ``inputs``, ``outputs`` [M, width]; ``scales`` [M]: what the witness
+    multiplied by inside the expert (1 where it does so afterwards); ``rows`` [M]: tokens, -1 where it does not say."""
+
+    expert: int
+    inputs: Tensor
+    scales: Tensor
+    outputs: Tensor
+    rows: Tensor
+
+
+@dataclass
+class Record:
+    """``witness``: its name in the report. ``dtype``: of its weights. ``weight_dtypes``: of `router` and `head` where
+    they differ. ``parts``: tensor-parallel ranks, whose partial sums are rounded one by one. ``product``: see
+    `arithmetic.Rounding`. ``temperature``: of the log-probs."""
+
+    witness: str
+    lengths: list[int]
+    tokens: Tensor  # [N] int64
+    dtype: torch.dtype
+    taps: dict[str, Tensor] = field(default_factory=dict)
+    experts: dict[int, list[ExpertRows]] = field(default_factory=dict)  # by layer
+    weight_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    parts: int = 1
+    product: float = 0.0
+    temperature: float = 1.0
+
+    @property
+    def starts(self) -> list[int]:
+        starts = [0]
+        for length in self.lengths[:-1]:
+            starts.append(starts[-1] + length)
+        return starts
+
+    @property
+    def positions(self) -> Tensor:
+        return torch.cat([torch.arange(length) for length in self.lengths])
+
+    @property
+    def predicting(self) -> Tensor:
+        """Rows [M] that predict another token of their sequence: all but the last of each."""
+        return torch.cat([torch.arange(n - 1) + start for start, n in zip(self.starts, self.lengths, strict=True)])
+
+    def sequence_of(self, row: int) -> tuple[int, int]:
+        """(number of the sequence, position in it) of a row."""
+        number = max(i for i, start in enumerate(self.starts) if start <= row)
+        return number, row - self.starts[number]
+
+    def keep(self, tap: str, value: Tensor) -> None:
+        """A tap's rows. They follow those that are there: an engine may compute the tokens one by one."""
+        value = value.detach().to("cpu", copy=True)
+        self.taps[tap] = torch.cat([self.taps[tap], value]) if tap in self.taps else value
+
+    def keep_route(self, layer: int, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Experts and weights [n, K] of some rows. Returns the order [n, K] that sorts them."""
+        chosen, order = chosen.detach().cpu().long().sort(-1)
+        self.keep(f"{layer}.chosen", chosen)
+        self.keep(f"{layer}.weights", weights.detach().cpu().gather(-1, order))
+        return order
+
+    def reordered(self, rows: Tensor) -> None:
+        """Put row ``rows[i]`` of every tap at place i, and number the rows of experts anew."""
+        back = torch.empty_like(rows)
+        back[rows] = torch.arange(len(rows))
+        self.taps = {name: value[rows] if len(value) == len(rows) else value for name, value in self.taps.items()}
+        for group in (group for groups in self.experts.values() for group in groups):
+            known = group.rows >= 0
+            group.rows = torch.where(known, back[group.rows.clamp(min=0)], group.rows)
+
+
+def joined(records: Sequence[Record], witness: str) -> Record:
+    """Sequences of several records one after the other."""
+    first = records[0]
+    whole = Record(
+        witness,
+        [length for record in records for length in record.lengths],
+        torch.cat([record.tokens for record in records]),
+        first.dtype,
+        weight_dtypes=first.weight_dtypes,
+        parts=first.parts,
+        product=first.product,
+        temperature=first.temperature,
+    )
+    for record in records:
+        before = 0 if "embedding" not in whole.taps else len(whole.taps["embedding"])
+        for layer, groups in record.experts.items():
+            for group in groups:
+                group.rows = torch.where(group.rows >= 0, group.rows + before, group.rows)
+            whole.experts.setdefault(layer, []).extend(groups)
+        for name, value in record.taps.items():
+            whole.keep(name, value)
+    return whole
+
+
+def flat_tokens(sequences: Iterable[Sequence[int]]) -> Tensor:
+    return torch.tensor([token for sequence in sequences for token in sequence])

@@ -1,0 +1,198 @@
+"""A comparison as text, as a certificate (JSON) and as a picture: error by depth, the culprit marked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+from megatron_rl.instruments.parity.compare import SHOWN, Comparison, OperatorError
+from megatron_rl.instruments.parity.record import Record, place
+from megatron_rl.instruments.parity.witnesses import Setup
+from megatron_rl.monitor.environment import hardware, package_versions
+from megatron_rl.process.ranks import world_size
+
+VERSION = 1
+
+
+def exact_differences(records: Sequence[Record]) -> tuple[int, list[str]] | None:
+    """Of exact mode's pass and its generation: how many taps both have, and those that differ in a bit. None where one
+    of the two did not run."""
+    by_name = {record.witness: record for record in records}
+    if not {"exact pass", "exact generation"} <= by_name.keys():
+        return None
+    first, second = by_name["exact pass"].taps, by_name["exact generation"].taps
+    both = sorted(first.keys() & second.keys(), key=place)
+    return len(both), [tap for tap in both if not torch.equal(first[tap], second[tap])]
+
+
+def as_text(setup: Setup, records: Sequence[Record], result: Comparison) -> str:
+    lengths = ", ".join(str(len(tokens)) for tokens in setup.sequences)
+    parallel = {k: v for k, v in setup.learner.parallel.model_dump().items() if type(v) is int and v > 1}
+    layout = ", ".join(f"{name} {size}" for name, size in parallel.items()) or "one rank"
+    lines = [
+        f"{setup.model}: learner {setup.learner.dtype} ({layout}), vLLM {setup.rollout.dtype}; sequences of {lengths} "
+        "tokens",
+        f"{'witness':18} {'operators':>9} {'beyond':>6} {'worst':>8}  {'log-prob':>8}  worst operator",
+    ]
+    for name in result.witnesses:
+        errors = [e for e in result.errors if e.witness == name]
+        worst = max(errors, key=lambda e: e.ratio)
+        gap = result.logprob_differences.get(name, math.nan)
+        beyond = sum(not e.passes for e in errors)
+        lines.append(f"{name:18} {len(errors):9} {beyond:6} {worst.ratio:8.2g}  {gap:8.1e}  {worst.tap}")
+    lines.append("worst: own error over its bound; log-prob: largest difference to float64, in nats")
+    lines += _flip_lines(result)
+    if (exact := exact_differences(records)) is not None:
+        number, different = exact
+        what = f"{len(different)} differ, first {different[0]}" if different else "all equal bit for bit"
+        lines.append(f"exact mode: {number} taps of its pass and of its generation: {what}")
+    lines += [f"  {error.sentence()}" for error in result.failures[:SHOWN]]
+    if len(result.failures) > SHOWN:
+        lines.append(f"  … and {len(result.failures) - SHOWN} more")
+    lines.append(result.verdict())
+    return "\n".join(lines)
+
+
+def _flip_lines(result: Comparison) -> list[str]:
+    if not result.flips:
+        return []
+    lines = [f"{len(result.flips)} choices of experts differ from float64 (distance: of the two logits, a tie has 0)"]
+    for flip in sorted(result.flips, key=lambda f: -f.distance)[:SHOWN]:
+        lines.append(
+            f"  {flip.witness}, layer {flip.layer}, sequence {flip.sequence}, position {flip.position}: distance "
+            f"{flip.distance:.2g}, logits moved by {flip.inherited:.2g}"
+        )
+    return lines
+
+
+def model_hash(path: Path) -> str:
+    """SHA-256 of config.json and of all safetensors files, by name."""
+    digest = hashlib.sha256()
+    for file in sorted([path / "config.json", *path.glob("*.safetensors*")]):
+        digest.update(file.name.encode())
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
+def certificate(setup: Setup, records: Sequence[Record], result: Comparison) -> dict[str, Any]:
+    """What was compared, on what, and every operator's error and bound. JSON-able."""
+    exact = exact_differences(records)
+    return {
+        "version": VERSION,
+        "verdict": "fail" if result.failures else "pass",
+        "sentence": result.verdict(),
+        "first": [_entry(error) for error in result.first],
+        "model": {"path": setup.model.name, "sha256": model_hash(setup.model)},
+        "dtypes": {"learner": setup.learner.dtype, "rollout": setup.rollout.dtype},
+        "layout": setup.learner.parallel.model_dump() | {"ranks": world_size()},
+        "precision": setup.precision.model_dump(),
+        "tokens": [list(tokens) for tokens in setup.sequences],
+        "versions": package_versions(),
+        "hardware": hardware(),
+        "logprob_differences": result.logprob_differences,
+        "prefill_against_decode": _between(records, "vLLM prefill", "vLLM decode"),
+        "exact": None if exact is None else {"taps": exact[0], "different": exact[1]},
+        "operators": [_entry(error) for error in result.errors],
+        "flips": [asdict(flip) for flip in result.flips],
+    }
+
+
+def _between(records: Sequence[Record], first: str, second: str) -> dict[str, float] | None:
+    """Largest absolute difference of each tap of two witnesses."""
+    by_name = {record.witness: record for record in records}
+    if not {first, second} <= by_name.keys():
+        return None
+    one, other = by_name[first].taps, by_name[second].taps
+    return {
+        tap: _finite(float((one[tap].double() - other[tap].double()).abs().max()))
+        for tap in sorted(one.keys() & other.keys(), key=place)
+    }
+
+
+def _entry(error: OperatorError) -> dict[str, Any]:
+    return {name: _finite(value) for name, value in asdict(error).items()} | {"pass": error.passes}
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write(folder: Path, setup: Setup, records: Sequence[Record], result: Comparison) -> None:
+    """Write parity.json, parity.txt and parity.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "parity.json").write_text(json.dumps(certificate(setup, records, result), indent=1) + "\n")
+    (folder / "parity.txt").write_text(as_text(setup, records, result) + "\n")
+    draw(result).savefig(folder / "parity.png", dpi=110)
+
+
+def draw(result: Comparison) -> Figure:
+    """Own error, its bound and inherited error of each operator, in the order of the pass: a panel per witness."""
+    names = result.witnesses
+    figure = Figure(figsize=(11, 1.0 + 1.9 * len(names)), layout="constrained")
+    panels = figure.subplots(len(names), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
+    taps = sorted({e.tap for e in result.errors}, key=place)
+    at = {tap: i for i, tap in enumerate(taps)}
+    smallest = min((e.own for e in result.errors if e.own > 0), default=1e-9)
+    floor = 10.0 ** math.floor(math.log10(smallest))
+    first = result.first[0].tap if result.failures else None
+    for panel, name in zip(panels, names, strict=True):
+        errors = sorted((e for e in result.errors if e.witness == name), key=lambda e: place(e.tap))
+        x = [at[e.tap] for e in errors]
+
+        def shown(values: list[float]) -> list[float]:
+            return [max(v, floor) if math.isfinite(v) else math.nan for v in values]
+
+        panel.plot(x, shown([e.inherited for e in errors]), color="0.65", linewidth=1, label="inherited error")
+        panel.plot(x, shown([e.bound for e in errors]), color="tab:blue", linewidth=1, label="bound of the own error")
+        inside, beyond = ([e for e in errors if e.passes is state] for state in (True, False))
+        panel.plot(
+            [at[e.tap] for e in inside], shown([e.own for e in inside]), ".", color="tab:green", ms=4, label="own error"
+        )
+        panel.plot(
+            [at[e.tap] for e in beyond],
+            shown([e.own for e in beyond]),
+            "x",
+            color="tab:red",
+            ms=6,
+            label="beyond its bound",
+        )
+        for error in beyond:
+            if error.tap == first:
+                panel.annotate(
+                    error.tap,
+                    (at[error.tap], error.own),
+                    xytext=(8, -3),
+                    textcoords="offset points",
+                    color="tab:red",
+                    fontsize=9,
+                )
+        panel.set(yscale="log", title=name)
+        panel.title.set_fontsize(9)
+        panel.grid(axis="y", linewidth=0.3)
+    _name_layers(panels[-1], taps, at)
+    for panel in panels[:-1]:
+        panel.tick_params(axis="x", length=0)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=4, fontsize=9)
+    figure.supylabel("largest absolute error", fontsize=9)
+    return figure
+
+
+def _name_layers(panel: Any, taps: list[str], at: dict[str, int]) -> None:
+    """Ticks where layers begin."""
+    starts: dict[str, int] = {}
+    for tap in taps:
+        layer, _, name = tap.rpartition(".")
+        starts.setdefault(f"layer {layer}" if layer else name, at[tap])
+    starts = {name: i for name, i in starts.items() if name not in ("logits", "logprob")}
+    panel.set_xticks(list(starts.values()), list(starts), fontsize=8, rotation=30, ha="right")

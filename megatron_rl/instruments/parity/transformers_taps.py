@@ -1,0 +1,115 @@
+"""What transformers computes for given tokens, each sequence by itself: a witness that is neither engine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.instruments.parity.hooks import first, on_input, on_output, replaced
+from megatron_rl.instruments.parity.record import ExpertRows, Record, flat_tokens, joined
+
+Tensor = torch.Tensor
+WITNESS = "transformers"
+
+
+def load(path: Path, dtype: torch.dtype) -> torch.nn.Module:
+    """transformers' model of ``path`` in ``dtype``, on the CPU."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation="sdpa", experts_implementation="eager"
+    ).eval()
+
+
+@torch.no_grad()
+def taps_of(model: torch.nn.Module, sequences: Sequence[Sequence[int]], temperature: float) -> Record:
+    records = []
+    for tokens in sequences:
+        record = Record(WITNESS, [len(tokens)], flat_tokens([tokens]), model.dtype, temperature=temperature)
+        with tapped(model, record):
+            logits = model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+        record.keep("logits", logits)
+        rows = record.predicting
+        logprobs = (logits[rows].float() / temperature).log_softmax(-1)
+        record.keep("logprob", logprobs.gather(1, record.tokens[rows + 1, None])[:, 0])
+        records.append(record)
+    return joined(records, WITNESS)
+
+
+@contextmanager
+def tapped(model: torch.nn.Module, record: Record) -> Iterator[None]:
+    decoder = model.model
+    with ExitStack() as stack:
+        on_output(stack, decoder.embed_tokens, lambda out: record.keep("embedding", out[0]))
+        current: list[int] = []
+        for number, layer in enumerate(decoder.layers):
+            _tap_layer(stack, record, number, layer, current)
+        on_output(stack, decoder.norm, lambda out: record.keep("final_norm", out[0]))
+
+        def with_rope(rotate: Any) -> Any:
+            def watched(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+                rotated = rotate(*args, **kwargs)
+                for which, value in zip("qk", rotated, strict=True):
+                    record.keep(f"{current[0]}.{which}_rope", value[0].transpose(0, 1).flatten(1))
+                return rotated
+
+            return watched
+
+        stack.enter_context(replaced(sys.modules[type(decoder).__module__], "apply_rotary_pos_emb", with_rope))
+        yield
+
+
+def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Module, current: list[int]) -> None:
+    def keep(name: str) -> Any:
+        return lambda output: record.keep(f"{number}.{name}", first(output)[0].flatten(1))
+
+    attention, mlp = layer.self_attn, layer.mlp
+    stack.callback(attention.register_forward_pre_hook(lambda *_: current.__setitem__(slice(None), [number])).remove)
+    on_output(stack, layer.input_layernorm, keep("input_norm"))
+    for which in "qkv":
+        on_output(stack, getattr(attention, f"{which}_proj"), keep(which))
+    for which in "qk":
+        if hasattr(attention, f"{which}_norm"):
+            on_output(stack, getattr(attention, f"{which}_norm"), keep(f"{which}_norm"))
+    on_input(stack, attention.o_proj, lambda inputs: keep("attention")(inputs[0]))
+    on_output(stack, attention.o_proj, keep("o_proj"))
+    on_input(stack, layer.post_attention_layernorm, lambda inputs: keep("residual")(inputs[0]))
+    on_output(stack, layer.post_attention_layernorm, keep("second_norm"))
+    on_output(stack, mlp, keep("mlp"))
+    on_output(stack, layer, keep("output"))
+    if not hasattr(mlp, "experts"):
+        on_output(stack, mlp.gate_proj, keep("gate"))
+        on_output(stack, mlp.up_proj, keep("up"))
+        on_input(stack, mlp.down_proj, lambda inputs: keep("activation")(inputs[0]))
+        return
+
+    def route(output: tuple[Tensor, Tensor, Tensor]) -> None:
+        logits, weights, chosen = output
+        record.keep(f"{number}.router_logits", logits)
+        record.keep_route(number, chosen, weights)
+
+    on_output(stack, mlp.gate, route)
+    stack.enter_context(replaced(mlp.experts, "forward", partial(_with_each_expert, record, number)))
+
+
+def _with_each_expert(record: Record, layer: int, forward: Any) -> Any:
+    """Experts are called again, one choice at a time with weight 1, for the output of each."""
+
+    def watched(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        rows = torch.arange(len(x))
+        for column in range(chosen.size(1)):
+            one = chosen[:, column : column + 1]
+            alone = forward(x, one, torch.ones_like(weights[:, :1]))
+            for number in one.unique().tolist():
+                mine = one[:, 0] == number
+                group = ExpertRows(number, x[mine].clone(), torch.ones(int(mine.sum())), alone[mine], rows[mine])
+                record.experts.setdefault(layer, []).append(group)
+        return forward(x, chosen, weights)
+
+    return watched

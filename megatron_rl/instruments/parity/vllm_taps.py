@@ -1,0 +1,276 @@
+"""What vLLM computes for given tokens: all at once (prefill), and one token at a time with its cache (decode).
+
+The engine runs in this process (`rollout.vllm_engine`). Its model's modules have the same names in all families. A
+sampler that returns the given token takes the place of vLLM's choice, so that decoding goes through the tokens of the
+other witnesses, with vLLM's own log-prob of each. Experts are fused in one kernel: it is called again for each choice
+alone, with weight 1, which gives every expert's output by the same kernel and weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_rl.instruments.parity.hooks import first, on_input, on_output, replaced
+from megatron_rl.instruments.parity.record import ExpertRows, Record, flat_tokens, joined
+from megatron_rl.rollout import process_state
+from megatron_rl.rollout.vllm_engine import VllmGenerator
+
+Tensor = torch.Tensor
+
+
+def prefill(engine: VllmGenerator, sequences: Sequence[Sequence[int]], product: float = 0.0) -> Record:
+    """Every sequence is a prompt; all are in one batch. Log-probs are those of prompts, which have no temperature."""
+    record = _empty(engine, "vLLM prefill", sequences, product)
+    with _tapped(engine, record) as seen:
+        outputs = _generate(engine, sequences, max_tokens=1, prompt_logprobs=0)
+    rows = _rows_of(seen, sequences)
+    _logits_in_order(record, seen, rows)
+    record.reordered(rows)
+    found = []
+    for tokens, output in zip(sequences, outputs, strict=True):
+        of_prompt = output.prompt_logprobs
+        found += [of_prompt[i][token].logprob for i, token in enumerate(tokens) if i]
+    record.taps["logprob"] = torch.tensor(found)
+    return record
+
+
+def decode(engine: VllmGenerator, sequences: Sequence[Sequence[int]], product: float, temperature: float) -> Record:
+    """Sequences one after the other, token by token from their first one on."""
+    records = []
+    for tokens in sequences:
+        record = _empty(engine, "vLLM decode", [tokens], product)
+        record.temperature = temperature
+        with _tapped(engine, record) as seen, _forced(engine, list(tokens[1:])):
+            (output,) = _generate(engine, [tokens[:1]], max_tokens=len(tokens), temperature=temperature, logprobs=0)
+        record.taps["logits"] = torch.cat([logits for _, logits in seen.logits])
+        completion = output.outputs[0]
+        logprobs = [completion.logprobs[i][token].logprob for i, token in enumerate(tokens[1:])]
+        record.taps["logprob"] = torch.tensor(logprobs)
+        records.append(record)
+    return joined(records, "vLLM decode")
+
+
+class _Seen:
+    """What the taps need to know of a pass: tokens and positions of its rows, and the calls of the head."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.positions: list[int] = []
+        self.logits: list[tuple[Tensor, Tensor]] = []  # inputs [n, width] and logits [n, V]
+
+
+def _empty(engine: VllmGenerator, witness: str, sequences: Sequence[Sequence[int]], product: float) -> Record:
+    model = model_of(engine)
+    dtype = model.model.embed_tokens.weight.dtype
+    record = Record(witness, [len(s) for s in sequences], flat_tokens(sequences), dtype, product=product)
+    processor = model.logits_processor
+    head = torch.float32 if processor.head_dtype == torch.float32 else dtype
+    record.weight_dtypes = {"head": _dtype_of(model.lm_head, head)}
+    routers = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    if routers:
+        record.weight_dtypes["router"] = _dtype_of(routers[0], dtype)
+    return record
+
+
+def _dtype_of(module: torch.nn.Module, other: torch.dtype) -> torch.dtype:
+    weight = getattr(module, "weight", None)
+    return other if weight is None or not weight.numel() else weight.dtype
+
+
+def model_of(engine: VllmGenerator) -> torch.nn.Module:
+    return engine._llm.apply_model(_itself)[0]
+
+
+def _itself(model: torch.nn.Module) -> torch.nn.Module:
+    return model
+
+
+def _runner(worker: Any) -> Any:
+    return worker.model_runner
+
+
+def _generate(engine: VllmGenerator, prompts: Sequence[Sequence[int]], **params: Any) -> list[Any]:
+    from vllm import SamplingParams
+
+    llm = engine._llm
+    values = {"temperature": 1.0, "ignore_eos": True, "detokenize": False} | params
+    requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    with process_state.global_rng_untouched(), process_state.compilation(False), torch.no_grad():
+        llm.reset_prefix_cache()
+        outputs = llm.generate(requests, SamplingParams(**values), use_tqdm=False)
+    return sorted(outputs, key=lambda output: int(output.request_id))
+
+
+@contextmanager
+def _forced(engine: VllmGenerator, tokens: list[int]) -> Iterator[None]:
+    """Within the block, the sampler of a lone request returns ``tokens`` one by one, then what it likes."""
+    runner = engine._llm.collective_rpc(_runner)[0]
+    coming = list(tokens)
+
+    def make(sample: Any) -> Any:
+        def given(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+            sampled, processed = sample(*args, **kwargs)
+            if coming:
+                sampled = torch.full_like(sampled, coming.pop(0))
+            return sampled, processed
+
+        return given
+
+    with replaced(runner.sampler, "sample", make):
+        yield
+
+
+@contextmanager
+def _tapped(engine: VllmGenerator, record: Record) -> Iterator[_Seen]:
+    """Within the block, ``record`` gets what every operator returns, in the order of vLLM's rows."""
+    model, seen = model_of(engine), _Seen()
+    decoder = model.model
+    with ExitStack() as stack:
+        stack.enter_context(replaced(decoder, "forward", partial(_with_positions, seen)))
+        on_output(stack, decoder.embed_tokens, partial(record.keep, "embedding"))
+        current: list[int] = []  # the layer that runs: layers share their rotary embedding
+        for number, layer in enumerate(decoder.layers):
+            _tap_layer(stack, record, number, layer, current)
+        _tap_rotary(stack, record, decoder.layers, current)
+        last = len(decoder.layers) - 1
+        on_output(stack, decoder.norm, partial(_keep_norm, record, "final_norm", f"{last}.output"))
+        stack.enter_context(replaced(model.logits_processor, "forward", partial(_with_logits, seen)))
+        yield seen
+
+
+def _with_positions(seen: _Seen, forward: Any) -> Any:
+    def watched(input_ids: Tensor, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.tokens += input_ids.tolist()
+        seen.positions += positions.tolist()
+        return forward(input_ids, positions, *args, **kwargs)
+
+    return watched
+
+
+def _with_logits(seen: _Seen, forward: Any) -> Any:
+    def watched(head: torch.nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        logits = forward(head, hidden, *args, **kwargs)
+        seen.logits.append((hidden.detach().cpu().clone(), logits.detach().cpu().clone()))
+        return logits
+
+    return watched
+
+
+def _keep_norm(record: Record, tap: str, before: str, output: Any) -> None:
+    """vLLM adds the residual in the norm that follows: the sum is the norm's second output."""
+    if isinstance(output, tuple):
+        record.keep(tap, output[0])
+        record.keep(before, output[1])
+    else:
+        record.keep(tap, output)
+
+
+def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Module, current: list[int]) -> None:
+    def keep(name: str) -> Any:
+        return lambda output: record.keep(f"{number}.{name}", first(output))
+
+    attention, mlp = layer.self_attn, layer.mlp
+    stack.callback(attention.register_forward_pre_hook(lambda *_: current.__setitem__(slice(None), [number])).remove)
+    on_output(stack, layer.input_layernorm, partial(_keep_norm, record, f"{number}.input_norm", f"{number - 1}.output"))
+
+    def split(output: Any) -> None:
+        parts = first(output).split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
+        for name, part in zip("qkv", parts, strict=True):
+            record.keep(f"{number}.{name}", part)
+
+    on_output(stack, attention.qkv_proj, split)
+    for which in "qk":
+        if hasattr(attention, f"{which}_norm"):
+            on_output(
+                stack,
+                getattr(attention, f"{which}_norm"),
+                lambda out, which=which: record.keep(f"{number}.{which}_norm", out.flatten(1)),
+            )
+    on_output(stack, attention.attn, keep("attention"))
+    on_output(stack, attention.o_proj, keep("o_proj"))
+    on_output(
+        stack,
+        layer.post_attention_layernorm,
+        partial(_keep_norm, record, f"{number}.second_norm", f"{number}.residual"),
+    )
+    on_output(stack, mlp, keep("mlp"))
+    if hasattr(mlp, "experts"):
+        on_output(stack, mlp.gate, keep("router_logits"))
+        stack.enter_context(
+            replaced(mlp.experts.routed_experts, "forward_modular", partial(_with_each_expert, record, number))
+        )
+        return
+
+    def halves(output: Any) -> None:
+        gate, up = first(output).chunk(2, dim=-1)
+        record.keep(f"{number}.gate", gate)
+        record.keep(f"{number}.up", up)
+
+    on_output(stack, mlp.gate_up_proj, halves)
+    on_input(stack, mlp.down_proj, lambda inputs: record.keep(f"{number}.activation", inputs[0]))
+
+
+def _tap_rotary(stack: ExitStack, record: Record, layers: Any, current: list[int]) -> None:
+    def keep(output: tuple[Tensor, Tensor]) -> None:
+        for which, value in zip("qk", output, strict=True):
+            record.keep(f"{current[0]}.{which}_rope", value.flatten(1))
+
+    for rotary in {id(layer.self_attn.rotary_emb): layer.self_attn.rotary_emb for layer in layers}.values():
+        on_output(stack, rotary, keep)
+
+
+def _with_each_expert(record: Record, layer: int, forward: Any) -> Any:
+    def watched(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        before = len(record.taps.get(f"{layer}.chosen", ()))
+        inputs = x.detach().cpu().clone()
+        record.keep_route(layer, topk_ids, topk_weights)
+        ones, rows = torch.ones_like(topk_weights[:, :1]), torch.arange(len(x)) + before
+        for column in range(topk_ids.size(1)):
+            one = topk_ids[:, column : column + 1].contiguous()
+            alone = forward(x.clone(), ones, one, *args, **kwargs).detach().cpu().clone()
+            for number in one.unique().tolist():
+                mine = (one[:, 0] == number).cpu()
+                group = ExpertRows(number, inputs[mine], torch.ones(int(mine.sum())), alone[mine], rows[mine])
+                record.experts.setdefault(layer, []).append(group)
+        return forward(x, topk_weights, topk_ids, *args, **kwargs)
+
+    return watched
+
+
+def _rows_of(seen: _Seen, sequences: Sequence[Sequence[int]]) -> Tensor:
+    """[N]: the row of vLLM's batch in which each token of ``sequences`` lies. Raises `RuntimeError` if one is not."""
+    starts = [row for row, position in enumerate(seen.positions) if position == 0]
+    pieces = [seen.tokens[a:b] for a, b in zip(starts, [*starts[1:], len(seen.tokens)], strict=True)]
+    left, rows = list(range(len(pieces))), []
+    for tokens in sequences:
+        piece = next((i for i in left if pieces[i] == list(tokens)), None)
+        if piece is None:
+            raise RuntimeError("parity: vLLM did not run a sequence as it was given, in one pass")
+        left.remove(piece)
+        rows += range(starts[piece], starts[piece] + len(tokens))
+    return torch.tensor(rows)
+
+
+def _logits_in_order(record: Record, seen: _Seen, rows: Tensor) -> None:
+    """Logits in the order of vLLM's rows. The head is called for last tokens and for prompts; its inputs tell which
+    rows it got."""
+    final = record.taps["final_norm"]
+    logits = torch.full((len(rows), seen.logits[0][1].size(1)), torch.nan)
+    logits = logits.to(seen.logits[0][1].dtype)
+    numbers: dict[bytes, list[int]] = {}
+    for row, value in enumerate(final):
+        numbers.setdefault(_bits(value), []).append(row)
+    for hidden, found in seen.logits:
+        for value, result in zip(hidden, found, strict=True):
+            for row in numbers[_bits(value)]:
+                logits[row] = result
+    record.taps["logits"] = logits
+
+
+def _bits(row: Tensor) -> bytes:
+    return row.contiguous().view(torch.uint8).numpy().tobytes()

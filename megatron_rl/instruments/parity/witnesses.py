@@ -1,0 +1,227 @@
+"""Runs every witness over the same tokens, one after the other, so that one model is in memory at a time."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.checkpoint.manifest import list_checkpoints
+from megatron_rl.checkpoint.shards import WeightMap
+from megatron_rl.config import Recipe, load_recipe
+from megatron_rl.config.learner import LearnerConfig
+from megatron_rl.config.precision import PrecisionConfig
+from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.errors import InputError
+from megatron_rl.instruments.parity import exact_taps, learner_taps, transformers_taps, vllm_taps
+from megatron_rl.instruments.parity.record import Record
+from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.model import DTYPES, build_model
+from megatron_rl.learner.process_groups import initialize
+from megatron_rl.model.architecture import Architecture, read_architecture
+from megatron_rl.monitor import RunDirectory
+from megatron_rl.process.ranks import broadcast_object, world_rank, world_size
+from megatron_rl.rollout.vllm_engine import VllmGenerator
+
+ALL = ("transformers", "learner", "exact", "vllm")
+LENGTHS = (70, 24, 9)
+"""Tokens of the sequences where none are given: one is longer than a block of vLLM's cache (64 on a CPU) and of exact
+mode's, and all are packed into one row of the learner."""
+_TF32_PRODUCT = 2.0**-10  # both factors are rounded to 11 bits
+
+Around = Callable[[str, Any], AbstractContextManager]
+"""A context around the pass of a witness: gets its name and its model (of vLLM, the engine)."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is compared. ``witnesses``: some of `ALL`. ``sequences``: tokens, at least two in each."""
+
+    model: Path
+    learner: LearnerConfig
+    rollout: RolloutConfig
+    sequences: tuple[tuple[int, ...], ...]
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    device: str = "auto"
+    witnesses: tuple[str, ...] = ALL
+
+    @property
+    def temperature(self) -> float:
+        return self.rollout.temperature or 1.0
+
+
+def of_model(model: Path, dtype: str, tokens: Sequence[Sequence[int]] = (), device: str = "auto") -> Setup:
+    """Of a model's folder: both engines in ``dtype``."""
+    rollout = RolloutConfig.model_validate({"dtype": dtype, "max_response_length": 1})
+    return _checked(Setup(model, LearnerConfig(dtype=dtype), rollout, tuple(map(tuple, tokens)), device=device))
+
+
+def of_recipe(recipe: Recipe, tokens: Sequence[Sequence[int]] = ()) -> Setup:
+    """Of a recipe: its dtypes, layout, precision and temperature."""
+    quantized = recipe.rollout.quantization
+    if quantized.weights or quantized.kv_cache:
+        name = "weights" if quantized.weights else "kv_cache"
+        raise InputError(
+            f"parity: rollout.quantization.{name} is {getattr(quantized, name)}: vLLM computes with other numbers than "
+            f"the checkpoint holds. Compare without: --set rollout.quantization.{name}=null"
+        )
+    if recipe.learner.parallel.context > 1:
+        raise InputError(
+            f"parity: learner.parallel.context is {recipe.learner.parallel.context}; parity does not put parts of "
+            "sequences together. Compare with --set learner.parallel.context=1"
+        )
+    if recipe.rollout.tensor_parallel > 1:
+        raise InputError(
+            f"parity: rollout.tensor_parallel is {recipe.rollout.tensor_parallel}; parity does not put parts of vLLM's "
+            "layers together. Compare with --set rollout.tensor_parallel=1"
+        )
+    setup = Setup(
+        recipe.model.path,
+        recipe.learner,
+        recipe.rollout,
+        tuple(map(tuple, tokens)),
+        recipe.precision,
+        recipe.runtime.device,
+    )
+    return _checked(setup)
+
+
+def of_run(folder: Path, overrides: Sequence[str], tokens: Sequence[Sequence[int]], scratch: Path) -> Setup:
+    """Of a run's recipe, with the weights of its newest checkpoint, which are written to ``scratch`` as a model's
+    folder. Collective."""
+    directory = RunDirectory(folder)
+    if not directory.recipe.is_file():
+        raise InputError(
+            f"parity: {folder} is neither a model's folder (config.json) nor a run directory ({directory.recipe.name})"
+        )
+    recipe = load_recipe(directory.recipe, overrides)
+    checkpoints = list_checkpoints(directory.checkpoints)
+    if not checkpoints:
+        raise InputError(f"parity: {directory.checkpoints} holds no checkpoint; give the recipe instead of the run")
+    setup = of_recipe(recipe, tokens)
+    learner = Learner(recipe)
+    learner.load(checkpoints[-1])
+    model = Path(broadcast_object(str(scratch / "model")))
+    learner.export_hf(model)
+    learner.close()
+    return replace(setup, model=model)
+
+
+def _checked(setup: Setup) -> Setup:
+    """With tokens where none were given. Raises `InputError` for tokens that the model does not have."""
+    architecture = read_architecture(setup.model)
+    size, longest = architecture.vocab_size, architecture.max_position_embeddings
+    if not setup.sequences:
+        random = torch.Generator().manual_seed(0)
+        sequences = [torch.randint(size, (min(n, longest),), generator=random).tolist() for n in LENGTHS]
+        setup = replace(setup, sequences=tuple(map(tuple, sequences)))
+    for number, tokens in enumerate(setup.sequences):
+        if not 2 <= len(tokens) < longest:
+            raise InputError(
+                f"parity: --tokens: sequence {number} has {len(tokens)} tokens; 2 … {longest - 1} are allowed"
+            )
+        if wrong := [token for token in tokens if not 0 <= token < size]:
+            raise InputError(f"parity: --tokens: {wrong[0]} is no token of the model; 0 … {size - 1} are allowed")
+    return setup
+
+
+def collect(setup: Setup, around: Around = lambda name, model: nullcontext()) -> list[Record]:
+    """Records of all witnesses of ``setup``. Collective; those of the engines are whole on every rank."""
+    architecture = read_architecture(setup.model)
+    parallel = setup.learner.parallel
+    device = initialize(parallel, setup.device, seed=0)
+    wanted = _tensor_ranks(setup)
+    if world_size() % wanted:
+        raise InputError(f"parity: the layout takes a multiple of {wanted} ranks, {world_size()} were started")
+    setup = replace(setup, device=device.type)
+    records: list[Record] = []
+    if "transformers" in setup.witnesses and world_rank() == 0:
+        records.append(_run_transformers(setup, around))
+    if "learner" in setup.witnesses:
+        with learner_model(setup, architecture) as module, around("learner", module):
+            records.append(learner_record(setup, architecture, module))
+    if "exact" in setup.witnesses and device.type == "cpu":
+        with learner_model(setup, architecture, exact=True) as module, around("exact", module):
+            records.append(learner_record(setup, architecture, module, exact=True))
+            if world_size() == 1:
+                records.append(
+                    exact_taps.run(
+                        module, setup.sequences, vocabulary=architecture.vocab_size, temperature=setup.temperature
+                    )
+                )
+    if "vllm" in setup.witnesses:
+        with closing(start_engine(setup)) as engine, around("vllm", engine):
+            records += vllm_records(setup, engine)
+    return records
+
+
+def _tensor_ranks(setup: Setup) -> int:
+    parallel = setup.learner.parallel
+    return parallel.tensor * parallel.pipeline
+
+
+def product_of(dtype: str) -> float:
+    return _TF32_PRODUCT if dtype == "tf32" else 0.0
+
+
+@contextmanager
+def learner_model(setup: Setup, architecture: Architecture, exact: bool = False) -> Iterator[torch.nn.Module]:
+    """The learner's model with the folder's weights, without an optimizer. Collective."""
+    device = initialize(setup.learner.parallel, setup.device, seed=0)
+    module = build_model(architecture, setup.learner, device, setup.precision, exact)
+    WeightMap(module, architecture).load(setup.model)
+    try:
+        yield module
+    finally:
+        del module
+        gc.collect()
+
+
+def learner_record(setup: Setup, architecture: Architecture, module: torch.nn.Module, exact: bool = False) -> Record:
+    return learner_taps.run(
+        module,
+        setup.sequences,
+        vocabulary=architecture.vocab_size,
+        witness="exact pass" if exact else learner_taps.WITNESS,
+        exact=exact,
+        product=product_of(setup.learner.dtype),
+        temperature=setup.temperature,
+    )
+
+
+def _run_transformers(setup: Setup, around: Around) -> Record:
+    model = transformers_taps.load(setup.model, DTYPES[setup.learner.dtype])
+    with around("transformers", model):
+        record = transformers_taps.taps_of(model, setup.sequences, setup.temperature)
+    del model
+    gc.collect()
+    return record
+
+
+def start_engine(setup: Setup) -> VllmGenerator:
+    """vLLM as the recipe has it, eager and without a prefix cache."""
+    longest = max(map(len, setup.sequences))
+    config = setup.rollout.model_copy(
+        update={
+            "engine": "vllm",
+            "max_response_length": longest + 1,
+            "enforce_eager": True,
+            "enable_prefix_caching": False,
+            "verify_refit": False,
+            "max_num_seqs": max(8, len(setup.sequences)),
+        }
+    )
+    return VllmGenerator(config, setup.model, max_prompt_length=longest, device=setup.device, precision=setup.precision)
+
+
+def vllm_records(setup: Setup, engine: VllmGenerator) -> list[Record]:
+    product = product_of(setup.rollout.dtype)
+    return [
+        vllm_taps.prefill(engine, setup.sequences, product),
+        vllm_taps.decode(engine, setup.sequences, product, setup.temperature),
+    ]
