@@ -1,15 +1,4 @@
-"""Find the first operator where vLLM or the learner departs from the checkpoint.
-
-    megatron-rl parity MODEL [--dtype bf16]         a folder in Hugging Face layout
-    megatron-rl parity RECIPE [--set KEY=VALUE]     its model, in the recipe's dtypes and layout
-    megatron-rl parity RUN                          the newest checkpoint of a run directory
-
-The same tokens go through vLLM (all at once, and one at a time), the learner, exact mode and transformers. Each
-operator of each is compared with its definition in float64 on its own inputs. The definition comes from config.json
-and the tensors alone. docs/parity.md explains the report. For a layout of several ranks, start it under torchrun.
-
-Exit status: 0 every operator is within its bound, 1 one is not, 2 bad arguments.
-"""
+"""`megatron-rl parity`: where vLLM and the learner part."""
 
 from __future__ import annotations
 
@@ -28,7 +17,7 @@ WITNESSES = ("transformers", "learner", "exact", "vllm")  # equals `witnesses.AL
 DTYPES = ("fp32", "bf16", "fp16", "tf32")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_parity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("subject", help="Read this model's folder, recipe (a YAML file) or run directory.")
     add_overrides(parser)
     parser.add_argument("--dtype", choices=DTYPES, help="Compute a model's folder in this type (default: bf16).")
@@ -50,13 +39,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
+def run_parity(options: argparse.Namespace) -> int:
+    """Find the first operator where vLLM or the learner departs from the checkpoint.
+
+        megatron-rl parity MODEL [--dtype bf16]         a folder in Hugging Face layout
+        megatron-rl parity RECIPE [--set KEY=VALUE]     its model, in the recipe's dtypes and layout
+        megatron-rl parity RUN                          the newest checkpoint of a run directory
+
+    The same tokens go through vLLM (all at once, and one at a time), the learner, exact mode and transformers. Each
+    operator of each is compared with its definition in float64 on its own inputs. The definition comes from config.json
+    and the tensors alone. docs/parity.md explains the report. For a layout of several ranks, start it under torchrun.
+
+    Exit status: 0 every operator is within its bound, 1 one is not, 2 bad arguments.
+    """
     from megatron_rl.learner.process_groups import shutdown
 
     tokens, witnesses = [_ids(text) for text in options.tokens], _witnesses(options.witnesses)
     with tempfile.TemporaryDirectory(prefix="parity-") as scratch:
+        setup = _setup(options, tokens, Path(scratch))
         try:
-            return _compare(_setup(options, tokens, Path(scratch)), witnesses, options.out)
+            return _compare(setup, witnesses, options.out)
         finally:
             shutdown()
 

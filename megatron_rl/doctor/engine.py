@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from megatron_rl.config import Recipe
+    from megatron_rl.instruments.parity.compare import Comparison
     from megatron_rl.learner.learner import Learner
     from megatron_rl.rollout import Generator
     from megatron_rl.types import Batch
@@ -87,6 +88,31 @@ def judge_mismatch(found: dict[str, Distances]) -> Outcome:
             )
     told = ", ".join(f"{name} {distance.mu_po:.1e}" for name, distance in found.items())
     return passed(f"median |log mu - log po|: {told}", **figures)
+
+
+def parity(setting: Setting) -> Outcome:
+    """Every operator of both engines, of exact mode and of transformers, in bf16, against the checkpoint."""
+    from megatron_rl.instruments.parity.compare import compare
+    from megatron_rl.instruments.parity.definition import Checkpoint
+    from megatron_rl.instruments.parity.witnesses import collect, of_recipe
+
+    recipe = tiny(setting, *overrides({}, "bf16"), *SMALL, "rollout.dtype=bf16")
+    setup = of_recipe(recipe)
+    return judge_parity(compare(Checkpoint(setup.model), collect(setup)))
+
+
+def judge_parity(found: Comparison) -> Outcome:
+    """Fails where an operator is beyond its bound, and names the first."""
+    worst = {name: max(e.ratio for e in found.errors if e.witness == name) for name in found.witnesses}
+    figures = {"error over bound": {name: min(ratio, 1e30) for name, ratio in worst.items()}}
+    if found.failures:
+        return failed(
+            f"{found.verdict()}: {found.first[0].sentence()}",
+            "Use the pinned versions (`packages`, `patches`). `megatron-rl parity recipes/tiny/model --out DIR` writes "
+            "all operators and a picture; docs/parity.md explains them.",
+            **figures,
+        )
+    return passed(f"{len(found.errors)} operators of {len(worst)} witnesses are within their bounds", **figures)
 
 
 def refit(setting: Setting) -> Outcome:

@@ -22,14 +22,17 @@ SHOWN = 8  # positions, experts and flips that a report lists
 
 @dataclass(frozen=True)
 class OperatorError:
-    """Errors of one operator of one witness, largest over its elements; ``ratio``: the largest own error over its
-    bound, found at ``worst`` (sequence, position). ``rows_beyond``: tokens with an element beyond its bound."""
+    """Errors of one operator of one witness. ``ratio``: the largest own error over its bound, of the element at
+    ``worst`` (sequence, position), whose error and bound are ``own`` and ``bound``. ``largest``, ``largest_bound``,
+    ``inherited``: over all elements. ``rows_beyond``: tokens with an element beyond its bound."""
 
     witness: str
     tap: str
     own: float
     bound: float
     ratio: float
+    largest: float
+    largest_bound: float
     inherited: float
     worst: tuple[int, int] | None
     rows_beyond: int
@@ -136,7 +139,7 @@ def _compare_one(record: Record, own: Evaluation, truth: Evaluation, result: Com
 
 def _ratio(error: Tensor, bound: Tensor) -> Tensor:
     """error / bound; 0 where there is no error, infinite where it is not a number or has no bound."""
-    ratio = torch.where(error > 0, error / bound, 0.0)
+    ratio = torch.where(error == 0, 0.0, error / bound)
     return torch.nan_to_num(ratio, nan=torch.inf, posinf=torch.inf)
 
 
@@ -171,9 +174,11 @@ def _worst(
     return OperatorError(
         record.witness,
         tap,
-        own=float(error.nan_to_num(torch.inf).max()),
+        own=float(error.reshape(len(error), -1)[at]),
         bound=float(bound.reshape(len(bound), -1)[at]),
         ratio=float(of_row[worst]),
+        largest=float(error.nan_to_num(torch.inf).max()),
+        largest_bound=float(bound.max()),
         inherited=inherited,
         worst=record.sequence_of(token) if token >= 0 else None,
         rows_beyond=len(beyond),

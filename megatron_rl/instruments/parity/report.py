@@ -136,13 +136,16 @@ def write(folder: Path, setup: Setup, records: Sequence[Record], result: Compari
 
 
 def draw(result: Comparison) -> Figure:
-    """Own error, its bound and inherited error of each operator, in the order of the pass: a panel per witness."""
+    """Own error, its bound and inherited error of each operator, in the order of the pass: a panel per witness.
+
+    Each is the largest over the operator's elements.
+    """
     names = result.witnesses
     figure = Figure(figsize=(11, 1.0 + 1.9 * len(names)), layout="constrained")
     panels = figure.subplots(len(names), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
     taps = sorted({e.tap for e in result.errors}, key=place)
     at = {tap: i for i, tap in enumerate(taps)}
-    smallest = min((e.own for e in result.errors if e.own > 0), default=1e-9)
+    smallest = min((e.largest for e in result.errors if e.largest > 0), default=1e-9)
     floor = 10.0 ** math.floor(math.log10(smallest))
     first = result.first[0].tap if result.failures else None
     for panel, name in zip(panels, names, strict=True):
@@ -152,27 +155,25 @@ def draw(result: Comparison) -> Figure:
         def shown(values: list[float]) -> list[float]:
             return [max(v, floor) if math.isfinite(v) else math.nan for v in values]
 
-        panel.plot(x, shown([e.inherited for e in errors]), color="0.65", linewidth=1, label="inherited error")
-        panel.plot(x, shown([e.bound for e in errors]), color="tab:blue", linewidth=1, label="bound of the own error")
         inside, beyond = ([e for e in errors if e.passes is state] for state in (True, False))
-        panel.plot(
-            [at[e.tap] for e in inside], shown([e.own for e in inside]), ".", color="tab:green", ms=4, label="own error"
-        )
-        panel.plot(
-            [at[e.tap] for e in beyond],
-            shown([e.own for e in beyond]),
-            "x",
-            color="tab:red",
-            ms=6,
-            label="beyond its bound",
-        )
+        for values, colour, label in (
+            ([e.inherited for e in errors], "0.65", "inherited error"),
+            ([e.largest_bound for e in errors], "tab:blue", "bound of the own error"),
+        ):
+            panel.plot(x, shown(values), color=colour, linewidth=1, label=label)
+        for some, mark, colour, label in (
+            (inside, ".", "tab:green", "own error"),
+            (beyond, "x", "tab:red", "own error beyond its bound"),
+        ):
+            panel.plot([at[e.tap] for e in some], shown([e.largest for e in some]), mark, color=colour, label=label)
         for error in beyond:
             if error.tap == first:
                 panel.annotate(
                     error.tap,
-                    (at[error.tap], error.own),
-                    xytext=(8, -3),
+                    (at[error.tap], error.largest),
+                    xytext=(-8, -3),
                     textcoords="offset points",
+                    ha="right",
                     color="tab:red",
                     fontsize=9,
                 )
@@ -194,5 +195,5 @@ def _name_layers(panel: Any, taps: list[str], at: dict[str, int]) -> None:
     for tap in taps:
         layer, _, name = tap.rpartition(".")
         starts.setdefault(f"layer {layer}" if layer else name, at[tap])
-    starts = {name: i for name, i in starts.items() if name not in ("logits", "logprob")}
+    starts = {name: i for name, i in starts.items() if name not in ("embedding", "logits", "logprob")}
     panel.set_xticks(list(starts.values()), list(starts), fontsize=8, rotation=30, ha="right")

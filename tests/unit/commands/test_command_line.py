@@ -157,7 +157,12 @@ patch
 
 def test_every_command_from_before_there_were_groups_still_starts(capsys, monkeypatch):
     """`megatron-rl replay …` is `megatron-rl batch replay …`, and nothing is said of it."""
-    assert {full_name(name) for name in FLAT.split()} == set(COMMANDS) - {"run why", "run branch", "recipe from-verl"}
+    assert {full_name(name) for name in FLAT.split()} == set(COMMANDS) - {
+        "run why",
+        "run branch",
+        "recipe from-verl",
+        "parity",
+    }
     with monkeypatch.context() as patched:
         patched.setattr("megatron_rl.commands.recipe.run_schema", lambda options: 7)
         assert [main(["schema"]), main(["recipe", "schema"])] == [7, 7]

@@ -22,6 +22,8 @@ from megatron_rl.monitor.scoring import CollapseRule
 from tests.support.tiny import REPOSITORY
 from tools.dev.branch_table import CASES as PLANTED
 from tools.dev.branch_table import table as table_of_branches
+from tools.dev.parity_faults import FAULTS
+from tools.dev.parity_faults import table as table_of_faults
 from tools.dev.tune_surge_detector import CASES, surge_step
 from tools.dev.unstable_runs import table as table_of_causes
 
@@ -167,3 +169,12 @@ def test_measured_figures_name_what_made_them(name):
             in_git = (REPOSITORY / ".git").exists() and re.fullmatch("[0-9a-f]{7}", source)
             assert source == "test_figures.py" or not in_git or known.returncode == 0, f"{lines[start]}: {source}"
             assert source == "test_figures.py" or re.fullmatch("[0-9a-f]{7}", source), source
+
+
+def test_table_of_parity_md():
+    made = json.loads((DOCS / "parity.json").read_text())
+    assert table_of_faults(made) in (DOCS / "parity.md").read_text()
+    assert {row["fault"] for row in made["faults"]} == FAULTS.keys()
+    assert all(found["beyond"] == 0 for found in made["clean"].values())
+    located = sum(row["located"] for row in made["faults"])
+    assert located >= 0.95 * len(made["faults"])

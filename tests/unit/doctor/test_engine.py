@@ -10,6 +10,7 @@ import pytest
 from megatron_rl.doctor import engine, memory
 from megatron_rl.doctor.checks import Setting, tiny
 from megatron_rl.doctor.engine import Distances
+from megatron_rl.instruments.parity.compare import Comparison, OperatorError
 
 GOOD = {
     "bf16/bf16": Distances(3e-3, 2.5e-3, 2e-3, 0.01),
@@ -155,3 +156,15 @@ def test_the_meters_peak_counts_what_pytorch_took_beyond_what_was_in_use(monkeyp
     assert (meter.capacity, meter.now(), meter.peak()) == (80, 10, 15)
     state["free"] = 50  # an engine's memory, which PyTorch's allocator does not count
     assert meter.peak() == 30
+
+
+def test_an_operator_beyond_its_bound_is_named():
+    def error(witness: str, tap: str, ratio: float) -> OperatorError:
+        return OperatorError(witness, tap, ratio, 1.0, ratio, ratio, 1.0, 0.0, (0, 3), int(ratio > 1), 8)
+
+    sound = [error("learner", "0.q", 0.5), error("vLLM decode", "0.q", 0.7)]
+    assert engine.judge_parity(Comparison(sound)).status == "pass"
+    outcome = engine.judge_parity(Comparison([*sound, error("vLLM decode", "0.k", 2.0), error("learner", "0.k", 0.1)]))
+    assert outcome.status == "fail"
+    assert "layer 0, k; vLLM decode stands alone: learner are within" in outcome.reason
+    assert outcome.figures["error over bound"] == {"learner": 0.5, "vLLM decode": 2.0}

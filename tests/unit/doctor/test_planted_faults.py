@@ -83,6 +83,7 @@ PROOFS = {
     "checkpoint": Proof(E2E + "test_a_broken_learner_fails", ALL_GREEN),
     "engine": Proof("test_an_engine_that_is_not_sound", "test_a_sound_engine"),
     "mismatch": Proof(E2E + "test_an_engine_that_says_other_log_probs_fails", ALL_GREEN),
+    "parity": Proof(UNIT + "test_engine.py::test_an_operator_beyond_its_bound_is_named", ALL_GREEN),
     "refit": Proof(E2E + "test_a_broken_update_of_the_engine_fails", ALL_GREEN),
     "memory": Proof("test_memory_that_another_process_takes", "test_memory"),
     "runner-v2": Proof("test_a_runner_that_is_not_sound", "test_runners"),

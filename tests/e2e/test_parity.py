@@ -1,0 +1,119 @@
+"""`megatron-rl parity` on real engines: sound ones are within every bound, planted faults are named where they are."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.instruments.parity.compare import compare
+from megatron_rl.instruments.parity.report import exact_differences
+from tests.support.patience import PATIENCE_S
+from tests.support.slow import slow_but
+from tests.support.tiny import MODEL
+from tools.dev.parity_bench import Bench, make_models
+from tools.dev.parity_faults import FAULTS, examine
+
+WHO = ("transformers", "learner", "exact", "vllm")
+WITNESSES = ["transformers", "learner", "exact pass", "exact generation", "vLLM prefill", "vLLM decode"]
+QUICK = (
+    "vLLM: two experts exchanged",
+    "vLLM: position off by one in decode",
+    "vLLM: cosines in bf16",
+    "vLLM: a cached key lost in decode",
+    "learner: softmax before the choice of experts",
+    "learner: attention across packed sequences",
+    "exact generation: cached keys in bf16",
+)
+FAMILIES = ("qwen3_moe", "qwen3", "qwen2", "llama")
+
+
+class Benches:
+    """One bench at a time: a process runs one engine."""
+
+    def __init__(self, folder: Path):
+        self._models, self._name, self._bench = make_models(folder), None, None
+
+    def of(self, family: str, dtype: str = "fp32") -> Bench:
+        if self._name != (family, dtype):
+            self.close()
+            self._name, self._bench = (family, dtype), Bench(self._models[family], dtype)
+        return self._bench
+
+    def close(self) -> None:
+        if self._bench is not None:
+            self._bench.__exit__()
+        self._name = self._bench = None
+
+
+@pytest.fixture(scope="module")
+def benches(tmp_path_factory):
+    made = Benches(tmp_path_factory.mktemp("models"))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, sorted(FAULTS, key=lambda name: FAMILIES.index(FAULTS[name].model))))
+def test_a_planted_fault_is_named(benches, name):
+    found = examine(benches.of(FAULTS[name].model), FAULTS[name])
+    assert found["located"], found
+
+
+PAIRS = [(family, dtype) for family in FAMILIES for dtype in ("fp32", "bf16", "fp16")]
+
+
+@pytest.mark.parametrize(("family", "dtype"), slow_but(PAIRS[:1], PAIRS))
+def test_sound_witnesses_are_within_every_bound(benches, family, dtype):
+    """Also after faults: a fault is gone with its block, and so is every hook."""
+    bench = benches.of(family, dtype)
+    records = [record for who in WHO for record in bench.records(who)]
+    result = compare(bench.checkpoint, records)
+    assert result.failures == [], result.verdict()
+    assert [record.witness for record in records] == WITNESSES
+    number, different = exact_differences(records)
+    assert different == []
+    assert number == 2 * {"qwen3_moe": 17, "qwen3": 17, "qwen2": 15, "llama": 15}[family] + 4
+    for model in (bench.vllm, bench.learner, bench.exact, bench.transformers):
+        hooks = [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks]
+        assert hooks == []
+
+
+def test_the_command_writes_a_certificate(tmp_path):
+    command = [sys.executable, "-m", "megatron_rl", "parity", str(MODEL), "--dtype", "bf16", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    assert "pass: every operator of every witness is within its bound" in done.stdout
+    assert "exact mode: 72 taps of its pass and of its generation: all equal bit for bit" in done.stdout
+    found = json.loads((tmp_path / "parity.json").read_text())
+    assert (found["verdict"], found["first"]) == ("pass", [])
+    assert found["dtypes"] == {"learner": "bf16", "rollout": "bf16"}
+    assert {entry["witness"] for entry in found["operators"]} == set(WITNESSES)
+    assert len(found["operators"]) == 76 * len(WITNESSES)
+    assert all(entry["pass"] for entry in found["operators"])
+    assert len(found["model"]["sha256"]) == 64
+    assert set(found["prefill_against_decode"]) >= {"embedding", "3.attention", "logits", "logprob"}
+    assert (tmp_path / "parity.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "parity.txt").read_text() in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["no/such/folder"], "no/such/folder"),
+        ([str(MODEL), "--tokens", "1,x"], "--tokens: '1,x'; write numbers of tokens"),
+        ([str(MODEL), "--witnesses", "vllm,me"], "--witnesses: 'me'; there are transformers, learner, exact, vllm"),
+        ([str(MODEL), "--set", "seed=1"], "--set changes keys of a recipe"),
+        (["recipes/tiny/grpo.yaml", "--dtype", "bf16"], "--set learner.dtype=bf16"),
+        (["recipes/tiny/fp8.yaml"], "--set rollout.quantization.weights=null"),
+        (["recipes/tiny/context.yaml"], "--set learner.parallel.context=1"),
+        (["docs"], "neither a model's folder"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, told, capsys):
+    from megatron_rl.__main__ import main
+
+    assert main(["parity", *arguments]) == 2
+    assert told in capsys.readouterr().err
