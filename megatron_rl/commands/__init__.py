@@ -29,6 +29,8 @@ COMMANDS = {
     "lab": "Run the arms of a study over its seeds, and report them.",
     "recipe schema": "Print the JSON Schema of recipes, for editors.",
     "recipe from-verl": "Translate a launch script or configuration of verl into a recipe.",
+    "recipe from-slime": "Translate a launch script of slime into a recipe.",
+    "recipe from-nemo-rl": "Translate a configuration of NeMo-RL into a recipe.",
     "recipe trace": "Run a recipe's learner as one rank of its job, without GPUs, and count bytes.",
     "run watch": "Watch runs in the terminal or on a local page.",
     "run samples": "Print sampled responses of a run.",
@@ -52,7 +54,7 @@ COMMANDS = {
 
 MODULES = {
     "train": ("train", "eval", "serve"),
-    "recipe": ("check", "plan", "schema", "from_verl", "trace"),
+    "recipe": ("check", "plan", "schema", "from_verl", "from_slime", "from_nemo_rl", "trace"),
     "run": ("watch", "samples", "plot", "servers"),
     "why": ("why", "branch"),
     "batch": ("replay", "attribute", "experts", "gradient_bias"),

@@ -1,4 +1,4 @@
-"""Commands on a recipe: `check`, `plan`, `recipe schema`, `recipe from-verl` and `recipe trace`."""
+"""Commands on a recipe: `check`, `plan`, `recipe schema`, `recipe trace` and translations."""
 
 from __future__ import annotations
 
@@ -145,6 +145,40 @@ def run_from_verl(options: argparse.Namespace) -> int:
     from megatron_rl.instruments.translate import verl
 
     return write_translation(options, verl.translate)
+
+
+def add_from_slime(parser: argparse.ArgumentParser) -> None:
+    add_foreign(parser, "slime's launch script")
+
+
+def run_from_slime(options: argparse.Namespace) -> int:
+    """Translate a launch script of slime into a recipe.
+
+    megatron-rl recipe from-slime scripts/run-qwen3-30B-A3B.sh --output recipe.yaml
+
+    The script is followed without running it, together with the files that it sources and that are there. The report is
+    that of `recipe from-verl`, and it is also the header of the recipe.
+    """
+    from megatron_rl.instruments.translate import slime
+
+    return write_translation(options, slime.translate)
+
+
+def add_from_nemo_rl(parser: argparse.ArgumentParser) -> None:
+    add_foreign(parser, "NeMo-RL's configuration (.yaml), in the folder in which its `defaults` are found")
+
+
+def run_from_nemo_rl(options: argparse.Namespace) -> int:
+    """Translate a configuration of NeMo-RL into a recipe.
+
+    megatron-rl recipe from-nemo-rl examples/configs/grpo_math_qwen30ba3b_megatron.yaml --output recipe.yaml
+
+    Files that it names under `defaults` are read first, as NeMo-RL does, and references such as `${policy.model_name}`
+    are filled in. The report is that of `recipe from-verl`, and it is also the header of the recipe.
+    """
+    from megatron_rl.instruments.translate import nemo_rl
+
+    return write_translation(options, nemo_rl.translate)
 
 
 FORMATS = ("own", "fully_reshardable", "dp_reshardable")  # equals `trace.FORMATS`, whose module is slow to import

@@ -377,7 +377,7 @@ def _ours_by_theirs() -> dict[str, list[tuple[str, str]]]:
 def hint(key: str) -> str:
     """What of ours a key of another project means; "" where the table does not know it."""
     if (project := FOREIGN_SECTIONS.get(key)) is not None:
-        how = "; `megatron-rl recipe from-verl FILE` translates its configurations" if project == "verl" else ""
+        how = f"; `megatron-rl recipe from-{project.lower()} FILE` translates its configurations"
         return f"it is a section of {project}{how}"
     for name in (key, f"actor_rollout_ref.{key}"):
         if found := _ours_by_theirs().get(name):

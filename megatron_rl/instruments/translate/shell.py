@@ -62,7 +62,7 @@ def read_script(path: Path, variables: Mapping[str, str] | None = None) -> Scrip
 
     Raises InputError where it is no text, or a quote or bracket is not closed.
     """
-    reader = _Reader(dict(variables or {}), path.parent)
+    reader = _Reader(dict(variables or {}), path.parent.absolute())
     reader.follow(path)
     reader.script.variables = reader.variables
     return reader.script

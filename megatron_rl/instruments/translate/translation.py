@@ -35,7 +35,10 @@ class Line:
 
 @dataclass
 class Translation:
-    """``values``: their keys with the values that the source sets. ``defaults``: theirs, of the keys that are read."""
+    """``values``: their keys with the values that the source sets. ``defaults``: theirs, of the keys that are read.
+
+    ``own``: the keys that the source itself sets, where it inherits others; None: all of them.
+    """
 
     project: str
     source: str
@@ -47,6 +50,7 @@ class Translation:
     lost: list[Line] = field(default_factory=list)
     guessed: list[Line] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)
+    own: set[str] | None = None
     _seen: set[str] = field(default_factory=set)
 
     def get(self, theirs: str) -> Any:
@@ -98,6 +102,14 @@ class Translation:
         self._seen.add(theirs)
         value = self.values.get(theirs, self.defaults.get(theirs)) if value is None else value
         self.lost.append(Line(theirs, value, note=effect))
+
+    def known_path(self, theirs: str, fallback: str) -> Any:
+        """Their path, though a part of it is known only where the script runs."""
+        value = self.values.get(theirs, self.defaults.get(theirs, fallback))
+        if isinstance(value, str) and unresolved_names(value):
+            self.note(f"{theirs}: {readable(value)} is known only where the script runs; put the path in by hand")
+            value = re.sub(r"\ue000.*?\ue001", "", value).strip("/") or fallback
+        return value
 
     def engine_ranks(self, theirs: str) -> None:
         """Translate the ranks of an engine; vLLM here gives none of them a copy of a key/value head."""
@@ -173,8 +185,10 @@ class Translation:
         )
         parts += _section("Guessed", [f"{line.ours}: {shown(line.ours_value)}: {line.note}" for line in self.guessed])
         parts += _section("Not known from the file", self.notes)
-        if self.idle:
-            parts += _section("Without effect here", [", ".join(self.idle)])
+        own = [key for key in self.idle if self.own is None or key in self.own]
+        if rest := len(self.idle) - len(own):
+            own.append(f"{rest} keys of the files that it inherits from")
+        parts += _section("Without effect here", [", ".join(own)] if own else [])
         return "\n".join(parts)
 
     def text(self) -> str:
@@ -189,7 +203,7 @@ def _section(title: str, lines: list[str]) -> list[str]:
 
 def shown(value: Any) -> str:
     """A value on one line, shortened."""
-    text = readable(value) if isinstance(value, str) else json.dumps(value, default=str)
+    text = readable(value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False))
     text = " ".join(text.split())
     return text if len(text) <= 100 else f"{text[:97]}..."
 
@@ -217,5 +231,6 @@ def number(value: Any) -> float | int | None:
 
 def run_name(text: str, nodes: int, gpus: int) -> str:
     """A name that recipes may have, with the size of the job, from which `plan` reads it."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", readable(text)).strip("-.") or "run"
+    text = re.sub(r"[-_]?\b\d+n\d+g\b", "", readable(text))  # their own
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.") or "run"
     return f"{name[:160]}-{nodes}n{gpus}g"

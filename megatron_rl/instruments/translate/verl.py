@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.instruments.translate.shell import readable, unresolved_names
+from megatron_rl.instruments.translate.shell import readable
 from megatron_rl.instruments.translate.translation import Translation, number, run_name
 from megatron_rl.instruments.translate.verl_keys import (
     ACTOR,
@@ -108,20 +108,11 @@ def _paths(value: Any) -> list[str]:
     return [readable(str(path)) for path in (value if isinstance(value, list) else [value])]
 
 
-def _known_path(t: Translation, theirs: str, fallback: str) -> str:
-    """Their path, though a part of it is known only where the script runs."""
-    value = t.values.get(theirs, DEFAULTS.get(theirs, fallback))
-    if isinstance(value, str) and unresolved_names(value):
-        t.note(f"{theirs}: {readable(value)} is known only where the script runs; put the path in by hand")
-        value = re.sub(r"\ue000.*?\ue001", "", value).strip("/") or fallback
-    return value
-
-
 def _model_and_data(t: Translation) -> str:
-    model = str(_known_path(t, f"{MODEL}.path", "MODEL"))
+    model = str(t.known_path(f"{MODEL}.path", "MODEL"))
     t.put(f"{MODEL}.path", "model.path", model)
     for theirs, ours in (("data.train_files", "data.train"), ("data.val_files", "data.validation")):
-        if (value := _known_path(t, theirs, "DATA.parquet")) is not None:
+        if (value := t.known_path(theirs, "DATA.parquet")) is not None:
             key = t.get("data.prompt_key")
             sources = [{"path": path} | ({} if key == "prompt" else {"prompt_key": key}) for path in _paths(value)]
             t.put(theirs, ours, sources)

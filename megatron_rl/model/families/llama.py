@@ -28,6 +28,22 @@ _LLAMA_3_2_3B = {
     },
     "tie_word_embeddings": True,
 }
+_LLAMA_3_2_1B = {
+    **_LLAMA_3_2_3B,
+    "num_hidden_layers": 16,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "head_dim": 64,
+}
+_LLAMA_3_1_8B = {
+    **_LLAMA_3_2_3B,
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "rope_scaling": {**_LLAMA_3_2_3B["rope_scaling"], "factor": 8.0},
+    "tie_word_embeddings": False,
+}
 
 
 def _relate(config: dict[str, Any], values: dict[str, Any]) -> list[str]:
@@ -49,6 +65,11 @@ FAMILY = Family(
     others={"sliding_window": Neutral((None,), WINDOW)},
     relate=_relate,
     layer=DENSE_LAYER,
-    known={"OctoThinker-3B-Hybrid-Base": _LLAMA_3_2_3B},
-    organizations={"OctoThinker": "OctoThinker"},
+    known={
+        "OctoThinker-3B-Hybrid-Base": _LLAMA_3_2_3B,
+        "Llama-3.2-1B-Instruct": _LLAMA_3_2_1B,
+        "Llama-3.2-3B-Instruct": _LLAMA_3_2_3B,
+        "Llama-3.1-8B-Instruct": _LLAMA_3_1_8B,
+    },
+    organizations={"OctoThinker": "OctoThinker", "Llama": "meta-llama"},
 )

@@ -54,6 +54,7 @@ _QWEN2_1_5B = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e4,
 }
+_QWEN2_5_MATH_1_5B = {**_QWEN2_1_5B, "max_position_embeddings": 4096, "tie_word_embeddings": True}
 FAMILY = Family(
     model_type="qwen2",
     hf_class="Qwen2ForCausalLM",
@@ -78,12 +79,15 @@ FAMILY = Family(
         "Qwen2.5-3B-Instruct": _qwen2(36, 2048, 11008, 16, 2, tied=True, longest=32768),
         "Qwen2.5-7B": _qwen2(28, 3584, 18944, 28, 4, tied=False, longest=131072),
         "Qwen2.5-7B-Instruct": _qwen2(28, 3584, 18944, 28, 4, tied=False, longest=32768),
+        "Qwen2.5-32B": {**_qwen2(64, 5120, 27648, 40, 8, tied=False, longest=131072), "rms_norm_eps": 1e-5},
+        "Qwen2.5-Math-7B": {**_qwen2(28, 3584, 18944, 28, 4, tied=False, longest=4096), "rope_theta": 1e4},
         "DeepSeek-R1-Distill-Qwen-1.5B": {
             **_QWEN2_1_5B,
             "max_position_embeddings": 131072,
             "tie_word_embeddings": False,
         },
-        "Qwen2.5-Math-1.5B": {**_QWEN2_1_5B, "max_position_embeddings": 4096, "tie_word_embeddings": True},
+        "Qwen2.5-Math-1.5B": _QWEN2_5_MATH_1_5B,
+        "Qwen2.5-Math-1.5B-Instruct": _QWEN2_5_MATH_1_5B,
     },
     organizations={"Qwen": "Qwen", "DeepSeek": "deepseek-ai"},
 )

@@ -45,6 +45,7 @@ FAMILY = Family(
         "Qwen3-14B": _qwen3(40, 5120, 17408, 40, tied=False, longest=40960),
         "Qwen3-32B": _qwen3(64, 5120, 25600, 64, tied=False, longest=40960),
         "Qwen3-4B-Base": _qwen3(36, 2560, 9728, 32, tied=True),
+        "Qwen3-4B-Instruct-2507": {**_qwen3(36, 2560, 9728, 32, tied=True, longest=262144), "rope_theta": 5e6},
         "Qwen3-8B-Base": _qwen3(36, 4096, 12288, 32, tied=False),
         "Qwen3-14B-Base": _qwen3(40, 5120, 17408, 40, tied=False),
     },

@@ -39,6 +39,14 @@ _QWEN3_30B_A3B = {
     "moe_intermediate_size": 768,
     "norm_topk_prob": True,
 }
+_QWEN3_235B_A22B = {
+    **_QWEN3_30B_A3B,
+    "num_hidden_layers": 94,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 64,
+    "moe_intermediate_size": 1536,
+}
 
 
 def sparse_layers(values: dict[str, Any]) -> tuple[bool, ...]:
@@ -99,6 +107,7 @@ FAMILY = Family(
         "Qwen3-30B-A3B-Base": {**_QWEN3_30B_A3B, "max_position_embeddings": 32768},
         "Qwen3-30B-A3B-Thinking-2507": {**_QWEN3_30B_A3B, "max_position_embeddings": 262144, "rope_theta": 1e7},
         "Qwen3-30B-A3B-Instruct-2507": {**_QWEN3_30B_A3B, "max_position_embeddings": 262144, "rope_theta": 1e7},
+        "Qwen3-235B-A22B": _QWEN3_235B_A22B,
     },
     organizations={"Qwen": "Qwen"},
 )

@@ -153,16 +153,12 @@ train check doctor plan trace eval eval-grid serve servers schema watch samples 
 gradient-bias mismatch explain-schedule score-alarms convert prepare-data lab sanity-set sanity-verdict softmax-study
 patch
 """
+NEW = {"run why", "run branch", "parity", "recipe from-verl", "recipe from-slime", "recipe from-nemo-rl"}
 
 
 def test_every_command_from_before_there_were_groups_still_starts(capsys, monkeypatch):
     """`megatron-rl replay …` is `megatron-rl batch replay …`, and nothing is said of it."""
-    assert {full_name(name) for name in FLAT.split()} == set(COMMANDS) - {
-        "run why",
-        "run branch",
-        "recipe from-verl",
-        "parity",
-    }
+    assert {full_name(name) for name in FLAT.split()} == set(COMMANDS) - NEW
     with monkeypatch.context() as patched:
         patched.setattr("megatron_rl.commands.recipe.run_schema", lambda options: 7)
         assert [main(["schema"]), main(["recipe", "schema"])] == [7, 7]
