@@ -31,7 +31,7 @@ ROLLOUT=(
 LOSS=(--advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.00 --eps-clip 0.2 --eps-clip-high 0.28)
 OPTIMIZER=(--optimizer adam --lr 2e-6 --lr-decay-style constant --lr-warmup-iters 5 --adam-beta2 0.98)
 PERF=(
-   --tensor-model-parallel-size 4 --context-parallel-size 2 --expert-model-parallel-size 8
+   --tensor-model-parallel-size 4 --context-parallel-size 2 --expert-model-parallel-size 4
    --recompute-granularity full --use-dynamic-batch-size --max-tokens-per-gpu 4096
 )
 ray job submit --address="http://127.0.0.1:8265" --runtime-env-json='{"env_vars": {}}' \\
