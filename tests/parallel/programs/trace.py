@@ -25,6 +25,8 @@ def workload(recipe: str, layers: int | None, overrides: list[str]) -> Workload:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loaded = load_recipe(recipe, overrides)
+    if layers is not None:
+        layers = max(layers, loaded.learner.parallel.pipeline)
     return make_workload(loaded, shrunk(shape_of(loaded.model.path)[0], layers), GPUS["h100-80"])
 
 
