@@ -25,9 +25,9 @@ Seen = set[tuple[str, int]]
 """Files, from the repository's root, and lines that ran."""
 BITS = "tests/unit/doctor/test_learner.py::test_a_gpu_whose_kernels_do_not_repeat_is_not_held_to_bits"
 METER = "tests/unit/doctor/test_engine.py::test_the_meters_peak_counts_what_pytorch_took_beyond_what_was_in_use"
-DOCTOR = "tests/unit/doctor/test_command.py::test_ranks_and_folder_follow_from_node_and_recipe"
+DOCTOR = "tests/unit/commands/test_doctor.py::test_ranks_and_folder_follow_from_node_and_recipe"
 PLANTED = "tests/unit/doctor/test_planted_faults.py"
-LEARNER = "tests/unit/learner/test_cuda.py"
+LEARNER = "tests/unit/learner/test_model_cuda.py"
 TRACE = "tests/parallel/test_trace.py"
 REACHED: dict[str, str | tuple[str, ...]] = {
     "megatron_rl/checkpoint/save.py": "tests/unit/checkpoint/test_save.py",
@@ -47,7 +47,7 @@ REACHED: dict[str, str | tuple[str, ...]] = {
     "megatron_rl/learner/process_groups.py": LEARNER,
     "megatron_rl/monitor/environment.py": LEARNER,
     "megatron_rl/monitor/timing.py": LEARNER,
-    "megatron_rl/instruments/plan/workload.py": "tests/unit/instruments/plan/test_quantized.py",
+    "megatron_rl/instruments/plan/workload.py": "tests/unit/instruments/plan/test_workload_quantized.py",
     "megatron_rl/process/devices.py": ("tests/unit/process/test_devices.py", "tests/unit/doctor/test_nccl.py"),
     "megatron_rl/process/fp32_products.py": "tests/unit/process/test_fp32_products.py",
     "megatron_rl/rollout/engine_arguments.py": "tests/unit/rollout/test_engine_arguments.py",
