@@ -20,7 +20,8 @@ from torch import Tensor
 
 from megatron_rl.config.objective import ObjectiveConfig
 from megatron_rl.objective.corrections import Corrected
-from megatron_rl.objective.inputs import MAX_LOG_RATIO, ObjectiveInputs, Tokens, read_tokens, safe_exp
+from megatron_rl.objective.guards import MAX_LOG_RATIO, safe_exp
+from megatron_rl.objective.inputs import ObjectiveInputs, Tokens, read_tokens
 from megatron_rl.objective.instruments import REFERENCE_DISTORTION, is_low
 from megatron_rl.objective.policy_terms import Term
 from megatron_rl.objective.stats import Collector, MetricStats

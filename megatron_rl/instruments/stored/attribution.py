@@ -28,7 +28,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.instruments.stored.rerun import changed_recipe, exported, learner_at
 from megatron_rl.learner.learner import Learner
 from megatron_rl.monitor import RunDirectory
-from megatron_rl.objective.inputs import MAX_LOG_RATIO
+from megatron_rl.objective.guards import MAX_LOG_RATIO
 from megatron_rl.run.recorded_batches import RecordedBatch
 
 CAUSES = ("routing", "LM head", "body")

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from megatron_rl.config import ObjectiveConfig, objective, policy_terms
 from megatron_rl.config.objective import ObjectiveWarning, with_max_response_length
 from megatron_rl.objective import ADVANTAGES, AGGREGATIONS, CORRECTIONS, POLICY_TERMS
-from megatron_rl.objective.inputs import MAX_LOG_RATIO
+from megatron_rl.objective.guards import MAX_LOG_RATIO
 
 EXAMPLE = {
     "advantage": "rloo",
