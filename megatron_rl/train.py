@@ -41,7 +41,7 @@ def train(
 def _steps(run: Run, before_step: Callable[[Run, int], None]) -> None:
     """Do all remaining steps, until the end or a request to stop."""
     recipe, learner, monitor, freed = run.recipe, run.learner, run.monitor, FreedMemory()
-    for step in range(learner.step, recipe.num_steps):
+    while (step := learner.step) < recipe.num_steps:
         before_step(run, step)
         with run.saved_on_fault():
             metrics = validate(run, step) if _due(step, recipe.validation.every) else {}
@@ -58,6 +58,8 @@ def _steps(run: Run, before_step: Callable[[Run, int], None]) -> None:
         record(run, batch, version, metrics, events)
         run.saving.settle()
         saved = act_on(events, run)
+        if learner.step <= step:  # an alarm took the run back
+            continue
         due = run.saving.owed or _due(step + 1, recipe.checkpoint.every)
         if due and not saved and step + 1 < recipe.num_steps:
             run.try_save(in_background=recipe.checkpoint.async_save)
@@ -184,11 +186,16 @@ def act_on(events: list[AlarmEvent], run: Run) -> bool:
     if wanted(events, "decay_lr"):
         run.learner.scheduler.decay_now()
     reasons = [event.message for event in events if "stop" in event.actions]
+    back = [event for event in events if "rollback" in event.actions]
+    if back and run.rollbacks.is_spent:
+        reasons += [f"{event.message} (monitor.max_rollbacks: {run.rollbacks.most})" for event in back]
     if run.learner.overflow.reason_to_end:
         reasons.append(run.learner.overflow.reason_to_end)
     if reasons:
         run.save()
         raise RunEnded("; ".join(reasons))
+    if back and run.roll_back(back):
+        return False
     if wanted(events, "save"):
         run.try_save(in_background=run.recipe.checkpoint.async_save)
         return True

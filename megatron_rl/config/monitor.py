@@ -70,7 +70,7 @@ class SinksConfig(Section):
     """SwanLab."""
 
 
-Action = Literal["warn", "decay_lr", "save", "record_batch", "stop"]
+Action = Literal["warn", "decay_lr", "save", "record_batch", "rollback", "stop"]
 Statistic = Literal[
     "value", "mean", "ratio", "of_best", "of_start", "slope", "log_slope", "log_slope_lower", "not_finite"
 ]
@@ -103,7 +103,9 @@ class AlarmRule(Section):
     has ceased and come back."""
     then: list[Action] = Field(["warn"], min_length=1)
     """warn: say so. decay_lr: halve the learning rate (not below min_lr). save: write a checkpoint. record_batch:
-    write the step's batch to batches/. stop: save and end the run with exit status 3."""
+    write the step's batch to batches/. rollback: go back to the newest checkpoint from before the rule's condition
+    began to hold, and halve the learning rate; what came after is undone. At most `max_rollbacks` times, then it is
+    stop. stop: save and end the run with exit status 3."""
 
     @model_validator(mode="after")
     def _one_bound(self) -> AlarmRule:
@@ -112,6 +114,8 @@ class AlarmRule(Section):
                 raise ValueError("above/below: statistic not_finite needs no bound; remove it")
         elif (self.above is None) == (self.below is None):
             raise ValueError(f"rule {self.name!r}: give exactly one of above and below")
+        if "rollback" in self.then and "stop" in self.then:
+            raise ValueError(f"rule {self.name!r}: then has rollback and stop; stop would end the run first: use one")
         if self.statistic in ("slope", "log_slope", "log_slope_lower") and self.window < 3:
             raise ValueError(f"window: {self.window} observations have no slope with a confidence; use at least 3")
         return self
@@ -154,6 +158,8 @@ class MonitorConfig(Section):
     levels: bool = True
     """Warn of what is certainly wrong, beside the rules of `alarms`: no signal, no gradient, reward far below its best,
     mismatch above what the dtypes explain, and others. A rule of the same name in `alarms` takes the place of one."""
+    max_rollbacks: PositiveInt = 2
+    """How often alarms with `rollback` take the run back; at the next one it is saved and ends with exit status 3."""
     alarms: list[AlarmRule] = []
     """Rules that act; see `megatron-rl run score-alarms` for what they would have done in past runs."""
 

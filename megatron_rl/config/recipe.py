@@ -61,6 +61,7 @@ def section_problems(recipe: RecipeSections) -> list[str]:
             for rule in recipe.monitor.alarms
             if "record_batch" in rule.then
         ]
+    problems += rollback_problems(recipe)
     if recipe.validation.every and not recipe.data.validation:
         problems.append("validation.every: set, but data.validation names no file")
     best = recipe.checkpoint.keep_best
@@ -74,6 +75,33 @@ def section_problems(recipe: RecipeSections) -> list[str]:
             f"objective.advantage: {advantage} needs rollout.num_samples of at least 2, found "
             f"{recipe.rollout.num_samples}: a response is compared with the others of its prompt; use reinforce for one"
         )
+    return problems
+
+
+def rollback_problems(recipe: RecipeSections) -> list[str]:
+    """Why an alarm could not take the run back, or what it could not undo; empty where it can or none is to."""
+    rules = [rule for rule in recipe.monitor.alarms if "rollback" in rule.then]
+    if not rules:
+        return []
+    saves, problems = recipe.checkpoint, []
+    name = f"alarm {rules[0].name!r} has rollback"
+    if not saves.every:
+        problems.append(f"checkpoint.every: {saves.every}, but {name}, which goes back to a checkpoint; set it")
+    for rule in rules:
+        span = rule.for_steps + (0 if rule.statistic in ("value", "not_finite", "ratio") else rule.window)
+        if saves.every and saves.keep_last and (saves.keep_last - 1) * saves.every < span:
+            problems.append(
+                f"checkpoint.keep_last: {saves.keep_last} of every {saves.every} steps, but alarm {rule.name!r} with "
+                f"rollback goes off up to {span} steps after its onset, and none from before would be left; keep "
+                f"{-(-span // saves.every) + 1}"
+            )
+    if recipe.rollout.engine == "vllm_server":
+        problems.append(
+            f"rollout.engine: vllm_server, but {name}: servers never go back to an older version of the weights; use "
+            "engine vllm, or another action"
+        )
+    if recipe.exact.dose is not None and recipe.exact.dose.kind == "stale":
+        problems.append(f"exact.noise.kind: stale, but {name}: the sampler would keep weights that it undoes")
     return problems
 
 

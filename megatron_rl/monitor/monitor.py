@@ -75,7 +75,7 @@ class Monitor:
             self._guard("terminal", self._terminal.log, message, style)
 
     def resume_at(self, step: int) -> None:
-        """Drop the records of ``step`` and later from the sinks. Call it before the first record."""
+        """Drop the records of ``step`` and later from the sinks: at a start, or where the run goes back to ``step``."""
         for name, sink in self._sinks.items():
             self._guard(name, sink.resume_at, step)
         if self.is_main_rank:

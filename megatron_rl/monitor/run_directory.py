@@ -71,6 +71,11 @@ class RunDirectory:
         return self.root / "log.txt"
 
     @property
+    def rollbacks(self) -> Path:
+        """When alarms took the run back; see `run.rollback`."""
+        return self.root / "rollbacks.json"
+
+    @property
     def done(self) -> Path:
         """Exists once the run is complete and holds its number of steps. A scheduler's script looks for it."""
         return self.root / "DONE"

@@ -286,8 +286,8 @@ class TensorBoardSink:
         self._waiting: list[bytes] = []
 
     def resume_at(self, step: int) -> None:
-        """Make TensorBoard hide the events of ``step`` and later in earlier files."""
-        self._resumed_step = step
+        """Begin a new file, whose start makes TensorBoard hide the events of ``step`` and later in earlier ones."""
+        self._resumed_step, self._file, self._waiting = step, None, []
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the events that wait, then that of ``step``. Raises OSError if it cannot be written yet."""

@@ -132,8 +132,8 @@ def _decays_the_rate(change: Change) -> str:
     if change.key != "monitor.alarms":
         return ""
     both = [rules if isinstance(rules, list) else [] for rules in (change.old, change.new)]
-    acting = [[rule for rule in rules if "decay_lr" in rule["then"]] for rules in both]
-    return "alarms with decay_lr set the learning rate" if acting[0] != acting[1] else ""
+    acting = [[rule for rule in rules if {"decay_lr", "rollback"} & {*rule["then"]}] for rules in both]
+    return "alarms with decay_lr or rollback set the learning rate" if acting[0] != acting[1] else ""
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

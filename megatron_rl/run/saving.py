@@ -102,6 +102,14 @@ class Saving:
         return path
 
 
+def newest_before(folder: Path, step: int) -> Path | None:
+    """The newest checkpoint of a step before ``step`` whose files are whole. Collective."""
+    for path in reversed(broadcast_object(manifest.list_checkpoints(folder))):
+        if manifest.checkpoint_step(path) < step and damage(path) is None:
+            return path
+    return None
+
+
 _REMEDY = "restore it, or start again under another name (--set name=…)"
 
 
@@ -141,7 +149,7 @@ def find_checkpoint(directory: RunDirectory, resume: str) -> tuple[Path | None, 
         path = Path(resume)
         if problem := damage(path):
             raise InputError(f"--resume {path}: damaged: {problem}; {_REMEDY}")
-        return path, notes + on_main_rank(lambda: _abandon_newer(directory, path))
+        return path, notes + on_main_rank(lambda: abandon_newer(directory, path))
     damaged: list[tuple[Path, str]] = []
     for path in reversed(broadcast_object(manifest.all_checkpoints(directory.checkpoints))):
         if (problem := damage(path)) is None:
@@ -163,7 +171,7 @@ def _set_aside(damaged: list[tuple[Path, str]], instead: Path) -> list[str]:
     ]
 
 
-def _abandon_newer(directory: RunDirectory, path: Path) -> list[str]:
+def abandon_newer(directory: RunDirectory, path: Path) -> list[str]:
     """Set newer checkpoints aside. After a return to ``path`` they belong to another history, which ``auto`` must not
     take up."""
     if path.resolve().parent != directory.checkpoints.resolve():

@@ -50,7 +50,8 @@ from megatron_rl.run.lock import RunLock
 from megatron_rl.run.lookahead import Lookahead
 from megatron_rl.run.oversampling import make_lookahead
 from megatron_rl.run.prepare import Prepared, prepare
-from megatron_rl.run.saving import Evidence, Saving, check_resume, find_checkpoint
+from megatron_rl.run.rollback import Rollbacks
+from megatron_rl.run.saving import Evidence, Saving, abandon_newer, check_resume, find_checkpoint, newest_before
 from megatron_rl.run.stop import StopRequest
 from megatron_rl.shipped import shipped
 from megatron_rl.types import Batch, Group
@@ -72,6 +73,8 @@ class Run:
     stop: StopRequest
     saving: Saving
     evidence: Evidence
+    rollbacks: Rollbacks
+    train: PromptSet  # all prompts that ``prompts`` draws from
     scores: dict[int, float] = field(default_factory=dict)  # step → value of checkpoint.keep_best's metric
     failures_said: set[tuple[str, str, str]] = field(default_factory=set)  # kinds of reward failures in the log
 
@@ -148,12 +151,39 @@ class Run:
         kept = {checkpoint_step(path) for path in list_checkpoints(self.directory.checkpoints)} | {self.learner.step}
         self.scores = {step: value for step, value in self.scores.items() if step in kept}
         state = (taken or self._taken()) | {"monitor": self.monitor.state_dict(), "scores": self.scores}
-        state["evidence"] = self.evidence.state_dict()
+        state |= {"evidence": self.evidence.state_dict(), "rollbacks": self.rollbacks.count}
         return broadcast_object(state), best_steps(self.scores, self.recipe.checkpoint)
 
     def _taken(self) -> dict[str, Any]:
         """How far prompts were taken, and for which steps to come."""
         return {"prompts": self.prompts.state_dict(), "ahead": self.ahead.state_dict()}
+
+    def roll_back(self, events: list[AlarmEvent]) -> bool:
+        """Undo the steps since the newest checkpoint from before the onset of ``events``, and halve the rate.
+
+        Return whether it was done: there may be no such checkpoint. Everything that a resume would restore is as it was
+        then, so that the run goes on as if it had been resumed there with half the rate. Collective.
+        """
+        onset, at = min(event.onset for event in events), self.learner.step
+        self.saving.settle(wait=True)
+        checkpoint = newest_before(self.directory.checkpoints, onset)
+        names = ", ".join(event.name for event in events)
+        if checkpoint is None:
+            self.monitor.log(f"no rollback for {names}: no checkpoint is from before step {onset}", style="bold red")
+            return False
+        # In this order: a run that is killed in between is resumed at the checkpoint and comes to the alarm again.
+        for line in on_main_rank(lambda: abandon_newer(self.directory, checkpoint)):
+            self.monitor.log(line)
+        self.rollbacks.add([event.name for event in events], at, checkpoint_step(checkpoint))
+        gone_off = self.monitor.gone_off
+        continue_from(self, checkpoint, is_start=False)
+        self.monitor.gone_off = gone_off
+        self.monitor.log(
+            f"rollback {self.rollbacks.count} of {self.rollbacks.most} for {names}: steps {self.learner.step} to "
+            f"{at - 1} are undone; rate {self.learner.scheduler.get_lr({}):.3g}",
+            style="bold red",
+        )
+        return True
 
     @contextlib.contextmanager
     def saved_on_fault(self) -> Iterator[None]:
@@ -246,9 +276,13 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
             stop,
             saving,
             Evidence(recipe.recorder, directory.batches, saving, monitor.log),
+            Rollbacks(directory.rollbacks, recipe.monitor.max_rollbacks),
+            prepared.train,
         )
         if checkpoint is not None:
-            _resume(run, checkpoint, prepared.train)
+            continue_from(run, checkpoint)
+            monitor.log(f"resumed at step {learner.step} from {checkpoint}")
+            _say_begun(run)
         elif is_main and directory.metrics.exists():
             monitor.resume_at(0)  # an attempt that ended before its first checkpoint
         if not waits_at_start:
@@ -331,19 +365,26 @@ def best_steps(scores: dict[int, float], config: CheckpointConfig) -> list[int]:
     return sorted(scores, key=lambda step: (sign * scores[step], step))[-config.keep_best.n :]
 
 
-def _resume(run: Run, checkpoint: Path, train: PromptSet) -> None:
-    # `find_checkpoint` did verify it
+def continue_from(run: Run, checkpoint: Path, is_start: bool = True) -> None:
+    """Bring ``run`` to the state of ``checkpoint``, whose files were verified. Collective.
+
+    ``is_start``: of this process; False: its sinks have the lines that could not be written yet.
+    """
     state = load_beside(run.learner, run.generator, partial(run.learner.load, checkpoint, verify=False))
     run.scores = {int(step): value for step, value in state["scores"].items()}
     prompts = state["prompts"]
     if checkpoint.resolve().parent != run.directory.checkpoints.resolve():  # a new run may have an order of its own
         prompts = in_another_order(prompts, run.recipe.data.seed)
     run.prompts.load_state_dict(prompts)
-    run.ahead.load_state_dict(state.get("ahead", []), train)
-    run.monitor.load_state_dict(state["monitor"])
+    run.ahead.load_state_dict(state.get("ahead", []), run.train)
+    run.monitor.load_state_dict(state["monitor"] if is_start else state["monitor"] | {"unwritten": []})
     run.evidence.load_state_dict(state.get("evidence", {}))
     run.monitor.resume_at(run.learner.step)
-    run.monitor.log(f"resumed at step {run.learner.step} from {checkpoint}")
+    for _ in range(run.rollbacks.halvings_due(state.get("rollbacks", 0))):
+        run.learner.scheduler.decay_now()
+
+
+def _say_begun(run: Run) -> None:
     if begun := sum(len(item["prompts"]) for item in run.ahead.state_dict()):
         run.monitor.log(f"{begun} prompts that were begun for later steps are sampled anew, from these weights")
 

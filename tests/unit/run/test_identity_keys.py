@@ -75,7 +75,7 @@ def test_alarms_may_change_unless_they_set_the_learning_rate():
     assert (len(allowed), refused) == (1, [])
     allowed, refused = changed({}, {"monitor": {"alarms": [DECAYS]}})
     assert allowed == []
-    assert refused[0].endswith("(alarms with decay_lr set the learning rate)")
+    assert refused[0].endswith("(alarms with decay_lr or rollback set the learning rate)")
 
 
 def test_every_key_that_may_change_exists():

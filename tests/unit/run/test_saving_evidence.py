@@ -16,8 +16,9 @@ from megatron_rl.config import Recipe
 from megatron_rl.instruments.stored.rerun import plan_weights
 from megatron_rl.monitor import AlarmEvent, RunDirectory
 from megatron_rl.run.recorded_batches import batch_bytes, batch_path, load_batch, recorded_steps
+from megatron_rl.run.rollback import Rollbacks
 from megatron_rl.run.saving import GIB, Evidence, Saving
-from megatron_rl.run.start import Run, _resume
+from megatron_rl.run.start import Run, continue_from
 from megatron_rl.train import record
 from tests.support.routes import random_routes, with_routes
 from tests.support.tiny import stored_rollouts, tiny_recipe
@@ -62,11 +63,12 @@ def a_run(folder: Path, **sections) -> Run:
     saving = Saving(recipe.checkpoint, directory.checkpoints, learner, monitor.log)
     own = MagicMock(state_dict=dict)
     evidence = Evidence(recipe.recorder, directory.batches, saving, monitor.log)
-    rest = (own, own, own, own, own, monitor, own, saving, evidence)
+    rollbacks = Rollbacks(directory.rollbacks, recipe.monitor.max_rollbacks)
+    rest = (own, own, own, own, own, monitor, own, saving, evidence, rollbacks, own)
     run = Run(recipe, directory, learner, *rest)
     run.said = said
     if checkpoints := list_checkpoints(directory.checkpoints):
-        _resume(run, checkpoints[-1], own)
+        continue_from(run, checkpoints[-1])
     return run
 
 
