@@ -20,6 +20,9 @@ CLEAN = [
     ("qwen2", {"tensor": 2}, "bf16", False),
     ("qwen3", {"tensor": 2}, "fp32", False),
     ("llama", {"tensor": 2}, "fp16", False),
+    ("qwen2_moe", BOTH, "bf16", False),
+    ("glm4_moe", BOTH, "bf16", False),
+    ("glm4_moe", BOTH, "fp32", False),
 ]
 EXCHANGED = {
     "self_attention.linear_qkv.weight": ["1.q", "1.k", "1.v"],
@@ -52,9 +55,9 @@ def runs(tmp_path_factory):
 def test_a_sound_learner_is_within_every_bound(runs, family, parallel, dtype, exact):
     for found in runs[name_of((family, parallel, dtype, exact))]:  # whole on every rank
         assert found["beyond"] == []
-        layer = {"qwen3_moe": 18, "qwen3": 17, "qwen2": 15, "llama": 15}[family]
-        assert found["number"] == 4 + 2 * layer
-        assert found["experts"] == ([0, 1, 2, 3] if family == "qwen3_moe" else [])
+        layers = {"qwen3_moe": 36, "qwen2_moe": 34, "glm4_moe": 36, "qwen3": 34, "qwen2": 30, "llama": 30}[family]
+        assert found["number"] == 4 + layers
+        assert found["experts"] == ([0, 1, 2, 3] if family.endswith("_moe") else [])
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from megatron_rl.checkpoint.hf_folder import HFFolder, model_weights
 from megatron_rl.instruments.parity import exact_taps, transformers_taps, vllm_taps, witnesses
-from megatron_rl.instruments.parity.definition import Checkpoint
+from megatron_rl.instruments.parity.definition import FAMILIES, Checkpoint
 from megatron_rl.instruments.parity.hooks import replaced
 from megatron_rl.instruments.parity.record import Record
 from megatron_rl.learner.model import DTYPES
@@ -27,7 +27,7 @@ LAYER = 1
 PREFILL, DECODE = "vLLM prefill", "vLLM decode"
 
 
-def make_models(folder: Path, families: Sequence[str] = ("qwen3_moe", "qwen3", "qwen2", "llama")) -> dict[str, Path]:
+def make_models(folder: Path, families: Sequence[str] = FAMILIES) -> dict[str, Path]:
     """Small random models: norms and biases are random, too; qwen3 has a tied head."""
     made = {}
     for family in families:
@@ -35,8 +35,8 @@ def make_models(folder: Path, families: Sequence[str] = ("qwen3_moe", "qwen3", "
         model = build_model(build_tiny_config(family, "nano", vocab_size=VOCABULARY, **options))
         random = torch.Generator().manual_seed(1)
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name.endswith(("norm.weight", ".bias")):
+            for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+                if name.endswith(("norm.weight", "bias")):
                     parameter.add_(0.3 * torch.randn(parameter.shape, generator=random))
         made[family] = folder / family
         save_checkpoint(model, made[family])
@@ -101,6 +101,8 @@ class Bench:
             return [witnesses.learner_record(setup, self.architecture, self.learner)]
         if who == "transformers":
             return [transformers_taps.taps_of(self.transformers, setup.sequences, temperature)]
+        if self.architecture.shared_ffn_hidden_size:  # exact mode refuses it
+            return []
         return [
             witnesses.learner_record(setup, self.architecture, self.exact, exact=True),
             exact_taps.run(self.exact, setup.sequences, vocabulary=size, temperature=temperature),

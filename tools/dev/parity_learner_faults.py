@@ -190,6 +190,17 @@ def _(layer: Any, module: Any) -> AbstractContextManager:
     return valued(module, "shared_embedding_or_output_weight", lambda: stale)
 
 
+@of_learner("shared expert left out", f"{LAYER}.mlp", model="glm4_moe")
+def _(layer: Any, module: Any) -> AbstractContextManager:
+    make = lambda combine: lambda output, shared: combine(output, None)  # noqa: E731
+    return replaced(layer.mlp, "postprocess", make)
+
+
+@of_learner("another routed scale", f"{LAYER}.weights", model="glm4_moe")
+def _(layer: Any, module: Any) -> AbstractContextManager:
+    return output_of(layer.mlp.router, lambda out: (out[0] * 1.01, out[1]))
+
+
 @fault("learner: temperature on one side", "logprob", "learner")
 def _(bench: Bench) -> AbstractContextManager:
     make = lambda function: lambda *args, **kw: function(*args, **kw | {"temperature": 0.9})  # noqa: E731

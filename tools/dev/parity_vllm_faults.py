@@ -203,6 +203,22 @@ def _(bench: Bench) -> AbstractContextManager:
     return replaced(bench.vllm.model.layers[LAYER].mlp.experts.router, "_compute_routing", make)
 
 
+@fault("vLLM: bias of the router's choice left out", f"{LAYER}.chosen", "vllm", model="glm4_moe")
+def _(bench: Bench) -> AbstractContextManager:
+    bias = bench.vllm.model.layers[LAYER].mlp.gate.e_score_correction_bias
+    return changed((bias, torch.zeros_like(bias)))
+
+
+@fault("vLLM: routed scale left out", f"{LAYER}.weights", "vllm", model="glm4_moe")
+def _(bench: Bench) -> AbstractContextManager:
+    return valued(bench.vllm.model.layers[LAYER].mlp.experts, "routed_scaling_factor", 1.0)
+
+
+@fault("vLLM: gate of the shared expert left out", f"{LAYER}.shared", "vllm", model="qwen2_moe")
+def _(bench: Bench) -> AbstractContextManager:
+    return valued(bench.vllm.model.layers[LAYER].mlp.shared_expert, "expert_gate", None)
+
+
 @fault("vLLM: router in bf16", f"{LAYER}.router_logits", "vllm")
 def _(bench: Bench) -> AbstractContextManager:
     return output_of(bench.vllm.model.layers[LAYER].mlp.gate, lambda out: (out[0].bfloat16().float(), out[1]))

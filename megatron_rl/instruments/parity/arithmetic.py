@@ -103,12 +103,12 @@ def rms_norm(x: Bounded, weight: Tensor, eps: float, to: Rounding) -> Bounded:
 
 
 def rotate(x: Bounded, angles: Tensor, to: Rounding) -> Bounded:
-    """Rotary embedding of ``x`` [N, H, D] by ``angles`` [N, D/2]: pairs are (i, i + D/2).
+    """Rotary embedding of ``x`` [N, H, D] by ``angles`` [N, R/2]: pairs are (i, i + R/2), numbers from R on stay.
 
     An angle is position · frequency in fp32, and the frequency a power: its exponent and its base's logarithm cost
     some sixteen units. Cosine, sine and both products are rounded to the type, and so is the sum.
     """
-    half = x.value.size(-1) // 2
+    half = angles.size(-1)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     of_angle = angles.abs()[:, None] * 16 * FP32 + FUNCTION
     outputs, errors = [], []
@@ -119,7 +119,9 @@ def rotate(x: Bounded, angles: Tensor, to: Rounding) -> Bounded:
         error = first.error * cos.abs() + second.error * sin.abs()
         error = error + of_angle * (first.value.abs() + second.value.abs())
         errors.append(error + 2 * to.unit * products + 2 * to.tiny)
-    return Bounded(torch.cat(outputs, -1), torch.cat(errors, -1)).rounded(to)
+    turned = Bounded(torch.cat(outputs, -1), torch.cat(errors, -1)).rounded(to)
+    rest = x[..., 2 * half :]
+    return Bounded(torch.cat([turned.value, rest.value], -1), torch.cat([turned.error, rest.error], -1))
 
 
 def attention(query: Bounded, key: Bounded, value: Bounded, lengths: Sequence[int], to: Rounding) -> Bounded:
@@ -181,6 +183,20 @@ def route_weights(logits: Bounded, chosen: Tensor, renormalised: bool, to: Round
     if not renormalised:  # as exp(logit − log Σ exp) it is computed in the type of the logits
         error = error + to.unit * (picked.value.abs() + 2 * total.abs() + (picked.value - total).abs())
     return Bounded(value, value * torch.expm1(error)).rounded(to, times=2)
+
+
+def sigmoid(x: Bounded, to: Rounding) -> Bounded:
+    value = x.value.sigmoid()
+    return Bounded(value, x.error / 4 + value * (2 * FUNCTION + FP32 * x.value.abs())).rounded(to)
+
+
+def sigmoid_weights(logits: Bounded, chosen: Tensor, scale: float, to: Rounding) -> Bounded:
+    """Weights [N, K] of the experts ``chosen`` [N, K]: sigmoids over their sum, times ``scale``."""
+    scores = sigmoid(logits[torch.arange(len(chosen))[:, None], chosen], Rounding(FP32))
+    value = scores.value / scores.value.sum(-1, keepdim=True) * scale
+    relative = scores.error / scores.value
+    relative = relative + relative.amax(-1, keepdim=True) + gamma(chosen.size(1) + 2) + 2 * FUNCTION
+    return Bounded(value, value * relative).rounded(to, times=2)
 
 
 def logprobs(logits: Bounded, tokens: Tensor, temperature: float) -> Bounded:

@@ -55,8 +55,8 @@ class OperatorError:
 
 @dataclass(frozen=True)
 class Flip:
-    """A token whose experts are others than in float64. ``distance``: between the logits there of the best expert that
-    the witness left out and the worst that it took. ``inherited``: how far its logits are from those in float64."""
+    """A token whose experts are others than in float64. ``distance``: between the scores there of the best expert that
+    the witness left out and the worst that it took. ``inherited``: how far its scores are from those in float64."""
 
     witness: str
     layer: int
@@ -214,29 +214,27 @@ def _expert_errors(record: Record, own: Evaluation, layer: int) -> list[Operator
 
 
 def _choice_error(record: Record, own: Evaluation, layer: int) -> OperatorError:
-    """How far the worst chosen logit is below the best one left out. A softmax before the choice may round two
-    probabilities to one number: some units of the logits."""
-    logits, chosen = own.own(f"{layer}.router_logits").value, record.taps[f"{layer}.chosen"].long()
-    error = _left_out(logits, chosen).clamp(min=0)
-    bound = 8 * FP32 * (1 + logits.abs().amax(-1))
-    if f"{layer}.router_logits" not in record.taps:
-        bound = bound + 2 * own.own(f"{layer}.router_logits").error.amax(-1)
+    """How far the worst chosen score is below the best one left out. A softmax before the choice may round two
+    probabilities to one number: some units of the scores."""
+    scores, chosen = own.choice_scores(layer), record.taps[f"{layer}.chosen"].long()
+    error = _left_out(scores.value, chosen).clamp(min=0)
+    bound = 8 * FP32 * (1 + scores.value.abs().amax(-1)) + 2 * scores.error.amax(-1)
     twice = chosen.sort(-1).values.diff(dim=-1).eq(0).any(-1)
     error = error.masked_fill(twice, torch.inf)
     return _worst(record, f"{layer}.chosen", error, bound, torch.arange(len(error)), float("nan"))
 
 
 def _left_out(logits: Tensor, chosen: Tensor) -> Tensor:
-    """[N]: the largest logit that was left out, less the smallest that was chosen. −∞ where all are chosen."""
+    """[N]: the largest score that was left out, less the smallest that was chosen. −∞ where all are chosen."""
     inside = torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
     lowest = logits.masked_fill(~inside, torch.inf).amin(-1)
     return logits.masked_fill(inside, -torch.inf).amax(-1) - lowest
 
 
 def _flips(record: Record, own: Evaluation, truth: Evaluation, layer: int) -> list[Flip]:
-    logits, chosen = truth.own(f"{layer}.router_logits").value, record.taps[f"{layer}.chosen"].long()
-    apart = _left_out(logits, chosen)
-    moved = (own.own(f"{layer}.router_logits").value - logits).abs().amax(-1)
+    scores, chosen = truth.choice_scores(layer).value, record.taps[f"{layer}.chosen"].long()
+    apart = _left_out(scores, chosen)
+    moved = (own.choice_scores(layer).value - scores).abs().amax(-1)
     return [
         Flip(record.witness, layer, *record.sequence_of(row), float(apart[row]), float(moved[row]))
         for row in (apart > 0).nonzero().flatten().tolist()

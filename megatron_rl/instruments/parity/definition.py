@@ -25,7 +25,7 @@ from megatron_rl.instruments.parity.arithmetic import Bounded, Rounding
 from megatron_rl.instruments.parity.record import ExpertRows, Record
 
 Tensor = torch.Tensor
-FAMILIES = ("qwen3_moe", "qwen3", "qwen2", "llama")
+FAMILIES = ("qwen3_moe", "qwen2_moe", "glm4_moe", "qwen3", "qwen2", "llama")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -58,16 +58,20 @@ class Checkpoint:
         self.head_dim: int = config.get("head_dim") or self.width // self.heads
         self.vocabulary: int = config["vocab_size"]
         self.eps: float = config.get("rms_norm_eps", 1e-6)
-        self.has_head_norms = self.family in ("qwen3", "qwen3_moe")
-        self.num_experts: int = config.get("num_local_experts") or config.get("num_experts") or 0
-        if self.family != "qwen3_moe":
-            self.num_experts = 0
+        self.has_head_norms = self.family in ("qwen3", "qwen3_moe") or config.get("use_qk_norm", False)
+        names = ("num_local_experts", "num_experts", "n_routed_experts") if "moe" in self.family else ()
+        self.num_experts: int = next((config[name] for name in names if config.get(name)), 0)
         self.top: int = config.get("num_experts_per_tok") or 0
         self.renormalised: bool = config.get("norm_topk_prob", False)
+        self.has_sigmoid_router = self.family == "glm4_moe"
+        self.routed_scale: float = config.get("routed_scaling_factor", 1.0) if self.has_sigmoid_router else 1.0
+        self.shared = {"qwen2_moe": "mlp.shared_expert", "glm4_moe": "mlp.shared_experts"}.get(self.family)
         self.activation = ACTIVATIONS[config.get("hidden_act", "silu")]
         self._files = self._where()
 
     def is_moe(self, layer: int) -> bool:
+        if self.has_sigmoid_router:
+            return layer >= self.config.get("first_k_dense_replace", 1)
         step, dense = self.config.get("decoder_sparse_step", 1), self.config.get("mlp_only_layers") or []
         return self.num_experts > 0 and layer not in dense and (layer + 1) % step == 0
 
@@ -94,10 +98,12 @@ class Checkpoint:
 
     @cached_property
     def frequencies(self) -> Tensor:
-        """Of the rotary embedding, [D/2] float64: angle per position."""
+        """Of the rotary embedding, [R/2] float64: angle per position. The first R numbers of a head are turned."""
         rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         theta = rope.get("rope_theta") or self.config.get("rope_theta") or 10000.0
-        frequencies = theta ** -(torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim)
+        share = rope.get("partial_rotary_factor") or self.config.get("partial_rotary_factor")
+        turned = int(self.head_dim * (share or (0.5 if self.family == "glm4_moe" else 1.0)))
+        frequencies = theta ** -(torch.arange(0, turned, 2, dtype=torch.float64) / turned)
         kind = rope.get("rope_type") or rope.get("type") or "default"
         if kind == "default":
             return frequencies
@@ -129,7 +135,7 @@ class Evaluation:
         for layer in range(self.num_layers):
             names = ["input_norm", "q", "k", "v", *(["q_norm", "k_norm"] if c.has_head_norms else [])]
             names += ["q_rope", "k_rope", "attention", "o_proj", "residual", "second_norm"]
-            moe = ["router_logits", "chosen", "weights", "expert", "mlp"]
+            moe = ["router_logits", "chosen", "weights", "expert", *(["shared"] if c.shared else []), "mlp"]
             names += moe if c.is_moe(layer) else ["gate", "up", "activation", "mlp"]
             yield from (f"{layer}.{name}" for name in [*names, "output"])
         yield from ("final_norm", "logits", "logprob")
@@ -281,8 +287,16 @@ class Evaluation:
         found = self.record.taps.get(f"{layer}.chosen")
         if found is not None:
             return found.long()
-        logits = self.own(f"{layer}.router_logits").value
-        return logits.topk(self.checkpoint.top).indices.sort(-1).values
+        return self.choice_scores(layer).value.topk(self.checkpoint.top).indices.sort(-1).values
+
+    def choice_scores(self, layer: int) -> Bounded:
+        """[N, E]: the largest decide. Logits, or sigmoids with a bias."""
+        logits = self.own(f"{layer}.router_logits")
+        if not self.checkpoint.has_sigmoid_router:
+            return logits
+        scores = arithmetic.sigmoid(logits, Rounding(arithmetic.FP32))
+        name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        return Bounded(scores.value + self.checkpoint.weight(name, torch.float32), scores.error)
 
     def _chosen(self, layer: int) -> Bounded:
         raise NotImplementedError("experts are chosen, not computed: see `compare.choice_errors`")
@@ -290,6 +304,8 @@ class Evaluation:
     def _weights(self, layer: int) -> Bounded:
         to = self.rounding(f"{layer}.weights", f"{layer}.router_logits")
         logits = self.own(f"{layer}.router_logits")
+        if self.checkpoint.has_sigmoid_router:
+            return arithmetic.sigmoid_weights(logits, self.chosen(layer), self.checkpoint.routed_scale, to)
         return arithmetic.route_weights(logits, self.chosen(layer), self.checkpoint.renormalised, to)
 
     def expert(self, layer: int, number: int, x: Bounded, to: Rounding) -> Bounded:
@@ -300,6 +316,19 @@ class Evaluation:
         )
         inner = arithmetic.gated(gate, up, self.checkpoint.activation, to)
         return arithmetic.linear(inner, self.weight(f"{name}.down_proj.weight"), None, to)
+
+    def _shared(self, layer: int) -> Bounded:
+        name, x = f"model.layers.{layer}.{self.checkpoint.shared}", self.own(f"{layer}.second_norm")
+        to = self.rounding(f"{layer}.shared")
+        gate, up = (
+            arithmetic.linear(x, self.weight(f"{name}.{which}_proj.weight"), None, to) for which in ("gate", "up")
+        )
+        inner = arithmetic.gated(gate, up, self.checkpoint.activation, to)
+        out = arithmetic.linear(inner, self.weight(f"{name}.down_proj.weight"), None, to, self.record.parts)
+        if f"{name}_gate.weight" not in self.checkpoint:
+            return out
+        share = arithmetic.sigmoid(arithmetic.linear(x, self.weight(f"{name}_gate.weight"), None, to), to)
+        return arithmetic.scaled(out, share, to)
 
     def expert_rows(self, layer: int, group: ExpertRows) -> Bounded:
         """What ``group.outputs`` should be: with its scales, which may come before or after the projection down."""
@@ -319,4 +348,5 @@ class Evaluation:
             part = arithmetic.scaled(out, weights[rows, column].view(-1, 1), to).rounded(to, times=chosen.size(1))
             total.value.index_add_(0, rows, part.value)
             total.error.index_add_(0, rows, part.error)
-        return total.rounded(to)
+        total = total.rounded(to)
+        return total if self.checkpoint.shared is None else arithmetic.add(total, self.own(f"{layer}.shared"), to)

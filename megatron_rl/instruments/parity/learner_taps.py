@@ -176,6 +176,8 @@ def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Mo
     on_output(stack, mlp, keep("mlp", rows))
     on_output(stack, layer, keep("output", rows))
     if hasattr(mlp, "experts"):
+        if mlp.shared_experts is not None:
+            on_output(stack, mlp.shared_experts, keep("shared", rows))
         _tap_experts(stack, record, number, mlp)
         return
 

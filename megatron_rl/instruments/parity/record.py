@@ -16,10 +16,11 @@ Tensor = torch.Tensor
 
 BEFORE_LAYERS, AFTER_LAYERS = ("embedding",), ("final_norm", "logits", "logprob")
 ATTENTION = ("input_norm", "q", "k", "v", "q_norm", "k_norm", "q_rope", "k_rope", "attention", "o_proj", "residual")
-EXPERTS = ("router_logits", "chosen", "weights", "expert", "mlp")
+EXPERTS = ("router_logits", "chosen", "weights", "expert", "shared", "mlp")
 DENSE = ("gate", "up", "activation", "mlp")
 IN_LAYER = (*ATTENTION, "second_norm", *EXPERTS[:-1], *DENSE, "output")
-"""Operators of a layer in the order of the pass. `residual`: the sum after attention; `output`: after the MLP."""
+"""Operators of a layer in the order of the pass. `residual`: the sum after attention; `output`: after the MLP;
+`shared`: of the expert that every token passes, with its gate."""
 
 
 def place(tap: str) -> tuple[int, int]:

@@ -64,11 +64,11 @@ def as_text(setup: Setup, records: Sequence[Record], result: Comparison) -> str:
 def _flip_lines(result: Comparison) -> list[str]:
     if not result.flips:
         return []
-    lines = [f"{len(result.flips)} choices of experts differ from float64 (distance: of the two logits, a tie has 0)"]
+    lines = [f"{len(result.flips)} choices of experts differ from float64 (distance: of the two scores, a tie has 0)"]
     for flip in sorted(result.flips, key=lambda f: -f.distance)[:SHOWN]:
         lines.append(
             f"  {flip.witness}, layer {flip.layer}, sequence {flip.sequence}, position {flip.position}: distance "
-            f"{flip.distance:.2g}, logits moved by {flip.inherited:.2g}"
+            f"{flip.distance:.2g}, scores moved by {flip.inherited:.2g}"
         )
     return lines
 

@@ -89,6 +89,9 @@ def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Mo
         on_input(stack, mlp.down_proj, lambda inputs: keep("activation")(inputs[0]))
         return
 
+    if hasattr(mlp, "shared_experts"):  # with a gate it is multiplied later, where no module is
+        on_output(stack, mlp.shared_experts, keep("shared"))
+
     def route(output: tuple[Tensor, Tensor, Tensor]) -> None:
         logits, weights, chosen = output
         record.keep(f"{number}.router_logits", logits)

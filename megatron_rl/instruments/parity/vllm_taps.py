@@ -201,9 +201,12 @@ def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Mo
     on_output(stack, mlp, keep("mlp"))
     if hasattr(mlp, "experts"):
         on_output(stack, mlp.gate, keep("router_logits"))
-        stack.enter_context(
-            replaced(mlp.experts.routed_experts, "forward_modular", partial(_with_each_expert, record, number))
-        )
+        scale = mlp.experts.routed_scaling_factor  # of the sum, which stands for that of the weights
+        tap = partial(_with_each_expert, record, number, scale)
+        stack.enter_context(replaced(mlp.experts.routed_experts, "forward_modular", tap))
+        for name in ("shared_expert", "shared_experts"):
+            if getattr(mlp, name, None) is not None:
+                on_output(stack, getattr(mlp, name), keep("shared"))
         return
 
     def halves(output: Any) -> None:
@@ -224,11 +227,11 @@ def _tap_rotary(stack: ExitStack, record: Record, layers: Any, current: list[int
         on_output(stack, rotary, keep)
 
 
-def _with_each_expert(record: Record, layer: int, forward: Any) -> Any:
+def _with_each_expert(record: Record, layer: int, scale: float, forward: Any) -> Any:
     def watched(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         before = len(record.taps.get(f"{layer}.chosen", ()))
         inputs = x.detach().cpu().clone()
-        record.keep_route(layer, topk_ids, topk_weights)
+        record.keep_route(layer, topk_ids, topk_weights * scale)
         ones, rows = torch.ones_like(topk_weights[:, :1]), torch.arange(len(x)) + before
         for column in range(topk_ids.size(1)):
             one = topk_ids[:, column : column + 1].contiguous()

@@ -58,7 +58,8 @@ class Setup:
 def of_model(model: Path, dtype: str, tokens: Sequence[Sequence[int]] = (), device: str = "auto") -> Setup:
     """Of a model's folder: both engines in ``dtype``."""
     rollout = RolloutConfig.model_validate({"dtype": dtype, "max_response_length": 1})
-    return _checked(Setup(model, LearnerConfig(dtype=dtype), rollout, tuple(map(tuple, tokens)), device=device))
+    precision = PrecisionConfig(fp32_router=read_architecture(model).router_in_fp32)
+    return _checked(Setup(model, LearnerConfig(dtype=dtype), rollout, tuple(map(tuple, tokens)), precision, device))
 
 
 def of_recipe(recipe: Recipe, tokens: Sequence[Sequence[int]] = ()) -> Setup:
@@ -145,7 +146,8 @@ def collect(setup: Setup, around: Around = lambda name, model: nullcontext()) ->
     if "learner" in setup.witnesses:
         with learner_model(setup, architecture) as module, around("learner", module):
             records.append(learner_record(setup, architecture, module))
-    if "exact" in setup.witnesses and device.type == "cpu":
+    has_exact = not architecture.shared_ffn_hidden_size  # exact mode refuses the others
+    if "exact" in setup.witnesses and has_exact and device.type == "cpu":
         with learner_model(setup, architecture, exact=True) as module, around("exact", module):
             records.append(learner_record(setup, architecture, module, exact=True))
             if world_size() == 1:

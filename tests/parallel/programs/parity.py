@@ -38,7 +38,7 @@ def learner_errors(
     return {
         "number": len(result.errors),
         "beyond": [error.tap for error in result.failures],
-        "experts": sorted({group.expert for group in record.experts.get(0, ())}),
+        "experts": sorted({group.expert for group in record.experts.get(1, ())}),
     }
 
 
