@@ -42,6 +42,9 @@ def model_problems(
         problems.append(
             f"exact.noise.kind: router, but the model ({architecture.model_type}) has none; use another kind"
         )
+    layers, most = recipe.exact.dose and recipe.exact.dose.layers, architecture.num_layers - 1
+    if layers and max(layers) > most:
+        problems.append(f"exact.noise.layers: {max(layers)} is no layer of the model; 0 … {most} are allowed")
     if recipe.learner.lora is not None:
         problems += lora_problems(architecture, recipe.learner.parallel)
     return problems + shared_expert_problems(recipe, architecture)

@@ -242,6 +242,7 @@ class RolloutConfig(Section):
 
 
 NoiseKind = Literal["logits", "frozen", "router", "hidden", "weights", "stale"]
+NoiseOperator = Literal["input_norm", "o_proj", "second_norm", "mlp", "output"]
 SIZE_OF: dict[NoiseKind, str] = {
     "logits": "std",
     "frozen": "std",
@@ -257,11 +258,12 @@ class NoiseConfig(Section):
     """A dose of mismatch: what makes the sampler's mu differ from the learner's po."""
 
     kind: NoiseKind = "logits"
-    """`logits`: independent Gaussian noise on the sampling logits, of (rollout.seed, step, prompt id, sample number,
-    position). `frozen`: Gaussian noise on them that is a fixed function of rollout.seed and the last `context` tokens,
-    the same in every step. `router`: on the routers' logits, `hidden`: on what every layer puts out, in units of the
-    root mean square of the token's own; both independent, as `logits`. `weights`: linear layers and experts are rounded
-    to `bits`. `stale`: weights of `updates` optimizer steps ago."""
+    """`logits`: independent Gaussian noise on the sampling logits, of (rollout.seed, step, prompt id, sample
+    number, position). `frozen`: Gaussian noise on them that is a fixed function of rollout.seed and the last
+    `context` tokens, the same in every step. `router`: on the routers' logits, `hidden`: on what every layer puts
+    out, in units of the root mean square of the token's own; both independent, as `logits`, in all layers or in
+    `layers`. `weights`: linear layers and experts are rounded to `bits`. `stale`: weights of `updates` optimizer
+    steps ago."""
     std: NonNegativeFloat = 0.0
     """Standard deviation, for the kinds `logits`, `frozen`, `router` and `hidden`."""
     context: PositiveInt | None = None
@@ -274,6 +276,12 @@ class NoiseConfig(Section):
     updates: NonNegativeInt = 0
     """Age of the sampler's weights in optimizer steps, for the kind `stale`; in a run's first steps the oldest
     there are."""
+    layers: Annotated[list[NonNegativeInt] | None, Field(min_length=1)] = None
+    """Layers that have the noise, from 0, for the kinds `router` and `hidden`. null: all."""
+    operator: NoiseOperator | None = None
+    """What in a layer has the noise of the kind `hidden`, under its name in `megatron-rl parity`: the first norm, the
+    output projection of attention, the second norm, the MLP or sum of experts, or the layer's output. null: `output`,
+    the same."""
     in_validation: bool = False
     """Validation samples with the dose, too. false: it measures the policy, not the dose."""
 
@@ -287,11 +295,13 @@ class NoiseConfig(Section):
         wanted = SIZE_OF[self.kind]
         if not getattr(self, wanted):
             raise ValueError(f"kind {self.kind} needs {wanted}, the size of the dose")
-        own = {wanted} | {"weights": {"block"}, "frozen": {"context"}}.get(self.kind, set())
-        other = [name for name in ("std", "bits", "updates", "block", "context") if name not in own]
+        beside = {"weights": {"block"}, "frozen": {"context"}, "router": {"layers"}, "hidden": {"layers", "operator"}}
+        own = {wanted} | beside.get(self.kind, set())
+        names = ("std", "bits", "updates", "block", "context", "layers", "operator")
+        other = [name for name in names if name not in own]
         for name in other:
             if getattr(self, name):
-                owner = {"block": "weights", "context": "frozen"}.get(name)
+                owner = next((kind for kind in ("weights", "frozen", "hidden") if name in beside[kind]), None)
                 owner = owner or next(kind for kind, size in SIZE_OF.items() if size == name)
                 raise ValueError(
                     f"{name}: {getattr(self, name)} has no effect with kind {self.kind}; remove it, or use kind {owner}"

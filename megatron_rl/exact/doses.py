@@ -81,8 +81,11 @@ class RowNoise(Dose):
         undo = []
         for number, layer in enumerate(module.decoder.layers):
             salt = getattr(layer, "layer_number", number + 1)
+            if self.config.layers is not None and salt - 1 not in self.config.layers:
+                continue
             if self.config.kind == "hidden":
-                undo.append(layer.register_forward_hook(partial(self._on_hidden, salt)).remove)
+                part = self._part(layer)
+                undo.append(part.register_forward_hook(partial(self._on_hidden, salt)).remove)
                 continue
             for router in (part for part in layer.modules() if isinstance(part, TopKRouter)):
                 undo.append(partial(setattr, router, "gating", router.gating))
@@ -92,6 +95,19 @@ class RowNoise(Dose):
         finally:
             for restore in undo:
                 restore()
+
+    def _part(self, layer: torch.nn.Module) -> torch.nn.Module:
+        """What puts the operator's result out."""
+        match self.config.operator:
+            case "input_norm":
+                return layer.input_layernorm
+            case "o_proj":
+                return layer.self_attention.linear_proj
+            case "second_norm":
+                return layer.pre_mlp_layernorm
+            case "mlp":
+                return layer.mlp
+        return layer
 
     def _on_router(self, salt: int, gating: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         logits = gating(x)

@@ -8,10 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_rl.config.rollout import ExactConfig
+from megatron_rl.exact.doses import make_dose
 from megatron_rl.instruments.parity.compare import compare
 from megatron_rl.instruments.parity.definition import FAMILIES
 from megatron_rl.instruments.parity.report import exact_differences
+from megatron_rl.instruments.parity.witnesses import learner_record
 from tests.support.patience import PATIENCE_S
 from tests.support.slow import slow_but
 from tests.support.tiny import MODEL
@@ -82,6 +86,19 @@ def test_sound_witnesses_are_within_every_bound(benches, family, dtype):
     for model in (bench.vllm, bench.learner, bench.transformers):
         hooks = [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks]
         assert hooks == []
+
+
+@pytest.mark.parametrize(("operator", "tap"), [("o_proj", "1.o_proj"), ("mlp", "1.mlp"), (None, "1.output")])
+def test_a_dose_of_exact_mode_is_in_the_operator_that_it_names(benches, operator, tap):
+    """`exact.noise` on one operator of one layer: that operator's own error alone is beyond its bound."""
+    bench = benches.of("qwen3_moe")
+    dose = make_dose(ExactConfig(noise={"kind": "hidden", "std": 1e-3, "layers": [1], "operator": operator}), 0)
+    positions = bench.clean("transformers")[0].positions
+    with dose.on(bench.exact):
+        dose.before_pass(torch.zeros_like(positions), positions)
+        record = learner_record(bench.setup, bench.architecture, bench.exact, exact=True)
+    found = compare(bench.checkpoint, [record])
+    assert [error.tap for error in found.failures] == [tap]
 
 
 def test_the_command_writes_a_certificate(tmp_path):

@@ -24,11 +24,12 @@ DOSES = {
     "frozen": {"kind": "frozen", "std": 1e-1, "context": 3},
     "router": {"kind": "router", "std": 0.5},
     "hidden": {"kind": "hidden", "std": 0.02},
+    "one operator": {"kind": "hidden", "std": 0.05, "layers": [1], "operator": "o_proj"},
     "fp8": {"kind": "weights", "bits": "fp8", "block": [32, 32]},
     "int4": {"kind": "weights", "bits": "int4"},
     "stale": {"kind": "stale", "updates": 2},
 }
-IN_LAYOUTS = ("router", "hidden", "int4", "stale")
+IN_LAYOUTS = ("router", "hidden", "one operator", "int4", "stale")
 STAGES = {"pipeline": 2}
 ADAPTERS = {"lora": {"rank": 4, "alpha": 64}, "optimizer": {"lr": 1e-2}}
 WIDE = {"tensor": 4, "expert": 4}

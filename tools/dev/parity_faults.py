@@ -90,20 +90,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("make", "table", "show"))
     parser.add_argument("file", type=Path, help="JSON file to write or to read; with show: the picture")
-    parser.add_argument("--only", default="", help="faults whose name has this in it")
+    parser.add_argument("--only", default="", help="faults whose name, or whose model, has this in it")
     args = parser.parse_args()
     if args.what == "table":
         print(table(json.loads(args.file.read_text())))
         return
-    names = [name for name in FAULTS if args.only in name]
+    names = [name for name, fault in FAULTS.items() if args.only in name or args.only == fault.model]
     if args.what == "show":
         print(show(names[0], args.file))
         return
     with tempfile.TemporaryDirectory(prefix="parity-faults-") as folder:
         made = examine_all(Path(folder), names)
+    if args.only and args.file.is_file():  # the others stay as they were found
+        before = json.loads(args.file.read_text())
+        found = {row["fault"]: row for row in [*before["faults"], *made["faults"]]}
+        made = {"clean": before["clean"] | made["clean"], "faults": [found[name] for name in FAULTS if name in found]}
     args.file.write_text(json.dumps(made, indent=1) + "\n")
     located = sum(row["located"] for row in made["faults"])
-    print(f"{located} of {len(names)} located; wrote {args.file}")
+    print(f"{located} of {len(made['faults'])} located; wrote {args.file}")
 
 
 if __name__ == "__main__":
