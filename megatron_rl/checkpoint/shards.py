@@ -87,8 +87,10 @@ class WeightMap:
             prefix = f"model.layers.{self.model.decoder.layers[int(in_layer[1])].layer_number - 1}."
         hf_names = tuple(prefix + hf_name for hf_name in weight.hf)
         parameter = self.parameters[name]
-        shape, stage = tuple(parameter.shape), self.pp.rank()
-        return Entry(name, hf_names, weight.sharding, expert, stage, shape, parameter.dtype, weight.is_buffer)
+        shape, stage, sharding = tuple(parameter.shape), self.pp.rank(), weight.sharding
+        if sharding == "column" and (shape,) == weight.shapes(self.architecture):
+            sharding = "replicated"
+        return Entry(name, hf_names, sharding, expert, stage, shape, parameter.dtype, weight.is_buffer)
 
     # -- Hugging Face → Megatron
 
@@ -125,6 +127,8 @@ class WeightMap:
             return tensor.chunk(size, dim=0)[rank]
         if sharding == "row":
             return tensors[0].chunk(size, dim=1)[rank]
+        if sharding == "column":
+            return tensors[0].chunk(size, dim=0)[rank]
         if sharding == "gated":
             return torch.cat([tensor.chunk(size, dim=0)[rank] for tensor in tensors])
         if sharding == "qkv":
@@ -220,8 +224,8 @@ class WeightMap:
         a, is_whole = self.architecture, len(shards) == 1
         if sharding == "vocab":
             return [(shards[0] if is_whole else torch.cat(shards))[: a.vocab_size]]
-        if sharding == "row" and not is_whole:
-            return [torch.cat(shards, dim=1)]
+        if sharding in ("row", "column") and not is_whole:
+            return [torch.cat(shards, dim=1 if sharding == "row" else 0)]
         if sharding == "gated":
             halves = [shard.chunk(2) for shard in shards]
             return halves[0] if is_whole else [torch.cat([half[i] for half in halves]) for i in range(2)]

@@ -47,7 +47,7 @@ def model_problems(
         problems.append(f"exact.noise.layers: {max(layers)} is no layer of the model; 0 … {most} are allowed")
     if recipe.learner.lora is not None:
         problems += lora_problems(architecture, recipe.learner.parallel)
-    return problems + shared_expert_problems(recipe, architecture)
+    return problems + shared_expert_problems(recipe, architecture) + latent_attention_problems(recipe, architecture)
 
 
 def smallest_world(parallel: ParallelConfig, rollout: RolloutConfig) -> int:
@@ -165,6 +165,11 @@ def cpu_problems(rollout: RolloutConfig, architecture: Architecture) -> list[str
         problems.append(
             f"model.path: head_dim is {architecture.head_dim}; vLLM on a CPU has attention for {CPU_HEAD_DIMS}"
         )
+    if architecture.latent is not None and architecture.latent.rank + architecture.latent.rotary_width != 576:
+        problems.append(
+            f"model.path: kv_lora_rank {architecture.latent.rank} and qk_rope_head_dim "
+            f"{architecture.latent.rotary_width}; vLLM on a CPU has latent attention for 576 together"
+        )
     if (architecture.moe_ffn_hidden_size // rollout.tensor_parallel) % CPU_EXPERT_MULTIPLE:
         problems.append(
             f"model.path: experts are {architecture.moe_ffn_hidden_size} wide over rollout.tensor_parallel "
@@ -199,6 +204,24 @@ def lora_problems(architecture: Architecture, parallel: ParallelConfig) -> list[
             "not cut, use expert_tensor: 1 and spread experts by learner.parallel.expert"
         ]
     return []
+
+
+def latent_attention_problems(recipe: RecipeSections, architecture: Architecture) -> list[str]:
+    """What is not built for latent attention; empty where the recipe asks for none of it."""
+    if architecture.latent is None:
+        return []
+    has = f"the model ({architecture.model_type}) has latent attention"
+    problems = []
+    if recipe.learner.parallel.context > 1:
+        problems.append(f"learner.parallel.context: {recipe.learner.parallel.context}, but {has}; use 1")
+    if recipe.rollout.quantization.kv_cache is not None:
+        problems.append(f"rollout.quantization.kv_cache: {recipe.rollout.quantization.kv_cache}, but {has}; use null")
+    if recipe.precision.fp32_router or recipe.precision.rollout_router:
+        problems.append(
+            f"precision.fp32_router: true, but the router of {architecture.model_type} is a layer of its own in vLLM, "
+            "which cannot be had in fp32; use false"
+        )
+    return problems
 
 
 def shared_expert_problems(recipe: RecipeSections, architecture: Architecture) -> list[str]:

@@ -14,7 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE, get_gpt_decoder_bl
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_rl.config.learner import LearnerConfig
 from megatron_rl.config.precision import PrecisionConfig
@@ -129,7 +129,22 @@ def transformer_config(
             "moe_router_bias_update_rate": 0.0,  # a bias that moves would change the policy outside of the gradient
             "moe_router_topk_scaling_factor": a.routed_scale,
         }
-    return TransformerConfig(**config)
+    if a.sigmoid_router and a.router_groups[0] > 1:
+        config |= {"moe_router_num_groups": a.router_groups[0], "moe_router_group_topk": a.router_groups[1]}
+    if a.latent is None:
+        return TransformerConfig(**config)
+    config |= {
+        "q_lora_rank": a.latent.query_rank,
+        "kv_lora_rank": a.latent.rank,
+        "qk_head_dim": a.latent.plain_width,
+        "qk_pos_emb_head_dim": a.latent.rotary_width,
+        "v_head_dim": a.latent.value_width,
+        "qk_layernorm": True,  # of the latent vectors
+        "rope_type": "rope",
+        "rotary_base": a.rope_theta,
+        "apply_rope_fusion": False,  # Megatron-Core has a fused kernel for another kind of scaling alone
+    }
+    return MLATransformerConfig(**config)
 
 
 def _keep(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,17 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class LatentAttention:
+    """Widths of multi-head latent attention: keys and values of all heads are made from one latent vector a token."""
+
+    query_rank: int | None  # of the latent vector that queries are made from; None: they come from the layer's input
+    rank: int  # of the latent vector of keys and values
+    plain_width: int  # of a head's query and key, the part that rotary embeddings leave alone
+    rotary_width: int  # of the part that they turn; all heads share the key's
+    value_width: int  # of a head
+
+
+@dataclass(frozen=True)
 class Architecture:
     """The numbers of a decoder that layout checks, the converter and the planner need."""
 
@@ -36,6 +47,8 @@ class Architecture:
     routed_scale: float = 1.0  # by which the weights of chosen experts are multiplied
     router_in_fp32: bool = False  # whether vLLM computes the router in fp32 whatever the engine's dtype
     rotary_fraction: float = 1.0  # of a head's width that rotary embeddings turn
+    latent: LatentAttention | None = None  # then head_dim is the whole width of a head's query
+    router_groups: tuple[int, int] = (1, 1)  # groups of experts, and how many of them a token may choose from
     unused_layers: int = 0  # behind the last layer: of the checkpoint, for guesses of later tokens; nobody loads them
 
     @property

@@ -88,7 +88,10 @@ def extra_states(a: Architecture) -> list[str]:
     """Keys of the empty objects that Megatron's linear layers save, and want back when they load."""
     keys = []
     for layer in range(a.num_layers):
-        modules = ["self_attention.linear_qkv", "self_attention.linear_proj"]
+        linear = ["linear_qkv"]
+        if a.latent is not None:
+            linear = ["linear_q_proj" if a.latent.query_rank is None else "linear_q_up_proj", "linear_kv_up_proj"]
+        modules = [f"self_attention.{name}" for name in (*linear, "linear_proj")]
         parts = [f"experts.experts.{e}." for e in range(a.num_experts)] if a.moe_layers[layer] else [""]
         parts += ["shared_experts."] if a.moe_layers[layer] and a.shared_ffn_hidden_size else []
         modules += [f"mlp.{part}linear_fc{i}" for part in parts for i in (1, 2)]

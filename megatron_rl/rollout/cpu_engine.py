@@ -19,6 +19,9 @@ responses wherever their log-probs agree closely enough, and a response still do
 operations, a tenth of a decoding step of a small model. Importing this module registers the kernels; the engine uses
 them when it is given `PRIORITY`.
 
+*Rotary embeddings of queries with a dimension for heads*, as latent attention gives them. vLLM 0.30's kernel for CPUs
+turns the first head alone, and raises no error; its own PyTorch form is right.
+
 Shapes: B requests, V vocabulary entries.
 """
 
@@ -31,6 +34,7 @@ import numpy as np
 import torch
 from vllm import ir
 from vllm.logprobs import FlatLogprobs
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -148,6 +152,22 @@ class UniformStream:
 
 _gather_with_ranks = Sampler.gather_logprobs  # vLLM's
 _streams: WeakKeyDictionary[torch.Generator, UniformStream] = WeakKeyDictionary()
+
+
+_rotate_on_cpu = RotaryEmbedding.forward_cpu  # vLLM's
+
+
+def install_rotary() -> None:
+    """Put this into vLLM's rotary embedding. Call it before a model is built in this process."""
+    RotaryEmbedding.forward_cpu = rotate
+
+
+def rotate(
+    self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``query`` and ``key`` [B, heads · D] or [B, heads, D], turned by the angles of ``positions`` [B]."""
+    turn = _rotate_on_cpu if query.dim() == 2 else RotaryEmbedding.forward_native
+    return turn(self, positions, query, key)
 
 
 def install_sampler() -> None:

@@ -197,6 +197,7 @@ class WorkerExtension:
 
 if current_platform.is_cpu():
     cpu_engine.install_sampler()
+    cpu_engine.install_rotary()
     install()
     cpu_engine.install_bookkeeping()
 if BACKEND not in WeightTransferEngineFactory._registry:  # a re-import must not raise

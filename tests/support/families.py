@@ -9,7 +9,7 @@ import torch
 from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
 
 DENSE = ("qwen3", "qwen2", "llama")
-_DENSE_FIRST = {"qwen2_moe": {"mlp_only_layers": [0]}, "glm4_moe": {"first_k_dense_replace": 1}}
+_DENSE_FIRST = {"qwen2_moe": {"mlp_only_layers": [0]}, "glm4_moe": {"first_k_dense_replace": 1}, "deepseek_v3": {}}
 MOE = tuple(_DENSE_FIRST)  # beside Qwen3-MoE, which most tests are about
 
 

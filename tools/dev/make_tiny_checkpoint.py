@@ -43,6 +43,7 @@ CLASSES = {
     "qwen3_moe": "Qwen3MoeConfig",
     "qwen2_moe": "Qwen2MoeConfig",
     "glm4_moe": "Glm4MoeConfig",
+    "deepseek_v3": "DeepseekV3Config",
     "qwen3": "Qwen3Config",
     "qwen2": "Qwen2Config",
     "llama": "LlamaConfig",
@@ -132,6 +133,26 @@ def build_tiny_config(family: str = "qwen3_moe", size: str = "tiny", **overrides
             "attention_bias": True,
             "use_qk_norm": True,
             "routed_scaling_factor": 1.5,
+            "num_nextn_predict_layers": 0,
+        }
+    if family == "deepseek_v3":
+        del common["head_dim"]
+        common |= {
+            "num_key_value_heads": widths["heads"],
+            "moe_intermediate_size": widths["expert_width"],
+            "n_routed_experts": widths["experts"],
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "routed_scaling_factor": 1.5,
+            "q_lora_rank": None,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 32,
             "num_nextn_predict_layers": 0,
         }
     return getattr(transformers, CLASSES[family])(**common | overrides)

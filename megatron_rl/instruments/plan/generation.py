@@ -69,7 +69,10 @@ def engine_memory(recipe: Recipe, a: Architecture, gpu: Gpu, utilization: float)
     else:
         cache = utilization * gpu.memory_gib * GIB - weights - activations - graphs
     stored = 1 if rollout.quantization.kv_cache else b
-    per_token = 2 * a.num_layers * max(1, a.num_kv_heads // tp) * a.head_dim * stored
+    width = 2 * max(1, a.num_kv_heads // tp) * a.head_dim
+    if a.latent is not None:  # every rank of an engine keeps the whole latent vector
+        width = a.latent.rank + a.latent.rotary_width
+    per_token = a.num_layers * width * stored
     longest = recipe.data.prompt.max_length + rollout.max_response_length
     return EngineMemory(weights, activations, graphs, cache, per_token, longest)
 

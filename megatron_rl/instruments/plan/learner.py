@@ -120,7 +120,12 @@ def largest_matrices(a: Architecture, parallel: ParallelConfig) -> list[int]:
 
 def _attention(a: Architecture, tp: int) -> int:
     """Return the parameters of a block's attention and two norms: matrices over tp, norms on every rank."""
-    q, kv, h = query_width(a), key_value_width(a), a.hidden_size
+    q, kv, h, m = query_width(a), key_value_width(a), a.hidden_size, a.latent
+    if m is not None:
+        queries = h * q if m.query_rank is None else m.query_rank * q
+        of_heads = queries + a.num_heads * (m.rank * (m.plain_width + m.value_width) + h * m.value_width)
+        whole = h * (m.rank + m.rotary_width) + m.rank + (0 if m.query_rank is None else (h + 1) * m.query_rank)
+        return of_heads // tp + whole + 2 * h
     matrices = h * (q + 2 * kv) + q * h + a.qkv_bias * (q + 2 * kv)
     return matrices // tp + 2 * h + a.qk_layernorm * 2 * a.head_dim
 

@@ -208,6 +208,8 @@ def _offload(work: Workload) -> float:
 def num_tensors(a: Architecture) -> int:
     """Return the number of tensors of a Hugging Face checkpoint."""
     attention = 6 + 2 * a.qk_layernorm + 3 * a.qkv_bias
+    if a.latent is not None:
+        attention = 7 + 2 * (a.latent.query_rank is not None)
     moe = sum(a.moe_layers)
     shared = 3 * (a.shared_ffn_hidden_size > 0) + a.shared_expert_gate + a.sigmoid_router
     dense = a.num_layers * attention + moe * (1 + shared) + 3 * (a.num_layers - moe) + 3 - a.tie_embeddings

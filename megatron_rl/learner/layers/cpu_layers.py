@@ -20,12 +20,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
+from megatron.core.post_training.modelopt.layers import Linear as ReplicatedLinear
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -136,10 +140,39 @@ def use_few_pass_layers(block: TransformerBlockSubmodules) -> None:
         parts.input_layernorm = FewPassRMSNorm
         if parts.pre_mlp_layernorm is not IdentityOp:
             parts.pre_mlp_layernorm = FewPassRMSNorm
-        parts.self_attention.module = FewPassSelfAttention
+        if issubclass(parts.self_attention.module, MLASelfAttention):
+            use_latent_attention(parts)
+        else:
+            parts.self_attention.module = FewPassSelfAttention
         feed_forward = parts_of(parts.mlp)
         if hasattr(feed_forward, "experts"):
             feed_forward.experts = of_class(feed_forward.experts, FewPassExperts)
+
+
+def use_latent_attention(parts: Any) -> None:
+    """Put latent attention over packed rows into a layer, and TransformerEngine's names of norms into checkpoints."""
+    multi_latent_attention.HAVE_TE = HAVE_TE  # which it takes for true even without TransformerEngine
+    parts.self_attention.module = PackedLatentAttention
+    # Whole on every rank, as TransformerEngine's: Megatron's own choice, cut over ranks, loses the gradient that other
+    # ranks' heads have of the shared part of a key.
+    parts.self_attention.submodules.linear_q_down_proj = ReplicatedLinear
+    parts.self_attention.submodules.linear_kv_down_proj = ReplicatedLinear
+    names = {"input_layernorm.": "input_layernorm."}
+    for norm, projection in (("q_layernorm", "linear_q_up_proj"), ("kv_layernorm", "linear_kv_up_proj")):
+        setattr(parts.self_attention.submodules, norm, FewPassRMSNorm)
+        names[f"self_attention.{norm}."] = f"self_attention.{projection}.layer_norm_"
+    if not hasattr(parts_of(parts.mlp), "experts"):
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    parts.sharded_state_dict_keys_map = names
+
+
+class PackedLatentAttention(MLASelfAttention):
+    """Latent attention whose rotary embedding is the model's, which knows each token's place in its own sequence."""
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, key_value_states: Any = None, position_ids: Any = None, *_: Any, **__: Any
+    ) -> tuple[Tensor, ...]:
+        return super().get_query_key_value_tensors(hidden_states, key_value_states, position_ids)
 
 
 def parts_of(layer: Any) -> Any:
@@ -156,7 +189,13 @@ def of_class(experts: Any, experts_class: type) -> Any:
 
 def finish_few_pass_model(model: GPTModel) -> None:
     """Set what a specification cannot express: one cosine for all layers, no exchange where a rank has all experts."""
-    model.rotary_pos_emb = CosSinEmbedding(model.rotary_pos_emb)
+    if model.config.multi_latent_attention:
+        attention = [layer.self_attention for layer in model.decoder.layers]
+        model.rotary_pos_emb = PackedRotaryEmbedding(attention[0].rotary_pos_emb)
+        for part in attention:
+            part.rotary_pos_emb = model.rotary_pos_emb
+    else:
+        model.rotary_pos_emb = CosSinEmbedding(model.rotary_pos_emb)
     if model.config.expert_model_parallel_size * model.config.expert_tensor_parallel_size > 1:
         return
     for layer in model.decoder.layers:

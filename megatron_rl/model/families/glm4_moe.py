@@ -24,7 +24,7 @@ from megatron_rl.model.families.keys import (
 )
 from megatron_rl.model.families.weights import MOE_LAYER, ROUTER_BIAS, shared_experts
 
-_SCALE = Kind("a number above 0 with a decimal point", lambda value: type(value) is float and THETA.fits(value))
+SCALE = Kind("a number above 0 with a decimal point", lambda value: type(value) is float and THETA.fits(value))
 _GROUPS = Neutral((1,), "a choice of groups of experts before that of experts; the learner has one group")
 _GLM_4_5_AIR = {
     "num_hidden_layers": 46,
@@ -93,7 +93,7 @@ FAMILY = Family(
         "num_experts_per_tok": Implemented(EXPERTS, 8),
         "moe_intermediate_size": Implemented(WIDTH, 1408),
         "first_k_dense_replace": Implemented(whole(0, 1023), 1),
-        "routed_scaling_factor": Implemented(_SCALE, 1.0),
+        "routed_scaling_factor": Implemented(SCALE, 1.0),
         "partial_rotary_factor": Implemented(or_null(FRACTION), None),  # read with the rotary embedding
         "num_nextn_predict_layers": Implemented(whole(0, 64), 1),
     },

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from megatron_rl.model.decoder import Architecture
+from megatron_rl.model.decoder import Architecture, LatentAttention
 
 EXPERT = "{e}"  # stands for the number of an expert: local in memory, global on disk and in Hugging Face names
 
-Sharding = Literal["replicated", "row", "gated", "qkv", "vocab"]
+Sharding = Literal["replicated", "row", "column", "gated", "qkv", "vocab"]
 """How tensor-parallel ranks share a weight.
 
-replicated: each holds all of it. row: columns of the matrix (Megatron's RowParallelLinear). gated: rows of the gate and
-of the up projection, each by itself. qkv: rows, by groups of queries with their key and value. vocab: rows, padded to
-what the ranks share evenly.
+replicated: each holds all of it. row: columns of the matrix (Megatron's RowParallelLinear). column: rows of the matrix
+(ColumnParallelLinear). gated: rows of the gate and of the up projection, each by itself. qkv: rows, by groups of
+queries with their key and value. vocab: rows, padded to what the ranks share evenly.
 """
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -118,6 +118,65 @@ ATTENTION_OUTPUT = Weight(
     "row",
     lambda a: ((a.hidden_size, a.num_heads * a.head_dim),),
 )
+
+# -- latent attention
+
+LATENT_INPUT_NORM = Weight(
+    ("input_layernorm.weight",), ("input_layernorm.weight",), ("input_layernorm.weight",), "replicated", _norm
+)
+
+
+def _latent(
+    name: str, memory: str, shape: Callable[[LatentAttention, Architecture], tuple[int, ...]], **more: Any
+) -> Weight:
+    """A row of latent attention below ``self_attn`` and ``self_attention``, cut by heads where it has any."""
+    sharding = more.pop("sharding", "column")
+    spellings = tuple(f"self_attention.{spelling}" for spelling in memory.split())
+    return Weight((f"self_attn.{name}",), spellings, spellings[-1:], sharding, lambda a: (shape(a.latent, a),), **more)
+
+
+def _queries(m: LatentAttention, a: Architecture) -> int:
+    return a.num_heads * (m.plain_width + m.rotary_width)
+
+
+_WITH_RANK = {"is_in": lambda a, is_moe: a.latent.query_rank is not None}
+_WITHOUT = {"is_in": lambda a, is_moe: a.latent.query_rank is None}
+LATENT_ATTENTION = (
+    LATENT_INPUT_NORM,
+    _latent("q_proj.weight", "linear_q_proj.weight", lambda m, a: (_queries(m, a), a.hidden_size), **_WITHOUT),
+    _latent("q_a_proj.weight", "linear_q_down_proj.weight", lambda m, a: (m.query_rank, a.hidden_size), **_WITH_RANK),
+    _latent(
+        "q_a_layernorm.weight",
+        "q_layernorm.weight linear_q_up_proj.layer_norm_weight",
+        lambda m, a: (m.query_rank,),
+        sharding="replicated",
+        **_WITH_RANK,
+    ),
+    _latent("q_b_proj.weight", "linear_q_up_proj.weight", lambda m, a: (_queries(m, a), m.query_rank), **_WITH_RANK),
+    _latent(
+        "kv_a_proj_with_mqa.weight",
+        "linear_kv_down_proj.weight",
+        lambda m, a: (m.rank + m.rotary_width, a.hidden_size),
+    ),
+    _latent(
+        "kv_a_layernorm.weight",
+        "kv_layernorm.weight linear_kv_up_proj.layer_norm_weight",
+        lambda m, a: (m.rank,),
+        sharding="replicated",
+    ),
+    _latent(
+        "kv_b_proj.weight",
+        "linear_kv_up_proj.weight",
+        lambda m, a: (a.num_heads * (m.plain_width + m.value_width), m.rank),
+    ),
+    _latent(
+        "o_proj.weight",
+        "linear_proj.weight",
+        lambda m, a: (a.hidden_size, a.num_heads * m.value_width),
+        sharding="row",
+    ),
+)
+"""The down projections are cut over ranks in Megatron's own layers, and whole in TransformerEngine's."""
 
 # -- a layer without experts
 
@@ -226,8 +285,7 @@ SHARED_EXPERT_GATE = Weight(
 ATTENTION = (INPUT_NORM, QKV, QKV_BIAS, Q_NORM, K_NORM, ATTENTION_OUTPUT)
 DENSE_LAYER = (*ATTENTION, MLP_NORM, MLP_GATE_AND_UP, MLP_DOWN)
 """A layer of a model without experts."""
-MOE_LAYER = (
-    *ATTENTION,
+MOE_BLOCK = (
     EXPERTS_NORM,
     MLP_NORM,
     ROUTER,
@@ -236,4 +294,5 @@ MOE_LAYER = (
     EXPERT_GATE_AND_UP,
     EXPERT_DOWN,
 )
-"""A layer of a model with experts; some of its layers may have none."""
+"""Behind the attention of a model with experts; some of its layers may have none."""
+MOE_LAYER = (*ATTENTION, *MOE_BLOCK)

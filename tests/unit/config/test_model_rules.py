@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_rl.config.model_rules import model_problems
@@ -36,3 +38,29 @@ def test_a_router_that_vllm_has_in_fp32_alone_is_asked_for_on_both_sides(learner
     assert len(said()) == 1
     assert said(fp32_router=True) == []
     assert not [p for p in model_problems(tiny_recipe(), GLM, 1) if "fp32_router" in p]
+
+
+MOONLIGHT = architecture_from(KNOWN_MODELS["Moonlight-16B-A3B"])
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            {"learner": {"parallel": {"context": 2}}},
+            "learner.parallel.context: 2, but the model",
+        ),
+        ({"rollout": {"quantization": {"kv_cache": "fp8"}}}, "rollout.quantization.kv_cache: fp8, but the model"),
+        ({"precision": {"fp32_router": True}}, "precision.fp32_router: true, but the router of deepseek_v3"),
+    ],
+)
+def test_what_no_latent_attention_has_is_refused(sections, said):
+    problems = model_problems(tiny_recipe(**sections), MOONLIGHT, 2)
+    assert any(problem.startswith(said) for problem in problems), problems
+    assert model_problems(tiny_recipe(), MOONLIGHT, 1, "cpu") == []
+
+
+def test_a_latent_vector_that_vllm_has_no_kernel_for_on_a_cpu_is_refused():
+    other = replace(MOONLIGHT, latent=replace(MOONLIGHT.latent, rank=256))
+    (problem,) = model_problems(tiny_recipe(), other, 1, "cpu")
+    assert "kv_lora_rank 256 and qk_rope_head_dim 64; vLLM on a CPU has latent attention for 576" in problem

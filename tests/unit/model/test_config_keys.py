@@ -25,8 +25,19 @@ SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 32,
 }
+NEEDED = {
+    "deepseek_v3": {
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 32,
+    }
+}
+OWN_HEADS = ("qwen2", "qwen2_moe", "deepseek_v3")  # families whose widths of heads follow from other keys
 TEXT_CONFIGS = {"hf_config", "hf_text_config", "text_config"}
-MODELS = {family: [family] for family in FAMILIES} | {"qwen3": ["qwen3", "qwen2"]}  # vLLM's files of each
+# vLLM's files of each family.
+MODELS = {family: [family] for family in FAMILIES}
+MODELS |= {"qwen3": ["qwen3", "qwen2"], "deepseek_v3": ["deepseek_v2"]}
 VLLM_READS = {  # file beside the model's own → names of variables that hold the config; for a class, of it alone
     "config/model.py": TEXT_CONFIGS,
     "config/vllm.py": TEXT_CONFIGS,
@@ -38,7 +49,8 @@ METHODS |= {"validate_rope", "is_heterogeneous"}
 
 
 def config_of(model_type: str, **change: Any) -> dict[str, Any]:
-    return {"model_type": model_type, "architectures": [FAMILIES[model_type].hf_class], **SIZES, **change}
+    named = {"model_type": model_type, "architectures": [FAMILIES[model_type].hf_class]}
+    return named | SIZES | NEEDED.get(model_type, {}) | change
 
 
 def theirs(config: dict[str, Any]) -> Any:
@@ -103,10 +115,11 @@ def test_a_key_that_vllm_reads_is_found():
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_absent_keys_are_transformers_defaults(model_type):
-    for sizes in ({}, {"num_key_value_heads": 2, "head_dim": 8} if not model_type.startswith("qwen2") else {}):
+    for sizes in ({}, {"num_key_value_heads": 2, "head_dim": 8} if model_type not in OWN_HEADS else {}):
         config = config_of(model_type, **sizes)
         ours, model = architecture_from(config), theirs(config)
-        head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+        widths = getattr(model, "qk_head_dim", None) or getattr(model, "head_dim", None)
+        head_dim = widths or model.hidden_size // model.num_attention_heads
         assert (ours.head_dim, ours.num_kv_heads) == (head_dim, model.num_key_value_heads)
         assert (ours.rms_norm_eps, ours.tie_embeddings) == (model.rms_norm_eps, model.tie_word_embeddings)
         assert ours.rope_theta == model.rope_parameters["rope_theta"]

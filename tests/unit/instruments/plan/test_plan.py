@@ -75,6 +75,7 @@ def test_published_sizes():
         "OctoThinker-3B-Hybrid-Base": "3.21",
         "Qwen1.5-MoE-A2.7B": "14.3",
         "GLM-4.5-Air": "106.9",  # "106B" on its card
+        "Moonlight-16B-A3B": "15.96",  # "15.29B", without embeddings, and "16B"
     }
     for name, billions in published.items():
         total = total_parameters(architecture_from(KNOWN_MODELS[name])) / 1e9
@@ -94,7 +95,9 @@ def test_count_is_that_of_a_checkpoint():
     assert active_parameters(architecture) == count - idle - 128 * 128
 
 
-@pytest.mark.parametrize("name", ["Qwen1.5-MoE-A2.7B", "GLM-4.5-Air", "Qwen3-30B-A3B", "Qwen2.5-3B"])
+@pytest.mark.parametrize(
+    "name", ["Qwen1.5-MoE-A2.7B", "GLM-4.5-Air", "Moonlight-16B-A3B", "Qwen3-30B-A3B", "Qwen2.5-3B"]
+)
 def test_count_is_that_of_the_table_of_weights(name):
     architecture = architecture_from(KNOWN_MODELS[name])
     shapes = model_shapes(architecture).values()
