@@ -178,22 +178,22 @@ def run_attribute(options: argparse.Namespace) -> int:
 
 
 def print_attribution(
-    options: argparse.Namespace, directory: RunDirectory, recorded: RecordedBatch, found: Attribution
+    options: argparse.Namespace, directory: RunDirectory, recorded: RecordedBatch, attribution: Attribution
 ) -> None:
     from megatron_rl.instruments.stored.attribution import draw
     from megatron_rl.process.output import format_table
 
-    total = found.total
-    print(f"step {options.step}, {found.num_tokens} response tokens, weights: {found.weights}")
+    total = attribution.total
+    print(f"step {options.step}, {attribution.num_tokens} response tokens, weights: {attribution.weights}")
     if old := sum(int((s.policy_versions < recorded.policy_version).sum()) for s in recorded.batch.sequences):
         print(f"note: {old} tokens were sampled with older weights than the step's; that part is in the remainder")
-    if total <= 0 or any(abs(part.variance) > 2 * total for part in found.parts):
+    if total <= 0 or any(abs(part.variance) > 2 * total for part in attribution.parts):
         print(
             "note: a part exceeds twice the total: the weights are not those of the step, or causes cancel each other. "
             "Ignore the shares"
         )
     rows = [("everything", "", f"{total:.3e}", "100.0%")]
-    for part in found.parts:
+    for part in attribution.parts:
         share = f"{part.variance / total:.1%}" if total > 0 else ""
         rows.append((part.cause, part.what, f"{part.variance:.3e}", share))
     print(format_table(["cause", "taken away by", "variance", "share"], rows))
@@ -202,14 +202,14 @@ def print_attribution(
         f"What made the run unstable: megatron-rl run why {options.run}, then run branch"
     )
     chart = directory.plots / f"mismatch_step_{options.step:08d}.png"
-    draw(found, f"{options.run.name}, step {options.step}", chart)
+    draw(attribution, f"{options.run.name}, step {options.step}", chart)
     print(f"chart: {chart}")
     if options.json:
         record = {
             "total": total,
-            "parts": {part.cause: part.variance for part in found.parts},
-            "what": {part.cause: part.what for part in found.parts},
-            "measured": {", ".join(sorted(taken)) or "none": value for taken, value in found.measured.items()},
+            "parts": {part.cause: part.variance for part in attribution.parts},
+            "what": {part.cause: part.what for part in attribution.parts},
+            "measured": {", ".join(sorted(taken)) or "none": value for taken, value in attribution.measured.items()},
         }
         options.json.write_text(json.dumps(record, indent=1))
 

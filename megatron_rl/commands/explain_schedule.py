@@ -55,17 +55,17 @@ def run_explain_schedule(options: argparse.Namespace) -> int:
     from megatron_rl.instruments.foreign.read import read_run
 
     directory = RunDirectory(options.run)
-    found = read_run(options.run)
-    records = found.records
+    run = read_run(options.run)
+    records = run.records
     if not records:
         raise InputError(f"{directory.metrics}: no step was recorded")
-    if not found.is_own:
-        print("\n".join(found.told()))
-    config, lr, is_own = read_schedule(directory, options.changes) if found.is_own else their_schedule(found, options)
+    if not run.is_own:
+        print("\n".join(run.told()))
+    config, lr, is_own = read_schedule(directory, options.changes) if run.is_own else their_schedule(run, options)
     check_order(records, directory.metrics)
     steps = replay(records, config, lr, total_steps=int(records[-1]["step"]) + 1)
     print_story(steps, config, lr, is_own)
-    path = options.out or (directory.plots if found.is_own else Path("plots")) / "schedule.png"
+    path = options.out or (directory.plots if run.is_own else Path("plots")) / "schedule.png"
     plot(steps, config, path)
     print(f"wrote {path}")
     return EXIT_DONE
@@ -84,19 +84,17 @@ def check_order(records: list[dict[str, float]], file: Path) -> None:
         last, last_t = step, t
 
 
-def their_schedule(found: Run, options: argparse.Namespace) -> tuple[ScheduleConfig, float, bool]:
+def their_schedule(run: Run, options: argparse.Namespace) -> tuple[ScheduleConfig, float, bool]:
     """The length-decay schedule in mode shadow with the changes of --as, and the highest rate that the log has."""
-    if not any("response_length/mean" in record for record in found.records):
-        raise InputError(
-            f"{found.path}: no response_length/mean; docs/coming-from.md has the names that are read for it"
-        )
-    rates = [record["actor/lr"] for record in found.records if math.isfinite(record.get("actor/lr", math.nan))]
+    if not any("response_length/mean" in record for record in run.records):
+        raise InputError(f"{run.path}: no response_length/mean; docs/coming-from.md has the names that are read for it")
+    rates = [record["actor/lr"] for record in run.records if math.isfinite(record.get("actor/lr", math.nan))]
     if not rates:
         print("the log has no learning rate; that of the schema is reckoned with")
     optimizer = {"lr": max(rates)} if rates and max(rates) > 0 else {}
     shadow = {"style": "length-decay", "mode": "shadow"}
     config, lr, _ = schedule_of(
-        {"learner": {"optimizer": optimizer}, "schedule": shadow}, str(found.path), options.changes
+        {"learner": {"optimizer": optimizer}, "schedule": shadow}, str(run.path), options.changes
     )
     return config, lr, False
 

@@ -88,7 +88,7 @@ def run_patch(options: argparse.Namespace) -> int:
         chosen = choose(options)
         purposes = named_purposes(options)
         if options.action == "status":
-            reports = [states.report(*found(options, series), purposes) for series in chosen]
+            reports = [states.report(*on_tree(options, series), purposes) for series in chosen]
             return print_status(reports, options.json)
         for series in chosen:
             print(f"{series.name}: {act(options, series, purposes)}")
@@ -105,8 +105,8 @@ def named_purposes(options: argparse.Namespace) -> list[str] | None:
         return None
     names = [name.strip() for name in options.series.split(",") if name.strip()]
     if unknown := [name for name in names if name.split("/")[0] not in PURPOSES] or not names:
-        found = ", ".join(unknown) if isinstance(unknown, list) else "nothing"
-        raise PatchError(f"--series: found {found}; allowed are {', '.join(PURPOSES)}")
+        named = ", ".join(unknown) if isinstance(unknown, list) else "nothing"
+        raise PatchError(f"--series: found {named}; allowed are {', '.join(PURPOSES)}")
     parts = [name for name in names if "/" in name]
     if parts and options.action not in ("status", "apply", "check"):
         whole = ",".join(dict.fromkeys(name.split("/")[0] for name in names))
@@ -152,7 +152,7 @@ def current_name(name: str, known: list[str]) -> str:
     return new
 
 
-def found(options: argparse.Namespace, series: Series) -> tuple[Series, target.Target]:
+def on_tree(options: argparse.Namespace, series: Series) -> tuple[Series, target.Target]:
     """Return ``series`` and the tree to work on."""
     return series, target.find(series, options.tree, options.allow_global)
 
@@ -161,14 +161,14 @@ def act(options: argparse.Namespace, series: Series, purposes: list[str] | None)
     """Check, apply, revert or export one series; what was done, in words."""
     if options.action == "check":
         repository = _repository("check looks for the tests that patches name")
-        tree = options.tree and found(options, series)[1].root
+        tree = options.tree and on_tree(options, series)[1].root
         return upstream.check(series, repository, repository / ".cache" / "patches", options.archive, tree, purposes)
     if options.action in ("apply", "revert"):
-        return states.apply_or_revert(*found(options, series), options.action == "revert", purposes)
+        return states.apply_or_revert(*on_tree(options, series), options.action == "revert", purposes)
     if options.tree is None:
         raise PatchError("export reads a checkout or a tree: name it with --tree")
     _repository("export writes the folder patches/")
-    root = found(options, series)[1].root
+    root = on_tree(options, series)[1].root
     if options.base:
         names = upstream.from_checkout(series, root, options.base, purposes and purposes[0])
     else:

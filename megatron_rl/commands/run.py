@@ -186,9 +186,9 @@ def run_plot(options: argparse.Namespace) -> int:
     told: list[str] = []
 
     def read(path: Path) -> list[dict[str, float]]:
-        found = read_run(path)
-        told.extend(found.told())
-        return found.records
+        run = read_run(path)
+        told.extend(run.told())
+        return run.records
 
     groups = group_runs(options.runs, read)
     print("\n".join(told), end="\n" if told else "")
@@ -331,13 +331,13 @@ async def _ask(servers: list[dict[str, Any]], addresses: dict[str, Address], tok
     await asyncio.gather(*(ask(one) for one in servers if one["state"] in ("ready", "updating", "found")))
 
 
-def server_table(found: dict[str, Any]) -> str:
+def server_table(status: dict[str, Any]) -> str:
     """Return the table as text, a line per server."""
-    lines = [SERVER_COLUMNS, *(_server_cells(one) for one in found["servers"])]
+    lines = [SERVER_COLUMNS, *(_server_cells(one) for one in status["servers"])]
     widths = [max(len(line[i]) for line in lines) for i in range(len(SERVER_COLUMNS))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    if found["due"] is not None:
-        text.append(f"policy version that is due: {found['due']}")
+    if status["due"] is not None:
+        text.append(f"policy version that is due: {status['due']}")
     return "\n".join(text)
 
 

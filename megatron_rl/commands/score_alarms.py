@@ -74,9 +74,9 @@ def run_score_alarms(options: argparse.Namespace) -> int:
     for path in options.runs:
         if path in packed:
             continue
-        found = read_run(path)
-        scores[str(path)] = score_run(found.records, rules_of(found, options.rules), rule, options.horizon)
-        logs += [] if found.is_own else [found]
+        run = read_run(path)
+        scores[str(path)] = score_run(run.records, rules_of(run, options.rules), rule, options.horizon)
+        logs += [] if run.is_own else [run]
     halves = score_packed(packed, options.rules, rule) if packed else {}
     if options.json:
         table: dict[str, Any] = {name: [asdict(row) for row in rows] for name, rows in scores.items()}
@@ -95,13 +95,13 @@ def run_score_alarms(options: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def rules_of(found: Run, given: Path | None) -> list[AlarmRule]:
+def rules_of(run: Run, given: Path | None) -> list[AlarmRule]:
     """The rules of ``given``, else the run's own; for a log of another project those on levels."""
     if given is not None:
         return read_rules(given)
-    if not found.is_own:
+    if not run.is_own:
         return level_rules({})
-    return read_rules((found.path.parent if found.path.is_file() else found.path) / "recipe.resolved.yaml")
+    return read_rules((run.path.parent if run.path.is_file() else run.path) / "recipe.resolved.yaml")
 
 
 def blind(logs: list[Run], given: Path | None) -> dict[str, dict[str, str]]:

@@ -133,9 +133,9 @@ def draw(path: Path, seed: int, num_tokens: int = NUM_TOKENS) -> None:
     plt.close(figure)
 
 
-def table(found: list[dict[str, float]]) -> list[str]:
+def table(rows: list[dict[str, float]]) -> list[str]:
     """Return the lines of a table: the paper's averages, then a row per draw."""
     row = "{seed:>5}  {mean:.4f}  {std:.4f}  {max:.4f}  {min:.4f}  {kl:8.2e}  {histogram_kl:12.3f}"
     paper = "paper  {mean:.4f}  {std:.4f}  {max:.4f}  {min:.4f}            {histogram_kl:12.3f}"
     head = " seed    mean     std     max     min        kl  histogram_kl"
-    return [head, paper.format(**PAPER), *(row.format(**figures) for figures in found)]
+    return [head, paper.format(**PAPER), *(row.format(**figures) for figures in rows)]

@@ -46,35 +46,35 @@ def run_why(options: argparse.Namespace) -> int:
     from megatron_rl.instruments.foreign.read import read_run
     from megatron_rl.instruments.why import find, page
 
-    found = read_run(options.run)
-    folder = options.run.parent if options.run.is_file() and found.is_own else options.run
-    if not found.records:
+    run = read_run(options.run)
+    folder = options.run.parent if options.run.is_file() and run.is_own else options.run
+    if not run.records:
         raise InputError(f"{options.run}: no step is recorded yet")
-    if found.is_own and options.overrides:
+    if run.is_own and options.overrides:
         raise InputError("--set: a run of megatron-rl has its recipe; --set is for logs of other projects")
-    recipe = read_recipe(RunDirectory(folder).recipe) if found.is_own else told_recipe(options.overrides)
-    finding = find(str(folder), found.records, recipe)
+    recipe = read_recipe(RunDirectory(folder).recipe) if run.is_own else told_recipe(options.overrides)
+    finding = find(str(folder), run.records, recipe)
     if options.json:
-        print(json.dumps(finding.as_json() | ({} if found.is_own else lacking(found, recipe)), indent=2))
+        print(json.dumps(finding.as_json() | ({} if run.is_own else lacking(run, recipe)), indent=2))
         return EXIT_DONE
-    print(printable("\n".join([*found.told(), page(finding, folder if found.is_own else None)])))
-    if not found.is_own:
-        for title, blind in lacking(found, recipe)["lacks"].items():
+    print(printable("\n".join([*run.told(), page(finding, folder if run.is_own else None)])))
+    if not run.is_own:
+        for title, blind in lacking(run, recipe)["lacks"].items():
             print(f"\n{title} that see nothing in this log:" if blind else f"\nall {title} see what they need")
             for name, what in blind.items():
                 print(f"  {name:<20}needs {what}")
     return EXIT_DONE
 
 
-def lacking(found: Run, recipe: dict[str, Any]) -> dict[str, Any]:
+def lacking(run: Run, recipe: dict[str, Any]) -> dict[str, Any]:
     """What the log of another project was read from, and what it lacks."""
     from megatron_rl.instruments.foreign.read import blind_rules, blind_suspects
 
     lacks = {
-        "rules": blind_rules(found.records, level_rules(recipe)),
-        "suspects": blind_suspects(found.records, recipe),
+        "rules": blind_rules(run.records, level_rules(recipe)),
+        "suspects": blind_suspects(run.records, recipe),
     }
-    return {"log": found.told(), "read": {our: list(theirs) for our, theirs in found.sources.items()}, "lacks": lacks}
+    return {"log": run.told(), "read": {our: list(theirs) for our, theirs in run.sources.items()}, "lacks": lacks}
 
 
 def told_recipe(overrides: list[str]) -> dict[str, Any]:

@@ -357,9 +357,9 @@ def markdown() -> str:
 
 def keys_of(cell: str) -> list[str]:
     """Keys that a cell names, in full; a flag of slime without its dashes, as slime's arguments are called."""
-    found = [word for code in re.findall(r"`([^`]+)`", cell) for word in [code.split()[0]] if "*" not in word]
-    found = [word.lstrip("-").replace("-", "_") if word.startswith("--") else word for word in found]
-    return [f"actor_rollout_ref.{key}" if re.match(r"(actor|rollout)\.", key) else key for key in found]
+    words = [word for code in re.findall(r"`([^`]+)`", cell) for word in [code.split()[0]] if "*" not in word]
+    words = [word.lstrip("-").replace("-", "_") if word.startswith("--") else word for word in words]
+    return [f"actor_rollout_ref.{key}" if re.match(r"(actor|rollout)\.", key) else key for key in words]
 
 
 @cache
@@ -380,7 +380,7 @@ def hint(key: str) -> str:
         how = f"; `megatron-rl recipe from-{project.lower()} FILE` translates its configurations"
         return f"it is a section of {project}{how}"
     for name in (key, f"actor_rollout_ref.{key}"):
-        if found := _ours_by_theirs().get(name):
-            project, ours = found[0]
+        if counterparts := _ours_by_theirs().get(name):
+            project, ours = counterparts[0]
             return f"it is a key of {project}; here it is {ours}"
     return ""

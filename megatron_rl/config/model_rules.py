@@ -304,9 +304,9 @@ def contract(recipe: Recipe, architecture: Architecture) -> list[ContractRow]:
             return ContractRow(aspect, left, right, "policy")
         return ContractRow(aspect, left, right, "same" if left == right else "rounding")
 
-    def cut(aspect: str, off: str, found: str) -> ContractRow:
-        is_same = found == off or rollout.kept_sets
-        return ContractRow(aspect, found if rollout.kept_sets else off, found, "same" if is_same else "policy")
+    def cut(aspect: str, off: str, value: str) -> ContractRow:
+        is_same = value == off or rollout.kept_sets
+        return ContractRow(aspect, value if rollout.kept_sets else off, value, "same" if is_same else "policy")
 
     rows = [
         ContractRow("dtype", learner_dtype, rollout_dtype, "same" if learner_dtype == rollout_dtype else "rounding"),

@@ -421,20 +421,20 @@ def parts_without_effect(config: ObjectiveConfig, num_updates_per_batch: int, ha
     """Parts of a legal objective that cannot act, one sentence each. ``has_mismatch``: mu may differ from po."""
     one_update = num_updates_per_batch == 1
     reason = "the rollout engine computes what the learner computes, so that"
-    found = []
+    sentences = []
     for i, item in enumerate(config.correction):
         if item.mode in ("none", "function") or has_mismatch:
             continue
         if item.mode == "opsm":
             if one_update:
-                found.append(f"objective.correction.{i}: opsm: {reason} pi is pi_old")
+                sentences.append(f"objective.correction.{i}: opsm: {reason} pi is pi_old")
         elif one_update or not config.anchored_on_rollout:
-            found.append(f"objective.correction.{i}: {item.mode}: {reason} every ratio is 1")
+            sentences.append(f"objective.correction.{i}: {item.mode}: {reason} every ratio is 1")
     if config.policy_term.name == "fipo" and one_update and config.anchor == "recompute":
-        found.append(
+        sentences.append(
             "objective.policy_term: fipo is ppo_clip: with batch.minibatches 1 pi is po, and every influence is 1"
         )
-    return found
+    return sentences
 
 
 def with_max_response_length(section: Mapping[str, Any] | None, max_response_length: int) -> dict[str, Any]:

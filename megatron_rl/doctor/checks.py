@@ -97,8 +97,8 @@ class Result:
     log: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        found = {"name": self.name, "question": self.question, **asdict(self.outcome)}
-        return found | {"seconds": round(self.seconds, 2)} | ({"log": self.log} if self.log else {})
+        entries = {"name": self.name, "question": self.question, **asdict(self.outcome)}
+        return entries | {"seconds": round(self.seconds, 2)} | ({"log": self.log} if self.log else {})
 
 
 RanksOf = Literal["one", "node", "job"]

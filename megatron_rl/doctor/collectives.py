@@ -28,11 +28,11 @@ Link = dict[str, Any]  # {"ranks", "kind": "in a node" | "between nodes" | "all"
 
 
 def ring(size: int) -> list[list[tuple[int, int]]]:
-    """Pairs of neighbours in rounds; no rank is in two pairs of a round."""
+    """Return pairs of neighbours in rounds; no rank is in two pairs of a round."""
     pairs = [(i, (i + 1) % size) for i in range(size if size > 2 else 1)]
     last = pairs[-1:] if len(pairs) % 2 and len(pairs) > 1 else []
     rest = pairs[: len(pairs) - len(last)]
-    return [found for found in (rest[0::2], rest[1::2], last) if found]
+    return [one_round for one_round in (rest[0::2], rest[1::2], last) if one_round]
 
 
 def judge(links: list[Link], compare_speed: bool) -> list[str]:
@@ -60,13 +60,13 @@ def collectives(setting: Setting) -> Outcome:
     store = open_store(rank)
     store.set(f"node/{rank}", os.environ.get("SLURMD_NODENAME") or socket.gethostname())
     measure = Measurement(store, setting.device)
-    for pair in [pair for found in ring(size) for pair in found if rank in pair]:
+    for pair in [pair for one_round in ring(size) for pair in one_round if rank in pair]:
         measure(f"{pair[0]}-{pair[1]}", pair.index(rank), 2)
     measure("all", rank, size)
     store.set(f"bye/{rank}", "")
     if rank:
         return not_run("the first rank reports")
-    links = [_link(store, f"{a}-{b}", (a, b)) for found in ring(size) for a, b in found]
+    links = [_link(store, f"{a}-{b}", (a, b)) for one_round in ring(size) for a, b in one_round]
     links.append(_link(store, "all", tuple(range(size))))
     until(lambda: store.check([f"bye/{i}" for i in range(size)]))  # the store ends with this process
     return _outcome(links, size, setting.device)
@@ -181,7 +181,7 @@ def _timed(call: Callable[[], None], values: Any, reset: Callable[[], Any]) -> f
 
 
 def _link(store: Any, name: str, ranks: tuple[int, ...]) -> Link:
-    """The worse of what the ends of a link found."""
+    """Return the worse of what the two ends of a link measured."""
     ends = range(len(ranks)) if name == "all" else range(2)
     nodes = {store.get(f"node/{rank}") if store.check([f"node/{rank}"]) else b"?" for rank in ranks}
     kind = "all" if name == "all" else "in a node" if len(nodes) == 1 else "between nodes"
@@ -193,6 +193,6 @@ def _link(store: Any, name: str, ranks: tuple[int, ...]) -> Link:
         missing = [str(rank) for rank, key in zip(ranks, keys) if not store.check([key])]
         problem = f"no answer of rank {', '.join(missing[:8])}"
         return {"ranks": label, "kind": kind, "problem": problem} | dict.fromkeys(KINDS, 0.0)
-    found = [store.get(key).decode().split("|", len(KINDS)) for key in keys]
-    speeds = {kind: min(float(end[i]) for end in found) for i, kind in enumerate(KINDS)}
-    return {"ranks": label, "kind": kind, "problem": next((end[-1] for end in found if end[-1]), "")} | speeds
+    answers = [store.get(key).decode().split("|", len(KINDS)) for key in keys]
+    speeds = {kind: min(float(end[i]) for end in answers) for i, kind in enumerate(KINDS)}
+    return {"ranks": label, "kind": kind, "problem": next((end[-1] for end in answers if end[-1]), "")} | speeds

@@ -55,29 +55,29 @@ def mismatch(setting: Setting) -> Outcome:
 
     eager = "rollout.enforce_eager=true"  # CUDA graphs are the runners' checks, and cost half a minute an engine
     reference = Learner(tiny(setting, *overrides({}, "fp32")))
-    found: dict[str, Distances] = {}
+    by_pair: dict[str, Distances] = {}
     for name, dtype in PAIRS.items():
         head = [f"precision.fp32_head={str('head' in name).lower()}"]
         recipe = tiny(setting, *overrides({}, dtype), *head, *SMALL, eager, f"rollout.dtype={dtype}", *_NO_TRIAL)
         learner = Learner(recipe)
         with closing(start_engine(recipe, learner)) as generator:
             confirm(recipe, learner, generator)
-            found[name] = distances(generate(recipe, learner, generator), learner, reference)
+            by_pair[name] = distances(generate(recipe, learner, generator), learner, reference)
         learner.close()
-    return judge_mismatch(found)
+    return judge_mismatch(by_pair)
 
 
 _NO_TRIAL = ("rollout.verify_refit=false",)  # is the check `refit`
 
 
-def judge_mismatch(found: dict[str, Distances]) -> Outcome:
+def judge_mismatch(by_pair: dict[str, Distances]) -> Outcome:
     """Each engine is as near to fp32 as rounding in its type allows: the learner in that type is the measure.
 
     In fp32 there is nothing nearer to measure with; an engine whose products are those of TF32 rounds as fp16 does.
     """
-    figures = {"log-probs": {name: distance.row() for name, distance in found.items()}}
-    for name, distance in found.items():
-        allowed = found["fp16/fp16"].po_fp32 if name == "fp32/fp32" else FACTOR * distance.po_fp32
+    figures = {"log-probs": {name: distance.row() for name, distance in by_pair.items()}}
+    for name, distance in by_pair.items():
+        allowed = by_pair["fp16/fp16"].po_fp32 if name == "fp32/fp32" else FACTOR * distance.po_fp32
         if not distance.mu_fp32 <= allowed:
             return failed(
                 f"{name}: the engine's log-probs are {distance.mu_fp32:.2e} from the learner's in fp32, rounding "
@@ -86,7 +86,7 @@ def judge_mismatch(found: dict[str, Distances]) -> Outcome:
                 "itself compares attention backends: `vllm serve --attention-backend NAME`.",
                 **figures,
             )
-    told = ", ".join(f"{name} {distance.mu_po:.1e}" for name, distance in found.items())
+    told = ", ".join(f"{name} {distance.mu_po:.1e}" for name, distance in by_pair.items())
     return passed(f"median |log mu - log po|: {told}", **figures)
 
 
@@ -362,10 +362,10 @@ def _problem(facts: Facts) -> tuple[str, str] | None:
         "attention": (facts.attention, ATTENTION[facts.device, facts.dtype in ("fp32", "tf32")]),
         "experts": (facts.experts, EXPERTS[facts.device]),
     }
-    for name, (found, relied_on) in wanted.items():
-        if found not in relied_on:
+    for name, (chosen, relied_on) in wanted.items():
+        if chosen not in relied_on:
             return (
-                f"vLLM took {found} for {name} in {facts.dtype}; a run relies on {' or '.join(sorted(relied_on))}",
+                f"vLLM took {chosen} for {name} in {facts.dtype}; a run relies on {' or '.join(sorted(relied_on))}",
                 "On this kind of GPU, or with this vLLM, nobody has read whether routes, updates of weights and fp32 "
                 "hold: see `packages`, unset variables of VLLM_ and FLASHINFER_, and report it.",
             )

@@ -212,11 +212,11 @@ def context_dtype(setting: Setting) -> str:
 
 
 def judge_context(norms: dict[str, float], dtype: str) -> Outcome:
-    (whole, expected), (shared, found) = norms.items()
+    (whole, expected), (shared, norm) = norms.items()
     tolerance = {"fp32": NORM_TOLERANCE, "bf16": BF16_NORM_TOLERANCE}[dtype]
-    if not abs(found - expected) <= tolerance * expected:
+    if not abs(norm - expected) <= tolerance * expected:
         return failed(
-            f"gradient norm {found:.6f} under {shared}, {expected:.6f} under {whole} ({dtype})",
+            f"gradient norm {norm:.6f} under {shared}, {expected:.6f} under {whole} ({dtype})",
             "Attention over shared sequences is wrong here: use learner.parallel.context: 1, and see the checks "
             "`packages` and `attention`.",
             grad_norm=norms,
@@ -252,8 +252,8 @@ def checkpoint(setting: Setting) -> Outcome:
     }
     files = {name: about["sha256"] for name, about in read_manifest(saved).items()}
     # torch's index names each write by a number of its own; what it says of the tensors is read by `load`.
-    found = {name: about["sha256"] for name, about in read_manifest(again).items() if name != _INDEX}
-    changed = [name for name in found if files.get(name) != found[name]]
+    saved_again = {name: about["sha256"] for name, about in read_manifest(again).items() if name != _INDEX}
+    changed = [name for name in saved_again if files.get(name) != saved_again[name]]
     return judge_checkpoint(state == {"words": "of the loop"}, changed, len(files), digests, setting.device)
 
 
@@ -308,16 +308,16 @@ def found_products(setting: Setting) -> dict[str, str]:
     return measured_products(device, transformer_engine=use_transformer_engine(device), triton=device.type == "cuda")
 
 
-def judge_products(found: dict[str, str]) -> Outcome:
+def judge_products(kinds: dict[str, str]) -> Outcome:
     """``found``: library → what it does to fp32 matrices."""
-    wrong = {name: value for name, value in found.items() if value != "fp32"}
+    wrong = {name: value for name, value in kinds.items() if value != "fp32"}
     if not wrong:
-        return passed(f"{', '.join(found)}: products of fp32 matrices have the exact value, which TF32 has not")
+        return passed(f"{', '.join(kinds)}: products of fp32 matrices have the exact value, which TF32 has not")
     told = ", ".join(f"{name} ({value})" for name, value in wrong.items())
     return failed(
         f"products of fp32 matrices are not those of fp32: {told}. What a recipe calls fp32 would be TF32",
         "megatron-rl sets NVIDIA_TF32_OVERRIDE=0 for cuBLAS and TransformerEngine, and TRITON_F32_DEFAULT=ieee for "
         "Triton, before either reads it. Look for what changes them later (a sitecustomize.py, a wrapper of python), "
         "and at `packages`: another version may read other variables. Meanwhile say tf32 in recipes, not fp32.",
-        products=found,
+        products=kinds,
     )

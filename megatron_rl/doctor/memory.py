@@ -67,23 +67,23 @@ def measure(recipe: Recipe, meter: Any, folder: Path) -> dict[str, float]:
     from megatron_rl.learner.learner import Learner
     from megatron_rl.run.engines import hand_over
 
-    found = {}
+    bytes_used = {}
     learner = Learner(recipe)
     with closing(start_engine(recipe, learner)) as generator:
         generate(recipe, learner, generator)
-        found["engine awake"] = meter.now()
+        bytes_used["engine awake"] = meter.now()
         generator.sleep()
-        found["engine asleep"] = meter.now()
+        bytes_used["engine asleep"] = meter.now()
         meter.begin()
         learner.update(made_up_batch(0))
-        found["forward and backward, optimizer"] = meter.peak()
+        bytes_used["forward and backward, optimizer"] = meter.peak()
         meter.begin()
         hand_over(learner, generator)
-        found["refit"] = meter.peak()
+        bytes_used["refit"] = meter.peak()
         meter.begin()
         learner.save(folder, {})
-        found["save"] = meter.peak()
-    return found
+        bytes_used["save"] = meter.peak()
+    return bytes_used
 
 
 def predict(recipe: Recipe, capacity: float) -> dict[str, float]:
@@ -98,7 +98,7 @@ def predict(recipe: Recipe, capacity: float) -> dict[str, float]:
 
 
 def _planned(plan: MemoryPlan, phase: str, absent: tuple[str, ...]) -> float:
-    (items,) = [found.items for found in plan.phases if found.name == phase]
+    (items,) = [one.items for one in plan.phases if one.name == phase]
     return sum(size for what, size in items if what not in absent)
 
 

@@ -111,15 +111,15 @@ def _write_and_look(store: Any, folder: Path, node: int, nodes: int) -> list[int
 
 
 def _unseen(folder: Path, nodes: int) -> list[int]:
-    found = []
+    unseen = []
     for i in range(nodes):
         try:
             if (folder / str(i)).read_text() == f"{folder.name} {i}":
                 continue
         except OSError:
             pass
-        found.append(i)
-    return found
+        unseen.append(i)
+    return unseen
 
 
 def _skew(store: Any, node: int) -> float:

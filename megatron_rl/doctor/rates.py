@@ -65,7 +65,10 @@ def layer_products(recipe: Recipe, a: Architecture, tokens: int) -> list[tuple[i
     together, with equally many rows each."""
     p = recipe.learner.parallel
     query, key = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    found = [(1, tokens, a.hidden_size, (query + 2 * key) // p.tensor), (1, tokens, query // p.tensor, a.hidden_size)]
+    attention = [
+        (1, tokens, a.hidden_size, (query + 2 * key) // p.tensor),
+        (1, tokens, query // p.tensor, a.hidden_size),
+    ]
     if a.is_moe:
         experts, width = a.num_experts // p.expert, a.moe_ffn_hidden_size // p.expert_tensor
         # Ranks that share experts send each other what their tokens chose; tensor-parallel ones have parts of a row.
@@ -73,7 +76,7 @@ def layer_products(recipe: Recipe, a: Architecture, tokens: int) -> list[tuple[i
     else:
         experts, width, rows = 1, a.ffn_hidden_size // p.tensor, tokens
     rows = max(1, rows)
-    return [*found, (experts, rows, a.hidden_size, 2 * width), (experts, rows, width, a.hidden_size)]
+    return [*attention, (experts, rows, a.hidden_size, 2 * width), (experts, rows, width, a.hidden_size)]
 
 
 def operations(products: list[tuple[int, int, int, int]]) -> float:
@@ -172,13 +175,13 @@ def link_figures(table: dict[str, dict[str, Any]]) -> dict[str, float]:
     slowest pair, whose ranks use one GPU's share of the network.
     """
     speeds = {kind: [link["all_reduce"] for link in table.values() if link["kind"] == kind] for kind in _LINKS}
-    found = {}
+    slowest = {}
     if speeds["between nodes"]:
-        found["network_gb_s"] = min(speeds["between nodes"])
+        slowest["network_gb_s"] = min(speeds["between nodes"])
     inside = speeds["in a node"] if speeds["between nodes"] else speeds["all"]
     if inside:
-        found["nvlink_gb_s"] = min(inside)
-    return {key: _short(speed * 2**30 / 1e9) for key, speed in found.items() if speed > 0}
+        slowest["nvlink_gb_s"] = min(inside)
+    return {key: _short(speed * 2**30 / 1e9) for key, speed in slowest.items() if speed > 0}
 
 
 _LINKS = ("in a node", "between nodes", "all")
@@ -193,23 +196,23 @@ def write_measured(path: Path, checks: dict[str, Outcome]) -> str:
 
     from megatron_rl.instruments.plan.hardware import read_gpu
 
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if path.exists():
         read_gpu(path)  # refuses a file of something else
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    measured, told = dict(found.get("measured", {})), []
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    measured, told = dict(values.get("measured", {})), []
     if (outcome := checks.get("rates")) and outcome.status == "pass":
         figures = outcome.figures
         base = data_sheet(figures["device"], figures["memory_gib"])
-        found.setdefault("base", base or UNMEASURED)
-        found["memory_gib"] = round(figures["memory_gib"], 1)
+        values.setdefault("base", base or UNMEASURED)
+        values["memory_gib"] = round(figures["memory_gib"], 1)
         measured["tflops"] = {figures["dtype"]: _short(figures["products"] / 1e12)}
         measured["attention_tflops"] = _short(figures["attention"] / 1e12)
         measured["memory_tb_s"] = _short(figures["copies"] / 1e12)
         measured["source"] = f"{figures['device']}, {figures['recipe']}, {figures['tokens']} tokens"
         if base is None:
             told.append(
-                f"plan has no data sheet of {figures['device']}: what was not measured is that of {found['base']}; "
+                f"plan has no data sheet of {figures['device']}: what was not measured is that of {values['base']}; "
                 f"write your own figures into {path}"
             )
     table = checks["collectives"].figures.get("GiB/s", {}) if checks["collectives"].status == "pass" else {}
@@ -218,9 +221,9 @@ def write_measured(path: Path, checks: dict[str, Outcome]) -> str:
         told.append("links were not measured: plan reckons with those of the data sheet")
     if not measured:
         raise InputError(f"--measure {path}: nothing was measured, and nothing is written; the checks say why")
-    found.setdefault("base", UNMEASURED)
-    found = {"name": path.stem} | found | {"measured": measured}
-    text = json.dumps(found, indent=1) if path.suffix == ".json" else HEAD + yaml.safe_dump(found, sort_keys=False)
+    values.setdefault("base", UNMEASURED)
+    values = {"name": path.stem} | values | {"measured": measured}
+    text = json.dumps(values, indent=1) if path.suffix == ".json" else HEAD + yaml.safe_dump(values, sort_keys=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, text)
     return "\n".join([f"wrote {path}: megatron-rl plan RECIPE --gpu {path}", *told])

@@ -67,8 +67,8 @@ def merge(files: Sequence[Path], expected: Sequence[str] = ()) -> dict[str, Any]
         if not path.is_file() and expected:
             continue  # its node is named below
         try:
-            found = json.loads(path.read_text())
-            for node in found["nodes"]:
+            report = json.loads(path.read_text())
+            for node in report["nodes"]:
                 nodes.setdefault(node["node"], node)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path}: not a report of `megatron-rl doctor --json` ({error})") from error

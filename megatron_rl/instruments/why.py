@@ -69,15 +69,15 @@ def first_change(metric: str, steps: Sequence[int], values: Sequence[float]) -> 
     known = [value for value in values if math.isfinite(value)]
     top = max(known, default=0.0)
     x = [value if math.isfinite(value) else top + abs(top) + 1.0 for value in values]
-    found, end = None, len(x)
+    change, end = None, len(x)
     while end >= 2 * SHORTEST:
         at, probability = pettitt(x[:end])
         if probability > SURE or at < SHORTEST or end - at < SHORTEST:
             break
         before, after = float(np.median(x[:at])), float(np.median(x[at:end]))
-        found = Change(metric, int(steps[at]), before, after, probability)
+        change = Change(metric, int(steps[at]), before, after, probability)
         end = at
-    return found
+    return change
 
 
 Records = Sequence[Mapping[str, float]]
@@ -169,8 +169,8 @@ class Case:
 
 def suspects(case: Case) -> list[Suspect]:
     """Those above their safe value, the furthest first."""
-    found = [suspect for look in LOOKS if (suspect := look(case)) is not None and suspect.excess > 1]
-    return sorted(found, key=lambda suspect: -suspect.excess)
+    suspected = [suspect for look in LOOKS if (suspect := look(case)) is not None and suspect.excess > 1]
+    return sorted(suspected, key=lambda suspect: -suspect.excess)
 
 
 def _suspect(name: str, keys: str, said: str, value: float, safe: float, factor: float = 1.0, **more: Any) -> Suspect:
@@ -454,15 +454,15 @@ def _signs(records: Sequence[Mapping[str, float]], recipe: Mapping[str, Any], co
 
 
 def _changes(records: Sequence[Mapping[str, float]], until: int) -> tuple[Change, ...]:
-    found = []
+    changes = []
     for metric, direction in TELLING.items():
         pairs = [(int(r["step"]), float(r[metric])) for r in records if metric in r and r["step"] <= until]
         if not pairs:
             continue
         change = first_change(metric, *zip(*pairs, strict=True))
         if change is not None and _tells(change, direction):
-            found.append(change)
-    return tuple(sorted(found, key=lambda change: change.step))
+            changes.append(change)
+    return tuple(sorted(changes, key=lambda change: change.step))
 
 
 def _tells(change: Change, direction: int) -> bool:

@@ -58,11 +58,11 @@ def _read(study: str, run: dict[str, Any]) -> RecordedRun:
 
 def distinct(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
     """``runs`` without those whose reward was recorded before: studies share arms."""
-    found: dict[str, RecordedRun] = {}
+    by_curve: dict[str, RecordedRun] = {}
     for run in runs:
         curve = [(record["step"], record.get("critic/rewards/mean")) for record in run.records]
-        found.setdefault(repr(curve), run)
-    return list(found.values())
+        by_curve.setdefault(repr(curve), run)
+    return list(by_curve.values())
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,8 @@ class SetScore:
 def first_collapse(records: Sequence[Mapping[str, float]], rule: CollapseRule) -> int | None:
     """The earlier of the collapse by ``rule`` and that of the held-out reward: two validations in a row."""
     held_out = CollapseRule(HELD_OUT, rule.drop, hold=2, smoothing=1)
-    found = [step for r in (rule, held_out) if (step := collapse_step(records, r)) is not None]
-    return min(found, default=None)
+    collapses = [step for r in (rule, held_out) if (step := collapse_step(records, r)) is not None]
+    return min(collapses, default=None)
 
 
 def score_set(runs: Sequence[tuple[RecordedRun, Sequence[AlarmRule]]], rule: CollapseRule) -> SetScore:

@@ -57,8 +57,8 @@ def check_user_functions(config: ObjectiveConfig) -> None:
         "padded to a greater width": _loss_and_gradient(config, batch, [range(len(LENGTHS))], padding=4),
         "packed": _loss_and_gradient(config, batch, [range(len(LENGTHS))], packed=True),
     }
-    for form, found in forms.items():
-        for what, (value, expected) in {"loss": (found[0], whole[0]), "gradient": (found[1], whole[1])}.items():
+    for form, (loss, gradient) in forms.items():
+        for what, (value, expected) in {"loss": (loss, whole[0]), "gradient": (gradient, whole[1])}.items():
             if not torch.allclose(value, expected, rtol=TOLERANCE, atol=TOLERANCE * float(expected.abs().max())):
                 raise InputError(
                     f"objective {', '.join(names)}: the {what} is another where the batch is {form}; a function may "

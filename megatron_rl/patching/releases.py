@@ -74,8 +74,8 @@ def line(version: str) -> str:
 def others(series: Series) -> dict[str, str]:
     """The series for other releases of the same package, each with its version."""
     folder = series.folder.parent
-    found = (Series.read(folder / name) for name in names(folder) if name != series.name)
-    return {other.name: other.pins["Version"] for other in found if other.package == series.package}
+    all_others = (Series.read(folder / name) for name in names(folder) if name != series.name)
+    return {other.name: other.pins["Version"] for other in all_others if other.package == series.package}
 
 
 def for_tree(folder: Path, root: Path) -> Series:
@@ -102,9 +102,9 @@ def version_of(root: Path) -> str | None:
     path = root / _PACKAGE_INFO
     if not path.is_file():
         return None
-    found = dict(re.findall(r"(?m)^(MAJOR|MINOR|PATCH|PRE_RELEASE) *= *['\"]?(\w*)", path.read_text()))
-    number = ".".join(found.get(key, "0") for key in ("MAJOR", "MINOR", "PATCH"))
-    return number + found.get("PRE_RELEASE", "")
+    parts = dict(re.findall(r"(?m)^(MAJOR|MINOR|PATCH|PRE_RELEASE) *= *['\"]?(\w*)", path.read_text()))
+    number = ".".join(parts.get(key, "0") for key in ("MAJOR", "MINOR", "PATCH"))
+    return number + parts.get("PRE_RELEASE", "")
 
 
 def commit_of(root: Path) -> str | None:

@@ -381,7 +381,7 @@ def lines(reports: Iterable[dict[str, Any]]) -> list[str]:
 def installed_status(folder: Path) -> list[str]:
     """`lines` of the packages of this interpreter's environment. What cannot be read is said in a line of its own."""
     try:
-        found = releases.of_installed_packages(folder)
-        return lines(report(series, target.find(series, None, True)) for series in found)
+        installed = releases.of_installed_packages(folder)
+        return lines(report(series, target.find(series, None, True)) for series in installed)
     except (InputError, OSError) as error:
         return [f"unknown: {error}"]

@@ -123,9 +123,9 @@ def prove(series: Series, root: Path, patches: Sequence[Patch]) -> None:
     replace_files(root, pristine, patched)
     compile_changed(pristine, series.load(root))
     again, held = series.undo(series.load(root))
-    found = set().union(*held.values())
-    if again != pristine or found != {patch.name for patch in patches}:
-        raise PatchError(f"{series.name}: what is applied is not recognised: {', '.join(sorted(found))}")
+    all_held = set().union(*held.values())
+    if again != pristine or all_held != {patch.name for patch in patches}:
+        raise PatchError(f"{series.name}: what is applied is not recognised: {', '.join(sorted(all_held))}")
     replace_files(root, patched, pristine)
     if series.load(root) != pristine:
         raise PatchError(f"{series.name}: reverting does not restore upstream's files")

@@ -25,10 +25,10 @@ def check_function(name: str, what: str) -> None:
     where, _, function = name.rpartition(":")
     if not where.endswith(".py"):
         try:
-            found = importlib.util.find_spec(where) is not None
+            exists = importlib.util.find_spec(where) is not None
         except ImportError:
-            found = False
-        if not found:
+            exists = False
+        if not exists:
             raise InputError(f"{what} {name}: there is no module {where!r}; is its folder on PYTHONPATH?")
         return
     path = Path(where)
@@ -63,10 +63,10 @@ def load_function(name: str) -> Callable[..., Any]:
     """
     where, _, function = name.rpartition(":")
     module = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-    found = getattr(module, function)
-    if not callable(found):
-        raise TypeError(f"{name} is a {type(found).__name__}, not a function")
-    return found
+    member = getattr(module, function)
+    if not callable(member):
+        raise TypeError(f"{name} is a {type(member).__name__}, not a function")
+    return member
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -73,12 +73,12 @@ def kernels_on_cuda(config: RolloutConfig) -> dict[str, Any]:
     attention are compiled with a CUDA toolkit, or fetched from NVIDIA's server, when they are first needed. Experts
     and caches that are quantized are left to vLLM, and so is attention in fp32, which FlashAttention does not have.
     """
-    found = {}
+    arguments = {}
     if config.quantization.weights is None:
-        found["moe_backend"] = "triton"
+        arguments["moe_backend"] = "triton"
     if config.quantization.kv_cache is None and config.dtype in ("bf16", "fp16"):
-        found["attention_backend"] = "FLASH_ATTN"
-    return found
+        arguments["attention_backend"] = "FLASH_ATTN"
+    return arguments
 
 
 def quantization_arguments(wanted: QuantizationConfig, device: Device) -> dict[str, Any]:

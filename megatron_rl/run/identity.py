@@ -314,13 +314,13 @@ def recipe_in_force(directory: RunDirectory, step: int) -> Path:
     """The file of the recipe that the run made ``step`` with: the newest that was in force from that step or earlier
     on. The resolved recipe of a run that kept none.
     """
-    found = directory.recipe
+    newest = directory.recipe
     for path in directory.kept_recipes():
         with path.open(encoding="utf-8") as file:
             start = _FROM_STEP.match(file.readline())
         if start is not None and int(start[1]) <= step:
-            found = path
-    return found
+            newest = path
+    return newest
 
 
 def _keep(directory: RunDirectory, number: int, step: int, text: str) -> Path:

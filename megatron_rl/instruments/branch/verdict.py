@@ -55,8 +55,8 @@ class Judgement:
     @property
     def cures(self) -> list[Judged]:
         """Arms that bring it back, those that restore most first."""
-        found = [judged for judged in self.arms if judged.verdict == WORDS["as predicted"]]
-        return sorted(found, key=lambda judged: -(judged.restored or 0.0))
+        curing = [judged for judged in self.arms if judged.verdict == WORDS["as predicted"]]
+        return sorted(curing, key=lambda judged: -(judged.restored or 0.0))
 
     @property
     def sentence(self) -> str:

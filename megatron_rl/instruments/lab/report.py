@@ -252,11 +252,11 @@ def fill(page: Path, name: str, body: str) -> None:
     page.write_text(pattern.sub(lambda _: start + body + end, text), encoding="utf-8")
 
 
-def verdicts(found: Sequence[tuple[LoadedStudy, Results | None]]) -> Iterator[str]:
+def verdicts(studies: Sequence[tuple[LoadedStudy, Results | None]]) -> Iterator[str]:
     """Yield a line per gate, primary and trend; for an incomplete study, only the number of its runs."""
     yield "| study | compared | outcome | predicted | found (95% interval) | verdict |"
     yield "|---|---|---|---|---|---|"
-    for loaded, results in found:
+    for loaded, results in studies:
         study = loaded.study
         if results is None or not results.complete:
             finished = 0 if results is None else sum(map(len, results.records.values()))

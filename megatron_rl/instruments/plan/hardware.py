@@ -138,15 +138,15 @@ def find_gpu(text: str) -> Gpu:
 
 def read_gpu(path: Path) -> Gpu:
     """Return the GPU that ``path`` (YAML or JSON) describes. A measured figure replaces the assumed one."""
-    found = _read(path)
+    values = _read(path)
     known = {"name", "base", "tflops", "measured", *KEYS}
-    _refuse_unknown(path, "", found, known)
-    name = found.get("name", path.stem)
+    _refuse_unknown(path, "", values, known)
+    name = values.get("name", path.stem)
     if not isinstance(name, str) or not name:
         raise InputError(f"{path}: name: {shown(name)}; expected a text")
-    base = _base(path, found)
-    own = {field: _number(path, key, found[key], unit) for key, (field, unit) in KEYS.items() if key in found}
-    rates = _section(path, "tflops", found, set(DTYPES))
+    base = _base(path, values)
+    own = {field: _number(path, key, values[key], unit) for key, (field, unit) in KEYS.items() if key in values}
+    rates = _section(path, "tflops", values, set(DTYPES))
     own |= {DTYPES[key]: _number(path, f"tflops.{key}", value, 1e12) for key, value in rates.items()}
     if base is None:
         needed = [key for key, (field, _) in KEYS.items() if field not in own and key not in OPTIONAL]
@@ -159,12 +159,12 @@ def read_gpu(path: Path) -> Gpu:
         gpu = Gpu(name=name, **{KEYS[key][0]: value for key, value in OPTIONAL.items()} | own)
     else:
         gpu = replace(base, name=name, **own)
-    return _with_measured(path, found, gpu)
+    return _with_measured(path, values, gpu)
 
 
-def _with_measured(path: Path, found: dict[str, Any], gpu: Gpu) -> Gpu:
+def _with_measured(path: Path, values: dict[str, Any], gpu: Gpu) -> Gpu:
     """Return ``gpu`` with peaks that give what was measured. A share of the peak is assumed of each measurement."""
-    measured = _section(path, "measured", found, {"tflops", "attention_tflops", "source", *MEASURED})
+    measured = _section(path, "measured", values, {"tflops", "attention_tflops", "source", *MEASURED})
     changes, told = {}, []
     rates = _section(path, "measured.tflops", {"measured.tflops": measured.get("tflops", {})}, set(DTYPES))
     for key, value in rates.items():
@@ -194,33 +194,33 @@ def _read(path: Path) -> dict[str, Any]:
 
     try:
         text = path.read_text(encoding="utf-8")
-        found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise InputError(f"{path}: not a file of a GPU's figures in YAML or JSON: {shown(error)}") from error
-    if not isinstance(found, dict):
-        raise InputError(f"{path}: {shown(found)}; expected keys with values, such as memory_gib: 79.1")
-    return found
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: {shown(values)}; expected keys with values, such as memory_gib: 79.1")
+    return values
 
 
-def _base(path: Path, found: dict[str, Any]) -> Gpu | None:
-    base = found.get("base")
+def _base(path: Path, values: dict[str, Any]) -> Gpu | None:
+    base = values.get("base")
     if base is not None and base not in GPUS:
         raise InputError(f"{path}: base: {shown(base)}; expected one of {', '.join(GPUS)}")
     return GPUS[base] if base is not None else None
 
 
-def _section(path: Path, key: str, found: dict[str, Any], known: set[str]) -> dict[str, Any]:
-    section = found.get(key, {})
+def _section(path: Path, key: str, values: dict[str, Any], known: set[str]) -> dict[str, Any]:
+    section = values.get(key, {})
     if not isinstance(section, dict):
         raise InputError(f"{path}: {key}: {shown(section)}; expected keys with values: {', '.join(sorted(known))}")
     _refuse_unknown(path, f"{key}.", section, known)
     return section
 
 
-def _refuse_unknown(path: Path, prefix: str, found: dict[str, Any], known: set[str]) -> None:
-    if unknown := [key for key in found if key not in known]:
+def _refuse_unknown(path: Path, prefix: str, values: dict[str, Any], known: set[str]) -> None:
+    if unknown := [key for key in values if key not in known]:
         raise InputError(
-            f"{path}: {prefix}{unknown[0]}: {shown(found[unknown[0]])}: no such key; remove it, or write one of "
+            f"{path}: {prefix}{unknown[0]}: {shown(values[unknown[0]])}: no such key; remove it, or write one of "
             f"{', '.join(sorted(known))}"
         )
 

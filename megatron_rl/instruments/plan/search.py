@@ -146,16 +146,16 @@ def sequences_proposed(work: Workload) -> tuple[int, StepTime] | None:
     cache. Of values within 1% of the shortest step the smallest counts: sequences beyond it only wait for the cache.
     """
     own = step_time(work, memory_plan(work).engine).total
-    found = []
+    candidates = []
     for number in NUM_SEQUENCES:
         other = work.with_rollout(max_num_seqs=number)
         memory = memory_plan(other)
         if memory.fits:
-            found.append((number, step_time(other, memory.engine)))
-    best = min((time.total for _, time in found), default=own)
+            candidates.append((number, step_time(other, memory.engine)))
+    best = min((time.total for _, time in candidates), default=own)
     if best >= WORTH * own:
         return None
-    return next((number, time) for number, time in found if WORTH * time.total <= best)
+    return next((number, time) for number, time in candidates if WORTH * time.total <= best)
 
 
 # Sentences on what does not fit, by how much, and what to change. Each suggested change was tried first.

@@ -264,9 +264,9 @@ def _in_fake(new_group: Callable) -> Callable:
 
 
 def _all_gather_object(recorder: Recorder) -> Callable:
-    def all_gather_object(found: list[Any], item: Any, group: Any = None) -> None:
-        recorder.record("allgather_object", group or dist.group.WORLD, len(found) * _pickled(item))
-        found[:] = [item] * len(found)
+    def all_gather_object(gathered: list[Any], item: Any, group: Any = None) -> None:
+        recorder.record("allgather_object", group or dist.group.WORLD, len(gathered) * _pickled(item))
+        gathered[:] = [item] * len(gathered)
 
     return all_gather_object
 

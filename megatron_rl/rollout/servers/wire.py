@@ -262,8 +262,8 @@ class Load:
     def of(cls, text: str | dict[str, Any] | None) -> Load:
         """What a server sent; an empty one where it is not one, or one of its numbers is impossible."""
         try:
-            found = json.loads(text) if isinstance(text, str) else dict(text or {})
-            given = {field.name: found[field.name] for field in fields(cls) if field.name in found}
+            values = json.loads(text) if isinstance(text, str) else dict(text or {})
+            given = {field.name: values[field.name] for field in fields(cls) if field.name in values}
         except (ValueError, TypeError, RecursionError):
             return cls()
         return cls(**given) if all(_is_number(name, value) for name, value in given.items()) else cls()
