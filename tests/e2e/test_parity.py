@@ -16,6 +16,7 @@ from megatron_rl.instruments.parity.compare import compare
 from megatron_rl.instruments.parity.definition import FAMILIES
 from megatron_rl.instruments.parity.report import exact_differences
 from megatron_rl.instruments.parity.witnesses import learner_record
+from megatron_rl.learner.process_groups import shutdown
 from tests.support.patience import PATIENCE_S
 from tests.support.slow import slow_but
 from tests.support.tiny import MODEL
@@ -58,6 +59,7 @@ def benches(tmp_path_factory):
     made = Benches(tmp_path_factory.mktemp("models"))
     yield made
     made.close()
+    shutdown()
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, sorted(FAULTS, key=lambda name: FAMILIES.index(FAULTS[name].model))))
