@@ -300,7 +300,11 @@ class SDPACoreAttention(MegatronModule):
         return _Unpad.apply(out, packed.pad_index, packed.unpad_index).flatten(1).unsqueeze(1)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return attend(query, key, value, self.softmax_scale, is_causal=True)
+        width, missing = value.size(-1), query.size(-1) - value.size(-1)
+        if missing == 0:
+            return attend(query, key, value, self.softmax_scale, is_causal=True)
+        # Latent attention has narrower values, which no kernel takes but the one that keeps all scores.
+        return attend(query, key, F.pad(value, (0, missing)), self.softmax_scale, is_causal=True)[..., :width]
 
 
 class _Pad(torch.autograd.Function):
