@@ -44,6 +44,8 @@ from megatron_rl.types import Batch, Sequence
 
 FORMAT_VERSION, READABLE = 3, (2, 3)
 MAX_LOGPROB = 1e-4  # above this it cannot be rounding: probabilities do not exceed one
+IMPORTED = "imported/responses"
+"""Metric of a batch that was imported from a dump of another project: its number of responses."""
 T = TypeVar("T")
 _PER_TOKEN = ("inference_logprobs", "old_logprobs", "current_logprobs", "loss_mask", "policy_versions")
 

@@ -10,7 +10,8 @@ its own routing and precision, so it is added without an order. The remainder af
 rollout engine alone does: its rounding, and what the recipe adds to it (`left_over`). A part is negative if a cause
 cancels others.
 
-A batch without the engine's routes has no part of routing, which is in the remainder then.
+A batch without the engine's routes has no part of routing, which is in the remainder then. An imported batch without
+the learner's log-probs has no part of staleness.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megatron_rl.instruments.stored.rerun import changed_recipe, exported, learn
 from megatron_rl.learner.learner import Learner
 from megatron_rl.monitor import RunDirectory
 from megatron_rl.objective.guards import MAX_LOG_RATIO
-from megatron_rl.run.recorded_batches import RecordedBatch
+from megatron_rl.run.recorded_batches import IMPORTED, RecordedBatch
 
 CAUSES = ("routing", "LM head", "body")
 
@@ -78,15 +79,17 @@ def attribute(directory: RunDirectory, recipe: Recipe, recorded: RecordedBatch, 
     """Score the batch with the learner of its step without each set of causes, and return the split. Collective.
 
     ``weights``: see `rerun.learner_at`. It takes six passes over the batch without gradient, two if the learner
-    computes in fp32; half as many without routes. Raises InputError if the batch lacks current log-probs.
+    computes in fp32; half as many without routes. Raises InputError if a batch of a run lacks current log-probs.
     """
     batch = recorded.batch
-    if any(s.current_logprobs is None for s in batch.sequences):
+    known = [s.current_logprobs is not None for s in batch.sequences]
+    is_stale_known = all(known)
+    if not is_stale_known and (any(known) or IMPORTED not in recorded.metrics):
         raise InputError(f"step {batch.step}: the batch has no current_logprobs; recorder.record_batches records them")
     if recipe.routing.replay == "r2":
         raise InputError("routing.replay: r2 stores the learner's own routes; attribution needs the engine's")
     variance = _measure(recorded)
-    stored = np.concatenate([s.current_logprobs for s in batch.sequences])
+    num_tokens = sum(s.response_length for s in batch.sequences)
     has_routes = all(s.routed_experts is not None for s in batch.sequences)
     causes = CAUSES if has_routes else CAUSES[1:]
     # A measurement may use an fp32 head in the learner alone.
@@ -116,7 +119,11 @@ def attribute(directory: RunDirectory, recipe: Recipe, recorded: RecordedBatch, 
                     learner.close()
     measured = _every_set(measured, [frozenset(), frozenset({"routing"})] if has_routes else [frozenset()])
     recipes_causes = frozenset({"routing"}) if recipe.routing.replay == "r3" else frozenset()
-    staleness = variance(stored) - measured[recipes_causes]
+    staleness: list[Part] = []
+    if is_stale_known:
+        stored = np.concatenate([s.current_logprobs for s in batch.sequences])
+        change = variance(stored) - measured[recipes_causes]
+        staleness = [Part("staleness", "weights before the first update of the batch", change)]
     shares = shapley(measured, causes)
     what = {
         "routing": "the engine's routes replayed" + (" (as in the run)" if recipes_causes else ""),
@@ -124,11 +131,11 @@ def attribute(directory: RunDirectory, recipe: Recipe, recorded: RecordedBatch, 
         "body": f"already {recipe.learner.dtype}" if stored_fp32 else f"{recipe.learner.dtype} → fp32",
     }
     parts = (
-        Part("staleness", "weights before the first update of the batch", staleness),
+        *staleness,
         *(Part(cause, what[cause], shares[cause]) for cause in causes),
         Part("remainder", left_over(recipe, routes_are_missing), measured[frozenset(causes)]),
     )
-    return Attribution(sum(part.variance for part in parts), parts, measured, len(stored), source)
+    return Attribution(sum(part.variance for part in parts), parts, measured, num_tokens, source)
 
 
 def left_over(recipe: Recipe, routing: bool = False) -> str:

@@ -153,7 +153,15 @@ train check doctor plan trace eval eval-grid serve servers schema watch samples 
 gradient-bias mismatch explain-schedule score-alarms convert prepare-data lab sanity-set sanity-verdict softmax-study
 patch
 """
-NEW = {"run why", "run branch", "parity", "recipe from-verl", "recipe from-slime", "recipe from-nemo-rl"}
+NEW = {
+    "run why",
+    "run branch",
+    "parity",
+    "recipe from-verl",
+    "recipe from-slime",
+    "recipe from-nemo-rl",
+    "batch import-dump",
+}
 
 
 def test_every_command_from_before_there_were_groups_still_starts(capsys, monkeypatch):
