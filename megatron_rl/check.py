@@ -14,6 +14,7 @@ from megatron_rl.config.hub import how_to_download
 from megatron_rl.config.model_rules import contract, cpu_problems, model_problems, smallest_world
 from megatron_rl.config.objective import label_of, parts_without_effect, user_functions
 from megatron_rl.config.recipe import has_mismatch
+from megatron_rl.config.sections import ValidationConfig
 from megatron_rl.data import check_source
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import Architecture, read_architecture, unknown_config_keys
@@ -145,7 +146,7 @@ def _report(recipe: Recipe, a: Architecture, world_size: int | None) -> list[tup
             f"{recipe.batch.prompts} prompts × {rollout.num_samples} samples = {recipe.num_sequences} sequences, "
             f"{recipe.batch.minibatches} update(s) of {recipe.num_sequences // recipe.batch.minibatches}",
         ),
-        ("run", f"{recipe.num_steps} steps, {recipe.num_updates} updates, into {recipe.run_dir}"),
+        ("run", f"{recipe.length}, into {recipe.run_dir}"),
         *((row.aspect, str(row)) for row in contract(recipe, a)),
         *([("routing", recipe.routing.describe())] if recipe.routing.is_on else []),
         (
@@ -164,6 +165,13 @@ def _without_effect(recipe: Recipe) -> list[tuple[str, str]]:
     return [("no effect", "; ".join(parts))] if parts else []
 
 
+def _validations(validation: ValidationConfig) -> str:
+    start = {True: ", and before the first", False: ", not before the first", None: ""}[validation.at_start]
+    if not validation.every:
+        return "validation before the first step" if validation.at_start else "no validation"
+    return f"validation every {validation.every} steps{start}"
+
+
 def _records(recipe: Recipe) -> list[str]:
     """Return what the run will write, and which states it cannot restore."""
     checkpoint, recorder, validation = recipe.checkpoint, recipe.recorder, recipe.validation
@@ -177,7 +185,7 @@ def _records(recipe: Recipe) -> list[str]:
         )
         + retention
         + best,
-        f"validation every {validation.every} steps" if validation.every else "no validation",
+        _validations(validation),
     ]
     alarms = [rule.name for rule in recipe.monitor.alarms if "record_batch" in rule.then]
     by_alarm = f"batches of alarms ({', '.join(alarms)})" if alarms else ""

@@ -44,7 +44,7 @@ def _steps(run: Run, before_step: Callable[[Run, int], None]) -> None:
     while (step := learner.step) < recipe.num_steps:
         before_step(run, step)
         with run.saved_on_fault():
-            metrics = validate(run, step) if _due(step, recipe.validation.every) else {}
+            metrics = validate(run, step) if recipe.validation.is_due(step) else {}
             groups, sampling_metrics = sample(run, step)
             run.ahead.look_ahead(step, learner.num_updates)
             sampling_metrics |= run.prompts.metrics()

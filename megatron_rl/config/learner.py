@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -103,6 +103,13 @@ class LearnerConfig(Section):
     """Train low-rank adapters instead of all weights. null: train all weights."""
     loss_scale: LossScaleConfig = LossScaleConfig()
     """Dynamic loss scaling, where dtype is fp16."""
+    token_dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    """How tokens travel to the ranks of their experts. `alltoall`: each to those ranks alone. `allgather`: all to all
+    ranks, which have to be of one replica, for many experts a token; not with pipeline stages. `flex`: by DeepEP's
+    kernels, which have to be installed."""
+    megatron: dict[str, Any] = {}
+    """Further fields of Megatron's TransformerConfig, as {field: value}: a way out, not tested here. Fields that this
+    project sets are refused. Check the run's mismatch: the rollout engine knows nothing of them."""
     max_consecutive_overflows: PositiveInt = 20
     """Updates in a row skipped for infinite or NaN gradients (in any dtype) that end the run with exit status 3."""
 

@@ -114,6 +114,18 @@ def rollout_problems(
         problems.append(
             f"rollout.stop_token_ids: {too_high} are outside the vocabulary (0 … {architecture.vocab_size - 1})"
         )
+    at_once = rollout.max_num_batched_tokens
+    if at_once is not None and rollout.engine != "exact":
+        if at_once < rollout.max_num_seqs:
+            problems.append(
+                f"rollout.max_num_batched_tokens: {at_once} is below rollout.max_num_seqs ({rollout.max_num_seqs}): a "
+                "step computes a token of each running response; raise the one, or lower the other"
+            )
+        if device == "cpu" and at_once < total:
+            problems.append(
+                f"rollout.max_num_batched_tokens: {at_once} is below the {total} tokens of the longest sequence, and "
+                "vLLM on a CPU computes a prompt in one step; raise it, or remove it"
+            )
     if device is None:
         return problems
     return problems + (cpu_problems if device == "cpu" else _cuda_problems)(rollout, architecture)

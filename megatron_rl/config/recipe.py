@@ -6,6 +6,7 @@ returns messages that name keys, values found and values allowed; an empty list 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +28,12 @@ def section_problems(recipe: RecipeSections) -> list[str]:
             recipe.schedule,
             recipe.learner.optimizer.lr,
             recipe.learner.optimizer.weight_decay,
-            total_steps=recipe.num_updates,
+            total_steps=recipe.num_updates if recipe.num_steps else math.inf,
         )
     )
     problems += exact_problems(recipe) + batch_problems(recipe.batch) + offload_problems(recipe)
     problems += oversample_problems(recipe.batch, recipe.rollout) + tf32_problems(recipe)
+    problems += dispatcher_problems(recipe) + epoch_problems(recipe)
     if recipe.num_sequences % recipe.batch.minibatches:
         problems.append(
             f"batch.minibatches: {recipe.batch.minibatches} does not divide the {recipe.num_sequences} sequences of a "
@@ -62,8 +64,9 @@ def section_problems(recipe: RecipeSections) -> list[str]:
             if "record_batch" in rule.then
         ]
     problems += rollback_problems(recipe)
-    if recipe.validation.every and not recipe.data.validation:
-        problems.append("validation.every: set, but data.validation names no file")
+    for key in ("every", "at_start"):
+        if getattr(recipe.validation, key) and not recipe.data.validation:
+            problems.append(f"validation.{key}: set, but data.validation names no file")
     best = recipe.checkpoint.keep_best
     if best is not None and best.metric.startswith("val/") and not recipe.validation.every:
         problems.append(f"checkpoint.keep_best: {best.metric} is never measured with validation.every 0; set it")
@@ -103,6 +106,49 @@ def rollback_problems(recipe: RecipeSections) -> list[str]:
     if recipe.exact.dose is not None and recipe.exact.dose.kind == "stale":
         problems.append(f"exact.noise.kind: stale, but {name}: the sampler would keep weights that it undoes")
     return problems
+
+
+def epoch_problems(recipe: RecipeSections) -> list[str]:
+    """What keeps the number of steps of `num_epochs` from being known before the run."""
+    if recipe.num_epochs is None:
+        return []
+    keys = {
+        "batch.filter_groups": recipe.batch.filter_groups,
+        "batch.oversample": recipe.batch.oversample is not None,
+        "data.curriculum": recipe.data.curriculum is not None,
+        "weights in data.train": bool(recipe.data.weights),
+    }
+    return [
+        f"num_epochs: {recipe.num_epochs:g} with {key}: how many prompts a step or an epoch takes is known only in the "
+        "run; use num_steps"
+        for key, is_set in keys.items()
+        if is_set
+    ]
+
+
+def dispatcher_problems(recipe: RecipeSections) -> list[str]:
+    """Layouts that `learner.token_dispatcher` cannot serve."""
+    parallel, dispatcher = recipe.learner.parallel, recipe.learner.token_dispatcher
+    if dispatcher == "allgather" and parallel.pipeline > 1:
+        return [
+            f"learner.token_dispatcher: allgather with learner.parallel.pipeline {parallel.pipeline}: Megatron's "
+            "stages hand on sequences of different lengths, which allgather refuses; use alltoall"
+        ]
+    same_tokens, experts = parallel.tensor * parallel.context, parallel.expert * parallel.expert_tensor
+    if dispatcher == "allgather" and same_tokens % experts:
+        return [
+            f"learner.token_dispatcher: allgather with learner.parallel.expert · expert_tensor = {experts}: it needs "
+            "as many tokens on each rank of the experts, which the ranks of one replica alone have: tensor · context = "
+            f"{same_tokens}; use alltoall, or an expert · expert_tensor that divides it"
+        ]
+    if dispatcher == "flex" and experts == 1:
+        return [
+            "learner.token_dispatcher: flex with learner.parallel.expert 1: no token leaves its rank; use alltoall, or "
+            "deal the experts out"
+        ]
+    if dispatcher == "flex" and recipe.runtime.device == "cpu":
+        return ["learner.token_dispatcher: flex with runtime.device cpu: DeepEP needs NVIDIA GPUs; use alltoall"]
+    return []
 
 
 def has_mismatch(recipe: RecipeSections) -> bool:
@@ -212,7 +258,7 @@ def oversample_problems(batch: BatchConfig, rollout: RolloutConfig) -> list[str]
     return problems
 
 
-def schedule_problems(schedule: ScheduleConfig, lr: float, weight_decay: float, total_steps: int) -> list[str]:
+def schedule_problems(schedule: ScheduleConfig, lr: float, weight_decay: float, total_steps: float) -> list[str]:
     """What does not fit the optimizer's numbers or the length of the run; empty where all does."""
     problems = []
     if schedule.floor(lr) > lr:
@@ -283,6 +329,21 @@ def exact_problems(recipe: RecipeSections) -> list[str]:
         problems.append(
             f"routing.{key} needs another engine's routes; under rollout.engine exact there is none, and routes "
             "agree by themselves; use replay off or r2 without telemetry"
+        )
+    if rollout.max_num_batched_tokens is not None:
+        problems.append(
+            f"rollout.max_num_batched_tokens: {rollout.max_num_batched_tokens} is about vLLM's steps; rollout.engine "
+            "exact has none; remove it"
+        )
+    if recipe.learner.megatron:
+        problems.append(
+            f"learner.megatron: {', '.join(recipe.learner.megatron)} with rollout.engine exact, whose two passes agree "
+            "for the fields that this project sets alone; remove it"
+        )
+    if recipe.learner.token_dispatcher != "alltoall":
+        problems.append(
+            f"learner.token_dispatcher: {recipe.learner.token_dispatcher} with rollout.engine exact, which adds up the "
+            "outputs of experts in the order of alltoall; use alltoall"
         )
     if recipe.learner.fused_head:
         problems.append(

@@ -164,6 +164,9 @@ class RolloutConfig(Section):
     """Every response is drawn from (seed, step, prompt id, sample number), whichever engine and batch it falls to."""
     max_num_seqs: PositiveInt = 256
     """Most responses that one engine works on at a time."""
+    max_num_batched_tokens: PositiveInt | None = None
+    """Most tokens that one step of an engine computes: of new prompts, and one of each running response. More read
+    prompts faster, and take memory for activations. null: vLLM's own choice."""
     tensor_parallel: PositiveInt = 1
     """Ranks that share one engine. The other ranks have engines of their own, and prompts are dealt out to all."""
     kv_cache_gib: PositiveFloat | None = None

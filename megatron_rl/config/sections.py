@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from megatron_rl.config.base import AnyPath, LookedUp, OffCount, Section, Short
 from megatron_rl.config.data import DataConfig, RewardConfig
@@ -138,7 +138,9 @@ class CheckpointConfig(Section):
 
 class ValidationConfig(Section):
     every: OffCount = 0
-    """Steps between validations on data.validation, the first before training; 0 or null: never."""
+    """Steps between validations on data.validation, the last after training; 0 or null: never."""
+    at_start: bool | None = None
+    """Validate before the first step. null: where `every` is not 0."""
     num_samples: PositiveInt = 1
     """Responses per held-out prompt (n of avg@n and pass@n)."""
     temperature: float = Field(1.0, ge=0, le=2)
@@ -150,6 +152,12 @@ class ValidationConfig(Section):
     times (AIME-2024's public file holds each problem 32 times). keep: each is sampled num_samples times."""
     limit: PositiveInt | None = None
     """Use only the first this many held-out prompts. null: all."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether to validate before ``step``."""
+        if step == 0 and self.at_start is not None:
+            return self.at_start
+        return self.every > 0 and step % self.every == 0
 
     @field_validator("temperature")
     @classmethod
@@ -164,8 +172,10 @@ class RecipeSections(Section):
     """Name of the run, and of its folder below `run_root`."""
     seed: NonNegativeInt = 0
     """Seed of sampling and of every other random choice that has none of its own."""
-    num_steps: PositiveInt
-    """Rollout steps of the run."""
+    num_steps: PositiveInt | None = None
+    """Rollout steps of the run. null: as many as `num_epochs` takes."""
+    num_epochs: PositiveFloat | None = None
+    """In place of `num_steps`: passes over data.train, rounded up to whole steps of batch.prompts prompts."""
     run_root: AnyPath = Path("runs")
     """Folder that run directories go to; a relative path counts from the working directory."""
     runtime: RuntimeConfig = RuntimeConfig()
@@ -201,6 +211,15 @@ class RecipeSections(Section):
     recorder: RecorderConfig = RecorderConfig()
     """Which batches are kept on disk."""
 
+    @model_validator(mode="after")
+    def _has_one_length(self) -> RecipeSections:
+        if self.num_steps is None and self.num_epochs is None:
+            raise ValueError("num_steps: missing; give the number of steps, or num_epochs")
+        if self.num_steps is not None and self.num_epochs is not None:
+            both = f"num_epochs: {self.num_epochs:g} beside num_steps: {self.num_steps}"
+            raise ValueError(f"{both}; give one, and null for the other")
+        return self
+
     @field_validator("run_root")
     @classmethod
     def _run_root_can_be_printed(cls, root: Path) -> Path:
@@ -221,8 +240,15 @@ class RecipeSections(Section):
 
     @property
     def num_updates(self) -> int:
-        """Optimizer steps of the whole run."""
-        return self.num_steps * self.batch.minibatches
+        """Optimizer steps of the whole run; 0 while `num_epochs` stands in the place of `num_steps`."""
+        return (self.num_steps or 0) * self.batch.minibatches
+
+    @property
+    def length(self) -> str:
+        """How long the run is, in words."""
+        if self.num_steps is None:
+            return f"{self.num_epochs:g} epochs"
+        return f"{self.num_steps} steps, {self.num_updates} updates"
 
     @property
     def num_sequences(self) -> int:

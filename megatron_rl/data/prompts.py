@@ -7,6 +7,7 @@ import difflib
 import hashlib
 import itertools
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -223,6 +224,8 @@ def load_prompts(
     prompts = in_memory(build) if prompts is None else prompts
     if prompts.num_dropped:
         logger.warning("%s: dropped %d prompts longer than %d tokens", names, prompts.num_dropped, config.max_length)
+    if prompts.num_cut:
+        logger.warning("%s: cut %d prompts to %d tokens", names, prompts.num_cut, config.max_length)
     return prompts
 
 
@@ -323,12 +326,17 @@ def _write(
                 "give each source its own `name`"
             )
         where[problem.id] = problem.where
+        if tokens is not None and len(tokens) > config.max_length and config.truncation != "refuse":
+            tokens = _cut(tokens, config)
+            text = tokenizer.decode(tokens)
+            writer.num_cut += 1
         if tokens is None or len(tokens) > config.max_length:
             if config.overlong == "error":
                 has = f"{len(text)} characters, which are" if tokens is None else f"{len(tokens)} tokens,"
                 raise InputError(
                     f"{problem.where}: prompt {problem.id} has {has} more than data.prompt.max_length "
-                    f"({config.max_length}); raise the limit or set data.prompt.overlong: drop"
+                    f"({config.max_length}); raise the limit, or set data.prompt.overlong: drop or "
+                    "data.prompt.truncation"
                 )
             writer.num_dropped += 1
             continue
@@ -340,14 +348,25 @@ def _write(
         )
 
 
+def _cut(tokens: list[int], config: PromptConfig) -> list[int]:
+    """Return the `max_length` tokens that `truncation` keeps."""
+    kept = config.max_length
+    if config.truncation == "left":
+        return tokens[-kept:]
+    if config.truncation == "right":
+        return tokens[:kept]
+    return tokens[: kept // 2] + tokens[-(kept - kept // 2) :]
+
+
 def _tokenized(
     sources: Sequence[DataSourceConfig], tokenizer: Any, config: PromptConfig, template: str | None
 ) -> Iterator[tuple[Problem, str, list[int] | None]]:
-    """Yield problem, text and token ids; None as ids of a text that is too long for any tokenization.
+    """Yield problem, text and token ids; None as ids of a text that is too long for any tokenization and is not cut.
 
     A thread tokenizes a batch on all cores while the next one is read and formatted.
     """
-    longest = config.max_length * max(map(len, tokenizer.get_vocab()), default=1)
+    longest: float = config.max_length * max(map(len, tokenizer.get_vocab()), default=1)
+    longest = longest if config.truncation == "refuse" else math.inf
 
     def formatted() -> Iterator[list[tuple[Problem, str]]]:
         problems = itertools.chain.from_iterable(read_problems(source) for source in sources)

@@ -63,6 +63,7 @@ class Facts:
     num_dropped: int = 0
     fingerprint: str = ""
     digest: str = ""
+    num_cut: int = 0
 
 
 class Digests:
@@ -95,7 +96,7 @@ class TableWriter:
         self._digests = Digests()
         self._sources: dict[str, int] = {}
         self._seen: dict[bytes, int] = {}
-        self.num_rows = self.num_dropped = 0
+        self.num_rows = self.num_dropped = self.num_cut = 0
         self.odd: dict[int, dict[str, Any]] = {}  # extra columns that JSON cannot store, by row
 
     def add(self, prompt: Prompt) -> None:
@@ -120,7 +121,7 @@ class TableWriter:
         if self._columns[0]:
             self._flush()
         fingerprint, digest = self._digests.values()
-        return Facts(list(self._sources), self.num_dropped, fingerprint, digest)
+        return Facts(list(self._sources), self.num_dropped, fingerprint, digest, self.num_cut)
 
     def _flush(self) -> None:
         arrays = [pa.array(column, type=kind.type) for column, kind in zip(self._columns, SCHEMA)]
@@ -129,7 +130,7 @@ class TableWriter:
 
 
 class PromptSet(Sequence[Prompt]):
-    """Prompts in file order, read-only. `num_dropped`: number of prompts left out because of their length.
+    """Prompts in file order, read-only. `num_dropped`: prompts left out because of their length; `num_cut`: cut.
 
     ``rows``: selected rows of ``batches``, int64; None: all. ``memo``: file that stores the hashes of this selection.
     ``odd``: extra columns by row that the batches cannot store.
@@ -199,6 +200,10 @@ class PromptSet(Sequence[Prompt]):
     @property
     def num_dropped(self) -> int:
         return self._facts.num_dropped
+
+    @property
+    def num_cut(self) -> int:
+        return self._facts.num_cut
 
     @cached_property
     def lengths(self) -> np.ndarray:

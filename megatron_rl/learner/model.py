@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -89,7 +92,7 @@ def transformer_config(
         "expert_tensor_parallel_size": parallel.expert_tensor,
         "sequence_parallel": parallel.tensor > 1,
         "variable_seq_lengths": parallel.pipeline > 1,
-        "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths, even in a dense model
+        "moe_token_dispatcher_type": learner.token_dispatcher,
         # Losses arrive divided by their global denominators; Megatron must only add them up.
         "calculate_per_token_loss": True,
         # Fusions need Apex or TransformerEngine kernels; on one side only they would add mismatch. The rotary one is
@@ -131,20 +134,44 @@ def transformer_config(
         }
     if a.sigmoid_router and a.router_groups[0] > 1:
         config |= {"moe_router_num_groups": a.router_groups[0], "moe_router_group_topk": a.router_groups[1]}
-    if a.latent is None:
-        return TransformerConfig(**config)
-    config |= {
-        "q_lora_rank": a.latent.query_rank,
-        "kv_lora_rank": a.latent.rank,
-        "qk_head_dim": a.latent.plain_width,
-        "qk_pos_emb_head_dim": a.latent.rotary_width,
-        "v_head_dim": a.latent.value_width,
-        "qk_layernorm": True,  # of the latent vectors
-        "rope_type": "rope",
-        "rotary_base": a.rope_theta,
-        "apply_rope_fusion": False,  # Megatron-Core has a fused kernel for another kind of scaling alone
-    }
-    return MLATransformerConfig(**config)
+    if a.latent is not None:
+        config |= {
+            "q_lora_rank": a.latent.query_rank,
+            "kv_lora_rank": a.latent.rank,
+            "qk_head_dim": a.latent.plain_width,
+            "qk_pos_emb_head_dim": a.latent.rotary_width,
+            "v_head_dim": a.latent.value_width,
+            "qk_layernorm": True,  # of the latent vectors
+            "rope_type": "rope",
+            "rotary_base": a.rope_theta,
+            "apply_rope_fusion": False,  # Megatron-Core has a fused kernel for another kind of scaling alone
+        }
+    if learner.token_dispatcher == "flex" and importlib.util.find_spec("deep_ep") is None:
+        raise InputError("learner.token_dispatcher: flex needs DeepEP, and deep_ep is not installed; use alltoall")
+    made = TransformerConfig if a.latent is None else MLATransformerConfig
+    check_megatron_fields(learner.megatron, config, made)
+    try:
+        return made(**config, **learner.megatron)
+    except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
+        if not learner.megatron and learner.token_dispatcher == "alltoall":
+            raise
+        fields = f"learner.token_dispatcher {learner.token_dispatcher}, learner.megatron {learner.megatron}"
+        raise InputError(f"{fields}: Megatron refuses the model's configuration: {error}") from error
+
+
+def check_megatron_fields(given: Mapping[str, Any], ours: Collection[str], made: type[TransformerConfig]) -> None:
+    """Raise InputError for fields of `learner.megatron` that Megatron does not have, or that are in ``ours``."""
+    known = {item.name for item in dataclasses.fields(made) if item.init}
+    for name, value in given.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise InputError(f"learner.megatron.{name}: Megatron's {made.__name__} has no such field{hint}")
+        if name in ours:
+            raise InputError(
+                f"learner.megatron.{name}: found {value!r}; the model, the layout or another key of the recipe decides "
+                "this field; remove it"
+            )
 
 
 def _keep(tensor: torch.Tensor) -> torch.Tensor:

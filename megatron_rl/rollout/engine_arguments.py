@@ -49,6 +49,8 @@ def engine_arguments(
         "weight_transfer_config": {"backend": BACKEND},
         "worker_extension_cls": "megatron_rl.rollout.worker_extension.WorkerExtension",
     }
+    if config.max_num_batched_tokens is not None:
+        arguments["max_num_batched_tokens"] = config.max_num_batched_tokens
     if config.kept_sets:
         arguments["max_logprobs"] = config.candidates
     if device == "cpu":  # vLLM's CPU sampler cannot resume a seeded request whose prompt was cut into chunks

@@ -50,6 +50,7 @@ MAY_CHANGE = (
     "learner.offload.*",
     "rollout.tensor_parallel",
     "rollout.max_num_seqs",
+    "rollout.max_num_batched_tokens",
     "rollout.kv_cache_gib",
     "rollout.gpu_memory_utilization",
     "rollout.enforce_eager",
@@ -68,6 +69,7 @@ MAY_CHANGE = (
     # What is measured, written and kept. `_decays_the_rate` has the exception.
     "routing.telemetry",
     "validation.every",
+    "validation.at_start",
     "checkpoint.*",
     "monitor.*",
     "recorder.*",

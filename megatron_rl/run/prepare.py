@@ -16,6 +16,7 @@ from megatron_rl.check import CheckedRecipe, check_recipe
 from megatron_rl.checkpoint.hf_folder import resolve_stop_token_ids
 from megatron_rl.checkpoint.manifest import list_checkpoints
 from megatron_rl.config import Recipe
+from megatron_rl.config.recipe import section_problems
 from megatron_rl.data import PromptSet, check_vocabulary, load_tokenizer, load_train, load_validation
 from megatron_rl.errors import InputError, shown
 from megatron_rl.monitor.run_directory import RunDirectory
@@ -29,8 +30,12 @@ SHOWN_CHARACTERS, SHOWN_SOURCES = 300, 8  # of a prompt; of the data sources
 
 @dataclass(frozen=True)
 class Prepared:
-    """A recipe that can be run, as far as can be known without engines. ``report``: what, value; for a person."""
+    """A recipe that can be run, as far as can be known without engines. ``report``: what, value; for a person.
 
+    ``recipe``: with `num_steps` in the place of `num_epochs`.
+    """
+
+    recipe: Recipe
     checked: CheckedRecipe
     tokenizer: Any
     train: PromptSet
@@ -57,6 +62,7 @@ def prepare(recipe: Recipe, world_size: int | None) -> Iterator[Prepared]:
             f"batch.{key}: {prompts} prompts a step, but data.train has {len(train)}; a step would "
             f"sample a prompt twice. Lower batch.{key} or add data"
         )
+    recipe, notes = in_steps(recipe, len(train))
     has_validation = bool(recipe.data.validation)
     validation = load_validation(recipe.data, recipe.validation, tokenizer) if has_validation else PromptSet.of(())
     for prompts_of_a_kind in (train, validation):
@@ -65,8 +71,20 @@ def prepare(recipe: Recipe, world_size: int | None) -> Iterator[Prepared]:
     names = {prompt.data_source for prompt in first}
     with Rewarder(recipe.reward, recipe.rollout.max_response_length, names) as rewarder:
         trial = rewarder.try_on(first)
-        report = [*checked.report, *_report(recipe, train, validation, trial, _ends(recipe, tokenizer))]
-        yield Prepared(checked, tokenizer, train, validation, rewarder, report)
+        report = [*checked.report, *notes, *_report(recipe, train, validation, trial, _ends(recipe, tokenizer))]
+        yield Prepared(recipe, checked, tokenizer, train, validation, rewarder, report)
+
+
+def in_steps(recipe: Recipe, num_prompts: int) -> tuple[Recipe, list[tuple[str, str]]]:
+    """Return ``recipe`` with the steps that `num_epochs` takes over ``num_prompts``, and what to say of it."""
+    if recipe.num_epochs is None:
+        return recipe, []
+    steps = math.ceil(recipe.num_epochs * num_prompts / recipe.batch.prompts)
+    counted = recipe.model_copy(update={"num_steps": steps, "num_epochs": None})
+    if problems := section_problems(counted):
+        raise InputError("\n".join([f"recipe {recipe.name}:", *(f"  {problem}" for problem in problems)]))
+    each = f"{num_prompts} prompts, {recipe.batch.prompts} a step"
+    return counted, [("steps", f"num_epochs {recipe.num_epochs:g} over {each}: {counted.length}")]
 
 
 def report(
@@ -80,7 +98,7 @@ def report(
     if offline and not all(path.exists() for path in files):
         return check_recipe(recipe, world_size, offline=True).report
     with prepare(recipe, world_size) as prepared:
-        there = _run_there(recipe, prepared)
+        there = _run_there(prepared.recipe, prepared)
     if free_gib is not None:
         from megatron_rl.learner.compare_logits import witness
 
@@ -162,6 +180,7 @@ def _names(prompts: PromptSet) -> str:
 def _count(prompts: PromptSet) -> str:
     repeated = len(prompts) - prompts.num_different
     notes = [f"{prompts.num_dropped} too long, left out"] if prompts.num_dropped else []
+    notes += [f"{prompts.num_cut} cut to the longest length"] if prompts.num_cut else []
     notes += [f"{repeated} of them repeat another row"] if repeated else []
     return f"{len(prompts)} prompts" + (f" ({'; '.join(notes)})" if notes else "")
 

@@ -212,6 +212,7 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
     check_resume(directory, resume)
     with contextlib.ExitStack() as stack:
         prepared = stack.enter_context(prepare(recipe, int(os.environ.get("WORLD_SIZE", 1))))
+        recipe = prepared.recipe
         sampler = make_sampler(prepared.train, recipe.data)
         device = initialize(recipe.learner.parallel, recipe.runtime.device, recipe.seed, recipe.rollout.hang_limit_s)
         stack.callback(shutdown)

@@ -81,6 +81,7 @@ def runs(tmp_path_factory):
             "closed, bf16": ("closed", {"learner": learner(dtype="bf16")}),
         },
         2: {
+            "tp2ep2, allgather": train(learner({"tensor": 2, "expert": 2}, token_dispatcher="allgather")),
             "ep2, minibatches": train(learner({"expert": 2}), 2, 4),
             "closed, ep2": ("closed", {"learner": learner({"expert": 2})}),
             "threads": ("threads", {"learner": learner({"expert": 2})}),
@@ -132,6 +133,10 @@ def test_layout_equals_one_rank(runs, layout, limits):
     for other in others:  # every rank reports the same and exports the same
         assert other["metrics"] == first["metrics"]
         assert largest_difference(other["weights"], first["weights"]) == 0.0
+
+
+def test_tokens_that_all_ranks_get_are_computed_alike(runs, limits):
+    assert_same_run(runs["tp2ep2, allgather"][0], runs["one"][0], limits)
 
 
 def test_several_minibatches_on_two_ranks(runs):

@@ -15,6 +15,7 @@ import numpy as np
 from scipy import integrate, optimize, special, stats
 
 from megatron_rl.config import Recipe, load_recipe
+from megatron_rl.errors import InputError
 from megatron_rl.instruments.lab.jobs import LoadedStudy, differing_keys
 from megatron_rl.instruments.lab.results import NothingFinished, Results, read_results
 from megatron_rl.instruments.lab.statistics import mixed_regression
@@ -58,6 +59,8 @@ def cost(
     architecture, _ = shape_of(base.model.path)
     lines = []
     for job in loaded.jobs(base.run_root, study.seeds[:1]):
+        if base.num_steps is None:
+            raise InputError("num_epochs: the costs of a study are counted in steps; set num_steps")
         recipe = loaded.recipe(job).model_copy(update={"name": base.name})
         work = make_workload(recipe, architecture, find_gpu(gpu), nodes, gpus_per_node, mean_response)
         plan = make_plan(work)

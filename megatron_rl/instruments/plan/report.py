@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.config import Recipe
 from megatron_rl.instruments.plan import hardware as hw
 from megatron_rl.instruments.plan.hardware import GIB
 from megatron_rl.instruments.plan.learner import active_parameters, checkpoint_cost, total_parameters
@@ -231,8 +232,14 @@ def _time(plan: Plan) -> list[str]:
         f"  {t.refit:8.1f} s  weights to the engine",
         *[f"  {t.offload:8.1f} s  copies to and from host memory (learner.offload)"] * (t.offload > 0),
         *ahead,
-        f"  run         {work.recipe.num_steps} steps: {work.recipe.num_steps * t.total / 86400:.1f} days",
+        _whole_run(work.recipe, t.total),
     ]
+
+
+def _whole_run(recipe: Recipe, step_s: float) -> str:
+    if recipe.num_steps is None:
+        return f"  run         {recipe.length}; `megatron-rl check` counts the prompts"
+    return f"  run         {recipe.num_steps} steps: {recipe.num_steps * step_s / 86400:.1f} days"
 
 
 def _own(plan: Plan) -> list[str]:

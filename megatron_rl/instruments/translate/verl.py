@@ -125,9 +125,8 @@ def _model_and_data(t: Translation) -> str:
         t.put("data.filter_overlong_prompts", "data.prompt.overlong", "drop")
     elif truncation == "error":
         t.put("data.truncation", "data.prompt.overlong", "error")
-    else:
-        t.lose("data.truncation", "prompts are not cut; longer ones are left out (data.prompt.overlong: drop)")
-        t.guess("data.prompt.overlong", "drop", f"in place of truncation {truncation}")
+    elif truncation in ("left", "right", "middle"):
+        t.put("data.truncation", "data.prompt.truncation", truncation)
     t.take("data.shuffle", "data.shuffle")
     t.take("data.seed", "data.seed", number)
     if arguments := {
@@ -488,9 +487,9 @@ def _rest_of_the_run(t: Translation) -> None:
         t.put(f"{ACTOR}.checkpoint.async_save", "checkpoint.async_save", True)
     every = t.take("trainer.test_freq", "validation.every", lambda value: max(0, int(number(value) or 0)))
     if every and t.get("trainer.val_before_train") is False:
-        t.lose("trainer.val_before_train", "the first validation is before the first step; it costs one validation")
+        t.put("trainer.val_before_train", "validation.at_start", False)
     elif not every and t.is_set("trainer.val_before_train") and t.get("trainer.val_before_train") is True:
-        t.lose("trainer.val_before_train", "no validation before the first step with validation.every: 0")
+        t.put("trainer.val_before_train", "validation.at_start", True)
     t.get("trainer.val_before_train")
     if (folder := t.get("trainer.default_local_dir")) is not None:
         t.put("trainer.default_local_dir", "run_root", readable(str(folder)))

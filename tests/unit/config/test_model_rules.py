@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.config.model_rules import model_problems
-from megatron_rl.model.architecture import architecture_from
+from megatron_rl.config.model_rules import model_problems, rollout_problems
+from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.model.architecture import architecture_from, read_architecture
 from megatron_rl.model.known_models import KNOWN_MODELS
-from tests.support.tiny import tiny_recipe
+from tests.support.tiny import MODEL, tiny_recipe
 
 GLM = architecture_from(KNOWN_MODELS["GLM-4.5-Air"])
 SHARED = architecture_from(KNOWN_MODELS["Qwen1.5-MoE-A2.7B"])
@@ -64,3 +65,15 @@ def test_a_latent_vector_that_vllm_has_no_kernel_for_on_a_cpu_is_refused():
     other = replace(MOONLIGHT, latent=replace(MOONLIGHT.latent, rank=256))
     (problem,) = model_problems(tiny_recipe(), other, 1, "cpu")
     assert "kv_lora_rank 256 and qk_rope_head_dim 64; vLLM on a CPU has latent attention for 576" in problem
+
+
+def test_a_step_of_too_few_tokens_is_refused():
+    architecture = read_architecture(MODEL)
+    fields = {"max_num_seqs": 8, "max_response_length": 24}
+    few, short, enough = (RolloutConfig(max_num_batched_tokens=n, **fields) for n in (7, 8, 40))
+    assert "is below rollout.max_num_seqs (8)" in rollout_problems(few, architecture, 16)[0]
+    assert rollout_problems(short, architecture, 16, device="cuda") == []
+    assert (
+        "is below the 40 tokens of the longest sequence" in rollout_problems(short, architecture, 16, device="cpu")[0]
+    )
+    assert rollout_problems(enough, architecture, 16, device="cpu") == []

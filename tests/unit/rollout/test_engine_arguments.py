@@ -36,6 +36,13 @@ def test_arguments_on_cuda_are_vllms(place, tensor_parallel):
     assert "block_size" not in arguments, "that of a CPU"
 
 
+def test_tokens_of_a_step_are_vllms_choice_or_the_recipes():
+    assert "max_num_batched_tokens" not in engine_arguments(RolloutConfig(), MODEL, "cuda", 16, record_routes=False)
+    for device in ("cpu", "cuda"):
+        own = engine_arguments(RolloutConfig(max_num_batched_tokens=4096), MODEL, device, 16, record_routes=False)
+        assert own["max_num_batched_tokens"] == 4096
+
+
 @pytest.mark.parametrize(
     ("block", "name"), [(None, "fp8_per_block"), ([1, None], "fp8_per_channel"), ([None, None], "fp8_per_tensor")]
 )

@@ -6,14 +6,15 @@ import json
 import shutil
 
 import pytest
+from pydantic import ValidationError
 
 from megatron_rl.check import check_recipe
 from megatron_rl.config import load_recipe
 from megatron_rl.errors import InputError
 from megatron_rl.monitor import RunDirectory
 from megatron_rl.run.identity import keep_recipe
-from megatron_rl.run.prepare import report
-from tests.support.tiny import MODEL, REPOSITORY, tiny_recipe
+from megatron_rl.run.prepare import in_steps, prepare, report
+from tests.support.tiny import DATA, MODEL, REPOSITORY, tiny_recipe
 
 LARGE = REPOSITORY / "recipes" / "exact" / "grpo-qwen3-30b-a3b-4n8g-tp2ep8-exact.yaml"
 
@@ -27,6 +28,56 @@ def test_data_prompt_answer_and_reward_are_shown(tmp_path):
     assert shown["data"].startswith("8 prompts (1 too long, left out) to train on (mine), 0 prompts to validate on; ")
     assert shown["prompt"].startswith("mine:0: '^12=\\x1b[31m', ")
     assert (shown["answer"], shown["reward"]) == ("'3'", "1 for the response '#3'")
+
+
+def test_epochs_become_steps_when_the_prompts_are_counted(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps({"problem": f"^{i}=", "answer": "3"}) + "\n" for i in range(10)))
+    sections = {"data": {"train": str(file)}, "batch": {"prompts": 4}, "run_root": str(tmp_path)}
+    recipe = tiny_recipe(num_steps=None, num_epochs=2.5, **sections)
+    assert recipe.length == "2.5 epochs"
+    counted, _ = in_steps(recipe, 10)
+    assert (counted.num_steps, counted.num_epochs) == (7, None), "25 prompts, 4 a step"
+    assert dict(report(recipe, 1))["steps"] == "num_epochs 2.5 over 10 prompts, 4 a step: 7 steps, 7 updates"
+    with prepare(recipe, 1) as prepared:
+        assert prepared.recipe.num_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"num_steps": 3, "num_epochs": 1}, "num_epochs: 1 beside num_steps: 3; give one"),
+        ({"num_steps": None}, "num_steps: missing; give the number of steps, or num_epochs"),
+        (
+            {"num_steps": None, "num_epochs": 1, "batch": {"filter_groups": True}},
+            "num_epochs: 1 with batch.filter_groups",
+        ),
+    ],
+)
+def test_a_run_has_one_length(sections, said):
+    with pytest.raises(ValidationError, match=said):
+        tiny_recipe(**sections)
+
+
+def test_a_schedule_is_held_against_the_steps_of_its_epochs():
+    recipe = tiny_recipe(num_steps=None, num_epochs=1, schedule={"style": "linear", "warmup_steps": 100})
+    with pytest.raises(InputError, match="leaves nothing of the 2 steps"):
+        in_steps(recipe, 2 * recipe.batch.prompts)
+
+
+@pytest.mark.parametrize(
+    ("validation", "due", "said"),
+    [
+        ({"every": 2}, [0, 2, 4], "validation every 2 steps"),
+        ({"every": 2, "at_start": False}, [2, 4], "validation every 2 steps, not before the first"),
+        ({"at_start": True}, [0], "validation before the first step"),
+        ({}, [], "no validation"),
+    ],
+)
+def test_when_a_run_validates(validation, due, said):
+    recipe = tiny_recipe(validation={"every": 0, **validation}, data={"validation": str(DATA / "validation.jsonl")})
+    assert [step for step in range(5) if recipe.validation.is_due(step)] == due
+    assert said in dict(check_recipe(recipe, 1).report)["records"].split("; ")
 
 
 def test_rows_that_repeat_a_problem_are_counted(tmp_path):

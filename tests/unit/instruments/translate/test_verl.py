@@ -141,7 +141,7 @@ def test_what_has_no_counterpart_is_said(tmp_path):
     )  # fmt: skip
     lost = losses(translation)
     assert "0.001 times the KL" in lost[f"{actor}use_kl_loss"]
-    assert {f"{actor}ppo_epochs", "trainer.val_before_train", f"{actor}clip_ratio", "data.strange_key"} <= set(lost)
+    assert {f"{actor}ppo_epochs", f"{actor}clip_ratio", "data.strange_key"} <= set(lost)
     assert any("${BATCH}" in note and "1024 was taken" in note and "--variable BATCH" in note
                for note in translation.notes)  # fmt: skip
 
