@@ -370,7 +370,7 @@ def test_a_tree_is_never_half_patched_whenever_the_process_is_killed(patches, tr
 KILLED_AFTER = """
 import os, sys
 from pathlib import Path
-from megatron_rl.patching import replace
+from megatron_rl.patching import states
 from megatron_rl.patching.series import Series
 root, series, calls, rename = Path(sys.argv[1]), Series.read(Path(sys.argv[2])), [], os.replace
 def replace_or_die(source, destination):
@@ -379,9 +379,9 @@ def replace_or_die(source, destination):
     calls.append(destination)
     rename(source, destination)
 os.replace = replace_or_die
-replace._exchange = lambda *arguments: False
+states._exchange = lambda *arguments: False
 old = series.load(root)
-replace.replace_files(root, old, series.patched(series.pristine(old)))
+states.replace_files(root, old, series.patched(series.pristine(old)))
 """
 
 
