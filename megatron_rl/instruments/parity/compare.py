@@ -215,10 +215,14 @@ def _expert_errors(record: Record, own: Evaluation, layer: int) -> list[Operator
 
 def _choice_error(record: Record, own: Evaluation, layer: int) -> OperatorError:
     """How far the worst chosen score is below the best one left out. A softmax before the choice may round two
-    probabilities to one number: some units of the scores."""
+    probabilities to one number: some units of the scores. Where weights are a softmax over all experts, the choice may
+    be among probabilities in the type of the logits: p (1 − u) ≤ q (1 + u) for logits that are 2u / (1 − u) apart."""
     scores, chosen = own.choice_scores(layer), record.taps[f"{layer}.chosen"].long()
     error = _left_out(scores.value, chosen).clamp(min=0)
     bound = 8 * FP32 * (1 + scores.value.abs().amax(-1)) + 2 * scores.error.amax(-1)
+    if not (own.checkpoint.renormalised or own.checkpoint.has_sigmoid_router):
+        unit = own.rounding(f"{layer}.router_logits").unit
+        bound = bound + 2 * unit / (1 - unit)
     twice = chosen.sort(-1).values.diff(dim=-1).eq(0).any(-1)
     error = error.masked_fill(twice, torch.inf)
     return _worst(record, f"{layer}.chosen", error, bound, torch.arange(len(error)), float("nan"))
