@@ -26,7 +26,7 @@ def build_batch(step: int, groups: list[Group], recipe: Recipe) -> Batch:
             torch.tensor([rollout.reward for _, rollout in counted]),
             torch.tensor([i for i, _ in counted]),
             recipe.objective.advantage,
-            lengths=torch.tensor([0 if rollout.masked else rollout.length for _, rollout in counted]),
+            lengths=torch.tensor([0 if rollout.masked else rollout.num_sampled for _, rollout in counted]),
         )
         advantages = {id(rollout): float(value) for (_, rollout), value in zip(counted, values, strict=True)}
     for _, rollout in pairs:
@@ -70,7 +70,7 @@ def _sequence(group: Group, rollout: Rollout, advantage: float) -> Sequence:
         tokens=np.concatenate([group.prompt.tokens, rollout.tokens]).astype(np.int64) if is_here else None,
         prompt_length=num_prompt,
         inference_logprobs=rollout.inference_logprobs,
-        loss_mask=np.full(rollout.length, not rollout.masked) if is_here else None,
+        loss_mask=_loss_mask(rollout) if is_here else None,
         advantage=advantage,
         reward=rollout.reward,
         policy_versions=rollout.policy_versions,
@@ -79,9 +79,15 @@ def _sequence(group: Group, rollout: Rollout, advantage: float) -> Sequence:
         route_checksums=rollout.route_checksums,
         kept_tokens=rollout.kept_tokens,
         length=num_prompt + rollout.length,
-        mask_elsewhere=0 if rollout.masked else rollout.length,
+        mask_elsewhere=0 if rollout.masked else rollout.num_sampled,
         owner=rollout.owner,
     )
+
+
+def _loss_mask(rollout: Rollout) -> np.ndarray:
+    if rollout.masked or rollout.sampled is None:
+        return np.full(rollout.length, not rollout.masked)
+    return rollout.sampled
 
 
 def release_routes(groups: list[Group]) -> None:

@@ -20,7 +20,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import Architecture, read_architecture, unknown_config_keys
 from megatron_rl.model.known_models import KNOWN_MODELS, how_to_get, shape_of
 from megatron_rl.process.devices import default_device
-from megatron_rl.rewards import check_reward
+from megatron_rl.rewards import check_function, check_reward
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,11 @@ def check_recipe(recipe: Recipe, world_size: int | None = None, *, offline: bool
         check_reward(recipe.reward, recipe.rollout.max_response_length)
     except InputError as error:
         problems.append(str(error))
+    if recipe.rollout.function is not None:
+        try:
+            check_function(recipe.rollout.function, "rollout.function")
+        except InputError as error:
+            problems.append(str(error))
     if user_functions(recipe.objective):
         from megatron_rl.objective.trial import check_user_functions  # needs torch, which `check` can do without
 

@@ -180,13 +180,15 @@ def within_budget(groups: list[Group], budget: int, decode: Callable[[list[int]]
         if rollout.length <= budget:
             return replace(rollout)
         if rollout.tokens is None:
-            return replace(rollout, length=budget, finish_reason="length")
+            return replace(rollout, length=budget, num_sampled=None, finish_reason="length")
         tokens = rollout.tokens[:budget]
         return replace(
             rollout,
             tokens=tokens,
             inference_logprobs=rollout.inference_logprobs[:budget],
             policy_versions=rollout.policy_versions[:budget],
+            sampled=None if rollout.sampled is None else rollout.sampled[:budget],
+            num_sampled=None,
             finish_reason="length",
             routed_experts=None,
             route_checksums=None,

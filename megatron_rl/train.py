@@ -83,7 +83,7 @@ def sample(run: Run, step: int) -> tuple[list[Group], dict[str, float]]:
         with run.monitor.phase("generate") as span:
             wanted_prompts = batch.generation_prompts or batch.prompts - len(complete)
             groups = run.ahead.sample(wanted_prompts, step=step, policy_version=run.learner.num_updates)
-            span.tokens = sum(rollout.length for group in groups for rollout in group.rollouts)
+            span.tokens = sum(rollout.num_sampled for group in groups for rollout in group.rollouts)
         shares.append(run.reward(groups, step))
         run.refuse_failures(shares[-1], step)
         run.prompts.observe(success_rates(groups))
@@ -111,7 +111,7 @@ def sample_first(run: Run, ahead: Oversampling, step: int) -> tuple[list[Group],
         while not ahead.is_filled:
             with run.monitor.phase("generate") as span:
                 groups = ahead.arrivals()
-                span.tokens = sum(rollout.length for group in groups for rollout in group.rollouts)
+                span.tokens = sum(rollout.num_sampled for group in groups for rollout in group.rollouts)
             if not groups:
                 break
             shares.append(run.reward(groups, step))

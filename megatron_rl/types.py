@@ -51,12 +51,15 @@ class Rollout:
     routed_experts: np.ndarray | None = None  # [P + R - 1, L, K] uint8/uint16; the last sampled token has none
     route_checksums: np.ndarray | None = None  # [P + R - 1 + L] int64, per row, then per layer: `routing.checksum`
     kept_tokens: np.ndarray | None = None  # [R, C] int32, what top-k and top-p kept, then -1 (`rollout.kept_sets`)
+    sampled: np.ndarray | None = None  # [R] bool, tokens that the policy sampled (`rollout.function`); None: all
     text: str = ""  # decoded response, special tokens removed; empty where `tokens` is None
     reward: float = 0.0  # after shaping; input of advantages
     raw_reward: float = 0.0  # before shaping: 1.0 = correct
     masked: bool = False  # left out of the loss, and kept in the group's baseline if it has a score (mask_truncated)
     unscored: bool = False  # masked because its reward failed (reward.on_error): no reward of it is known
     length: int = 0  # R, known on every rank; computed from `tokens` if they are here
+    num_sampled: int | None = None  # of the R, known on every rank; computed from `sampled`, or R
+    num_turns: int = 1  # times that the policy's turn came
     owner: int | None = None  # the rank that has the response; None: every rank
     repetition: float | None = None  # share of repeated n-grams, if the owner has sent it
     occurrence: int = 0  # `Prompt.occurrence` of the request
@@ -64,6 +67,8 @@ class Rollout:
     def __post_init__(self) -> None:
         if self.tokens is not None:
             self.length = len(self.tokens)
+        if self.num_sampled is None:
+            self.num_sampled = self.length if self.sampled is None else int(np.count_nonzero(self.sampled))
 
     @property
     def id(self) -> str:

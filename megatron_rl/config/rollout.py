@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megatron_rl.config.base import AnyPath, Dtype, LookedUp, OffCount, Section, Short
+from megatron_rl.config.base import FUNCTION_PATH, AnyPath, Dtype, LookedUp, OffCount, Section, Short
 
 # What the rollout engine rounds beyond its dtype: the section `rollout.quantization`, see docs/precision.md.
 
@@ -160,6 +160,9 @@ class RolloutConfig(Section):
     stop_token_ids: list[NonNegativeInt] | None = None
     """Tokens that end a response and stay in it. null: `eos_token_id` of the checkpoint's generation_config.json.
     []: only `max_response_length` ends one."""
+    function: Annotated[str | None, LookedUp(is_function=True), Field(pattern=FUNCTION_PATH)] = None
+    """`file.py:function`, an `async def f(client, problem)` that holds a conversation of several turns and returns it;
+    see docs/turns.md. null: one turn. Engine `vllm` without `tensor_parallel`, `kept_sets` and `max_staleness` only."""
     seed: NonNegativeInt = 0
     """Every response is drawn from (seed, step, prompt id, sample number), whichever engine and batch it falls to."""
     max_num_seqs: PositiveInt = 256
@@ -215,6 +218,28 @@ class RolloutConfig(Section):
                 "batches that the learner does not wait for"
             )
         return ""
+
+    @model_validator(mode="after")
+    def _function_is_served(self) -> RolloutConfig:
+        if self.function is None:
+            return self
+        named = f"function: {self.function}"
+        if self.engine != "vllm" or self.max_staleness:
+            raise ValueError(
+                f"{named} with engine: {self.engine} and max_staleness: {self.max_staleness}; conversations of several "
+                "turns need engine: vllm and max_staleness: 0, or set function: null"
+            )
+        if self.tensor_parallel > 1:
+            raise ValueError(
+                f"{named} with tensor_parallel: {self.tensor_parallel}, whose ranks would each call it; use "
+                "tensor_parallel: 1, or function: null"
+            )
+        if self.kept_sets:
+            raise ValueError(
+                f"{named} with kept_sets: true: tokens that the policy did not sample have no set; use kept_sets: "
+                "false, or function: null"
+            )
+        return self
 
     @model_validator(mode="after")
     def _sets_are_known(self) -> RolloutConfig:

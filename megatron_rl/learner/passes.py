@@ -88,6 +88,7 @@ class _Contents:
     routes: tuple[str, int, int] | None  # dtype, layers and experts per token
     exact: bool  # log po as the exact engine computed it
     kept: int  # most tokens in a kept set; 0: there are none
+    masks: bool  # some loss masks have a part of their response
 
     @classmethod
     def of(cls, batch: Batch) -> _Contents:
@@ -97,7 +98,8 @@ class _Contents:
         kept = max((s.kept_tokens.shape[1] for s in batch.sequences if s.kept_tokens is not None), default=0)
         about = gather_objects((None if routes is None else (routes.dtype.str, *routes.shape[1:]), exact, kept))
         shapes, flags, widths = zip(*about, strict=True)
-        return cls(next((shape for shape in shapes if shape is not None), None), any(flags), max(widths))
+        masks = any(0 < s.num_trained < s.response_length for s in batch.sequences)
+        return cls(next((shape for shape in shapes if shape is not None), None), any(flags), max(widths), masks)
 
     @property
     def fields(self) -> list[_Field]:
@@ -108,6 +110,10 @@ class _Contents:
         ]
         if self.exact:
             described.append(_Field("exact_logprobs", LOGPROBS, lambda s: (s.response_length,)))
+        if self.masks:
+            described.append(
+                _Field("loss_mask", np.dtype(np.uint8), lambda s: (s.response_length,), np.dtype(np.bool_))
+            )
         if self.kept:
             described.append(_Field("kept_tokens", np.dtype(np.int32), lambda s: (s.response_length, self.kept)))
         return described if self.routes is None else [*described, *_route_fields(*self.routes)]
@@ -130,14 +136,15 @@ def distribute(batch: Batch, homes: list[list[int]], replicas: Replicas) -> None
         return
     moves = [(i, batch.sequences[i].owner, replicas.speakers[home]) for i in numbers for home in homes[i]]
     wanted = [i for i in numbers if replicas.own in homes[i]]
+    trained = {i: batch.sequences[i].num_trained for i in numbers}
     for field in _Contents.of(batch).fields:
         _move(batch, field, numbers, moves, wanted, replicas)
     for i in numbers:
         sequence = batch.sequences[i]
         if sequence.tokens is None:
-            sequence.mask_elsewhere, sequence.loss_mask = sequence.num_trained, None
+            sequence.mask_elsewhere, sequence.loss_mask = trained[i], None
         elif sequence.loss_mask is None:
-            sequence.loss_mask = np.full(sequence.response_length, sequence.num_trained > 0)
+            sequence.loss_mask = np.full(sequence.response_length, trained[i] > 0)
 
 
 def hand_over_routes(batch: Batch, source: list[int], target: list[int], replicas: Replicas) -> None:

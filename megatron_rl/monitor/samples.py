@@ -147,6 +147,8 @@ def describe(prompt: Prompt, rollout: Rollout, max_chars: int) -> dict[str, Any]
 def rho_summary(sequence: Trained) -> dict[str, float] | None:
     """Return mean, standard deviation, minimum and maximum of rho = po / mu over the response's tokens.
 
+    If a part of the response is trained on (`rollout.function`), it is that part.
+
     Returns None if the learner kept no log-probs (`recorder.record_batches: off` with one update per batch).
     """
     logprobs = sequence.current_logprobs if sequence.old_logprobs is None else sequence.old_logprobs
@@ -154,6 +156,8 @@ def rho_summary(sequence: Trained) -> dict[str, float] | None:
         return None
     with np.errstate(over="ignore", invalid="ignore"):
         rho = np.exp(logprobs.astype(np.float64) - sequence.inference_logprobs)
+        if sequence.loss_mask is not None and sequence.loss_mask.any():
+            rho = rho[sequence.loss_mask]
         summary = {"mean": rho.mean(), "std": rho.std(), "min": rho.min(), "max": rho.max()}
     return {name: float(value) for name, value in summary.items()}
 

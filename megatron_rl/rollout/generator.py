@@ -251,6 +251,6 @@ def check_lengths(prompts: list[Prompt], sampling: Sampling, max_prompt_length: 
 
 
 def throughput(rollouts: list[Rollout], seconds: float) -> dict[str, float]:
-    """`perf/*` of a call that took ``seconds``. Tokens are those of responses."""
-    num_tokens = sum(rollout.length for rollout in rollouts)
+    """`perf/*` of a call that took ``seconds``. Tokens are those that were sampled."""
+    num_tokens = sum(rollout.num_sampled for rollout in rollouts)
     return {"perf/rollout_tokens": float(num_tokens), "perf/tokens_per_s/rollout": num_tokens / seconds}

@@ -150,12 +150,14 @@ def make_rollout(
     architecture: Architecture | None = None,
     text: str = "",
     kept_tokens: np.ndarray | None = None,
+    sampled: np.ndarray | None = None,
+    num_turns: int = 1,
 ) -> Rollout:
     """Check one response and wrap it. Raises `RolloutError` that names the prompt and sample.
 
     ``policy_version``: of the response, or [R] of each token. ``routes`` [P + R - 1, all layers, K] as the engine
     records them (see `seal_routes`), or sealed elsewhere. Absent where routes were not asked for, together with
-    ``architecture``. ``kept_tokens``: as in `Rollout`.
+    ``architecture``. ``kept_tokens``, ``sampled``, ``num_turns``: as in `Rollout`.
     """
     where = _where(request)
     if finish_reason not in FINISH_REASONS:
@@ -182,14 +184,28 @@ def make_rollout(
         routed_experts=None if sealed is None else sealed.routes,
         route_checksums=None if sealed is None else sealed.checksums,
         kept_tokens=kept_tokens,
+        sampled=sampled,
+        num_turns=num_turns,
         text=text,
     )
 
 
-def elsewhere(request: Request, length: int, finish_reason: FinishReason) -> Rollout:
+def elsewhere(
+    request: Request, length: int, finish_reason: FinishReason, num_sampled: int | None = None, num_turns: int = 1
+) -> Rollout:
     """What a rank knows of a response that another one holds."""
-    name, occurrence = request.prompt.id, request.occurrence
-    return Rollout(name, request.sample, None, None, finish_reason, None, length=length, occurrence=occurrence)
+    return Rollout(
+        request.prompt.id,
+        request.sample,
+        None,
+        None,
+        finish_reason,
+        None,
+        length=length,
+        num_sampled=num_sampled,
+        num_turns=num_turns,
+        occurrence=request.occurrence,
+    )
 
 
 def seal_routes(
@@ -263,10 +279,10 @@ def known_everywhere(requests: Sequence[Request], owners: Sequence[int], held: S
     """
     mine = iter(held)
     rollouts = [next(mine) if owner == world_rank() else None for owner in owners]
-    rows = [(r.length, FINISH_REASONS.index(r.finish_reason)) for r in held]
-    about = gather_rows(rows, owners, width=2).astype(int).tolist()
-    for number, (request, owner, (length, reason)) in enumerate(zip(requests, owners, about, strict=True)):
+    rows = [(r.length, FINISH_REASONS.index(r.finish_reason), r.num_sampled, r.num_turns) for r in held]
+    about = gather_rows(rows, owners, width=4).astype(int).tolist()
+    for number, (request, owner, (length, reason, *turns)) in enumerate(zip(requests, owners, about, strict=True)):
         if rollouts[number] is None:
-            rollouts[number] = elsewhere(request, length, FINISH_REASONS[reason])
+            rollouts[number] = elsewhere(request, length, FINISH_REASONS[reason], *turns)
         rollouts[number].owner = owner
     return rollouts

@@ -19,12 +19,14 @@ Left out: stop strings (stop tokens are what a policy can learn to emit) and spe
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import math
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,6 +50,7 @@ from megatron_rl.process.devices import leave_default_stream, local_gpu
 from megatron_rl.process.ranks import gather_objects, world_rank, world_size
 from megatron_rl.process.threads import limited
 from megatron_rl.rollout import process_state
+from megatron_rl.rollout.conversation import Client, Conversation, Requests, Talk, Turn, hold
 from megatron_rl.rollout.engine_arguments import engine_arguments, runs_eagerly
 from megatron_rl.rollout.generator import (
     Listener,
@@ -82,7 +85,7 @@ class VllmGenerator:
 
     ``max_prompt_length``: longest prompt that will come, in tokens. ``record_routes``: fill ``routed_experts``.
     ``decode``: token ids → text, for ``Rollout.text``; without it the text stays empty. ``precision``: what to compute
-    in fp32; None: nothing beyond ``config.dtype``.
+    in fp32; None: nothing beyond ``config.dtype``. ``talk``: what holds conversations of several turns; None: one turn.
     Raises `InputError` where the configuration does not fit the checkpoint, `RolloutError` where vLLM does not start.
     """
 
@@ -96,6 +99,7 @@ class VllmGenerator:
         device: Literal["cpu", "cuda"] = "cpu",
         decode: Callable[[list[int]], str] | None = None,
         precision: PrecisionConfig | None = None,
+        talk: Talk | None = None,
     ) -> None:
         self._config, self._decode, self._device = config, decode, device
         self._precision = precision or PrecisionConfig()
@@ -114,6 +118,8 @@ class VllmGenerator:
         self._shapes = model_shapes(self._architecture)
         self._policy_version, self._broken, self._stats = 0, "", {}
         self._listener: Listener | None = None
+        self._talk = talk
+        self._runner: asyncio.Runner | None = None  # its loop lasts, so that functions can keep connections open
         self._wants_weights = self._wants_cache = False  # since they were given up in `sleep`
         start = time.perf_counter()
         kinds = rollout_fp32_products(config.dtype, self._precision)
@@ -160,6 +166,8 @@ class VllmGenerator:
         records = self._record_routes and sampling.wants_routes
         rollouts = self._tell(requests, owners, self._generate(mine, sampling, records))
         self._stats |= throughput(rollouts, time.perf_counter() - start)
+        if self._talk is not None:
+            self._stats["rollout/turns_mean"] = sum(rollout.num_turns for rollout in rollouts) / len(rollouts)
         return make_groups(prompts, num_samples, rollouts)
 
     def announce_to(self, listener: Listener) -> None:
@@ -180,7 +188,8 @@ class VllmGenerator:
                 process_state.compilation(not runs_eagerly(self._config, self._device)),
                 limited(self._config.hang_limit_s, "the rollout engine (rollout.deadline_s)"),
             ):
-                return self._run_engine(requests, sampling, records)
+                run = self._run_engine if self._talk is None else self._converse
+                return run(requests, sampling, records)
         except RolloutError as error:
             return error
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks are waiting
@@ -227,6 +236,65 @@ class VllmGenerator:
             raise problem
         assert num_finished == len(requests), f"{num_finished} responses to {len(requests)} requests"
         return rollouts
+
+    def _converse(self, requests: list[Request], sampling: Sampling, records: bool) -> list[Rollout | None]:
+        """`_run_engine` where a user's function holds each response's conversation; one rank an engine."""
+        talk = self._talk
+        assert talk is not None
+        assert self._config.tensor_parallel == 1
+        sizes = Counter(request.row for request in requests)
+        complete: dict[int, list[Rollout]] = {row: [] for row in sizes}
+        rollouts: list[Rollout | None] = [None] * len(requests)
+        vocab_size = self._architecture.vocab_size
+
+        async def one(place: int, under_way: Requests) -> None:
+            request = requests[place]
+            client = Client(talk, request, under_way, sampling, self._stop_token_ids, vocab_size)
+            try:
+                conversation = await talk.function(client, request.prompt)
+                if not isinstance(conversation, Conversation):
+                    raise RolloutError(f"it returned a {type(conversation).__name__}, not its conversation")
+                conversation.check(client)
+            except (Exception, asyncio.CancelledError) as error:
+                kind = "" if isinstance(error, RolloutError) else f"{type(error).__name__}: "
+                where = f"prompt {request.prompt.id!r}, sample {request.sample}"
+                raise RolloutError(f"rollout.function {talk.name}, {where}: {kind}{_one_line(error)}") from error
+            rollouts[place] = rollout = self._to_response(request, conversation, records)
+            complete[request.row].append(rollout)
+            if len(complete[request.row]) == sizes[request.row] and self._listener is not None:
+                self._listener(request.prompt, complete[request.row])
+
+        async def all_of_them() -> None:
+            under_way = Requests(_Steps(self._llm, sampling))
+            deadline = time.monotonic() + (self._config.deadline_s or math.inf)
+            await hold([partial(one, place, under_way) for place in range(len(requests))], under_way, deadline)
+
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+        try:
+            self._runner.run(all_of_them())
+        except TimeoutError:
+            num_finished = sum(rollout is not None for rollout in rollouts)
+            raise RolloutError(
+                f"generation passed rollout.deadline_s ({self._config.deadline_s} s) with {num_finished} of "
+                f"{len(requests)} conversations finished; give tools of rollout.function a time-out of their own"
+            ) from None
+        return rollouts
+
+    def _to_response(self, request: Request, conversation: Conversation, records: bool) -> Rollout:
+        tokens = conversation.response
+        return make_rollout(
+            request,
+            tokens,
+            conversation.logprobs,
+            conversation.finish_reason,
+            self._policy_version,
+            routes=conversation.routes,
+            architecture=self._architecture if records else None,
+            text=self._talk.decode(tokens),
+            sampled=conversation.sampled,
+            num_turns=conversation.num_turns,
+        )
 
     def _any_tensor_rank(self, flag: bool) -> bool:
         """Ranks of one engine take every step together, so they have to stop together."""
@@ -334,6 +402,8 @@ class VllmGenerator:
         import vllm.v1.engine.core as engine_core
 
         process_state.forget_stacks()  # vLLM frees the weights' memory pool when it shuts down: nothing may hold them
+        if self._runner is not None:
+            self._runner.close()
         core, self._llm = self._llm.llm_engine.engine_core.engine_core, None
         own_clean_up = engine_core.cleanup_dist_env_and_memory
         if not self._owns_world:
@@ -370,6 +440,28 @@ class VllmGenerator:
                     dist.destroy_process_group()
                 raise RolloutError(f"vLLM did not start: {type(error).__name__}: {_one_line(error)}") from error
         return llm
+
+
+class _Steps:
+    """`TurnEngine` on vLLM."""
+
+    def __init__(self, llm: Any, sampling: Sampling) -> None:
+        self._llm, self._sampling = llm, sampling
+
+    def submit(self, tokens: list[int], fields: dict[str, Any]) -> str:
+        names = self._llm.enqueue([{"prompt_token_ids": tokens}], [sampling_params(fields)], use_tqdm=False)
+        return names[0].partition("-")[0]  # vLLM appends to our names
+
+    def step(self) -> list[tuple[str, Any]]:
+        return [(output.request_id, output) for output in self._llm.llm_engine.step() if output.finished]
+
+    def to_turn(self, tokens: list[int], output: Any) -> Turn:
+        completion = output.outputs[0]
+        sampled, logprobs = sampled_tokens(completion)
+        return Turn(tokens, sampled, logprobs, completion.finish_reason, completion.routed_experts)
+
+    def abort(self, names: list[str]) -> None:
+        self._llm.llm_engine.abort_request(names)
 
 
 def _rank_in_world() -> tuple[int, int]:

@@ -21,6 +21,7 @@ from megatron_rl.learner.passes import PhaseFn
 from megatron_rl.monitor import RunDirectory
 from megatron_rl.process.ranks import together
 from megatron_rl.rollout import Generator
+from megatron_rl.rollout.conversation import load_talk
 
 T = TypeVar("T")
 
@@ -78,6 +79,7 @@ def start_generator(
         device=learner.device.type,
         decode=decode,
         precision=recipe.precision,
+        talk=load_talk(recipe.rollout.function, tokenizer) if recipe.rollout.function is not None else None,
     )
 
 

@@ -173,7 +173,7 @@ class Comparison:
 
 def contents(recipe: Recipe, train: Sequence[Prompt], validation: Sequence[Prompt]) -> dict[str, Any]:
     """What the files hold that the recipe names: model without its weights, prompts, functions of
-    the reward and the objective.
+    the reward, the rollout and the objective.
 
     Weights are left out, because a resumed run has its own.
     """
@@ -182,6 +182,7 @@ def contents(recipe: Recipe, train: Sequence[Prompt], validation: Sequence[Promp
         "model": {name: _model_file(recipe.model.path / name) for name in _MODEL_FILES},
         "data": {"train": prompts_digest(train), "validation": prompts_digest(validation)},
         "reward": _files_of(rewards),
+        **({"rollout": _files_of([function])} if (function := recipe.rollout.function) else {}),
         **({"objective": own} if (own := _files_of(user_functions(recipe.objective))) else {}),
     }
 

@@ -54,6 +54,10 @@ def prepare(recipe: Recipe, world_size: int | None) -> Iterator[Prepared]:
     if problems := missing_clients(recipe.monitor.sinks):
         raise InputError("\n".join([f"recipe {recipe.name}:", *(f"  {problem}" for problem in problems)]))
     tokenizer = load_tokenizer(str(recipe.model.path))
+    if recipe.rollout.function is not None:
+        from megatron_rl.rollout.conversation import load_talk  # needs torch, which `check` can do without
+
+        load_talk(recipe.rollout.function, tokenizer)
     train = load_train(recipe.data, tokenizer)
     if (prompts := recipe.batch.prompts_of_a_round) > len(train):
         oversampled = "oversample.factor" if recipe.batch.oversample else "prompts"

@@ -24,16 +24,23 @@ def jobs(world_size: int, wanted: dict[str, tuple[str, dict]]) -> list[dict]:
 @pytest.mark.parametrize(("world_size", "num_replicas"), [(1, 1), (2, 2), (3, 1), (4, 4), (4, 2)])
 def test_every_replica_gets_what_it_learns_from_and_nothing_else(world_size, num_replicas):
     wanted = {
-        f"{number} sequences, owners {owners}, routes {routes}, exact {exact}": (
+        f"{number} sequences, owners {owners}, routes {routes}, exact {exact}, turns {turns}": (
             "exchange",
-            {"num_replicas": num_replicas, "num_sequences": number, "owners": owners, "routes": routes, "exact": exact},
+            {
+                "num_replicas": num_replicas,
+                "num_sequences": number,
+                "owners": owners,
+                "routes": routes,
+                "exact": exact,
+                "turns": turns,
+            },
         )
-        for number, owners, routes, exact in (
-            (1, "in turn", True, False),
-            (2, "all on one", False, True),
-            (13, "any", True, False),
-            (13, "all on one", True, True),
-            (16, "in turn", False, True),
+        for number, owners, routes, exact, turns in (
+            (1, "in turn", True, False, False),
+            (2, "all on one", False, True, False),
+            (13, "any", True, False, True),
+            (13, "all on one", True, True, False),
+            (16, "in turn", False, True, True),
         )
     }
     for results in jobs(world_size, wanted):

@@ -126,7 +126,10 @@ EFFECTS = [
         "experts of an engine are cut like its other matrices (rollout.tensor_parallel)",
     ),
     (r".*\.rollout\.(engine_kwargs|checkpoint_engine)\..*", "the engine is used without it"),
-    (r".*\.rollout\.multi_turn\..*|.*\.rollout\.agent\..*", "responses have one turn and no tools"),
+    (
+        r".*\.rollout\.multi_turn\..*|.*\.rollout\.agent\..*",
+        "several turns need a function of your own (rollout.function)",
+    ),
     (r".*\.fsdp_config\..*", "there is no FSDP; learner.parallel says how the model is cut"),
     (r".*\.entropy_(checkpointing|from_logits_with_chunking)", "memory alone; learner.fused_head has that effect"),
     (r"trainer\.(rollout_data_dir|validation_data_dir)", "samples.jsonl in the run directory holds sampled texts"),

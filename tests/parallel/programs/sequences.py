@@ -38,8 +38,10 @@ ARRAYS = (
 )
 
 
-def whole(num_sequences: int, seed: int, routes: bool, mean: int = 40, exact: bool = False) -> Batch:
-    """Sequences of unequal length, all of them here."""
+def whole(
+    num_sequences: int, seed: int, routes: bool, mean: int = 40, exact: bool = False, turns: bool = False
+) -> Batch:
+    """Sequences of unequal length, all of them here. ``turns``: with loss masks of a part of each."""
     random = np.random.default_rng(seed)
     sequences = []
     for i in range(num_sequences):
@@ -49,7 +51,7 @@ def whole(num_sequences: int, seed: int, routes: bool, mean: int = 40, exact: bo
             tokens=random.integers(0, 2**31, prompt + response),
             prompt_length=prompt,
             inference_logprobs=-random.random(response).astype(np.float32),
-            loss_mask=np.full(response, i % 5 != 2),
+            loss_mask=np.arange(response) % 3 != 1 if turns else np.full(response, i % 5 != 2),
             advantage=float(random.normal()),
             reward=float(i % 2),
             policy_versions=np.full(response, i, dtype=np.int32),
@@ -96,10 +98,12 @@ def same(found: Sequence, expected: Sequence) -> bool:
     return True
 
 
-def exchange(num_replicas: int, num_sequences: int, owners: str, routes: bool, exact: bool) -> dict[str, Any]:
+def exchange(
+    num_replicas: int, num_sequences: int, owners: str, routes: bool, exact: bool, turns: bool
+) -> dict[str, Any]:
     """Every sequence to one or two replicas: is all that is wanted there right, and nothing else there?"""
     world, here = dist.get_world_size(), replicas(num_replicas)
-    expected = whole(num_sequences, seed=num_sequences, routes=routes, exact=exact)
+    expected = whole(num_sequences, seed=num_sequences, routes=routes, exact=exact, turns=turns)
     random = np.random.default_rng(1)
     owner = {
         "in turn": [i % world for i in range(num_sequences)],

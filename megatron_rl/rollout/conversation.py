@@ -1,0 +1,301 @@
+"""Conversations of more than one turn: what a user's `rollout.function` gets, and how its requests share an engine.
+
+The function talks to the engine in token ids, so nothing that was sampled is ever tokenized again. What it returns is
+one response to the problem: all tokens after the prompt, with a mask of those that the policy sampled. The others (tool
+results) are read by the model and left out of the loss.
+
+Shapes: ``P`` prompt tokens, ``R`` tokens after them, ``L`` layers, ``K`` experts per token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron_rl.errors import InputError, shown
+from megatron_rl.process.user_functions import load_function
+from megatron_rl.rollout.generator import RolloutError, Sampling, sampling_fields
+from megatron_rl.rollout.requests import Request
+from megatron_rl.types import FinishReason, Prompt
+
+Function = Callable[["Client", Prompt], Awaitable["Conversation"]]
+
+
+@dataclass(frozen=True)
+class Talk:
+    """A `rollout.function`, and the tokenizer's two ways. No special tokens are added, and none are decoded."""
+
+    name: str  # of the function, for messages
+    function: Function
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+
+
+def load_talk(name: str, tokenizer: Any) -> Talk:
+    """Import `rollout.function` ``name``. Raises `InputError` where it cannot be imported or is no ``async def``."""
+    try:
+        function = load_function(name)
+    except Exception as error:
+        raise InputError(
+            f"rollout.function {name}: the file cannot be imported: {type(error).__name__}: {shown(error)}"
+        ) from error
+    if not inspect.iscoroutinefunction(function):
+        raise InputError(f"rollout.function {name}: it is no `async def`; write `async def f(client, problem)`")
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    return Talk(name, function, encode, partial(tokenizer.decode, skip_special_tokens=True))
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Return the seed of request 0, 1, 2, … of a conversation; ``seed``: of the response (`requests.request_seed`)."""
+    if not turn:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}/turn {turn}".encode(), digest_size=8).digest(), "big") >> 1
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the engine sampled for one request."""
+
+    prompt: list[int]  # all tokens that it continues
+    tokens: list[int]  # sampled tokens, the stop token included
+    logprobs: list[float]  # log mu of each
+    finish_reason: FinishReason  # "stop": ended with a stop token; "length": cut at the limit
+    routes: np.ndarray | None = None  # [prompt + tokens - 1, L, K] as the engine records them; None: it records none
+
+
+class Conversation:
+    """The tokens of one conversation, and which of them the policy sampled. `Client.conversation` makes one."""
+
+    def __init__(self, client: Client, prompt: list[int], max_response_length: int) -> None:
+        self._client, self._num_prompt, self._limit = client, len(prompt), len(prompt) + max_response_length
+        self._tokens = list(prompt)
+        self._sampled: list[bool] = []  # of each token after the prompt
+        self._logprobs: list[float] = []
+        self._routes: list[np.ndarray] | None = []
+        self._num_rows = self._end = 0  # rows of `_routes`; tokens up to the end of the last turn
+        self._last: Turn | None = None
+        self.num_turns = 0
+        self.truncated = False  # there was no room to go on; the function may set it, too
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens so far, those of the prompt first."""
+        return list(self._tokens)
+
+    @property
+    def room(self) -> int:
+        """How many tokens may follow: `rollout.max_response_length` without what is there after the prompt."""
+        return self._limit - len(self._tokens)
+
+    async def generate(self, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()) -> Turn:
+        """Let the policy continue the conversation, and return what it sampled. Arguments: see `Client.generate`."""
+        turn = await self._client.generate(self._tokens, max_tokens, stop_token_ids)
+        self.add(turn)
+        return turn
+
+    def add(self, turn: Turn) -> None:
+        """Append what `Client.generate` sampled after exactly the tokens that are here. They are trained on."""
+        if turn.prompt != self._tokens:
+            raise RolloutError("the turn continues other tokens than the conversation has; generate from its `tokens`")
+        self._tokens += turn.tokens
+        self._sampled += [True] * len(turn.tokens)
+        self._logprobs += turn.logprobs
+        self._add_routes(turn)
+        self._last, self._end, self.num_turns = turn, len(self._tokens), self.num_turns + 1
+
+    def _add_routes(self, turn: Turn) -> None:
+        """Keep the rows of earlier turns, with which their tokens were sampled, and append those that are new: of the
+        last turn's final token, of the tool result, and of what was sampled now."""
+        if turn.routes is None or self._routes is None:
+            self._routes = None
+            return
+        due = len(turn.prompt) + len(turn.tokens) - 1
+        if len(turn.routes) != due:
+            raise RolloutError(f"the engine recorded {len(turn.routes)} rows of routes for {due} tokens")
+        self._routes.append(turn.routes[self._num_rows :])
+        self._num_rows = due
+
+    def tell(self, tokens: Sequence[int]) -> bool:
+        """Append what the policy did not sample, such as a tool's result: it is read, and not trained on.
+
+        Returns False, and appends nothing, where no token could follow them; the conversation is then truncated.
+        """
+        wrong = [token for token in tokens if not 0 <= token < self._client.vocab_size]
+        if wrong:
+            raise RolloutError(f"tell: {wrong[:3]} are no tokens of the model (0 … {self._client.vocab_size - 1})")
+        if len(tokens) >= self.room:
+            self.truncated = True
+            return False
+        self._tokens += [int(token) for token in tokens]
+        self._sampled += [False] * len(tokens)
+        self._logprobs += [0.0] * len(tokens)
+        return True
+
+    # What the engine makes a response of. Tokens that were told after the last turn are left out: nothing follows them.
+
+    @property
+    def response(self) -> list[int]:
+        """[R]"""
+        return self._tokens[self._num_prompt : self._end]
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """[R] bool"""
+        return np.array(self._sampled[: len(self.response)], dtype=bool)
+
+    @property
+    def logprobs(self) -> list[float]:
+        """[R], 0 where the policy did not sample the token."""
+        return self._logprobs[: len(self.response)]
+
+    @property
+    def routes(self) -> np.ndarray | None:
+        """[P + R - 1, L, K] over all turns; None where the engine recorded none."""
+        return np.concatenate(self._routes) if self._routes else None
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        assert self._last is not None
+        return "length" if self.truncated else self._last.finish_reason
+
+    def check(self, client: Client) -> None:
+        """Raise `RolloutError` unless it is the conversation of ``client`` and has a turn."""
+        if self._client is not client:
+            raise RolloutError("it returned the conversation of another problem or sample")
+        if not self.num_turns:
+            raise RolloutError("it returned a conversation in which the policy sampled nothing; call `generate`")
+
+
+class Client:
+    """The engine as one conversation sees it."""
+
+    def __init__(
+        self, talk: Talk, request: Request, requests: Requests, sampling: Sampling, stops: list[int], vocab_size: int
+    ) -> None:
+        self.encode, self.decode, self.vocab_size = talk.encode, talk.decode, vocab_size
+        self.seed = request.seed  # of the response: for random numbers of the function's own
+        self._request, self._requests, self._sampling, self._stops = request, requests, sampling, stops
+        self._num_requests = 0
+
+    def conversation(self) -> Conversation:
+        """Return a new conversation that begins with the problem's prompt."""
+        return Conversation(self, self._request.prompt.tokens, self._sampling.max_response_length)
+
+    async def generate(
+        self, tokens: Sequence[int], max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
+    ) -> Turn:
+        """Sample what follows ``tokens``, up to and with a stop token.
+
+        ``max_tokens``: at most so many; None, or more than there is room for: as many as there is room for, which is
+        the prompt and `rollout.max_response_length` together. ``stop_token_ids``: beside the recipe's.
+        """
+        tokens = [int(token) for token in tokens]
+        room = len(self._request.prompt.tokens) + self._sampling.max_response_length - len(tokens)
+        if not tokens or room < 1:
+            raise RolloutError(
+                f"generate: {len(tokens)} tokens leave no room to sample one; prompt and "
+                f"rollout.max_response_length make {len(tokens) + room}"
+            )
+        if max_tokens is not None and max_tokens < 1:
+            raise RolloutError(f"generate: max_tokens is {max_tokens}; use 1 or more")
+        seed = turn_seed(self._request.seed, self._num_requests)
+        self._num_requests += 1
+        fields = sampling_fields(self._sampling, seed, sorted({*self._stops, *stop_token_ids}))
+        fields["max_tokens"] = room if max_tokens is None else min(max_tokens, room)
+        return await self._requests.answer(tokens, fields)
+
+
+class TurnEngine(Protocol):
+    """An engine that is stepped, and can be given requests between two steps."""
+
+    def submit(self, tokens: list[int], fields: dict[str, Any]) -> str:
+        """Begin to sample after ``tokens`` (``fields``: `generator.sampling_fields`), and return the request's name."""
+        ...
+
+    def step(self) -> list[tuple[str, Any]]:
+        """Sample one token of each running request; return name and output of those that are complete."""
+        ...
+
+    def to_turn(self, tokens: list[int], output: Any) -> Turn: ...
+
+    def abort(self, names: list[str]) -> None: ...
+
+
+class Requests:
+    """The requests that are under way, each with the future that its conversation waits for."""
+
+    def __init__(self, engine: TurnEngine) -> None:
+        self._engine = engine
+        self._open: dict[str, tuple[asyncio.Future[Turn], list[int]]] = {}
+        self.came = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    async def answer(self, tokens: list[int], fields: dict[str, Any]) -> Turn:
+        future: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+        self._open[self._engine.submit(tokens, fields)] = future, tokens
+        self.came.set()
+        return await future
+
+    def step(self) -> None:
+        for name, output in self._engine.step():
+            future, tokens = self._open.pop(name)
+            if not future.done():  # its conversation may have given it up
+                future.set_result(self._engine.to_turn(tokens, output))
+
+    def abort(self) -> None:
+        if self._open:
+            self._engine.abort(list(self._open))
+        self._open.clear()
+
+
+PASSES = 16
+"""How often conversations get to run between two steps of the engine. It is a fixed number, so that which requests run
+together is the same each time if the functions wait for nothing but the engine."""
+PATIENCE_S = 0.5  # between looks at the deadline while no request is under way
+
+
+async def hold(conversations: Sequence[Callable[[], Awaitable[None]]], requests: Requests, deadline: float) -> int:
+    """Run all ``conversations`` at once and step the engine until they end; return the number of steps.
+
+    ``deadline``: of `time.monotonic`. Raises `TimeoutError` where it passes, else what a conversation raises first. The
+    others are then cancelled, and no request is left in the engine.
+    """
+    tasks = [asyncio.ensure_future(conversation()) for conversation in conversations]
+    num_steps = 0
+    try:
+        while True:
+            for _ in range(PASSES):
+                await asyncio.sleep(0)
+            for task in tasks:
+                if task.done():
+                    task.result()
+            left = [task for task in tasks if not task.done()]
+            if not left:
+                return num_steps
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            if len(requests):
+                requests.step()
+                num_steps += 1
+            else:  # all wait for tools
+                requests.came.clear()
+                news = asyncio.ensure_future(requests.came.wait())
+                try:
+                    await asyncio.wait([*left, news], timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    news.cancel()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        requests.abort()
