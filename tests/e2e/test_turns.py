@@ -39,7 +39,7 @@ def rows(root: Path, name: str) -> list[dict]:
 
 
 def batches(root: Path, name: str):
-    return [load_batch(batch_path(RunDirectory(root / name).batches, step)) for step in range(STEPS)]
+    return [load_batch(batch_path(RunDirectory(root / name).batches, step)).batch for step in range(STEPS)]
 
 
 @pytest.fixture(scope="module")
