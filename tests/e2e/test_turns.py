@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from megatron_rl.config.levels import RHO_BOUNDS
 
+from megatron_rl.config.monitor import RHO_BOUNDS
 from megatron_rl.monitor import RunDirectory
 from megatron_rl.run.recorded_batches import batch_path, load_batch
 from tests.support.patience import PATIENCE_S
