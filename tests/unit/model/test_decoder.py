@@ -1,0 +1,46 @@
+"""What follows from a decoder's numbers: padding of its vocabulary, and what the learner cannot build."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_rl.model.architecture import architecture_from
+from megatron_rl.model.known_models import KNOWN_MODELS
+
+MOE = architecture_from(KNOWN_MODELS["Qwen3-30B-A3B"])
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(("vocabulary", "ranks", "padded"), [(10, 1, 10), (10, 4, 12), (12, 4, 12), (13, 4, 16)])
+def test_the_vocabulary_is_padded_to_what_ranks_share_evenly(vocabulary, ranks, padded):
+    assert replace(MOE, vocab_size=vocabulary).padded_vocab_size(ranks) == padded
+
+
+def test_a_model_without_experts_is_dense():
+    assert (MOE.is_moe, replace(MOE, num_experts=0).is_moe) == (True, False)
+
+
+@pytest.mark.parametrize(("chosen", "fits"), [(1, False), (2, True), (4, True), (5, False)])
+def test_from_two_to_all_experts_may_be_chosen(chosen, fits):
+    (*problems,) = replace(MOE, num_experts=4, experts_per_token=chosen).problems()
+    assert (problems == []) == fits
+    assert all(f"num_experts_per_tok is {chosen} of 4 experts" in problem for problem in problems)
+
+
+def test_llama_3s_scaling_of_any_factor_is_built_and_no_other():
+    scaled = replace(MOE, rope_scaling=LLAMA3)
+    assert (scaled.problems(), scaled.llama3_factor) == ([], 32.0)
+    assert (MOE.problems(), MOE.llama3_factor) == ([], None)
+    assert replace(MOE, rope_scaling={**LLAMA3, "factor": 8.0}).llama3_factor == 8.0
+    for other in ({**LLAMA3, "low_freq_factor": 2.0}, {"type": "yarn", "factor": 4.0}, {**LLAMA3, "factor": 0.0}):
+        (problem,) = replace(MOE, rope_scaling=other).problems()
+        assert "only Llama 3's" in problem
+        assert replace(MOE, rope_scaling=other).llama3_factor is None
