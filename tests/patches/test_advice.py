@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.metadata
-import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,14 +11,20 @@ import pytest
 from packaging.requirements import Requirement
 
 from megatron_rl.commands.patch import add_patch, named_purposes
-from megatron_rl.patching import releases, states, target
+from megatron_rl.patching import releases, target
 from megatron_rl.patching.series import Patch, PatchError, Series
 from tests.support.series import megatron_core
 from tests.support.tiny import REPOSITORY
 
 PATCHES = REPOSITORY / "patches"
+
+
 SERIES = {name: Series.read(PATCHES / name) for name in releases.names(PATCHES) if name.startswith("megatron-core")}
+
+
 PINS = [Requirement(line) for line in (REPOSITORY / "requirements.txt").read_text().splitlines() if "core==" in line]
+
+
 PINNED = releases.to_install(megatron_core())
 
 
@@ -57,18 +60,6 @@ def test_the_release_to_install_is_that_of_requirements(python):
     assert any(releases.is_for(series, wanted.split("==")[1]) for series in SERIES.values())
 
 
-@pytest.mark.parametrize("version", [None, "0.14.0", "0.99.0"])
-def test_a_missing_or_foreign_package_is_told_what_to_install(version, tree, monkeypatch):
-    install(monkeypatch, version, tree)
-    (series,) = releases.of_installed_packages(PATCHES)
-    with pytest.raises(PatchError) as error:
-        target.find(series, None, allow_global=True)
-    assert re.search(rf": install {re.escape(PINNED)}( first)?, or name a source tree with --tree$", str(error.value))
-    install(monkeypatch, PINNED.split("==")[1], tree)  # the advice is taken
-    (series,) = releases.of_installed_packages(PATCHES)
-    assert target.find(series, None, allow_global=True).root == tree
-
-
 @pytest.mark.parametrize("name", sorted(SERIES))
 @pytest.mark.parametrize("version", [None, "0.99.0"])
 def test_a_name_that_will_be_in_the_way_is_to_be_left_out(name, version, tree, monkeypatch):
@@ -80,20 +71,7 @@ def test_a_name_that_will_be_in_the_way_is_to_be_left_out(name, version, tree, m
     assert (f"and leave out the name {name}" in str(error.value)) != fits
 
 
-def test_a_package_without_its_files_is_told_where_they_are(tmp_path, monkeypatch):
-    series, version = megatron_core(), megatron_core().pins["Version"]
-    origin = {"url": "file:///home/me/Megatron%20LM", "dir_info": {"editable": True}}
-    install(monkeypatch, version, tmp_path, json.dumps(origin))
-    with pytest.raises(PatchError, match=r"editable install, so name its source tree: --tree '/home/me/Megatron LM'$"):
-        target.find(series, None, allow_global=True)
-    install(monkeypatch, version, tmp_path)
-    with pytest.raises(PatchError, match=rf"reinstall it \(pip install .*megatron-core=={version}\), or name a source"):
-        target.find(series, None, allow_global=True)
-
-
 # What fits is named, and comes off again
-
-
 CHANGE = """From 0
 Subject: [PATCH] Change {name}
 
@@ -133,24 +111,6 @@ def small(tmp_path) -> tuple[Series, target.Target]:
     return Series.read(folder), target.Target(root.parent, None)
 
 
-def test_what_fits_of_a_series_is_named_applied_and_reverted(small):
-    series, where = small
-    pristine = series.load(where.root)
-    with pytest.raises(PatchError, match=r"c-0.17.patch: .*\n.*\nThese fit; take those: --series schedule/b$"):
-        states.apply_or_revert(series, where, False, ["schedule"])
-    with pytest.raises(PatchError, match=r"take those: --series routing,schedule/b$"):
-        states.apply_or_revert(series, where, False, ["routing", "schedule"])
-    assert series.load(where.root) == pristine
-    told = states.report(series, where, ["schedule"])["series"]["schedule"]["message"]
-    assert told.endswith("what stands before it fits: --series schedule/b")
-    states.apply_or_revert(series, where, False, ["routing", "schedule/b"])
-    assert states.report(series, where, ["routing", "schedule/b"])["state"] == "applied"
-    assert states.report(series, where, ["schedule"])["state"] == "does not fit"
-    assert states.apply_or_revert(series, where, True, ["schedule"]).startswith("reverted, 1 patches, 1 files")
-    states.apply_or_revert(series, where, True)
-    assert series.load(where.root) == pristine
-
-
 def test_a_series_up_to_a_patch_holds_those_before_it(small):
     series = small[0]
     names: list[Patch] = series.of(["schedule/c"])
@@ -166,13 +126,3 @@ def test_revert_takes_whole_series_and_says_so():
     options = parser.parse_args(["revert", "--series", "schedule/length-decay-in-the-scheduler,routing"])
     with pytest.raises(PatchError, match=r"revert takes whole series: --series schedule,routing$"):
         named_purposes(options)
-
-
-def test_a_release_that_differs_from_the_branch_before_it_is_no_error(small):
-    """Only a series that is proven on an archive can say that a package of that version holds edits."""
-    series, where = small[0], target.Target(small[1].root, "1.0")
-    assert not states.examine(series, where).pinned()
-    assert not SERIES["megatron-core-0.20"].archives
-    proven = dataclasses.replace(series, archives={"small-1.0.whl": ""})
-    with pytest.raises(PatchError, match=r"differs from upstream's 1.0\n.*\nReinstall it: pip install .* small==1.0$"):
-        states.examine(proven, where)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +17,8 @@ from tests.support.patience import PATIENCE_S
 from tests.support.series import megatron_core
 
 PATCHES = Path(__file__).parents[2] / "patches"
+
+
 RELEASES = {
     name: series
     for name in releases.names(PATCHES)
@@ -163,29 +164,6 @@ def test_each_series_of_a_release_has_a_patch_or_a_reason():
         noted = [note for notes in series.notes.values() for note in notes]
         for purpose in PURPOSES:
             assert purpose in series.purposes or any(note.startswith(purpose) for note in noted), (series.name, purpose)
-
-
-# Headers: what a pull request would say
-
-HEADED = sorted(PATCHES.glob("megatron/*/*.patch"))
-
-
-@pytest.mark.parametrize("path", HEADED, ids=lambda path: path.name)
-def test_a_header_says_what_a_pull_request_would(path):
-    """Title, problem, where it was or would be sent, and the smallest test; or why it is not for upstream."""
-    head = path.read_text().partition("\n---\n")[0]
-    title, _, text = head.partition("Subject: [PATCH] ")[2].partition("\n\n")
-    *problem, last = text.strip().split("\n\n")
-    trailers = dict(line.split(": ", 1) for line in last.splitlines())
-    assert 10 < len(title.replace("\n", "")) <= 90
-    assert sum(len(paragraph.split()) for paragraph in problem) >= 15
-    if trailers["Forwarded"] == "not-needed":
-        assert trailers["Origin"].startswith("backport") or "Gloo" in trailers["Drop-When"]
-        return
-    upstream = r"https://github\.com/NVIDIA/Megatron-LM"
-    where = rf"({upstream}/pull/\d+|no; for the main branch of {upstream}, .+)"
-    assert re.fullmatch(where, trailers["Forwarded"])
-    assert re.fullmatch(r"tests/unit_tests/[\w/]+\.py: .{10,}", trailers["Upstream-Test"])
 
 
 def test_the_text_of_a_header_is_no_part_of_a_patch(tmp_path):

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.checkpoint import manifest
-from megatron_rl.config.sections import CheckpointConfig
-from megatron_rl.run.start import best_steps
 
 
 def write(folder: Path, step: int, hidden: str = "", content: str = "weights") -> Path:
@@ -107,12 +105,6 @@ def test_pruning_spares_the_newest_and_the_best(tmp_path):
     manifest.prune(tmp_path, keep_last=0)
     assert len(manifest.list_checkpoints(tmp_path)) == 3
     assert "damaged_step_00000001" in names(tmp_path)
-
-
-@pytest.mark.parametrize(("mode", "n", "expected"), [("max", 1, [4]), ("max", 2, [2, 4]), ("min", 1, [6])])
-def test_best_steps(mode, n, expected):
-    config = CheckpointConfig.model_validate({"keep_best": {"metric": "m", "n": n, "mode": mode}})
-    assert sorted(best_steps({2: 0.5, 3: 0.3, 4: 0.5, 5: 0.1, 6: 0.1}, config)) == expected
 
 
 def test_setting_aside_twice(tmp_path):

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
-from functools import reduce
 from pathlib import Path
 
 import pytest
 import yaml
-from pydantic import ValidationError
 
 from megatron_rl.__main__ import main
 from megatron_rl.check import check_recipe
@@ -19,7 +16,6 @@ from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.config.learner import ParallelConfig
 from megatron_rl.config.model_rules import layout_problems
 from megatron_rl.config.objective import ObjectiveWarning
-from megatron_rl.config.recipe import REMOVED, without_removed
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import read_architecture
 from tests.support.slow import slow_but
@@ -100,18 +96,6 @@ def test_overrides_win_and_are_yaml(write):
     assert recipe.data.validation == []
     assert "expected KEY.PATH=VALUE" in error_of(GRPO, "batch.prompts")
     assert "is a value, not a section" in error_of(GRPO, "name.x=1")
-
-
-def test_yaml_is_read_as_1_2(write):
-    """`off` is a word and 1e-6 a number; a key given twice is an error, not the last value."""
-    recipe = load_recipe(write("r.yaml", minimal(name="off") + "learner: {optimizer: {lr: 1e-6}}\n"))
-    assert recipe.learner.optimizer.lr == 1e-6
-    assert load_recipe(GRPO, ["name=off"]).name == "off"
-    assert "given twice" in error_of(write("t.yaml", minimal() + "seed: 1\nseed: 2\n"))
-
-
-def test_nothing_in_yaml_is_executed(write):
-    assert "not valid YAML" in error_of(write("r.yaml", minimal() + "seed: !!python/object/apply:os.getpid []\n"))
 
 
 def test_paths_are_looked_up_beside_the_recipe_that_names_them(tmp_path, monkeypatch):
@@ -224,40 +208,6 @@ def test_a_penalty_needs_two_policies(more, is_fine):
             load_recipe(GRPO, changes)
 
 
-def test_check_names_what_cannot_act():
-    """This arm's corrections have nothing to correct, as its paper wants; the same arm on vLLM has."""
-    name = "recipes/exact/grpo-qwen3-30b-a3b-4n8g-tp2ep8-{}-corrected.yaml"
-    reports = [
-        dict(check_recipe(load_recipe(REPOSITORY / name.format(arm)), offline=True).report)
-        for arm in ("exact", "recompute")
-    ]
-    assert re.fullmatch(
-        "objective.correction.0: tis: .* every ratio is 1; objective.correction.1: reject: .* every ratio is 1",
-        reports[0]["no effect"],
-    )
-    assert "no effect" not in reports[1]
-
-
-def test_compiling_wants_a_compiler_and_headers(monkeypatch, tmp_path):
-    changes = ["rollout.enforce_eager=false", "runtime.device=cpu"]
-    monkeypatch.setenv("CXX", sys.executable)  # some program that is there
-    headers = {"include": str(tmp_path)}
-    monkeypatch.setattr("sysconfig.get_paths", lambda: headers)
-    (tmp_path / "Python.h").touch()
-    check_recipe(load_recipe(GRPO, changes), 1)
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    for part in ("rollout.enforce_eager: false", "'no-such-compiler' was not found", "g++", "python3-dev"):
-        assert part in _error(changes)
-    (tmp_path / "Python.h").unlink()
-    assert f"{tmp_path}/Python.h is not there" in _error(changes)
-
-
-def _error(changes: list[str]) -> str:
-    with pytest.raises(InputError) as caught:
-        check_recipe(load_recipe(GRPO, changes), 1)
-    return str(caught.value)
-
-
 def test_all_problems_are_told_at_once():
     message = error_of(GRPO, "learner.parallel.tensor=3", "learner.parallel.expert=5", "rollout.top_k=5")
     assert all(text in message for text in ("parallel.tensor", "parallel.expert", "rollout.top_k"))
@@ -350,17 +300,3 @@ def test_every_field_of_the_schema_is_documented():
 
 def test_tiny_recipe_of_the_tests_is_legal():
     assert check_recipe(tiny_recipe(), 1).architecture.num_experts == 8
-
-
-def test_removed_keys_without_effect_are_read_over():
-    """Resolved recipes of runs that earlier versions started hold every key with its value."""
-    recipe = load_recipe(GRPO)
-    values = recipe.model_dump(mode="json")
-    for path, removed in REMOVED.items():
-        *sections, key = path.split(".")
-        reduce(dict.__getitem__, sections, values)[key] = removed.neutral
-    assert without_removed(values) == recipe.model_dump(mode="json")
-    assert type(recipe).model_validate(values) == recipe
-    values["monitor"]["repetition_ngram"] = 8.0  # another type: not what a run has written
-    with pytest.raises(ValidationError, match="repetition_ngram"):
-        type(recipe).model_validate(values)

@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from megatron_rl.check import check_recipe
 from megatron_rl.config.model_rules import confirm_contract, contract, first_step_alarms
 from megatron_rl.config.precision import LossScaleConfig, PrecisionConfig
-from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import read_architecture
 from tests.support.tiny import MODEL, tiny_recipe
@@ -65,19 +64,6 @@ def test_kept_sets_make_one_policy_of_both():
     assert bounds == {"first-step-difference": 1e-3, "first-step-mismatch": 1e-3}
 
 
-@pytest.mark.parametrize(
-    ("rollout", "message"),
-    [
-        ({"top_p": 0.9}, "kept_sets: true needs top_k of 1 to 1024, found 0"),
-        ({"top_k": 1025}, "kept_sets: true needs top_k of 1 to 1024, found 1025"),
-        ({"top_k": 5, "engine": "vllm_server"}, "engine vllm_server returns no sets; use engine: vllm"),
-    ],
-)
-def test_sets_that_nobody_returns_are_refused(rollout, message):
-    with pytest.raises(ValidationError, match=message):
-        RolloutConfig.model_validate({"kept_sets": True, **rollout})
-
-
 def test_a_dense_model_has_no_router(tmp_path):
     from tools.dev.make_tiny_checkpoint import build_tiny_config
 
@@ -119,22 +105,6 @@ def test_rounded_weights_and_cache_are_rows_of_the_contract():
         InputError, match=r"weights: the rollout engine uses fp8 \[1, all\], dtype, the recipe says fp8"
     ):
         confirm_contract(stated, {}, engine)
-
-
-@pytest.mark.parametrize(
-    ("written", "kind", "block"),
-    [
-        (None, None, (128, 128)),
-        ("fp8", "fp8", (128, 128)),
-        ("int8", "int8", (1, None)),
-        ("int4", "int4", (1, 128)),
-        ({"weights": "int4", "block": [1, 32]}, "int4", (1, 32)),
-        ({"weights": "fp8", "block": [None, None]}, "fp8", (None, None)),
-    ],
-)
-def test_a_type_alone_brings_its_own_block(written, kind, block):
-    found = tiny_recipe(rollout={"quantization": written}).rollout.quantization
-    assert (found.weights, found.of_weights) == (kind, block)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from megatron_rl.batch import build_batch
 from megatron_rl.config.data import CurriculumConfig, DataConfig
@@ -219,16 +218,3 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, text, says):
 def test_a_file_that_is_absent_is_named(tmp_path):
     with pytest.raises(InputError, match="cannot be read"):
         read_success_rates(tmp_path / "none", PromptSet.of(prompts(3)))
-
-
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        ({"easy_threshold": 0.3, "hard_threshold": 0.5}, "would be easy and hard"),
-        ({"unbiased": True, "order": "easy_first"}, "use shuffled"),
-        ({"easy_fraction": 0.0}, "greater than 0"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(config, says):
-    with pytest.raises(ValidationError, match=says):
-        CurriculumConfig(**config)

@@ -192,23 +192,6 @@ def test_a_checkpoint_of_other_sources_is_refused():
         plain.load_state_dict(mixed.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"train": [{"path": "a.jsonl", "weight": 1}, "b.jsonl"]}, "b.jsonl: no weight, but other sources have one"),
-        (
-            {"train": [{"path": "x/a.jsonl", "weight": 1}, {"path": "a.jsonl", "weight": 1}]},
-            "two sources are named 'a'",
-        ),
-        ({"train": "a.jsonl", "validation": {"path": "b.jsonl", "weight": 2}}, "b.jsonl has weight 2"),
-        ({"train": {"path": "a.jsonl", "weight": 0}}, "greater than 0"),
-    ],
-)
-def test_weights_that_mean_nothing_are_refused(data, message):
-    with pytest.raises(ValueError, match=message):
-        DataConfig.model_validate(data)
-
-
 @pytest.mark.parametrize("cache", ["none", "folder"])
 def test_files_are_mixed_by_the_names_of_their_sources(tmp_path, monkeypatch, cache):
     monkeypatch.setattr("megatron_rl.data.prompts.CACHED_BYTES", 0)

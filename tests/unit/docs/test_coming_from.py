@@ -8,15 +8,19 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from megatron_rl.config import Recipe, foreign_keys
+from megatron_rl.config import Recipe
 from tests.support.tiny import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
+
+
 KEYS = [
     row.split("|")[2]
     for row in (DOCS / "coming-from.md").read_text().split("## A script")[0].splitlines()
     if "|" in row
 ]
+
+
 SOURCES = "\n".join(path.read_text() for path in (REPOSITORY / "megatron_rl").rglob("*.py"))
 
 
@@ -52,11 +56,3 @@ def test_metrics_are_written_somewhere(page):
     # Means, maxima and rates are made from a name and an ending.
     missing = [name for name in missing if f'"{name.rsplit("_", 1)[0]}' not in SOURCES and name.split("/")[0] != "perf"]
     assert missing == []
-
-
-def test_the_table_of_keys_is_the_one_that_messages_are_made_from():
-    text = (DOCS / "coming-from.md").read_text()
-    table = text.split("## Keys\n\n")[1].split("\n\n")[0]
-    assert table == foreign_keys.markdown()
-    for version, commit, _ in foreign_keys.READ_FROM.values():
-        assert f"{version} (`{commit}`)" in text.split("## Keys")[0].replace("\n", " ")

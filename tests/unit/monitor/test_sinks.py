@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import resource
 import threading
 import time
 import warnings
@@ -15,10 +16,12 @@ from megatron_rl.config.monitor import MonitorConfig, SinksConfig
 from megatron_rl.errors import OwnWarning
 from megatron_rl.monitor import Monitor, read_metrics, sinks
 from megatron_rl.monitor.run_directory import RunDirectory
-from megatron_rl.monitor.sinks import ServiceSink, missing_clients
+from megatron_rl.monitor.sinks import ServiceSink, TensorBoardSink, missing_clients
 from tests.support.sinks import run
 
 RECORD = "from tests.support.sinks.record import main; main()"
+
+
 READ = {
     "wandb": """
 import json, sys
@@ -233,3 +236,23 @@ def test_a_broken_sink_is_said_although_a_thread_hides_warnings(tmp_path, capsys
         monitor.close()
     for text in (capsys.readouterr().out, (tmp_path / "log.txt").read_text()):
         assert text.count("monitor: wandb failed (ConnectionError: no route to host)") == 1
+
+
+def test_tensorboard_goes_on_when_the_disk_has_room_again(tmp_path):
+    """What a full disk refused is written later, once and in order."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink, (_, hard) = TensorBoardSink(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    sink.write(0, {"a": 0.0})
+    (file,) = tmp_path.iterdir()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 7, hard))  # fails as a full disk does
+    try:
+        for step in (1, 2):
+            with pytest.raises(OSError, match="only 7 of"):
+                sink.write(step, {"a": float(step)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    sink.write(3, {"a": 3.0})
+    sink.close()
+    events = EventAccumulator(str(tmp_path)).Reload().Scalars("a")
+    assert [(event.step, event.value) for event in events] == [(step, float(step)) for step in range(4)]

@@ -9,10 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.config.data import DataSourceConfig
-from megatron_rl.data import PromptSet
-from megatron_rl.data.sampler import read_success_rates
 from megatron_rl.errors import InputError
-from megatron_rl.evaluate import write_success_rates
 from megatron_rl.monitor.validation import check_names, confidence_interval, file_rows, summarise, table
 from megatron_rl.process.output import format_table
 from megatron_rl.types import Group, Prompt, Rollout
@@ -76,11 +73,3 @@ def test_two_files_of_one_name_are_refused():
     check_names(SOURCES)
     with pytest.raises(InputError, match="two files are named 'a'; give each a `name`"):
         check_names([SOURCES[0], DataSourceConfig(path="other/a.jsonl")])
-
-
-def test_the_curriculum_reads_what_eval_wrote(tmp_path):
-    file = tmp_path / "results.prompts.jsonl"
-    write_success_rates(file, [group("a:1", [1.0, 0.5, 0.0, 1.0]), group("a:0", [0.0])])
-    known = PromptSet.of([Prompt(f"a:{i}", [i], "") for i in range(3)])
-    assert np.array_equal(read_success_rates(file, known), np.array([0, 0.5, np.nan], np.float32), equal_nan=True)
-    assert json.loads(file.read_text().splitlines()[0])["reward"] == 0.625

@@ -11,7 +11,7 @@ import torch
 from megatron_rl import __main__ as command_line
 from megatron_rl.errors import InputError
 from megatron_rl.process import fp32_products
-from tests.support.te import MISSING, run_interpreted, run_with_triton
+from tests.support.te import MISSING, run_with_triton
 
 
 def tf32(x: torch.Tensor, half_a_unit: int = 0x1000) -> torch.Tensor:
@@ -113,9 +113,3 @@ def test_triton_takes_tf32_where_the_environment_leaves_it_to_it():
     assert counts["fp32"] == [0] * 6
     assert len(counts["tf32"]) == 6
     assert min(counts["tf32"]) > 0
-
-
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-def test_the_kernel_that_measures_multiplies():
-    """In Triton's interpreter, which knows fp32 alone."""
-    assert run_interpreted("tests.unit.process.programs.triton_product").splitlines()[-1] == "fp32"

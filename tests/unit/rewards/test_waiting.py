@@ -7,20 +7,14 @@ import math
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
-from megatron_rl.batch import build_batch, group_metrics, keep_informative
 from megatron_rl.config.data import RewardConfig
-from megatron_rl.errors import InputError
-from megatron_rl.monitor.samples import rollout_metrics
 from megatron_rl.monitor.validation import success_rates, summarise
 from megatron_rl.rewards import Rewarder
 from megatron_rl.rewards import pool as pool_module
 from megatron_rl.rewards.pool import WorkerPool
 from megatron_rl.rewards.rewarder import RewardFault, refuse_too_many
-from megatron_rl.rewards.worker import RewardFunction, longest_wait_s
 from megatron_rl.types import Group, Prompt, Rollout
-from tests.support.tiny import tiny_recipe
 
 FUNCTIONS = """
 import asyncio, os, signal, time
@@ -156,36 +150,7 @@ def test_a_list_of_another_length_is_a_failed_call(run):
     assert [(o.value, o.retries) for o in outcomes] == [(2.0, 1), (2.0, 0)]
 
 
-@pytest.mark.parametrize(
-    ("source", "is_async", "takes_lists"),
-    [
-        ("def f(response, answer): ...", False, False),
-        ("async def f(solution_str, ground_truth): ...", True, False),
-        ("def f(responses, answers): ...", False, True),
-        ("async def f(solution_strs, ground_truths, **others): ...", True, True),
-        ("class F:\n    async def __call__(self, response, answer): ...\nf = F()", True, False),
-    ],
-)
-def test_the_signature_says_how_a_function_is_called(source, is_async, takes_lists):
-    names: dict = {}
-    exec(source, names)
-    function = RewardFunction.of("f", names["f"])
-    assert (function.is_async, function.takes_lists) == (is_async, takes_lists)
-
-
-def test_a_list_function_with_further_arguments_is_refused():
-    with pytest.raises(InputError, match=r"for lists, f\(responses, answers\)"):
-        RewardFunction.of("f", lambda responses, answers, weights: [])
-
-
-def test_the_longest_wait_has_all_attempts_and_pauses():
-    assert longest_wait_s({"wait_s": 10.0, "retries": 0, "retry_wait_s": 5.0}) == 10.0
-    assert longest_wait_s({"wait_s": 10.0, "retries": 4, "retry_wait_s": 5.0}) == 50.0 + 5 + 10 + 20 + 30
-
-
 # ---------------------------------------------------------------- Rewarder
-
-
 def group(name: str, *texts: str) -> Group:
     zeros = np.zeros(2, np.float32)
     rollouts = [Rollout(name, i, np.ones(2, np.int32), zeros, "stop", zeros, text=t) for i, t in enumerate(texts)]
@@ -248,49 +213,13 @@ def test_the_first_failure_ends_a_run_where_the_recipe_says_so(rewarder):
         refuse_too_many(1, 2, 0.0, own.failures)
 
 
-def test_values_of_on_error_are_named():
-    with pytest.raises(ValidationError, match=r"'mask', 'zero' or 'end'"):
-        RewardConfig(on_error="skip")
-
-
 # ---------------------------------------------------------------- what becomes of a response without a score
-
-
 def scored(name: str, *rewards: float | None) -> Group:
     made = group(name, *["t"] * len(rewards))
     for rollout, reward in zip(made.rollouts, rewards, strict=True):
         rollout.reward = rollout.raw_reward = reward or 0.0
         rollout.masked = rollout.unscored = reward is None
     return made
-
-
-@pytest.mark.parametrize("advantage", ["rloo", "grpo", "dr_grpo", "reinforce_pp", "reinforce"])
-def test_advantages_are_those_of_a_group_without_it(advantage):
-    recipe = tiny_recipe(objective={"advantage": advantage})
-    with_it = build_batch(0, [scored("p", 1.0, None, 0.0, 0.5), scored("q", 0.0, 1.0)], recipe)
-    without = build_batch(0, [scored("p", 1.0, 0.0, 0.5), scored("q", 0.0, 1.0)], recipe)
-    kept = [sequence for place, sequence in enumerate(with_it.sequences) if place != 1]
-    assert [s.advantage for s in kept] == [s.advantage for s in without.sequences]
-    assert (with_it.sequences[1].advantage, with_it.sequences[1].num_trained) == (0.0, 0)
-    assert all(sequence.num_trained == 2 for sequence in kept)
-
-
-def test_what_is_left_alone_has_no_baseline():
-    batch = build_batch(0, [scored("p", 1.0, None), scored("q", 0.0, 1.0)], tiny_recipe())
-    assert [sequence.num_trained for sequence in batch.sequences] == [0, 0, 2, 2]
-    assert batch.sequences[0].advantage == 0.0
-    nothing = build_batch(0, [scored("p", None, None)], tiny_recipe())
-    assert [sequence.num_trained for sequence in nothing.sequences] == [0, 0]
-
-
-def test_groups_are_compared_by_what_is_known():
-    groups = [scored("same", 1.0, None, 1.0), scored("other", 1.0, None, 0.0), scored("none", None, None)]
-    assert [g.prompt.id for g in keep_informative(groups)] == ["other"]
-    assert keep_informative(groups[2:]) == []
-    assert group_metrics(groups)["groups/informative_frac"] == 0.5
-    assert rollout_metrics(groups)["critic/rewards/mean"] == 0.75
-    assert rollout_metrics(groups)["groups/no_signal_frac"] == 2 / 3
-    assert "critic/rewards/mean" not in rollout_metrics(groups[2:])
 
 
 def test_validation_is_over_what_is_known():

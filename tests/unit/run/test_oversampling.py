@@ -14,7 +14,7 @@ from megatron_rl.config.sections import BatchConfig, OversampleConfig
 from megatron_rl.data import PromptSampler, PromptSet
 from megatron_rl.errors import InputError
 from megatron_rl.rewards.rewarder import Failure, RewardFault
-from megatron_rl.rewards.shared import Scores, merged
+from megatron_rl.rewards.shared import Scores
 from megatron_rl.rollout import Arrival, LegCounts
 from megatron_rl.run import oversampling
 from megatron_rl.run.lookahead import Begun, Lookahead
@@ -24,7 +24,11 @@ from megatron_rl.types import Group, Prompt, Rollout
 from tests.support.tiny import tiny_recipe
 
 PROMPTS = [Prompt(id=f"toy:{row}", tokens=[1], answer="0") for row in range(400)]
+
+
 NUM_STEPS = 12
+
+
 SCORES = [
     f"reward/{name}" for name in ("timeouts", "worker_failures", "errors", "retries", "masked_frac", "unscored_frac")
 ]
@@ -336,29 +340,6 @@ def test_abort_needs_no_staleness_and_may_ask_for_more():
     assert recipe.batch.prompts_of_a_round == 48
     assert isinstance(make_lookahead(recipe, PromptSampler(PROMPTS), Servers()), Oversampling)
     assert type(make_lookahead(tiny_recipe(), PromptSampler(PROMPTS), Servers())) is Lookahead
-
-
-def test_a_factor_is_taken_as_it_is_written():
-    assert OversampleConfig(factor=1.1, rest="abort").num_asked(10) == 11
-    assert OversampleConfig(factor=1.25, rest="abort").num_asked(10) == 13
-
-
-def test_scores_of_parts_are_those_of_the_whole():
-    def share(count, failed, masked):
-        failures = [Failure("error", failed, "p", "r", "")] * bool(failed)
-        metrics = {"reward/errors": failed, "reward/masked_frac": masked, "reward/unscored_frac": failed / count}
-        return Scores(dict.fromkeys(SCORES, 0.0) | metrics, failures, count)
-
-    scores = merged([share(2, 1, 1.0), share(6, 0, 0.5)])
-    assert scores.metrics == {
-        "reward/timeouts": 0,
-        "reward/worker_failures": 0,
-        "reward/errors": 1,
-        "reward/retries": 0,
-        "reward/masked_frac": 5 / 8,
-        "reward/unscored_frac": 1 / 8,
-    }
-    assert (scores.num_failed, scores.num_scored, len(scores.failures)) == (1, 8, 1)
 
 
 def test_failed_rewards_are_judged_over_the_step():

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import json
 import math
 import re
-import shlex
 import subprocess
 import sys
 import warnings
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.__main__ import main
 from megatron_rl.checkpoint.hf_folder import model_shapes
-from megatron_rl.commands.arguments import GPU_NAMES
 from megatron_rl.config import load_recipe
 from megatron_rl.config.learner import LoraConfig, ParallelConfig
-from megatron_rl.config.model_rules import layout_problems
-from megatron_rl.errors import InputError
 from megatron_rl.instruments.plan import GPUS, make_plan, make_workload, summary
-from megatron_rl.instruments.plan.hardware import GIB, HOST_LINK, MOST_UTILIZATION, PROCESS_GIB
+from megatron_rl.instruments.plan.hardware import GIB, PROCESS_GIB
 from megatron_rl.instruments.plan.learner import (
     Activations,
     active_parameters,
@@ -36,7 +29,7 @@ from megatron_rl.instruments.plan.learner import (
 )
 from megatron_rl.instruments.plan.memory import memory_plan
 from megatron_rl.instruments.plan.report import render
-from megatron_rl.instruments.plan.timing import num_expert_matrices, num_tensors, step_time
+from megatron_rl.instruments.plan.timing import num_tensors
 from megatron_rl.instruments.plan.workload import Workload
 from megatron_rl.model.architecture import architecture_from, read_architecture
 from megatron_rl.model.known_models import KNOWN_MODELS, shape_of
@@ -45,10 +38,17 @@ from tests.support.rounding import printed, rounded
 from tests.support.tiny import MODEL, REPOSITORY
 
 MOE = REPOSITORY / "recipes" / "length_decay" / "rloo-qwen3-30b-a3b-4n8g-tp4ep8-auto.yaml"
+
+
 DENSE = REPOSITORY / "recipes" / "length_decay" / "rloo-qwen3-8b-base-2n8g-tp4-lr1e-6.yaml"
 
+
 STAYS = ("learner.offload={gradients: false, optimizer: false}", "rollout.gpu_memory_utilization=0.4")
+
+
 """A learner that is there while the engine generates; the recipes' own leave."""
+
+
 STAYS_FLAGS = [argument for setting in STAYS for argument in ("--set", setting)]
 
 
@@ -61,8 +61,6 @@ def work(path: Path = MOE, gpu: str = "h100-80", *overrides: str, **sizes) -> Wo
 
 
 # ---------------------------------------------------------------- parameters
-
-
 def test_published_sizes():
     """Totals as the checkpoints' own cards state them."""
     published = {
@@ -147,8 +145,6 @@ def test_adapters_of_experts():
 
 
 # ---------------------------------------------------------------- memory
-
-
 def test_static_memory_of_a_rank():
     """2 bytes of weights, 4 of gradients; 12 of Adam over the ranks that share a weight: 8 for dense, 4 for experts."""
     w = work()
@@ -230,24 +226,6 @@ def test_placements():
     assert exact.phases[0].total < here.phases[0].total  # no engine asleep beside it
 
 
-# ---------------------------------------------------------------- time
-
-
-def test_time_follows_the_hardware():
-    w = work()
-    engine = memory_plan(w).engine
-    slow, fast = (
-        step_time(w, engine),
-        step_time(replace(w, gpu=replace(w.gpu, flops_16bit=2 * w.gpu.flops_16bit)), engine),
-    )
-    compute = slow.update - slow.communication
-    assert fast.update - fast.communication == rounded(compute / 2)
-    wide = step_time(replace(w, gpu=replace(w.gpu, bandwidth=2 * w.gpu.bandwidth)), engine)
-    assert slow.generate / 2 < wide.generate < slow.generate
-    assert slow.old_logprobs == 0  # one update a step
-    assert step_time(work(MOE, "h100-80", "batch.minibatches=4"), engine).old_logprobs > 0
-
-
 def test_weights_that_are_broadcast_to_servers_need_room_for_two_chunks():
     servers = ("rollout.engine=vllm_server", "rollout.servers.count=4")
     kinds = [
@@ -269,27 +247,7 @@ def test_servers_that_sample_ahead_hide_the_shorter_of_generating_and_learning()
     assert [line in render(plan) for plan in plans] == [False, True]
 
 
-def test_expert_matrices_cost_little_to_hand_over():
-    """18,432 of them and 435 other tensors: a second, where one by one it would be ten."""
-    w = work()
-    alone = replace(w, gpu=replace(w.gpu, nvlink=math.inf, network=math.inf))
-    seconds = step_time(alone, memory_plan(w).engine).refit
-    assert num_expert_matrices(w.architecture) == 18_432
-    assert seconds == rounded(435 * 500e-6 + 18_432 * 40e-6)
-
-
-def test_forward_and_backward_by_hand():
-    """6 FLOPs per active parameter and token, 8 with full recomputation, plus attention."""
-    w = work(DENSE)
-    tokens, length = 1024 * (256 + 4096), 256 + 4096
-    flops = tokens * (2 * active_parameters(w.architecture) + 2 * 36 * 4096 * length)
-    time = step_time(w, memory_plan(w).engine)
-    assert time.update - time.communication == rounded(4 * flops / (16 * 989e12 * 0.38))
-
-
 # ---------------------------------------------------------------- offload
-
-
 ASIDE = [f"learner.offload.{part}=true" for part in ("gradients", "optimizer", "weights", "during_passes")]
 
 
@@ -306,23 +264,6 @@ def test_what_leaves_is_not_there_while_the_engine_generates():
     for size, setting in zip(sizes, ASIDE[:3], strict=True):
         assert at_rest(work(MOE, "h100-80", setting)) == rounded(sum(sizes) - size)
     assert at_rest(work(MOE, "h100-80", *ASIDE)) == 0
-
-
-def test_copies_cross_the_bus_both_ways():
-    stage = stage_parameters(work().architecture, work().parallel)[0]
-    states, weights = 12 * (stage.dense / 8 + stage.expert / 4), 2 * stage.total
-    rate = HOST_LINK * 64e9
-
-    def seconds(*settings: str) -> float:
-        w = work(MOE, "h100-80", *settings)
-        return step_time(w, memory_plan(w).engine).offload
-
-    assert seconds() == seconds(ASIDE[0]) == 0.0
-    assert seconds(ASIDE[1]) == rounded(2 * states / rate)
-    assert seconds(ASIDE[2]) == rounded(2 * weights / rate)
-    # Away in passes, Adam's states come for every update.
-    assert seconds(*ASIDE, "batch.minibatches=4") == rounded((8 * states + 2 * weights) / rate)
-    assert seconds(*ASIDE[:3], "batch.minibatches=4") == rounded(2 * (states + weights) / rate)
 
 
 def test_states_and_activations_are_not_there_together():
@@ -355,22 +296,6 @@ def test_host_memory_of_a_node(capsys):
     assert "Turn off learner.offload.weights or learner.offload.optimizer" in message
 
 
-def test_offload_is_chosen_where_it_gains():
-    """One node: without, no engine of 0.85 fits; Adam's states make the room. With servers there is nothing to gain."""
-    plan = make_plan(work(MOE, "h100-80", nodes=1))
-    assert plan.problems
-    best = plan.layouts[0]
-    assert best.fits
-    assert best.offload.optimizer
-    assert best.utilization <= MOST_UTILIZATION
-    chosen = [s.removeprefix("--set ") for s in re.findall(r"--set \S+", best.overrides)]
-    again = make_plan(work(MOE, "h100-80", *chosen, nodes=1))
-    assert again.problems == []
-    assert again.time.total == rounded(best.time.total)
-    servers = ("rollout.engine=vllm_server", "rollout.servers.count=4", "rollout.gpu_memory_utilization=0.9")
-    assert not any(layout.offload.gradients for layout in make_plan(work(MOE, "h100-80", *servers)).layouts)
-
-
 def test_the_report_says_what_each_setting_gains():
     plan = make_plan(work(MOE, "h100-80", *ASIDE, "rollout.gpu_memory_utilization=0.8", nodes=1))
     text = render(plan)
@@ -385,21 +310,6 @@ def test_the_report_says_what_each_setting_gains():
     assert summary(plan).endswith(
         f"{plan.time.offload:.1f} s of it offload, {plan.host.total / GIB:.0f} GiB of host memory a node"
     )
-
-
-# ---------------------------------------------------------------- layouts and refusals
-
-
-def test_layouts_are_legal_ranked_and_mark_the_recipes():
-    plan = make_plan(work())
-    assert sum(layout.is_recipes for layout in plan.layouts) == 1
-    fits = [layout.memory.fits for layout in plan.layouts]
-    assert fits == sorted(fits, reverse=True)
-    times = [layout.time.total for layout in plan.layouts if layout.memory.fits]
-    assert times == sorted(times)
-    assert len({str(layout) for layout in plan.layouts}) == len(plan.layouts)
-    for layout in plan.layouts:
-        assert layout_problems(layout.parallel, plan.work.architecture, 32) == []
 
 
 def error_of(capsys, *arguments: str) -> str:
@@ -433,34 +343,6 @@ def test_too_large_a_microbatch_is_refused_with_one_that_fits(capsys):
     assert main(["plan", str(DENSE), "--gpu", "a100-80", *large, "--set", more]) == 2
 
 
-def test_what_no_layout_can_hold(capsys):
-    message = error_of(capsys, str(MOE), "--gpu", "a100-40", "--nodes", "1", *STAYS_FLAGS)
-    assert "no layout of 8 a100-40 fits" in message
-    assert "key/value" in message or "cache holds" in message
-
-
-def test_a_layout_that_fits_is_named_and_does(capsys):
-    message = error_of(capsys, str(MOE), "--gpu", "a100-80", "--set", "learner.parallel={tensor: 1, expert: 1}")
-    keys = re.search(r"that fits: (.*)", message)[1].split()
-    assert main(["plan", str(MOE), "--gpu", "a100-80", *keys]) == 0
-
-
-def test_size_comes_from_the_name_or_the_flags(capsys):
-    tiny = str(REPOSITORY / "recipes" / "tiny" / "grpo.yaml")
-    assert "--nodes and --gpus-per-node" in error_of(capsys, tiny, "--gpu", "h100-80")
-    assert main(["plan", tiny, "--gpu", "h100-80", "--nodes", "1", "--gpus-per-node", "2"]) == 0
-    assert work().ranks == 32
-    with pytest.raises(InputError, match="does not divide the number of ranks"):
-        work(MOE, nodes=1, gpus_per_node=6)
-
-
-def test_a_model_of_unknown_shape_is_refused():
-    with pytest.raises(InputError, match="shapes known by folder name: Qwen3-30B-A3B"):
-        shape_of(Path("models/nobody-knows"))
-    assert shape_of(MODEL)[1] is False
-    assert shape_of(Path("anywhere/Qwen3-8B-Base"))[1] is True
-
-
 def test_check_offline_goes_by_the_name(capsys):
     assert main(["check", str(DENSE)]) == 2
     capsys.readouterr()
@@ -487,50 +369,12 @@ def test_plan_needs_neither_torch_nor_an_engine():
     assert done.stdout.splitlines()[-1] == "[]", done.stdout
 
 
-def test_command_line_names_the_gpus():
-    assert tuple(GPUS) == GPU_NAMES
-
-
 # ---------------------------------------------------------------- sampling
-
-
 def test_a_round_longer_than_its_deadline_does_not_pass():
     (problem,) = make_plan(work(MOE, "h100-80", "rollout.deadline_s=1")).problems
     assert re.fullmatch(r"generating: \d+ s a round, longer than rollout.deadline_s \(1\).*", problem)
     assert make_plan(work(MOE, "h100-80", "rollout.deadline_s=null")).problems == []
     assert main(["plan", str(MOE), "--gpu", "h100-80", "--set", "rollout.deadline_s=1"]) != 0
-
-
-def test_rounds_of_their_own_size_are_counted():
-    """64 prompts a step, 1.5 rounds of them expected: two rounds of 48 prompts, or one of 192."""
-    assert work().sampled_sequences == 1.5 * 64 * 16
-    assert work(MOE, "h100-80", "batch.generation_prompts=48").sampled_sequences == 2 * 48 * 16
-    assert work(MOE, "h100-80", "batch.generation_prompts=192").sampled_sequences == 192 * 16
-
-
-def test_where_nothing_fits_what_lacks_least_comes_first():
-    plan = make_plan(work(MOE, "a100-40", nodes=1, gpus_per_node=8))
-    missing = [max(phase.missing for phase in layout.memory.phases) for layout in plan.layouts]
-    assert min(missing) > 0
-    assert missing == sorted(missing)
-    assert "none fits, the one that lacks least first" in render(plan)
-    assert "--set learner.parallel" not in render(plan)
-
-
-def test_a_faster_layout_says_how_to_get_it(capsys):
-    plan = make_plan(work(MOE))
-    best = plan.layouts[0]
-    assert not best.is_recipes
-    line = next(line for line in render(plan).splitlines() if "--set learner.parallel" in line)
-    assert "efficiencies were not measured" in line
-    words = shlex.split(line)
-    overrides = [after for word, after in itertools.pairwise(words) if word == "--set"]
-    taken = make_plan(work(MOE, "h100-80", *overrides))
-    own = next(layout for layout in taken.layouts if layout.is_recipes)
-    assert str(own) == str(best)
-    assert own.memory.fits
-    assert main(["plan", str(MOE), "--gpu", "H100"]) == 0
-    assert "h100-80" in capsys.readouterr().out
 
 
 def test_a_weight_update_holds_the_experts_of_a_layer():
@@ -547,35 +391,3 @@ def test_a_weight_update_holds_the_experts_of_a_layer():
     assert found["moe"] == rounded(4 * projection + 3 * projection / 4)
     assert 2 * 151936 * 2048 * 2 / GIB < 1.2 < 1.6 < found["moe"] / GIB < 2
     assert found["dense"] == rounded(2 * 151936 * 4096 * 2)
-
-
-def test_more_sequences_at_a_time_are_proposed_where_they_pay(capsys):
-    """Four servers with room in their caches: 512 at a time beat 256. The step is that of a recipe that has the value;
-    with it, and where all of a step's sequences run at once, there is nothing to propose."""
-
-    def planned(*overrides):
-        loaded = load_recipe(recipe, overrides)
-        return make_plan(make_workload(loaded, shape_of(loaded.model.path)[0], GPUS["h100-80"]))
-
-    recipe = REPOSITORY / "recipes/servers/grpo-tis-qwen3-30b-a3b-2n8g-tp4ep8-servers4-sync.yaml"
-    plan = planned()
-    number, time = plan.sequences
-    taken = planned(f"rollout.max_num_seqs={number}")
-    assert number > plan.work.recipe.rollout.max_num_seqs
-    assert taken.time == time
-    assert time.total < 0.99 * plan.time.total
-    assert taken.sequences is None
-    assert make_plan(work(MOE)).sequences is None
-    assert f"--set rollout.max_num_seqs={number}: {time.generate:.0f} s of generating instead of" in render(plan)
-    assert main(["plan", str(recipe), "--gpu", "h100-80", "--json"]) == 0
-    proposed = json.loads(capsys.readouterr().out)["proposed"]
-    assert proposed == {"rollout.max_num_seqs": number, "step_s": time.total}
-
-
-def test_few_sequences_are_not_proposed_more_than_the_cache_holds():
-    """From 16 at a time: the smallest value within 1% of the shortest step, not the largest."""
-    plan = make_plan(work(MOE, "h100-80", "rollout.max_num_seqs=16"))
-    number, time = plan.sequences
-    tried = {n: make_plan(work(MOE, "h100-80", f"rollout.max_num_seqs={n}")).time.total for n in (64, 128, 256, 512)}
-    assert time.total == tried[number]
-    assert all(0.99 * total > min(tried.values()) for n, total in tried.items() if n < number)

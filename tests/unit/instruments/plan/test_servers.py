@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -13,9 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_rl.__main__ import main
 from megatron_rl.config import load_recipe
-from megatron_rl.errors import InputError
 from megatron_rl.instruments.plan import GPUS, make_plan, make_workload
-from megatron_rl.instruments.plan.fleet import Fleet, Prompt, Response, ServerCosts
+from megatron_rl.instruments.plan.fleet import ServerCosts
 from megatron_rl.instruments.plan.memory import memory_plan
 from megatron_rl.instruments.plan.servers import Asking, Pipeline, PipelineTime, simulate
 from megatron_rl.instruments.plan.timing import step_time
@@ -26,7 +24,11 @@ from tests.support.slow import slow_but
 from tests.support.tiny import REPOSITORY
 
 MODES = ("finish", "abort_and_resume", "keep")
+
+
 COSTS = ServerCosts(slots=64, overhead=0.5, read=[0.25 + n / 64 for n in range(65)], prefill=(1 / 128, 0.0))
+
+
 """A step of n responses takes 0.75 + n / 64 seconds: sums of few powers of two, so that equal times are equal."""
 
 
@@ -48,8 +50,6 @@ def close(value: float) -> object:
 
 
 # ---------------------------------------------------------------- closed forms
-
-
 def test_synchronous_steps_of_constant_lengths():
     """generate + learn + gather + load: 32 responses of 10 tokens at once, each step of 0.75 + 32 / 64 seconds."""
     found = simulate(pipeline(publish_s=3.0, load_s=0.5, learn=(2.0, 1 / 320)), constant(10), 3, warm=1)
@@ -135,44 +135,7 @@ def test_broadcast_keeps_the_learner_until_the_servers_have_it():
     assert simulate(replace(arm, joins=True), constant(10), 8, warm=4, cool=1).step_s == close(44.0)
 
 
-# ---------------------------------------------------------------- token by token
-
-
-def token_by_token(lengths: list[int], costs: ServerCosts) -> float:
-    """One server, no prefill: seconds until all are complete, first come, first served, a decoding step at a time."""
-    waiting, running, seconds = list(lengths), [], 0.0
-    while waiting or running:
-        while waiting and len(running) < costs.slots:
-            running.append(waiting.pop(0))
-        seconds += costs.overhead + costs.read[len(running)]
-        running = [left - 1 for left in running if left > 1]
-    return seconds
-
-
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 16))
-@settings(max_examples=60)
-def test_equals_a_simulation_token_by_token(lengths, slots):
-    costs = replace(COSTS, slots=slots, prefill=(0.0, 0.0))
-    prompt = Prompt(0.0, len(lengths))
-    prompt.responses = [Response(prompt, length) for length in lengths]
-    fleet = Fleet(costs, 1, "finish")
-    fleet.ask([prompt])
-    assert fleet.run(stop=lambda: prompt.is_complete) == close(token_by_token(lengths, costs))
-    assert prompt.sampled == {0: close(sum(lengths))}
-
-
-@given(
-    st.integers(0, 64), st.floats(0, 1e5), st.floats(1e-3, 1e3), st.floats(0, 1e-3), st.floats(0, 1e-2), st.floats(0, 1)
-)
-@settings(max_examples=100)
-def test_tokens_is_the_inverse_of_seconds(running, context, tokens, read_token, compute, overhead):
-    costs = ServerCosts(64, overhead, [1e-3] * 65, read_token, compute)
-    assert costs.tokens(running, context, costs.seconds(running, context, tokens)) == close(tokens)
-
-
 # ---------------------------------------------------------------- any lengths
-
-
 ANY = {
     "sigma": st.floats(0, 1.5),
     "slots": st.integers(1, 40),
@@ -184,7 +147,11 @@ ANY = {
 
 
 OVER = [(1.0, None), (1.5, "abort"), (1.5, "carry_over")]
+
+
 PRODUCT = [(mode, *over) for mode in MODES for over in OVER]
+
+
 EACH_ONCE = [(mode, *over) for mode, over in zip(MODES, OVER, strict=True)]
 
 
@@ -256,67 +223,13 @@ def test_carrying_over_leaves_nobody_out():
     assert learned["abort"] < learned["carry_over"] / 2
 
 
-# ---------------------------------------------------------------- lengths
-
-
-def test_lognormal_has_the_median_and_is_cut():
-    lengths = read_lengths("lognormal:100,0.5,400", 8192)
-    sample = lengths.sample()
-    assert sample.min() >= 1
-    assert sample.max() == 400
-    wanted = math.erf(math.log(400 / 100) / 0.5 / math.sqrt(2)) / 2 + 0.5
-    share, spread = (sample < 400).mean(), math.sqrt(wanted * (1 - wanted) / sample.size)
-    assert abs(share - wanted) < 6 * spread
-    assert abs((sample <= 100).mean() - 0.5) < 6 * math.sqrt(0.25 / sample.size)
-    assert read_lengths("lognormal:100,3", 50).sample().max() == 50
-    assert np.array_equal(lengths.draw(3, 2), lengths.again().draw(3, 2))
-
-
-def test_lengths_of_a_file(tmp_path):
-    file = tmp_path / "lengths.txt"
-    file.write_text("3\n5\n900\n")
-    assert sorted(set(read_lengths(str(file), 100).draw(50, 4).ravel())) == [3, 5, 100]
-
-
-def test_lengths_of_a_run(tmp_path):
-    from safetensors.numpy import save_file
-
-    (tmp_path / "batches").mkdir()
-    for step in range(2):
-        ends = np.array([0, 4, 4, 11 + step])
-        save_file({"cu_response": ends}, tmp_path / "batches" / f"step_{step:08d}.safetensors")
-    assert sorted(read_lengths(str(tmp_path), 100).sample()) == [4, 4, 7, 8]
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("lognormal:16", "MEDIAN,SIGMA"),
-        ("lognormal:0,1", "MEDIAN,SIGMA"),
-        ("nothing-there", "no such file or directory"),
-        (".", "record_batches"),
-    ],
-)
-def test_wrong_lengths_are_refused(text, says, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=says):
-        read_lengths(text, 100)
-
-
-@pytest.mark.parametrize("content", ["", "12\nx\n", "0\n", "1.5\n"])
-def test_a_wrong_file_is_refused(content, tmp_path):
-    file = tmp_path / "lengths.txt"
-    file.write_text(content)
-    with pytest.raises(InputError, match=r"empty|entry"):
-        read_lengths(str(file), 100)
-
-
 # ---------------------------------------------------------------- the command
-
-
 SERVERS = REPOSITORY / "recipes" / "servers" / "grpo-tis-qwen3-30b-a3b-2n8g-tp4ep8-servers4-ahead1.yaml"
 
+
 FEW = ["--set", "batch.prompts=16"]
+
+
 """Of 128: where nothing is a mean."""
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from itertools import chain, combinations
-from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
 import pytest
 
-from megatron_rl.commands.batch import print_attribution
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.stored import attribution
-from megatron_rl.instruments.stored.attribution import CAUSES, Attribution, Part, _every_set, left_over, shapley
+from megatron_rl.instruments.stored.attribution import CAUSES, Attribution, _every_set, left_over, shapley
 from megatron_rl.run.recorded_batches import RecordedBatch
 from tests.support.rounding import rounded
 from tests.support.routes import random_routes, with_routes
@@ -130,18 +127,3 @@ def test_a_batch_without_log_probs_of_the_learner_is_refused():
     batch = stored_rollouts(5, num_sequences=2)
     with pytest.raises(InputError, match="step 5: the batch has no current_logprobs"):
         attribution.attribute(None, tiny_recipe(), RecordedBatch(batch, 0), "exact")
-
-
-def test_the_report_says_that_it_is_not_of_the_collapse(tmp_path, capsys):
-    parts = (Part("routing", "the engine's routes replayed", 3.0), Part("remainder", "left over: int4", 1.0))
-    found = Attribution(4.0, parts, {frozenset(): 4.0}, 10, "exact")
-    options = SimpleNamespace(step=3, run=Path("runs/a"), json=tmp_path / "out.json")
-    print_attribution(
-        options, SimpleNamespace(plots=tmp_path), SimpleNamespace(batch=SimpleNamespace(sequences=[])), found
-    )
-    text = capsys.readouterr().out
-    assert "remainder" in text
-    assert "left over: int4" in text
-    assert "of the mismatch, not of the collapse" in text
-    assert "megatron-rl run why runs/a" in text
-    assert json.loads((tmp_path / "out.json").read_text())["what"]["remainder"] == "left over: int4"

@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.rewards import math_reward
-from megatron_rl.rewards.algebra import NumericAlgebra
-from megatron_rl.rewards.compare import same
 from megatron_rl.rewards.math_task import MAX_ANSWER_CHARS, final_answer
 
 SHARED_DATA = Path(__file__).resolve().parents[3].parent / "shared" / "data"
-
 SAME = [
     # numbers
     ("0.5", r"\frac{1}{2}"), ("1/2", r"\frac12"), (r"\frac{2}{4}", r"\dfrac 1 2"), ("025", "25"), ("142", "142.0"),
@@ -46,6 +43,7 @@ SAME = [
     ("east", r"\text{east}"), (r"\text{East}", r"\text{east}"), ("B", r"\text{(B)}"), (r"\textbf{(B)}", r"\text{(B)}"),
     ("E, H", r"\text{H, E}"), ("4:51:06 p.m.", r"4\!:\!51\!:\!06 \text{ p.m.}"), ("two lines", r"\text{two lines}"),
 ]  # fmt: skip
+
 
 DIFFERENT = [
     # several answers are not one
@@ -165,58 +163,6 @@ def test_a_computation_left_to_the_reader_is_accepted_on_demand(answer):
 )
 def test_the_answer_is_looked_for_behind_the_thinking(response, found):
     assert final_answer(response) == found
-
-
-NESTED = [
-    "(",
-    "{",
-    r"\{",
-    "|",
-    r"\frac{",
-    r"\sqrt{",
-    "x^",
-    "e^",
-    "9^",
-    r"\sin ",
-    "-",
-    "--",
-    r"\not",
-    r"\text{",
-    "x_",
-    "f(",
-]
-REPEATED = [
-    r"\pm1,",
-    "(x+1)",
-    "(x+1)^{99}",
-    r"\pi",
-    "1+",
-    "1/3+",
-    r"\sqrt[9]{7}",
-    "1 000 ",
-    "9!",
-    r"\binom{9}{4}",
-    "a ",
-    "x=",
-    "&",
-]
-LARGE = [
-    "9^{9^{9}}", "x^{9999999}", r"\sin(9^{9^9})", "(9^9)^{9^9}", "((10!)!)!", r"\binom{1000000}{500000}", "2^{20000}",
-    "1e999999999", "9" * 1990, r"\sqrt[" + "9" * 50 + "]{2}", r"e^{e^{e^{e^e}}}", r"\tan(\tan(10^{90}))", "x^{x^{x^x}}",
-    r"\lfloor e^{10000}\rfloor", r"(1+\sqrt2)^{99999}", r"\sinh(10^9)", r"0.\overline{" + "9" * 1500 + "}",
-    r"\gcd(" + "9" * 900 + "," + "8" * 900 + ")",
-]  # fmt: skip
-
-
-def test_no_answer_costs_much_or_raises():
-    hostile = [piece * (1990 // len(piece)) for piece in NESTED + REPEATED] + LARGE
-    hostile += [piece * 60 + "9" + closing * 60 for piece in NESTED for closing in ("", "}", ")")]
-    algebra = NumericAlgebra()
-    start = time.process_time()
-    for answer in hostile:
-        for gold in ("5", r"\sqrt2+\pi", "x+1", r"x>3", "1,2,3"):
-            assert not same(answer, gold, algebra)
-    assert time.process_time() - start < 30.0  # some 2 s; a number written out or a search takes minutes each
 
 
 def test_reading_a_long_hostile_response_is_quick():

@@ -8,10 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.rewards.compare import exact_or_none, same, spelling
-from megatron_rl.rewards.grammar import readings
 from megatron_rl.rewards.math_task import final_answer, math_verdict
-from megatron_rl.rewards.tree import Algebra
 
 PIECES = st.sampled_from(
     [r"\frac", r"\sqrt", r"\text{", r"\boxed{", r"\pm", r"\cup", r"\in", r"\le", r"\left(", r"\right]",
@@ -19,6 +16,8 @@ PIECES = st.sampled_from(
      "{", "}", "(", ")", "[", "]", "1", "23", ".5", ",", "=", "<", "^", "_", "%", r"\%",
      r"\$", "$", "x", "or", " ", "\n", r"\!", "cm", "°", "−", "answer is ", "####", r"\approx", ":", "/", "-"]
 )  # fmt: skip
+
+
 TANGLES = st.lists(PIECES, max_size=30).map("".join)
 TEXTS = TANGLES | st.text(max_size=80)
 SMALL = settings(max_examples=300)
@@ -29,12 +28,6 @@ SMALL = settings(max_examples=300)
 def test_every_pair_of_texts_gets_a_verdict(response, gold):
     verdict = math_verdict(response, gold)
     assert verdict in (0.0, 1.0) or set(verdict) == {"kind", "candidate", "gold", "accept_unevaluated"}
-
-
-@SMALL
-@given(text=TEXTS)
-def test_an_answer_is_equal_to_itself(text):
-    assert same(text, text, Algebra()) == bool(spelling(text))
 
 
 @SMALL
@@ -63,14 +56,6 @@ def spellings(value: Fraction):
             f"{sign}00{size.numerator}",
         ]
     return forms
-
-
-@SMALL
-@given(data=st.data(), value=st.fractions(min_value=-(10**9), max_value=10**9, max_denominator=10**4))
-def test_spellings_of_a_number_have_its_value(data, value):
-    one, other = (data.draw(st.sampled_from(spellings(value))) for _ in range(2))
-    assert value in [exact_or_none(tree) for tree in readings(one)]
-    assert math_verdict(rf"\boxed{{{one}}}", other) == 1.0
 
 
 @SMALL

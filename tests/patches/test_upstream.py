@@ -1,0 +1,32 @@
+"""Patches as pull requests."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+PATCHES = Path(__file__).parents[2] / "patches"
+
+
+# Headers: what a pull request would say
+HEADED = sorted(PATCHES.glob("megatron/*/*.patch"))
+
+
+@pytest.mark.parametrize("path", HEADED, ids=lambda path: path.name)
+def test_a_header_says_what_a_pull_request_would(path):
+    """Title, problem, where it was or would be sent, and the smallest test; or why it is not for upstream."""
+    head = path.read_text().partition("\n---\n")[0]
+    title, _, text = head.partition("Subject: [PATCH] ")[2].partition("\n\n")
+    *problem, last = text.strip().split("\n\n")
+    trailers = dict(line.split(": ", 1) for line in last.splitlines())
+    assert 10 < len(title.replace("\n", "")) <= 90
+    assert sum(len(paragraph.split()) for paragraph in problem) >= 15
+    if trailers["Forwarded"] == "not-needed":
+        assert trailers["Origin"].startswith("backport") or "Gloo" in trailers["Drop-When"]
+        return
+    upstream = r"https://github\.com/NVIDIA/Megatron-LM"
+    where = rf"({upstream}/pull/\d+|no; for the main branch of {upstream}, .+)"
+    assert re.fullmatch(where, trailers["Forwarded"])
+    assert re.fullmatch(r"tests/unit_tests/[\w/]+\.py: .{10,}", trailers["Upstream-Test"])

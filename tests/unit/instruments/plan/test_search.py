@@ -1,0 +1,136 @@
+"""Layouts and offload settings that a plan proposes: legal, ranked, and named where nothing fits."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import re
+import shlex
+import warnings
+from pathlib import Path
+
+from megatron_rl.__main__ import main
+from megatron_rl.config import load_recipe
+from megatron_rl.config.model_rules import layout_problems
+from megatron_rl.instruments.plan import GPUS, make_plan, make_workload
+from megatron_rl.instruments.plan.hardware import MOST_UTILIZATION
+from megatron_rl.instruments.plan.report import render
+from megatron_rl.instruments.plan.workload import Workload
+from megatron_rl.model.known_models import shape_of
+from tests.support.rounding import rounded
+from tests.support.tiny import REPOSITORY
+
+MOE = REPOSITORY / "recipes" / "length_decay" / "rloo-qwen3-30b-a3b-4n8g-tp4ep8-auto.yaml"
+STAYS = ("learner.offload={gradients: false, optimizer: false}", "rollout.gpu_memory_utilization=0.4")
+STAYS_FLAGS = [argument for setting in STAYS for argument in ("--set", setting)]
+
+
+@functools.cache
+def work(path: Path = MOE, gpu: str = "h100-80", *overrides: str, **sizes) -> Workload:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        recipe = load_recipe(path, [*STAYS, *overrides])
+    return make_workload(recipe, shape_of(recipe.model.path)[0], GPUS[gpu], **sizes)
+
+
+def test_offload_is_chosen_where_it_gains():
+    """One node: without, no engine of 0.85 fits; Adam's states make the room. With servers there is nothing to gain."""
+    plan = make_plan(work(MOE, "h100-80", nodes=1))
+    assert plan.problems
+    best = plan.layouts[0]
+    assert best.fits
+    assert best.offload.optimizer
+    assert best.utilization <= MOST_UTILIZATION
+    chosen = [s.removeprefix("--set ") for s in re.findall(r"--set \S+", best.overrides)]
+    again = make_plan(work(MOE, "h100-80", *chosen, nodes=1))
+    assert again.problems == []
+    assert again.time.total == rounded(best.time.total)
+    servers = ("rollout.engine=vllm_server", "rollout.servers.count=4", "rollout.gpu_memory_utilization=0.9")
+    assert not any(layout.offload.gradients for layout in make_plan(work(MOE, "h100-80", *servers)).layouts)
+
+
+def test_layouts_are_legal_ranked_and_mark_the_recipes():
+    plan = make_plan(work())
+    assert sum(layout.is_recipes for layout in plan.layouts) == 1
+    fits = [layout.memory.fits for layout in plan.layouts]
+    assert fits == sorted(fits, reverse=True)
+    times = [layout.time.total for layout in plan.layouts if layout.memory.fits]
+    assert times == sorted(times)
+    assert len({str(layout) for layout in plan.layouts}) == len(plan.layouts)
+    for layout in plan.layouts:
+        assert layout_problems(layout.parallel, plan.work.architecture, 32) == []
+
+
+def error_of(capsys, *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_what_no_layout_can_hold(capsys):
+    message = error_of(capsys, str(MOE), "--gpu", "a100-40", "--nodes", "1", *STAYS_FLAGS)
+    assert "no layout of 8 a100-40 fits" in message
+    assert "key/value" in message or "cache holds" in message
+
+
+def test_a_layout_that_fits_is_named_and_does(capsys):
+    message = error_of(capsys, str(MOE), "--gpu", "a100-80", "--set", "learner.parallel={tensor: 1, expert: 1}")
+    keys = re.search(r"that fits: (.*)", message)[1].split()
+    assert main(["plan", str(MOE), "--gpu", "a100-80", *keys]) == 0
+
+
+def test_where_nothing_fits_what_lacks_least_comes_first():
+    plan = make_plan(work(MOE, "a100-40", nodes=1, gpus_per_node=8))
+    missing = [max(phase.missing for phase in layout.memory.phases) for layout in plan.layouts]
+    assert min(missing) > 0
+    assert missing == sorted(missing)
+    assert "none fits, the one that lacks least first" in render(plan)
+    assert "--set learner.parallel" not in render(plan)
+
+
+def test_a_faster_layout_says_how_to_get_it(capsys):
+    plan = make_plan(work(MOE))
+    best = plan.layouts[0]
+    assert not best.is_recipes
+    line = next(line for line in render(plan).splitlines() if "--set learner.parallel" in line)
+    assert "efficiencies were not measured" in line
+    words = shlex.split(line)
+    overrides = [after for word, after in itertools.pairwise(words) if word == "--set"]
+    taken = make_plan(work(MOE, "h100-80", *overrides))
+    own = next(layout for layout in taken.layouts if layout.is_recipes)
+    assert str(own) == str(best)
+    assert own.memory.fits
+    assert main(["plan", str(MOE), "--gpu", "H100"]) == 0
+    assert "h100-80" in capsys.readouterr().out
+
+
+def test_more_sequences_at_a_time_are_proposed_where_they_pay(capsys):
+    """Four servers with room in their caches: 512 at a time beat 256. The step is that of a recipe that has the value;
+    with it, and where all of a step's sequences run at once, there is nothing to propose."""
+
+    def planned(*overrides):
+        loaded = load_recipe(recipe, overrides)
+        return make_plan(make_workload(loaded, shape_of(loaded.model.path)[0], GPUS["h100-80"]))
+
+    recipe = REPOSITORY / "recipes/servers/grpo-tis-qwen3-30b-a3b-2n8g-tp4ep8-servers4-sync.yaml"
+    plan = planned()
+    number, time = plan.sequences
+    taken = planned(f"rollout.max_num_seqs={number}")
+    assert number > plan.work.recipe.rollout.max_num_seqs
+    assert taken.time == time
+    assert time.total < 0.99 * plan.time.total
+    assert taken.sequences is None
+    assert make_plan(work(MOE)).sequences is None
+    assert f"--set rollout.max_num_seqs={number}: {time.generate:.0f} s of generating instead of" in render(plan)
+    assert main(["plan", str(recipe), "--gpu", "h100-80", "--json"]) == 0
+    proposed = json.loads(capsys.readouterr().out)["proposed"]
+    assert proposed == {"rollout.max_num_seqs": number, "step_s": time.total}
+
+
+def test_few_sequences_are_not_proposed_more_than_the_cache_holds():
+    """From 16 at a time: the smallest value within 1% of the shortest step, not the largest."""
+    plan = make_plan(work(MOE, "h100-80", "rollout.max_num_seqs=16"))
+    number, time = plan.sequences
+    tried = {n: make_plan(work(MOE, "h100-80", f"rollout.max_num_seqs={n}")).time.total for n in (64, 128, 256, 512)}
+    assert time.total == tried[number]
+    assert all(0.99 * total > min(tried.values()) for n, total in tried.items() if n < number)

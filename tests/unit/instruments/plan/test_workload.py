@@ -1,0 +1,104 @@
+"""The input of a plan: lengths of responses, and sizes."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_rl.__main__ import main
+from megatron_rl.config import load_recipe
+from megatron_rl.errors import InputError
+from megatron_rl.instruments.plan import GPUS, make_workload
+from megatron_rl.instruments.plan.workload import Workload, read_lengths
+from megatron_rl.model.known_models import shape_of
+from tests.support.tiny import REPOSITORY
+
+
+def test_lognormal_has_the_median_and_is_cut():
+    lengths = read_lengths("lognormal:100,0.5,400", 8192)
+    sample = lengths.sample()
+    assert sample.min() >= 1
+    assert sample.max() == 400
+    wanted = math.erf(math.log(400 / 100) / 0.5 / math.sqrt(2)) / 2 + 0.5
+    share, spread = (sample < 400).mean(), math.sqrt(wanted * (1 - wanted) / sample.size)
+    assert abs(share - wanted) < 6 * spread
+    assert abs((sample <= 100).mean() - 0.5) < 6 * math.sqrt(0.25 / sample.size)
+    assert read_lengths("lognormal:100,3", 50).sample().max() == 50
+    assert np.array_equal(lengths.draw(3, 2), lengths.again().draw(3, 2))
+
+
+def test_lengths_of_a_file(tmp_path):
+    file = tmp_path / "lengths.txt"
+    file.write_text("3\n5\n900\n")
+    assert sorted(set(read_lengths(str(file), 100).draw(50, 4).ravel())) == [3, 5, 100]
+
+
+def test_lengths_of_a_run(tmp_path):
+    from safetensors.numpy import save_file
+
+    (tmp_path / "batches").mkdir()
+    for step in range(2):
+        ends = np.array([0, 4, 4, 11 + step])
+        save_file({"cu_response": ends}, tmp_path / "batches" / f"step_{step:08d}.safetensors")
+    assert sorted(read_lengths(str(tmp_path), 100).sample()) == [4, 4, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("lognormal:16", "MEDIAN,SIGMA"),
+        ("lognormal:0,1", "MEDIAN,SIGMA"),
+        ("nothing-there", "no such file or directory"),
+        (".", "record_batches"),
+    ],
+)
+def test_wrong_lengths_are_refused(text, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=says):
+        read_lengths(text, 100)
+
+
+@pytest.mark.parametrize("content", ["", "12\nx\n", "0\n", "1.5\n"])
+def test_a_wrong_file_is_refused(content, tmp_path):
+    file = tmp_path / "lengths.txt"
+    file.write_text(content)
+    with pytest.raises(InputError, match=r"empty|entry"):
+        read_lengths(str(file), 100)
+
+
+MOE = REPOSITORY / "recipes" / "length_decay" / "rloo-qwen3-30b-a3b-4n8g-tp4ep8-auto.yaml"
+STAYS = ("learner.offload={gradients: false, optimizer: false}", "rollout.gpu_memory_utilization=0.4")
+
+
+@functools.cache
+def work(path: Path = MOE, gpu: str = "h100-80", *overrides: str, **sizes) -> Workload:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        recipe = load_recipe(path, [*STAYS, *overrides])
+    return make_workload(recipe, shape_of(recipe.model.path)[0], GPUS[gpu], **sizes)
+
+
+def error_of(capsys, *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_size_comes_from_the_name_or_the_flags(capsys):
+    tiny = str(REPOSITORY / "recipes" / "tiny" / "grpo.yaml")
+    assert "--nodes and --gpus-per-node" in error_of(capsys, tiny, "--gpu", "h100-80")
+    assert main(["plan", tiny, "--gpu", "h100-80", "--nodes", "1", "--gpus-per-node", "2"]) == 0
+    assert work().ranks == 32
+    with pytest.raises(InputError, match="does not divide the number of ranks"):
+        work(MOE, nodes=1, gpus_per_node=6)
+
+
+def test_rounds_of_their_own_size_are_counted():
+    """64 prompts a step, 1.5 rounds of them expected: two rounds of 48 prompts, or one of 192."""
+    assert work().sampled_sequences == 1.5 * 64 * 16
+    assert work(MOE, "h100-80", "batch.generation_prompts=48").sampled_sequences == 2 * 48 * 16
+    assert work(MOE, "h100-80", "batch.generation_prompts=192").sampled_sequences == 192 * 16

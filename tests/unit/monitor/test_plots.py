@@ -1,0 +1,120 @@
+"""Figures of runs: every panel, overlays that can be read, any title."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from matplotlib.text import Text
+
+from megatron_rl.monitor.curves import Curves
+from megatron_rl.monitor.plots import PANELS, View, disagreement, draw_disagreement, draw_figure, escaped
+from tests.support.rounding import rounded
+
+
+def test_every_panel_can_be_drawn(tmp_path):
+    names = {"val/reward/mean", "val/aime/avg@8", "val/aime/pass@8", "perf/time/generate", "perf/time/step"}
+    names |= {name for panel in PANELS for name in panel.metrics if re.fullmatch(r"[\w/]+", name)}
+    factors = {name: 1 + number for number, name in enumerate(sorted(names))}  # equal curves are drawn once
+    records = [{"step": s} | {name: f * 10.0 ** (s - 2) for name, f in factors.items()} for s in range(5)]
+    figure = draw_figure([Curves("all", [records])], "all")
+    assert [axes.get_title() for axes in figure.axes] == [panel.title for panel in PANELS]
+    for axes, panel in zip(figure.axes, PANELS, strict=True):
+        assert axes.get_yscale() == ("log" if panel.is_log else "linear")
+        assert len(axes.lines) == {"validation": 3}.get(panel.title, len(panel.metrics))
+        ydata = axes.lines[0].get_ydata()
+        assert ydata / ydata[0] == rounded(10.0 ** np.arange(5))
+
+
+def test_crowded_panels_keep_the_largest(tmp_path):
+    records = [{"step": 0} | {f"perf/time/phase{i}": float(i) for i in range(9)}]
+    one = draw_figure([Curves("a", [records])], "a")
+    assert [line.get_ydata()[0] for line in one.axes[0].lines] == [8, 7, 6, 5, 4]
+    two = draw_figure([Curves("a", [records]), Curves("b", [records])], "a")
+    assert [line.get_ydata()[0] for line in two.axes[0].lines] == [8, 8, 7, 7]
+    legend = two.axes[0].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["perf/time/phase8", "perf/time/phase7"]
+    assert [text.get_text() for text in two.legends[0].get_texts()] == ["a", "b"]
+
+
+def overlay(arms: int = 4, seeds: int = 3, steps: int = 120) -> list[Curves]:
+    """Arms of noisy seeds, with a metric that is 0 throughout and three that are one."""
+    draw = np.random.default_rng(0)
+    names = ("critic/rewards/mean", "actor/entropy", "actor/grad_norm", "perf/time/generate", "perf/time/update")
+    groups = []
+    for arm in range(arms):
+        runs = []
+        for _ in range(seeds):
+            values = {name: 1 + arm + np.arange(steps) / steps + draw.normal(0, 0.3, steps) for name in names}
+            values |= dict.fromkeys(("val/reward/mean", "val/a/avg@1", "val/a/pass@1"), values["critic/rewards/mean"])
+            values |= {"actor/pg_clipfrac": np.zeros(steps), "actor/lr": np.full(steps, 1e-4)}
+            values |= {"perf/time/step": np.full(steps, 36.0), "perf/rollout_tokens": np.full(steps, 5e5)}
+            runs.append([{"step": s} | {name: float(v[s]) for name, v in values.items()} for s in range(steps)])
+        groups.append(Curves(f"arm {arm}", runs))
+    return groups
+
+
+def test_an_overlay_can_be_read():
+    """No legend over a curve, no curve twice, nothing that is 0, ticks that fit."""
+    groups = overlay()
+    del groups[0].runs[0][100:]  # a seed that still runs
+    figure = draw_figure(groups, "four arms, three seeds")
+    figure.draw_without_rendering()
+    by_title = {axes.get_title(): axes for axes in figure.axes}
+    assert "clip fraction" not in by_title
+    assert figure._supxlabel.get_text() == "0 throughout, not drawn: clip fraction"
+    assert len(by_title["validation"].lines) == 4
+    (equal,) = by_title["validation"].get_legend().get_texts()
+    assert equal.get_text() == "val/reward/mean = avg@1 = pass@1"
+    legends = [legend for axes in figure.axes if (legend := axes.get_legend()) is not None] + figure.legends
+    assert len(legends) == 3
+    for legend in legends:
+        box = legend.get_window_extent()
+        assert not any(box.overlaps(axes.get_window_extent()) for axes in figure.axes)
+        assert figure.bbox.x0 <= box.x0
+        assert box.x1 <= figure.bbox.x1
+    rates = by_title["learning rate"]
+    assert all(len(label.get_text()) <= 9 for label in rates.get_yticklabels())
+    ends = [axes.get_tightbbox() for axes in figure.axes]
+    assert not any(one.overlaps(other) for i, one in enumerate(ends) for other in ends[:i])
+
+
+@pytest.mark.parametrize(("x", "last"), [("step", 119), ("time", 1.2), ("tokens", 60)])
+def test_curves_over_steps_hours_and_tokens(x, last):
+    figure = draw_figure(overlay(), "", view=View(x, 1))
+    ends = {line.get_xdata()[-1] for axes in figure.axes for line in axes.lines}
+    assert list(ends) == rounded([last] * len(ends))
+    (group,) = overlay(1, 1)
+    raw = [record["actor/entropy"] for record in group.runs[0]]
+    one = {axes.get_title(): axes for axes in draw_figure([group], "", view=View(x)).axes}["entropy"]
+    smooth, faint = (line.get_ydata() for line in one.lines)
+    assert list(faint) == raw
+    assert np.abs(np.diff(smooth)).sum() < 0.5 * np.abs(np.diff(raw)).sum()
+
+
+LABELS = ["$x_{$", "$", r"\frac{", "_hidden", "a$b$c", "<b>&", "x" * 300]
+
+
+@pytest.mark.parametrize("title", LABELS)
+@pytest.mark.parametrize("arms", [1, 2])
+def test_any_title_can_be_drawn(title, arms):
+    """Above one arm, and above the names of several."""
+    records = [{"step": step, "actor/entropy": 1.0 + step} for step in range(3)]
+    figure = draw_figure([Curves(f"arm {arm}", [records]) for arm in range(arms)], title)
+    figure.draw_without_rendering()
+    assert escaped(title) in {text.get_text() for text in figure.findobj(Text)}
+
+
+def test_heat_map_holds_every_layer_and_step():
+    records = [
+        {"step": 0, "router/agree_frac/layer_0": 0.99, "router/agree_frac/layer_10": 0.9},
+        {"step": 1},  # every group filtered out
+        {"step": 2, "router/agree_frac/layer_0": 1.0, "router/agree_frac/layer_10": 0.5},
+    ]
+    layers, steps, values = disagreement(records)
+    assert (layers, steps) == ([0, 10], [0, 2])
+    assert values == rounded(np.array([[0.01, 0.0], [0.1, 0.5]]))
+    image = draw_disagreement(records, "run").axes[0].images[0].get_array()
+    assert np.asarray(image) == rounded(np.array([[0.01, 1e-4], [0.1, 0.5]]))
+    assert draw_disagreement([{"step": 0}], "run") is None

@@ -1,0 +1,56 @@
+"""Inputs of the objective: what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+
+from megatron_rl.config import ObjectiveConfig, objective
+from megatron_rl.errors import InputError
+from megatron_rl.objective import (
+    ObjectiveInputs,
+    compute_objective,
+)
+from megatron_rl.objective.inputs import MAX_LOG_RATIO
+
+pytestmark = pytest.mark.filterwarnings("ignore::megatron_rl.config.objective.ObjectiveWarning")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"inference_logprobs": None}, "correction mode tis"),
+        ({"old_logprobs": torch.zeros(2, 2)}, "old_logprobs"),
+        ({"loss_mask": torch.ones(3, dtype=torch.bool)}, "loss_mask"),
+        ({"advantages": torch.zeros(5)}, "advantages"),
+        ({"sequence_ids": torch.zeros(3)}, "sequence_ids"),
+        ({"cu_seqlens": torch.tensor([0, 4])}, "current_logprobs"),
+        ({"current_logprobs": torch.zeros(12)}, "current_logprobs"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused_by_name(changes, named):
+    tensor = torch.zeros(3, 4)
+    inputs = {
+        "current_logprobs": tensor,
+        "old_logprobs": tensor,
+        "inference_logprobs": tensor,
+        "advantages": torch.zeros(3),
+        "loss_mask": tensor.bool(),
+    }
+    config = ObjectiveConfig.model_validate({"correction": [{"mode": "tis"}]})
+    with pytest.raises(InputError, match=named):
+        compute_objective(ObjectiveInputs(**{**inputs, **changes}), config)
+
+
+def quiet(**config) -> ObjectiveConfig:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return ObjectiveConfig.model_validate(config)
+
+
+def test_ratios_end_where_the_configuration_says():
+    assert math.exp(MAX_LOG_RATIO) == objective.LARGEST_RATIO
+    quiet(correction=[{"mode": "tis", "cap": 4.8e8}])

@@ -1,0 +1,114 @@
+"""Which routes a rank gets: slices of context-parallel ranks, padding, and checks that are not repeated."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from megatron_rl.config.learner import RoutingConfig
+from megatron_rl.learner.context import ContextShare, cut
+from megatron_rl.routing import RouteShape, missing_id, pack_routes, packed_keys
+from megatron_rl.routing.layout import PADDING_ID, CheckedRoutes, padding_routes, parts_in
+from megatron_rl.routing.payload import malformed_rows
+from tests.support.routes import random_routes, with_routes
+from tests.support.tiny import stored_rollouts
+
+SHAPE = RouteShape(num_experts=8, topk=2, layers=(0, 1, 2, 3))
+ON = RoutingConfig(replay="r3")
+
+
+def batch_with_routes(num_sequences: int = 6):
+    batch = stored_rollouts(0, num_sequences)
+    return with_routes(batch, random_routes(batch))
+
+
+def slices(batch, num_padding: int, tensor: int, stages: list[list[int]]):
+    """Every rank's slice of one packed row, with the keys of the tokens that it holds."""
+    packed = pack_routes(batch.sequences, num_padding, SHAPE, ON)
+    tokens = np.concatenate([*(s.tokens for s in batch.sequences), np.zeros(num_padding, np.int64)])
+    lengths = [len(s.tokens) for s in batch.sequences] + [num_padding]
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    keys = packed_keys(tokens, positions, [s.id for s in batch.sequences] + [PADDING_ID], lengths)
+    share = len(tokens) // tensor
+    for rank in range(tensor):
+        rows = slice(rank * share, (rank + 1) * share)
+        for layers in stages:
+            yield packed.take([(rows.start, rows.stop)], layers), keys[rows], layers
+
+
+def test_slices_of_context_parallel_ranks_are_those_of_their_tokens():
+    """Padding after each sequence; shares that begin and end inside sequences, cut again by tensor-parallel ranks."""
+    batch, size = batch_with_routes(), 2
+    lengths = [len(s.tokens) for s in batch.sequences]
+    after = [-n % (2 * size) for n in lengths]
+    padded = [n + pad for n, pad in zip(lengths, after)]
+    assert any(after)
+    packed = pack_routes(batch.sequences, 4, SHAPE, ON, after=after)
+    found = {}
+    for rank in range(size):
+        ranges = ContextShare(size, rank).ranges([*padded, 4])
+        half = sum(b - a for a, b in ranges) // 2
+        for own in (cut(ranges, 0, half), cut(ranges, half, 2 * half)):
+            taken = packed.take(own, [1, 3])
+            parts = parts_in(taken.parts, own)
+            ids, sizes = zip(*parts, strict=True)
+            whole = [np.concatenate([s.tokens, np.zeros(n, np.int64)]) for s, n in zip(batch.sequences, after)]
+            tokens, positions = (
+                np.concatenate(row) for row in ([*whole, np.zeros(4, np.int64)], [np.arange(n) for n in [*padded, 4]])
+            )
+            rows = np.concatenate([np.arange(a, b) for a, b in own])
+            taken.verify(packed_keys(tokens[rows], positions[rows], ids, sizes), [1, 3], SHAPE)
+            found |= dict(zip(rows.tolist(), taken.experts))
+            for row in (0, len(rows) - 1):
+                name, position = taken.owner(row)
+                assert name == ids[0 if row == 0 else -1]
+                assert name == PADDING_ID or position == positions[rows[row]]
+    assert sorted(found) == list(range(sum(padded) + 4))
+    for s, start in zip(batch.sequences, np.cumsum([0, *padded])):
+        for token in range(len(s.tokens) - 1):
+            assert (found[start + token] == s.routed_experts[token][[1, 3]]).all()
+
+
+def test_slices_put_together_are_the_routes():
+    batch = batch_with_routes()
+    total = sum(len(s.tokens) for s in batch.sequences)
+    padding = -total % 4
+    parts = {}
+    for found, keys, layers in slices(batch, padding, 4, [[0, 1], [2, 3]]):
+        found.verify(keys, layers, SHAPE)
+        parts[found.ranges[0][0], layers[0]] = found.experts
+    whole = np.concatenate(
+        [np.concatenate([parts[row, 0], parts[row, 2]], axis=1) for row in sorted({row for row, _ in parts})]
+    )
+    start = 0
+    for s in batch.sequences:
+        assert (whole[start : start + len(s.tokens) - 1] == s.routed_experts).all()
+        start += len(s.tokens)
+        assert (whole[start - 1] == missing_id(np.dtype(np.uint8))).all(), "the last token has no route"
+    assert sum(f.num_due for f, _, _ in slices(batch, padding, 4, [[0, 1], [2, 3]])) == 4 * (total - 6)
+
+
+def test_padding_is_spread_over_the_experts():
+    counts = np.zeros((4, 8))
+    for layer in range(4):
+        counts[layer] = np.bincount(padding_routes(16, SHAPE)[:, layer].flatten(), minlength=8)
+    assert (counts == 4).all()
+    assert not malformed_rows(padding_routes(16, SHAPE), 8).any()
+
+
+def test_what_was_checked_in_a_step_is_not_checked_again():
+    batch, known = batch_with_routes(3), CheckedRoutes()
+    first = pack_routes(batch.sequences, 0, SHAPE, ON, known)
+    total = sum(s.length for s in batch.sequences)
+    with mock.patch("megatron_rl.routing.layout.checked_routes", side_effect=AssertionError("checked twice")):
+        again = pack_routes(batch.sequences[::-1], 2, SHAPE, ON, known)  # another row of the same sequences
+        taken = again.take([(0, total + 2)], range(4))
+        batch.sequences[1].routed_experts = batch.sequences[1].routed_experts.copy()
+        with pytest.raises(AssertionError, match="checked twice"):
+            pack_routes(batch.sequences, 0, SHAPE, ON, known)
+    last = batch.sequences[-1].length
+    before = first.take([(total - last, total)], range(4))
+    assert (taken.experts[:last] == before.experts).all()
+    assert (taken.seals[:last] == before.seals).all(), "made of the slice, they are those of the whole sequence"

@@ -1,0 +1,54 @@
+"""Groups in a batch: responses without a score, and groups that are compared by what is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_rl.batch import build_batch, group_metrics, keep_informative
+from megatron_rl.monitor.samples import rollout_metrics
+from megatron_rl.types import Group, Prompt, Rollout
+from tests.support.tiny import tiny_recipe
+
+
+def group(name: str, *texts: str) -> Group:
+    zeros = np.zeros(2, np.float32)
+    rollouts = [Rollout(name, i, np.ones(2, np.int32), zeros, "stop", zeros, text=t) for i, t in enumerate(texts)]
+    return Group(Prompt(name, [1], "0", data_source="s"), rollouts)
+
+
+def scored(name: str, *rewards: float | None) -> Group:
+    made = group(name, *["t"] * len(rewards))
+    for rollout, reward in zip(made.rollouts, rewards, strict=True):
+        rollout.reward = rollout.raw_reward = reward or 0.0
+        rollout.masked = rollout.unscored = reward is None
+    return made
+
+
+@pytest.mark.parametrize("advantage", ["rloo", "grpo", "dr_grpo", "reinforce_pp", "reinforce"])
+def test_advantages_are_those_of_a_group_without_it(advantage):
+    recipe = tiny_recipe(objective={"advantage": advantage})
+    with_it = build_batch(0, [scored("p", 1.0, None, 0.0, 0.5), scored("q", 0.0, 1.0)], recipe)
+    without = build_batch(0, [scored("p", 1.0, 0.0, 0.5), scored("q", 0.0, 1.0)], recipe)
+    kept = [sequence for place, sequence in enumerate(with_it.sequences) if place != 1]
+    assert [s.advantage for s in kept] == [s.advantage for s in without.sequences]
+    assert (with_it.sequences[1].advantage, with_it.sequences[1].num_trained) == (0.0, 0)
+    assert all(sequence.num_trained == 2 for sequence in kept)
+
+
+def test_what_is_left_alone_has_no_baseline():
+    batch = build_batch(0, [scored("p", 1.0, None), scored("q", 0.0, 1.0)], tiny_recipe())
+    assert [sequence.num_trained for sequence in batch.sequences] == [0, 0, 2, 2]
+    assert batch.sequences[0].advantage == 0.0
+    nothing = build_batch(0, [scored("p", None, None)], tiny_recipe())
+    assert [sequence.num_trained for sequence in nothing.sequences] == [0, 0]
+
+
+def test_groups_are_compared_by_what_is_known():
+    groups = [scored("same", 1.0, None, 1.0), scored("other", 1.0, None, 0.0), scored("none", None, None)]
+    assert [g.prompt.id for g in keep_informative(groups)] == ["other"]
+    assert keep_informative(groups[2:]) == []
+    assert group_metrics(groups)["groups/informative_frac"] == 0.5
+    assert rollout_metrics(groups)["critic/rewards/mean"] == 0.75
+    assert rollout_metrics(groups)["groups/no_signal_frac"] == 2 / 3
+    assert "critic/rewards/mean" not in rollout_metrics(groups[2:])

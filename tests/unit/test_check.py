@@ -1,0 +1,56 @@
+"""`check`: keys that cannot act, a compiler that is missing, and models that a recipe cannot train."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from megatron_rl.check import check_recipe
+from megatron_rl.config import load_recipe
+from megatron_rl.errors import InputError
+from tests.support.routes import save_random_model
+from tests.support.tiny import REPOSITORY, tiny_recipe
+
+GRPO = REPOSITORY / "recipes" / "tiny" / "grpo.yaml"
+
+
+def test_check_names_what_cannot_act():
+    """This arm's corrections have nothing to correct, as its paper wants; the same arm on vLLM has."""
+    name = "recipes/exact/grpo-qwen3-30b-a3b-4n8g-tp2ep8-{}-corrected.yaml"
+    reports = [
+        dict(check_recipe(load_recipe(REPOSITORY / name.format(arm)), offline=True).report)
+        for arm in ("exact", "recompute")
+    ]
+    assert re.fullmatch(
+        "objective.correction.0: tis: .* every ratio is 1; objective.correction.1: reject: .* every ratio is 1",
+        reports[0]["no effect"],
+    )
+    assert "no effect" not in reports[1]
+
+
+def test_compiling_wants_a_compiler_and_headers(monkeypatch, tmp_path):
+    changes = ["rollout.enforce_eager=false", "runtime.device=cpu"]
+    monkeypatch.setenv("CXX", sys.executable)  # some program that is there
+    headers = {"include": str(tmp_path)}
+    monkeypatch.setattr("sysconfig.get_paths", lambda: headers)
+    (tmp_path / "Python.h").touch()
+    check_recipe(load_recipe(GRPO, changes), 1)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for part in ("rollout.enforce_eager: false", "'no-such-compiler' was not found", "g++", "python3-dev"):
+        assert part in _error(changes)
+    (tmp_path / "Python.h").unlink()
+    assert f"{tmp_path}/Python.h is not there" in _error(changes)
+
+
+def _error(changes: list[str]) -> str:
+    with pytest.raises(InputError) as caught:
+        check_recipe(load_recipe(GRPO, changes), 1)
+    return str(caught.value)
+
+
+def test_dense_models_are_refused_before_anything_starts(tmp_path):
+    dense = save_random_model(tmp_path, family="qwen3")
+    with pytest.raises(InputError, match=r"routing.replay: r3, but the model \(qwen3\) has no experts"):
+        check_recipe(tiny_recipe(model={"path": str(dense)}, routing={"replay": "r3"}))
