@@ -26,13 +26,13 @@ Seen = set[tuple[str, int]]
 BITS = "tests/unit/doctor/test_learner.py::test_a_gpu_whose_kernels_do_not_repeat_is_not_held_to_bits"
 METER = "tests/unit/doctor/test_engine.py::test_the_meters_peak_counts_what_pytorch_took_beyond_what_was_in_use"
 DOCTOR = "tests/unit/commands/test_doctor.py::test_ranks_and_folder_follow_from_node_and_recipe"
-PLANTED = "tests/unit/doctor/test_planted_faults.py"
+PLANTED = "tests/unit/doctor/test_checks_planted_faults.py"
 LEARNER = "tests/unit/learner/test_model_cuda.py"
 TRACE = "tests/parallel/test_trace.py"
 REACHED: dict[str, str | tuple[str, ...]] = {
     "megatron_rl/checkpoint/save.py": "tests/unit/checkpoint/test_save.py",
     "megatron_rl/commands/doctor.py": DOCTOR,
-    "megatron_rl/doctor/nodes.py": PLANTED,
+    "megatron_rl/doctor/nodes.py": "tests/unit/doctor/test_nodes.py",
     "megatron_rl/doctor/engine.py": PLANTED,
     "megatron_rl/doctor/learner.py": (BITS, "tests/unit/doctor/test_learner_fp32.py"),
     "megatron_rl/doctor/machine.py": "tests/unit/doctor/test_machine.py",

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 
 import jsonschema
 import pytest
 
-from megatron_rl.__main__ import main
 from megatron_rl.config import load_recipe
 from megatron_rl.config.loader import is_base, read_yaml, recipe_schema
 from megatron_rl.instruments.lab.jobs import is_study
 from tests.support.tiny import REPOSITORY
 
 SCHEMA = recipe_schema()
+
+
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+
+
 RECIPES = sorted(path for path in (REPOSITORY / "recipes").rglob("*.yaml") if not is_study(path))
 
 
@@ -79,8 +81,3 @@ def test_what_the_loader_takes(values):
 )
 def test_what_the_loader_refuses(values):
     assert problems(values) != []
-
-
-def test_the_command_prints_it(capsys):
-    assert main(["schema"]) == 0
-    assert json.loads(capsys.readouterr().out) == SCHEMA

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import json
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,17 +18,20 @@ import pytest
 import torch
 
 import megatron_rl.learner.learner
-from megatron_rl.doctor import engine, machine, memory, nodes
+from megatron_rl.doctor import engine, machine, memory
 from megatron_rl.doctor.checks import CHECKS, Outcome, Setting
 from megatron_rl.learner import process_groups
 from megatron_rl.process import ranks
 from megatron_rl.process.devices import leave_default_stream
 from megatron_rl.run import engines
-from tests.support import nccl, streams
-from tests.support.nccl import Job
+from tests.support import streams
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
 GIB = 1 << 30
+
+
 GPU, CPU = Setting("cuda", 1, "/tmp"), Setting("cpu", 1, "/tmp")
 
 
@@ -43,7 +44,11 @@ class Proof:
 
 
 E2E, UNIT = "tests/e2e/test_doctor.py::", "tests/unit/doctor/"
+
+
 ALL_GREEN = E2E + "test_all_that_applies_passes"
+
+
 PROOFS = {
     "packages": Proof(
         UNIT + "test_machine_packages.py::test_a_gpu_node_is_held_against_the_other_file",
@@ -65,11 +70,11 @@ PROOFS = {
         UNIT + "test_machine.py::test_a_file_system_that_gives_back_something_else",
         UNIT + "test_machine.py::test_shared_folder",
     ),
-    "nodes": Proof("test_nodes_without_one_folder", "test_nodes"),
+    "nodes": Proof(UNIT + "test_nodes.py::test_nodes_without_one_folder", UNIT + "test_nodes.py::test_nodes"),
     "collectives": Proof(
         UNIT + "test_nccl.py::test_ranks_that_guess_their_gpu_hang", UNIT + "test_nccl.py::test_the_doctors_groups"
     ),
-    "binding": Proof("test_ranks_on_one_gpu", "test_ranks_with_a_gpu_each"),
+    "binding": Proof(UNIT + "test_nodes.py::test_ranks_on_one_gpu", UNIT + "test_nodes.py::test_ranks_with_a_gpu_each"),
     "fp32": Proof(
         UNIT + "test_learner_fp32.py::test_a_library_with_tf32_is_named",
         UNIT + "test_learner_fp32.py::test_a_sound_process_passes",
@@ -120,69 +125,6 @@ def test_host_memory(used, status, monkeypatch, tmp_path):
         (tmp_path / f"memory.{name}").write_text(f"{text}\n")
     monkeypatch.setattr(machine.available_gib, "__defaults__", (tmp_path / "meminfo", tmp_path))
     assert machine.host_memory(Setting("cpu", 2, "/tmp")).status == status
-
-
-# -- between ranks
-
-
-def on_nodes(monkeypatch, folder_of, ahead: float = 0.0) -> Outcome:
-    """`nodes` on two nodes. ``folder_of``: node → its folder of runs; the second node's clock is ``ahead``."""
-    job = Job(2, 1)
-    monkeypatch.setattr(nodes, "open_store", lambda rank: job.store)
-    monkeypatch.setattr(nodes, "SEEN_S", 0.5)
-
-    def now() -> float:
-        return time.time() + (ahead if nccl._own.rank else 0.0)
-
-    monkeypatch.setattr(nodes, "time", SimpleNamespace(time=now, monotonic=time.monotonic, sleep=time.sleep))
-    return job.run(monkeypatch, lambda: nodes.together(Setting("cpu", 1, str(folder_of(nccl._own.rank)))))[0]
-
-
-def test_nodes(monkeypatch, tmp_path):
-    outcome = on_nodes(monkeypatch, lambda node: tmp_path)
-    assert (outcome.status, "seen by 2 of 2 nodes" in outcome.reason) == ("pass", True), outcome
-
-
-def test_nodes_without_one_folder(monkeypatch, tmp_path):
-    outcome = on_nodes(monkeypatch, lambda node: tmp_path / str(node))
-    assert (outcome.status, "node0 does not see files of node1" in outcome.reason) == ("fail", True), outcome
-
-
-def test_nodes_with_two_times(monkeypatch, tmp_path):
-    outcome = on_nodes(monkeypatch, lambda node: tmp_path, ahead=60.0)
-    assert (outcome.status, "node1 +6" in outcome.reason) == ("fail", True), outcome
-
-
-def bound(monkeypatch, visible) -> Outcome:
-    """`binding` on two nodes of four GPUs. ``visible``: rank → its CUDA_VISIBLE_DEVICES, None where it is not set."""
-    named = {rank: {"CUDA_VISIBLE_DEVICES": text} for rank in range(8) if (text := visible(rank)) is not None}
-    job = Job(2, 4, environment=lambda rank: named.get(rank, {}))
-    monkeypatch.setattr(nodes, "open_store", lambda rank: job.store)
-    return job.run(monkeypatch, lambda: nodes.binding(GPU))[0]
-
-
-@pytest.mark.parametrize("visible", [lambda rank: None, lambda rank: str(rank % 4), lambda rank: "3,1,0,2"])
-def test_ranks_with_a_gpu_each(visible, monkeypatch):
-    outcome = bound(monkeypatch, visible)
-    assert (outcome.status, "8 ranks use 8 GPUs" in outcome.reason) == ("pass", True), outcome
-
-
-def test_a_rank_tells_the_first_which_gpu_it_has(monkeypatch):
-    store = torch.distributed.HashStore()
-    monkeypatch.setattr(nodes, "open_store", lambda rank: store)
-    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "SLURMD_NODENAME": "node1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"GPU-{index}"))
-    assert nodes.binding(GPU).status == "not run"
-    assert json.loads(store.get("gpu/5")) == ["GPU-1", "node1", 4]
-
-
-@pytest.mark.parametrize("visible", [lambda rank: "0", lambda rank: "0,1"])
-def test_ranks_on_one_gpu(visible, monkeypatch):
-    outcome = bound(monkeypatch, visible)
-    assert (outcome.status, "use the same GPU of node node0" in outcome.reason) == ("fail", True), outcome
-    assert "CUDA_VISIBLE_DEVICES" in outcome.fix
 
 
 # -- engines, with stand-ins that answer as the real ones do

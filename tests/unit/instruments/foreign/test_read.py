@@ -7,15 +7,12 @@ as trainer and once as orchestrator; TrainerState and TensorBoardCallback of tra
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import re
-import sqlite3
 import struct
 import tarfile
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,7 +20,6 @@ import pytest
 from megatron_rl.__main__ import main
 from megatron_rl.config.monitor import level_rules
 from megatron_rl.errors import InputError
-from megatron_rl.instruments.foreign.names import PROJECTS, project_of
 from megatron_rl.instruments.foreign.read import NEEDS, blind_rules, blind_suspects, read_run
 from megatron_rl.instruments.why import LOOKS
 from megatron_rl.monitor.run_directory import JsonlSink
@@ -32,8 +28,14 @@ from tests.support.rounding import rounded
 from tests.support.tiny import REPOSITORY
 
 LOGS = Path(__file__).with_name("logs.tar.xz")
+
+
 VERL = ("verl/tensorboard", "verl/wandb", "verl/mlflow.db", "verl/mlflow.db/rate", "verl/verl.jsonl")
+
+
 OTHERS = ("slime", "miles", "nemo", "prime", "trl/trainer_state.json", "trl/tensorboard")
+
+
 FLOAT32 = 2.0**-24
 
 
@@ -126,42 +128,6 @@ def written(file: Path, rows: list[dict]) -> Path:
 ROWS = [{"step": step, "reward": 0.1 * step, "frac_reward_zero_std": 0.0} for step in range(1, 4)]
 
 
-def as_csv(folder: Path, prefix: str = "") -> Path:
-    names = [name for name in ROWS[0] if name != "step"]
-    with (folder / "run.csv").open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(["Step", *(prefix + name for name in names), *(f"{prefix}{name}__MIN" for name in names)])
-        table.writerows([row["step"], *(row[name] for name in names), "", ""] for row in ROWS)
-    return folder / "run.csv"
-
-
-def as_store(folder: Path) -> Path:
-    run = folder / "mlruns/1/abc"
-    (run / "metrics").mkdir(parents=True)
-    (run / "meta.yaml").write_text("run_id: abc\n")
-    for name in ("reward", "frac_reward_zero_std"):
-        (run / "metrics" / name).write_text("".join(f"17 {row[name]!r} {row['step']}\n" for row in ROWS))
-    return folder / "mlruns"
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        as_csv,
-        lambda folder: as_csv(folder, "my run - "),
-        as_store,
-        lambda folder: written(folder / "run.jsonl", ROWS),
-        lambda folder: written(folder / "run.jsonl", ROWS).parent,
-        lambda folder: written(folder / "run.jsonl", [{"step": row["step"], "data": row} for row in ROWS]),
-    ],
-)
-def test_formats(tmp_path, write: Callable[[Path], Path]):
-    run = read_run(write(tmp_path))
-    assert run.project.name == "TRL"
-    expected = [(row["step"], row["reward"], 0.0) for row in ROWS]
-    assert [(r["step"], r["critic/rewards/mean"], r["groups/no_signal_frac"]) for r in run.records] == expected
-
-
 def test_values_that_are_not_finite_and_a_step_that_was_repeated(tmp_path):
     rows = [*ROWS, {"step": 2, "reward": "NaN"}, {"step": 4, "reward": float("-inf")}, {"step": 4, "note": "text"}]
     values = {r["step"]: r["critic/rewards/mean"] for r in read_run(written(tmp_path / "run.jsonl", rows)).records}
@@ -186,43 +152,6 @@ def test_a_log_that_is_being_written_is_read_up_to_its_end(logs, tmp_path):
     text = (logs / "verl/verl.jsonl").read_text()
     (tmp_path / "cut.jsonl").write_text(text[:-50])
     assert read_run(tmp_path / "cut.jsonl").records == read_run(logs / "verl/verl.jsonl").records[:-1]
-
-
-def test_fragments_of_a_wandb_file_are_joined(tmp_path):
-    """A record that is longer than a block of 32 KiB is in several fragments, and a short rest of a block is filled."""
-
-    def message(number: int, data: bytes) -> bytes:
-        length, size = b"", len(data)
-        while size > 127:
-            length, size = length + bytes([size & 127 | 128]), size >> 7
-        return bytes([number << 3 | 2]) + length + bytes([size]) + data
-
-    def history(step: int, text: bytes) -> bytes:
-        reward = message(1, b"reward") + b"\x82\x01\x04" + b"0.25"  # field 16: JSON, as clients up to 0.20 write
-        signal = message(1, b"frac_reward_zero_std") + b"\x31" + struct.pack("<d", 0.5)  # field 6, as later ones do
-        other = message(1, b"note") + message(7, text)
-        return message(2, message(1, reward) + message(1, signal) + message(1, other) + message(2, bytes([8, step])))
-
-    data = bytearray(b":W&B" + bytes(3))
-    for step, size in ((1, 10), (2, 40_000), (3, None), (4, 10)):
-        if size is None:  # it ends 3 bytes before its block does
-            size = next(n for n in range(32768) if (len(data) + 7 + len(history(step, bytes(n)))) % 32768 == 32765)
-        left = history(step, b"x" * size)
-        first = True
-        while left:
-            room = 32768 - len(data) % 32768
-            if room < 7:
-                data += bytes(room)
-                continue
-            part, left = left[: room - 7], left[room - 7 :]
-            kind = 1 if first and not left else 2 if first else 3 if left else 4
-            data += struct.pack("<IHB", zlib.crc32(bytes([kind]) + part), len(part), kind) + part
-            first = False
-    (tmp_path / "run-1.wandb").write_bytes(data)
-    run = read_run(tmp_path)
-    assert [(r["step"], r["critic/rewards/mean"], r["groups/no_signal_frac"]) for r in run.records] == [
-        (step, 0.25, 0.5) for step in (1, 2, 3, 4)
-    ]
 
 
 # -- what cannot be read
@@ -272,53 +201,12 @@ def test_errors_say_what_was_expected(tmp_path, write, message):
         read_run(write(tmp_path))
 
 
-def test_logs_of_several_runs_are_listed(logs, tmp_path):
-    for name in ("one.jsonl", "two.jsonl"):
-        written(tmp_path / name, ROWS)
-    with pytest.raises(InputError, match=r"2 logs of several runs \(each has .*one\.jsonl, .*two\.jsonl"):
-        read_run(tmp_path)
-    (tmp_path / "mlflow.db").write_bytes((logs / "verl/mlflow.db").read_bytes())
-    with sqlite3.connect(tmp_path / "mlflow.db") as database:
-        columns = [column[1] for column in database.execute("PRAGMA table_info(runs)")]
-        others = ", ".join(column for column in columns if column not in ("run_uuid", "name"))
-        database.execute(f"INSERT INTO runs (run_uuid, name, {others}) SELECT 'b', 'second', {others} FROM runs")
-    with pytest.raises(InputError, match=r"2 runs; give one: .*mlflow\.db/rate, .*mlflow\.db/second"):
-        read_run(tmp_path / "mlflow.db")
-    assert read_run(tmp_path / "mlflow.db/rate").records == read_run(logs / "verl/mlflow.db").records
-
-
 def test_a_folder_of_our_runs_is_not_taken_for_a_log(tmp_path):
     (tmp_path / "runs/a").mkdir(parents=True)
     (tmp_path / "runs/a/recipe.resolved.yaml").touch()
     written(tmp_path / "runs/a/metrics.jsonl", ROWS)
     with pytest.raises(InputError, match=r"holds run directories of megatron-rl; give one of .*runs/a$"):
         read_run(tmp_path / "runs")
-
-
-# -- names
-
-
-def test_our_own_metrics_from_a_service_keep_their_names(tmp_path):
-    row = {"step": 0, "critic/score/mean": 0.5, "timing_s/step": 1.0, "perf/time/step": 2.0, "mismatch/rho_std": 0.1}
-    run = read_run(written(tmp_path / "run.jsonl", [row]))
-    assert (run.project, run.records) == (None, [row])
-
-
-def test_a_project_is_known_by_each_of_its_marks():
-    for project in PROJECTS:
-        assert all(project_of([mark]) is project for mark in project.marks)
-
-
-def test_the_document_has_every_name_and_version():
-    text = (REPOSITORY / "docs/coming-from.md").read_text()
-    for project in PROJECTS:
-        assert f"{project.name} {project.version} (`{project.commit}`, {project.date})" in " ".join(text.split())
-        for name in project.names:
-            if name.ours == name.theirs:
-                continue
-            row = next(line for line in text.splitlines() if line.startswith(f"| `{name.ours}` |"))
-            theirs = name.theirs.removeprefix("train/") if project.name == "TRL" else name.theirs
-            assert f"`{theirs}`" in row
 
 
 # -- what a log lacks

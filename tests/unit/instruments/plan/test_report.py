@@ -343,16 +343,6 @@ def test_too_large_a_microbatch_is_refused_with_one_that_fits(capsys):
     assert main(["plan", str(DENSE), "--gpu", "a100-80", *large, "--set", more]) == 2
 
 
-def test_check_offline_goes_by_the_name(capsys):
-    assert main(["check", str(DENSE)]) == 2
-    capsys.readouterr()
-    assert main(["check", str(DENSE), "--offline", "--ranks", "8"]) == 0
-    printed = capsys.readouterr().out
-    assert "not here  model models/Qwen3-8B-Base" in printed
-    assert "megatron-rl plan" in printed
-    assert main(["check", str(DENSE), "--offline", "--ranks", "6"]) == 2
-
-
 def test_a_header_line():
     assert re.fullmatch(
         r"32 × h100-80: learning [\d.]+, generating [\d.]+ of 79.1 GiB a GPU; \d+ s a step", summary(make_plan(work()))

@@ -1,71 +1,28 @@
-"""Branches without engines: the checkpoint, the arms, refusals, resuming, and verdicts on planted curves."""
+"""Branches without engines: the checkpoint, the recipe of an arm, refusals, resuming, and the command."""
 
 from __future__ import annotations
 
 import json
-import math
 import sys
 from pathlib import Path
 
 import pytest
-from scipy import stats
 
 from megatron_rl.__main__ import main
-from megatron_rl.checkpoint.manifest import TRAINER_FILE, checkpoint_name, hash_files, write_manifest
 from megatron_rl.config import load_recipe
 from megatron_rl.errors import InputError
-from megatron_rl.instruments.branch.arms import CONTROL, NAMES, arms_of, own_arm
+from megatron_rl.instruments.branch.arms import CONTROL
 from megatron_rl.instruments.branch.plan import AFTERWARDS, Branch, common_keys, onset_of, plan_branch
-from megatron_rl.instruments.branch.verdict import judge, page
 from megatron_rl.instruments.lab import runner as runner_module
 from megatron_rl.instruments.lab.runner import StudyRunner
 from megatron_rl.instruments.plan import GPUS, make_plan, make_workload
 from megatron_rl.instruments.why import Change, Finding, Sign, find
 from megatron_rl.model.known_models import shape_of
-from megatron_rl.monitor.run_directory import JsonlSink, RunDirectory
-from megatron_rl.run.identity import keep_recipe, recipe_changes
+from megatron_rl.monitor.run_directory import RunDirectory
+from megatron_rl.run.identity import keep_recipe
 from tests.support.rounding import rounded
+from tests.support.sick_run import ONSET, SICK, STEPS, checkpoint, finish, make_run, rows, write
 from tests.support.tiny import REPOSITORY, tiny_recipe
-
-ONSET, STEPS = 20, 40
-SICK = {"batch": {"minibatches": 4}, "learner": {"optimizer": {"lr": 3e-3}}}
-
-
-def rows(steps: int = STEPS, healthy: bool = False) -> list[dict[str, float]]:
-    """A run with updates that are too large, whose reward falls from 0.6 to 0.1 at `ONSET`, or does not."""
-    usual = {"actor/grad_norm": 0.5, "mismatch/rho_std": 1e-6, "actor/ppo_kl": 0.0, "actor/entropy": 0.3}
-    usual |= {"noise/relative_update": 5e-4 if healthy else 4e-3, "perf/time/step": 36.0}
-    reward = [0.6 if healthy or step < ONSET else 0.1 for step in range(steps)]
-    return [
-        {"step": step, "critic/rewards/mean": value, "critic/score/mean": value} | usual
-        for step, value in enumerate(reward)
-    ]
-
-
-def checkpoint(folder: Path, step: int, complete: bool = True) -> Path:
-    path = folder / "checkpoints" / checkpoint_name(step)
-    path.mkdir(parents=True)
-    (path / TRAINER_FILE).write_text(json.dumps({"learner": {"step": step}}))
-    if complete:
-        write_manifest(path, hash_files(path, [TRAINER_FILE]))
-    return path
-
-
-def write(folder: Path, records: list[dict[str, float]], recipe) -> Path:
-    directory = RunDirectory(folder).create()
-    keep_recipe(directory, recipe, 0)
-    sink = JsonlSink(directory.metrics)
-    for record in records:
-        sink.write(record["step"], {name: value for name, value in record.items() if name != "step"})
-    return folder
-
-
-def make_run(folder: Path, records=None, checkpoints=(10, 20, 30), **keys) -> Path:
-    """A run's folder with checkpoints after ``checkpoints`` steps."""
-    write(folder, records or rows(), tiny_recipe(name="sick", num_steps=STEPS, **(SICK | keys)))
-    for step in checkpoints:
-        checkpoint(folder, step)
-    return folder
 
 
 @pytest.fixture
@@ -135,113 +92,6 @@ def test_the_recipe_is_the_one_that_was_in_force_at_the_checkpoint(tmp_path):
 
 # -- the arms
 
-APPLY = {
-    "third-rate": {},
-    "one-update": {"batch": {"minibatches": 4}},
-    "usual-clip": {"objective": {"policy_term": {"name": "ppo_clip", "clip_high": 5.0}}},
-    "no-staleness": {"rollout": {"engine": "vllm_server", "max_staleness": 1}},
-    "unrounded": {"rollout": {"quantization": {"weights": "int4", "block": [1, 64]}}},
-    "no-dose": {"rollout": {"engine": "exact"}, "exact": {"noise": {"kind": "logits", "std": 0.1}}},
-    "bf16": {"rollout": {"dtype": "fp16"}, "learner": {"dtype": "fp16"}},
-    "fp32": {"rollout": {"dtype": "bf16"}, "learner": {"dtype": "bf16"}},
-    "r3": {},
-    "exact-engine": {"rollout": {"quantization": {"weights": "int8"}}},
-    "tis": {},
-    "overlong-penalty": {},
-    "usual-temperature": {"rollout": {"temperature": 0.5}},
-    "other-data-order": {},
-}
-IDLE = {
-    "one-update": ({}, "batch.minibatches is 1"),
-    "usual-clip": ({"objective": {"policy_term": {"name": "gspo"}}}, "objective.policy_term is gspo"),
-    "no-staleness": ({}, "rollout.max_staleness is 0"),
-    "unrounded": ({}, "rollout.quantization.weights is None"),
-    "no-dose": ({}, "exact.noise is None"),
-    "bf16": ({}, "nothing is fp16"),
-    "fp32": ({}, "learner.dtype is 'fp32'"),
-    "r3": ({"routing": {"replay": "r3"}}, "routing.replay is 'r3'"),
-    "exact-engine": ({"rollout": {"engine": "exact"}}, "rollout.engine is 'exact'"),
-    "tis": ({"objective": {"correction": [{"mode": "mis"}]}}, "objective.correction has mis already"),
-    "overlong-penalty": ({"reward": {"overlong": {"buffer": 4}}}, "reward.overlong is set already"),
-    "usual-temperature": ({}, "rollout.temperature is 1.0"),
-    "other-data-order": ({"data": {"shuffle": False}}, "data.shuffle is false"),
-}
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.filterwarnings("ignore::megatron_rl.config.objective.ObjectiveWarning")
-def test_an_arm_changes_its_own_keys_and_no_other_that_a_resumed_run_may_not_change(name, tmp_path):
-    sections = SICK | APPLY[name]
-    folder = write(tmp_path / "sick", rows(), tiny_recipe(name="sick", num_steps=STEPS, **sections))
-    branch = plan_branch(folder, from_step=0, wanted=[name], seeds=2)
-    assert [arm.name for arm in branch.arms] == [name]
-    parent = branch.recipe_of_run.model_dump(mode="json")
-    for job in branch.jobs(tmp_path):
-        _, others = recipe_changes(parent, branch.recipe(job).model_dump(mode="json"))
-        seeds = {"seed", "rollout.seed"} if job.seed else set()
-        own = set() if job.arm == CONTROL else set(branch.arms[0].keys)
-        changed = {change.key for change in others} - seeds
-        covered = {
-            key for key in own if any(key == c or c.startswith(key + ".") or key.startswith(c + ".") for c in changed)
-        }
-        assert covered == own
-        assert all(any(c == key or c.startswith(key + ".") or key.startswith(c + ".") for key in own) for c in changed)
-        assert seeds <= {change.key for change in others}
-
-
-@pytest.mark.parametrize("name", IDLE)
-@pytest.mark.filterwarnings("ignore::megatron_rl.config.objective.ObjectiveWarning")
-def test_an_arm_that_would_do_nothing_is_left_out_with_the_reason(name):
-    sections, reason = IDLE[name]
-    arms, left_out = arms_of(tiny_recipe(**sections), [], [name])
-    assert arms == []
-    assert left_out[0].name == name
-    assert reason in left_out[0].reason
-
-
-def test_every_kind_of_arm_is_tried_here():
-    assert set(APPLY) == set(NAMES)
-    assert set(IDLE) == set(NAMES) - {"third-rate"}  # which is another rate always
-
-
-def test_the_arms_are_those_of_the_suspects_in_their_order_and_the_commonest():
-    recipe = tiny_recipe(**(SICK | {"rollout": {"temperature": 0.5}}))
-    arms, left_out = arms_of(recipe, ["temperature", "reward", "staleness"], None)
-    assert [arm.name for arm in arms] == ["usual-temperature", "tis", "third-rate", "one-update"]
-    assert [item.name for item in left_out] == ["no-staleness", "reward"]
-    assert "--arm reward KEY=VALUE" in left_out[1].reason
-    every, _ = arms_of(recipe, [], None)
-    assert len(every) > len(arms)
-    with pytest.raises(InputError, match=r"--arms: 'half-rate' does not exist; allowed are all, third-rate"):
-        arms_of(recipe, [], ["half-rate"])
-
-
-def test_an_arm_that_the_recipe_forbids_is_left_out_with_its_message(tmp_path):
-    folder = make_run(tmp_path / "sick", routing={"telemetry": True})
-    branch = plan_branch(folder, wanted=["exact-engine", "third-rate"])
-    assert [arm.name for arm in branch.arms] == ["third-rate"]
-    assert [item.name for item in branch.left_out] == ["exact-engine"]
-    assert branch.left_out[0].reason.startswith("routing.telemetry: true needs another engine's routes")
-    assert "(set:" not in branch.left_out[0].reason
-
-
-def test_an_arm_of_ones_own(sick):
-    arm = own_arm("half", ["learner.optimizer.lr=1.5e-3", "batch.minibatches=2"])
-    branch = plan_branch(sick, wanted=["third-rate"], own=[arm])
-    job = next(job for job in branch.jobs(sick) if job.arm == "half")
-    recipe = branch.recipe(job)
-    assert (recipe.learner.optimizer.lr, recipe.batch.minibatches) == (1.5e-3, 2)
-    for name, settings, message in (
-        ("tis", ["a=1"], "the name of another arm"),
-        ("mine", [], "changes nothing"),
-        ("mine", ["data.seed=3"], "a key that a branch does not set by itself"),
-        ("mine", ["lr"], "expected KEY=VALUE"),
-    ):
-        with pytest.raises(InputError, match=message):
-            own_arm(name, settings)
-    with pytest.raises(InputError, match=r"--arm wrong: .*learner\.optimizer\.lr"):
-        plan_branch(sick, own=[own_arm("wrong", ["learner.optimizer.lr=-1"])])
-
 
 def test_a_schedule_that_ends_with_the_run_keeps_its_end(tmp_path):
     linear = tiny_recipe(num_steps=STEPS, schedule={"style": "linear"}, **SICK)
@@ -301,73 +151,8 @@ def test_the_mismatch_is_the_outcome_where_no_reward_fell(tmp_path):
 
 # -- verdicts on planted curves
 
+
 ARMS = ("third-rate", "one-update")
-PLANTED = {
-    CONTROL: (0.10, 0.12, 0.08, 0.11),
-    "third-rate": (0.60, 0.61, 0.59, 0.60),
-    "one-update": (0.11, 0.10, 0.10, 0.11),
-}
-
-
-def finish(branch: Branch, root: Path, planted=PLANTED, only=None) -> None:
-    """Finished runs whose outcome is the planted value of their arm and seed."""
-    for job in branch.jobs(root):
-        if only is not None and job.name not in only:
-            continue
-        value = planted[job.arm][job.seed]
-        records = rows()[branch.begin : branch.begin + branch.steps]
-        if job.arm != CONTROL or job.seed:
-            records = [record | {"critic/score/mean": value} for record in records]
-        write(root / job.name, records, branch.recipe(job))
-        (root / job.name / "DONE").write_text(f"{STEPS}")
-
-
-def test_the_arm_that_brings_the_reward_back_is_named_and_the_others_are_not(sick, tmp_path):
-    branch = plan_branch(sick, from_step=10, steps=20, wanted=ARMS)
-    finish(branch, tmp_path)
-    judgement = judge(branch, tmp_path)
-    verdicts = {judged.arm.name: judged.verdict for judged in judgement.arms}
-    assert verdicts == {"third-rate": "brings it back", "one-update": "does not"}
-    cure = judgement.cures[0]
-    differences = [arm - control for arm, control in zip(PLANTED["third-rate"], PLANTED[CONTROL], strict=True)]
-    mean = sum(differences) / 4
-    deviation = math.sqrt(sum((d - mean) ** 2 for d in differences) / 3)
-    assert cure.effect.mean == rounded(mean)
-    assert cure.effect.upper == rounded(mean + stats.t.ppf(0.975, 3) * deviation / 2)
-    assert cure.p_holm == min(1.0, 2 * cure.p)  # the smaller of two
-    control = sum(PLANTED[CONTROL]) / 4
-    assert cure.restored == rounded(mean / (0.6 - control))
-    text = page(judgement)
-    assert "Verdict: third-rate (learner.optimizer.lr 0.003 → 0.001) brings critic/score/mean back" in text
-    assert "repeats 20 steps of the run, bit for bit" in text
-    told = json.loads(json.dumps(judgement.as_json()))
-    assert told["arms"][0]["keys"] == {"learner.optimizer.lr": [0.003, 0.001]}
-    assert told["control"]["repeated_steps"] == 20
-
-
-def test_two_seeds_that_disagree_decide_nothing(sick, tmp_path):
-    branch = plan_branch(sick, from_step=10, steps=20, wanted=ARMS, seeds=2)
-    finish(branch, tmp_path, PLANTED | {"third-rate": (0.60, 0.20)})
-    judgement = judge(branch, tmp_path)
-    assert judgement.cures == []
-    assert judgement.sentence.startswith("undecided: third-rate")
-
-
-def test_arms_that_all_do_nothing_leave_the_cause_open(sick, tmp_path):
-    branch = plan_branch(sick, from_step=10, steps=20, wanted=ARMS)
-    finish(branch, tmp_path, PLANTED | {"third-rate": PLANTED["one-update"]})
-    assert judge(branch, tmp_path).sentence.startswith("none of these arms brings critic/score/mean back")
-
-
-def test_a_control_that_does_not_repeat_the_run_is_told(sick, tmp_path):
-    branch = plan_branch(sick, from_step=10, steps=20, wanted=ARMS)
-    finish(branch, tmp_path)
-    sink = JsonlSink(tmp_path / "control-seed0" / "metrics.jsonl")
-    sink.resume_at(15)
-    for record in rows()[15:30]:
-        sink.write(record["step"], {k: v for k, v in record.items() if k != "step"} | {"actor/entropy": 0.25})
-    text = page(judge(branch, tmp_path))
-    assert "differs from the run: step 15: actor/entropy is 0.3 in the first run and 0.25 in the second" in text
 
 
 # -- running
