@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[3]
 GIB = 1 << 30
 
 
-GPU, CPU = Setting("cuda", 1, "/tmp"), Setting("cpu", 1, "/tmp")
+GPU = Setting("cuda", 1, "/tmp")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from megatron_rl.doctor.checks import Outcome, Setting
 from tests.support import nccl
 from tests.support.nccl import Job
 
-GPU, CPU = Setting("cuda", 1, "/tmp"), Setting("cpu", 1, "/tmp")
+GPU = Setting("cuda", 1, "/tmp")
 
 
 def on_nodes(monkeypatch, folder_of, ahead: float = 0.0) -> Outcome:
