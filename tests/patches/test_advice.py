@@ -17,14 +17,8 @@ from tests.support.series import megatron_core
 from tests.support.tiny import REPOSITORY
 
 PATCHES = REPOSITORY / "patches"
-
-
 SERIES = {name: Series.read(PATCHES / name) for name in releases.names(PATCHES) if name.startswith("megatron-core")}
-
-
 PINS = [Requirement(line) for line in (REPOSITORY / "requirements.txt").read_text().splitlines() if "core==" in line]
-
-
 PINNED = releases.to_install(megatron_core())
 
 

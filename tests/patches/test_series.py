@@ -17,8 +17,6 @@ from tests.support.patience import PATIENCE_S
 from tests.support.series import megatron_core
 
 PATCHES = Path(__file__).parents[2] / "patches"
-
-
 RELEASES = {
     name: series
     for name in releases.names(PATCHES)

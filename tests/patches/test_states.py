@@ -12,8 +12,6 @@ from tests.support.tiny import REPOSITORY
 
 PATCHES = REPOSITORY / "patches"
 SERIES = {name: Series.read(PATCHES / name) for name in releases.names(PATCHES) if name.startswith("megatron-core")}
-
-
 # What fits is named, and comes off again
 CHANGE = """From 0
 Subject: [PATCH] Change {name}

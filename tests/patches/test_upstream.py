@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 PATCHES = Path(__file__).parents[2] / "patches"
-
-
 # Headers: what a pull request would say
 HEADED = sorted(PATCHES.glob("megatron/*/*.patch"))
 

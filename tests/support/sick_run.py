@@ -13,8 +13,6 @@ from megatron_rl.run.identity import keep_recipe
 from tests.support.tiny import tiny_recipe
 
 ONSET, STEPS = 20, 40
-
-
 SICK = {"batch": {"minibatches": 4}, "learner": {"optimizer": {"lr": 3e-3}}}
 
 

@@ -59,8 +59,6 @@ def keys(section: type[BaseModel], path: str, values: Callable[[dict], dict]) ->
 
 
 KEYS = list(keys(Recipe, "", lambda values: values))
-
-
 IDS = [f"{key.section.__name__}.{key.name}" for key in KEYS]
 
 

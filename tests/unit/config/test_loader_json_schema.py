@@ -13,11 +13,7 @@ from megatron_rl.instruments.lab.jobs import is_study
 from tests.support.tiny import REPOSITORY
 
 SCHEMA = recipe_schema()
-
-
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
-
-
 RECIPES = sorted(path for path in (REPOSITORY / "recipes").rglob("*.yaml") if not is_study(path))
 
 

@@ -12,15 +12,11 @@ from megatron_rl.config import Recipe
 from tests.support.tiny import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
-
-
 KEYS = [
     row.split("|")[2]
     for row in (DOCS / "coming-from.md").read_text().split("## A script")[0].splitlines()
     if "|" in row
 ]
-
-
 SOURCES = "\n".join(path.read_text() for path in (REPOSITORY / "megatron_rl").rglob("*.py"))
 
 

@@ -27,11 +27,7 @@ from megatron_rl.run import engines
 from tests.support import streams
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
 GIB = 1 << 30
-
-
 GPU = Setting("cuda", 1, "/tmp")
 
 
@@ -44,11 +40,7 @@ class Proof:
 
 
 E2E, UNIT = "tests/e2e/test_doctor.py::", "tests/unit/doctor/"
-
-
 ALL_GREEN = E2E + "test_all_that_applies_passes"
-
-
 PROOFS = {
     "packages": Proof(
         UNIT + "test_machine_packages.py::test_a_gpu_node_is_held_against_the_other_file",

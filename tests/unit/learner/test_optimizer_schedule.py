@@ -18,11 +18,7 @@ from tests.support.rounding import rounded
 from tools.dev import length_curves
 
 STEPS = 1000
-
-
 LENGTHS = length_curves.paper_curve(110, 3500.0, num_steps=STEPS)(np.random.default_rng(7), 0.1)
-
-
 MODES = {
     "manual": {"mode": "manual", "decay_period": 204},
     "manual-warmup": {"mode": "manual", "decay_period": 100, "warmup_steps": 40},

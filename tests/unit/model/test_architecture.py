@@ -19,8 +19,6 @@ SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 32,
 }
-
-
 NEEDED = {
     "deepseek_v3": {
         "topk_method": "noaux_tc",

@@ -24,8 +24,6 @@ SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 32,
 }
-
-
 NEEDED = {
     "deepseek_v3": {
         "topk_method": "noaux_tc",
@@ -34,30 +32,18 @@ NEEDED = {
         "num_key_value_heads": 32,
     }
 }
-
-
 OWN_HEADS = ("qwen2", "qwen2_moe", "deepseek_v3")  # families whose widths of heads follow from other keys
 TEXT_CONFIGS = {"hf_config", "hf_text_config", "text_config"}
-
-
 # vLLM's files of each family.
 MODELS = {family: [family] for family in FAMILIES}
-
-
 MODELS |= {"qwen3": ["qwen3", "qwen2"], "deepseek_v3": ["deepseek_v2"]}
-
-
 VLLM_READS = {  # file beside the model's own → names of variables that hold the config; for a class, of it alone
     "config/model.py": TEXT_CONFIGS,
     "config/vllm.py": TEXT_CONFIGS,
     "transformers_utils/config.py": {*TEXT_CONFIGS, "config"},
     "transformers_utils/model_arch_config_convertor.py:ModelArchConfigConvertorBase": TEXT_CONFIGS,
 }
-
-
 METHODS = {"get_text_config", "update", "to_dict", "to_diff_dict", "keys", "items", "get", "standardize_rope_params"}
-
-
 METHODS |= {"validate_rope", "is_heterogeneous"}
 
 
@@ -197,8 +183,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["LlamaModel"]}, "architectures"),
     ({"architectures": None}, "architectures: None"),
 ]
-
-
 OBEYED = {  # what these families have
     ("qwen2_moe", "shared_expert_intermediate_size: 64"),
     ("qwen2_moe", "qkv_bias: True"),

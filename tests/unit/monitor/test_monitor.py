@@ -16,8 +16,6 @@ from megatron_rl.monitor.run_directory import encode_line
 from megatron_rl.types import Group, Prompt, Rollout
 
 SUMMARY = {"name": "unit", "num_steps": 30}
-
-
 QUIET = {"terminal": "off", "plots": False, "tensorboard": False}
 
 

@@ -20,8 +20,6 @@ from megatron_rl.monitor.sinks import ServiceSink, TensorBoardSink, missing_clie
 from tests.support.sinks import run
 
 RECORD = "from tests.support.sinks.record import main; main()"
-
-
 READ = {
     "wandb": """
 import json, sys

@@ -14,8 +14,6 @@ from tests.unit.objective.batches import BATCH, loss_and_gradient, padded, rando
 from tests.unit.objective.reference import ANCHORED, DEFAULTS
 
 pytestmark = pytest.mark.filterwarnings("ignore::megatron_rl.config.objective.ObjectiveWarning")
-
-
 STEP = 1e-6
 
 

@@ -18,8 +18,6 @@ PIECES = st.sampled_from(
      "{", "}", "(", ")", "[", "]", "1", "23", ".5", ",", "=", "<", "^", "_", "%", r"\%",
      r"\$", "$", "x", "or", " ", "\n", r"\!", "cm", "°", "−", "answer is ", "####", r"\approx", ":", "/", "-"]
 )  # fmt: skip
-
-
 TANGLES = st.lists(PIECES, max_size=30).map("".join)
 TEXTS = TANGLES | st.text(max_size=80)
 SMALL = settings(max_examples=300)

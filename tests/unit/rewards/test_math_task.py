@@ -43,8 +43,6 @@ SAME = [
     ("east", r"\text{east}"), (r"\text{East}", r"\text{east}"), ("B", r"\text{(B)}"), (r"\textbf{(B)}", r"\text{(B)}"),
     ("E, H", r"\text{H, E}"), ("4:51:06 p.m.", r"4\!:\!51\!:\!06 \text{ p.m.}"), ("two lines", r"\text{two lines}"),
 ]  # fmt: skip
-
-
 DIFFERENT = [
     # several answers are not one
     ("1, 2, 3", "2"), (r"\pm 2", "2"), ("1 or 2", "2"), ("1 and 2", "1"), ("x=1,x=2", "2"), ("1=2", "2"),

@@ -27,8 +27,6 @@ def verl_style(data_source, solution_str, ground_truth, extra_info):
 
 CONSTANT = 3
 """
-
-
 FUNCTIONS = """
 import sys
 
@@ -47,8 +45,6 @@ def wants_more(solution_str, ground_truth, weight): ...
 def verl(solution_str, ground_truth, **others):
     return {"score": sorted(others) == ["data_source", "extra_info"]}
 """
-
-
 PROMPT = Prompt("p:0", [1], "7", data_source="s")
 
 

@@ -35,8 +35,6 @@ APPLY = {
     "usual-temperature": {"rollout": {"temperature": 0.5}},
     "other-data-order": {},
 }
-
-
 IDLE = {
     "one-update": ({}, "batch.minibatches is 1"),
     "usual-clip": ({"objective": {"policy_term": {"name": "gspo"}}}, "objective.policy_term is gspo"),

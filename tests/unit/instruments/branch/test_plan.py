@@ -153,8 +153,6 @@ def test_the_mismatch_is_the_outcome_where_no_reward_fell(tmp_path):
 
 
 ARMS = ("third-rate", "one-update")
-
-
 # -- running
 
 

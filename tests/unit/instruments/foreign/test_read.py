@@ -28,14 +28,8 @@ from tests.support.rounding import rounded
 from tests.support.tiny import REPOSITORY
 
 LOGS = Path(__file__).with_name("logs.tar.xz")
-
-
 VERL = ("verl/tensorboard", "verl/wandb", "verl/mlflow.db", "verl/mlflow.db/rate", "verl/verl.jsonl")
-
-
 OTHERS = ("slime", "miles", "nemo", "prime", "trl/trainer_state.json", "trl/tensorboard")
-
-
 FLOAT32 = 2.0**-24
 
 

@@ -18,8 +18,6 @@ from tests.support.rounding import rounded
 from tests.support.tiny import REPOSITORY
 
 RECIPE = REPOSITORY / "recipes/router_replay/grpo-qwen3-30b-a3b-4n8g-tp4ep8-r3.yaml"
-
-
 WHOLE = """
 memory_gib: 79.1
 tflops: {bf16: 989, fp32: 67, tf32: 494.5}

@@ -24,8 +24,6 @@ from tests.support.slow import slow_but
 from tests.support.tiny import REPOSITORY
 
 MODES = ("finish", "abort_and_resume", "keep")
-
-
 COSTS = ServerCosts(slots=64, overhead=0.5, read=[0.25 + n / 64 for n in range(65)], prefill=(1 / 128, 0.0))
 
 
@@ -144,14 +142,8 @@ ANY = {
     "learn_s": st.floats(0, 200),
     "seed": st.integers(0, 1000),
 }
-
-
 OVER = [(1.0, None), (1.5, "abort"), (1.5, "carry_over")]
-
-
 PRODUCT = [(mode, *over) for mode in MODES for over in OVER]
-
-
 EACH_ONCE = [(mode, *over) for mode, over in zip(MODES, OVER, strict=True)]
 
 
@@ -225,8 +217,6 @@ def test_carrying_over_leaves_nobody_out():
 
 # ---------------------------------------------------------------- the command
 SERVERS = REPOSITORY / "recipes" / "servers" / "grpo-tis-qwen3-30b-a3b-2n8g-tp4ep8-servers4-ahead1.yaml"
-
-
 FEW = ["--set", "batch.prompts=16"]
 
 
