@@ -40,11 +40,7 @@ from tests.support.tiny import MODEL, REPOSITORY
 MOE = REPOSITORY / "recipes" / "length_decay" / "rloo-qwen3-30b-a3b-4n8g-tp4ep8-auto.yaml"
 DENSE = REPOSITORY / "recipes" / "length_decay" / "rloo-qwen3-8b-base-2n8g-tp4-lr1e-6.yaml"
 STAYS = ("learner.offload={gradients: false, optimizer: false}", "rollout.gpu_memory_utilization=0.4")
-
-
 """A learner that is there while the engine generates; the recipes' own leave."""
-
-
 STAYS_FLAGS = [argument for setting in STAYS for argument in ("--set", setting)]
 
 

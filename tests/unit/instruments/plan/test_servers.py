@@ -25,8 +25,6 @@ from tests.support.tiny import REPOSITORY
 
 MODES = ("finish", "abort_and_resume", "keep")
 COSTS = ServerCosts(slots=64, overhead=0.5, read=[0.25 + n / 64 for n in range(65)], prefill=(1 / 128, 0.0))
-
-
 """A step of n responses takes 0.75 + n / 64 seconds: sums of few powers of two, so that equal times are equal."""
 
 
@@ -218,8 +216,6 @@ def test_carrying_over_leaves_nobody_out():
 # ---------------------------------------------------------------- the command
 SERVERS = REPOSITORY / "recipes" / "servers" / "grpo-tis-qwen3-30b-a3b-2n8g-tp4ep8-servers4-ahead1.yaml"
 FEW = ["--set", "batch.prompts=16"]
-
-
 """Of 128: where nothing is a mean."""
 
 
