@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rl.instruments.plan.hardware import HASH, HOST_LINK
 from megatron_rl.instruments.plan.learner import checkpoint_cost, total_parameters
-from tests.unit.instruments.plan.test_plan import DENSE, MOE, work
+from tests.unit.instruments.plan.test_report import DENSE, MOE, work
 
 
 @pytest.mark.parametrize("layout", ["{tensor: 1}", "{tensor: 4, expert: 8}", "{tensor: 2, expert: 4, pipeline: 2}"])

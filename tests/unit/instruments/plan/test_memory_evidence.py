@@ -22,7 +22,7 @@ from tests.support.rounding import rounded
 from tests.support.routes import random_routes, with_routes
 from tests.support.tiny import MODEL, REPOSITORY, stored_rollouts, tiny_recipe
 from tests.unit.instruments.plan.test_memory_own_code import R3
-from tests.unit.instruments.plan.test_plan import work
+from tests.unit.instruments.plan.test_report import work
 
 OFF = REPOSITORY / "recipes" / "router_replay" / "grpo-qwen3-30b-a3b-4n8g-tp4ep8-off.yaml"  # with telemetry
 CHECKPOINT = 2.0**40

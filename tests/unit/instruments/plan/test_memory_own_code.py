@@ -14,7 +14,7 @@ from megatron_rl.instruments.plan.memory import DRIVERS, FETCHED, OF_A_PASS, OF_
 from megatron_rl.model.known_models import shape_of
 from tests.support.rounding import rounded
 from tests.support.tiny import REPOSITORY
-from tests.unit.instruments.plan.test_plan import work
+from tests.unit.instruments.plan.test_report import work
 
 R3 = REPOSITORY / "recipes" / "router_replay" / "grpo-qwen3-30b-a3b-4n8g-tp4ep8-r3.yaml"
 NOTHING = [0.0] * 5
