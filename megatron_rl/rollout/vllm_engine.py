@@ -89,6 +89,9 @@ class VllmGenerator:
     Raises `InputError` where the configuration does not fit the checkpoint, `RolloutError` where vLLM does not start.
     """
 
+    _talk: Talk | None = None
+    _runner: asyncio.Runner | None = None  # its loop lasts, so that functions can keep connections open
+
     def __init__(
         self,
         config: RolloutConfig,
@@ -119,7 +122,6 @@ class VllmGenerator:
         self._policy_version, self._broken, self._stats = 0, "", {}
         self._listener: Listener | None = None
         self._talk = talk
-        self._runner: asyncio.Runner | None = None  # its loop lasts, so that functions can keep connections open
         self._wants_weights = self._wants_cache = False  # since they were given up in `sleep`
         start = time.perf_counter()
         kinds = rollout_fp32_products(config.dtype, self._precision)
