@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from megatron_rl.config.rollout import ON_CUDA, QuantizationConfig, RolloutConfig
+from megatron_rl.model.architecture import read_architecture
 
 VLLM_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32", "fp32": "float32"}
 CPU_KV_CACHE_GIB = 0.25
@@ -64,21 +65,22 @@ def engine_arguments(
             arguments["kernel_config"] = {"ir_op_priority": PRIORITY}
     else:
         arguments["enable_sleep_mode"] = True
-        arguments |= kernels_on_cuda(config)
+        arguments |= kernels_on_cuda(config, has_latent_attention=read_architecture(model_path).latent is not None)
     return arguments | quantization_arguments(config.quantization, device)
 
 
-def kernels_on_cuda(config: RolloutConfig) -> dict[str, Any]:
+def kernels_on_cuda(config: RolloutConfig, has_latent_attention: bool = False) -> dict[str, Any]:
     """Which of vLLM's kernels compute experts and attention: those that it takes by itself on A100 and H100.
 
     On Blackwell it would take FlashInfer's. Those of experts want bf16 and refuse to start in fp16 and fp32; those of
     attention are compiled with a CUDA toolkit, or fetched from NVIDIA's server, when they are first needed. Experts
-    and caches that are quantized are left to vLLM, and so is attention in fp32, which FlashAttention does not have.
+    and caches that are quantized are left to vLLM, and so is attention in fp32, which FlashAttention does not have, and
+    latent attention, which has backends of its own.
     """
     arguments = {}
     if config.quantization.weights is None:
         arguments["moe_backend"] = "triton"
-    if config.quantization.kv_cache is None and config.dtype in ("bf16", "fp16"):
+    if config.quantization.kv_cache is None and config.dtype in ("bf16", "fp16") and not has_latent_attention:
         arguments["attention_backend"] = "FLASH_ATTN"
     return arguments
 

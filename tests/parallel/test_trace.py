@@ -134,10 +134,12 @@ def test_a_save_of_the_moe_recipe(traced):
 @pytest.mark.slow
 def test_a_runs_own_save_takes_nothing_on_the_device_and_asks_no_other_rank(traced):
     for case in CASES:
+        a = shape_of(load_recipe(CASES[case]["recipe"]).model.path)[0]
+        biases = 4 * a.num_experts * a.sigmoid_router  # of one router at a time
         for rank in traced[case]["traces"]:
             if rank["checkpoint"]["format"] == "own":
                 save = rank["phases"]["checkpoint"]
-                assert save["device_transient"] == 0, case
+                assert save["device_transient"] <= biases, case
                 assert not save["collectives"], case
                 assert rank["checkpoint"]["fits"], case
 

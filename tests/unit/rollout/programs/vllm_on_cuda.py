@@ -20,13 +20,6 @@ from unittest import mock
 
 from tests.support import cuda_platform
 
-ARCHITECTURES = {
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "llama": "LlamaForCausalLM",
-}
-
 
 class Captured(BaseException):
     """Instead of an engine: what it would have been started with. No `Exception`: our code must not catch it."""
@@ -38,11 +31,12 @@ class Captured(BaseException):
 
 def model_folder(root: Path, name: str) -> Path:
     """A checkpoint's folder as the hub has it, without weights."""
+    from megatron_rl.model.families import FAMILIES
     from megatron_rl.model.known_models import KNOWN_MODELS
 
     folder, shape = root / name, KNOWN_MODELS[name]
     folder.mkdir(exist_ok=True)
-    architectures = [ARCHITECTURES[shape["model_type"]]]
+    architectures = [FAMILIES[shape["model_type"]].hf_class]
     (folder / "config.json").write_text(
         json.dumps({"architectures": architectures, "torch_dtype": "bfloat16", **shape})
     )
