@@ -242,6 +242,11 @@ def shared_expert_problems(recipe: RecipeSections, architecture: Architecture) -
         return []
     has = f"the model ({architecture.model_type}) has a shared expert"
     problems = []
+    if architecture.is_unscaled_in_fp16 and recipe.rollout.dtype == "fp16":
+        problems.append(
+            f"rollout.dtype: fp16; vLLM leaves out the factor {architecture.routed_scale:g} by which the experts of "
+            f"{architecture.model_type} are multiplied there; use bf16"
+        )
     if recipe.rollout.engine == "exact":
         problems.append(f"rollout.engine: exact, but {has}, which the exact engine does not compute; use vllm")
     if recipe.learner.lora is not None:

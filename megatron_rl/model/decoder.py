@@ -45,6 +45,7 @@ class Architecture:
     shared_expert_gate: bool = False  # whether a sigmoid of the token weights them
     sigmoid_router: bool = False  # scores are sigmoids and a bias decides the choice alone; else scores are a softmax
     routed_scale: float = 1.0  # by which the weights of chosen experts are multiplied
+    is_unscaled_in_fp16: bool = False  # whether vLLM leaves `routed_scale` out in fp16
     router_in_fp32: bool = False  # whether vLLM computes the router in fp32 whatever the engine's dtype
     rotary_fraction: float = 1.0  # of a head's width that rotary embeddings turn
     latent: LatentAttention | None = None  # then head_dim is the whole width of a head's query

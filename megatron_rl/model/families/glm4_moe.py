@@ -65,6 +65,7 @@ def _features(values: dict[str, Any]) -> dict[str, Any]:
         "shared_ffn_hidden_size": values["moe_intermediate_size"] * values["n_shared_experts"],
         "sigmoid_router": True,
         "routed_scale": float(values["routed_scaling_factor"]),
+        "is_unscaled_in_fp16": values["routed_scaling_factor"] != 1.0,  # vLLM 0.30 divides the shared expert instead
         "router_in_fp32": True,
         "unused_layers": values["num_nextn_predict_layers"],
     }

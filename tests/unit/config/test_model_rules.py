@@ -77,3 +77,11 @@ def test_a_step_of_too_few_tokens_is_refused():
         "is below the 40 tokens of the longest sequence" in rollout_problems(short, architecture, 16, device="cpu")[0]
     )
     assert rollout_problems(enough, architecture, 16, device="cpu") == []
+
+
+@pytest.mark.parametrize(("scale", "refused"), [(1.0, 0), (2.5, 1)])
+def test_fp16_where_vllm_leaves_out_the_scale_of_experts_is_refused(scale, refused):
+    values = {"model_type": "glm4_moe", **KNOWN_MODELS["GLM-4.5-Air"], "routed_scaling_factor": scale}
+    recipe = tiny_recipe(rollout={"dtype": "fp16"}, learner={"dtype": "fp16"}, precision={"fp32_router": True})
+    problems = model_problems(recipe, architecture_from(values), 1)
+    assert len([problem for problem in problems if "vLLM leaves out the factor 2.5" in problem]) == refused
