@@ -31,8 +31,13 @@ def witness(path: Path, dtype: torch.dtype = torch.float32) -> Record:
     return transformers_taps.taps_of(transformers_taps.load(path, dtype), SEQUENCES, 1.0)
 
 
-def test_every_supported_family_has_a_definition():
-    assert set(FAMILIES) == set(SUPPORTED)
+def test_every_family_has_a_definition_or_is_refused(tmp_path):
+    refused = {"deepseek_v3"}  # latent attention
+    assert set(FAMILIES) == set(SUPPORTED) - refused
+    for family in refused:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+        with pytest.raises(InputError, match=f"model_type is '{family}'; there are qwen3_moe, qwen2_moe"):
+            Checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
