@@ -220,6 +220,21 @@ def test_a_failing_service_becomes_one_warning(tmp_path):
     assert str(warning.message).startswith("monitor: wandb failed (ConnectionError: no route to host)")
 
 
+@pytest.mark.parametrize(("mode", "times"), [("offline", 1), ("online", 0)])
+def test_how_to_send_what_was_kept_offline_is_said_at_the_end(mode, times, tmp_path, monkeypatch):
+    class Sink:
+        def write(self, step, metrics) -> None: ...
+        def close(self) -> None: ...
+
+    monkeypatch.setattr("megatron_rl.monitor.monitor.service_sinks", lambda *_: {"wandb": Sink()})
+    sinks = SinksConfig(wandb={"mode": mode})
+    config = MonitorConfig(terminal="off", plots=False, tensorboard=False, sinks=sinks)
+    Monitor(tmp_path, config, {}, True).close()
+    log = tmp_path / "log.txt"
+    said = f"`wandb sync {tmp_path}/wandb/offline-run-*` sends the curves"
+    assert (log.read_text() if log.is_file() else "").count(said) == times
+
+
 def test_a_broken_sink_is_said_although_a_thread_hides_warnings(tmp_path, capsys):
     """`warnings.catch_warnings` of any thread hides the warnings of all."""
     config = MonitorConfig(terminal="plain", plots=False, tensorboard=False)
