@@ -22,30 +22,30 @@ def weights(runs, name: str) -> dict[str, bytes]:
 
 def test_undone_updates_leave_no_trace(runs):
     """Against a run that was ended at the checkpoint, and went on with half the rate as if after a rollback."""
-    runs.train("back", *SETTINGS, f"num_steps={STEPS}")
-    runs.train("straight", *SETTINGS, "num_steps=2")
+    runs.train("undone", *SETTINGS, f"num_steps={STEPS}")
+    runs.train("halved", *SETTINGS, "num_steps=2")
     event = {"alarms": ["fast"], "at": 5, "to": 2, "time": 0.0}
-    (runs.root / "straight" / "rollbacks.json").write_text(json.dumps([event]))
-    runs.train("straight", *SETTINGS, f"num_steps={STEPS}")
-    rows = runs.rows("back")
+    (runs.root / "halved" / "rollbacks.json").write_text(json.dumps([event]))
+    runs.train("halved", *SETTINGS, f"num_steps={STEPS}")
+    rows = runs.rows("undone")
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
-    assert rows == runs.rows("straight")
-    assert weights(runs, "back") == weights(runs, "straight") != {}
+    assert rows == runs.rows("halved")
+    assert weights(runs, "undone") == weights(runs, "halved") != {}
     assert [row["lr_sched/extra_halvings"] for row in rows[:STEPS]] == [0] * 2 + [1] * (STEPS - 2)
-    log = runs.log("back")
+    log = runs.log("undone")
     assert "rollback 1 of 2 for fast: steps 2 to 4 are undone; rate 2.5e-05" in log
-    assert "abandoned_step_00000004" in runs.checkpoints("back")
+    assert "abandoned_step_00000004" in runs.checkpoints("undone")
     assert "alarms went off, first at: fast (step 4)" in log
-    (noted,) = json.loads((runs.root / "back" / "rollbacks.json").read_text())
+    (noted,) = json.loads((runs.root / "undone" / "rollbacks.json").read_text())
     assert {**noted, "time": 0.0} == event
 
 
 def test_a_run_that_is_killed_on_its_way_back_goes_on_at_half_the_rate(runs):
     kill = {"at": "megatron_rl.run.start:continue_from", "do": "kill"}
-    runs.train("killed", *SETTINGS, f"num_steps={STEPS}", faults=[kill], expect=-signal.SIGKILL)
-    runs.train("killed", *SETTINGS, f"num_steps={STEPS}")
-    assert "resumed at step 2" in runs.log("killed")
-    assert runs.rows("killed") == runs.rows("back")
+    runs.train("killed_back", *SETTINGS, f"num_steps={STEPS}", faults=[kill], expect=-signal.SIGKILL)
+    runs.train("killed_back", *SETTINGS, f"num_steps={STEPS}")
+    assert "resumed at step 2" in runs.log("killed_back")
+    assert runs.rows("killed_back") == runs.rows("undone")
 
 
 def test_the_run_ends_where_going_back_does_not_help(runs):

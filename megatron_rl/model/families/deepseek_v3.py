@@ -90,7 +90,7 @@ def _features(values: dict[str, Any]) -> dict[str, Any]:
 def _relate(config: dict[str, Any], values: dict[str, Any]) -> list[str]:
     problems, dense, layers = [], values["first_k_dense_replace"], values["num_hidden_layers"]
     if config.get("head_dim") not in (None, values["qk_rope_head_dim"]):
-        problems.append(f"head_dim: {config['head_dim']}; allowed: qk_rope_head_dim, or null")
+        problems.append(f"head_dim: {config['head_dim']}; allowed: qk_rope_head_dim")
     values["head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
     if values["qk_rope_head_dim"] % 2:
         problems.append(f"qk_rope_head_dim: {values['qk_rope_head_dim']}; allowed: even numbers")
@@ -119,7 +119,7 @@ FAMILY = Family(
         **IN_ALL,
         "max_position_embeddings": Implemented(POSITIONS, 4096),
         "num_key_value_heads": Implemented(or_null(HEADS), 128),  # null: as many as heads, which is all that is allowed
-        "head_dim": Implemented(or_null(HEADS), None),  # the width that is turned, where it is named
+        "head_dim": Implemented(HEADS, None),  # the width that is turned, where it is named
         "q_lora_rank": Implemented(or_null(WIDTH), 1536),
         "kv_lora_rank": Implemented(WIDTH, 512),
         "qk_nope_head_dim": Implemented(HEADS, 128),
