@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rl.model.decoder import LatentAttention
+from megatron_rl.model.families import glm4_moe
 from megatron_rl.model.families.form import Family
-from megatron_rl.model.families.glm4_moe import SCALE
 from megatron_rl.model.families.keys import (
     EXPERTS,
     HEADS,
     IN_ALL,
     POSITIONS,
     REQUIRED,
+    SCALE,
     WIDTH,
     WINDOW,
     Implemented,
@@ -65,18 +66,9 @@ def _only(value: str) -> Kind:
 
 
 def _features(values: dict[str, Any]) -> dict[str, Any]:
-    dense = values["first_k_dense_replace"]
     return {
-        "num_experts": values["n_routed_experts"],
-        "experts_per_token": values["num_experts_per_tok"],
-        "moe_ffn_hidden_size": values["moe_intermediate_size"],
-        "norm_topk_prob": True,
-        "moe_layers": tuple(i >= dense for i in range(values["num_hidden_layers"])),
-        "shared_ffn_hidden_size": values["moe_intermediate_size"] * values["n_shared_experts"],
-        "sigmoid_router": True,
-        "routed_scale": values["routed_scaling_factor"],
+        **glm4_moe.experts(values),
         "router_groups": (values["n_group"], values["topk_group"]),
-        "unused_layers": values["num_nextn_predict_layers"],
         "latent": LatentAttention(
             query_rank=values["q_lora_rank"],
             rank=values["kv_lora_rank"],
@@ -88,7 +80,7 @@ def _features(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _relate(config: dict[str, Any], values: dict[str, Any]) -> list[str]:
-    problems, dense, layers = [], values["first_k_dense_replace"], values["num_hidden_layers"]
+    problems = glm4_moe.relate(config, values)
     if config.get("head_dim") not in (None, values["qk_rope_head_dim"]):
         problems.append(f"head_dim: {config['head_dim']}; allowed: qk_rope_head_dim")
     values["head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
@@ -96,8 +88,6 @@ def _relate(config: dict[str, Any], values: dict[str, Any]) -> list[str]:
         problems.append(f"qk_rope_head_dim: {values['qk_rope_head_dim']}; allowed: even numbers")
     if values["num_key_value_heads"] not in (None, values["num_attention_heads"]):
         problems.append(f"num_key_value_heads: {values['num_key_value_heads']}; allowed: num_attention_heads, or null")
-    if dense >= layers:
-        problems.append(f"first_k_dense_replace: {dense}; allowed: below num_hidden_layers ({layers})")
     groups, chosen, k = values["n_group"], values["topk_group"], values["num_experts_per_tok"]
     per_group = values["n_routed_experts"] // groups
     if values["n_routed_experts"] % groups or chosen > groups or per_group < 2 or chosen * per_group < k:

@@ -12,19 +12,17 @@ from megatron_rl.model.families.keys import (
     HEADS,
     IN_ALL,
     POSITIONS,
-    THETA,
+    SCALE,
     WIDTH,
     WINDOW,
     YES_OR_NO,
     Implemented,
-    Kind,
     Neutral,
     or_null,
     whole,
 )
 from megatron_rl.model.families.weights import MOE_LAYER, ROUTER_BIAS, shared_experts
 
-SCALE = Kind("a number above 0 with a decimal point", lambda value: type(value) is float and THETA.fits(value))
 _GROUPS = Neutral((1,), "a choice of groups of experts before that of experts; the learner has one group")
 _GLM_4_5_AIR = {
     "num_hidden_layers": 46,
@@ -52,11 +50,10 @@ _GLM_4_5_AIR = {
 }
 
 
-def _features(values: dict[str, Any]) -> dict[str, Any]:
+def experts(values: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `Architecture` that say what experts there are, and how a sigmoid router chooses them."""
     dense = values["first_k_dense_replace"]
     return {
-        "qkv_bias": values["attention_bias"],
-        "qk_layernorm": values["use_qk_norm"],
         "num_experts": values["n_routed_experts"],
         "experts_per_token": values["num_experts_per_tok"],
         "moe_ffn_hidden_size": values["moe_intermediate_size"],
@@ -64,14 +61,23 @@ def _features(values: dict[str, Any]) -> dict[str, Any]:
         "moe_layers": tuple(i >= dense for i in range(values["num_hidden_layers"])),
         "shared_ffn_hidden_size": values["moe_intermediate_size"] * values["n_shared_experts"],
         "sigmoid_router": True,
-        "routed_scale": float(values["routed_scaling_factor"]),
-        "is_unscaled_in_fp16": values["routed_scaling_factor"] != 1.0,  # vLLM 0.30 divides the shared expert instead
-        "router_in_fp32": True,
+        "routed_scale": values["routed_scaling_factor"],
         "unused_layers": values["num_nextn_predict_layers"],
     }
 
 
-def _relate(config: dict[str, Any], values: dict[str, Any]) -> list[str]:
+def _features(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **experts(values),
+        "qkv_bias": values["attention_bias"],
+        "qk_layernorm": values["use_qk_norm"],
+        "is_unscaled_in_fp16": values["routed_scaling_factor"] != 1.0,  # vLLM 0.30 divides the shared expert instead
+        "router_in_fp32": True,
+    }
+
+
+def relate(config: dict[str, Any], values: dict[str, Any]) -> list[str]:
+    """Why no layer would have experts."""
     dense, layers = values["first_k_dense_replace"], values["num_hidden_layers"]
     if dense < layers:
         return []
@@ -107,7 +113,7 @@ FAMILY = Family(
         "topk_group": _GROUPS,
     },
     features=_features,
-    relate=_relate,
+    relate=relate,
     rotary_fraction=0.5,
     layer=(*MOE_LAYER, ROUTER_BIAS, *shared_experts("shared_experts")),
     known={"GLM-4.5-Air": _GLM_4_5_AIR},

@@ -75,6 +75,7 @@ OBJECT = Kind("an object of keys", lambda value: type(value) is dict)
 FRACTION = real(0, 1, "a number from 0 to 1")
 NUMBER = real(0, 1e12, "a number that is not negative")
 THETA = Kind("a number above 0", lambda value: NUMBER.fits(value) and value > 0)
+SCALE = Kind("a number above 0 with a decimal point", lambda value: type(value) is float and THETA.fits(value))
 DTYPE = Kind(
     "float32, float16, bfloat16 or float64", lambda value: value in ("float32", "float16", "bfloat16", "float64")
 )
