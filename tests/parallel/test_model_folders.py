@@ -37,6 +37,12 @@ def test_the_witness_tells_equal_models_from_others(tmp_path):
     assert found["another norm"].is_another_function
 
 
+def test_queries_from_a_latent_vector_and_experts_in_groups(tmp_path):
+    (found,) = run_ranks(PROGRAM, "latent_queries", 1, folder=str(tmp_path))
+    assert found.largest < compare_logits.BOUND / 10
+    assert found.num_tokens == 23
+
+
 ANSWERS = {
     "equal": ('{"largest": 2e-06, "beyond": 0, "num_tokens": 63}', None),
     "near tie": ('{"largest": 0.2, "beyond": 3, "num_tokens": 63}', None),

@@ -171,3 +171,11 @@ def differences(folder: str) -> dict[str, compare_logits.Difference]:
     WeightMap.fill = lambda self, given: fill(self, lambda name: given(name) * (1.5 if "q_norm" in name else 1))
     found["another norm"] = compare_logits.logprob_difference(path, prompt, [0, 1, 2])
     return found
+
+
+def latent_queries(folder: str) -> compare_logits.Difference:
+    """Of a model whose queries come from a latent vector too, and whose experts are in groups."""
+    path = Path(folder)
+    sizes = {"q_lora_rank": 24, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
+    save_checkpoint(build_theirs(build_tiny_config("deepseek_v3", "nano", initializer_range=0.12, **sizes)), path)
+    return compare_logits.logprob_difference(path, tokens()[0].tolist(), [0, 1])

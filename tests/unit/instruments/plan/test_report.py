@@ -207,6 +207,11 @@ def test_cache_holds_what_is_left():
     assert fixed.cache == 2 * 2**30
 
 
+def test_a_cache_of_latent_vectors_is_whole_on_every_rank_of_an_engine():
+    recipe = REPOSITORY / "recipes" / "families" / "grpo-moonlight-16b-a3b-1n8g-tp2ep8-r3-tis.yaml"
+    assert memory_plan(work(recipe)).engine.token_bytes == 27 * (512 + 64) * 2  # layers, vector and shared key, bytes
+
+
 def test_placements():
     w = work()
     here, servers, exact = (memory_plan(w, placement) for placement in ("colocated", "servers", "exact"))
