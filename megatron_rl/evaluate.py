@@ -22,10 +22,18 @@ from megatron_rl.data import load_tokenizer, load_validation
 from megatron_rl.errors import InputError
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import resolve_device, shutdown
-from megatron_rl.monitor.samples import SampleFile, describe, share_samples
-from megatron_rl.monitor.validation import check_names, file_rows, success_rates, summarise, table
+from megatron_rl.monitor.samples import (
+    SampleFile,
+    check_names,
+    describe,
+    file_rows,
+    share_samples,
+    success_rates,
+    summarise,
+    table,
+)
 from megatron_rl.process.fp32_products import settle
-from megatron_rl.process.output import format_table
+from megatron_rl.process.host import format_table
 from megatron_rl.process.ranks import world_rank
 from megatron_rl.rewards import Rewarder
 from megatron_rl.rewards.rewarder import refuse_too_many

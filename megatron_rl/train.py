@@ -8,8 +8,8 @@ from megatron_rl.batch import build_batch, group_metrics, keep_informative, rele
 from megatron_rl.config import Recipe
 from megatron_rl.errors import RunEnded
 from megatron_rl.monitor import AlarmEvent, wanted
-from megatron_rl.monitor.validation import success_rates, summarise
-from megatron_rl.process.host_memory import FreedMemory
+from megatron_rl.monitor.samples import success_rates, summarise
+from megatron_rl.process.host import FreedMemory
 from megatron_rl.rewards.shared import Scores, merged
 from megatron_rl.rollout import Sampling
 from megatron_rl.run.engines import hand_over

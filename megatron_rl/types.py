@@ -49,7 +49,7 @@ class Rollout:
     policy_versions: np.ndarray | None  # [R] int32, optimizer step of the weights each token was sampled from
     exact_logprobs: np.ndarray | None = None  # [R] float32, engine exact: log po as generation computed it
     routed_experts: np.ndarray | None = None  # [P + R - 1, L, K] uint8/uint16; the last sampled token has none
-    route_checksums: np.ndarray | None = None  # [P + R - 1 + L] int64, per row, then per layer: `routing.checksum`
+    route_checksums: np.ndarray | None = None  # [P + R - 1 + L] int64, per row, then per layer: `routing.payload`
     kept_tokens: np.ndarray | None = None  # [R, C] int32, what top-k and top-p kept, then -1 (`rollout.kept_sets`)
     sampled: np.ndarray | None = None  # [R] bool, tokens that the policy sampled (`rollout.function`); None: all
     text: str = ""  # decoded response, special tokens removed; empty where `tokens` is None
@@ -116,7 +116,7 @@ class Sequence:
     policy_versions: np.ndarray | None  # [R] int32
     exact_logprobs: np.ndarray | None = None  # [R] float32, engine exact: log po must equal it bit for bit
     routed_experts: np.ndarray | None = None  # [S - 1, L, K]
-    route_checksums: np.ndarray | None = None  # [S - 1 + L] int64, per row, then per layer: `routing.checksum`
+    route_checksums: np.ndarray | None = None  # [S - 1 + L] int64, per row, then per layer: `routing.payload`
     kept_tokens: np.ndarray | None = None  # [R, C] int32, tokens that mu and pi are distributions over; None: all
     old_logprobs: np.ndarray | None = None  # [R] float32, log po; None unless computed
     current_logprobs: np.ndarray | None = None  # [R] float32, log pi of the update's forward pass, if kept

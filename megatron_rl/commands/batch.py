@@ -129,7 +129,7 @@ def print_comparison(
     options: argparse.Namespace, recipe: Recipe, recorded, stored: list, now: list, metrics: dict, source: str
 ) -> None:
     from megatron_rl.instruments.stored.rerun import compare
-    from megatron_rl.process.output import format_table
+    from megatron_rl.process.host import format_table
 
     batch, parallel = recorded.batch, recipe.learner.parallel
     sizes = ", ".join(f"{name} {size}" for name, size in parallel.model_dump().items())
@@ -181,7 +181,7 @@ def print_attribution(
     options: argparse.Namespace, directory: RunDirectory, recorded: RecordedBatch, attribution: Attribution
 ) -> None:
     from megatron_rl.instruments.stored.attribution import draw
-    from megatron_rl.process.output import format_table
+    from megatron_rl.process.host import format_table
 
     total = attribution.total
     print(f"step {options.step}, {attribution.num_tokens} response tokens, weights: {attribution.weights}")
@@ -233,7 +233,7 @@ def run_experts(options: argparse.Namespace) -> int:
     """
     from megatron_rl.instruments.stored import rerun
     from megatron_rl.instruments.stored.experts import expert_report
-    from megatron_rl.process.output import format_table
+    from megatron_rl.process.host import format_table
     from megatron_rl.run.recorded_batches import batch_path, load_batch
 
     directory, original = rerun.open_run(options.run, rerun.layout_overrides(options.layout))
@@ -283,7 +283,7 @@ def run_gradient_bias(options: argparse.Namespace) -> int:
     """
     from megatron_rl.instruments.stored import rerun
     from megatron_rl.instruments.stored.gradient_bias import REFERENCE, gradient_bias
-    from megatron_rl.process.output import format_table
+    from megatron_rl.process.host import format_table
     from megatron_rl.run.recorded_batches import batch_path, load_batch
 
     layout = rerun.layout_overrides(options.layout)

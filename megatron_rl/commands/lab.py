@@ -147,7 +147,7 @@ def _run(options: argparse.Namespace) -> int:
     from megatron_rl.instruments.lab.jobs import FINISHED
     from megatron_rl.instruments.lab.results import stage
     from megatron_rl.instruments.lab.runner import StudyRunner, code_version, register
-    from megatron_rl.process.output import outlasting_readers
+    from megatron_rl.process.host import outlasting_readers
     from megatron_rl.run.stop import SIGNALS, taking
 
     if options.sbatch and not options.slurm:

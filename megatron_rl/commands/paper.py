@@ -24,7 +24,7 @@ from megatron_rl.data import load_prompts, load_tokenizer
 from megatron_rl.data.source import Problem, read_problems
 from megatron_rl.errors import EXIT_DONE, InputError
 from megatron_rl.monitor.run_directory import read_metrics
-from megatron_rl.monitor.validation import CORRECT
+from megatron_rl.monitor.samples import CORRECT
 from megatron_rl.types import Group, Prompt
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def run_eval_grid(options: argparse.Namespace) -> int:
     top_ps = _listed("--top-ps", options.top_ps, float, [recipe.validation.top_p], lambda x: 0 < x <= 1)
     budgets = _listed("--budgets", options.budgets, int, [recipe.rollout.max_response_length], lambda x: x > 0)
     from megatron_rl.evaluate import evaluate_grid  # imports the engines, so only after the recipe is accepted
-    from megatron_rl.process.output import format_table
+    from megatron_rl.process.host import format_table
 
     points = evaluate_grid(recipe, newest(options.checkpoint.resolve()), dtypes, temperatures, top_ps, budgets)
     if not is_main_rank():

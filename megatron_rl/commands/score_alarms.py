@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from megatron_rl.config import yaml12
 from megatron_rl.config.monitor import AlarmRule, MonitorConfig, level_rules
 from megatron_rl.errors import EXIT_DONE, InputError
-from megatron_rl.monitor.scoring import CollapseRule, RuleScore, SetScore, distinct, read_packed, score_run, score_set
+from megatron_rl.monitor.alarms import CollapseRule, RuleScore, SetScore, distinct, read_packed, score_run, score_set
 
 if TYPE_CHECKING:
     from megatron_rl.instruments.foreign.read import Run

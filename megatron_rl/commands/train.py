@@ -37,7 +37,7 @@ def run_train(options: argparse.Namespace) -> int:
     """
     from megatron_rl.check import check_recipe
     from megatron_rl.config import load_recipe
-    from megatron_rl.process.output import outlasting_readers, raise_descriptor_limit
+    from megatron_rl.process.host import outlasting_readers, raise_descriptor_limit
 
     recipe = load_recipe(options.recipe, options.overrides)
     check_recipe(recipe, int(os.environ.get("WORLD_SIZE", 1)))

@@ -31,7 +31,7 @@ from typing import Any, overload
 import numpy as np
 import pyarrow as pa
 
-from megatron_rl.process.output import write_whole
+from megatron_rl.process.host import write_whole
 from megatron_rl.types import Prompt
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from pathlib import Path
 from megatron_rl.doctor.checks import Outcome, Setting, failed, find
 from megatron_rl.errors import EXIT_DONE, EXIT_FAULT, Fault, InputError
 from megatron_rl.process.fp32_products import set_environment
-from megatron_rl.process.output import write_whole
+from megatron_rl.process.host import write_whole
 
 
 def main(name: str, setting_file: str, outcome_file: str) -> int:

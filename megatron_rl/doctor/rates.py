@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.doctor.checks import TINY, Outcome, Setting, passed, planned
 from megatron_rl.errors import InputError
-from megatron_rl.process.output import write_whole
+from megatron_rl.process.host import write_whole
 
 if TYPE_CHECKING:
     from megatron_rl.config import Recipe

@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_rl.doctor.checks import Check, Result, Setting, failed
 from megatron_rl.errors import InputError
-from megatron_rl.process.output import write_whole
+from megatron_rl.process.host import write_whole
 
 FORMAT = 1
 JOB = "between nodes"  # the "node" of what a job's ranks did together
@@ -29,7 +29,7 @@ NO_REPORT = "report"
 
 def make(results: Sequence[Result], setting: Setting, started: float) -> dict[str, Any]:
     try:
-        from megatron_rl.monitor.environment import package_versions
+        from megatron_rl.monitor.run_directory import package_versions
 
         versions = package_versions()
     except ModuleNotFoundError:  # without torch: the check `packages` says so

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.config.monitor import AlarmRule, level_rules
-from megatron_rl.monitor.alarms import Alarms
-from megatron_rl.monitor.scoring import CollapseRule, first_collapse
+from megatron_rl.monitor.alarms import Alarms, CollapseRule, first_collapse
 
 SURE = 0.01  # most probable error of a change, by the test
 SHORTEST = 4  # observations on each side of a change

@@ -1,7 +1,7 @@
 """What one update says of gradient noise and of how far it moved the weights, measured where gradients and Adam live.
 
 Two squared gradient norms, of a large batch (the mini-batch) and of small ones (its parts), make the gradient noise
-scale [McCandlish et al., arXiv 1812.06162, App. A.1]; the monitor combines them (`monitor.noise_scale`). The parts are
+scale [McCandlish et al., arXiv 1812.06162, App. A.1]; the monitor combines them (`monitor.monitor`). The parts are
 what each data-parallel rank has before the reduction, or else the first microbatch of each rank. Under context
 parallelism a part is the sum of what its ranks have, which is reduced for this measurement alone.
 

@@ -13,7 +13,7 @@ from megatron.core.jit import disable_jit_fuser
 
 from megatron_rl.config.learner import ParallelConfig
 from megatron_rl.process.devices import default_device, leave_default_stream, local_gpu, refuse_shared_gpus
-from megatron_rl.process.threads import wait_until_idle
+from megatron_rl.process.host import wait_until_idle
 
 DEFAULT_TIMEOUT_MINUTES = 30.0
 _replica: dist.ProcessGroup | None = None  # where it is not Megatron's model-parallel group

@@ -3,10 +3,8 @@
 from typing import Any
 
 from megatron_rl.monitor.alarms import AlarmEvent, Alarms, wanted
-from megatron_rl.monitor.environment import write_environment
-from megatron_rl.monitor.monitor import Monitor
-from megatron_rl.monitor.run_directory import RunDirectory, read_metrics
-from megatron_rl.monitor.timing import ENGINE_PHASES, PhaseTimer
+from megatron_rl.monitor.monitor import ENGINE_PHASES, Monitor, PhaseTimer
+from megatron_rl.monitor.run_directory import RunDirectory, read_metrics, write_environment
 
 __all__ = [
     "ENGINE_PHASES",

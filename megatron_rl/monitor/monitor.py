@@ -1,24 +1,270 @@
-"""The monitor of a run: adds derived metrics to those of each step and passes all to the sinks."""
+"""The monitor of a run: times the phases of a step, adds derived metrics, and passes all to the sinks.
+
+`NoiseScale`: the gradient noise scale, from the norms that the learner measures (`megatron_rl.learner.gradient_noise`).
+
+B_simple = tr(Σ) / |G|² [McCandlish et al., arXiv 1812.06162, Eq 2.9]: the batch size at which noise and signal of the
+gradient are equally strong, estimated from squared gradient norms at two batch sizes (their Appendix A.1).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
+import resource
+import sys
+import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.monitor import AlarmRule, MonitorConfig
 from megatron_rl.errors import Fault, OwnWarning
 from megatron_rl.monitor.alarms import BUILT_IN, AlarmEvent, Alarms, LogGrowth
-from megatron_rl.monitor.noise_scale import NoiseMonitor, StepCorrelation
 from megatron_rl.monitor.run_directory import JsonlSink, RunDirectory
 from megatron_rl.monitor.samples import SampleFile, choose, collect, render, rollout_metrics
 from megatron_rl.monitor.sinks import TensorBoardSink, service_sinks, verl_names
 from megatron_rl.monitor.terminal import TerminalSink
-from megatron_rl.monitor.timing import PhaseTimer, Span
 from megatron_rl.types import Batch, Group
+
+
+def noise_scale_parts(sq_small: float, sq_big: float, batch_small: float, batch_big: float) -> tuple[float, float]:
+    """Return unbiased estimates of (|G|², tr Σ) from |G_small|² and |G_big|² [arXiv 1812.06162, App. A.1].
+
+    Both gradients must be means over their batches (``batch_small`` < ``batch_big`` sequences); ``sq_small`` may be an
+    average over several small batches. A single estimate is noisy and |G|² may come out negative: average before
+    dividing. Raises ValueError for sizes that are not ordered.
+    """
+    if not 0 < batch_small < batch_big:
+        raise ValueError(f"batch sizes {batch_small} and {batch_big}: two different sizes are needed, small one first")
+    grad_sq = (batch_big * sq_big - batch_small * sq_small) / (batch_big - batch_small)
+    trace_cov = (sq_small - sq_big) / (1.0 / batch_small - 1.0 / batch_big)
+    return grad_sq, trace_cov
+
+
+class GradientNoiseScale:
+    """Running estimate of B_simple: the exponential mean of tr Σ divided by that of |G|²."""
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.grad_sq = self.trace_cov = 0.0
+        self.weight = 0.0  # 1 − decay^n after n observations; the same for both means, so it cancels in the ratio
+
+    def observe(self, sq_small: float, sq_big: float, batch_small: float, batch_big: float) -> float:
+        """Add one step's squared norms (see `noise_scale_parts`) and return the running estimate."""
+        grad_sq, trace_cov = noise_scale_parts(sq_small, sq_big, batch_small, batch_big)
+        if math.isfinite(grad_sq) and math.isfinite(trace_cov):
+            keep = 1.0 - self.decay
+            self.grad_sq = self.decay * self.grad_sq + keep * grad_sq
+            self.trace_cov = self.decay * self.trace_cov + keep * trace_cov
+            self.weight = self.decay * self.weight + keep
+        return self.value
+
+    @property
+    def value(self) -> float:
+        """B_simple in sequences; NaN while the averaged |G|² is not above 0 (the noise is too large)."""
+        return self.trace_cov / self.grad_sq if self.grad_sq > 0 else math.nan
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the state as JSON values."""
+        return {"grad_sq": self.grad_sq, "trace_cov": self.trace_cov, "weight": self.weight}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue from `state_dict`."""
+        self.grad_sq, self.trace_cov, self.weight = state["grad_sq"], state["trace_cov"], state["weight"]
+
+
+class RunningMean:
+    """Bias-corrected exponential mean; values that are not finite are skipped."""
+
+    def __init__(self, decay: float) -> None:
+        self.decay, self._sum, self._weight = decay, 0.0, 0.0
+
+    def observe(self, value: float) -> float:
+        """Add one value and return the mean (NaN before the first finite value)."""
+        if math.isfinite(value):
+            self._sum = self.decay * self._sum + (1.0 - self.decay) * value
+            self._weight = self.decay * self._weight + (1.0 - self.decay)
+        return self._sum / self._weight if self._weight else math.nan
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the state as JSON values."""
+        return {"sum": self._sum, "weight": self._weight}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue from `state_dict`."""
+        self._sum, self._weight = state["sum"], state["weight"]
+
+
+class NoiseMonitor:
+    """Computes `noise/grad_norm_ema`, and `noise/gns` if the learner reports the squared norms that it needs.
+
+    Reads `actor/grad_norm`, and `noise/{sq_small,sq_big,batch_small,batch_big}` (see `noise_scale_parts`).
+    """
+
+    INPUTS = ("noise/sq_small", "noise/sq_big", "noise/batch_small", "noise/batch_big")
+
+    def __init__(self, decay: float) -> None:
+        self.grad_norm, self.scale = RunningMean(decay), GradientNoiseScale(decay)
+
+    def observe(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return this step's noise metrics; those whose inputs are missing are left out."""
+        figures = {}
+        if "actor/grad_norm" in metrics:
+            figures["noise/grad_norm_ema"] = self.grad_norm.observe(metrics["actor/grad_norm"])
+        if all(name in metrics for name in self.INPUTS):
+            figures["noise/gns"] = self.scale.observe(*(metrics[name] for name in self.INPUTS))
+        return figures
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as JSON values."""
+        return {"grad_norm": self.grad_norm.state_dict(), "scale": self.scale.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        self.grad_norm.load_state_dict(state["grad_norm"])
+        self.scale.load_state_dict(state["scale"])
+
+
+# Pearson correlation of the spurious signal J with the gradient step, over the run [OH §5, Eq 23].
+
+
+class StepCorrelation:
+    """Running Pearson correlation of a metric with its step, in constant memory.
+
+    For J = Σ A (φ - 1) it is `hacking/J_pcc`: a value well above 0 means that training increases the spurious part of
+    the objective. Means and co-moments are updated one observation at a time (Welford), so that a resumed run
+    continues bit for bit.
+    """
+
+    def __init__(self):
+        self._count = 0
+        self._mean_step = self._mean_value = 0.0
+        self._step_2 = self._value_2 = self._cross = 0.0
+
+    def observe(self, step: int, value: float) -> float | None:
+        """Add a value and return the correlation so far; None with fewer than 3 observations or a constant metric.
+
+        Values that are not finite are skipped.
+        """
+        if math.isfinite(value):
+            self._count += 1
+            from_step, from_value = step - self._mean_step, value - self._mean_value
+            self._mean_step += from_step / self._count
+            self._mean_value += from_value / self._count
+            self._step_2 += from_step * (step - self._mean_step)
+            self._value_2 += from_value * (value - self._mean_value)
+            self._cross += from_step * (value - self._mean_value)
+        scale = math.sqrt(self._step_2 * self._value_2)
+        if self._count < 3 or scale == 0:
+            return None
+        return max(-1.0, min(1.0, self._cross / scale))
+
+    def state_dict(self) -> dict[str, float]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        assert state.keys() == vars(self).keys()
+        vars(self).update(state)
+
+
+# Phases inside one of the two engines. The rest of a step counts as overhead: packing, rewards, weight sync,
+# checkpoints, logging. A phase inside one of these counts as part of it.
+ENGINE_PHASES = frozenset({"generate", "validate", "old_logprobs", "forward_backward", "optimizer"})
+
+
+@dataclass
+class Span:
+    """One pass through a phase. If ``tokens`` is set, the phase's tokens per second are reported."""
+
+    name: str
+    tokens: int = 0
+
+
+class PhaseTimer:
+    """Adds up seconds and tokens per phase; `collect` returns them as `perf/*` metrics.
+
+    A step's wall time runs from the previous `collect` to its own; the first step begins with its first phase, so that
+    start-up does not count. ``clock`` returns seconds and may be replaced between steps.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self._step_start: float | None = None
+        self._seconds: dict[str, float] = {}
+        self._tokens: dict[str, int] = {}
+        self._engine_seconds = 0.0
+        self._open: list[str] = []
+        self.on_enter: Callable[[str], None] | None = None
+
+    @property
+    def current(self) -> str | None:
+        """The innermost running phase, or None."""
+        return self._open[-1] if self._open else None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Span]:
+        """Time the body as `perf/time/<name>` (seconds). Phases may nest and repeat; repeats are added up."""
+        span, is_engine = Span(name), name in ENGINE_PHASES
+        inside_engine = any(outer in ENGINE_PHASES for outer in self._open)
+        if self.on_enter is not None:
+            self.on_enter(name)
+        start = self.clock()
+        if self._step_start is None:
+            self._step_start = start
+        self._open.append(name)
+        try:
+            yield span
+        finally:
+            if is_engine and (cuda := _cuda()):
+                cuda.synchronize()  # count queued kernels in this phase, not in the next one that waits
+            seconds = self.clock() - start
+            self._open.pop()
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            self._tokens[name] = self._tokens.get(name, 0) + span.tokens
+            if is_engine and not inside_engine:
+                self._engine_seconds += seconds
+
+    def collect(self) -> dict[str, float]:
+        """End the step, reset all sums and return the step's metrics.
+
+        They are `perf/time/<phase>`, `perf/time/step`, `perf/tokens_per_s/<phase>`, `perf/overhead_frac`,
+        `perf/reward_frac` (share of the step that waits for rewards) and `perf/peak_mem_gib`.
+        """
+        now = self.clock()
+        wall = now - (now if self._step_start is None else self._step_start)
+        metrics = {f"perf/time/{name}": seconds for name, seconds in self._seconds.items()}
+        metrics["perf/time/step"] = wall
+        for name, tokens in self._tokens.items():
+            if tokens and self._seconds[name] > 0:
+                metrics[f"perf/tokens_per_s/{name}"] = tokens / self._seconds[name]
+        if wall > 0:
+            metrics["perf/reward_frac"] = self._seconds.get("reward", 0.0) / wall
+            metrics["perf/overhead_frac"] = max(0.0, 1.0 - self._engine_seconds / wall)
+        metrics["perf/peak_mem_gib"] = peak_memory_gib()
+        self._step_start, self._engine_seconds = now, 0.0
+        self._seconds.clear()
+        self._tokens.clear()
+        return metrics
+
+
+def peak_memory_gib() -> float:
+    """Return this process's peak memory in GiB: allocated on the CUDA device if one is in use, else resident.
+
+    It does not include other processes, such as a separate engine.
+    """
+    if cuda := _cuda():
+        return cuda.max_memory_allocated() / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def _cuda() -> Any:
+    """`torch.cuda` where this process uses a GPU, else None. Commands that read a run never import torch."""
+    torch = sys.modules.get("torch")
+    return torch.cuda if torch and torch.cuda.is_initialized() else None
 
 
 class Monitor:

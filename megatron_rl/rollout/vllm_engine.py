@@ -47,8 +47,8 @@ from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import read_architecture
 from megatron_rl.process import fp32_products
 from megatron_rl.process.devices import leave_default_stream, local_gpu
+from megatron_rl.process.host import limited
 from megatron_rl.process.ranks import gather_objects, world_rank, world_size
-from megatron_rl.process.threads import limited
 from megatron_rl.rollout import process_state
 from megatron_rl.rollout.conversation import Client, Conversation, Requests, Talk, Turn, hold
 from megatron_rl.rollout.engine_arguments import engine_arguments, runs_eagerly

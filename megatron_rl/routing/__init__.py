@@ -1,9 +1,14 @@
 """Router replay apart from the engines: payload, checksums, slices per layout, telemetry (algorithms.md §8)."""
 
-from megatron_rl.routing.checksum import RouteError, joined_checksums, route_checksums
-from megatron_rl.routing.layout import PackedRoutes, RouteSlice, pack_routes, packed_keys
-from megatron_rl.routing.payload import RouteShape, missing_id
-from megatron_rl.routing.telemetry import LayerTelemetry, router_metrics
+from megatron_rl.routing.layout import (
+    LayerTelemetry,
+    PackedRoutes,
+    RouteSlice,
+    pack_routes,
+    packed_keys,
+    router_metrics,
+)
+from megatron_rl.routing.payload import RouteError, RouteShape, joined_checksums, missing_id, route_checksums
 
 __all__ = [
     "LayerTelemetry",

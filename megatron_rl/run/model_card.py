@@ -18,8 +18,7 @@ import yaml
 from megatron_rl.config.hub import name_of_cached
 from megatron_rl.config.yaml12 import parse
 from megatron_rl.monitor import RunDirectory
-from megatron_rl.monitor.environment import code_of
-from megatron_rl.monitor.run_directory import read_metrics
+from megatron_rl.monitor.run_directory import code_of, read_metrics
 
 CARD = "README.md"
 _FIGURE = re.compile(r"val/(?P<source>.+)/(?P<name>avg@\d+|pass@\d+|num_problems)")

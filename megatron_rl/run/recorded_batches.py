@@ -13,7 +13,7 @@ part are flat. With ``B`` sequences in it, ``S`` tokens of all of them together 
   ``policy_versions`` [R] int32
 - ``kept_tokens`` [R, C] int32 under `rollout.kept_sets`: the tokens that each distribution is over, then -1
 - ``routed_experts`` [S − B, L, K] where recorded: the last token of every sequence has no route. L counts MoE layers
-- ``route_checksums`` [S − B] and ``route_layer_checksums`` [B, L] int64: see megatron_rl/routing/checksum.py
+- ``route_checksums`` [S − B] and ``route_layer_checksums`` [B, L] int64: see megatron_rl/routing/payload.py
 
 JSON: ``format_version``, ``step``, ``policy_version`` (optimizer steps before this batch), ``kept`` (it is not deleted
 for its age), ``minibatches``, ``metrics`` of the step, ``parts`` with the SHA-256 of each file, which `load_batch`

@@ -22,8 +22,8 @@ from megatron_rl.errors import Fault
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import initialize, shutdown
 from megatron_rl.monitor import AlarmEvent, Monitor, RunDirectory, write_environment
+from megatron_rl.monitor.monitor import PhaseTimer
 from megatron_rl.monitor.samples import share_repetition, share_samples
-from megatron_rl.monitor.timing import PhaseTimer
 from megatron_rl.patching.states import installed_status
 from megatron_rl.process.ranks import (
     broadcast_object,

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 
 import megatron_rl.run.start as run_module
 from megatron_rl.__main__ import main
-from megatron_rl.monitor.timing import PhaseTimer
+from megatron_rl.monitor.monitor import PhaseTimer
 from megatron_rl.rollout import RolloutError
 from megatron_rl.rollout.generator import RolloutInterrupted
 from megatron_rl.rollout.requests import make_groups, make_requests

@@ -240,7 +240,7 @@ def table(file: Path) -> list[str]:
     Right: a planted cause is among the first two suspects, a healthy run has none. Unharmed: a planted cause, no sign.
     """
     from megatron_rl.instruments.why import find
-    from megatron_rl.monitor.scoring import read_packed
+    from megatron_rl.monitor.alarms import read_packed
 
     lines = ["| run | first alarm | collapse | first two suspects | right |", "|---|---|---|---|---|"]
     for run in read_packed(file):

@@ -23,9 +23,8 @@ from megatron_rl.config.explain import explain
 from megatron_rl.config.loader import read_yaml
 from megatron_rl.errors import EXIT_DONE, EXIT_ENDED_BY_LIMIT, InputError
 from megatron_rl.instruments.lab.study import IDENTITY_KEYS, SEED_KEYS, Arm, Outcome, Study, unknown_names
-from megatron_rl.monitor.alarms import fit_slope
+from megatron_rl.monitor.alarms import CollapseRule, fit_slope
 from megatron_rl.monitor.run_directory import RunDirectory, read_metrics
-from megatron_rl.monitor.scoring import CollapseRule
 from megatron_rl.shipped import existing_or_shipped
 
 # The state of a run on disk, from its folder.

@@ -22,8 +22,7 @@ from megatron_rl.instruments.lab.statistics import (
     trend_effect,
 )
 from megatron_rl.instruments.lab.study import Direction, Outcome, Primary, Trend
-from megatron_rl.monitor.environment import CONTINUED_BY, UNKNOWN_CODE, code_of
-from megatron_rl.monitor.run_directory import RunDirectory, read_metrics
+from megatron_rl.monitor.run_directory import CONTINUED_BY, UNKNOWN_CODE, RunDirectory, code_of, read_metrics
 
 Records = list[dict[str, float]]
 Values = dict[int, float]  # seed → value

@@ -27,8 +27,7 @@ from megatron_rl.config.yaml12 import parse
 from megatron_rl.errors import EXIT_DONE, InputError
 from megatron_rl.instruments.lab.jobs import FINISHED, Job, LoadedStudy, State, differing_keys, exit_file, state_of
 from megatron_rl.instruments.lab.study import IDENTITY_KEYS, Study
-from megatron_rl.monitor.environment import code_of, git_state, name_of_code
-from megatron_rl.monitor.run_directory import RunDirectory
+from megatron_rl.monitor.run_directory import RunDirectory, code_of, git_state, name_of_code
 from megatron_rl.shipped import checkout
 
 FILE = "registered.json"

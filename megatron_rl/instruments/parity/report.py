@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from megatron_rl.instruments.parity.compare import SHOWN, Comparison, OperatorError
 from megatron_rl.instruments.parity.record import Record, place
 from megatron_rl.instruments.parity.witnesses import Setup
-from megatron_rl.monitor.environment import hardware, package_versions
+from megatron_rl.monitor.run_directory import hardware, package_versions
 from megatron_rl.process.ranks import world_size
 
 VERSION = 1

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import InputError
-from megatron_rl.process.output import write_whole
+from megatron_rl.process.host import write_whole
 from megatron_rl.rollout.generator import RolloutError, RolloutInterrupted
 from megatron_rl.rollout.servers.client import ServerClient, ServerError, Stranger, Weights
 from megatron_rl.rollout.servers.rendezvous import Address, ServerSettings, folder, printable

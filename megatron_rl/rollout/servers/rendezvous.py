@@ -30,7 +30,7 @@ from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.rollout import TOKEN_VARIABLE, RolloutConfig, ServersConfig
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import read_architecture
-from megatron_rl.process.output import write_whole
+from megatron_rl.process.host import write_whole
 from megatron_rl.rollout.servers.wire import Load
 
 MIN_TOKEN_LENGTH = 16  # characters; what a person makes up in passing is shorter

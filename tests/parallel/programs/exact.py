@@ -26,7 +26,7 @@ from megatron_rl.exact.step import StepForward
 from megatron_rl.learner.layers.invariant import BatchInvariant
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import initialize
-from megatron_rl.monitor.timing import PhaseTimer
+from megatron_rl.monitor.monitor import PhaseTimer
 from megatron_rl.process.ranks import gather_objects
 from megatron_rl.rollout import Generator, Sampling
 from megatron_rl.rollout.requests import everywhere

@@ -11,7 +11,7 @@ import pytest
 from megatron_rl.__main__ import main
 from megatron_rl.commands.score_alarms import read_rules
 from megatron_rl.errors import InputError
-from megatron_rl.monitor.scoring import read_packed
+from megatron_rl.monitor.alarms import read_packed
 from tests.support.finished_run import write_run
 
 

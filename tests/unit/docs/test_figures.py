@@ -18,7 +18,7 @@ from megatron_rl.instruments.plan.hardware import GIB
 from megatron_rl.instruments.plan.memory import evidence_cost, memory_plan, own_code
 from megatron_rl.instruments.plan.timing import step_time
 from megatron_rl.model.known_models import shape_of
-from megatron_rl.monitor.scoring import CollapseRule
+from megatron_rl.monitor.alarms import CollapseRule
 from tests.support.tiny import REPOSITORY
 from tools.dev.branch_table import CASES as PLANTED
 from tools.dev.branch_table import table as table_of_branches

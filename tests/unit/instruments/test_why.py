@@ -12,8 +12,8 @@ import pytest
 from megatron_rl.__main__ import main
 from megatron_rl.config import load_recipe
 from megatron_rl.instruments.why import LOOKS, SHORTEST, Case, find, first_change, learning_rate, pettitt
+from megatron_rl.monitor.alarms import read_packed
 from megatron_rl.monitor.run_directory import JsonlSink
-from megatron_rl.monitor.scoring import read_packed
 from tests.support.rounding import rounded
 from tests.support.tiny import REPOSITORY, tiny_recipe
 from tests.support.written_run import WrittenRun

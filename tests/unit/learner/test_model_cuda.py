@@ -19,8 +19,8 @@ from megatron_rl.learner import learner as learner_module
 from megatron_rl.learner import model, optimizer, process_groups
 from megatron_rl.learner.layers import attention, invariant
 from megatron_rl.model.architecture import read_architecture
-from megatron_rl.monitor import environment
-from megatron_rl.monitor.timing import PhaseTimer, peak_memory_gib
+from megatron_rl.monitor import run_directory
+from megatron_rl.monitor.monitor import PhaseTimer, peak_memory_gib
 from tests.support.tiny import MODEL, tiny_recipe
 
 GPU = torch.device("cuda")
@@ -164,11 +164,11 @@ def test_gloo_twins_of_groups_where_nccl_is_the_backend(monkeypatch, device):
 
 def test_hardware_names_every_gpu(monkeypatch):
     properties = type("Properties", (), {"name": "NVIDIA H100 80GB HBM3", "total_memory": 81559 << 20})
-    monkeypatch.setattr(environment, "default_device", lambda: "cuda")
+    monkeypatch.setattr(run_directory, "default_device", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    found = environment.hardware()
+    found = run_directory.hardware()
     assert found["gpus"] == [{"name": "NVIDIA H100 80GB HBM3", "memory_gib": 79.6}] * 2
     assert found["cuda"] == "13.0"
 

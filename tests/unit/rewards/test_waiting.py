@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.config.data import RewardConfig
-from megatron_rl.monitor.validation import success_rates, summarise
+from megatron_rl.monitor.samples import success_rates, summarise
 from megatron_rl.rewards import Rewarder
 from megatron_rl.rewards import pool as pool_module
 from megatron_rl.rewards.pool import WorkerPool

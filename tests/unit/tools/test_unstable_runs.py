@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.config import load_recipe
 from megatron_rl.config.monitor import level_rules
-from megatron_rl.monitor.scoring import read_packed
+from megatron_rl.monitor.alarms import read_packed
 from tests.support.tiny import REPOSITORY, tiny_recipe
 from tools.dev import unstable_runs
 from tools.dev.unstable_runs import ARMS, pack

@@ -22,8 +22,8 @@ from megatron_rl.config.monitor import level_rules
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.foreign.read import NEEDS, blind_rules, blind_suspects, read_run
 from megatron_rl.instruments.why import LOOKS
+from megatron_rl.monitor.alarms import CollapseRule, RecordedRun, collapse_step, first_collapse, read_packed
 from megatron_rl.monitor.run_directory import JsonlSink
-from megatron_rl.monitor.scoring import CollapseRule, RecordedRun, collapse_step, first_collapse, read_packed
 from tests.support.rounding import rounded
 from tests.support.tiny import REPOSITORY
 

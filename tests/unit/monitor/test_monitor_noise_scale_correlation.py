@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_rl.monitor.noise_scale import StepCorrelation
+from megatron_rl.monitor.monitor import StepCorrelation
 from tests.support.rounding import rounded
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.learner.gradient_noise import small_batch
-from megatron_rl.monitor.noise_scale import GradientNoiseScale, NoiseMonitor, RunningMean, noise_scale_parts
+from megatron_rl.monitor.monitor import GradientNoiseScale, NoiseMonitor, RunningMean, noise_scale_parts
 from tests.support.rounding import rounded, standard_errors
 
 

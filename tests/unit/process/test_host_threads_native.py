@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from megatron_rl.process import threads
-from megatron_rl.process.threads import GLOO_CALLS, TASKS, wait_until_idle
+from megatron_rl.process import host
+from megatron_rl.process.host import GLOO_CALLS, TASKS, wait_until_idle
 from tests.support.reach import REPOSITORY
 
 BLOCK = bytes(200_000_000)
@@ -42,7 +42,7 @@ def test_a_thread_that_wants_to_run_is_waited_for(tasks):
 def test_one_idle_look_is_not_enough(monkeypatch):
     """A thread that waits for Python's lock looks idle while this one has it."""
     looks = iter([True, False, True, False, False, True])
-    monkeypatch.setattr(threads, "_is_any_busy", lambda *_: next(looks))
+    monkeypatch.setattr(host, "_is_any_busy", lambda *_: next(looks))
     assert wait_until_idle()
     assert list(looks) == [True], "it stopped at the second idle look in a row"
 

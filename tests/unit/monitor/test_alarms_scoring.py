@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.config.monitor import AlarmRule
 from megatron_rl.errors import InputError
-from megatron_rl.monitor.scoring import (
+from megatron_rl.monitor.alarms import (
     CollapseRule,
     RecordedRun,
     collapse_step,

@@ -10,12 +10,12 @@ import sys
 import pytest
 
 from megatron_rl.errors import InputError
-from megatron_rl.process import output
+from megatron_rl.process import host
 
 PRINTS = """
 import os, sys
 from megatron_rl.__main__ import open_missing
-from megatron_rl.process.output import outlasting_readers
+from megatron_rl.process.host import outlasting_readers
 open_missing()
 with outlasting_readers("log.txt has it"):
     for number in range(20_000):
@@ -67,8 +67,8 @@ def test_the_limit_of_open_files_is_raised_or_refused(monkeypatch):
     limits, asked = [64, 4096], []
     monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
     monkeypatch.setattr(resource, "setrlimit", lambda _, new: asked.append(new) or limits.__setitem__(0, new[0]))
-    output.raise_descriptor_limit()
+    host.raise_descriptor_limit()
     assert asked == [(4096, 4096)]
     limits[:] = [64, 64]
     with pytest.raises(InputError, match="may open 64 files, and a run needs 256"):
-        output.raise_descriptor_limit()
+        host.raise_descriptor_limit()

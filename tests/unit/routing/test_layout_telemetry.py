@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from megatron_rl.routing import LayerTelemetry
-from megatron_rl.routing.telemetry import MARGIN_BINS, margin_quantiles, router_metrics
+from megatron_rl.routing.layout import MARGIN_BINS, margin_quantiles, router_metrics
 from tests.support.rounding import rounded
 
 

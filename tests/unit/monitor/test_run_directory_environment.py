@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from megatron_rl.monitor import write_environment
-from megatron_rl.monitor.environment import code_of, environment_variables
+from megatron_rl.monitor.run_directory import code_of, environment_variables
 
 
 def test_environment_file_keeps_every_start_and_no_secret(tmp_path):

@@ -10,8 +10,8 @@ import pytest
 
 from megatron_rl.config.data import DataSourceConfig
 from megatron_rl.errors import InputError
-from megatron_rl.monitor.validation import check_names, confidence_interval, file_rows, summarise, table
-from megatron_rl.process.output import format_table
+from megatron_rl.monitor.samples import check_names, confidence_interval, file_rows, summarise, table
+from megatron_rl.process.host import format_table
 from megatron_rl.types import Group, Prompt, Rollout
 
 

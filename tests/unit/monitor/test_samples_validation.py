@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from megatron_rl.monitor.validation import avg_at_n, confidence_interval, pass_at_k, success_rates, summarise
+from megatron_rl.monitor.samples import avg_at_n, confidence_interval, pass_at_k, success_rates, summarise
 from megatron_rl.types import Group, Prompt, Rollout
 from tests.support.rounding import rounded
 

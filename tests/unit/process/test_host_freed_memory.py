@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_rl.process import host_memory
-from megatron_rl.process.host_memory import SETTLING_STEPS, FreedMemory
+from megatron_rl.process import host
+from megatron_rl.process.host import SETTLING_STEPS, FreedMemory
 
 KEPT_BYTES = 16 << 20  # a quarter of what runs keep: page faults are what these tests take their time for
 BLOCK = 64 << 10  # below the size from which a block has pages of its own
-pytestmark = pytest.mark.skipif(host_memory._LIBRARY is None, reason="no glibc")
+pytestmark = pytest.mark.skipif(host._LIBRARY is None, reason="no glibc")
 
 
 def taken(size: int) -> list[bytearray]:
@@ -34,9 +34,9 @@ def what_lies_between_blocks_in_use_is_given_back():
     kept = blocks[::100]  # the end of the heap stays in use
     assert not freed.give_back(), "all of it is in use"
     del blocks
-    before = host_memory.resident_bytes()
+    before = host.resident_bytes()
     assert freed.give_back()
-    assert before - host_memory.resident_bytes() > 12 * KEPT_BYTES
+    assert before - host.resident_bytes() > 12 * KEPT_BYTES
     assert not any(freed.give_back() for _ in range(SETTLING_STEPS + 1)), "nothing was left to give"
     assert sum(map(len, kept)) == len(kept) * BLOCK
 
@@ -48,7 +48,7 @@ def what_every_step_takes_and_frees_is_kept():
         kept.append(blocks[-1])
         del blocks
         assert not freed.give_back(), f"step {step}"
-    assert host_memory.heap().fordblks > 12 * KEPT_BYTES, "there was something to give"
+    assert host.heap().fordblks > 12 * KEPT_BYTES, "there was something to give"
 
 
 def once_is_enough_where_more_is_in_use_than_before():
@@ -87,7 +87,7 @@ def the_largest_of_the_first_steps_is_what_they_need():
 
 
 def run_small(program: Callable[[], None]) -> None:
-    host_memory.KEPT_BYTES = KEPT_BYTES
+    host.KEPT_BYTES = KEPT_BYTES
     program()
 
 

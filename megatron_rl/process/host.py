@@ -1,0 +1,252 @@
+"""The process on its host: output that outlives its readers, memory that is given back, threads that are waited for.
+
+Standard output and error may go to a pipe or to a terminal of a closed session. Memory that is freed and
+that glibc keeps is given back by `train` between steps. Calls that may never return have a time limit.
+
+A training step frees blocks of many sizes and threads. glibc raises the size from which a block gets pages of its own
+to the largest that was freed (up to 32 MiB), takes such blocks from the heap from then on, and gives back only what
+lies at the heap's end. In 300 steps of two data-parallel ranks the free part of the heap grows from 40 to 400 MiB while
+141 MiB are in use. `tools/dev/heap_growth.py` shows both numbers, with and without giving back.
+
+The limit of a call also ends native code that holds Python's lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import io
+import os
+import resource
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import EXIT_FAULT, InputError
+
+_NEEDED_DESCRIPTORS = 256  # an engine, its processes and a run's files
+
+
+def raise_descriptor_limit() -> None:
+    """Allow this process as many open files as it may have. InputError where that is too few for a run."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if most != resource.RLIM_INFINITY and most < _NEEDED_DESCRIPTORS:
+        raise InputError(
+            f"this process may open {most} files, and a run needs {_NEEDED_DESCRIPTORS}; raise the limit "
+            "(`ulimit -n 4096`, or LimitNOFILE of the service that starts it)"
+        )
+
+
+class _Lasting(io.FileIO):
+    """A descriptor that takes everything: once nobody can read it, it becomes /dev/null."""
+
+    def __init__(self, descriptor: int, on_loss: Any) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._on_loss = on_loss
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())  # also for libraries and child processes to come
+            os.close(null)
+            self._on_loss(self.fileno(), error)
+            return len(data)
+
+
+@contextlib.contextmanager
+def outlasting_readers(hint: str) -> Iterator[None]:
+    """Within, a write to standard output or error never fails. The first one that would have is said on the other,
+    with ``hint``: where the lines can be read instead."""
+    streams = {1: sys.stdout, 2: sys.stderr}
+    names = {1: "standard output", 2: "standard error"}
+
+    def on_loss(descriptor: int, error: OSError) -> None:
+        other = 3 - descriptor
+        text = f"{names[descriptor]} cannot be written any more ({error.strerror}); the run goes on: {hint}\n"
+        with contextlib.suppress(OSError):
+            os.write(other, text.encode())
+
+    try:
+        if all(stream.fileno() == descriptor for descriptor, stream in streams.items()):
+            sys.stdout, sys.stderr = (
+                io.TextIOWrapper(
+                    io.BufferedWriter(_Lasting(descriptor, on_loss)),
+                    encoding=stream.encoding,
+                    errors=stream.errors,
+                    line_buffering=stream.line_buffering or descriptor == 2,
+                )
+                for descriptor, stream in streams.items()
+            )
+    except (OSError, ValueError):  # no files: a test's
+        pass
+    replaced = sys.stdout, sys.stderr
+    try:
+        yield
+    finally:
+        for stream in replaced:
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        sys.stdout, sys.stderr = streams.values()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write ``text`` to ``path``: a reader finds the former file or the whole new one."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns padded to their widest cell, the first to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])
+        for row in [header, ["-" * width for width in widths], *rows]
+    ]
+    return "\n".join(lines)
+
+
+KEPT_BYTES = 64 << 20  # taking less than this again would cost more page faults than it is worth
+KEPT_FRAC = 0.25  # the same, as a part of the process
+SETTLING_STEPS = 4  # until the heap has what a step takes and frees: giving that back would cost its page faults again
+# at every step, which were a twentieth of one
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
+
+
+def _find() -> ctypes.CDLL | None:
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallinfo2") or not hasattr(library, "malloc_trim"):
+        return None  # musl, or glibc before 2.33
+    library.mallinfo2.restype = _Mallinfo2
+    library.malloc_trim.argtypes = [ctypes.c_size_t]
+    return library
+
+
+_LIBRARY = _find()
+
+
+class FreedMemory:
+    """Gives freed pages back to the system when the process has grown well beyond what its steps need."""
+
+    def __init__(self) -> None:
+        self._settling, self._needed = SETTLING_STEPS, 0
+
+    def give_back(self) -> bool:
+        """Call after every step: whether memory was given back. Takes microseconds where there is nothing to do."""
+        if _LIBRARY is None:
+            return False
+        resident = resident_bytes()
+        if self._settling:
+            self._settling -= 1
+            self._needed = max(self._needed, resident)
+            return False
+        allowed = max(KEPT_BYTES, KEPT_FRAC * self._needed)
+        # glibc also counts as free what it has given back, so its count alone does not decide.
+        if resident - self._needed <= allowed or heap().fordblks <= allowed:
+            return False
+        self._settling, self._needed = SETTLING_STEPS, 0
+        return bool(_LIBRARY.malloc_trim(0))
+
+
+def heap() -> Any:
+    """glibc's count of its main heap in bytes: ``uordblks`` in use, ``fordblks`` free (given back or not)."""
+    assert _LIBRARY is not None, "only glibc counts"
+    return _LIBRARY.mallinfo2()
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+GLOO_CALLS = "pt_gloo_runloop"
+"""Name of the threads of torch that carry out the calls of a gloo group."""
+TASKS = Path("/proc/self/task")  # one folder a thread, on Linux
+LOOK_S, LONGEST_S = 0.005, 10.0
+
+
+def wait_until_idle(name: str = GLOO_CALLS, longest_s: float = LONGEST_S, tasks: Path = TASKS) -> bool:
+    """Wait until no thread of this ``name`` runs or wants to, as two looks in a row find; False after ``longest_s``.
+
+    A thread of gloo lets go of a call's tensors after it has told that the call is over, and takes Python's lock for
+    it. Where Python is being taken apart by then, the process is aborted with all its work done. Without `/proc` there
+    is nothing to see, and nothing is waited for.
+    """
+    end, idle_looks = time.monotonic() + longest_s, 0
+    while idle_looks < 2:
+        if time.monotonic() > end:
+            return False
+        time.sleep(LOOK_S)  # without Python's lock, which the threads may want
+        idle_looks = 0 if _is_any_busy(name, tasks) else idle_looks + 1
+    return True
+
+
+def _is_any_busy(name: str, tasks: Path) -> bool:
+    for file in tasks.glob("*/stat"):
+        try:
+            # "number (name) state …"; a name may have blanks and brackets.
+            before, _, after = file.read_text().rpartition(")")
+        except OSError:  # it has ended meanwhile
+            continue
+        if before.partition("(")[2] == name and after.split()[0] in ("R", "D"):
+            return True
+    return False
+
+
+_GRACE_S = 5.0  # from the message to the end of the process, which needs no Python thread
+
+
+@contextlib.contextmanager
+def limited(seconds: float | None, what: str) -> Iterator[None]:
+    """End this process with `EXIT_FAULT` if the body takes longer than ``seconds`` (None: no limit).
+
+    First comes one line that names ``what``, then the stacks of all threads. Nothing can be saved, because the
+    thread that would save is the one that hangs. The launcher ends the other ranks, and a restart continues from the
+    last checkpoint. One such limit at a time per process.
+    """
+    if seconds is None:
+        yield
+        return
+
+    def give_up() -> None:
+        print(f"run failed: {what} did not return within {seconds:g} s; stacks of all threads follow", file=sys.stderr)
+        sys.stderr.flush()
+        faulthandler.dump_traceback()
+        os._exit(EXIT_FAULT)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(seconds + _GRACE_S, exit=True)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
