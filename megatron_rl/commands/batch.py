@@ -17,7 +17,7 @@ from megatron_rl.config import Recipe
 from megatron_rl.errors import EXIT_DONE
 
 if TYPE_CHECKING:
-    from megatron_rl.instruments.stored.attribution import Attribution
+    from megatron_rl.instruments.stored.rerun import Attribution
     from megatron_rl.monitor import RunDirectory
     from megatron_rl.run.recorded_batches import RecordedBatch
 
@@ -164,7 +164,7 @@ def run_attribute(options: argparse.Namespace) -> int:
     RUN/plots/. With a --layout of several ranks, the command starts itself through torchrun.
     """
     from megatron_rl.instruments.stored import rerun
-    from megatron_rl.instruments.stored.attribution import attribute
+    from megatron_rl.instruments.stored.rerun import attribute
     from megatron_rl.run.recorded_batches import batch_path, load_batch
 
     directory, recipe = rerun.open_run(options.run, rerun.layout_overrides(options.layout))
@@ -180,7 +180,7 @@ def run_attribute(options: argparse.Namespace) -> int:
 def print_attribution(
     options: argparse.Namespace, directory: RunDirectory, recorded: RecordedBatch, attribution: Attribution
 ) -> None:
-    from megatron_rl.instruments.stored.attribution import draw
+    from megatron_rl.instruments.stored.rerun import draw
     from megatron_rl.process.host import format_table
 
     total = attribution.total
@@ -232,7 +232,7 @@ def run_experts(options: argparse.Namespace) -> int:
     routing.telemetry: true) and the weights of its step (see `megatron-rl batch replay --help`).
     """
     from megatron_rl.instruments.stored import rerun
-    from megatron_rl.instruments.stored.experts import expert_report
+    from megatron_rl.instruments.stored.gradient_bias import expert_report
     from megatron_rl.process.host import format_table
     from megatron_rl.run.recorded_batches import batch_path, load_batch
 

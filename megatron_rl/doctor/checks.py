@@ -208,7 +208,7 @@ CHECKS = (
     Check(
         "memory",
         "Does each phase of a step take what `plan` expects?",
-        "memory.memory",
+        "engine.memory",
         180,
         gpu_only="no GPU whose memory could be measured",
     ),

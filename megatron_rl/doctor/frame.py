@@ -1,8 +1,15 @@
-"""Runs checks, each in processes of its own that end with it."""
+"""Runs checks, each in processes of its own that end with it.
+
+One process of one check is `python -m megatron_rl.doctor.frame NAME SETTING OUTCOME`.
+
+Every process calls the check and leaves its outcome in a file. Whatever it raises is a failure, and ends it with status
+1; then the other ranks are ended, too.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -11,12 +18,16 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
+import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from megatron_rl.doctor.checks import Check, Outcome, Result, Setting, failed, not_run
-from megatron_rl.doctor.child import outcome_path
+from megatron_rl.doctor.checks import Check, Outcome, Result, Setting, failed, find, not_run
+from megatron_rl.errors import EXIT_DONE, EXIT_FAULT, Fault, InputError
+from megatron_rl.process.fp32_products import set_environment
+from megatron_rl.process.host import write_whole
 
 LOG_CHARACTERS = 4000
 GRACE_S = 3.0  # for ranks that lost a peer, until they are ended: the first to fail has then printed its error
@@ -61,7 +72,7 @@ def run_check(check: Check, setting: Setting, seconds: float) -> Result:
 def _in_processes(check: Check, setting: Setting, folder: Path, limit: float) -> tuple[Outcome, str]:
     """The outcome, and the end of the log where it is a failure."""
     setting.write(folder / "setting.json")
-    command = [sys.executable, "-m", "megatron_rl.doctor.child", check.name]
+    command = [sys.executable, "-m", "megatron_rl.doctor.frame", check.name]
     command += [str(folder / "setting.json"), str(folder / "outcome.json")]
     environments = [environment | check.environment for environment in _environments(check, setting)]
     logs = [folder / f"log-{i}" for i in range(len(environments))]
@@ -179,3 +190,52 @@ def _died(code: int | None, process: int, count: int, limit: float, check: Check
 
 def _tail(path: Path) -> str:
     return path.read_text(errors="replace")[-LOG_CHARACTERS:].strip() if path.is_file() else ""
+
+
+def main(name: str, setting_file: str, outcome_file: str) -> int:
+    faulthandler.enable()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    set_environment()
+    for module in (r"torch\.", r"megatron\."):
+        warnings.filterwarnings("ignore", module=module)
+    outcome, raised = attempt(name, Setting.read(Path(setting_file)))
+    path = outcome_path(Path(outcome_file), int(os.environ.get("RANK", 0)))
+    write_whole(path, json.dumps(asdict(outcome)))
+    if not raised and "torch.distributed" in sys.modules:
+        _leave_together()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Engines leave threads and groups behind whose end may hang; what they could say is in the file.
+    os._exit(EXIT_FAULT if raised else EXIT_DONE)
+
+
+def outcome_path(path: Path, rank: int) -> Path:
+    """Of a rank's outcome: ``path`` is the first's."""
+    return path.with_name(f"{path.name}.{rank}") if rank else path
+
+
+def attempt(name: str, setting: Setting) -> tuple[Outcome, bool]:
+    """What the check says, or what it raised as a failure, and whether it raised; the stack goes to its log."""
+    try:
+        return find(name).load()(setting), False
+    except (InputError, Fault) as error:
+        traceback.print_exc()
+        return failed(str(error), "The message names the place; the log has the stack."), True
+    except ModuleNotFoundError as error:
+        traceback.print_exc()
+        fix = "pip install -r requirements.txt (requirements-cpu.txt without a GPU), as its head says"
+        return failed(f"the package {error.name} is not installed in {sys.executable}", fix), True
+    except Exception as error:  # noqa: BLE001 - a check that breaks has failed, whatever broke it
+        traceback.print_exc()
+        return failed(f"{type(error).__name__}: {error}", "The log has the stack."), True
+
+
+def _leave_together() -> None:
+    """Wait for the other ranks: one that leaves first takes connections down that its peers still read from."""
+    from megatron_rl.process.ranks import any_rank
+
+    any_rank(False)  # over gloo, also between GPUs
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -205,18 +205,18 @@ def test_collectives_of_an_update(traced):
 @pytest.mark.parametrize("kind", ["weights", "gradients", "moments", "masters"])
 @pytest.mark.parametrize("factor", [0.94, 1.06])
 def test_a_plan_that_is_wrong_by_six_percent_is_found(traced, monkeypatch, kind, factor):
-    from megatron_rl.instruments.trace import report
+    from megatron_rl.instruments.trace import learner
     from megatron_rl.instruments.trace.learner import RankTrace
 
     (rank,) = traced["8b"]["traces"]
     static = {name: found["traced"] for name, found in rank["static"].items() if name != "all static"}
     trace = RankTrace(0, 16, 0, 36, rank["parameters"], "own", static)
     work = workload(DENSE["8b"], None, [])
-    assert not [line for line in report.compare_static(work, trace) if not line.holds]
-    (stage,) = report.learner_stages(work)
+    assert not [line for line in learner.compare_static(work, trace) if not line.holds]
+    (stage,) = learner.learner_stages(work)
     wrong = replace(stage, **{kind: factor * getattr(stage, kind)})
-    monkeypatch.setattr(report, "learner_stages", lambda work: [wrong])
-    lines = {line.kind for line in report.compare_static(work, trace) if not line.holds}
+    monkeypatch.setattr(learner, "learner_stages", lambda work: [wrong])
+    lines = {line.kind for line in learner.compare_static(work, trace) if not line.holds}
     assert lines == {"master weights" if kind == "masters" else kind}
 
 

@@ -48,8 +48,8 @@ def test_a_node_that_lacks_something_fails_the_job(site):
 # that waits for a disk for ever, and does not end either.
 HANGS = """
 import os, signal, sys
-if "megatron_rl.doctor.child" in sys.orig_argv:
-    name = sys.orig_argv[sys.orig_argv.index("megatron_rl.doctor.child") + 1]
+if "megatron_rl.doctor.frame" in sys.orig_argv:
+    name = sys.orig_argv[sys.orig_argv.index("megatron_rl.doctor.frame") + 1]
     place = "between" if "GROUP_RANK" in os.environ else os.environ["SLURMD_NODENAME"]
     if f"{place}:{name}" in os.environ["PLANTED"].split():
         os.kill(os.getppid(), signal.SIGSTOP)

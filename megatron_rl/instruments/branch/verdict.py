@@ -13,8 +13,7 @@ from megatron_rl.instruments.branch.plan import Branch
 from megatron_rl.instruments.lab.archive import first_difference
 from megatron_rl.instruments.lab.foresight import ArmCost
 from megatron_rl.instruments.lab.jobs import FINISHED, run_name, state_of
-from megatron_rl.instruments.lab.results import Results, Values, read_results
-from megatron_rl.instruments.lab.statistics import Effect, Verdict
+from megatron_rl.instruments.lab.results import Effect, Results, Values, Verdict, read_results
 from megatron_rl.monitor import RunDirectory, read_metrics
 
 WORDS: dict[Verdict, str] = {

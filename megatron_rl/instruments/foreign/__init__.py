@@ -1,1 +1,1 @@
-"""Logs of other projects as the rows of a metrics.jsonl: `files` reads the formats, `names` has the tables of names."""
+"""Logs of other projects as the rows of a metrics.jsonl: `files` reads the formats, `read` has the tables of names."""

@@ -17,8 +17,7 @@ from scipy import integrate, optimize, special, stats
 from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.lab.jobs import LoadedStudy, differing_keys
-from megatron_rl.instruments.lab.results import NothingFinished, Results, read_results
-from megatron_rl.instruments.lab.statistics import mixed_regression
+from megatron_rl.instruments.lab.results import NothingFinished, Results, mixed_regression, read_results
 from megatron_rl.instruments.lab.study import Outcome, Study, Trend
 from megatron_rl.instruments.plan import find_gpu, make_plan, make_workload
 from megatron_rl.model.known_models import shape_of

@@ -15,8 +15,7 @@ from PIL import Image
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.lab.archive import read_packed
 from megatron_rl.instruments.lab.jobs import LoadedStudy
-from megatron_rl.instruments.lab.results import Results, read_results
-from megatron_rl.instruments.lab.statistics import Effect
+from megatron_rl.instruments.lab.results import Effect, Results, read_results
 from megatron_rl.instruments.lab.study import DEFAULT_METRICS
 from megatron_rl.monitor.curves import Curves
 from megatron_rl.monitor.plots import PANELS, Panel, draw_panel, group_handles, legend_below

@@ -26,6 +26,7 @@ from megatron_rl.instruments.plan.memory import (
 )
 from megatron_rl.instruments.plan.search import (
     Layout,
+    StepTime,
     deadline_problem,
     host_problem,
     judge,
@@ -33,10 +34,10 @@ from megatron_rl.instruments.plan.search import (
     offload_choices,
     problems,
     sequences_proposed,
+    step_time,
     suggest,
 )
 from megatron_rl.instruments.plan.servers import Arm, ServerPlan, server_plan
-from megatron_rl.instruments.plan.timing import StepTime, step_time
 from megatron_rl.instruments.plan.workload import Lengths, Workload
 
 

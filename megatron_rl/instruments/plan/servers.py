@@ -19,7 +19,7 @@ from megatron_rl.instruments.plan import hardware as hw
 from megatron_rl.instruments.plan.fleet import Fleet, Prompt, Response, ServerCosts
 from megatron_rl.instruments.plan.generation import Decoding, EngineMemory, prefill_costs
 from megatron_rl.instruments.plan.learner import BYTES, total_parameters
-from megatron_rl.instruments.plan.timing import flops_forward, step_time, weights_seconds
+from megatron_rl.instruments.plan.search import flops_forward, step_time, weights_seconds
 from megatron_rl.instruments.plan.workload import Lengths, Workload
 
 # When responses are requested: `run.lookahead` and `run.oversampling` on simulated servers.

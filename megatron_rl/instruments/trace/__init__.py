@@ -6,13 +6,18 @@ Tensors are fake (shapes, dtypes and devices without values), and so are other r
 
 from megatron_rl.instruments.trace.learner import (
     FORMATS,
+    TOLERANCE,
+    Comparison,
     RankTrace,
+    as_json,
+    compare_static,
+    differences,
     ranks_that_differ,
+    render,
     trace_rank,
     trace_update,
     why_untraced,
 )
-from megatron_rl.instruments.trace.report import TOLERANCE, Comparison, as_json, compare_static, differences, render
 
 __all__ = [
     "FORMATS",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from megatron_rl.doctor import child, engine, learner
+from megatron_rl.doctor import engine, frame, learner
 from megatron_rl.doctor.checks import Outcome, Setting
 
 
@@ -108,9 +108,9 @@ def corrupted_update(setting: Setting) -> Outcome:
             yield name, tensor
 
     vllm_engine.checked = spoil
-    return child.attempt("refit", setting)[0]
+    return frame.attempt("refit", setting)[0]
 
 
 def first_runner(setting: Setting) -> Outcome:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    return child.attempt("runner-v1", setting)[0]
+    return frame.attempt("runner-v1", setting)[0]

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import megatron_rl.learner.learner
-from megatron_rl.doctor import engine, machine, memory
+from megatron_rl.doctor import engine, machine
 from megatron_rl.doctor.checks import CHECKS, Outcome, Setting
 from megatron_rl.learner import process_groups
 from megatron_rl.process import ranks
@@ -189,7 +189,7 @@ def node(monkeypatch):
         streams.import_vllm(monkeypatch)
         return Engine(**planted)
 
-    for module in (engine, memory):
+    for module in (engine, engine):
         monkeypatch.setattr(module, "start_engine", start)
         monkeypatch.setattr(module, "generate", lambda recipe, learner, generator: generator.batch())
     monkeypatch.setattr(ranks, "gather_objects", lambda own: [own])
@@ -274,7 +274,7 @@ def measured(monkeypatch, used: list[float]) -> Outcome:
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
     for name in ("reset_peak_memory_stats", "memory_reserved", "max_memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
-    return memory.memory(Setting("cuda", 1, "/tmp", scratch="/tmp"))
+    return engine.memory(Setting("cuda", 1, "/tmp", scratch="/tmp"))
 
 
 def test_memory(node, monkeypatch):

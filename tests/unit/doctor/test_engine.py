@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_rl.doctor import engine, memory
+from megatron_rl.doctor import engine
 from megatron_rl.doctor.checks import Setting, tiny
 from megatron_rl.doctor.engine import Distances
 from megatron_rl.instruments.parity.compare import Comparison, OperatorError
@@ -89,23 +89,23 @@ GIB = 1 << 30
 @pytest.fixture
 def planned(tmp_path):
     recipe = tiny(Setting("cuda", 1, "/tmp", scratch=str(tmp_path)), "runtime.device=cpu")
-    return memory.predict(recipe, 80 * GIB)
+    return engine.predict(recipe, 80 * GIB)
 
 
 def test_the_plan_has_every_phase(planned):
-    assert planned.keys() == memory.PHASES.keys()
+    assert planned.keys() == engine.PHASES.keys()
     assert planned["engine asleep"] < planned["forward and backward, optimizer"] < planned["engine awake"] < 80 * GIB
 
 
 def test_memory_within_the_plan(planned):
-    outcome = memory.judge_memory({name: 0.9 * size for name, size in planned.items()}, planned)
+    outcome = engine.judge_memory({name: 0.9 * size for name, size in planned.items()}, planned)
     assert (outcome.status, "90%" in outcome.reason) == ("pass", True)
 
 
-@pytest.mark.parametrize("phase", memory.PHASES)
+@pytest.mark.parametrize("phase", engine.PHASES)
 def test_a_phase_beyond_the_plan_is_named(planned, phase):
     measured = {name: 0.9 * size for name, size in planned.items()} | {phase: planned[phase] + 1}
-    outcome = memory.judge_memory(measured, planned)
+    outcome = engine.judge_memory(measured, planned)
     assert (outcome.status, f"more than `plan` expects: {phase} " in outcome.reason) == ("fail", True)
 
 
@@ -133,11 +133,11 @@ def test_phases_follow_each_other_as_in_a_step(monkeypatch, tmp_path):
     generator = SimpleNamespace(**{name: said(name) for name in ("sleep", "close")})
     meter = SimpleNamespace(now=lambda: said("now")() or 1.0, begin=said("begin"), peak=lambda: said("peak")() or 2.0)
     monkeypatch.setattr(megatron_rl.learner.learner, "Learner", Learner)
-    monkeypatch.setattr(memory, "start_engine", lambda *arguments: generator)
-    monkeypatch.setattr(memory, "generate", said("generate"))
+    monkeypatch.setattr(engine, "start_engine", lambda *arguments: generator)
+    monkeypatch.setattr(engine, "generate", said("generate"))
     monkeypatch.setattr(engines, "hand_over", said("hand over"))
-    found = memory.measure(None, meter, tmp_path)
-    assert found.keys() == memory.PHASES.keys()
+    found = engine.measure(None, meter, tmp_path)
+    assert found.keys() == engine.PHASES.keys()
     order = "learner, generate, now, sleep, now, begin, update, peak, begin, hand over, peak, begin, save, peak, close"
     assert Learner.calls == order.split(", ")
 
@@ -150,7 +150,7 @@ def test_the_meters_peak_counts_what_pytorch_took_beyond_what_was_in_use(monkeyp
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: state["reserved"])
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: state["most"])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
-    meter = memory.GpuMeter()
+    meter = engine.GpuMeter()
     meter.begin()
     state["most"] = 9
     assert (meter.capacity, meter.now(), meter.peak()) == (80, 10, 15)

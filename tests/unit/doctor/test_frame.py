@@ -42,7 +42,7 @@ say(" ".join([os.environ.get("WORLD_SIZE", "alone"), os.environ.get("EXTRA", "-"
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch, tmp_path):
-    """In place of `megatron_rl.doctor.child`, for checks that exist in this file alone."""
+    """In place of `megatron_rl.doctor.frame`, for checks that exist in this file alone."""
     program, interpreter = tmp_path / "child.py", tmp_path / "python"
     program.write_text(PROGRAM)
     interpreter.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {program} "$@"\n')  # without -m and the module

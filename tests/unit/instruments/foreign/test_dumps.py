@@ -22,7 +22,7 @@ from megatron_rl.__main__ import main
 from megatron_rl.config import foreign_keys
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.foreign import dumps
-from megatron_rl.instruments.stored import attribution
+from megatron_rl.instruments.stored import rerun
 from megatron_rl.routing import route_checksums
 from megatron_rl.run.recorded_batches import RecordedBatch, batch_path, load_batch
 from megatron_rl.types import Batch
@@ -106,10 +106,10 @@ class Learner:
 
 
 def split(monkeypatch, recorded: RecordedBatch) -> dict[str, float]:
-    monkeypatch.setattr(attribution, "Learner", Learner)
-    monkeypatch.setattr(attribution, "learner_at", lambda d, original, changed, *_: nullcontext((Learner(changed), "")))
-    monkeypatch.setattr(attribution, "exported", lambda learner: nullcontext(MODEL))
-    return {part.cause: part.variance for part in attribution.attribute(None, RECIPE, recorded, "exact").parts}
+    monkeypatch.setattr(rerun, "Learner", Learner)
+    monkeypatch.setattr(rerun, "learner_at", lambda d, original, changed, *_: nullcontext((Learner(changed), "")))
+    monkeypatch.setattr(rerun, "exported", lambda learner: nullcontext(MODEL))
+    return {part.cause: part.variance for part in rerun.attribute(None, RECIPE, recorded, "exact").parts}
 
 
 @pytest.mark.parametrize("project", FILES)

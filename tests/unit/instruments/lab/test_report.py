@@ -13,9 +13,8 @@ from megatron_rl.errors import InputError
 from megatron_rl.instruments.lab import load_study
 from megatron_rl.instruments.lab.jobs import outcome_of
 from megatron_rl.instruments.lab.report import draw_study, smoothed, write_report
-from megatron_rl.instruments.lab.results import read_results
+from megatron_rl.instruments.lab.results import interval_half_width, paired_effect, read_results
 from megatron_rl.instruments.lab.runner import register
-from megatron_rl.instruments.lab.statistics import interval_half_width, paired_effect
 from megatron_rl.instruments.lab.study import Outcome
 from megatron_rl.monitor.run_directory import encode_line
 from tests.support.rounding import printed, rounded, standard_errors

@@ -13,7 +13,7 @@ from megatron_rl.instruments.plan import GPUS, make_workload
 from megatron_rl.instruments.plan.hardware import GIB
 from megatron_rl.instruments.plan.learner import checkpoint_cost
 from megatron_rl.instruments.plan.memory import EvidenceCost, batch_size, evidence_cost, memory_plan, own_code
-from megatron_rl.instruments.plan.timing import step_time
+from megatron_rl.instruments.plan.search import step_time
 from megatron_rl.instruments.plan.workload import Workload
 from megatron_rl.model.architecture import read_architecture
 from megatron_rl.model.known_models import shape_of

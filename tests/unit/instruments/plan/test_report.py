@@ -29,7 +29,7 @@ from megatron_rl.instruments.plan.learner import (
 )
 from megatron_rl.instruments.plan.memory import memory_plan
 from megatron_rl.instruments.plan.report import render
-from megatron_rl.instruments.plan.timing import num_tensors
+from megatron_rl.instruments.plan.search import num_tensors
 from megatron_rl.instruments.plan.workload import Workload
 from megatron_rl.model.architecture import architecture_from, read_architecture
 from megatron_rl.model.known_models import KNOWN_MODELS, shape_of

@@ -15,8 +15,8 @@ from megatron_rl.config import load_recipe
 from megatron_rl.instruments.plan import GPUS, make_plan, make_workload
 from megatron_rl.instruments.plan.fleet import ServerCosts
 from megatron_rl.instruments.plan.memory import memory_plan
+from megatron_rl.instruments.plan.search import step_time
 from megatron_rl.instruments.plan.servers import Asking, Pipeline, PipelineTime, simulate
-from megatron_rl.instruments.plan.timing import step_time
 from megatron_rl.instruments.plan.workload import Lengths, read_lengths
 from megatron_rl.model.known_models import shape_of
 from tests.support.rounding import gamma

@@ -11,7 +11,7 @@ from megatron_rl.__main__ import main
 from megatron_rl.config import foreign_keys, load_recipe
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.translate import nemo_rl
-from megatron_rl.instruments.translate.references import load_inherited, resolved
+from megatron_rl.instruments.translate.nemo_rl_keys import load_inherited, resolved
 from tests.support.tiny import REPOSITORY
 
 BASE = """

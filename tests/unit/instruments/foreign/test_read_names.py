@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron_rl.instruments.foreign.names import PROJECTS, project_of
-from megatron_rl.instruments.foreign.read import read_run
+from megatron_rl.instruments.foreign.read import PROJECTS, project_of, read_run
 from tests.support.tiny import REPOSITORY
 
 

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from megatron_rl.instruments.lab import foresight as power
-from megatron_rl.instruments.lab.statistics import (
+from megatron_rl.instruments.lab.results import (
     Effect,
     _RandomIntercept,
     holm,

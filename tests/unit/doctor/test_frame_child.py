@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.doctor import child
+from megatron_rl.doctor import frame
 from megatron_rl.doctor.checks import Check, Setting, passed
 from megatron_rl.errors import Fault, InputError
 
@@ -13,7 +13,7 @@ SETTING = Setting("cpu", 2, "/tmp")
 
 def attempt(monkeypatch, function):
     monkeypatch.setattr(Check, "load", lambda self: function)
-    return child.attempt("packages", SETTING)
+    return frame.attempt("packages", SETTING)
 
 
 @pytest.mark.parametrize(

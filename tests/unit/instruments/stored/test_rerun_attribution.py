@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from megatron_rl.errors import InputError
-from megatron_rl.instruments.stored import attribution
-from megatron_rl.instruments.stored.attribution import CAUSES, Attribution, _every_set, left_over, shapley
+from megatron_rl.instruments.stored import rerun
+from megatron_rl.instruments.stored.rerun import CAUSES, Attribution, _every_set, left_over, shapley
 from megatron_rl.run.recorded_batches import RecordedBatch
 from tests.support.rounding import rounded
 from tests.support.routes import random_routes, with_routes
@@ -94,9 +94,9 @@ class Scorer:
 
 def attributed(monkeypatch, routed: bool) -> Attribution:
     monkeypatch.setattr(Scorer, "modes", [])
-    monkeypatch.setattr(attribution, "Learner", Scorer)
-    monkeypatch.setattr(attribution, "learner_at", lambda d, original, changed, *_: nullcontext((Scorer(changed), "")))
-    monkeypatch.setattr(attribution, "exported", lambda learner: nullcontext(MODEL))
+    monkeypatch.setattr(rerun, "Learner", Scorer)
+    monkeypatch.setattr(rerun, "learner_at", lambda d, original, changed, *_: nullcontext((Scorer(changed), "")))
+    monkeypatch.setattr(rerun, "exported", lambda learner: nullcontext(MODEL))
     batch = stored_rollouts(0, num_sequences=4)
     for s in batch.sequences:
         s.inference_logprobs -= 1.0
@@ -107,7 +107,7 @@ def attributed(monkeypatch, routed: bool) -> Attribution:
     if routed:
         with_routes(batch, random_routes(batch))
     monkeypatch.setattr(Scorer, "modes", [])
-    return attribution.attribute(None, recipe, RecordedBatch(batch, 0), "exact")
+    return rerun.attribute(None, recipe, RecordedBatch(batch, 0), "exact")
 
 
 def test_a_batch_without_routes_has_routing_in_its_remainder(monkeypatch):
@@ -126,4 +126,4 @@ def test_a_batch_without_routes_has_routing_in_its_remainder(monkeypatch):
 def test_a_batch_without_log_probs_of_the_learner_is_refused():
     batch = stored_rollouts(5, num_sequences=2)
     with pytest.raises(InputError, match="step 5: the batch has no current_logprobs"):
-        attribution.attribute(None, tiny_recipe(), RecordedBatch(batch, 0), "exact")
+        rerun.attribute(None, tiny_recipe(), RecordedBatch(batch, 0), "exact")

@@ -16,7 +16,7 @@ from megatron_rl.instruments.plan.learner import (
     stage_parameters,
 )
 from megatron_rl.instruments.plan.memory import memory_plan
-from megatron_rl.instruments.plan.timing import num_expert_matrices, step_time
+from megatron_rl.instruments.plan.search import num_expert_matrices, step_time
 from megatron_rl.instruments.plan.workload import Workload
 from megatron_rl.model.known_models import shape_of
 from tests.support.rounding import rounded
