@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rl.check import check_recipe
-from megatron_rl.checkpoint.load import WEIGHTS_FILE, load_weights
 from megatron_rl.checkpoint.manifest import TRAINER_FILE
+from megatron_rl.checkpoint.save import WEIGHTS_FILE, load_weights
 from megatron_rl.config import Recipe
-from megatron_rl.config.precision import fp32_products, rollout_fp32_products
+from megatron_rl.config.learner import fp32_products, rollout_fp32_products
 from megatron_rl.config.rollout import InFlightConfig
 from megatron_rl.data import load_tokenizer, load_validation
 from megatron_rl.errors import InputError

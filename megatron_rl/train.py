@@ -13,9 +13,8 @@ from megatron_rl.process.host import FreedMemory
 from megatron_rl.rewards.shared import Scores, merged
 from megatron_rl.rollout import Sampling
 from megatron_rl.run.engines import hand_over
-from megatron_rl.run.lookahead import staleness_metrics
+from megatron_rl.run.lookahead import Oversampling, staleness_metrics
 from megatron_rl.run.model_card import write_model_card
-from megatron_rl.run.oversampling import Oversampling
 from megatron_rl.run.recorded_batches import record_batch
 from megatron_rl.run.start import Run, start
 from megatron_rl.types import Batch, Group

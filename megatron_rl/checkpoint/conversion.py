@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.hf_folder import SHOWN, HFFolder, check_weights, copy_companions, some, write_hf_checkpoint
-from megatron_rl.checkpoint.load import INDEX_FILE, WEIGHTS_FILE, no_foreign_code
 from megatron_rl.checkpoint.manifest import MANIFEST_FILE, TRAINER_FILE, partial_path
+from megatron_rl.checkpoint.save import INDEX_FILE, WEIGHTS_FILE, no_foreign_code
 from megatron_rl.checkpoint.sharded import CONTENT_METADATA
 from megatron_rl.checkpoint.shards import join_qkv, split_qkv
 from megatron_rl.errors import InputError

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from megatron_rl.batch import build_batch
 from megatron_rl.config import Recipe
-from megatron_rl.config.precision import fp32_products
+from megatron_rl.config.learner import fp32_products
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import resolve_device
 from megatron_rl.objective.metrics import mismatch_metrics

@@ -17,7 +17,7 @@ from megatron_rl.commands.batch import is_main_rank
 from megatron_rl.commands.train import newest
 from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.config.base import Dtype
-from megatron_rl.config.precision import refuse_both_products
+from megatron_rl.config.learner import refuse_both_products
 from megatron_rl.config.rollout import WeightType
 from megatron_rl.config.yaml12 import parse
 from megatron_rl.data import load_prompts, load_tokenizer
@@ -173,7 +173,7 @@ def run_eval_grid(options: argparse.Namespace) -> int:
     """
     from megatron_rl.config import load_recipe
     from megatron_rl.config.base import Dtype
-    from megatron_rl.config.precision import refuse_both_products
+    from megatron_rl.config.learner import refuse_both_products
 
     recipe = load_recipe(options.recipe, options.overrides)
     dtypes = _listed("--dtypes", options.dtypes, str, [recipe.rollout.dtype], lambda x: x in get_args(Dtype))

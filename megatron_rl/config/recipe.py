@@ -12,8 +12,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from megatron_rl.config.learner import ScheduleConfig
-from megatron_rl.config.precision import fp32_products
+from megatron_rl.config.learner import ScheduleConfig, fp32_products
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.sections import BatchConfig, RecipeSections
 

@@ -10,10 +10,9 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_va
 
 from megatron_rl.config.base import AnyPath, LookedUp, OffCount, Section, Short
 from megatron_rl.config.data import DataConfig, RewardConfig
-from megatron_rl.config.learner import LearnerConfig, RoutingConfig, ScheduleConfig
+from megatron_rl.config.learner import LearnerConfig, PrecisionConfig, RoutingConfig, ScheduleConfig
 from megatron_rl.config.monitor import MonitorConfig
 from megatron_rl.config.objective import ObjectiveConfig
-from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.rollout import ExactConfig, RolloutConfig
 from megatron_rl.errors import printable
 

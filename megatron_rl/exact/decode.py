@@ -20,10 +20,9 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 
 from megatron_rl.errors import InputError
 from megatron_rl.exact.doses import Dose
-from megatron_rl.exact.graphs import Capture, capture_for
 from megatron_rl.exact.schedule import Pages, Schedule, num_pages
 from megatron_rl.exact.step import GenerationPasses, Watch, in_passes, largest
-from megatron_rl.exact.turns import Chooser, Responses, Turns
+from megatron_rl.exact.turns import Capture, Chooser, Responses, Turns, capture_for
 from megatron_rl.learner.layers.exact_layers import PagedCache
 from megatron_rl.learner.layers.invariant import KEY_BLOCK, TILE, batch_invariant
 from megatron_rl.learner.layers.logprobs import token_logprobs

@@ -42,7 +42,7 @@ from megatron_rl.learner.layers.exact_layers import (
     route,
 )
 from megatron_rl.learner.layers.invariant import KEY_BLOCK, TILE, batch_invariant, linear, rms_norm, rotate
-from megatron_rl.learner.lora import has_adapters
+from megatron_rl.learner.model import has_adapters
 from megatron_rl.process.ranks import gather_objects
 
 # One forward pass of the policy outside Megatron's schedule, through all pipeline stages.

@@ -102,7 +102,7 @@ def logit_difference(hf: Path, megatron: Path, num_tokens: int = 64) -> tuple[fl
     """
     from transformers import AutoModelForCausalLM  # seconds to import: only where logits are asked for
 
-    from megatron_rl.checkpoint.load import load_weights
+    from megatron_rl.checkpoint.save import load_weights
 
     a = read_architecture(hf)
     model = _built(a)

@@ -23,13 +23,12 @@ from megatron_rl.checkpoint.hf_folder import write_hf_checkpoint
 from megatron_rl.checkpoint.shards import WeightMap
 from megatron_rl.config import Recipe
 from megatron_rl.config.base import FP32_STORED
-from megatron_rl.config.precision import fp32_products, only_product
+from megatron_rl.config.learner import fp32_products, only_product
 from megatron_rl.learner.context import gathered
 from megatron_rl.learner.gradient_noise import GradientNoise, update_size
 from megatron_rl.learner.layers.logprobs import FusedHead, token_logprobs
-from megatron_rl.learner.lora import Adapters
 from megatron_rl.learner.mixed_precision import OverflowGuard, describe_model, master_reader
-from megatron_rl.learner.model import DTYPES, build_model, use_transformer_engine
+from megatron_rl.learner.model import DTYPES, Adapters, build_model, use_transformer_engine
 from megatron_rl.learner.offload import Offload
 from megatron_rl.learner.optimizer import build_scheduler, unhook, with_optimizer
 from megatron_rl.learner.packing import Microbatch, minibatch_denominators

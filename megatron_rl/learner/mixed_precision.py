@@ -19,7 +19,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
-from megatron_rl.config.precision import LossScaleConfig
+from megatron_rl.config.learner import LossScaleConfig
 from megatron_rl.process.ranks import gather_objects
 
 

@@ -80,7 +80,7 @@ class RunDirectory:
 
     @property
     def rollbacks(self) -> Path:
-        """When alarms took the run back; see `run.rollback`."""
+        """When alarms took the run back; see `run.saving`."""
         return self.root / "rollbacks.json"
 
     @property

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 from vllm.model_executor.layers.quantization.online import fp8 as online
 
-from megatron_rl.config.precision import PrecisionConfig
+from megatron_rl.config.learner import PrecisionConfig
 from megatron_rl.config.rollout import in_words
 from megatron_rl.process import fp32_products
 

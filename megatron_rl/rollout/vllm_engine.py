@@ -40,8 +40,8 @@ from megatron_rl.checkpoint.hf_folder import (
     model_weights,
     resolve_stop_token_ids,
 )
+from megatron_rl.config.learner import PrecisionConfig, only_product, rollout_fp32_products
 from megatron_rl.config.model_rules import rollout_problems
-from megatron_rl.config.precision import PrecisionConfig, only_product, rollout_fp32_products
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import read_architecture

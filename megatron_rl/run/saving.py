@@ -11,14 +11,16 @@ later is often a consequence.
 
 from __future__ import annotations
 
+import json
+import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint import manifest
-from megatron_rl.checkpoint.load import damage
 from megatron_rl.checkpoint.manifest import checkpoint_name
-from megatron_rl.checkpoint.save import PendingSave, SaveError
+from megatron_rl.checkpoint.save import PendingSave, SaveError, damage
 from megatron_rl.config.sections import CheckpointConfig, RecorderConfig
 from megatron_rl.errors import InputError
 from megatron_rl.learner.learner import Learner
@@ -272,3 +274,40 @@ def _said(batches: Sequence[int], checkpoint: int | None, onset: int) -> str:
         return f"{stored}no checkpoint is there, so the weights before step {onset} are those of the start"
     age = "the newest" if checkpoint < onset else "the oldest there is, none is"
     return f"{stored}{checkpoint_name(checkpoint)} stays, {age} from before step {onset}"
+
+
+class Rollbacks:
+    """The rollbacks of one run, at most ``most``. ``file``: rollbacks.json in the run directory. Collective."""
+
+    def __init__(self, file: Path, most: int) -> None:
+        self._file, self.most = file, most
+        self._events: list[dict[str, Any]] = on_main_rank(self._read)
+        self.count = len(self._events)  # and those of the run whose checkpoint this one began from
+
+    @property
+    def is_spent(self) -> bool:
+        return self.count >= self.most
+
+    def add(self, alarms: list[str], at: int, to: int) -> None:
+        """Note that the run goes back from the end of step ``at`` to the checkpoint of step ``to``."""
+        self.count += 1
+        self._events.append({"alarms": alarms, "at": at, "to": to, "time": round(time.time(), 3)})
+        on_main_rank(self._write)
+
+    def halvings_due(self, before: int) -> int:
+        """How often the rate of a checkpoint is still to be halved that was written after ``before`` rollbacks."""
+        self.count = max(self.count, before)
+        return self.count - before
+
+    def _read(self) -> list[dict[str, Any]]:
+        if not self._file.is_file():
+            return []
+        try:
+            return [{**event} for event in json.loads(self._file.read_text())]
+        except (ValueError, TypeError) as error:
+            raise InputError(f"{self._file}: not the list of rollbacks of a run ({error}); restore it") from error
+
+    def _write(self) -> None:
+        partial = self._file.with_name(f".partial-{self._file.name}")
+        partial.write_text(json.dumps(self._events, indent=2) + "\n")
+        os.replace(partial, self._file)

@@ -47,11 +47,17 @@ from megatron_rl.run.identity import (
     refuse,
 )
 from megatron_rl.run.lock import RunLock
-from megatron_rl.run.lookahead import Lookahead
-from megatron_rl.run.oversampling import make_lookahead
+from megatron_rl.run.lookahead import Lookahead, make_lookahead
 from megatron_rl.run.prepare import Prepared, prepare
-from megatron_rl.run.rollback import Rollbacks
-from megatron_rl.run.saving import Evidence, Saving, abandon_newer, check_resume, find_checkpoint, newest_before
+from megatron_rl.run.saving import (
+    Evidence,
+    Rollbacks,
+    Saving,
+    abandon_newer,
+    check_resume,
+    find_checkpoint,
+    newest_before,
+)
 from megatron_rl.run.stop import StopRequest
 from megatron_rl.shipped import shipped
 from megatron_rl.types import Batch, Group

@@ -28,8 +28,7 @@ from megatron_rl.rollout.servers.generator import ServerGenerator
 from megatron_rl.rollout.servers.pool import Member
 from megatron_rl.rollout.servers.run_servers import LocalServers
 from megatron_rl.rollout.servers.weight_broadcast import GroupError
-from megatron_rl.run.lookahead import staleness_metrics
-from megatron_rl.run.oversampling import Oversampling
+from megatron_rl.run.lookahead import Oversampling, staleness_metrics
 from megatron_rl.types import Group
 from tests.e2e.hf_reference import assert_same
 from tests.e2e.in_flight import (

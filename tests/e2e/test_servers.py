@@ -36,7 +36,7 @@ from megatron_rl.rollout.servers.rendezvous import Address, folder, read
 from megatron_rl.rollout.servers.weight_broadcast import GroupError
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.rollout.weights import parameter_checksums
-from megatron_rl.run.oversampling import Oversampling
+from megatron_rl.run.lookahead import Oversampling
 from megatron_rl.types import Group, Prompt
 from tests.e2e.hf_reference import assert_same as assert_same_by
 from tests.e2e.hf_reference import flat

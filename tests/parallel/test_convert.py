@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.checkpoint import conversion
-from megatron_rl.checkpoint.load import INDEX_FILE
+from megatron_rl.checkpoint.save import INDEX_FILE
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import read_architecture
 from megatron_rl.model.names import EXTRA_STATE, extra_states, stored_tensors

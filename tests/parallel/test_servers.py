@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.config.precision import PrecisionConfig
+from megatron_rl.config.learner import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.model.architecture import read_architecture
 from megatron_rl.rollout.generator import Sampling

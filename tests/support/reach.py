@@ -36,7 +36,7 @@ REACHED: dict[str, str | tuple[str, ...]] = {
     "megatron_rl/doctor/engine.py": (PLANTED, METER),
     "megatron_rl/doctor/learner.py": (BITS, "tests/unit/doctor/test_learner_fp32.py"),
     "megatron_rl/doctor/machine.py": "tests/unit/doctor/test_machine.py",
-    "megatron_rl/exact/graphs.py": "tests/unit/exact/test_graphs.py",
+    "megatron_rl/exact/turns.py": "tests/unit/exact/test_turns_graphs.py",
     "megatron_rl/exact/decode.py": "tests/unit/exact/test_decode_room.py",
     "megatron_rl/learner/layers/invariant.py": LEARNER,
     "megatron_rl/learner/model.py": LEARNER,

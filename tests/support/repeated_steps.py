@@ -30,7 +30,7 @@ def run() -> dict[str, Any]:
 
 
 class Recording(TorchDispatchMode):
-    """In the place of `exact.graphs.captured_on_cuda`."""
+    """In the place of `exact.turns.captured_on_cuda`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -184,9 +184,8 @@ def step(dtype: str, tensor: int = 1, expert: int = 1) -> Found:
     has all weights, and the shapes of what it exchanges are those of ranks that share them out."""
     from megatron_rl.exact.doses import Dose
     from megatron_rl.exact.generator import Draws
-    from megatron_rl.exact.graphs import Rows
     from megatron_rl.exact.schedule import Pages, Schedule
-    from megatron_rl.exact.turns import Responses, Turns
+    from megatron_rl.exact.turns import Responses, Rows, Turns
     from megatron_rl.learner.layers.exact_layers import PagedCache
     from megatron_rl.learner.layers.invariant import forced_kernels
     from tests.parallel.programs.exact import start

@@ -23,7 +23,7 @@ from megatron_rl.data import PromptSampler
 from megatron_rl.monitor import RunDirectory
 from megatron_rl.rollout import Arrival
 from megatron_rl.rollout.servers.generator import ServerGenerator
-from megatron_rl.run.oversampling import Oversampling
+from megatron_rl.run.lookahead import Oversampling
 from megatron_rl.run.prepare import Prepared, prepare
 from megatron_rl.types import Group
 

@@ -14,8 +14,7 @@ import torch
 from megatron_rl.checkpoint.manifest import list_checkpoints
 from megatron_rl.checkpoint.shards import WeightMap
 from megatron_rl.config import Recipe, load_recipe
-from megatron_rl.config.learner import LearnerConfig
-from megatron_rl.config.precision import PrecisionConfig
+from megatron_rl.config.learner import LearnerConfig, PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.parity import exact_taps, learner_taps, transformers_taps, vllm_taps

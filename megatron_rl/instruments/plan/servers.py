@@ -22,7 +22,7 @@ from megatron_rl.instruments.plan.learner import BYTES, total_parameters
 from megatron_rl.instruments.plan.search import flops_forward, step_time, weights_seconds
 from megatron_rl.instruments.plan.workload import Lengths, Workload
 
-# When responses are requested: `run.lookahead` and `run.oversampling` on simulated servers.
+# When responses are requested: `run.lookahead` on simulated servers.
 
 
 @dataclass(frozen=True)

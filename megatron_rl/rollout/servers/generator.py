@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from megatron_rl.checkpoint.hf_folder import HFFolder, check_weights, model_shapes, resolve_stop_token_ids
-from megatron_rl.config.precision import PrecisionConfig
+from megatron_rl.config.learner import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.model.architecture import Architecture, read_architecture
 from megatron_rl.process.ranks import gather_objects, together, world_rank

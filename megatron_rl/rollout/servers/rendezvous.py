@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_rl.checkpoint.hf_folder import HFFolder, model_shapes
-from megatron_rl.config.precision import PrecisionConfig
+from megatron_rl.config.learner import PrecisionConfig
 from megatron_rl.config.rollout import TOKEN_VARIABLE, RolloutConfig, ServersConfig
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import read_architecture

@@ -33,7 +33,7 @@ import numpy as np
 
 from megatron_rl.check import check_recipe
 from megatron_rl.config import Recipe
-from megatron_rl.config.precision import PrecisionConfig, rollout_fp32_products
+from megatron_rl.config.learner import PrecisionConfig, rollout_fp32_products
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import Architecture, read_architecture

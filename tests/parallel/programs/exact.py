@@ -149,7 +149,7 @@ def schedules(
 
 
 def run_again(body: Callable[[], None], _memory: list) -> Callable[[], None]:
-    """In the place of `exact.graphs.captured_on_cuda`: repeating is running, on the buffers of the graph."""
+    """In the place of `exact.turns.captured_on_cuda`: repeating is running, on the buffers of the graph."""
     return body
 
 

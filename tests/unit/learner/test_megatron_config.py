@@ -6,8 +6,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from megatron_rl.config.learner import LearnerConfig
-from megatron_rl.config.precision import PrecisionConfig
+from megatron_rl.config.learner import LearnerConfig, PrecisionConfig
 from megatron_rl.errors import InputError
 from megatron_rl.learner.model import transformer_config
 from megatron_rl.model.architecture import read_architecture

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from megatron_rl.config.precision import PrecisionConfig
+from megatron_rl.config.learner import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.rollout.engine_arguments import engine_arguments
 from megatron_rl.rollout.servers.rendezvous import server_arguments

@@ -8,7 +8,7 @@ import pytest
 import torch
 import vllm
 
-from megatron_rl.config.precision import PrecisionConfig
+from megatron_rl.config.learner import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.process.devices import leave_default_stream

@@ -16,8 +16,7 @@ from megatron_rl.config import Recipe
 from megatron_rl.instruments.stored.rerun import plan_weights
 from megatron_rl.monitor import AlarmEvent, RunDirectory
 from megatron_rl.run.recorded_batches import batch_bytes, batch_path, load_batch, recorded_steps
-from megatron_rl.run.rollback import Rollbacks
-from megatron_rl.run.saving import GIB, Evidence, Saving
+from megatron_rl.run.saving import GIB, Evidence, Rollbacks, Saving
 from megatron_rl.run.start import Run, continue_from
 from megatron_rl.train import record
 from tests.support.routes import random_routes, with_routes

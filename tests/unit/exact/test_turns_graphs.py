@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.exact.graphs import Rows, StepGraphs, capture_for, captured_on_cuda, pages_of_graphs
+from megatron_rl.exact.turns import Rows, StepGraphs, capture_for, captured_on_cuda, pages_of_graphs
 
 
 def rows(first: int, pages: int = 16) -> Rows:

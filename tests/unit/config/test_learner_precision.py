@@ -8,8 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from megatron_rl.check import check_recipe
+from megatron_rl.config.learner import LossScaleConfig, PrecisionConfig
 from megatron_rl.config.model_rules import confirm_contract, contract, first_step_alarms
-from megatron_rl.config.precision import LossScaleConfig, PrecisionConfig
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import read_architecture
 from tests.support.tiny import MODEL, tiny_recipe

@@ -16,9 +16,8 @@ from megatron_rl.errors import InputError
 from megatron_rl.rewards.rewarder import Failure, RewardFault
 from megatron_rl.rewards.shared import Scores
 from megatron_rl.rollout import Arrival, LegCounts
-from megatron_rl.run import oversampling
-from megatron_rl.run.lookahead import Begun, Lookahead
-from megatron_rl.run.oversampling import Oversampling, make_lookahead
+from megatron_rl.run import lookahead
+from megatron_rl.run.lookahead import Begun, Lookahead, Oversampling, make_lookahead
 from megatron_rl.run.start import Run
 from megatron_rl.types import Group, Prompt, Rollout
 from tests.support.tiny import tiny_recipe
@@ -269,7 +268,7 @@ def test_a_step_is_filled_by_further_rounds_and_ends_at_max_generations():
 
 def test_the_wait_that_was_saved_and_the_lengths_of_both_kinds(monkeypatch):
     training = Training(max_staleness=1, num_steps=2)
-    monkeypatch.setattr(oversampling.time, "perf_counter", lambda: training.servers.now)
+    monkeypatch.setattr(lookahead.time, "perf_counter", lambda: training.servers.now)
     training.run(1)
     filled = training.servers.now - training.update_s
     carried = [name for name in taken(training) if name not in training.steps[0]]

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from megatron_rl.config.monitor import AlarmRule
 from megatron_rl.config.recipe import rollback_problems
 from megatron_rl.errors import InputError
-from megatron_rl.run.rollback import Rollbacks
+from megatron_rl.run.saving import Rollbacks
 from tests.support.tiny import tiny_recipe
 
 RULE = {"name": "a", "metric": "m", "above": 1.0, "then": ["warn", "rollback"]}

@@ -7,7 +7,7 @@ import pickle
 import pytest
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megatron_rl.checkpoint.load import INDEX_FILE, no_foreign_code
+from megatron_rl.checkpoint.save import INDEX_FILE, no_foreign_code
 from megatron_rl.errors import InputError
 
 METADATA, PLANNER = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner"
