@@ -158,16 +158,16 @@ class WeightMap:
         Every rank must consume all of it: gathering is collective. A tensor that no rank has to join is a view of the
         parameter, so one that is kept has to be cloned.
         """
-        stage, reader, wanted = self.pp.rank(), read, dtype
+        stage = self.pp.rank()
         for entry, names, is_here in self._exported:
-            read, dtype = (None, None) if entry.is_buffer else (reader, wanted)
             if entry.parameter == "output_layer.weight" and self.architecture.tie_embeddings:
                 continue
-            if is_here and read is None and dtype is None:
+            reader, sent_as = (None, None) if entry.is_buffer else (read, dtype)
+            if is_here and reader is None and sent_as is None:
                 yield from zip(names[0], self._views(entry), strict=True)
                 continue
-            values = self._local(entry, read, dtype) if entry.stage == stage else None
-            for ep_rank, shards in enumerate(self._all_shards(entry, values, dtype)):
+            values = self._local(entry, reader, sent_as) if entry.stage == stage else None
+            for ep_rank, shards in enumerate(self._all_shards(entry, values, sent_as)):
                 yield from zip(names[ep_rank], self._merge(entry.sharding, shards), strict=True)
 
     def _local(self, entry: Entry, read: Callable | None, dtype: torch.dtype | None) -> torch.Tensor:
