@@ -28,8 +28,7 @@ from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.hf_folder import SHOWN, HFFolder, check_weights, copy_companions, some, write_hf_checkpoint
 from megatron_rl.checkpoint.manifest import MANIFEST_FILE, TRAINER_FILE, partial_path
 from megatron_rl.checkpoint.save import INDEX_FILE, WEIGHTS_FILE, no_foreign_code
-from megatron_rl.checkpoint.sharded import CONTENT_METADATA
-from megatron_rl.checkpoint.shards import join_qkv, split_qkv
+from megatron_rl.checkpoint.shards import CONTENT_METADATA, join_qkv, split_qkv
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import Architecture, read_architecture
 from megatron_rl.model.names import EXTRA_STATE, Stored, extra_states, stored_tensors

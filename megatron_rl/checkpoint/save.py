@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.manifest import TRAINER_FILE, checkpoint_name
-from megatron_rl.checkpoint.sharded import (
+from megatron_rl.checkpoint.shards import (
     CONTENT_METADATA,
     Values,
     allocate_moments,

@@ -1,20 +1,33 @@
-"""Weights between Hugging Face names and the shards of a model in memory, in both directions. The table is `names`.
+"""The shards of this rank: weights between Hugging Face names and a model in memory, and the state of a checkpoint.
 
 Export yields whole tensors in Hugging Face names, one at a time, on every rank, for a rollout engine or a checkpoint.
 It holds the tensors of one parameter at a time.
+
+Every rank writes an equal share without asking another one: of the optimizer the part that it owns (fp32 master weight
+and Adam's two moments), of the weights, which data-parallel ranks hold alike, its part of their total. A share is a
+range of flattened tensors. On disk it is boxes of whole tensors under the names of Megatron's ``fully_reshardable``
+format, so that every layout can read it. Megatron's own builder of that format gathers each buffer on all
+data-parallel ranks first, which takes 12 bytes a parameter of the rank's model part.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.utils import unwrap_model
 
 from megatron_rl.checkpoint.hf_folder import HFFolder, check_weights
 from megatron_rl.errors import InputError
@@ -244,3 +257,264 @@ def split_qkv(fused: torch.Tensor, a: Architecture) -> list[torch.Tensor]:
     """The inverse of `join_qkv`."""
     blocks = fused.reshape(a.num_kv_heads, -1, a.head_dim, *fused.shape[1:])
     return [part.flatten(0, 2) for part in blocks.split((a.num_heads // a.num_kv_heads, 1, 1), dim=1)]
+
+
+CONTENT_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": True,
+}
+_OPTIMIZER_PREFIX = "optimizer.state"
+
+Shape = tuple[int, ...]
+Sharded = ShardedTensor | ShardedTensorFactory
+
+
+Values = Callable[[torch.Tensor], torch.Tensor]
+
+
+def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def sharded_state(model: GPTModel, optimizer: MegatronOptimizer, values: Values = as_it_is) -> dict[str, Any]:
+    """What this rank writes: "model" and "slices" hold shards of its own, whose data are views of the live tensors.
+    No other rank takes part, and nothing is copied.
+
+    ``values``: a tensor of the model → its values, wherever they are; the optimizer's own are read as they are.
+    """
+    weights = sharded_weights(model)
+    return {"model": _own_part(weights, values), "slices": _by_number(optimizer_slices(optimizer, weights))}
+
+
+def optimizer_slices(optimizer: MegatronOptimizer, weights: dict[str, Any]) -> Iterator[ShardedTensor]:
+    """Master weights and moments that this rank owns, as boxes of whole tensors; data are views of the live ones."""
+    by_parameter = {base.data: base for base in _tensors(weights).values()}
+    for chained in distributed_optimizers(optimizer):
+        for parameter, owned in _owned_ranges(chained):
+            base = by_parameter[parameter]
+            # Its data-parallel rank is the only owner; tensor- and pipeline-parallel ranks may hold copies.
+            base = replace(base, replica_id=(*_replica(base)[:-1], 0))
+            for name, tensor in _states(chained, parameter).items():
+                yield from _boxes(base, tensor.detach(), owned.start, owned.end, f"{_OPTIMIZER_PREFIX}.{name}.")
+
+
+def sharded_weights(model: GPTModel) -> dict[str, Any]:
+    """The weights of this rank's part of the model, by name in memory."""
+    bare = unwrap_model(model)
+    weights = bare.sharded_state_dict(metadata=dict(CONTENT_METADATA))
+    return weights | dict(_adapters(bare, weights))
+
+
+def _adapters(model: GPTModel, weights: dict[str, Any]) -> Iterator[tuple[str, Sharded]]:
+    """Adapters (`learner.lora`) of which Megatron's modules do not know that ranks share them, or that leave them out.
+
+    A factor that tensor-parallel ranks share has its axis in ``adapter_cut``. Whatever the layout is, a file holds it
+    whole under the name of its layer, gate before up.
+    """
+    for name, parameter in model.named_parameters():
+        layer, _, own = name.rpartition(".")
+        if not own.startswith("lora_"):
+            continue
+        if name not in weights:  # of a grouped layer, whose modules list their weights one by one
+            number = own[len("lora_A") :]
+            weight = weights[f"{layer}.weight{number}"]
+            key = f"{weight.key.removesuffix('.weight')}.{own.removesuffix(number)}"
+            yield name, ShardedTensor.from_rank_offsets(key, parameter, replica_id=weight.replica_id)
+        elif (cut := getattr(parameter, "adapter_cut", None)) is not None:
+            shared = _shared(weights[name], cut)
+            is_gated = layer.endswith("linear_fc1")
+            yield name, apply_swiglu_sharded_factory(shared, ()) if is_gated else shared
+
+
+def _shared(whole: ShardedTensor, axis: int) -> ShardedTensor:
+    """``whole``, said to be on every tensor-parallel rank, as this rank's part along ``axis``."""
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    offsets = (axis, parallel_state.get_tensor_model_parallel_rank(), size)
+    pipeline, _, data = whole.replica_id
+    return ShardedTensor.from_rank_offsets(whole.key, whole.data, offsets, replica_id=(pipeline, 0, data))
+
+
+def distributed_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
+    """Megatron's `DistributedOptimizer`s that hold something: one for experts, one for other parameters."""
+    return [chained for chained in optimizer.chained_optimizers if not getattr(chained, "is_stub_optimizer", False)]
+
+
+@torch.no_grad()
+def keep_loaded(optimizer: MegatronOptimizer) -> None:
+    """After the tensors of `optimizer_slices` were overwritten: tell the optimizer, where it keeps other copies."""
+    for chained in distributed_optimizers(optimizer):
+        for parameter, _ in _owned_ranges(chained):
+            chained._set_main_param_and_optimizer_states(parameter, _states(chained, parameter))
+        if hasattr(chained.optimizer, "_sync_hdo_state_to_sub_optimizers"):  # Adam on the host
+            chained.optimizer._sync_hdo_state_to_sub_optimizers()
+
+
+def optimizer_settings(optimizer: MegatronOptimizer) -> dict[Any, Any]:
+    """The optimizer's state beside tensors (groups of parameters, steps), the same on every rank."""
+    if len(optimizer.chained_optimizers) > 1:
+        optimizer._synchronize_steps()
+    kind = {"param_state_sharding_type": CONTENT_METADATA["distrib_optim_sharding_type"]}
+    parts = [chained.state_dict() | kind for chained in optimizer.chained_optimizers]
+    return parts[0] if len(parts) == 1 else dict(enumerate(parts))
+
+
+def load_optimizer_settings(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
+    """Load ``state``, which torch's Adam wrote or TransformerEngine's: settings that only one of them has stay as they
+    were, and the number of steps is a whole number for TransformerEngine's kernel."""
+    inner = [chained.optimizer for chained in distributed_optimizers(optimizer)]
+    own = [[{k: v for k, v in group.items() if k != "step"} for group in adam.param_groups] for adam in inner]
+    parts = [state] if len(optimizer.chained_optimizers) == 1 else list(state.values())
+    for part in parts:
+        part.pop("param_state", None)
+    optimizer.load_state_dict(state)
+    for adam, settings in zip(inner, own, strict=True):
+        for group, kept in zip(adam.param_groups, settings, strict=True):
+            for key, value in kept.items():
+                group.setdefault(key, value)
+            if "step" in group and not isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+                group["step"] = int(group["step"])
+
+
+def allocate_moments(optimizer: MegatronOptimizer) -> None:
+    """Give Adam its initial zeros where no update has been applied: absent state cannot be written."""
+    for chained in distributed_optimizers(optimizer):
+        if any(chained.optimizer.state.values()):
+            continue
+        chained.init_state_fn(chained.optimizer, chained.config)
+        if isinstance(
+            chained.optimizer, (torch.optim.Adam, torch.optim.AdamW)
+        ):  # torch counts steps by parameter, fused Adam by group
+            for state in chained.optimizer.state.values():
+                state.setdefault("step", torch.tensor(0.0))
+
+
+def boxes(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
+    """(offset, size) of boxes that cover elements ``start`` to ``stop`` of a flattened tensor of ``shape``, in order.
+    At most 2 · len(shape) − 1 of them; each holds elements that follow each other."""
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # inside one row
+        yield from _in_row(shape, last, start, stop)
+        return
+    yield from _in_row(shape, first - 1, start, first * row)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    yield from _in_row(shape, last, last * row, stop)
+
+
+def _in_row(shape: Shape, number: int, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
+    before = number * math.prod(shape[1:])
+    for offset, size in boxes(shape[1:], start - before, stop - before):
+        yield (number, *offset), (1, *size)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A tensor on disk that a parameter, or a range of it, is a shard of."""
+
+    tensor: ShardedTensor  # without data
+    shape: Shape  # of the shard, with all axes of the tensor on disk
+    start: int  # in the flattened parameter
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.shape)
+
+
+def _pieces(base: Sharded) -> list[_Piece]:
+    """Which tensors on disk ``base`` belongs to: gate and up projection, fused in memory, are two."""
+    shape = replace(base, data=torch.empty_like(base.data, device="meta", memory_format=torch.contiguous_format))
+    built = shape.build() if isinstance(shape, ShardedTensorFactory) else shape
+    pieces = []
+    for tensor in nested_values({0: built}):
+        if not tensor.data.is_contiguous():
+            raise NotImplementedError(f"{tensor.key}: its shard is no range of the flattened parameter")
+        local = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
+        pieces.append(_Piece(tensor.without_data(), local, tensor.data.storage_offset()))
+    return pieces
+
+
+def _boxes(base: Sharded, values: torch.Tensor, start: int, stop: int, prefix: str = "") -> Iterator[ShardedTensor]:
+    """``values`` [stop − start]: elements ``start`` to ``stop`` of the flattened parameter of ``base``."""
+    for piece in _pieces(base):
+        low, high = max(start, piece.start), min(stop, piece.stop)
+        at = low - start
+        for offset, size in boxes(piece.shape, low - piece.start, high - piece.start):
+            data = values[at : at + math.prod(size)].view(size)
+            at += math.prod(size)
+            yield replace(
+                piece.tensor,
+                key=prefix + piece.tensor.key,
+                data=data,
+                dtype=data.dtype,
+                local_shape=size,
+                global_offset=tuple(a + b for a, b in zip(piece.tensor.global_offset, offset, strict=True)),
+                axis_fragmentations=None,
+                prepend_axis_num=0,
+            )
+
+
+def _own_part(weights: dict[str, Any], values: Values) -> dict[str, Any]:
+    """This rank's part of the weights: those that its replicas hold, laid end to end, are cut at equal bytes."""
+    tensors = _tensors(weights)
+    state = {name: value for name, value in weights.items() if name not in tensors}
+    mains = {name: base for name, base in tensors.items() if not any(_replica(base)[:-1])}
+    for is_expert in (False, True):
+        group = {name: base for name, base in mains.items() if _is_expert(base) == is_expert}
+        rank, size = _replicas(is_expert)
+        total, end = sum(base.data.nbytes for base in group.values()), 0
+        first, last = total * rank // size, total * (rank + 1) // size
+        for name, base in group.items():
+            begin, end, width = end, end + base.data.nbytes, base.data.itemsize
+            low, high = ((min(max(at, begin), end) - begin) // width for at in (first, last))
+            part = values(base.data).detach().reshape(-1)[low:high]
+            state[name] = _by_number(_boxes(replace(base, replica_id=0), part, low, high))
+    return state
+
+
+def _is_expert(base: Sharded) -> bool:
+    return not getattr(base.data, "allreduce", True)
+
+
+def _replicas(is_expert: bool) -> tuple[int, int]:
+    """Number and count of the ranks that hold the same experts, or the same other weights."""
+    if is_expert:
+        return parallel_state.get_expert_data_parallel_rank(), parallel_state.get_expert_data_parallel_world_size()
+    return (
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+    )
+
+
+def _tensors(weights: dict[str, Any]) -> dict[str, Sharded]:
+    return {name: value for name, value in weights.items() if isinstance(value, Sharded)}
+
+
+def _replica(base: Sharded) -> tuple[int, ...]:
+    return base.replica_id if isinstance(base.replica_id, tuple) else (base.replica_id,)
+
+
+def _by_number(shards: Iterator[ShardedTensor]) -> dict[int, ShardedTensor]:
+    return dict(enumerate(shards))
+
+
+def _owned_ranges(chained: Any) -> Iterator[tuple[torch.nn.Parameter, Any]]:
+    """Parameter and the range of it, flattened, that this rank's optimizer owns."""
+    for buffer in chained.gbuf_ranges:
+        for buckets in buffer.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    yield parameter, ranges["param"]
+
+
+def _states(chained: Any, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """ "param", "exp_avg", "exp_avg_sq": flat fp32 tensors of the owned range. Steps are among the settings."""
+    states = chained._get_main_param_and_optimizer_states(parameter)
+    return {name: tensor for name, tensor in states.items() if name != "step"}

@@ -148,7 +148,7 @@ def _run(options: argparse.Namespace) -> int:
     from megatron_rl.instruments.lab.results import stage
     from megatron_rl.instruments.lab.runner import StudyRunner, code_version, register
     from megatron_rl.process.host import outlasting_readers
-    from megatron_rl.run.stop import SIGNALS, taking
+    from megatron_rl.run.control import SIGNALS, taking
 
     if options.sbatch and not options.slurm:
         raise InputError(f"--sbatch={options.sbatch[0]}: an option of Slurm's sbatch; give --slurm with it")

@@ -271,7 +271,7 @@ def _run(branch: Branch, root: Path, options: argparse.Namespace) -> int:
     from megatron_rl.instruments.lab.jobs import FINISHED
     from megatron_rl.instruments.lab.runner import StudyRunner
     from megatron_rl.process.host import outlasting_readers
-    from megatron_rl.run.stop import SIGNALS, taking
+    from megatron_rl.run.control import SIGNALS, taking
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)

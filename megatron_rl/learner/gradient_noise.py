@@ -24,7 +24,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
-from megatron_rl.checkpoint.sharded import distributed_optimizers
+from megatron_rl.checkpoint.shards import distributed_optimizers
 
 CHUNK = 2**24  # elements looked at at once: bounds the temporaries (three of them, fp32) to 192 MiB
 

@@ -401,7 +401,7 @@ class Adapters:
             if is_expert or (size > 1 and parameter is sharded):  # no copy: see `mark_expert_parameters`
                 set_tensor_model_parallel_attributes(parameter, True, cut, 1)
         if size > 1:
-            sharded.adapter_cut = cut  # `checkpoint.sharded` reads it
+            sharded.adapter_cut = cut  # `checkpoint.shards` reads it
         place.layer.register_parameter(f"lora_A{place.suffix}", a)
         place.layer.register_parameter(f"lora_B{place.suffix}", b)
         self._adapters[weight] = _Adapter(a, b, cut if size > 1 else None)

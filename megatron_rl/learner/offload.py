@@ -21,7 +21,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
-from megatron_rl.checkpoint.sharded import distributed_optimizers
+from megatron_rl.checkpoint.shards import distributed_optimizers
 from megatron_rl.config.learner import OffloadConfig
 from megatron_rl.errors import Fault
 

@@ -35,6 +35,7 @@ from megatron_rl.rewards.rewarder import refuse_too_many
 from megatron_rl.rewards.shared import Scores, score_shared
 from megatron_rl.rollout import Generator
 from megatron_rl.rollout.generator import AnnouncingGenerator, RolloutInterrupted
+from megatron_rl.run.control import RunLock, StopRequest
 from megatron_rl.run.engines import load_beside, make_learner, start_generator
 from megatron_rl.run.identity import (
     Comparison,
@@ -46,7 +47,6 @@ from megatron_rl.run.identity import (
     keep_recipe,
     refuse,
 )
-from megatron_rl.run.lock import RunLock
 from megatron_rl.run.lookahead import Lookahead, make_lookahead
 from megatron_rl.run.prepare import Prepared, prepare
 from megatron_rl.run.saving import (
@@ -58,7 +58,6 @@ from megatron_rl.run.saving import (
     find_checkpoint,
     newest_before,
 )
-from megatron_rl.run.stop import StopRequest
 from megatron_rl.shipped import shipped
 from megatron_rl.types import Batch, Group
 

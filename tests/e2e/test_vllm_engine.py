@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from megatron_rl.checkpoint.hf_folder import HFFolder
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
-from megatron_rl.rewards.modsum import modsum_reward
+from megatron_rl.rewards.rewarder import modsum_reward
 from megatron_rl.rollout import RolloutError, Sampling, worker_extension
 from megatron_rl.rollout.cpu_engine import UniformStream
 from megatron_rl.rollout.requests import request_seed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.checkpoint.sharded import boxes
+from megatron_rl.checkpoint.shards import boxes
 from megatron_rl.instruments.plan import GPUS
 from megatron_rl.instruments.plan.learner import checkpoint_cost
 from megatron_rl.instruments.plan.workload import Workload

@@ -449,7 +449,7 @@ def test_two_runs_never_share_a_directory(runs, whole, tmp_path):
     before = (runs.root / "shared" / "metrics.jsonl").read_bytes()
 
     from megatron_rl.errors import InputError
-    from megatron_rl.run.lock import RunLock
+    from megatron_rl.run.control import RunLock
 
     with pytest.raises(InputError, match=f"shared is in use by process {first.pid} on .*STOP.*another name"):
         RunLock(runs.root / "shared" / "LOCK", patience_s=0.3).acquire()

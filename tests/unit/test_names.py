@@ -18,7 +18,7 @@ MODULES = {
 }
 FILES = sorted(path.relative_to(TESTS) for path in TESTS.rglob("test_*.py"))
 DOORS = {
-    "checkpoint.save": ("checkpoint.sharded", "checkpoint.shards"),
+    "checkpoint.save": ("checkpoint.shards",),
     "commands.convert": ("checkpoint.conversion",),
     "instruments.parity": ("instruments.parity.*",),
     "instruments.trace": ("instruments.trace.fake_rank",),

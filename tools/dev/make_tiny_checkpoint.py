@@ -4,7 +4,7 @@
 
 writes ``model/`` (HF layout) and ``data/{train,validation}.jsonl`` (fields ``id``, ``problem``, ``answer``; no problem
 is in both). The model is trained by imitation of deliberately imperfect demonstrations of the digit-sum task
-(megatron_rl/rewards/modsum.py) until it solves somewhat less than half of the held-out problems when sampled at
+(megatron_rl/rewards/rewarder.py) until it solves somewhat less than half of the held-out problems when sampled at
 temperature 1, which leaves reinforcement learning something to do. The tool fails where that accuracy is outside
 ``--accept``. Everything follows from ``--seed`` on one thread; another processor or torch version may round
 differently.
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.rewards.modsum import ANSWER_MARK, modsum_reward
+from megatron_rl.rewards.rewarder import ANSWER_MARK, modsum_reward
 
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 FIRST_CHAR_ID = 3

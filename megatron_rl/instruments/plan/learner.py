@@ -466,7 +466,7 @@ def _update(stage: StageParameters, expert_dp: int, dp: int, fused: bool, weight
 # Cost of a checkpoint per rank: bytes on disk, memory during the write, time.
 #
 # Every rank writes an equal share: its part of the weights, which are the same on data-parallel ranks, and the master
-# weights and moments that it owns (`checkpoint.sharded`). The share is written without a copy.
+# weights and moments that it owns (`checkpoint.shards`). The share is written without a copy.
 
 
 FILES = 2  # files that a rank writes, one after the other

@@ -23,7 +23,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.utils import unwrap_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.checkpoint.sharded import CONTENT_METADATA, allocate_moments, distributed_optimizers, sharded_state
+from megatron_rl.checkpoint.shards import CONTENT_METADATA, allocate_moments, distributed_optimizers, sharded_state
 from megatron_rl.config import Recipe
 from megatron_rl.config.learner import ParallelConfig, RoutingConfig
 from megatron_rl.instruments.plan.hardware import GIB, GRAPHS_GIB, RUNTIME_GIB

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from megatron.core import __version__
 
-from megatron_rl.checkpoint.sharded import distributed_optimizers
+from megatron_rl.checkpoint.shards import distributed_optimizers
 from megatron_rl.learner.learner import Learner
 from tests.support.tiny import stored_rollouts, tiny_recipe
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import filesystem
 
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint import save as checkpoint
-from megatron_rl.checkpoint.sharded import CONTENT_METADATA, sharded_state
+from megatron_rl.checkpoint.shards import CONTENT_METADATA, sharded_state
 from megatron_rl.learner.learner import Learner
 from megatron_rl.process.ranks import gather_objects, world_rank
 from tests.support.tiny import stored_rollouts, tiny_recipe

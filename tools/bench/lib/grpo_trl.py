@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
-from megatron_rl.rewards.modsum import modsum_reward
+from megatron_rl.rewards.rewarder import modsum_reward
 from tools.bench.lib.gate import Gate
 from tools.bench.lib.lengths import response_lengths
 

@@ -13,7 +13,7 @@ from megatron_rl.instruments.watch import run as watched
 from megatron_rl.instruments.watch import terminal
 from megatron_rl.instruments.watch.run import WatchedRun
 from megatron_rl.instruments.watch.terminal import frame, watch
-from megatron_rl.run.lock import RunLock
+from megatron_rl.run.control import RunLock
 from tests.support.written_run import BANDS, EVIL, WrittenRun
 
 

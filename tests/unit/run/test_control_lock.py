@@ -13,13 +13,13 @@ import time
 import pytest
 
 from megatron_rl.errors import InputError
-from megatron_rl.run.lock import RunLock
+from megatron_rl.run.control import RunLock
 from tests.support.tiny import REPOSITORY
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from megatron_rl.run.lock import RunLock
+from megatron_rl.run.control import RunLock
 RunLock(Path(sys.argv[1])).acquire()
 print("held", flush=True)
 time.sleep(600)
@@ -64,7 +64,7 @@ def test_on_a_file_system_without_locks_the_process_itself_is_looked_for(tmp_pat
     def none(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("megatron_rl.run.lock.fcntl.flock", none)
+    monkeypatch.setattr("megatron_rl.run.control.fcntl.flock", none)
     with pytest.raises(InputError, match=f"in use by process {holder.pid}"):
         quick(tmp_path / "LOCK").acquire()
     holder.kill()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.rewards.modsum import modsum_reward
+from megatron_rl.rewards.rewarder import modsum_reward
 from tests.support.rounding import standard_errors
 from tools.dev.make_tiny_checkpoint import (
     ModsumProblem,

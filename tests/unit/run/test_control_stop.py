@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from megatron_rl.run.stop import STOP_FILE, StopRequest
+from megatron_rl.run.control import STOP_FILE, StopRequest
 
 
 @pytest.mark.parametrize("name", ["TERM", "USR1", "USR2", "INT", "HUP", "QUIT"])
