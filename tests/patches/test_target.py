@@ -2,45 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import re
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from megatron_rl.patching import releases, target
 from megatron_rl.patching.series import PatchError
-from tests.support.series import megatron_core
+from tests.support.series import install, megatron_core
 from tests.support.tiny import REPOSITORY
 
 PATCHES = REPOSITORY / "patches"
 PINNED = releases.to_install(megatron_core())
-
-
-def install(monkeypatch, version: str | None, root: Path, origin: str | None = None) -> None:
-    """Pretend that this version of megatron-core is installed below ``root``; None: none is."""
-
-    def distribution(name: str) -> SimpleNamespace:
-        if version is None:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return SimpleNamespace(
-            version=version,
-            metadata={"Name": name},
-            files=[],
-            locate_file=lambda path: root,
-            read_text=lambda file: origin,
-        )
-
-    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: distribution(name).version)
-
-
-@pytest.fixture
-def tree(tmp_path) -> Path:
-    (tmp_path / "megatron" / "core").mkdir(parents=True)
-    return tmp_path
 
 
 @pytest.mark.parametrize("version", [None, "0.14.0", "0.99.0"])

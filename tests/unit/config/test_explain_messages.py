@@ -22,14 +22,7 @@ from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.config.base import NullIsZero, Section, Short, ShortList
 from megatron_rl.config.explain import sections_of, tag_key, tag_of
 from megatron_rl.errors import InputError
-from tests.support.tiny import DATA, MODEL
-
-SOUND = {
-    "name": "x",
-    "num_steps": 1,
-    "model": {"path": str(MODEL)},
-    "data": {"train": [{"path": str(DATA / "train.jsonl")}]},
-}
+from tests.support.small_recipe import SOUND
 
 
 @dataclass(frozen=True)
@@ -70,27 +63,6 @@ def test_every_section_of_the_schema_is_here():
             sections.add(found)
     assert {key.section for key in KEYS} == sections
     assert len(KEYS) > 200
-
-
-@pytest.fixture
-def message(tmp_path):
-    """What is said of a recipe that extends one with these values; '' where nothing is wrong."""
-
-    def load(values: dict[str, Any], *overrides: str) -> str:
-        merged = {**SOUND, **values}
-        if "data" in values and isinstance(values["data"], dict):
-            merged["data"] = {**SOUND["data"], **values["data"]}
-        (tmp_path / "base.yaml").write_text(yaml.safe_dump(merged))
-        (tmp_path / "middle.yaml").write_text("extends: base.yaml\n")
-        own = "" if "name" in values else "name: own\n"  # a name is never inherited
-        (tmp_path / "own.yaml").write_text(f"extends: [middle.yaml]\n{own}")
-        try:
-            load_recipe(tmp_path / ("own.yaml" if own else "base.yaml"), overrides)
-        except InputError as error:
-            return str(error)
-        return ""
-
-    return load
 
 
 def line_about(message: str, path: str, tmp_path: Path) -> str:

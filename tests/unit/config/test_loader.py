@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -19,30 +18,10 @@ from megatron_rl.config.objective import ObjectiveWarning
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import read_architecture
 from tests.support.slow import slow_but
+from tests.support.small_recipe import error_of, minimal
 from tests.support.tiny import DATA, MODEL, REPOSITORY, tiny_recipe
 
 GRPO = REPOSITORY / "recipes" / "tiny" / "grpo.yaml"
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write(name: str, text: str) -> Path:
-        path = tmp_path / name
-        path.write_text(text)
-        return path
-
-    return write
-
-
-def minimal(**changes) -> str:
-    values = {"name": "x", "num_steps": 1, "model": {"path": str(MODEL)}, "data": {"train": str(DATA / "train.jsonl")}}
-    return yaml.safe_dump({**values, **changes})
-
-
-def error_of(path: Path, *overrides: str) -> str:
-    with pytest.raises(InputError) as caught:
-        check_recipe(load_recipe(path, overrides))
-    return str(caught.value)
 
 
 def test_a_recipe_is_its_difference_from_its_base(write):

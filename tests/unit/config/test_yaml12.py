@@ -2,39 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
-import pytest
 import yaml
 
-from megatron_rl.check import check_recipe
 from megatron_rl.config import load_recipe
-from megatron_rl.errors import InputError
-from tests.support.tiny import DATA, MODEL, REPOSITORY
+from tests.support.small_recipe import SOUND, error_of, minimal
+from tests.support.tiny import REPOSITORY
 
 GRPO = REPOSITORY / "recipes" / "tiny" / "grpo.yaml"
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write(name: str, text: str) -> Path:
-        path = tmp_path / name
-        path.write_text(text)
-        return path
-
-    return write
-
-
-def minimal(**changes) -> str:
-    values = {"name": "x", "num_steps": 1, "model": {"path": str(MODEL)}, "data": {"train": str(DATA / "train.jsonl")}}
-    return yaml.safe_dump({**values, **changes})
-
-
-def error_of(path: Path, *overrides: str) -> str:
-    with pytest.raises(InputError) as caught:
-        check_recipe(load_recipe(path, overrides))
-    return str(caught.value)
 
 
 def test_yaml_is_read_as_1_2(write):
@@ -47,35 +21,6 @@ def test_yaml_is_read_as_1_2(write):
 
 def test_nothing_in_yaml_is_executed(write):
     assert "not valid YAML" in error_of(write("r.yaml", minimal() + "seed: !!python/object/apply:os.getpid []\n"))
-
-
-SOUND = {
-    "name": "x",
-    "num_steps": 1,
-    "model": {"path": str(MODEL)},
-    "data": {"train": [{"path": str(DATA / "train.jsonl")}]},
-}
-
-
-@pytest.fixture
-def message(tmp_path):
-    """What is said of a recipe that extends one with these values; '' where nothing is wrong."""
-
-    def load(values: dict[str, Any], *overrides: str) -> str:
-        merged = {**SOUND, **values}
-        if "data" in values and isinstance(values["data"], dict):
-            merged["data"] = {**SOUND["data"], **values["data"]}
-        (tmp_path / "base.yaml").write_text(yaml.safe_dump(merged))
-        (tmp_path / "middle.yaml").write_text("extends: base.yaml\n")
-        own = "" if "name" in values else "name: own\n"  # a name is never inherited
-        (tmp_path / "own.yaml").write_text(f"extends: [middle.yaml]\n{own}")
-        try:
-            load_recipe(tmp_path / ("own.yaml" if own else "base.yaml"), overrides)
-        except InputError as error:
-            return str(error)
-        return ""
-
-    return load
 
 
 def test_numbers_are_read_as_yaml_1_2_says(message, tmp_path):

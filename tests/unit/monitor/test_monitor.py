@@ -13,7 +13,7 @@ from megatron_rl.config.monitor import MonitorConfig
 from megatron_rl.errors import Fault, OwnWarning
 from megatron_rl.monitor import Monitor, read_metrics
 from megatron_rl.monitor.run_directory import encode_line
-from megatron_rl.types import Group, Prompt, Rollout
+from tests.support.groups import group
 
 SUMMARY = {"name": "unit", "num_steps": 30}
 QUIET = {"terminal": "off", "plots": False, "tensorboard": False}
@@ -21,24 +21,6 @@ QUIET = {"terminal": "off", "plots": False, "tensorboard": False}
 
 def monitor(folder, is_main=True, **keys) -> Monitor:
     return Monitor(folder, MonitorConfig(**{**QUIET, **keys}), SUMMARY, is_main)
-
-
-def group(rewards: list[float], responses: list[list[int]], reason: str = "stop") -> Group:
-    rollouts = [
-        Rollout(
-            prompt_id="p:0",
-            sample=i,
-            tokens=tokens,
-            inference_logprobs=np.zeros(len(tokens), np.float32),
-            finish_reason=reason,
-            policy_versions=np.zeros(len(tokens), np.int32),
-            text="text",
-            reward=reward,
-            raw_reward=reward,
-        )
-        for i, (reward, tokens) in enumerate(zip(rewards, responses, strict=True))
-    ]
-    return Group(Prompt(id="p:0", tokens=[1], answer="1"), rollouts)
 
 
 def without_clocks(record: dict) -> dict:

@@ -7,35 +7,11 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from megatron_rl.config.learner import RoutingConfig
 from megatron_rl.learner.context import ContextShare, cut
-from megatron_rl.routing import RouteShape, missing_id, pack_routes, packed_keys
+from megatron_rl.routing import missing_id, pack_routes, packed_keys
 from megatron_rl.routing.layout import PADDING_ID, CheckedRoutes, padding_routes, parts_in
 from megatron_rl.routing.payload import malformed_rows
-from tests.support.routes import random_routes, with_routes
-from tests.support.tiny import stored_rollouts
-
-SHAPE = RouteShape(num_experts=8, topk=2, layers=(0, 1, 2, 3))
-ON = RoutingConfig(replay="r3")
-
-
-def batch_with_routes(num_sequences: int = 6):
-    batch = stored_rollouts(0, num_sequences)
-    return with_routes(batch, random_routes(batch))
-
-
-def slices(batch, num_padding: int, tensor: int, stages: list[list[int]]):
-    """Every rank's slice of one packed row, with the keys of the tokens that it holds."""
-    packed = pack_routes(batch.sequences, num_padding, SHAPE, ON)
-    tokens = np.concatenate([*(s.tokens for s in batch.sequences), np.zeros(num_padding, np.int64)])
-    lengths = [len(s.tokens) for s in batch.sequences] + [num_padding]
-    positions = np.concatenate([np.arange(n) for n in lengths])
-    keys = packed_keys(tokens, positions, [s.id for s in batch.sequences] + [PADDING_ID], lengths)
-    share = len(tokens) // tensor
-    for rank in range(tensor):
-        rows = slice(rank * share, (rank + 1) * share)
-        for layers in stages:
-            yield packed.take([(rows.start, rows.stop)], layers), keys[rows], layers
+from tests.support.routes import ON, SHAPE, batch_with_routes, slices
 
 
 def test_slices_of_context_parallel_ranks_are_those_of_their_tokens():

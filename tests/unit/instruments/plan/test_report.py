@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 import subprocess
 import sys
-import warnings
-from pathlib import Path
 
 import pytest
 
@@ -34,22 +31,11 @@ from megatron_rl.instruments.plan.workload import Workload
 from megatron_rl.model.architecture import architecture_from, read_architecture
 from megatron_rl.model.known_models import KNOWN_MODELS, shape_of
 from megatron_rl.rollout.servers.weight_broadcast import CHUNK_BYTES, NUM_BUFFERS
+from tests.support.planned import DENSE, MOE, STAYS, work
 from tests.support.rounding import printed, rounded
 from tests.support.tiny import MODEL, REPOSITORY
 
-MOE = REPOSITORY / "recipes" / "length_decay" / "rloo-qwen3-30b-a3b-4n8g-tp4ep8-auto.yaml"
-DENSE = REPOSITORY / "recipes" / "length_decay" / "rloo-qwen3-8b-base-2n8g-tp4-lr1e-6.yaml"
-STAYS = ("learner.offload={gradients: false, optimizer: false}", "rollout.gpu_memory_utilization=0.4")
-"""A learner that is there while the engine generates; the recipes' own leave."""
 STAYS_FLAGS = [argument for setting in STAYS for argument in ("--set", setting)]
-
-
-@functools.cache
-def work(path: Path = MOE, gpu: str = "h100-80", *overrides: str, **sizes) -> Workload:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        recipe = load_recipe(path, [*STAYS, *overrides])
-    return make_workload(recipe, shape_of(recipe.model.path)[0], GPUS[gpu], **sizes)
 
 
 # ---------------------------------------------------------------- parameters

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import re
 import shlex
-import warnings
-from pathlib import Path
 
 from megatron_rl.__main__ import main
 from megatron_rl.config import load_recipe
@@ -16,22 +13,12 @@ from megatron_rl.config.model_rules import layout_problems
 from megatron_rl.instruments.plan import GPUS, make_plan, make_workload
 from megatron_rl.instruments.plan.hardware import MOST_UTILIZATION
 from megatron_rl.instruments.plan.report import render
-from megatron_rl.instruments.plan.workload import Workload
 from megatron_rl.model.known_models import shape_of
+from tests.support.planned import MOE, STAYS, work
 from tests.support.rounding import rounded
 from tests.support.tiny import REPOSITORY
 
-MOE = REPOSITORY / "recipes" / "length_decay" / "rloo-qwen3-30b-a3b-4n8g-tp4ep8-auto.yaml"
-STAYS = ("learner.offload={gradients: false, optimizer: false}", "rollout.gpu_memory_utilization=0.4")
 STAYS_FLAGS = [argument for setting in STAYS for argument in ("--set", setting)]
-
-
-@functools.cache
-def work(path: Path = MOE, gpu: str = "h100-80", *overrides: str, **sizes) -> Workload:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        recipe = load_recipe(path, [*STAYS, *overrides])
-    return make_workload(recipe, shape_of(recipe.model.path)[0], GPUS[gpu], **sizes)
 
 
 def test_offload_is_chosen_where_it_gains():

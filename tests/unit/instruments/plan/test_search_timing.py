@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import warnings
 from dataclasses import replace
-from pathlib import Path
 
-from megatron_rl.config import load_recipe
-from megatron_rl.instruments.plan import GPUS, make_workload
 from megatron_rl.instruments.plan.hardware import HOST_LINK
 from megatron_rl.instruments.plan.learner import (
     active_parameters,
@@ -17,22 +12,8 @@ from megatron_rl.instruments.plan.learner import (
 )
 from megatron_rl.instruments.plan.memory import memory_plan
 from megatron_rl.instruments.plan.search import num_expert_matrices, step_time
-from megatron_rl.instruments.plan.workload import Workload
-from megatron_rl.model.known_models import shape_of
+from tests.support.planned import DENSE, MOE, work
 from tests.support.rounding import rounded
-from tests.support.tiny import REPOSITORY
-
-MOE = REPOSITORY / "recipes" / "length_decay" / "rloo-qwen3-30b-a3b-4n8g-tp4ep8-auto.yaml"
-DENSE = REPOSITORY / "recipes" / "length_decay" / "rloo-qwen3-8b-base-2n8g-tp4-lr1e-6.yaml"
-STAYS = ("learner.offload={gradients: false, optimizer: false}", "rollout.gpu_memory_utilization=0.4")
-
-
-@functools.cache
-def work(path: Path = MOE, gpu: str = "h100-80", *overrides: str, **sizes) -> Workload:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        recipe = load_recipe(path, [*STAYS, *overrides])
-    return make_workload(recipe, shape_of(recipe.model.path)[0], GPUS[gpu], **sizes)
 
 
 def test_time_follows_the_hardware():

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_rl.__main__ import main
-from megatron_rl.config import load_recipe
 from megatron_rl.errors import InputError
-from megatron_rl.instruments.plan import GPUS, make_workload
-from megatron_rl.instruments.plan.workload import Workload, read_lengths
-from megatron_rl.model.known_models import shape_of
+from megatron_rl.instruments.plan.workload import read_lengths
+from tests.support.planned import MOE, work
 from tests.support.tiny import REPOSITORY
 
 
@@ -69,18 +64,6 @@ def test_a_wrong_file_is_refused(content, tmp_path):
     file.write_text(content)
     with pytest.raises(InputError, match=r"empty|entry"):
         read_lengths(str(file), 100)
-
-
-MOE = REPOSITORY / "recipes" / "length_decay" / "rloo-qwen3-30b-a3b-4n8g-tp4ep8-auto.yaml"
-STAYS = ("learner.offload={gradients: false, optimizer: false}", "rollout.gpu_memory_utilization=0.4")
-
-
-@functools.cache
-def work(path: Path = MOE, gpu: str = "h100-80", *overrides: str, **sizes) -> Workload:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        recipe = load_recipe(path, [*STAYS, *overrides])
-    return make_workload(recipe, shape_of(recipe.model.path)[0], GPUS[gpu], **sizes)
 
 
 def error_of(capsys, *arguments: str) -> str:
