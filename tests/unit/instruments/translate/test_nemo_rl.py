@@ -8,11 +8,12 @@ import pytest
 import yaml
 
 from megatron_rl.__main__ import main
-from megatron_rl.config import foreign_keys, load_recipe
+from megatron_rl.config import foreign_keys
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.translate import nemo_rl
 from megatron_rl.instruments.translate.nemo_rl_keys import load_inherited, resolved
 from tests.support.tiny import REPOSITORY
+from tests.support.translations import guesses, losses, written
 
 BASE = """
 grpo:
@@ -82,17 +83,7 @@ def write(tmp_path, changes, name="child.yaml"):
 
 def translated(tmp_path, changes=None, train_rows=None):
     translation = nemo_rl.translate(write(tmp_path, changes or {}), {}, train_rows)
-    translation.check()
-    (tmp_path / "recipe.yaml").write_text(translation.text())
-    return load_recipe(tmp_path / "recipe.yaml"), translation
-
-
-def losses(translation):
-    return {line.theirs: line.note for line in translation.lost}
-
-
-def guesses(translation):
-    return {line.ours: line.ours_value for line in translation.guessed}
+    return written(translation, tmp_path), translation
 
 
 MEGATRON = {"megatron_cfg": {"enabled": True}, "dtensor_cfg": {"enabled": False}}

@@ -7,10 +7,11 @@ import re
 import pytest
 
 from megatron_rl.__main__ import main
-from megatron_rl.config import foreign_keys, load_recipe
+from megatron_rl.config import foreign_keys
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.translate import slime
 from tests.support.tiny import REPOSITORY
+from tests.support.translations import guesses, losses, written
 
 SCRIPT = """#!/bin/bash
 NVLINKS=$(nvidia-smi topo -m | wc -l)
@@ -48,17 +49,7 @@ def translated(tmp_path, *extra, main_file="train.py", train_rows=None, **variab
     words = ["--colocate", *extra] if main_file == "train.py" else extra
     (tmp_path / "run.sh").write_text(SCRIPT.replace("MAIN", main_file).replace("EXTRA", " ".join(words)))
     translation = slime.translate(tmp_path / "run.sh", variables, train_rows)
-    translation.check()
-    (tmp_path / "recipe.yaml").write_text(translation.text())
-    return load_recipe(tmp_path / "recipe.yaml"), translation
-
-
-def losses(translation):
-    return {line.theirs: line.note for line in translation.lost}
-
-
-def guesses(translation):
-    return {line.ours: line.ours_value for line in translation.guessed}
+    return written(translation, tmp_path), translation
 
 
 def test_sizes_and_defaults_are_those_of_slime(tmp_path):

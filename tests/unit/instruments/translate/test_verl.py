@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_rl.__main__ import main
-from megatron_rl.config import load_recipe
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.translate import verl
+from tests.support.translations import guesses, losses, written
 
 SCRIPT = """#!/bin/bash
 MODEL=${MODEL:-Qwen/Qwen3-30B-A3B-Base}
@@ -38,17 +38,7 @@ def translated(tmp_path, *extra, train_rows=1000, **variables):
     file = tmp_path / "run.sh"
     file.write_text(SCRIPT.replace("EXTRA", " ".join(extra)))
     translation = verl.translate(file, {"HOME": "/home/u", **variables}, train_rows)
-    translation.check()
-    (tmp_path / "recipe.yaml").write_text(translation.text())
-    return load_recipe(tmp_path / "recipe.yaml"), translation
-
-
-def losses(translation):
-    return {line.theirs: line.note for line in translation.lost}
-
-
-def guesses(translation):
-    return {line.ours: line.ours_value for line in translation.guessed}
+    return written(translation, tmp_path), translation
 
 
 def test_sizes_and_defaults_are_those_of_verl(tmp_path):
