@@ -321,7 +321,7 @@ class CollapseRule:
 def collapse_step(records: Sequence[Mapping[str, float]], rule: CollapseRule) -> int | None:
     """Return the step of the collapse; None if there is none. Values that are not finite count as the worst seen.
 
-    The lab's outcome of the same name (`lab.statistics`) differs: it uses a running mean, has no ``hold``, skips values
+    The lab's outcome of the same name (`lab.results`) differs: it uses a running mean, has no ``hold``, skips values
     that are not finite, and gives a run without collapse the step after its last.
     """
     values = [(int(r["step"]), float(r[rule.metric])) for r in records if rule.metric in r]

@@ -116,7 +116,7 @@ def collapse_of(records: Sequence[Mapping[str, float]], outcome: Outcome) -> tup
     """First step whose mean over the last ``window`` values is below half of the best so far, and True; the step after
     the last one and False for a run that never fell. None with fewer values than ``window``.
 
-    Not `monitor.scoring.collapse_step`, which judges alarms and waits until a fall of the running median lasts: here a
+    Not `monitor.alarms.collapse_step`, which judges alarms and waits until a fall of the running median lasts: here a
     fall that recovers counts as well.
     """
     steps, values = _seen(records, outcome)
