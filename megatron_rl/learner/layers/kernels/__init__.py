@@ -12,6 +12,6 @@ Nothing in a launch depends on values on the device, so that a step of generatio
 come from shapes, and kernels find lengths and experts themselves.
 
 Forward only. Accumulation is fp32. Under ``TRITON_INTERPRET=1`` the kernels run on CPU tensors; products of tiles are
-sums of products there (`device.dot`). What the interpreter cannot show is the order of summation inside one product of
+sums of products there (`gemm.dot`). What the interpreter cannot show is the order of summation inside one product of
 the tensor cores, races and speed.
 """
