@@ -1,4 +1,6 @@
-"""The sections `learner` (layout, optimizer, loss scaling), `precision`, `schedule` and `routing`."""
+"""The sections `learner` (layout, optimizer, loss scaling), `precision` (what is computed in which type, on both
+engines), `schedule` (rate, weight decay) and `routing` (experts).
+"""
 
 from __future__ import annotations
 

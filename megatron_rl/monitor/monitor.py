@@ -1,7 +1,6 @@
 """The monitor of a run: times the phases of a step, adds derived metrics, and passes all to the sinks.
 
-`NoiseScale`: the gradient noise scale, from the norms that the learner measures (`megatron_rl.learner.gradient_noise`).
-
+`GradientNoiseScale` takes the norms that the learner measures (`megatron_rl.learner.gradient_noise`):
 B_simple = tr(Σ) / |G|² [McCandlish et al., arXiv 1812.06162, Eq 2.9]: the batch size at which noise and signal of the
 gradient are equally strong, estimated from squared gradient norms at two batch sizes (their Appendix A.1).
 """

@@ -1,14 +1,13 @@
 """The process on its host: output that outlives its readers, memory that is given back, threads that are waited for.
 
-Standard output and error may go to a pipe or to a terminal of a closed session. Memory that is freed and
-that glibc keeps is given back by `train` between steps. Calls that may never return have a time limit.
+Standard output and error may go to a pipe or to a terminal of a closed session. Calls that may never return have
+a time limit, which also ends native code that holds Python's lock.
 
+`train` gives back memory between steps that is freed and that glibc keeps.
 A training step frees blocks of many sizes and threads. glibc raises the size from which a block gets pages of its own
 to the largest that was freed (up to 32 MiB), takes such blocks from the heap from then on, and gives back only what
 lies at the heap's end. In 300 steps of two data-parallel ranks the free part of the heap grows from 40 to 400 MiB while
 141 MiB are in use. `tools/dev/heap_growth.py` shows both numbers, with and without giving back.
-
-The limit of a call also ends native code that holds Python's lock.
 """
 
 from __future__ import annotations

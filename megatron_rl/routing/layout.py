@@ -1,10 +1,10 @@
 """Routes of a packed row of tokens: the slice of one rank, the check that it belongs to its tokens, and measurements.
 
 Shapes: N packed tokens of a microbatch, n = N / (tp · cp) of them on this rank, L MoE layers of the model, l of them on
-this pipeline stage, K experts per token. Layers are numbered among the MoE layers of the whole model, from 0.
+this pipeline stage, E experts, K of them per token. Layers are numbered among the MoE layers of the whole model, from
+0.
 
 A *row* is one token in one MoE layer. It agrees if the router's own top-k and the recorded ids are the same set.
-Shapes: n tokens of a rank, l MoE layers of its pipeline stage, L of the model, E experts, K experts per token.
 """
 
 from __future__ import annotations

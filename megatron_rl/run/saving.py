@@ -7,6 +7,8 @@ A rule goes off some steps after what it tells of began. So the batches of the n
 and at the first alarm they stay, together with the newest checkpoint from before the rule's condition began to hold.
 One alarm of a run gets this, or two where no checkpoint was there yet at the first: disk is bounded, and what goes off
 later is often a consequence.
+
+A file of its own counts how often a run went back (alarm action `rollback`): it outlives the steps that were undone.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Seconds of a step by arithmetic, and a search by it for layouts and offload settings: those that fit, fastest first.
 
+The time of a part is work over rate, and the larger of computation and memory traffic.
 Each rate is a data-sheet figure times a constant of `plan.hardware`. Use the result to find the dominant part and to
 compare layouts; it is not a promise.
 """

@@ -1,5 +1,6 @@
 """What a stored batch shows of its learner: how the mismatch changes the gradient, and statistics of each expert.
 
+The gradient is that of a changed optimization problem [LD App. A].
 Two objectives are differentiated at the weights of the step: the run's own, and a reference whose correction makes it
 unbiased (untruncated importance sampling over whole sequences). With g the run's gradient and g* the reference's,
 Bias = g - g* and Var = E|g - E g|^2, estimated from parts of the batch. These are the quantities of [LD Eq 13], whose

@@ -3,6 +3,7 @@
 The weights of step S come from a checkpoint of step S, or from an earlier one and the repeated updates of the stored
 batches in between. The user can choose other weights.
 
+Attribution splits the mismatch of a batch into its causes, independent of their order.
 The measure is the variance of w = pi/mu over response tokens, whose root is the std of rho that runs report. Three
 causes can be removed separately: routing (replay the engine's routes), the LM head (fp32 logits) and the body (fp32
 everywhere, including the head). If they are removed one after another, a cause's part depends on the order. The part
