@@ -4,7 +4,7 @@ to the 11 bits of TF32 (tf32), ten of them stored.
 Libraries decide this once for a whole process. TransformerEngine asks cuBLAS for TF32 in every product of fp32
 matrices; only NVIDIA_TF32_OVERRIDE=0 refuses it, which cuBLAS reads when it makes its first handle. Triton compiles
 `tl.dot` to TF32 where a kernel names no precision, as vLLM's experts and attention do, unless TRITON_F32_DEFAULT says
-otherwise. PyTorch itself uses fp32 unless it is told. docs/first-contact.md has the proof of each of these.
+otherwise. PyTorch itself uses fp32 unless it is told. docs/engines/rules.md has the proof of each of these.
 """
 
 from __future__ import annotations
