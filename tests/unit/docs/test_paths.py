@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from functools import cache
 from pathlib import Path
@@ -76,6 +77,21 @@ def test_links_lead_somewhere(file):
 def test_the_readme_leads_to_every_document():
     linked = set(re.findall(r"\]\(docs/([\w-]+\.md)", text_of(ROOT / "README.md")))
     assert {path.name for path in (ROOT / "docs").glob("*.md")} == linked
+
+
+def test_functions_are_found_from_the_readme():
+    """The examples of CONTRIBUTING.md: a row of the README's map, a file of its folder, a function of the file."""
+    section = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Finding a function")[1].split("\n## ")[0]
+    rows = [[cell.strip(" `") for cell in line.strip("|").split(" | ")] for line in section.splitlines() if "`" in line]
+    examples = [row for row in rows if len(row) == 4]
+    assert len({file.partition("/")[0] for _, _, file, _ in examples}) == len(examples) >= 3
+    for _, place, file, name in examples:
+        (row,) = re.findall(rf"^\| {re.escape(place)} \| (.*) \|$", text_of(ROOT / "README.md"), re.MULTILINE)
+        assert f"`{file.partition('/')[0]}/`" in row
+        body = ast.parse((ROOT / "megatron_rl" / file).read_text(encoding="utf-8")).body
+        for part in name.split("."):
+            node = next(node for node in body if getattr(node, "name", None) == part)
+            body = node.body
 
 
 def test_paths_exist():
