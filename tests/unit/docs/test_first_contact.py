@@ -1,5 +1,5 @@
-"""docs/first-contact.md, docs/engines/rules.md: each rule has a proof that is there, or the word "unproven", and something
-to tick off."""
+"""docs/first-contact.md and docs/engines/rules.md: each rule has a proof that is there, or the word "unproven", and
+something to tick off."""
 
 from __future__ import annotations
 
