@@ -94,7 +94,7 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """Of `scored`."""
+        """Rewards of the `scored` responses."""
         return [rollout.reward for rollout in self.scored]
 
 

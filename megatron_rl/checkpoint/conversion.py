@@ -91,7 +91,7 @@ class MegatronFolder:
         return tensor
 
     def hf_weights(self, a: Architecture, prefix: str = "", dtype: torch.dtype | None = None) -> Weights:
-        """``(Hugging Face name, tensor)`` of every weight; ``dtype``: rounded to; None: as stored."""
+        """Yield ``(Hugging Face name, tensor)`` of every weight, rounded to ``dtype`` (None: as stored)."""
         for entry in stored_tensors(a):
             tensor = self(_key(entry, prefix))
             tensor = tensor if dtype is None or entry.is_buffer else tensor.to(dtype)

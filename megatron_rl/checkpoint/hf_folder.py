@@ -235,7 +235,7 @@ def some(names: list[str]) -> str:
 
 
 def read_stop_token_ids(folder: Path) -> list[int]:
-    """``eos_token_id`` of generation_config.json, else of config.json.
+    """Return ``eos_token_id`` of generation_config.json, else of config.json, as a list.
 
     Raises `InputError` where neither has one, where a file is broken, or where it is not the number of a token (below
     config.json's vocab_size, where that is there) or a list of them.

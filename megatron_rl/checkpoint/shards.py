@@ -85,7 +85,7 @@ class WeightMap:
         ]
 
     def _exported_names(self, entry: Entry) -> list[tuple[str, ...]]:
-        """Of the tensors that `export` makes of ``entry``; for experts by expert-parallel rank."""
+        """Names of the tensors that `export` makes of ``entry``; for experts by expert-parallel rank."""
         if entry.local_expert is None:
             return [entry.names()]
         return [entry.names(rank * self.num_local_experts + entry.local_expert) for rank in range(self._ep)]
@@ -162,7 +162,7 @@ class WeightMap:
     def export(
         self, read: Callable[[torch.nn.Parameter], torch.Tensor] | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """``(Hugging Face name, whole tensor)``, in the same order on every rank.
+        """Yield ``(Hugging Face name, whole tensor)``, in the same order on every rank.
 
         Args:
             read: parameter → the values to send, of its shape and dtype unless ``dtype`` is given; None: its own.
@@ -195,7 +195,8 @@ class WeightMap:
         return self._pp == 1 and (tp == 1 or entry.sharding == "replicated") and (self._ep == 1 or not is_expert)
 
     def _views(self, entry: Entry) -> Sequence[torch.Tensor]:
-        """Of this rank's parameter, which holds all: made once, as long as the parameter stays where it is."""
+        """Return views of this rank's whole parameter. They are made once, as long as the parameter stays where it
+        is."""
         parameter = self.parameters[entry.parameter]
         place, views = self._made.get(entry.parameter, (None, ()))
         if place != parameter.data_ptr():
@@ -329,7 +330,7 @@ def _adapters(model: GPTModel, weights: dict[str, Any]) -> Iterator[tuple[str, S
 
 
 def _shared(whole: ShardedTensor, axis: int) -> ShardedTensor:
-    """``whole``, said to be on every tensor-parallel rank, as this rank's part along ``axis``."""
+    """Return this rank's part along ``axis`` of ``whole``, which is declared to be on every tensor-parallel rank."""
     size = parallel_state.get_tensor_model_parallel_world_size()
     offsets = (axis, parallel_state.get_tensor_model_parallel_rank(), size)
     pipeline, _, data = whole.replica_id

@@ -91,7 +91,7 @@ def paths_to(name: str, schema: type[BaseModel], above: tuple[str, ...] = ()) ->
 
 
 def expand(values: dict[str, Any], schema: type[BaseModel]) -> dict[str, Any]:
-    """``values`` with everything written out that the schema lets one write shorter."""
+    """Return ``values`` with everything written out that the schema lets one write shorter."""
     return _rewritten(values, schema, lambda value, field: _expanded(value, field))
 
 
@@ -104,8 +104,8 @@ def _expanded(value: Any, field: FieldInfo) -> Any:
 
 
 def anchored(values: dict[str, Any], schema: type[BaseModel], *folders: Path) -> dict[str, Any]:
-    """``values`` with paths to read replaced by the first of ``folders`` that has them, names of the hub by what its
-    cache holds; else as written. InputError for a name that says too little (`hub.cached`)."""
+    """Return ``values`` with paths to read replaced by the first of ``folders`` that has them, names of the hub by what
+    its cache holds; else as written. InputError for a name that says too little (`hub.cached`)."""
 
     def look_up(value: Any, field: FieldInfo) -> Any:
         mark = next((mark for mark in field.metadata if isinstance(mark, LookedUp)), None)
@@ -155,7 +155,7 @@ def _rewritten(
 def _in_section(
     values: dict[str, Any], sections: list[type[BaseModel]], change: Callable[[Any, FieldInfo], Any]
 ) -> dict[str, Any]:
-    """``values`` rewritten by the one of ``sections`` that they are of; as they are where their tag is of none."""
+    """Return ``values`` rewritten by the one of ``sections`` that has their tag; unchanged if none has it."""
     if len(sections) > 1:
         key = tag_key(sections)
         sections = [section for section in sections if key is not None and tag_of(section, key) == values.get(key)]
@@ -198,7 +198,7 @@ def explain(error: ValidationError, schema: type[BaseModel], origins: Origins | 
 
 
 def _merged(problems: list[tuple[Any, Place]]) -> list[tuple[Any, Place]]:
-    """``problems`` with what each type of a plain union says of one value in one message."""
+    """Return ``problems`` with one message for each value of a plain union, in place of one for each of its types."""
     merged: list[tuple[Any, Place]] = []
     for item, place in problems:
         if place.field is not None and is_plain_union(place.field.annotation):

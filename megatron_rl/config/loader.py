@@ -78,7 +78,7 @@ def is_base(path: str | Path) -> bool:
 
 
 def _read(path: Path, chain: tuple[Path, ...], known: dict[Path, _Tree]) -> _Tree:
-    """``known``: files read already, so that one which many extend is read once."""
+    """Read a recipe and those that it extends. ``known``: files read already, so that each is read once."""
     if _is_there(path):  # else the message below names it; a link to itself cannot be resolved
         path = path.resolve()
     if path in chain:
@@ -147,7 +147,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _over(base: _Tree, top: _Tree) -> _Tree:
-    """``top`` over ``base``."""
+    """Return ``base`` with the values of ``top``."""
     replaced: set[Where] = set()
     values = _merge(base.values, top.values, (), replaced)
     kept = {
@@ -159,7 +159,8 @@ def _over(base: _Tree, top: _Tree) -> _Tree:
 
 
 def _merge(base: dict[str, Any], top: dict[str, Any], at: Where, replaced: set[Where]) -> dict[str, Any]:
-    """``top`` over ``base``, mappings key by key. Another policy term replaces the old one with all its numbers."""
+    """Return ``base`` with the values of ``top``, mappings key by key. Another policy term replaces the old one
+    whole."""
     merged = dict(base)
     for key, value in top.items():
         old, here = merged.get(key), (*at, key)
@@ -181,7 +182,7 @@ def _patched(items: list[Any], patch: dict[str, Any], at: Where, replaced: set[W
 
 
 def _overridden(tree: _Tree, override: str, folder: Path) -> _Tree:
-    """``--set``. Paths to read count from the working directory first, as they are typed in a shell."""
+    """Apply one ``--set``. Paths to read are looked up in the working directory first, as in a shell."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise InputError(f"--set {shown(override)}: expected KEY.PATH=VALUE")

@@ -380,7 +380,7 @@ REMOVED = {
 
 
 def without_removed(values: Any) -> Any:
-    """``values`` of a recipe without the `REMOVED` keys that have their neutral value."""
+    """Return ``values`` of a recipe without the `REMOVED` keys that have their neutral value."""
     for path, removed in REMOVED.items():
         values = _without(values, path.split("."), removed.neutral)
     return values

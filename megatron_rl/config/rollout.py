@@ -32,14 +32,14 @@ class QuantizationConfig(Section):
 
     @property
     def of_weights(self) -> Block:
-        """``block``, or the type's own."""
+        """The recipe's ``block``, or the default of the type."""
         if self.block is not None:
             return self.block[0], self.block[1]
         return OWN_BLOCK[self.weights or "fp8"]
 
     @property
     def words(self) -> str:
-        """Of the weights, for the precision contract."""
+        """How the weights are rounded, in words for the precision contract."""
         return in_words(self.weights, self.of_weights) if self.weights else "off"
 
     @model_validator(mode="after")
@@ -315,7 +315,7 @@ class NoiseConfig(Section):
 
     @property
     def quantization(self) -> QuantizationConfig:
-        """Of the kind `weights`."""
+        """The rounding that a dose of the kind `weights` applies."""
         return QuantizationConfig(weights=self.bits, block=self.block)
 
     @model_validator(mode="after")
@@ -352,7 +352,7 @@ class ExactConfig(Section):
 
     @property
     def dose(self) -> NoiseConfig | None:
-        """``noise``, or what ``noise_std`` stands for."""
+        """The dose that ``noise`` or its short form ``noise_std`` sets."""
         return NoiseConfig(std=self.noise_std) if self.noise_std else self.noise
 
     @model_validator(mode="after")

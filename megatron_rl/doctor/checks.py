@@ -63,7 +63,8 @@ Status = Literal["pass", "fail", "not run"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """``reason``: what was found, or why nothing was looked at. ``fix``: what is likely to help, where it failed.
+    """Result of a check. ``reason``: what was seen, or why it was not run. ``fix``: what is likely to help if it
+    failed.
 
     ``figures``: what was measured; JSON-able, name → value or name → (name → value).
     """
@@ -106,7 +107,7 @@ RanksOf = Literal["one", "node", "job"]
 
 @dataclass(frozen=True)
 class Check:
-    """``function``: `module.function` of this package. ``seconds``: when the check is ended and counts as failed.
+    """A check of the doctor: ``function`` (`module.function` of this package), which fails after ``seconds``.
 
     ``ranks``: one process, one for each rank of the node, or of the job where there is one (else of the node).
     ``gpu_only``: why the check has nothing to look at without a GPU; empty: it runs without one. ``environment``:

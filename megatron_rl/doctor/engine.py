@@ -137,7 +137,7 @@ def refit(setting: Setting) -> Outcome:
 
 
 def judge_refit(apart: Distances, seconds: float) -> Outcome:
-    """``apart``: its fp32 learner holds the old weights."""
+    """Say whether the engine has the new weights. The fp32 learner of ``apart`` holds the old ones."""
     figures = {"|mu - new|": apart.mu_po, "|mu - old|": apart.mu_fp32, "seconds": seconds}
     if not apart.mu_po * REFIT_FACTOR <= apart.mu_fp32:
         return failed(
@@ -222,7 +222,7 @@ def generate(recipe: Recipe, learner: Learner, generator: Generator) -> Batch:
 
 
 def distances(batch: Batch, learner: Learner, reference: Learner) -> Distances:
-    """Of one batch, on the same tokens: the engine's log-probs, the learner's, those of ``reference``. Collective."""
+    """Compare log-probs of a batch's tokens: the engine's, the learner's and those of ``reference``. Collective."""
     import numpy as np
 
     mu = np.concatenate([sequence.inference_logprobs for sequence in batch.sequences]).astype(np.float64)
@@ -327,7 +327,7 @@ def alive(tensors: Sequence[weakref.ref]) -> int:
 
 
 def judge_built(ranks: list[Facts]) -> Outcome:
-    """Of every rank's facts: the first thing that a run cannot rely on."""
+    """Fail at the first of the ranks' facts that a run cannot rely on."""
     first = ranks[0]
     figures = {"rank": {str(i): _row(facts) for i, facts in enumerate(ranks)}}
     for rank, facts in enumerate(ranks):

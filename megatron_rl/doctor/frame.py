@@ -105,7 +105,7 @@ def _in_processes(check: Check, setting: Setting, folder: Path, limit: float) ->
 
 
 def _environments(check: Check, setting: Setting) -> list[dict[str, str]]:
-    """Of every process of the check on this node."""
+    """Return the environment variables of each process of the check on this node."""
     base = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
     base.setdefault("OMP_NUM_THREADS", "1")
     if check.ranks == "one":
@@ -210,7 +210,7 @@ def main(name: str, setting_file: str, outcome_file: str) -> int:
 
 
 def outcome_path(path: Path, rank: int) -> Path:
-    """Of a rank's outcome: ``path`` is the first's."""
+    """Return the path of a rank's outcome; ``path`` is that of rank 0."""
     return path.with_name(f"{path.name}.{rank}") if rank else path
 
 

@@ -160,7 +160,7 @@ def without_mark(parameters: Iterable[tuple[str, Any]]) -> list[str]:
 
 
 def judge_experts(unmarked: list[str], norms: dict[str, float], products: str = "fp32") -> Outcome:
-    """``products``: what this process does to fp32 matrices; where it is not fp32, ``norms`` are a bf16 learner's."""
+    """Judge marks of experts and gradient norms. Unless ``products`` is fp32, ``norms`` are those of a bf16 learner."""
     fix = (
         "Gradient norm and clipping would leave out experts. Versions of TransformerEngine and Megatron-Core other than"
         " the pinned ones do this: see the check `packages`, and `learner.model.mark_expert_parameters`."
@@ -271,7 +271,7 @@ def _train(learner: Learner, seeds: tuple[int, ...]) -> str:
 def judge_checkpoint(
     state_is_back: bool, changed: list[str], num_files: int, digests: dict[str, str], device: str
 ) -> Outcome:
-    """``changed``: files of the checkpoint that differ when it is loaded and saved again."""
+    """Judge a checkpoint. ``changed``: its files that differ when it is loaded and saved again."""
     plain, saving, loaded = digests.values()
     figures: dict[str, Any] = {"weights after two updates": digests, "files": num_files}
     fix = "Run it again; if it fails again, report it with this report: a resumed run would be another one."
@@ -309,7 +309,7 @@ def found_products(setting: Setting) -> dict[str, str]:
 
 
 def judge_products(kinds: dict[str, str]) -> Outcome:
-    """``found``: library → what it does to fp32 matrices."""
+    """Judge how each library multiplies fp32 matrices. ``kinds``: library → type of the products."""
     wrong = {name: value for name, value in kinds.items() if value != "fp32"}
     if not wrong:
         return passed(f"{', '.join(kinds)}: products of fp32 matrices have the exact value, which TF32 has not")

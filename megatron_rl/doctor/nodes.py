@@ -58,7 +58,7 @@ def binding(setting: Setting) -> Outcome:
 
 
 def judge_binding(gpus: list[tuple[str, str, int]]) -> Outcome:
-    """``gpus``: for each rank its GPU's identifier, its node and how many GPUs it sees."""
+    """Fail if two ranks share a GPU. ``gpus``: each rank's GPU identifier, its node, and how many GPUs it sees."""
     if problem := sharing(gpus):
         fix = "Give each rank a GPU: CUDA_VISIBLE_DEVICES of a rank names all GPUs of its node, or its own alone."
         return failed(problem, fix)
@@ -131,7 +131,7 @@ def _skew(store: Any, node: int) -> float:
 
 
 def judge(folder: Path, names: dict[int, str], missing: dict[str, str], skews: dict[str, float]) -> Outcome:
-    """``missing``: node → the nodes, by number, whose files it does not see. ``skews``: node → seconds to the first."""
+    """Judge the shared folder. ``missing``: node → nodes whose files it does not see; ``skews``: node → seconds off."""
     figures = {"clock_skew_s": skews} if skews else {}
     if missing:
         seen = {n: ", ".join(names[int(i)] for i in which.split(",")) for n, which in missing.items()}

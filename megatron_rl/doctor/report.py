@@ -98,7 +98,7 @@ def failures(report: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def write(report: dict[str, Any], json_file: str | None, page_file: Path | None) -> None:
-    """``json_file``: "-" for standard output."""
+    """Write the report as JSON and as a page, where given. ``json_file``: "-" for standard output."""
     text = json.dumps(report, indent=1) + "\n"
     if json_file == "-":
         sys.stdout.write(text)

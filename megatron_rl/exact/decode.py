@@ -49,7 +49,7 @@ def rows_and_steps(device: torch.device) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Of this rank's part of the model. ``element``: bytes of a number."""
+    """Shape of the key/value cache for this rank's part of the model. ``element``: bytes of a number."""
 
     num_layers: int
     kv_heads: int

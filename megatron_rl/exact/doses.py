@@ -58,7 +58,7 @@ class Dose:
         return self.config.std * random.standard_normal(size)
 
     def on(self, module: torch.nn.Module) -> AbstractContextManager:
-        """``with dose.on(module):`` passes of the module are the sampler's."""
+        """Make passes of ``module`` the sampler's, with the dose, while the context is open."""
         return nullcontext()
 
     def before_pass(self, seeds: torch.Tensor, positions: torch.Tensor) -> None:
@@ -180,7 +180,7 @@ _KINDS: dict[str, type[Dose]] = {
 
 
 def make_dose(config: ExactConfig, seed: int) -> Dose:
-    """``seed``: `rollout.seed`, of which `frozen` noise is a function."""
+    """Make the dose of `exact.noise`. ``seed``: `rollout.seed`, on which `frozen` noise depends."""
     dose = config.dose
     return Dose(None, seed) if dose is None else _KINDS.get(dose.kind, Dose)(dose, seed)
 

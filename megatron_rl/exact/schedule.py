@@ -25,7 +25,7 @@ from megatron_rl.learner.layers.invariant import KEY_BLOCK
 
 
 class Pages:
-    """``num_pages`` of them, without the one for rows of padding; a page is free when nobody holds it."""
+    """Pages of the cache: ``num_pages``, and one more for rows of padding. A page is free when nobody holds it."""
 
     def __init__(self, num_pages: int):
         self._free = [page for page in reversed(range(num_pages)) if page != PagedCache.SCRATCH]
@@ -71,7 +71,9 @@ class Whole:
 
 
 class Schedule:
-    """``lengths`` and ``limits`` [m]: tokens of each prompt, and most tokens of each response. ``prompts`` [m]: number
+    """Which sequences run in which turn, and their pages.
+
+    ``lengths`` and ``limits`` [m]: tokens of each prompt, and most tokens of each response. ``prompts`` [m]: number
     of each sequence's prompt, equal where prompts are. ``ahead``: steps of a turn."""
 
     def __init__(
@@ -101,7 +103,7 @@ class Schedule:
 
     @property
     def steps(self) -> int:
-        """That the next turn needs: 0 where nobody runs."""
+        """Number of steps that the next turn needs: 0 if no sequence runs."""
         return min(self._ahead, int((self.limits[self.rows] - self.made[self.rows]).max(initial=0)))
 
     @property

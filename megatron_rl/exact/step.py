@@ -194,7 +194,7 @@ class StepForward:
 
     @torch.no_grad()
     def __call__(self, tokens: torch.Tensor, step: CachedStep) -> torch.Tensor:
-        """``tokens`` [n] int64 → logits [n, V/tp]."""
+        """Return the logits [n, V/tp] after ``tokens`` [n] int64."""
         module = self._module
         x = self._embedding(tokens)
         self._see("embedding", x)
@@ -303,7 +303,7 @@ class GenerationPasses:
 
     @property
     def row_owners(self) -> list[tuple[int, int]]:
-        """Of the pass at hand. A sequence that has ended in this turn is there with positions beyond its end."""
+        """Owners of the rows of the current pass. A sequence that ended in this turn has positions beyond its end."""
         return self._owners()
 
     def whole_rows(
@@ -337,14 +337,14 @@ class GenerationPasses:
         return self._forward(torch.tensor(tokens, device=self.device), positions.to(self.device), packed)
 
     def one_step(self, tokens: torch.Tensor, positions: torch.Tensor, step: CachedStep, owners: Owners) -> torch.Tensor:
-        """``tokens`` [n] → logits [n, V/tp] after them."""
+        """Return the logits [n, V/tp] after ``tokens`` [n]."""
         self._owners = owners
         if self._steps_forward:
             return self.step_forward(tokens, step)
         return self._forward(tokens, positions, step)
 
     def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, packed: Any) -> torch.Tensor:
-        """``tokens`` [N] → logits [N, V/tp]."""
+        """Return the logits [N, V/tp] after ``tokens`` [N]."""
         if self._dose is not None and self._dose.changes_model:
             seeds = [
                 (self._prompt_seeds if place < self.prompt_lengths[i] else self._seeds)[i]
@@ -382,7 +382,7 @@ class GenerationPasses:
 
     @contextmanager
     def watched(self, watch: Watch) -> Iterator[None]:
-        """``watch`` is told the rows [N, …] that come out of every layer, in the order of the forward pass."""
+        """Give ``watch`` the rows [N, …] that come out of every layer, in the order of the forward pass."""
         if self.step_forward is not None:
             self.step_forward.watch = watch
         try:
@@ -413,7 +413,7 @@ def largest(*numbers: int) -> tuple[int, ...]:
 
 @contextmanager
 def watched(module: torch.nn.Module, watch: Watch) -> Iterator[None]:
-    """``watch`` is told the rows [N, …] that come out of every layer of this stage, in the order of the pass."""
+    """Give ``watch`` the rows [N, …] that come out of every layer of this stage, in the order of the pass."""
     group = parallel_state.get_tensor_model_parallel_group()
     parts = [("embedding", module.embedding)] if module.pre_process else []
     parts += [(f"layer {layer.layer_number - 1}", layer) for layer in module.decoder.layers]

@@ -70,7 +70,7 @@ def capture_for(device: torch.device, enforce_eager: bool | None) -> Capture | N
 
 
 class StepGraphs:
-    """``step`` as graphs, one for each number of rows and of pages."""
+    """CUDA graphs of ``step``, one for each number of rows and of pages."""
 
     def __init__(self, step: Step, capture: Capture):
         self._step, self._capture = step, capture
@@ -175,13 +175,14 @@ class Chooser(Protocol):
         ...
 
     def choose(self, logits: torch.Tensor, needed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``logits`` [n, V/tp], ``needed`` [n], a column of `ahead` → token [n] int64, its log po and its log mu."""
+        """Return a token [n] int64 for each row of ``logits`` [n, V/tp], its log po and its log mu. ``needed`` [n]: a
+        column of `ahead`."""
         ...
 
 
 @dataclass
 class Responses:
-    """Of the sequences of one replica: [m, longest] each, of which the first ``lengths`` [m] count."""
+    """Responses of one replica's sequences: [m, longest] each, of which the first ``lengths`` [m] count."""
 
     tokens: np.ndarray  # int32
     clean: np.ndarray  # float32, log po as the learner computes it

@@ -35,7 +35,7 @@ class ContextShare:
         return 1 if self.size == 1 else 2 * self.size
 
     def padded(self, length: int) -> int:
-        """``length`` with the padding that makes whole chunks."""
+        """Return ``length`` with the padding that makes whole chunks."""
         return -(-length // self.multiple) * self.multiple
 
     def row_multiple(self, tensor: int) -> int:

@@ -86,7 +86,7 @@ class HostCopy:
 
     @property
     def nbytes(self) -> int:
-        """Of host memory, held also while nothing is away."""
+        """Bytes of host memory, which is held also while nothing is away."""
         return self._memory.numel()
 
     def _allocate(self, storages: dict[int, torch.UntypedStorage]) -> None:
@@ -162,14 +162,14 @@ class Offload:
         return not (self._states.is_away or self._weights.is_away)
 
     def host_values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor``, or a view of the host memory where it is away."""
+        """Return ``tensor``, or a view of the host memory if it is away."""
         for copy in (self._states, self._weights):
             if copy.holds(tensor):
                 return copy.values(tensor)
         return tensor
 
     def device_values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor``, or a copy on the device where it is away."""
+        """Return ``tensor``, or a copy on the device if it is away."""
         values = self.host_values(tensor)
         return values if values is tensor else values.to(self._device)
 
@@ -232,8 +232,8 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _host_memory(nbytes: int, pinned: bool) -> torch.Tensor:
-    """``nbytes`` of host memory. ``pinned``: page-locked by CUDA as they are; torch's own allocator of page-locked
-    memory rounds a request up to a power of two, which for 40 GiB is 24 GiB too many."""
+    """Allocate ``nbytes`` of host memory. ``pinned``: page-locked by CUDA as they are; torch's own allocator of
+    page-locked memory rounds a request up to a power of two, which for 40 GiB is 24 GiB too many."""
     try:
         memory = torch.empty(nbytes, dtype=torch.uint8)
     except RuntimeError as error:

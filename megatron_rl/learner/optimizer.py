@@ -156,8 +156,9 @@ def build_scheduler(
 def with_optimizer(
     model: torch.nn.Module, config: LearnerConfig, device: torch.device
 ) -> tuple[DistributedDataParallel, Any]:
-    """``model`` wrapped for data parallelism, and Adam over its trainable parameters with fp32 masters, both sharded
-    over data-parallel ranks. Gradients are added up in fp32 over microbatches and ranks, and divided by nothing."""
+    """Return ``model`` wrapped for data parallelism, and Adam over its trainable parameters with fp32 masters, both
+    sharded over data-parallel ranks. Gradients are added up in fp32 over microbatches and ranks, and divided by
+    nothing."""
     optimizer, dtype = config.optimizer, config.dtype
     wrapped = DistributedDataParallel(
         model.config,

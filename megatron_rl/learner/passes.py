@@ -58,7 +58,7 @@ class Replicas:
     def hand_on(
         self, held: Mapping[int, np.ndarray], shapes: Mapping[int, Shape], dtype: np.dtype, items: list
     ) -> dict:
-        """``items``, which the speaker of this replica holds, on all its ranks."""
+        """Give ``items``, which the speaker of this replica holds, to all its ranks."""
         return hand_on(held, shapes, dtype, items, self.group, self.speakers[self.own])
 
 
@@ -213,7 +213,7 @@ PhaseFn = Callable[[str], AbstractContextManager]
 
 
 class Passes:
-    """``model`` is ``module`` (the bare GPTModel) wrapped for data parallelism."""
+    """Forward and backward passes. ``model`` is ``module`` (the bare GPTModel) wrapped for data parallelism."""
 
     def __init__(
         self,
@@ -254,7 +254,7 @@ class Passes:
         return packed
 
     def _deal(self, batch: Batch, indices: list[int] | range) -> list[list[list[int]]]:
-        """Of every replica the sequences of each microbatch: the same on every rank."""
+        """Deal sequences to the microbatches of every replica, the same on every rank."""
         lengths = [batch.sequences[i].length for i in indices]
         plan = deal(lengths, parallel_state.get_data_parallel_world_size(), self._config.max_tokens_per_microbatch)
         return [[[indices[i] for i in chosen] for chosen in replica] for replica in plan]

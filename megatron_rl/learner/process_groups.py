@@ -20,7 +20,7 @@ _replica: dist.ProcessGroup | None = None  # where it is not Megatron's model-pa
 
 
 def resolve_device(device: str) -> torch.device:
-    """``auto | cuda | cpu`` → the device of this process (`process.devices.local_gpu` picks the GPU)."""
+    """Return the device of this process for ``auto | cuda | cpu`` (`process.devices.local_gpu` picks the GPU)."""
     if device == "auto":
         device = default_device()
     if device == "cuda":

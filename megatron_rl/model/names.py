@@ -49,7 +49,7 @@ class Stored:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the Megatron tensor, without padding of the vocabulary."""
+        """Shape of the Megatron tensor, without padding of the vocabulary."""
         return (sum(shape[0] for shape in self.hf_shapes), *self.hf_shapes[0][1:])
 
 

@@ -296,7 +296,7 @@ def _read(study: str, run: dict[str, Any]) -> RecordedRun:
 
 
 def distinct(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
-    """``runs`` without those whose reward was recorded before: studies share arms."""
+    """Return ``runs`` without those whose reward was recorded before: studies share arms."""
     by_curve: dict[str, RecordedRun] = {}
     for run in runs:
         curve = [(record["step"], record.get("critic/rewards/mean")) for record in run.records]

@@ -97,7 +97,7 @@ def together(
     fault: type[Fault] = Fault,
     describe: Callable[[Exception], str] = _type_and_text,
 ) -> T:
-    """``action()`` of this rank, once it has succeeded on all of them.
+    """Call ``action`` and return its result, once it has succeeded on all ranks.
 
     Where it raised on one, every rank raises: that rank's `InputError` as one, anything else as a ``fault`` that begins
     with ``what`` and goes on as ``describe`` says. Otherwise the other ranks would wait in their next collective for a
@@ -183,7 +183,8 @@ def hand_on(
     group: dist.ProcessGroup | None,
     source: int,
 ) -> dict[int, np.ndarray]:
-    """``items`` on every rank of ``group``, from its member ``source`` (a rank of the job). Collective in the group.
+    """Give ``items`` to every rank of ``group``, from its member ``source`` (a rank of the job). Collective in the
+    group.
 
     ``held``: on ``source`` holds the items; what it holds is returned to it as it is.
     """

@@ -16,7 +16,7 @@ _SHARES = ("reward/masked_frac", "reward/unscored_frac")
 
 @dataclass(frozen=True)
 class Scores:
-    """``metrics``: `reward/*`. ``failures``: an example of each kind of failure."""
+    """Scores of a batch. ``metrics``: `reward/*`. ``failures``: an example of each kind of failure."""
 
     metrics: dict[str, float]
     failures: list[Failure]

@@ -109,7 +109,7 @@ def describe_engine(llm: Any) -> dict[str, str]:
 
 
 def described(configuration: Any, model: dict[str, str]) -> dict[str, str]:
-    """Of vLLM's model configuration and what `describe_model` says of the model: the rollout column of the contract."""
+    """Return the rollout column of the contract, from vLLM's model configuration and `describe_model`."""
     dtypes = describe_configuration(configuration) | model
     return fp32_products.as_measured(dtypes, {"engine": dtypes.pop(_PRODUCTS)})
 

@@ -38,7 +38,7 @@ class Sampling:
 
     @classmethod
     def from_config(cls, config: RolloutConfig, vocab_size: int | None = None) -> Sampling:
-        """That of training. ``vocab_size``: of the model, where the engine may return kept sets."""
+        """Return how training samples. ``vocab_size``: of the model, where the engine may return kept sets."""
         candidates = min(config.candidates, vocab_size or 0)
         return cls(config.max_response_length, config.temperature, config.top_p, config.top_k, candidates=candidates)
 

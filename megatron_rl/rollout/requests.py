@@ -105,7 +105,7 @@ def owners_of(num_requests: int, ranks: Seq[Seq[int]]) -> list[int]:
 
 
 def consecutive_ranks(num_engines: int, ranks_per_engine: int) -> list[range]:
-    """Of each engine, where engines have the ranks of the job in order."""
+    """Return the ranks of each engine; engines take the ranks of the job in order."""
     return [
         range(first, first + ranks_per_engine) for first in range(0, num_engines * ranks_per_engine, ranks_per_engine)
     ]
@@ -118,7 +118,7 @@ def make_groups(prompts: list[Prompt], num_samples: int, rollouts: list[Rollout]
 
 
 def everywhere(groups: list[Group]) -> list[Group]:
-    """``groups`` with every response whole on every rank: for tools, on batches small enough. Collective."""
+    """Return ``groups`` with every response whole on every rank: for tools, on batches small enough. Collective."""
     mine = [[r if r.tokens is not None else None for r in group.rollouts] for group in groups]
     shares = gather_objects(mine)
     for row, group in enumerate(groups):
@@ -217,7 +217,7 @@ def seal_routes(
     architecture: Architecture,
     first_row: int = 0,
 ) -> SealedRoutes:
-    """``routes`` [P + R - 1, all layers, K] as an engine records them, checked and sealed for ``sequence_id``.
+    """Return an engine's ``routes`` [P + R - 1, all layers, K], checked and sealed for ``sequence_id``.
 
     Rows are those of prompt and response tokens but the last, without the first ``first_row``. Dense layers are
     dropped. Rows of -1, the engine's "not recorded", become `missing_id`. Raises `RolloutError`, begun with ``where``,
@@ -254,7 +254,8 @@ def _of_experts(where: str, routes: np.ndarray, shape: RouteShape, num_layers: i
 def _checked(
     where: str, request: Request, num_tokens: int, sealed: SealedRoutes, architecture: Architecture | None
 ) -> SealedRoutes:
-    """``sealed``, whose shape and type are those of the response; its seals are checked where routes are used."""
+    """Return ``sealed`` if its shape and type are those of the response; its seals are checked where routes are
+    used."""
     assert architecture is not None, "routes that nobody asked for"
     shape = RouteShape.of(architecture)
     rows = len(request.prompt.tokens) + num_tokens - 1

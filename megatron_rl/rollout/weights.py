@@ -28,7 +28,7 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 def rounded(weight: torch.Tensor, kind: WeightType, block: Block, over_ranks: Reduce | None = None) -> torch.Tensor:
-    """``weight`` [outputs, inputs] after a way through ``kind``; same shape and dtype.
+    """Return ``weight`` [outputs, inputs] rounded to ``kind``; same shape and dtype.
 
     ``block``: rows and columns that share a scale; None: all of them. Blocks start at the first row and column, and
     those at the end may be smaller. ``over_ranks``: largest magnitudes of this part → of the matrix, where other ranks

@@ -126,7 +126,7 @@ class StreamInit(WeightTransferInitInfo):
 
 @dataclass
 class StreamUpdate(WeightTransferUpdateInfo):
-    """``weights``: (name, tensor) pairs in Hugging Face names."""
+    """A weight update from the learner's memory. ``weights``: (name, tensor) pairs in Hugging Face names."""
 
     weights: Iterable[tuple[str, torch.Tensor]]
 

@@ -161,7 +161,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal
 
 @contextlib.contextmanager
 def taking(numbers: tuple[int, ...], take: Callable[..., None]) -> Iterator[None]:
-    """``take`` handles these signals within, in the main thread; the handlers from before come back.
+    """Let ``take`` handle these signals while the context is open, in the main thread; then restore the old handlers.
 
     SIGHUP stays ignored where it is (`nohup`).
     """

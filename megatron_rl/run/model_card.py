@@ -81,7 +81,7 @@ def model_card(
 
 
 def without_folders(value: Any) -> Any:
-    """``value`` of a recipe with every absolute path cut to its last part, or to its name on the hub."""
+    """Return ``value`` of a recipe with every absolute path cut to its last part, or to its name on the hub."""
     if isinstance(value, Mapping):
         return {key: without_folders(item) for key, item in value.items()}
     if isinstance(value, list):

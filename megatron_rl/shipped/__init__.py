@@ -24,7 +24,7 @@ def checkout() -> Path | None:
 
 
 def existing_or_shipped(path: str | Path, folder: Path = Path()) -> Path:
-    """``path``, looked up from ``folder`` (default: the working directory).
+    """Return ``path``, looked up from ``folder`` (default: the working directory).
 
     Where nothing is there and ``path`` begins with ``recipes/``, it names what ships with the package.
     """

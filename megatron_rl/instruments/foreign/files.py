@@ -126,7 +126,7 @@ def _item(data: bytes) -> tuple[str, float | None]:
 
 
 def number_of(value: object) -> float | None:
-    """``value`` as a number, None if it is none. Numbers that are not finite may be written as text."""
+    """Return ``value`` as a number, None if it is none. Numbers that are not finite may be written as text."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):

@@ -29,7 +29,8 @@ LEAST_VARIANCE = 1e-6  # verl's means are float32 numbers near 1: a smaller vari
 
 @dataclass(frozen=True)
 class Name:
-    """``theirs``: as the project writes it, with ``<…>`` for a part that varies and ``k`` for a number.
+    """A metric's name here and in another project. ``theirs`` has ``<…>`` for a part that varies and ``k`` for a
+    number.
 
     Of several metrics that fit (data sets, agents) the mean is taken.
     """
@@ -40,7 +41,7 @@ class Name:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """``theirs`` as a regular expression of the whole name. TensorBoard writes "_" for "@", MLflow "_at_"."""
+        """The regular expression of the whole name ``theirs``. TensorBoard writes "_" for "@", MLflow "_at_"."""
         text = re.escape(self.theirs).replace("\\ ", " ")
         for part, expression in _PARTS.items():
             text = text.replace(part, expression)
@@ -338,7 +339,7 @@ def _is_own(path: Path) -> bool:
 
 
 def _one_run(path: Path, logs: Sequence[Log]) -> list[Log]:
-    """``logs`` if they are one run: stretches of it, or parts that share no metric, as prime-rl's processes write."""
+    """Return ``logs`` if they are one run: stretches of it, or parts without a common metric, as of prime-rl."""
     seen: dict[str, Log] = {}
     for log in logs:
         names = {name for name, _, _ in log.points}
@@ -393,7 +394,7 @@ def _sources(names: set[str], project: Project | None) -> dict[str, list[str]]:
 
 
 def _translated(row: Mapping[str, float], project: Project | None, sources: Mapping[str, Sequence[str]]) -> dict:
-    """``row`` under our names; what is not in the table keeps its own."""
+    """Return ``row`` under our names; other metrics keep their own."""
     taken = {name for names in sources.values() for name in names}
     values = {name: value for name, value in row.items() if name not in taken}
     for our, names in sources.items():

@@ -27,8 +27,8 @@ FUNCTION = 4 * FP32
 
 @dataclass(frozen=True)
 class Rounding:
-    """``unit``: largest relative error of one rounding to the type. ``tiny``: absolute error below its normal numbers.
-    ``product``: relative error of a product of two numbers before it is added: of TF32, else 0."""
+    """How a type rounds. ``unit``: largest relative error of one rounding to the type. ``tiny``: absolute error below
+    its normal numbers. ``product``: relative error of a product of two numbers before it is added: of TF32, else 0."""
 
     unit: float
     tiny: float = 0.0
@@ -42,7 +42,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Bounded:
-    """``value`` and ``error`` ≥ 0, float64, of one shape."""
+    """A ``value`` with the bound of its ``error`` (≥ 0): float64, of one shape."""
 
     value: Tensor
     error: Tensor

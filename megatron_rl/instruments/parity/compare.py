@@ -164,7 +164,7 @@ def _worst(
     inherited: float,
     chosen: Tensor | None = None,
 ) -> OperatorError:
-    """Of ``error`` and ``bound`` [M, …], whose rows are the tokens ``rows`` [M]; -1: an unknown token."""
+    """Find the largest ``error`` over ``bound``, [M, …]. Rows are the tokens ``rows`` [M]; -1: an unknown token."""
     ratio = _ratio(error, bound).flatten(1) if error.dim() > 1 else _ratio(error, bound)[:, None]
     of_row, columns = ratio.max(1)
     worst = int(of_row.argmax())

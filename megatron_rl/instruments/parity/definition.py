@@ -98,7 +98,8 @@ class Checkpoint:
 
     @cached_property
     def frequencies(self) -> Tensor:
-        """Of the rotary embedding, [R/2] float64: angle per position. The first R numbers of a head are turned."""
+        """Frequencies of the rotary embedding, [R/2] float64: angle per position. The first R numbers of a head are
+        turned."""
         rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         theta = rope.get("rope_theta") or self.config.get("rope_theta") or 10000.0
         share = rope.get("partial_rotary_factor") or self.config.get("partial_rotary_factor")

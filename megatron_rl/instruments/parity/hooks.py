@@ -25,12 +25,12 @@ def replaced(owner: Any, name: str, make: Callable[[Callable], Callable]) -> Ite
 
 
 def on_output(stack: ExitStack, module: torch.nn.Module, see: Callable[[Any], None]) -> None:
-    """``see`` gets what comes out of ``module``, until ``stack`` closes."""
+    """Give ``see`` what comes out of ``module``, until ``stack`` closes."""
     stack.callback(module.register_forward_hook(lambda _module, _inputs, output: see(output)).remove)
 
 
 def on_input(stack: ExitStack, module: torch.nn.Module, see: Callable[[tuple], None]) -> None:
-    """``see`` gets the positional inputs of ``module``, until ``stack`` closes."""
+    """Give ``see`` the positional inputs of ``module``, until ``stack`` closes."""
     stack.callback(module.register_forward_pre_hook(lambda _module, inputs: see(inputs)).remove)
 
 

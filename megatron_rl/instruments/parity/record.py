@@ -50,9 +50,9 @@ class ExpertRows:
 
 @dataclass
 class Record:
-    """``witness``: its name in the report. ``dtype``: of its weights. ``weight_dtypes``: of `router` and `head` where
-    they differ. ``parts``: tensor-parallel ranks, whose partial sums are rounded one by one. ``product``: see
-    `arithmetic.Rounding`. ``temperature``: of the log-probs."""
+    """Outputs of one witness. ``witness``: its name in the report. ``dtype``: of its weights. ``weight_dtypes``: of
+    `router` and `head` where they differ. ``parts``: tensor-parallel ranks, whose partial sums are rounded one by one.
+    ``product``: see `arithmetic.Rounding`. ``temperature``: of the log-probs."""
 
     witness: str
     lengths: list[int]

@@ -55,14 +55,14 @@ class Setup:
 
 
 def of_model(model: Path, dtype: str, tokens: Sequence[Sequence[int]] = (), device: str = "auto") -> Setup:
-    """Of a model's folder: both engines in ``dtype``."""
+    """Return the setup of a model's folder: both engines in ``dtype``."""
     rollout = RolloutConfig.model_validate({"dtype": dtype, "max_response_length": 1})
     precision = PrecisionConfig(fp32_router=read_architecture(model).router_in_fp32)
     return _checked(Setup(model, LearnerConfig(dtype=dtype), rollout, tuple(map(tuple, tokens)), precision, device))
 
 
 def of_recipe(recipe: Recipe, tokens: Sequence[Sequence[int]] = ()) -> Setup:
-    """Of a recipe: its dtypes, layout, precision and temperature."""
+    """Return the setup of a recipe: its dtypes, layout, precision and temperature."""
     quantized = recipe.rollout.quantization
     if quantized.weights or quantized.kv_cache:
         name = "weights" if quantized.weights else "kv_cache"
@@ -92,7 +92,7 @@ def of_recipe(recipe: Recipe, tokens: Sequence[Sequence[int]] = ()) -> Setup:
 
 
 def of_run(folder: Path, overrides: Sequence[str], tokens: Sequence[Sequence[int]], scratch: Path) -> Setup:
-    """Of a run's recipe, with the weights of its newest checkpoint, which are written to ``scratch`` as a model's
+    """Return the setup of a run's recipe and newest checkpoint, whose weights are written to ``scratch`` as a model's
     folder. Collective."""
     directory = RunDirectory(folder)
     if not directory.recipe.is_file():

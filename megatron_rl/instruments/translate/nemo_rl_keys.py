@@ -71,7 +71,7 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolved(values: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
-    """``values`` with their references filled in."""
+    """Return ``values`` with their references filled in."""
     return _Resolver(values, variables).section(values, ())
 
 
@@ -80,7 +80,7 @@ class _Resolver:
         self.values, self.variables = values, variables
 
     def section(self, value: Any, place: tuple[str, ...], depth: int = 0) -> Any:
-        """``value``, which stands at the keys ``place``, without references."""
+        """Return ``value``, found at the keys ``place``, with its references filled in."""
         if isinstance(value, Mapping):
             return {key: self.section(inner, (*place, str(key)), depth) for key, inner in value.items()}
         if isinstance(value, list):

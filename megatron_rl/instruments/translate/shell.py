@@ -34,13 +34,14 @@ def unresolved_names(text: str) -> list[str]:
 
 
 def readable(text: str) -> str:
-    """``text`` with what is not known as the script writes it."""
+    """Return ``text``, with unknown parts as the script writes them."""
     return text.replace(_OPEN, "").replace(_CLOSE, "")
 
 
 @dataclass
 class Script:
-    """``commands``: words of each command that would start. ``notes``: what could not be followed, and why."""
+    """A script as read. ``commands``: words of each command that would start. ``notes``: what was not followed, and
+    why."""
 
     commands: list[list[str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -482,7 +483,7 @@ def _evaluated(node: ast.expr) -> int:
 
 
 def _trimmed(value: str, how: str, pattern: str) -> str:
-    """``value`` without the shortest, or longest, beginning (#, ##) or end (%, %%) that ``pattern`` fits."""
+    """Return ``value`` without the shortest, or longest, beginning (#, ##) or end (%, %%) that ``pattern`` fits."""
     lengths = list(range(len(value) + 1))
     if len(how) == 2:
         lengths.reverse()

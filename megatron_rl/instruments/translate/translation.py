@@ -35,7 +35,8 @@ class Line:
 
 @dataclass
 class Translation:
-    """``values``: their keys with the values that the source sets. ``defaults``: theirs, of the keys that are read.
+    """A recipe made of another project's keys, with a report. ``values``: what the source sets. ``defaults``: the
+    project's.
 
     ``own``: the keys that the source itself sets, where it inherits others; None: all of them.
     """

@@ -88,7 +88,7 @@ def raise_any(own: BaseException | None) -> None:
 
 
 def as_fault(error: BaseException | None) -> Exception | None:
-    """``error`` as all ranks raise it: a fault or a wrong input as it is, anything else as a `RolloutError`."""
+    """Return ``error`` as all ranks raise it: a fault or a wrong input as it is, anything else as a `RolloutError`."""
     if error is None or isinstance(error, RolloutError | InputError):
         return error
     fault = RolloutError(f"rollout servers: {type(error).__name__}: {' '.join(str(error).split())}")
@@ -178,7 +178,7 @@ class Arrivals:
 
     @property
     def num_tokens_left(self) -> int:
-        """Of complete responses in groups that were not taken."""
+        """Tokens of complete responses in groups that were not taken."""
         with self._news:
             return sum(rollout.length for rollouts in self._fetched.values() for rollout in rollouts)
 

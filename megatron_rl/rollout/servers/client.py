@@ -285,7 +285,8 @@ class ServerClient:
         read: Callable[[aiohttp.ClientResponse], Awaitable[Any]],
         instance: str | None = None,
     ) -> Any:
-        """``instance``: of the server that has to prove itself in the answer's head; None: none has to."""
+        """Send a request and return its answer. ``instance``: of the server that has to prove itself in the answer's
+        head; None: none has to."""
         nonce = secrets.token_hex(16)
         async with self._session.request(
             method, self.address.url + path, json=body, headers={NONCE_HEADER: nonce, **headers}, allow_redirects=False

@@ -36,7 +36,8 @@ from megatron_rl.routing import joined_checksums
 
 
 class Balance:
-    """Of one call. ``prompts``: what each request begins with; equal ones share their keys and values."""
+    """Which server gets which request of one call. ``prompts``: what each request begins with; equal ones share their
+    keys and values."""
 
     def __init__(self, prompts: Sequence[Hashable], slack: int) -> None:
         self._prompts, self._slack = prompts, slack
@@ -91,7 +92,7 @@ class Legs:
         return answer.finish_reason != "abort"
 
     def counts(self, num_versions: int) -> LegCounts:
-        """Of the complete response, which ``num_versions`` policies sampled."""
+        """Return the counts of the complete response, which ``num_versions`` policies sampled."""
         return LegCounts(len(self.answers), num_versions, self.num_recomputed)
 
     def whole(self) -> Answer:

@@ -35,7 +35,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class ServerUpdate(WeightTransferUpdateInfo):
-    """``broadcast``: the fields of a `GroupPlace`. Without: ``files`` with all tensors of one policy; empty: the
+    """A weight update of a server.
+
+    ``broadcast``: the fields of a `GroupPlace`. Without it: ``files`` with all tensors of one policy; empty: the
     checkpoint that the server started from."""
 
     files: list[str] = field(default_factory=list)

@@ -258,7 +258,8 @@ class ServerGenerator:
         sampling: Sampling | None,
         is_awaited: bool,
     ) -> Ticket:
-        """``is_awaited``: no refit comes before `finish`, so all tokens must be of ``policy_version``."""
+        """Begin to sample. ``is_awaited``: no refit comes before `finish`, so all tokens must be of
+        ``policy_version``."""
         sampling = sampling or self._sampling
         check_version("the servers hold", self._policy_version, policy_version)
         check_lengths(prompts, sampling, self._max_prompt_length, self._config.max_response_length)
@@ -324,7 +325,7 @@ class ServerGenerator:
             self._news.notify_all()
 
     def _servers_now(self) -> dict[str, float]:
-        """Of ranks that fetch: how many servers can be used, and how long the last push took."""
+        """Return how many servers can be used and how long the last push took; on ranks that fetch."""
         if self._servers.members is None:
             return {}
         return {"rollout/servers": float(len(self._servers.members.ready)), **self._updates.last_push}

@@ -247,7 +247,7 @@ class Guard:
         return await self._app(scope, receive, send)
 
     def _change(self, version: int | None, spares: bool = False) -> None:
-        """``spares``: responses under way remain answers."""
+        """Change the policy version. ``spares``: responses under way stay valid."""
         self._state.version, self._state.openings = version, self._state.openings + 1
         if not spares:
             self._state.oldest = self._state.openings
@@ -307,7 +307,7 @@ class _TooLarge(Exception):
 
 
 def _limited(receive: Receive, limit: int) -> Receive:
-    """``receive`` that raises `_TooLarge` once a request's body has more than ``limit`` bytes."""
+    """Return ``receive`` that raises `_TooLarge` once a request's body has more than ``limit`` bytes."""
     size = 0
 
     async def counted() -> dict[str, Any]:

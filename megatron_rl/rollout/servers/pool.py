@@ -403,7 +403,9 @@ def row(name: str, url: str, version: int | None, state: str, load: Load, lost: 
 def table(
     members: Members, refused: dict[str, str], ended: bool = False, aside: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """``refused``, ``aside``: why what was found is not used, by name: a server that does not fit the recipe, and what
+    """Return the table of servers: address, version, load, and why one is not used.
+
+    ``refused``, ``aside``: why what was found is not used, by name: a server that does not fit the recipe, and what
     does not answer as a server of the run. ``ended``: the run needs them no more."""
     aside = aside or {}
     rows = []
@@ -458,7 +460,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def prompt_tokens(members: Iterable[Member]) -> tuple[int, int]:
-    """Of all servers since their starts: tokens of prompts, and those of them that prefix caches held."""
+    """Count prompt tokens of all servers since their starts, and those of them that prefix caches held."""
     loads = [_load(member) for member in members]
     return sum(load.prompt_tokens for load in loads), sum(load.cached_tokens for load in loads)
 

@@ -209,15 +209,16 @@ def agreed_settings(
 
 
 def _digest_of_config(path: Path) -> str:
-    """Of what config.json says, without the keys that say where it came from."""
+    """Return a digest of config.json, without the keys that say where it came from."""
     content = json.loads(path.read_text())
     kept = {name: value for name, value in content.items() if name not in ORIGIN_KEYS}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _digest_of_files(files: list[Path]) -> str:
-    """Of the sizes of ``files`` and some blocks of each. Any training changes all of a checkpoint's weights, so that
-    two checkpoints of the same shapes differ in some block. Reads `NUM_BLOCKS` × `BLOCK_BYTES` a file."""
+    """Return a digest of the sizes of ``files`` and of some blocks of each. Any training changes all of a checkpoint's
+    weights, so that two checkpoints of the same shapes differ in some block. Reads `NUM_BLOCKS` × `BLOCK_BYTES` a
+    file."""
     digest = hashlib.sha256()
     for path in sorted(files, key=lambda path: path.name):
         size = path.stat().st_size
@@ -248,7 +249,8 @@ class ServerSettings:
 
     @classmethod
     def of(cls, content: dict[str, Any]) -> ServerSettings:
-        """Of the JSON object that it sent. Raises `ValueError` that names the first value which cannot be true."""
+        """Read the settings from the JSON object that the server sent. Raises `ValueError` that names the first value
+        which cannot be true."""
         given = {name: content[name] for name in cls.__dataclass_fields__ if name in content}
         fits = {
             "name": lambda value: isinstance(value, str),

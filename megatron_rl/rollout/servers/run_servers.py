@@ -47,7 +47,7 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP
 
 
 class LocalServers:
-    """``count`` processes of `megatron-rl serve`, with their logs beside their addresses.
+    """Runs ``count`` processes of `megatron-rl serve`, with their logs beside their addresses.
 
     ``recipe``: the resolved recipe, a YAML file. The token reaches them in their environment. ``command``: what starts
     one; the name is added to it.

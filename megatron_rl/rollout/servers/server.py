@@ -107,7 +107,7 @@ async def sample(
 
 
 def _checked_ids(name: str, ids: Any, vocab_size: int, limit: int) -> list[int]:
-    """``ids``, a list of at most ``limit`` token ids below ``vocab_size``; else `ValueError`.
+    """Return ``ids`` if they are a list of at most ``limit`` token ids below ``vocab_size``; else raise `ValueError`.
 
     vLLM without a tokenizer checks none of it, and an id that is not in the vocabulary ends the engine.
     """

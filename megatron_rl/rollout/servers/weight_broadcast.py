@@ -354,7 +354,7 @@ def _wider_first(kind: Kind) -> int:
 
 
 def _places(entries: list[Entry]) -> list[tuple[int, int]]:
-    """Of each entry of a chunk, where its bytes begin and how many they are."""
+    """Return where each entry's bytes begin in a chunk, and how many they are."""
     kinds: dict[Kind, list[int]] = {}
     for number, (_, dtype, shape) in enumerate(entries):
         kinds.setdefault((dtype, tuple(shape)), []).append(number)

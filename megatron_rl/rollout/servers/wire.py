@@ -82,14 +82,14 @@ class Expected:
 
     @classmethod
     def of(cls, body: dict[str, Any], model: ModelLimits | None) -> Expected:
-        """``body``: of the request (`client.request_body`)."""
+        """Return what the answer to a request must be like. ``body``: of the request (`client.request_body`)."""
         most = body.get("sampling_params", {}).get("max_tokens", MOST_TOKENS)
         before = len(body.get("token_ids", ())) - 1 - body.get("first_route", 0)
         return cls(most, before, bool(body.get("wants_routes", True)), model)
 
     @property
     def most_bytes(self) -> int:
-        """Of the whole answer."""
+        """Most bytes of the whole answer."""
         size = _HEADER.size + HEAD_BYTES + 8 * self.max_tokens
         if self.wants_routes:
             rows, (layers, ids, itemsize) = self.rows_before + self.max_tokens, self._shape()
@@ -235,7 +235,7 @@ MOST = 2**53  # of any count
 
 @dataclass(frozen=True)
 class Load:
-    """Of all ranks' requests. Counts are since the server's start."""
+    """Load of a server by all ranks' requests. Counts are since the server's start."""
 
     running: int = 0  # responses that the engine works on
     waiting: int = 0  # responses that wait for a place in it
