@@ -1,20 +1,217 @@
-"""What a checkpoint's config.json says of its model: the numbers that layouts, conversion and plans need. No torch."""
+"""What a checkpoint's config.json says of its model: the numbers that layouts, conversion and plans need. No torch.
+
+Which keys there are, and what each may say, stands in `families`. Other keys are named by `check`.
+"""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import InputError
-from megatron_rl.model.config_keys import architectures_problem, read_keys, rope_of, unknown_keys
 from megatron_rl.model.decoder import Architecture
 from megatron_rl.model.families import FAMILIES
+from megatron_rl.model.families.keys import (
+    FRACTION,
+    LENGTH,
+    LENGTH_KEYS,
+    NEUTRAL,
+    NUMBER,
+    OTHER_ROPE,
+    REQUIRED,
+    ROPE_DEFAULT_THETA,
+    ROPE_KEYS,
+    THETA,
+    WINDOW,
+    WITHOUT_EFFECT,
+    Implemented,
+    Neutral,
+    WithoutEffect,
+    or_null,
+    shown,
+    whole,
+)
+
+
+def implemented(model_type: str) -> dict[str, Implemented]:
+    """The keys that the learner follows, but for the rotary embedding's (`ROPE_KEYS`)."""
+    return FAMILIES[model_type].implemented
+
+
+def neutral(model_type: str) -> dict[str, Neutral]:
+    """The keys that have to be at rest, beside `layer_types`, `architectures` and `LENGTH_KEYS` (see `read_keys`)."""
+    return {key: rule for key, rule in _others(model_type).items() if isinstance(rule, Neutral)}
+
+
+def without_effect(model_type: str) -> dict[str, WithoutEffect]:
+    """The keys that do not change what the model computes."""
+    return {key: rule for key, rule in _others(model_type).items() if isinstance(rule, WithoutEffect)}
+
+
+def _others(model_type: str) -> dict[str, Neutral | WithoutEffect]:
+    rules = {**NEUTRAL, **WITHOUT_EFFECT, **FAMILIES[model_type].others}
+    return {key: rule for key, rule in rules.items() if key not in FAMILIES[model_type].implemented}
+
+
+def listed(model_type: str) -> set[str]:
+    """All keys that are known of this family."""
+    by_hand = {"model_type", "architectures", "layer_types", *ROPE_KEYS, *LENGTH_KEYS}
+    return {*implemented(model_type), *_others(model_type), *by_hand}
+
+
+def unknown_keys(config: dict[str, Any]) -> list[str]:
+    """Keys of ``config`` that no engine here is known to read."""
+    return sorted(set(config) - listed(config["model_type"]))
+
+
+def read_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """The implemented keys of ``config`` with transformers' defaults for those that are absent.
+
+    ``config["model_type"]`` is one of `FAMILIES`. Raises `InputError` that names every key whose value is not allowed:
+    key, value, values allowed.
+    """
+    model_type = config["model_type"]
+    keys, problems = implemented(model_type), []
+    for key, rule in keys.items():
+        if key not in config and rule.default is REQUIRED:
+            problems.append(f"lacks the key {key!r} ({rule.kind.words})")
+        elif key in config and not rule.kind.fits(config[key]):
+            problems.append(f"{key}: {shown(config[key])}; allowed: {rule.kind.words}")
+    for key, rule in _others(model_type).items():
+        if key not in config:
+            continue
+        if isinstance(rule, Neutral) and not _is_one_of(config[key], rule.values):
+            allowed = " or ".join(shown(value) for value in rule.values) or "no such key"
+            problems.append(f"{key}: {shown(config[key])} is not supported ({rule.reason}); allowed: {allowed}")
+        elif isinstance(rule, WithoutEffect) and not rule.kind.fits(config[key]):
+            problems.append(f"{key}: {shown(config[key])}; allowed: {rule.kind.words}")
+    values = {key: config.get(key, rule.default) for key, rule in keys.items()}
+    if not problems:  # what follows takes types for granted
+        problems = _lengths(config, values) + _layer_types(config, values) + _related(config, values)
+    if problems:
+        raise InputError("; ".join(problems))
+    return values
+
+
+def _lengths(config: dict[str, Any], values: dict[str, Any]) -> list[str]:
+    least = values["max_position_embeddings"]
+    kind = or_null(whole(least, 10**30))
+    return [
+        f"{key}: {shown(config[key])} ({LENGTH}); allowed: at least max_position_embeddings ({least}), or null"
+        for key in LENGTH_KEYS
+        if key in config and not kind.fits(config[key])
+    ]
+
+
+def _layer_types(config: dict[str, Any], values: dict[str, Any]) -> list[str]:
+    """Kinds of layers by number: all of them have to attend to all positions."""
+    types, number = config.get("layer_types"), values["num_hidden_layers"]
+    if types is None or types == ["full_attention"] * number:
+        return []
+    return [f"layer_types: {shown(types)} is not supported ({WINDOW}); allowed: null, or {number} × full_attention"]
+
+
+def _related(config: dict[str, Any], values: dict[str, Any]) -> list[str]:
+    """What two keys say together. Fills in the values that follow from others."""
+    problems, heads, hidden = [], values["num_attention_heads"], values["hidden_size"]
+    if values["head_dim"] is None and hidden % heads:
+        problems.append(f"num_attention_heads: {heads} does not divide hidden_size {hidden}; allowed: what does")
+    if values["head_dim"] is None:
+        values["head_dim"] = hidden // heads
+    problems += FAMILIES[config["model_type"]].relate(config, values)
+    if values["head_dim"] % 2:
+        problems.append(f"head_dim: {values['head_dim']}; rotary embeddings turn pairs; allowed: even numbers")
+    groups = values["num_key_value_heads"] = values["num_key_value_heads"] or heads
+    if heads % groups:
+        problems.append(
+            f"num_key_value_heads: {groups} does not divide num_attention_heads {heads}; allowed: what does"
+        )
+    pad = config.get("pad_token_id")
+    if pad is not None and not -values["vocab_size"] <= pad < values["vocab_size"]:
+        problems.append(f"pad_token_id: {pad}; allowed: below vocab_size ({values['vocab_size']}), or null")
+    return problems
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotary embedding. ``scaling``: its keys as the file has them, None for the plain one."""
+
+    theta: float
+    scaling: dict[str, Any] | None
+    fraction: float = 1.0  # of a head's width that is turned
+
+
+_ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def rope_of(config: dict[str, Any]) -> Rope:
+    """What `ROPE_KEYS` say, as transformers reads them. Raises `InputError` as `read_keys` does.
+
+    transformers 5 writes rope_parameters, earlier releases rope_theta and rope_scaling.
+    """
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(key), dict | type(None)):
+            raise InputError(f"{key}: {shown(config[key])}; allowed: an object of keys, or null")
+    first, second = config.get("rope_scaling"), config.get("rope_parameters")
+    if first and second and first != second:
+        raise InputError("rope_scaling and rope_parameters differ; allowed: one of the two")
+    rope = dict(first or second or {})
+    theta = rope.pop("rope_theta", config.get("rope_theta", ROPE_DEFAULT_THETA))
+    if not THETA.fits(theta):
+        raise InputError(f"rope_theta: {shown(theta)}; allowed: {THETA.words}")
+    fraction = _rotary_fraction(config, rope.pop("partial_rotary_factor", None))
+    names = [rope[key] for key in ("rope_type", "type") if key in rope]
+    if any(type(name) is not str for name in names) or len(set(names)) > 1:
+        raise InputError(f"rope_type: {shown(names)}; allowed: one text, default or llama3")
+    kind = names[0] if names else "default"
+    if kind != "default":
+        numbers = {key: rope[key] for key in _ROPE_NUMBERS if key in rope}
+        if bad := [key for key, value in numbers.items() if not NUMBER.fits(value)]:
+            raise InputError(f"{bad[0]}: {shown(numbers[bad[0]])}; allowed: {NUMBER.words}")
+        return Rope(float(theta), rope, fraction)
+    if others := sorted(set(rope) - {"rope_type", "type"}):
+        raise InputError(
+            f"{others[0]}: {shown(rope[others[0]])} beside the rotary embedding of type default; allowed: rope_theta, "
+            "rope_type"
+        )
+    return Rope(float(theta), None, fraction)
+
+
+def _rotary_fraction(config: dict[str, Any], in_rope: Any) -> float:
+    """The share of a head that is turned; ``in_rope``: the key's value among the rotary embedding's."""
+    default = FAMILIES[config["model_type"]].rotary_fraction
+    if default is None:
+        if not _is_one_of(in_rope, (1, None)):
+            raise InputError(f"partial_rotary_factor is not supported ({OTHER_ROPE}); allowed: 1, or no such key")
+        return 1.0
+    value = in_rope if in_rope is not None else config.get("partial_rotary_factor", default)
+    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    if not (FRACTION.fits(value) and value > 0 and (value * width) % 2 == 0):
+        raise InputError(
+            f"partial_rotary_factor: {shown(value)}; allowed: a number above 0 up to 1 that turns an even part of the "
+            f"{width} numbers of a head"
+        )
+    return float(value)
+
+
+def architectures_problem(config: dict[str, Any]) -> str | None:
+    """Why vLLM would start another model than the learner's; None where it would not."""
+    wanted = FAMILIES[config["model_type"]].hf_class
+    if config.get("architectures") == [wanted]:
+        return None
+    return f"architectures: {shown(config.get('architectures'))} (vLLM goes by it); allowed: [{wanted!r}]"
+
+
+def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """``value in allowed`` without taking true for 1."""
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in allowed)
 
 
 def read_architecture(path: Path) -> Architecture:
     """Read ``path/config.json``. Raises `InputError` where it is missing, broken, of another architecture, or asks for
-    something that the learner or vLLM would not do (`config_keys`)."""
+    something that the learner or vLLM would not do."""
     file = Path(path) / "config.json"
     config = _read(file)
     try:

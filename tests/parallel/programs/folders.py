@@ -17,8 +17,14 @@ from megatron_rl.errors import InputError
 from megatron_rl.learner import compare_logits
 from megatron_rl.learner.model import build_model
 from megatron_rl.learner.process_groups import initialize
-from megatron_rl.model.architecture import Architecture, architecture_from
-from megatron_rl.model.config_keys import architectures_problem, listed, neutral, unknown_keys
+from megatron_rl.model.architecture import (
+    Architecture,
+    architecture_from,
+    architectures_problem,
+    listed,
+    neutral,
+    unknown_keys,
+)
 from tools.dev.make_tiny_checkpoint import build_model as build_theirs
 from tools.dev.make_tiny_checkpoint import build_tiny_config, save_checkpoint
 

@@ -13,8 +13,16 @@ import pytest
 from transformers import AutoConfig
 
 from megatron_rl.errors import InputError
-from megatron_rl.model.architecture import Architecture, architecture_from, read_architecture
-from megatron_rl.model.config_keys import _is_one_of, implemented, listed, neutral, without_effect
+from megatron_rl.model.architecture import (
+    Architecture,
+    _is_one_of,
+    architecture_from,
+    implemented,
+    listed,
+    neutral,
+    read_architecture,
+    without_effect,
+)
 from megatron_rl.model.families import FAMILIES
 
 SIZES = {
