@@ -436,7 +436,7 @@ def _pieces(base: Sharded) -> list[_Piece]:
     pieces = []
     for tensor in nested_values({0: built}):
         if not tensor.data.is_contiguous():
-            raise NotImplementedError(f"{tensor.key}: its shard is no range of the flattened parameter")
+            raise NotImplementedError(f"{tensor.key}: its shard is not a range of the flattened parameter")
         local = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
         pieces.append(_Piece(tensor.without_data(), local, tensor.data.storage_offset()))
     return pieces

@@ -8,7 +8,7 @@ docstring of ``run_NAME`` is the text of --help. Commands raise the errors of `m
 from __future__ import annotations
 
 GROUPS = {
-    "recipe": "Ask what a recipe may hold, translate one of another project, run its learner on one rank",
+    "recipe": "List recipe keys, translate another project's script, trace a learner without GPUs",
     "run": "Look at a run, while it goes on or afterwards",
     "batch": "Analyse one stored batch of a run",
     "paper": "Repeat a measurement of a paper with your model",
@@ -22,9 +22,9 @@ COMMANDS = {
     "eval": "Score a checkpoint on held-out problems.",
     "serve": "Start a rollout server of a run.",
     "convert": "Convert checkpoints between Hugging Face and Megatron.",
-    "prepare-data": "Make a clean training set of a public dataset.",
+    "prepare-data": "Make a clean training set from a public dataset.",
     "parity": "Find the first operator where vLLM or the learner departs from the checkpoint.",
-    "doctor": "Test whether this machine does what a run needs.",
+    "doctor": "Test whether this machine can run training.",
     "patch": "Apply the patches to Megatron-Core, or show which are applied.",
     "lab": "Run the arms of a study over its seeds, and report them.",
     "recipe schema": "Print the JSON Schema of recipes, for editors.",
@@ -43,7 +43,7 @@ COMMANDS = {
     "batch replay": "Run the update of a stored batch again, as it was or changed.",
     "batch attribute": "Split the mismatch of a stored batch into its causes.",
     "batch experts": "Show load, flips and mismatch of each expert in a stored batch.",
-    "batch import-dump": "Make a stored batch of a rollout dump of slime, miles or NeMo-RL.",
+    "batch import-dump": "Make a stored batch from a rollout dump of slime, miles or NeMo-RL.",
     "batch gradient-bias": "Measure how far the mismatch turns the gradient of a stored batch.",
     "paper mismatch": "Measure the training-inference mismatch of a checkpoint by pairs of dtypes.",
     "paper eval-grid": "Measure a checkpoint's accuracy by dtype, temperature, top-p and token budget.",

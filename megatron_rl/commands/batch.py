@@ -329,7 +329,7 @@ def add_import_dump(parser: argparse.ArgumentParser) -> None:
 
 
 def run_import_dump(options: argparse.Namespace) -> int:
-    """Make a stored batch of a rollout dump of slime, miles or NeMo-RL, for the other commands of `batch`.
+    """Make a stored batch from a rollout dump of slime, miles or NeMo-RL, for the other commands of `batch`.
 
         megatron-rl batch import-dump dump/rollout_data/120.pt --recipe recipe.yaml --output runs/imported
         megatron-rl batch attribute runs/imported --step 0

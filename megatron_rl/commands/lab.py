@@ -31,7 +31,7 @@ def add_lab(parser: argparse.ArgumentParser) -> None:
     check.set_defaults(action=_check)
     start = commands.add_parser("run", help="Run what is missing of a study.")
     start.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, help="Run so many at a time (default: one per core)."
+        "--jobs", type=int, default=os.cpu_count() or 1, help="Run this number at a time (default: one per core)."
     )
     start.add_argument("--seeds", type=int, nargs="+", help="Run only these seeds.")
     start.add_argument("--arms", nargs="+", help="Run only these arms, whatever the gate says.")
@@ -64,7 +64,7 @@ def add_lab(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--random", type=int, metavar="N", help="Repeat N finished runs, drawn from the study's hash.")
     again.add_argument("--seed", type=int, help="Repeat the run of this seed (needs --arm).")
     again.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, help="Run so many at a time (default: one per core)."
+        "--jobs", type=int, default=os.cpu_count() or 1, help="Run this number at a time (default: one per core)."
     )
     again.set_defaults(action=_verify)
     power = commands.add_parser("power", help="Compute the smallest effect that each primary sees with 80%% power.")

@@ -125,9 +125,11 @@ def add_branch(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=int,
         metavar="N",
-        help="Give each arm so many steps (default: until 20 steps after the first sign).",
+        help="Give each arm this number of steps (default: until 20 steps after the first sign).",
     )
-    parser.add_argument("--seeds", type=int, default=4, metavar="N", help="Repeat each arm so often (default: 4).")
+    parser.add_argument(
+        "--seeds", type=int, default=4, metavar="N", help="Repeat each arm this number of times (default: 4)."
+    )
     parser.add_argument(
         "--arms",
         nargs="+",
@@ -153,16 +155,16 @@ def add_branch(parser: argparse.ArgumentParser) -> None:
         "--jobs",
         type=int,
         metavar="N",
-        help="Run so many at a time (default: one per core, or one where there is a GPU).",
+        help="Run this number at a time (default: one per core, or one where there is a GPU).",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="Keep the arms' runs in this folder.")
     parser.add_argument("--dry-run", action="store_true", help="Print arms, steps and cost, and start nothing.")
     add_gpu(parser, "With --dry-run, estimate hours of this GPU.")
     parser.add_argument(
-        "--nodes", type=int, help="With --gpu, reckon with this number of nodes (default: as the recipe's name says)."
+        "--nodes", type=int, help="With --gpu, assume this number of nodes (default: as the recipe's name says)."
     )
     parser.add_argument(
-        "--gpus-per-node", type=int, help="With --gpu, reckon with this number of GPUs in a node (default: 8)."
+        "--gpus-per-node", type=int, help="With --gpu, assume this number of GPUs in a node (default: 8)."
     )
     parser.add_argument(
         "--print-jobs", action="store_true", help="Print the command that submits each missing arm, and start nothing."

@@ -19,7 +19,7 @@ FP32_STORED = ("fp32", "tf32")
 class Section(BaseModel):
     """A section of a recipe: unknown keys are errors, and defaults are checked like given values.
 
-    Nothing is converted: "1" and true are no numbers, 1 is no switch, and numbers are finite.
+    Nothing is converted: "1" and true are not numbers, 1 is not a switch, and numbers are finite.
     """
 
     model_config = ConfigDict(

@@ -44,7 +44,7 @@ def model_problems(
         )
     layers, most = recipe.exact.dose and recipe.exact.dose.layers, architecture.num_layers - 1
     if layers and max(layers) > most:
-        problems.append(f"exact.noise.layers: {max(layers)} is no layer of the model; 0 … {most} are allowed")
+        problems.append(f"exact.noise.layers: {max(layers)} is not a layer of the model; 0 … {most} are allowed")
     if recipe.learner.lora is not None:
         problems += lora_problems(architecture, recipe.learner.parallel)
     return problems + shared_expert_problems(recipe, architecture) + latent_attention_problems(recipe, architecture)

@@ -82,7 +82,7 @@ class AlarmRule(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9_-]+$")
     """Name of the rule; the metric alarm/<name> is 1 in steps in which it goes off and 0 in the others."""
     metric: str
-    """A metric by its name in metrics.jsonl. Steps without it are no observations."""
+    """A metric by its name in metrics.jsonl. Steps without it do not count."""
     statistic: Statistic = "value"
     """value: the metric. mean: its mean over the window. of_best: that mean over the highest one so far (nothing while
     that is not above 0). of_start: the median of the window over the median of the run's first window. ratio: the

@@ -390,7 +390,7 @@ def _encodable(text: str, key: str, where: str) -> str:
     except UnicodeEncodeError as error:
         raise InputError(
             f"{where}: column {key!r} holds {text[error.start]!r} at position {error.start}, half of a UTF-16 pair "
-            "that is no character; write the character itself, or remove it"
+            "that is not a character; write the character itself, or remove it"
         ) from error
     return text
 

@@ -240,7 +240,7 @@ class AtomParser(UnitCursor):
             return self._command(token.text[1:])
         if token.text in ("(", "["):
             return self._brackets(token.text)
-        raise Unread(f"{token.text} is no argument")
+        raise Unread(f"{token.text} is not an argument")
 
     def _function(self, name: str) -> Node:
         r"""``\sin x``, ``\sin^2 x``, ``\log_2 8``, ``\log(x+1)``, ``\max(a, b)``."""

@@ -318,7 +318,7 @@ class UnitCursor(Cursor):
         if braced:
             self._expect("}")
         if token.kind != "number" or len(token.text) != 1 or not token.text.isdigit():
-            raise Unread("the power of a unit is no digit")
+            raise Unread("the power of a unit is not a digit")
         return sign * int(token.text)
 
     def _counted(self) -> Unit | None:

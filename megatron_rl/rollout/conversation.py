@@ -130,7 +130,7 @@ class Conversation:
         """
         wrong = [token for token in tokens if not 0 <= token < self._client.vocab_size]
         if wrong:
-            raise RolloutError(f"tell: {wrong[:3]} are no tokens of the model (0 … {self._client.vocab_size - 1})")
+            raise RolloutError(f"tell: {wrong[:3]} are not tokens of the model (0 … {self._client.vocab_size - 1})")
         if len(tokens) >= self.room:
             self.truncated = True
             return False

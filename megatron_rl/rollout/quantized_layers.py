@@ -64,7 +64,7 @@ class Rounded(Method):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Rounded:
-        raise NotImplementedError(f"{NAME} is no format of checkpoints")
+        raise NotImplementedError(f"{NAME} is not a format of checkpoints")
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         wanted = QuantizationConfig.model_validate(get_current_vllm_config().additional_config[KEY])

@@ -269,7 +269,7 @@ def _check_arrays(arrays: dict[str, np.ndarray], abouts: list[dict]) -> None:
         raise ValueError(f"kept_tokens has the shape {arrays['kept_tokens'].shape}, expected ({responses[-1]}, …)")
     for name in ("inference_logprobs", "old_logprobs", "current_logprobs"):
         if name in arrays and (arrays[name] > MAX_LOGPROB).any():  # NaN is what an alarm may have recorded
-            raise ValueError(f"{name} holds what is no log-prob")
+            raise ValueError(f"{name} holds a value that is not a log-prob")
     if (arrays["tokens"] < 0).any():
         raise ValueError("tokens holds a negative number")
 

@@ -119,7 +119,7 @@ def write_run(imported: Imported, recipe: Recipe, folder: Path) -> Path:
 
 def _samples(path: Path) -> tuple[str, list[Any]]:
     if not zipfile.is_zipfile(path):
-        raise InputError(f"{path}: cannot be read as a file of torch.save: it is no archive")
+        raise InputError(f"{path}: cannot be read as a file of torch.save: it is not an archive")
     try:
         with torch.serialization.safe_globals(_arrays_of_numpy()):
             content = torch.load(path, map_location="cpu", weights_only=True)
@@ -264,7 +264,7 @@ def _check(path: Path, i: int, response: Response, architecture: Architecture) -
     for name in ("rollout_logprobs", "learner_logprobs"):
         value = getattr(response, name)
         if value is not None and not (value[response.loss_mask] <= MAX_LOGPROB).all():
-            raise InputError(f"{where}: {name} holds what is no log-prob, such as {float(value.max()):g}")
+            raise InputError(f"{where}: {name} holds a value that is not a log-prob, such as {float(value.max()):g}")
 
 
 def _advantages(path: Path, responses: list[Response], recipe: Recipe, lacks: list[str]) -> list[float]:

@@ -309,7 +309,7 @@ def _read_store(folder: Path) -> Log:
             for line in file.read_text(encoding="utf-8").splitlines():
                 cells = line.split()
                 if len(cells) < 3:
-                    raise InputError(f"{file}: {shown(line, 60)} is no line of MLflow; expected time, value and step")
+                    raise InputError(f"{file}: {shown(line, 60)} is not a line of MLflow; expected time, value, step")
                 points.append((name, int(cells[2]), float(cells[1])))
     return Log("MLflow", folder, points)
 
@@ -353,7 +353,7 @@ def _json_lines(file: Path) -> list[Mapping[str, object]]:
                 break
             raise InputError(f"{file}, line {number}: not valid JSON ({error}); delete or repair the line") from error
         if not isinstance(row, dict):
-            raise InputError(f"{file}, line {number}: {shown(line, 60)} is no object; expected a step's metrics")
+            raise InputError(f"{file}, line {number}: {shown(line, 60)} is not an object; expected a step's metrics")
         data = row.pop("data", None)  # verl's file: {"step": 1, "data": {…}}
         rows.append({**row, **data} if isinstance(data, dict) else row)
     return rows

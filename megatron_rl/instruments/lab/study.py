@@ -214,7 +214,7 @@ class Study(Section):
         if yoke.arm == name or self.arms[yoke.arm].yoked:
             problems.append(f"{at}.arm: {yoke.arm!r} is yoked itself; name an arm that is not")
         if self.outcomes[yoke.outcome].statistic == "collapse_step":
-            problems.append(f"{at}.outcome: {yoke.outcome!r} is a collapse step, which is no outcome of one run alone")
+            problems.append(f"{at}.outcome: {yoke.outcome!r} is a collapse step, which one run alone does not have")
         return problems
 
     def _wrong_primary(self, at: str, primary: Primary) -> list[str]:

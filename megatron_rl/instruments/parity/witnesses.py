@@ -126,7 +126,7 @@ def _checked(setup: Setup) -> Setup:
                 f"parity: --tokens: sequence {number} has {len(tokens)} tokens; 2 … {longest - 1} are allowed"
             )
         if wrong := [token for token in tokens if not 0 <= token < size]:
-            raise InputError(f"parity: --tokens: {wrong[0]} is no token of the model; 0 … {size - 1} are allowed")
+            raise InputError(f"parity: --tokens: {wrong[0]} is not a token of the model; 0 … {size - 1} are allowed")
     return setup
 
 

@@ -161,7 +161,7 @@ class Translation:
             Recipe.model_validate(self._filled())
         except ValidationError as error:
             raise InputError(
-                f"{self.source}: its translation is no recipe that loads:\n{explain(error, Recipe)}\n\n{self.report()}"
+                f"{self.source}: its translation is not a valid recipe:\n{explain(error, Recipe)}\n\n{self.report()}"
             ) from error
 
     def _filled(self) -> dict[str, Any]:

@@ -182,7 +182,7 @@ def unpack(body: bytes | bytearray | memoryview) -> Answer:
 def _head(body: memoryview) -> tuple[dict[str, Any], int]:
     """The head, and where it ends."""
     if len(body) < _HEADER.size:
-        raise Damaged(f"{len(body)} bytes are no header")
+        raise Damaged(f"{len(body)} bytes are not a header")
     magic, version, _, size, checksum = _HEADER.unpack_from(body)
     if size > HEAD_BYTES:
         raise Damaged(f"a head of {size} bytes; {HEAD_BYTES} are the most")

@@ -149,7 +149,10 @@ def test_an_alarm_cannot_ask_for_what_the_recorder_refuses():
         ),
         (lambda described, arrays: arrays.update(tokens=arrays["tokens"][:-1]), "tokens has the shape"),
         (lambda described, arrays: arrays["tokens"].__setitem__(0, -1), "tokens holds a negative number"),
-        (lambda described, arrays: arrays["inference_logprobs"].__setitem__(0, 0.5), "holds what is no log-prob"),
+        (
+            lambda described, arrays: arrays["inference_logprobs"].__setitem__(0, 0.5),
+            "that is not a log-prob",
+        ),
         (lambda described, arrays: arrays.pop("cu_response"), "KeyError: 'cu_response'"),
     ],
 )

@@ -180,7 +180,7 @@ def test_no_code_of_a_file_is_run(tmp_path):
         ("a.jsonl", "[1]\n", "a list; expected an object"),
         ("a.jsonl", '{"a\n', "line 1: no JSON"),
         ("a.jsonl", "\n", "no response in it"),
-        ("a.pt", "text", "it is no archive"),
+        ("a.pt", "text", "it is not an archive"),
         ("b.pt", None, "no such file"),
     ],
 )

@@ -149,7 +149,7 @@ def test_what_is_registered_of_a_study_without_yoked_arms_stays(study):
         ({"arm": "plane", "outcome": "rate"}, ["arms.own.yoked.learner.optimizer.lr.arm", "'plane'", "'plain'"]),
         ({"arm": "plain", "outcome": "rat"}, [".outcome", "'rat'", "'rate'"]),
         ({"arm": "own", "outcome": "rate"}, ["is yoked itself"]),
-        ({"arm": "plain", "outcome": "collapse"}, ["no outcome of one run alone"]),
+        ({"arm": "plain", "outcome": "collapse"}, ["which one run alone does not have"]),
     ],
 )
 def test_a_yoke_that_cannot_hold_is_refused(study, write, yoke, words):

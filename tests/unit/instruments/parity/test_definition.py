@@ -176,7 +176,7 @@ def test_a_model_without_a_definition_is_refused(tmp_path, change, told):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "told"), [([[5]], "has 1 tokens; 2 … "), ([[5, 128]], "128 is no token of the model; 0 … 127")]
+    ("tokens", "told"), [([[5]], "has 1 tokens; 2 … "), ([[5, 128]], "128 is not a token of the model; 0 … 127")]
 )
 def test_tokens_that_the_model_does_not_have_are_refused(tokens, told):
     with pytest.raises(InputError, match=told):
