@@ -29,13 +29,22 @@ def add_parity(parser: argparse.ArgumentParser) -> None:
         help="Compare on this sequence of tokens. The option may be given several times (default: three random ones).",
     )
     parser.add_argument(
+        "--layers",
+        type=int,
+        metavar="N",
+        help="Compare the first N layers alone, at full width. The others are not read (default: all layers).",
+    )
+    parser.add_argument(
         "--witnesses",
         default=",".join(WITNESSES),
         metavar="NAME,NAME",
         help=f"Run these alone, of {', '.join(WITNESSES)} (default: all).",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="Write parity.json (the certificate), parity.txt and parity.png here."
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="Write the certificate here: parity.json, a page (parity.html), parity.txt and parity.png.",
     )
 
 
@@ -50,29 +59,36 @@ def run_parity(options: argparse.Namespace) -> int:
     operator of each is compared with its definition in float64 on its own inputs. The definition comes from config.json
     and the tensors alone. docs/parity.md explains the report. For a layout of several ranks, start it under torchrun.
 
+    A model that is too large for the host is refused, by arithmetic; --layers N compares its first layers.
+
     Exit status: 0 every operator is within its bound, 1 one is not, 2 bad arguments.
     """
+    from dataclasses import replace
+
+    from megatron_rl.doctor.machine import available_gib
+    from megatron_rl.instruments.parity.witnesses import of_first_layers, refuse_without_memory
     from megatron_rl.learner.process_groups import shutdown
 
     tokens, witnesses = [_ids(text) for text in options.tokens], _witnesses(options.witnesses)
     with tempfile.TemporaryDirectory(prefix="parity-") as scratch:
-        setup = _setup(options, tokens, Path(scratch))
         try:
-            return _compare(setup, witnesses, options.out)
+            setup = replace(_setup(options, tokens, Path(scratch)), witnesses=witnesses)
+            refuse_without_memory(setup, options.layers, available_gib())
+            if options.layers is not None:
+                setup = of_first_layers(setup, options.layers, Path(scratch))
+            return _compare(setup, options.out)
         finally:
             shutdown()
 
 
-def _compare(setup: Setup, witnesses: tuple[str, ...], out: Path | None) -> int:
-    from dataclasses import replace
-
+def _compare(setup: Setup, out: Path | None) -> int:
     from megatron_rl.instruments.parity import report
     from megatron_rl.instruments.parity.compare import compare
     from megatron_rl.instruments.parity.definition import Checkpoint
     from megatron_rl.instruments.parity.witnesses import collect
     from megatron_rl.process.ranks import broadcast_object, world_rank
 
-    setup, checkpoint = replace(setup, witnesses=witnesses), Checkpoint(setup.model)
+    checkpoint = Checkpoint(setup.model)
     records = collect(setup)
     failed = False
     if world_rank() == 0:
@@ -81,7 +97,7 @@ def _compare(setup: Setup, witnesses: tuple[str, ...], out: Path | None) -> int:
         print(report.as_text(setup, records, result))
         if out is not None:
             report.write(out, setup, records, result)
-            print(f"wrote {out}/parity.json, parity.txt, parity.png")
+            print(f"wrote {out}/parity.json, parity.html, parity.txt, parity.png")
     return EXIT_FAULT if broadcast_object(failed) else EXIT_DONE
 
 

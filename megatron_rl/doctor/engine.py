@@ -100,7 +100,51 @@ def parity(setting: Setting) -> Outcome:
 
     recipe = tiny(setting, *overrides({}, "bf16"), *SMALL, "rollout.dtype=bf16")
     setup = of_recipe(recipe)
-    return judge_parity(compare(Checkpoint(setup.model), collect(setup)))
+    outcome = judge_parity(compare(Checkpoint(setup.model), collect(setup)))
+    if outcome.status == "fail" or (wanted := planned(setting)) is None:
+        return outcome
+    found, told = first_layers(wanted, setting)
+    return judge_first_layers(outcome, found, told)
+
+
+def first_layers(recipe: Recipe, setting: Setting) -> tuple[Comparison | None, str]:
+    """The first layers of the recipe's model at full width, in its types, and how many; None where there is no
+    memory for them, and why."""
+    from pathlib import Path
+
+    from megatron_rl.doctor.machine import available_gib
+    from megatron_rl.instruments.parity import witnesses
+    from megatron_rl.instruments.parity.compare import compare
+    from megatron_rl.instruments.parity.definition import Checkpoint
+    from megatron_rl.instruments.parity.first_layers import fewest_layers, first_layers_of
+    from megatron_rl.model.architecture import read_architecture
+
+    if not recipe.model.path.exists():
+        return None, f"{recipe.model.path} is not here, so its layers were not looked at"
+    setup, a = witnesses.of_types(recipe, setting.device), read_architecture(recipe.model.path)
+    most, free = max(2, fewest_layers(a)), available_gib()
+    number = witnesses.layers_that_fit(setup, a, free, most)
+    if not number:
+        least = witnesses.host_gib(setup, first_layers_of(a, fewest_layers(a)))
+        return None, (
+            f"the first layers of {recipe.model.path} take {least:.0f} GiB of host memory and {free:.0f} are free, so "
+            "they were not looked at"
+        )
+    setup = witnesses.of_first_layers(setup, number, Path(setting.scratch))
+    return compare(
+        Checkpoint(setup.model), witnesses.collect(setup)
+    ), f"the first {number} layers of {recipe.model.path}"
+
+
+def judge_first_layers(tiny_model: Outcome, found: Comparison | None, told: str) -> Outcome:
+    """``tiny_model``: passed. ``found``: None where layers were not looked at; ``told``: which, or why not."""
+    if found is None:
+        return passed(f"{tiny_model.reason}; {told}", **tiny_model.figures)
+    outcome = judge_parity(found)
+    if outcome.status == "fail":
+        fix = outcome.fix.replace("recipes/tiny/model", "MODEL --layers N")
+        return failed(f"{told}: {outcome.reason}", fix, **outcome.figures)
+    return passed(f"tiny model: {tiny_model.reason}; {told}: {outcome.reason}", **outcome.figures)
 
 
 def judge_parity(found: Comparison) -> Outcome:

@@ -160,6 +160,7 @@ def _theirs(path: Path, a: Architecture, folder: HFFolder, layers: list[int]) ->
         if a.is_moe:
             config.decoder_sparse_step = 1
             config.mlp_only_layers = [place for place, i in enumerate(layers) if not a.moe_layers[i]]
+            config.first_k_dense_replace = sum(not a.moe_layers[i] for i in layers)
         read = _renamed(folder, layers)
         source, weights = None, {name: read(name) for name in model_shapes(_of_layers(a, layers))}
     model, info = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(

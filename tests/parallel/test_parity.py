@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_rl.instruments.parity.definition import MOE_FAMILIES
 from tests.parallel.pool import Jobs
 from tests.support.slow import slow_but
 from tools.dev.parity_bench import make_models
@@ -23,7 +24,11 @@ CLEAN = [
     ("qwen2_moe", BOTH, "bf16", False),
     ("glm4_moe", BOTH, "bf16", False),
     ("glm4_moe", BOTH, "fp32", False),
+    ("deepseek_v3", BOTH, "bf16", False),
+    ("deepseek_v3", BOTH, "fp32", False),
 ]
+LAYERS = {"qwen3_moe": 36, "qwen2_moe": 34, "glm4_moe": 36, "deepseek_v3": 36, "qwen3": 34, "qwen2": 30, "llama": 30}
+"""Operators with a tap, of both layers."""
 EXCHANGED = {
     "self_attention.linear_qkv.weight": ["1.q", "1.k", "1.v"],
     "self_attention.linear_proj.weight": ["1.o_proj"],
@@ -55,9 +60,8 @@ def runs(tmp_path_factory):
 def test_a_sound_learner_is_within_every_bound(runs, family, parallel, dtype, exact):
     for found in runs[name_of((family, parallel, dtype, exact))]:  # whole on every rank
         assert found["beyond"] == []
-        layers = {"qwen3_moe": 36, "qwen2_moe": 34, "glm4_moe": 36, "qwen3": 34, "qwen2": 30, "llama": 30}[family]
-        assert found["number"] == 4 + layers
-        assert found["experts"] == ([0, 1, 2, 3] if family.endswith("_moe") else [])
+        assert found["number"] == 4 + LAYERS[family]
+        assert found["experts"] == ([0, 1, 2, 3] if family in MOE_FAMILIES else [])
 
 
 @pytest.mark.slow

@@ -196,9 +196,51 @@ def _(layer: Any, module: Any) -> AbstractContextManager:
     return replaced(layer.mlp, "postprocess", make)
 
 
+@of_learner("latent norm left out", f"{LAYER}.kv_latent_norm", model="deepseek_v3")
+def _(layer: Any, module: Any) -> AbstractContextManager:
+    return valued(layer.self_attention.kv_layernorm, "forward", lambda x: x)
+
+
+@of_learner("rope on the plain part of latent attention", f"{LAYER}.q_rope", model="deepseek_v3")
+def _(layer: Any, module: Any) -> AbstractContextManager:
+    return _first_part_turned(layer)
+
+
+@of_learner("bias of the choice in the weights", f"{LAYER}.weights", model="deepseek_v3")
+def _(layer: Any, module: Any) -> AbstractContextManager:
+    router = layer.mlp.router
+
+    def biased(out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        probs, chosen = out
+        scores = (probs + 0.1 * router.expert_bias) * chosen
+        return scores / scores.sum(-1, keepdim=True) * probs.sum(-1, keepdim=True), chosen
+
+    return output_of(router, biased)
+
+
+@of_learner("shared experts of DeepSeek left out", f"{LAYER}.mlp", model="deepseek_v3")
+def _(layer: Any, module: Any) -> AbstractContextManager:
+    make = lambda combine: lambda output, shared: combine(output, None)  # noqa: E731
+    return replaced(layer.mlp, "postprocess", make)
+
+
 @of_learner("another routed scale", f"{LAYER}.weights", model="glm4_moe")
 def _(layer: Any, module: Any) -> AbstractContextManager:
     return output_of(layer.mlp.router, lambda out: (out[0] * 1.01, out[1]))
+
+
+def _first_part_turned(layer: Any) -> AbstractContextManager:
+    """The first numbers of a head are turned, not the last ones."""
+
+    def make(get: Callable) -> Callable:
+        def turned(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+            query, key, *rest = get(*args, **kwargs)
+            width = layer.self_attention.config.qk_head_dim
+            return (query.roll(width, -1), key.roll(width, -1), *rest)
+
+        return turned
+
+    return replaced(layer.self_attention, "get_query_key_value_tensors", make)
 
 
 @fault("learner: temperature on one side", "logprob", "learner")

@@ -154,6 +154,20 @@ def _(bench: Bench) -> AbstractContextManager:
     return replaced(bench.vllm.model, "forward", make)
 
 
+@fault("vLLM: turned pairs are halves", "0.q_rope", "vllm", model="deepseek_v3")
+def _(bench: Bench) -> AbstractContextManager:
+    rotary = bench.vllm.model.layers[0].self_attn.rotary_emb
+
+    def make(forward: Callable) -> Callable:
+        def halves(positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+            with valued(rotary, "is_neox_style", True):
+                return type(rotary).forward_native(rotary, positions, query, key)
+
+        return halves
+
+    return replaced(rotary, "forward", make)
+
+
 def of_vllm(name: str, tap: str, find: Callable[[Any], tuple[Any, str, Any]], **more: Any) -> None:
     """A fault of vLLM's: a value. ``find(layer)`` → owner, name, value."""
     fault(f"vLLM: {name}", f"{LAYER}.{tap}", "vllm", **more)(
@@ -212,6 +226,70 @@ def _(bench: Bench) -> AbstractContextManager:
 @fault("vLLM: routed scale left out", f"{LAYER}.weights", "vllm", model="glm4_moe")
 def _(bench: Bench) -> AbstractContextManager:
     return valued(bench.vllm.model.layers[LAYER].mlp.experts, "routed_scaling_factor", 1.0)
+
+
+# Of latent attention and the router beside it. The latent vector's norm and what makes heads of it are weights.
+of_layer(
+    "norm of latent vectors stale", "kv_latent_norm", "self_attn.kv_a_layernorm.weight", noisy, model="deepseek_v3"
+)
+of_layer(
+    "projection to latent vectors stale", "kv_latent", "self_attn.kv_a_proj_with_mqa.weight", noisy, model="deepseek_v3"
+)
+of_layer(
+    "keys and values of other heads", "attention", "self_attn.kv_b_proj.weight", rows_exchanged, model="deepseek_v3"
+)
+of_layer("shared experts stale", "shared", "mlp.shared_experts.down_proj.weight", noisy, model="deepseek_v3")
+of_vllm(
+    "latent norm left out",
+    "kv_latent_norm",
+    lambda layer: (layer.self_attn.kv_a_layernorm, "forward", lambda x: x),
+    model="deepseek_v3",
+)
+of_vllm(
+    "routed scale of DeepSeek left out",
+    "weights",
+    lambda layer: (layer.mlp.experts, "routed_scaling_factor", 1.0),
+    model="deepseek_v3",
+)
+
+
+@fault("vLLM: scale of latent attention in decode", f"{LAYER}.attention", "vllm", found=(DECODE,), model="deepseek_v3")
+def _(bench: Bench) -> AbstractContextManager:
+    attention = vllm_taps.attention_of(bench.vllm.model.layers[LAYER].self_attn)
+    return valued(attention.impl, "scale", attention.qk_nope_head_dim**-0.5)  # without the width that is turned
+
+
+@fault("vLLM: bias of the choice in the weights", f"{LAYER}.weights", "vllm", model="deepseek_v3")
+def _(bench: Bench) -> AbstractContextManager:
+    moe = bench.vllm.model.layers[LAYER].mlp
+    bias = moe.gate.e_score_correction_bias
+
+    def make(compute: Callable) -> Callable:
+        def biased(hidden: Tensor, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            weights, chosen = compute(hidden, logits, *args, **kwargs)
+            scores = (logits.float().sigmoid() + bias).gather(1, chosen.long())
+            return (scores / scores.sum(-1, keepdim=True)).to(weights), chosen
+
+        return biased
+
+    return replaced(moe.experts.router, "_compute_routing", make)
+
+
+@fault("vLLM: shared experts left out", f"{LAYER}.mlp", "vllm", model="deepseek_v3")
+def _(bench: Bench) -> AbstractContextManager:
+    mlp, shared = bench.vllm.model.layers[LAYER].mlp, []
+
+    def make(forward: Callable) -> Callable:
+        def without(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            handle = mlp.shared_experts.register_forward_hook(lambda _module, _inputs, out: shared.append(out.clone()))
+            try:
+                return forward(hidden, *args, **kwargs) - shared.pop()
+            finally:
+                handle.remove()
+
+        return without
+
+    return replaced(mlp, "forward", make)
 
 
 @fault("vLLM: gate of the shared expert left out", f"{LAYER}.shared", "vllm", model="qwen2_moe")

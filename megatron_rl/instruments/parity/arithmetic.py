@@ -6,7 +6,8 @@ of its sums, which engines take in fp32: a sum of n terms is off by at most γ(n
 u = 2⁻²⁴ (Higham, Accuracy and Stability of Numerical Algorithms, chapter 3). Errors of the inputs are carried through
 to first order by absolute values. A bound holds for every order of summation, so it knows no kernel.
 
-Shapes: N tokens of a pass, T tokens of one sequence, H heads, G heads of keys and values, D head width, V vocabulary.
+Shapes: N tokens of a pass, T tokens of one sequence, H heads, G heads of keys and values, D head width, V vocabulary;
+of latent attention R the width that is turned, L that of a latent vector, V that of a value.
 """
 
 from __future__ import annotations
@@ -124,11 +125,20 @@ def rotate(x: Bounded, angles: Tensor, to: Rounding) -> Bounded:
     return Bounded(torch.cat([turned.value, rest.value], -1), torch.cat([turned.error, rest.error], -1))
 
 
-def attention(query: Bounded, key: Bounded, value: Bounded, lengths: Sequence[int], to: Rounding) -> Bounded:
-    """Causal attention of sequences back to back: ``query`` [N, H, D], ``key`` and ``value`` [N, G, D] → [N, H, D].
+def attention(
+    query: Bounded,
+    key: Bounded,
+    value: Bounded,
+    lengths: Sequence[int],
+    to: Rounding,
+    scale: float | None = None,
+) -> Bounded:
+    """Causal attention of sequences back to back: ``query`` [N, H, D], ``key`` [N, G, D], ``value`` [N, G, E] →
+    [N, H, E]. ``scale``: of the scores; None: 1 / √D.
 
     Scores stay in fp32. Probabilities may be rounded to the type before they weigh the values.
     """
+    scale = query.value.size(-1) ** -0.5 if scale is None else scale
     heads, groups = query.value.size(1), key.value.size(1)
     outputs, errors, start = [], [], 0
     for length in lengths:
@@ -137,7 +147,6 @@ def attention(query: Bounded, key: Bounded, value: Bounded, lengths: Sequence[in
         q, k, v = (x[rows] for x in (query, key, value))
         q, k, v = (Bounded(x.value.transpose(0, 1), x.error.transpose(0, 1)) for x in (q, k, v))
         k, v = (Bounded(*(part.repeat_interleave(heads // groups, 0) for part in (x.value, x.error))) for x in (k, v))
-        scale = q.value.size(-1) ** -0.5
         scores = scale * q.value @ k.value.transpose(1, 2)
         size = q.value.abs() @ k.value.abs().transpose(1, 2)
         moved = q.error @ (k.value.abs() + k.error).transpose(1, 2) + q.value.abs() @ k.error.transpose(1, 2)
@@ -153,6 +162,47 @@ def attention(query: Bounded, key: Bounded, value: Bounded, lengths: Sequence[in
         outputs.append((probs @ v.value).transpose(0, 1))
         errors.append(error.transpose(0, 1))
     return Bounded(torch.cat(outputs), torch.cat(errors)).rounded(to)
+
+
+def latent_attention(
+    query: Bounded,
+    query_rope: Bounded,
+    latent: Bounded,
+    key_rope: Bounded,
+    to_keys: Tensor,
+    to_values: Tensor,
+    lengths: Sequence[int],
+    to: Rounding,
+) -> Bounded:
+    """Attention to keys and values that are made of latent vectors: [N, H, V].
+
+    ``query`` [N, H, D] and ``query_rope`` [N, H, R]: the plain and the turned part. ``latent`` [N, L], ``key_rope``
+    [N, R]. ``to_keys`` [H, D, L], ``to_values`` [H, V, L]. An engine may make keys and values first, or bring the
+    queries to the latent vectors and the values back from them; the bound holds for both.
+    """
+    scale = (query.value.size(-1) + query_rope.value.size(-1)) ** -0.5
+    heads = query.value.size(1)
+    shared = Bounded(*(x[:, None].expand(-1, heads, -1) for x in (key_rope.value, key_rope.error)))
+    keys, values = (
+        stacked([linear(latent, weight, None, to) for weight in weights]) for weights in (to_keys, to_values)
+    )
+    made_first = attention(beside(query, query_rope), beside(keys, shared), values, lengths, to, scale)
+    brought = stacked([linear(query[:, i], to_keys[i].t(), None, to) for i in range(heads)])
+    alone = latent.view(len(latent.value), 1, -1)
+    one_head = Bounded(key_rope.value[:, None], key_rope.error[:, None])
+    among = attention(beside(brought, query_rope), beside(alone, one_head), alone, lengths, to, scale)
+    back = stacked([linear(among[:, i], to_values[i], None, to) for i in range(heads)])
+    return Bounded(made_first.value, torch.maximum(made_first.error, back.error))
+
+
+def beside(x: Bounded, y: Bounded) -> Bounded:
+    """Both along the last dimension."""
+    return Bounded(torch.cat([x.value, y.value], -1), torch.cat([x.error, y.error], -1))
+
+
+def stacked(heads: Sequence[Bounded]) -> Bounded:
+    """[N, D] of each head → [N, H, D]."""
+    return Bounded(torch.stack([x.value for x in heads], 1), torch.stack([x.error for x in heads], 1))
 
 
 def gated(gate: Bounded, up: Bounded, function: Callable[[Tensor], Tensor], to: Rounding) -> Bounded:
@@ -190,13 +240,22 @@ def sigmoid(x: Bounded, to: Rounding) -> Bounded:
     return Bounded(value, x.error / 4 + value * (2 * FUNCTION + FP32 * x.value.abs())).rounded(to)
 
 
+def rotated_pairs(x: Bounded) -> Bounded:
+    """Neighbours (2 i, 2 i + 1) of the last dimension at i and i + R/2, where `rotate` takes them."""
+    return Bounded(*(halves_of_pairs(part) for part in (x.value, x.error)))
+
+
+def halves_of_pairs(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
 def sigmoid_weights(logits: Bounded, chosen: Tensor, scale: float, to: Rounding) -> Bounded:
     """Weights [N, K] of the experts ``chosen`` [N, K]: sigmoids over their sum, times ``scale``."""
-    scores = sigmoid(logits[torch.arange(len(chosen))[:, None], chosen], Rounding(FP32))
+    scores = sigmoid(logits[torch.arange(len(chosen))[:, None], chosen], to)
     value = scores.value / scores.value.sum(-1, keepdim=True) * scale
     relative = scores.error / scores.value
-    relative = relative + relative.amax(-1, keepdim=True) + gamma(chosen.size(1) + 2) + 2 * FUNCTION
-    return Bounded(value, value * relative).rounded(to, times=2)
+    relative = relative + relative.amax(-1, keepdim=True) + gamma(chosen.size(1) + 2) + 2 * FUNCTION + to.unit
+    return Bounded(value, value * relative).rounded(to, times=3)
 
 
 def logprobs(logits: Bounded, tokens: Tensor, temperature: float) -> Bounded:

@@ -14,6 +14,7 @@ import torch
 
 from megatron_rl.instruments.parity.arithmetic import FP32
 from megatron_rl.instruments.parity.definition import Checkpoint, Evaluation
+from megatron_rl.instruments.parity.latent import evaluation_of
 from megatron_rl.instruments.parity.record import Record, in_words, place
 
 Tensor = torch.Tensor
@@ -110,8 +111,8 @@ def compare(checkpoint: Checkpoint, records: Sequence[Record], num_layers: int |
         if key not in truths:
             plain = Record("float64", record.lengths, record.tokens, record.dtype, temperature=record.temperature)
             plain.weight_dtypes = record.weight_dtypes
-            truths[key] = Evaluation(checkpoint, plain, num_layers)
-        _compare_one(record, Evaluation(checkpoint, record, num_layers), truths[key], result)
+            truths[key] = evaluation_of(checkpoint, plain, num_layers)
+        _compare_one(record, evaluation_of(checkpoint, record, num_layers), truths[key], result)
     return result
 
 
@@ -218,26 +219,43 @@ def _choice_error(record: Record, own: Evaluation, layer: int) -> OperatorError:
     probabilities to one number: some units of the scores. Where weights are a softmax over all experts, the choice may
     be among probabilities in the type of the logits: p (1 − u) ≤ q (1 + u) for logits that are 2u / (1 − u) apart."""
     scores, chosen = own.choice_scores(layer), record.taps[f"{layer}.chosen"].long()
-    error = _left_out(scores.value, chosen).clamp(min=0)
+    groups = own.checkpoint.groups
     bound = 8 * FP32 * (1 + scores.value.abs().amax(-1)) + 2 * scores.error.amax(-1)
     if not (own.checkpoint.renormalised or own.checkpoint.has_sigmoid_router):
         unit = own.rounding(f"{layer}.router_logits").unit
         bound = bound + 2 * unit / (1 - unit)
+    error = _left_out(scores.value, chosen, groups, bound).clamp(min=0)
     twice = chosen.sort(-1).values.diff(dim=-1).eq(0).any(-1)
     error = error.masked_fill(twice, torch.inf)
     return _worst(record, f"{layer}.chosen", error, bound, torch.arange(len(error)), float("nan"))
 
 
-def _left_out(logits: Tensor, chosen: Tensor) -> Tensor:
-    """[N]: the largest score that was left out, less the smallest that was chosen. −∞ where all are chosen."""
-    inside = torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
-    lowest = logits.masked_fill(~inside, torch.inf).amin(-1)
-    return logits.masked_fill(inside, -torch.inf).amax(-1) - lowest
+def _left_out(scores: Tensor, chosen: Tensor, groups: tuple[int, int] = (1, 1), bound: Tensor | None = None) -> Tensor:
+    """[N]: the largest of ``scores`` [N, E] that was left out, less the smallest that was chosen. −∞ where all are.
+
+    ``groups``: how many there are, and how many of them a token may choose experts of: those with the largest sum of
+    two. Then it is also how far the worst group that has a chosen expert is below the best ones, by half as it is a
+    sum. An expert counts as left out in groups that were taken for certain, up to ``bound`` [N].
+    """
+    inside = torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)
+    lowest = scores.masked_fill(~inside, torch.inf).amin(-1)
+    others = scores.masked_fill(inside, -torch.inf)
+    number, taken = groups
+    if taken == number:
+        return others.amax(-1) - lowest
+    of_group = scores.unflatten(-1, (number, -1)).topk(2).values.sum(-1)
+    largest = of_group.topk(taken + 1).values
+    apart = 2 * bound if bound is not None else torch.zeros_like(lowest)
+    certain = of_group > (largest[:, -1] + apart)[:, None]
+    others = others.masked_fill(~certain.repeat_interleave(scores.size(1) // number, 1), -torch.inf)
+    used = inside.unflatten(-1, (number, -1)).any(-1)
+    behind = (largest[:, -2] - of_group.masked_fill(~used, torch.inf).amin(-1)) / 2
+    return torch.maximum(others.amax(-1) - lowest, behind)
 
 
 def _flips(record: Record, own: Evaluation, truth: Evaluation, layer: int) -> list[Flip]:
     scores, chosen = truth.choice_scores(layer).value, record.taps[f"{layer}.chosen"].long()
-    apart = _left_out(scores, chosen)
+    apart = _left_out(scores, chosen, own.checkpoint.groups)
     moved = (own.choice_scores(layer).value - scores).abs().amax(-1)
     return [
         Flip(record.witness, layer, *record.sequence_of(row), float(apart[row]), float(moved[row]))

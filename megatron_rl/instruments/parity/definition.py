@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,38 @@ from megatron_rl.instruments.parity.arithmetic import Bounded, Rounding
 from megatron_rl.instruments.parity.record import ExpertRows, Record
 
 Tensor = torch.Tensor
-FAMILIES = ("qwen3_moe", "qwen2_moe", "glm4_moe", "qwen3", "qwen2", "llama")
+FAMILIES = ("qwen3_moe", "qwen2_moe", "glm4_moe", "deepseek_v3", "qwen3", "qwen2", "llama")
+MOE_FAMILIES = ("qwen3_moe", "qwen2_moe", "glm4_moe", "deepseek_v3")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
 }
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Widths of latent attention: of the latent vectors of queries (None: there are none) and of keys with values; of
+    a head's query and key the parts that stay and that are turned; of a head's value."""
+
+    query: int | None
+    keys: int
+    plain: int
+    turned: int
+    value: int
+    eps: float = 1e-6
+    """Of the norms of latent vectors, whatever rms_norm_eps is: so transformers and DeepSeek's own code have it."""
+
+
+def _latent(config: dict[str, Any]) -> Latent:
+    return Latent(
+        query=config.get("q_lora_rank", 1536),
+        keys=config.get("kv_lora_rank", 512),
+        plain=config.get("qk_nope_head_dim", 128),
+        turned=config.get("qk_rope_head_dim", 64),
+        value=config.get("v_head_dim", 128),
+    )
 
 
 class Checkpoint:
@@ -59,19 +85,28 @@ class Checkpoint:
         self.vocabulary: int = config["vocab_size"]
         self.eps: float = config.get("rms_norm_eps", 1e-6)
         self.has_head_norms = self.family in ("qwen3", "qwen3_moe") or config.get("use_qk_norm", False)
-        names = ("num_local_experts", "num_experts", "n_routed_experts") if "moe" in self.family else ()
+        names = ("num_local_experts", "num_experts", "n_routed_experts") if self.family in MOE_FAMILIES else ()
         self.num_experts: int = next((config[name] for name in names if config.get(name)), 0)
-        self.top: int = config.get("num_experts_per_tok") or 0
+        self.top: int = config.get("num_experts_per_tok") or (8 if self.family == "deepseek_v3" else 0)
         self.renormalised: bool = config.get("norm_topk_prob", False)
-        self.has_sigmoid_router = self.family == "glm4_moe"
-        self.routed_scale: float = config.get("routed_scaling_factor", 1.0) if self.has_sigmoid_router else 1.0
-        self.shared = {"qwen2_moe": "mlp.shared_expert", "glm4_moe": "mlp.shared_experts"}.get(self.family)
+        self.has_sigmoid_router = self.family in ("glm4_moe", "deepseek_v3")
+        self.routed_scale: float = 1.0
+        if self.has_sigmoid_router:
+            self.routed_scale = config.get("routed_scaling_factor", 2.5 if self.family == "deepseek_v3" else 1.0)
+        shared = {"qwen2_moe": "shared_expert", "glm4_moe": "shared_experts", "deepseek_v3": "shared_experts"}
+        self.shared = f"mlp.{shared[self.family]}" if self.family in shared else None
+        self.groups: tuple[int, int] = (1, 1)
+        """Groups of experts, and of how many of them a token may choose."""
+        self.latent = _latent(config) if self.family == "deepseek_v3" else None
+        if self.latent:
+            self.head_dim = self.latent.plain + self.latent.turned
+            self.groups = (config.get("n_group", 8), config.get("topk_group", 4))
         self.activation = ACTIVATIONS[config.get("hidden_act", "silu")]
         self._files = self._where()
 
     def is_moe(self, layer: int) -> bool:
         if self.has_sigmoid_router:
-            return layer >= self.config.get("first_k_dense_replace", 1)
+            return layer >= self.config.get("first_k_dense_replace", 3 if self.latent else 1)
         step, dense = self.config.get("decoder_sparse_step", 1), self.config.get("mlp_only_layers") or []
         return self.num_experts > 0 and layer not in dense and (layer + 1) % step == 0
 
@@ -104,6 +139,7 @@ class Checkpoint:
         theta = rope.get("rope_theta") or self.config.get("rope_theta") or 10000.0
         share = rope.get("partial_rotary_factor") or self.config.get("partial_rotary_factor")
         turned = int(self.head_dim * (share or (0.5 if self.family == "glm4_moe" else 1.0)))
+        turned = self.latent.turned if self.latent else turned
         frequencies = theta ** -(torch.arange(0, turned, 2, dtype=torch.float64) / turned)
         kind = rope.get("rope_type") or rope.get("type") or "default"
         if kind == "default":
@@ -134,12 +170,16 @@ class Evaluation:
         c = self.checkpoint
         yield "embedding"
         for layer in range(self.num_layers):
-            names = ["input_norm", "q", "k", "v", *(["q_norm", "k_norm"] if c.has_head_norms else [])]
-            names += ["q_rope", "k_rope", "attention", "o_proj", "residual", "second_norm"]
+            names = ["input_norm", *self.to_heads(), "q_rope", "k_rope"]
+            names += ["attention", "o_proj", "residual", "second_norm"]
             moe = ["router_logits", "chosen", "weights", "expert", *(["shared"] if c.shared else []), "mlp"]
             names += moe if c.is_moe(layer) else ["gate", "up", "activation", "mlp"]
             yield from (f"{layer}.{name}" for name in [*names, "output"])
         yield from ("final_norm", "logits", "logprob")
+
+    def to_heads(self) -> list[str]:
+        """Operators between the norm of a layer's input and the rotation."""
+        return ["q", "k", "v", *(["q_norm", "k_norm"] if self.checkpoint.has_head_norms else [])]
 
     def own(self, tap: str) -> Bounded:
         """What the witness has at ``tap``, exact; where it has nothing, what follows from its taps before."""
@@ -178,8 +218,17 @@ class Evaluation:
     def _before(self, layer: int) -> Bounded:
         return self.own(f"{layer - 1}.output" if layer else "embedding")
 
-    def _norm(self, x: Bounded, name: str, tap: str) -> Bounded:
-        return arithmetic.rms_norm(x, self.weight(f"{name}.weight"), self.checkpoint.eps, self.rounding(tap))
+    def _norm(self, x: Bounded, name: str, tap: str, eps: float | None = None) -> Bounded:
+        to = self.rounding(tap)
+        if self.record.rescaled and not tap.endswith("latent_norm"):
+            x = x.rounded(to)
+        return arithmetic.rms_norm(x, self.weight(f"{name}.weight"), eps or self.checkpoint.eps, to)
+
+    def _sum(self, x: Bounded, y: Bounded, to: Rounding) -> Bounded:
+        """x + y, in the residual stream or of experts."""
+        if self.record.rescaled:
+            return arithmetic.add(x.rounded(to), y.rounded(to), to).rounded(to)
+        return arithmetic.add(x, y, to)
 
     def _input_norm(self, layer: int) -> Bounded:
         return self._norm(self._before(layer), f"model.layers.{layer}.input_layernorm", f"{layer}.input_norm")
@@ -235,7 +284,7 @@ class Evaluation:
         return arithmetic.linear(self.own(f"{layer}.attention"), weight, None, to, self.record.parts)
 
     def _residual(self, layer: int) -> Bounded:
-        return arithmetic.add(self._before(layer), self.own(f"{layer}.o_proj"), self.rounding(f"{layer}.residual"))
+        return self._sum(self._before(layer), self.own(f"{layer}.o_proj"), self.rounding(f"{layer}.residual"))
 
     def _second_norm(self, layer: int) -> Bounded:
         name = f"model.layers.{layer}.post_attention_layernorm"
@@ -262,7 +311,7 @@ class Evaluation:
 
     def _output(self, layer: int) -> Bounded:
         to = self.rounding(f"{layer}.output")
-        return arithmetic.add(self.own(f"{layer}.residual"), self.own(f"{layer}.mlp"), to)
+        return self._sum(self.own(f"{layer}.residual"), self.own(f"{layer}.mlp"), to)
 
     def _final_norm(self) -> Bounded:
         return self._norm(self.own(f"{self.num_layers - 1}.output"), "model.norm", "final_norm")
@@ -288,16 +337,23 @@ class Evaluation:
         found = self.record.taps.get(f"{layer}.chosen")
         if found is not None:
             return found.long()
-        return self.choice_scores(layer).value.topk(self.checkpoint.top).indices.sort(-1).values
+        scores = self.choice_scores(layer).value
+        groups, taken = self.checkpoint.groups
+        if taken < groups:
+            of_group = scores.unflatten(-1, (groups, -1)).topk(2).values.sum(-1)
+            inside = torch.zeros_like(of_group, dtype=torch.bool).scatter(1, of_group.topk(taken).indices, True)
+            scores = scores.masked_fill(~inside.repeat_interleave(scores.size(1) // groups, 1), -torch.inf)
+        return scores.topk(self.checkpoint.top).indices.sort(-1).values
 
     def choice_scores(self, layer: int) -> Bounded:
         """[N, E]: the largest decide. Logits, or sigmoids with a bias."""
         logits = self.own(f"{layer}.router_logits")
         if not self.checkpoint.has_sigmoid_router:
             return logits
-        scores = arithmetic.sigmoid(logits, Rounding(arithmetic.FP32))
+        to = self.rounding(f"{layer}.router_logits")
+        scores = arithmetic.sigmoid(logits, to)
         name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
-        return Bounded(scores.value + self.checkpoint.weight(name, torch.float32), scores.error)
+        return Bounded(scores.value + self.checkpoint.weight(name, torch.float32), scores.error).rounded(to)
 
     def _chosen(self, layer: int) -> Bounded:
         raise NotImplementedError("experts are chosen, not computed: see `compare.choice_errors`")
@@ -350,4 +406,4 @@ class Evaluation:
             total.value.index_add_(0, rows, part.value)
             total.error.index_add_(0, rows, part.error)
         total = total.rounded(to)
-        return total if self.checkpoint.shared is None else arithmetic.add(total, self.own(f"{layer}.shared"), to)
+        return total if self.checkpoint.shared is None else self._sum(total, self.own(f"{layer}.shared"), to)

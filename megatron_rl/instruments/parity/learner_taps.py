@@ -83,7 +83,7 @@ def _empty(
     module: GPTModel, sequences: Sequence[Sequence[int]], witness: str, product: float, temperature: float
 ) -> Record:
     layers = module.decoder.layers
-    dtype = layers[0].self_attention.linear_qkv.weight.dtype
+    dtype = layers[0].self_attention.linear_proj.weight.dtype
     record = Record(witness, [len(s) for s in sequences], flat_tokens(sequences), dtype, product=product)
     record.temperature, record.parts = temperature, parallel_state.get_tensor_model_parallel_world_size()
     kinds: dict[str, torch.dtype] = {}
@@ -158,16 +158,11 @@ def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Mo
     attention, mlp = layer.self_attention, layer.mlp
     if _is_norm(layer.input_layernorm):  # else the projection has the norm inside
         on_output(stack, layer.input_layernorm, keep("input_norm", rows))
-    groups, width = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
-
-    def split(output: Any) -> None:
-        mixed = columns(first(output)).unflatten(-1, (-1, *first(output).shape[-1:]))  # ranks, their columns
-        mixed = mixed.unflatten(-1, (groups, -1, width)).flatten(1, 2)  # [N, groups, heads + 2, D]
-        for name, part in (("q", mixed[..., :-2, :]), ("k", mixed[..., -2, :]), ("v", mixed[..., -1, :])):
-            record.keep(f"{number}.{name}", part.flatten(1))
-
-    on_output(stack, attention.linear_qkv, split)
-    _tap_heads(stack, record, number, attention)
+    if hasattr(attention, "linear_kv_up_proj"):
+        _tap_latent(stack, record, number, attention)
+    else:
+        _tap_projection(stack, record, number, attention)
+        _tap_heads(stack, record, number, attention)
     on_output(stack, attention.core_attention, keep("attention", columns))
     on_output(stack, attention.linear_proj, keep("o_proj", rows))
     on_input(stack, layer.pre_mlp_layernorm, lambda inputs: keep("residual", rows)(inputs[0]))
@@ -188,6 +183,58 @@ def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Mo
 
     on_output(stack, mlp.linear_fc1, halves)
     on_input(stack, mlp.linear_fc2, lambda inputs: keep("activation", columns)(inputs[0]))
+
+
+def _tap_projection(stack: ExitStack, record: Record, number: int, attention: torch.nn.Module) -> None:
+    """Queries, keys and values, which Megatron-Core computes at once."""
+    groups, width = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
+
+    def split(output: Any) -> None:
+        mixed = columns(first(output)).unflatten(-1, (-1, *first(output).shape[-1:]))  # ranks, their columns
+        mixed = mixed.unflatten(-1, (groups, -1, width)).flatten(1, 2)  # [N, groups, heads + 2, D]
+        for name, part in (("q", mixed[..., :-2, :]), ("k", mixed[..., -2, :]), ("v", mixed[..., -1, :])):
+            record.keep(f"{number}.{name}", part.flatten(1))
+
+    on_output(stack, attention.linear_qkv, split)
+
+
+def _tap_latent(stack: ExitStack, record: Record, number: int, attention: torch.nn.Module) -> None:
+    """Latent attention, up to the queries, keys and values of heads. Latent vectors lie on ranks as rows do."""
+
+    def keep(name: str, whole: Any) -> Any:
+        return lambda output: record.keep(f"{number}.{name}", whole(first(output)))
+
+    config = attention.config
+    if config.q_lora_rank is None:
+        on_output(stack, attention.linear_q_proj, keep("q", columns))
+    else:
+        on_output(stack, attention.linear_q_down_proj, keep("q_latent", rows))
+        if _is_norm(attention.q_layernorm):
+            on_output(stack, attention.q_layernorm, keep("q_latent_norm", rows))
+        on_output(stack, attention.linear_q_up_proj, keep("q", columns))
+    on_output(stack, attention.linear_kv_down_proj, keep("kv_latent", rows))
+    if _is_norm(attention.kv_layernorm):
+        on_output(stack, attention.kv_layernorm, keep("kv_latent_norm", rows))
+    widths = [config.qk_head_dim, config.v_head_dim]
+
+    def split(output: Any) -> None:
+        parts = columns(first(output)).unflatten(-1, (-1, sum(widths))).split(widths, -1)
+        for name, part in zip("kv", parts, strict=True):
+            record.keep(f"{number}.{name}", part.flatten(1))
+
+    on_output(stack, attention.linear_kv_up_proj, split)
+
+    def heads_of(get: Any) -> Any:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            found = get(*args, **kwargs)
+            query, key = (x[..., config.qk_head_dim :] for x in found[:2])
+            record.keep(f"{number}.q_rope", columns(query.flatten(2)))
+            record.keep(f"{number}.k_rope", key[:, :, 0].flatten(0, 1))  # all heads have the same
+            return found
+
+        return watched
+
+    stack.enter_context(replaced(attention, "get_query_key_value_tensors", heads_of))
 
 
 def _tap_heads(stack: ExitStack, record: Record, number: int, attention: torch.nn.Module) -> None:

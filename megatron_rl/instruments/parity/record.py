@@ -15,12 +15,21 @@ import torch
 Tensor = torch.Tensor
 
 BEFORE_LAYERS, AFTER_LAYERS = ("embedding",), ("final_norm", "logits", "logprob")
-ATTENTION = ("input_norm", "q", "k", "v", "q_norm", "k_norm", "q_rope", "k_rope", "attention", "o_proj", "residual")
+LATENT = ("q_latent", "q_latent_norm", "kv_latent", "kv_latent_norm")
+ATTENTION = (
+    "input_norm",
+    *LATENT,
+    *("q", "k", "v"),
+    *("q_norm", "k_norm"),
+    *("q_rope", "k_rope"),
+    *("attention", "o_proj", "residual"),
+)
 EXPERTS = ("router_logits", "chosen", "weights", "expert", "shared", "mlp")
 DENSE = ("gate", "up", "activation", "mlp")
 IN_LAYER = (*ATTENTION, "second_norm", *EXPERTS[:-1], *DENSE, "output")
 """Operators of a layer in the order of the pass. `residual`: the sum after attention; `output`: after the MLP;
-`shared`: of the expert that every token passes, with its gate."""
+`shared`: of the expert that every token passes, with its gate. In latent attention `kv_latent` has the part of the key
+that is turned behind it, `k` is the other part, and `q_rope` and `k_rope` are the turned parts alone."""
 
 
 def place(tap: str) -> tuple[int, int]:
@@ -52,7 +61,8 @@ class ExpertRows:
 class Record:
     """Outputs of one witness. ``witness``: its name in the report. ``dtype``: of its weights. ``weight_dtypes``: of
     `router` and `head` where they differ. ``parts``: tensor-parallel ranks, whose partial sums are rounded one by one.
-    ``product``: see `arithmetic.Rounding`. ``temperature``: of the log-probs."""
+    ``product``: see `arithmetic.Rounding`. ``temperature``: of the log-probs. ``rescaled``: sums of the residual stream
+    were kept at another scale, which costs a rounding on the way there and one on the way back."""
 
     witness: str
     lengths: list[int]
@@ -64,6 +74,7 @@ class Record:
     parts: int = 1
     product: float = 0.0
     temperature: float = 1.0
+    rescaled: bool = False
 
     @property
     def starts(self) -> list[int]:
@@ -120,6 +131,7 @@ def joined(records: Sequence[Record], witness: str) -> Record:
         parts=first.parts,
         product=first.product,
         temperature=first.temperature,
+        rescaled=first.rescaled,
     )
     for record in records:
         before = 0 if "embedding" not in whole.taps else len(whole.taps["embedding"])

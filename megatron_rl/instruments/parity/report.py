@@ -14,6 +14,8 @@ import torch
 from matplotlib.figure import Figure
 
 from megatron_rl.instruments.parity.compare import SHOWN, Comparison, OperatorError
+from megatron_rl.instruments.parity.definition import Checkpoint
+from megatron_rl.instruments.parity.page import page
 from megatron_rl.instruments.parity.record import Record, place
 from megatron_rl.instruments.parity.witnesses import Setup
 from megatron_rl.monitor.run_directory import hardware, package_versions
@@ -38,8 +40,8 @@ def as_text(setup: Setup, records: Sequence[Record], result: Comparison) -> str:
     parallel = {k: v for k, v in setup.learner.parallel.model_dump().items() if type(v) is int and v > 1}
     layout = ", ".join(f"{name} {size}" for name, size in parallel.items()) or "one rank"
     lines = [
-        f"{setup.model}: learner {setup.learner.dtype} ({layout}), vLLM {setup.rollout.dtype}; sequences of {lengths} "
-        "tokens",
+        f"{setup.model} ({Checkpoint(setup.model).num_layers} layers): learner {setup.learner.dtype} ({layout}), vLLM "
+        f"{setup.rollout.dtype}; sequences of {lengths} tokens",
         f"{'witness':18} {'operators':>9} {'beyond':>6} {'worst':>8}  {'log-prob':>8}  worst operator",
     ]
     for name in result.witnesses:
@@ -91,7 +93,11 @@ def certificate(setup: Setup, records: Sequence[Record], result: Comparison) -> 
         "verdict": "fail" if result.failures else "pass",
         "sentence": result.verdict(),
         "first": [_entry(error) for error in result.first],
-        "model": {"path": setup.model.name, "sha256": model_hash(setup.model)},
+        "model": {
+            "path": setup.model.name,
+            "layers": Checkpoint(setup.model).num_layers,
+            "sha256": model_hash(setup.model),
+        },
         "dtypes": {"learner": setup.learner.dtype, "rollout": setup.rollout.dtype},
         "layout": setup.learner.parallel.model_dump() | {"ranks": world_size()},
         "precision": setup.precision.model_dump(),
@@ -128,11 +134,13 @@ def _finite(value: Any) -> Any:
 
 
 def write(folder: Path, setup: Setup, records: Sequence[Record], result: Comparison) -> None:
-    """Write parity.json, parity.txt and parity.png."""
+    """Write parity.json, parity.html, parity.txt and parity.png."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "parity.json").write_text(json.dumps(certificate(setup, records, result), indent=1) + "\n")
-    (folder / "parity.txt").write_text(as_text(setup, records, result) + "\n")
-    draw(result).savefig(folder / "parity.png", dpi=110)
+    made, text, picture = certificate(setup, records, result), as_text(setup, records, result), draw(result)
+    (folder / "parity.json").write_text(json.dumps(made, indent=1) + "\n")
+    (folder / "parity.html").write_text(page(made, text, picture))
+    (folder / "parity.txt").write_text(text + "\n")
+    picture.savefig(folder / "parity.png", dpi=110)
 
 
 def draw(result: Comparison) -> Figure:

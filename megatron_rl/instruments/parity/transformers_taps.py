@@ -61,7 +61,9 @@ def tapped(model: torch.nn.Module, record: Record) -> Iterator[None]:
 
             return watched
 
-        stack.enter_context(replaced(sys.modules[type(decoder).__module__], "apply_rotary_pos_emb", with_rope))
+        has_pairs = getattr(model.config, "kv_lora_rank", None) and model.config.rope_interleave
+        rotate = "apply_rotary_pos_emb_interleave" if has_pairs else "apply_rotary_pos_emb"
+        stack.enter_context(replaced(sys.modules[type(decoder).__module__], rotate, with_rope))
         yield
 
 
@@ -72,8 +74,11 @@ def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Mo
     attention, mlp = layer.self_attn, layer.mlp
     stack.callback(attention.register_forward_pre_hook(lambda *_: current.__setitem__(slice(None), [number])).remove)
     on_output(stack, layer.input_layernorm, keep("input_norm"))
-    for which in "qkv":
-        on_output(stack, getattr(attention, f"{which}_proj"), keep(which))
+    if hasattr(attention, "kv_b_proj"):
+        _tap_latent(stack, keep, attention)
+    else:
+        for which in "qkv":
+            on_output(stack, getattr(attention, f"{which}_proj"), keep(which))
     for which in "qk":
         if hasattr(attention, f"{which}_norm"):
             on_output(stack, getattr(attention, f"{which}_norm"), keep(f"{which}_norm"))
@@ -99,6 +104,24 @@ def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Mo
 
     on_output(stack, mlp.gate, route)
     stack.enter_context(replaced(mlp.experts, "forward", partial(_with_each_expert, record, number)))
+
+
+def _tap_latent(stack: ExitStack, keep: Any, attention: torch.nn.Module) -> None:
+    """Latent attention, up to the queries, keys and values of heads."""
+    if attention.q_proj is None:
+        on_output(stack, attention.q_a_proj, keep("q_latent"))
+        on_output(stack, attention.q_a_layernorm, keep("q_latent_norm"))
+    on_output(stack, attention.q_proj or attention.q_b_proj, keep("q"))
+    on_output(stack, attention.kv_a_proj_with_mqa, keep("kv_latent"))
+    on_output(stack, attention.kv_a_layernorm, keep("kv_latent_norm"))
+    widths = [attention.qk_nope_head_dim, attention.v_head_dim]
+
+    def split(output: Tensor) -> None:
+        of_heads = output.view(1, output.size(-2), -1, sum(widths))  # one head of latent vectors is in front
+        for name, part in zip("kv", of_heads.split(widths, -1), strict=True):
+            keep(name)(part)
+
+    on_output(stack, attention.kv_b_proj, split)
 
 
 def _with_each_expert(record: Record, layer: int, forward: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.instruments.parity.arithmetic import halves_of_pairs
 from megatron_rl.instruments.parity.hooks import first, on_input, on_output, replaced
 from megatron_rl.instruments.parity.record import ExpertRows, Record, flat_tokens, joined
 from megatron_rl.rollout import process_state
@@ -138,7 +139,8 @@ def _tapped(engine: VllmGenerator, record: Record) -> Iterator[_Seen]:
             _tap_layer(stack, record, number, layer, current)
         _tap_rotary(stack, record, decoder.layers, current)
         last = len(decoder.layers) - 1
-        on_output(stack, decoder.norm, partial(_keep_norm, record, "final_norm", f"{last}.output"))
+        scale = _scale_of_residual(decoder.layers[last], record)
+        on_output(stack, decoder.norm, partial(_keep_norm, record, "final_norm", f"{last}.output", scale))
         stack.enter_context(replaced(model.logits_processor, "forward", partial(_with_logits, seen)))
         yield seen
 
@@ -161,11 +163,11 @@ def _with_logits(seen: _Seen, forward: Any) -> Any:
     return watched
 
 
-def _keep_norm(record: Record, tap: str, before: str, output: Any) -> None:
+def _keep_norm(record: Record, tap: str, before: str, scale: float, output: Any) -> None:
     """vLLM adds the residual in the norm that follows: the sum is the norm's second output."""
     if isinstance(output, tuple):
         record.keep(tap, output[0])
-        record.keep(before, output[1])
+        record.keep(before, output[1] * scale if scale != 1.0 else output[1])
     else:
         record.keep(tap, output)
 
@@ -176,14 +178,15 @@ def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Mo
 
     attention, mlp = layer.self_attn, layer.mlp
     stack.callback(attention.register_forward_pre_hook(lambda *_: current.__setitem__(slice(None), [number])).remove)
-    on_output(stack, layer.input_layernorm, partial(_keep_norm, record, f"{number}.input_norm", f"{number - 1}.output"))
+    scale = _scale_of_residual(layer, record)
+    record.rescaled = scale != 1.0
+    of_input = partial(_keep_norm, record, f"{number}.input_norm", f"{number - 1}.output", scale)
+    on_output(stack, layer.input_layernorm, of_input)
 
-    def split(output: Any) -> None:
-        parts = first(output).split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
-        for name, part in zip("qkv", parts, strict=True):
-            record.keep(f"{number}.{name}", part)
-
-    on_output(stack, attention.qkv_proj, split)
+    if hasattr(attention, "kv_b_proj"):
+        _tap_latent(stack, record, number, attention)
+    else:
+        _tap_projection(stack, record, number, attention)
     for which in "qk":
         if hasattr(attention, f"{which}_norm"):
             on_output(
@@ -191,18 +194,19 @@ def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Mo
                 getattr(attention, f"{which}_norm"),
                 lambda out, which=which: record.keep(f"{number}.{which}_norm", out.flatten(1)),
             )
-    on_output(stack, attention.attn, keep("attention"))
+    on_output(stack, attention_of(attention), keep("attention"))
     on_output(stack, attention.o_proj, keep("o_proj"))
     on_output(
         stack,
         layer.post_attention_layernorm,
-        partial(_keep_norm, record, f"{number}.second_norm", f"{number}.residual"),
+        partial(_keep_norm, record, f"{number}.second_norm", f"{number}.residual", scale),
     )
-    on_output(stack, mlp, keep("mlp"))
+    back = scale if hasattr(mlp, "experts") else 1.0  # of a layer without experts it is divided behind the module
+    on_output(stack, mlp, lambda out: keep("mlp")(out * back if back != 1.0 else out))
     if hasattr(mlp, "experts"):
         on_output(stack, mlp.gate, keep("router_logits"))
-        scale = mlp.experts.routed_scaling_factor  # of the sum, which stands for that of the weights
-        tap = partial(_with_each_expert, record, number, scale)
+        of_sum = mlp.experts.routed_scaling_factor  # which stands for that of the weights
+        tap = partial(_with_each_expert, record, number, of_sum)
         stack.enter_context(replaced(mlp.experts.routed_experts, "forward_modular", tap))
         for name in ("shared_expert", "shared_experts"):
             if getattr(mlp, name, None) is not None:
@@ -218,13 +222,60 @@ def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Mo
     on_input(stack, mlp.down_proj, lambda inputs: record.keep(f"{number}.activation", inputs[0]))
 
 
+def _scale_of_residual(layer: torch.nn.Module, record: Record) -> float:
+    """By what the residual stream of ``layer`` has to be multiplied: in fp16 vLLM divides DeepSeek's by the scale of
+    the routed experts, so that it does not overflow. The norms take that out again."""
+    is_divided = record.dtype == torch.float16 and hasattr(layer.self_attn, "kv_b_proj")
+    return layer.routed_scaling_factor if is_divided else 1.0
+
+
+def _tap_projection(stack: ExitStack, record: Record, number: int, attention: torch.nn.Module) -> None:
+    def split(output: Any) -> None:
+        parts = first(output).split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
+        for name, part in zip("qkv", parts, strict=True):
+            record.keep(f"{number}.{name}", part)
+
+    on_output(stack, attention.qkv_proj, split)
+
+
+def _tap_latent(stack: ExitStack, record: Record, number: int, attention: torch.nn.Module) -> None:
+    """Latent attention. A step of decoding makes no keys and values, so they have no taps."""
+
+    def keep(name: str) -> Any:
+        return lambda output: record.keep(f"{number}.{name}", first(output))
+
+    if attention.q_lora_rank is None:
+        on_output(stack, attention.q_proj, keep("q"))
+        on_output(stack, attention.kv_a_proj_with_mqa, keep("kv_latent"))
+    else:
+
+        def split(output: Any) -> None:
+            both = first(output)
+            for name, part in zip(
+                ("q_latent", "kv_latent"),
+                both.split([attention.q_lora_rank, both.size(-1) - attention.q_lora_rank], dim=-1),
+                strict=True,
+            ):
+                record.keep(f"{number}.{name}", part)
+
+        on_output(stack, attention.fused_qkv_a_proj, split)
+        on_output(stack, attention.q_a_layernorm, keep("q_latent_norm"))
+        on_output(stack, attention.q_b_proj, keep("q"))
+    on_output(stack, attention.kv_a_layernorm, keep("kv_latent_norm"))
+
+
+def attention_of(attention: torch.nn.Module) -> torch.nn.Module:
+    """The module of a layer that attends, between projections."""
+    return attention.mla_attn.mla_attn if hasattr(attention, "mla_attn") else attention.attn
+
+
 def _tap_rotary(stack: ExitStack, record: Record, layers: Any, current: list[int]) -> None:
-    def keep(output: tuple[Tensor, Tensor]) -> None:
+    def keep(of_pairs: bool, output: tuple[Tensor, Tensor]) -> None:
         for which, value in zip("qk", output, strict=True):
-            record.keep(f"{current[0]}.{which}_rope", value.flatten(1))
+            record.keep(f"{current[0]}.{which}_rope", (halves_of_pairs(value) if of_pairs else value).flatten(1))
 
     for rotary in {id(layer.self_attn.rotary_emb): layer.self_attn.rotary_emb for layer in layers}.values():
-        on_output(stack, rotary, keep)
+        on_output(stack, rotary, partial(keep, not rotary.is_neox_style))
 
 
 def _with_each_expert(record: Record, layer: int, scale: float, forward: Any) -> Any:

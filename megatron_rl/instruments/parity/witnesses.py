@@ -18,12 +18,15 @@ from megatron_rl.config.learner import LearnerConfig, PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.parity import exact_taps, learner_taps, transformers_taps, vllm_taps
+from megatron_rl.instruments.parity.first_layers import fewest_layers, first_layers_of, write_first_layers
+from megatron_rl.instruments.parity.memory import GIB, SIZES, parity_memory
 from megatron_rl.instruments.parity.record import Record
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.model import DTYPES, build_model
 from megatron_rl.learner.process_groups import initialize
 from megatron_rl.model.architecture import Architecture, read_architecture
 from megatron_rl.monitor import RunDirectory
+from megatron_rl.process.devices import default_device
 from megatron_rl.process.ranks import broadcast_object, world_rank, world_size
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 
@@ -59,6 +62,13 @@ def of_model(model: Path, dtype: str, tokens: Sequence[Sequence[int]] = (), devi
     rollout = RolloutConfig.model_validate({"dtype": dtype, "max_response_length": 1})
     precision = PrecisionConfig(fp32_router=read_architecture(model).router_in_fp32)
     return _checked(Setup(model, LearnerConfig(dtype=dtype), rollout, tuple(map(tuple, tokens)), precision, device))
+
+
+def of_types(recipe: Recipe, device: str = "auto") -> Setup:
+    """Of a recipe's model in its types, on one rank, with vLLM's weights as they are."""
+    rollout = RolloutConfig.model_validate({"dtype": recipe.rollout.dtype, "max_response_length": 1})
+    learner = LearnerConfig(dtype=recipe.learner.dtype)
+    return _checked(Setup(recipe.model.path, learner, rollout, (), recipe.precision, device))
 
 
 def of_recipe(recipe: Recipe, tokens: Sequence[Sequence[int]] = ()) -> Setup:
@@ -110,6 +120,50 @@ def of_run(folder: Path, overrides: Sequence[str], tokens: Sequence[Sequence[int
     learner.export_hf(model)
     learner.close()
     return replace(setup, model=model)
+
+
+def of_first_layers(setup: Setup, num_layers: int, scratch: Path) -> Setup:
+    """``setup`` with the first layers of its model alone, which are written to ``scratch``. Collective."""
+    initialize(setup.learner.parallel, setup.device, seed=0)
+    model = Path(broadcast_object(str(scratch / setup.model.name)))
+    write_first_layers(setup.model, num_layers, model)
+    return replace(setup, model=model)
+
+
+def host_gib(setup: Setup, a: Architecture) -> float:
+    """Host memory that a comparison of a model of shape ``a`` takes, in GiB (`memory`)."""
+    wider = max((setup.learner.dtype, setup.rollout.dtype), key=SIZES.__getitem__)
+    num_witnesses = sum(2 if name in ("exact", "vllm") else 1 for name in setup.witnesses)
+    on_host = "transformers" in setup.witnesses or device_of(setup) == "cpu"
+    return parity_memory(a, sum(map(len, setup.sequences)), wider).host(num_witnesses, on_host) / GIB
+
+
+def device_of(setup: Setup) -> str:
+    return default_device() if setup.device == "auto" else setup.device
+
+
+def layers_that_fit(setup: Setup, a: Architecture, free_gib: float, most: int) -> int:
+    """So many of the first layers of ``a``, up to ``most``, fit into ``free_gib`` of host memory; 0: too few do."""
+    for number in range(min(most, a.num_layers), fewest_layers(a) - 1, -1):
+        if host_gib(setup, first_layers_of(a, number)) <= free_gib:
+            return number
+    return 0
+
+
+def refuse_without_memory(setup: Setup, num_layers: int | None, free_gib: float) -> None:
+    """Raises `InputError` where ``free_gib`` of host memory do not hold the comparison of the first ``num_layers``
+    layers (None: of all), by arithmetic."""
+    whole = read_architecture(setup.model)
+    a = whole if num_layers is None else first_layers_of(whole, num_layers)
+    needed = host_gib(setup, a)
+    if needed <= free_gib:
+        return
+    fitting = layers_that_fit(setup, whole, free_gib, a.num_layers)
+    advice = f"--layers {fitting} fits" if fitting else "not even its first layers fit: use a larger host"
+    raise InputError(
+        f"parity: {a.num_layers} layers of {setup.model} and {sum(map(len, setup.sequences))} tokens take "
+        f"{needed:.1f} GiB of host memory, {free_gib:.1f} are free; {advice}, and so may fewer --tokens or --witnesses"
+    )
 
 
 def _checked(setup: Setup) -> Setup:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.config import Recipe
+from megatron_rl.instruments.parity.memory import SIZES, parity_memory
 from megatron_rl.instruments.plan import hardware as hw
 from megatron_rl.instruments.plan.hardware import GIB
 from megatron_rl.instruments.plan.learner import active_parameters, checkpoint_cost, total_parameters
@@ -89,12 +90,22 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "checkpoint": asdict(checkpoint_cost(plan.work)),
         "evidence": asdict(plan.evidence) | {"disk": plan.evidence.disk},
         "host_gib_node": plan.host.total / GIB,
+        "parity_host_gib": _parity_host_gib(plan.work),
         "problems": plan.problems,
         "proposed": {"rollout.max_num_seqs": plan.sequences[0], "step_s": plan.sequences[1].total}
         if plan.sequences
         else {},
         **({"pipeline": plan.servers.as_json()} if plan.servers else {}),
     }
+
+
+def _parity_host_gib(work: Workload) -> float:
+    """Return the host memory of `megatron-rl parity` with its six witnesses."""
+    return parity_memory(work.architecture, PARITY_TOKENS, _wider(work.recipe)).host(num_witnesses=6) / GIB
+
+
+def _wider(recipe: Recipe) -> str:
+    return max((recipe.learner.dtype, recipe.rollout.dtype), key=SIZES.__getitem__)
 
 
 NUM_LAYOUTS = 5
@@ -111,6 +122,7 @@ def render(plan: Plan) -> str:
     lines += [*_time(plan), _checkpoint(work), *_evidence(plan), "", *_own(plan), ""]
     lines += [*pipeline_lines(plan.servers), ""] if plan.servers else []
     lines += [*_offload(work), ""]
+    lines += [*_parity(work), ""]
     lines += [*_layouts(plan), ""]
     return "\n".join(lines + _assumptions(work))
 
@@ -178,6 +190,22 @@ def _offload(work: Workload) -> list[str]:
             f"{layout.host.total / GIB:6.0f}; {duration(layout.time.total)} a step{share}{state}{mark}"
         )
     return lines
+
+
+PARITY_TOKENS = 103  # of `megatron-rl parity`, where it is given none
+
+
+def _parity(work: Workload) -> list[str]:
+    """Return what `megatron-rl parity` takes with its own tokens, by its arithmetic."""
+    wider = _wider(work.recipe)
+    memory = parity_memory(work.architecture, PARITY_TOKENS, wider)
+    return [
+        f"parity        {PARITY_TOKENS} tokens in {wider}; GiB of one host: {memory.taps / GIB:.2f} of taps a witness, "
+        f"{memory.definition / GIB:.2f} of the model in float64, {memory.largest / GIB:.2f} of its largest tensor, "
+        f"{memory.model / GIB:.1f} of transformers' model",
+        f"  on a GPU    the weights alone, and {memory.gathered / GIB:.3f} GiB of the one tap that is put together; "
+        "other models: megatron-rl parity --layers N",
+    ]
 
 
 def _cache(work: Workload, memory: MemoryPlan) -> list[str]:

@@ -164,6 +164,16 @@ def test_an_operator_beyond_its_bound_is_named():
 
     sound = [error("learner", "0.q", 0.5), error("vLLM decode", "0.q", 0.7)]
     assert engine.judge_parity(Comparison(sound)).status == "pass"
+    alone = engine.judge_parity(Comparison(sound))
+    without = engine.judge_first_layers(alone, None, "no memory for the recipe's")
+    assert (without.status, without.reason) == ("pass", f"{alone.reason}; no memory for the recipe's")
+    both = engine.judge_first_layers(alone, Comparison(sound), "the first 2 layers of m")
+    assert (both.status, both.reason.count("within their bounds")) == ("pass", 2)
+    wrong = engine.judge_first_layers(
+        alone, Comparison([*sound, error("learner", "0.k", 2.0)]), "the first 2 layers of m"
+    )
+    assert (wrong.status, wrong.reason[:24]) == ("fail", "the first 2 layers of m:")
+    assert "MODEL --layers N" in wrong.fix
     outcome = engine.judge_parity(Comparison([*sound, error("vLLM decode", "0.k", 2.0), error("learner", "0.k", 0.1)]))
     assert outcome.status == "fail"
     assert "layer 0, k; vLLM decode stands alone: learner are within" in outcome.reason

@@ -11,7 +11,8 @@ import torch
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.parity import report, transformers_taps, witnesses
 from megatron_rl.instruments.parity.compare import compare
-from megatron_rl.instruments.parity.definition import FAMILIES, Checkpoint, Evaluation
+from megatron_rl.instruments.parity.definition import FAMILIES, Checkpoint
+from megatron_rl.instruments.parity.latent import evaluation_of
 from megatron_rl.instruments.parity.record import Record, in_words, joined, place
 from megatron_rl.model.families import FAMILIES as SUPPORTED
 from tests.support.tiny import MODEL
@@ -31,13 +32,8 @@ def witness(path: Path, dtype: torch.dtype = torch.float32) -> Record:
     return transformers_taps.taps_of(transformers_taps.load(path, dtype), SEQUENCES, 1.0)
 
 
-def test_every_family_has_a_definition_or_is_refused(tmp_path):
-    refused = {"deepseek_v3"}  # latent attention
-    assert set(FAMILIES) == set(SUPPORTED) - refused
-    for family in refused:
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
-        with pytest.raises(InputError, match=f"model_type is '{family}'; there are qwen3_moe, qwen2_moe"):
-            Checkpoint(tmp_path)
+def test_every_family_has_a_definition():
+    assert set(FAMILIES) == set(SUPPORTED)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -46,7 +42,7 @@ def test_transformers_is_within_every_bound(models, family, dtype):
     checkpoint, record = Checkpoint(models[family]), witness(models[family], dtype)
     result = compare(checkpoint, [record])
     assert result.failures == [], result.verdict()
-    wanted = set(Evaluation(checkpoint, record).taps())
+    wanted = set(evaluation_of(checkpoint, record).taps())
     left_out = {"0.shared", "1.shared"} if family == "qwen2_moe" else set()  # its gate is no module
     assert {error.tap for error in result.errors} == wanted - left_out
 
@@ -82,6 +78,58 @@ def test_llama3_scaling_is_transformers(tmp_path):
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert compare(Checkpoint(tmp_path), [record]).first[0].tap == "0.q_rope"
+
+
+@pytest.fixture(scope="module")
+def grouped(tmp_path_factory):
+    """DeepSeek-V3 with latent queries, four groups of experts of which a token takes two, and another epsilon than
+    that of its latent norms."""
+    folder = tmp_path_factory.mktemp("grouped")
+    experts = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
+    more = {"q_lora_rank": 48, "kv_lora_rank": 64, "rms_norm_eps": 1e-3, "initializer_range": 0.2}
+    model = build_model(build_tiny_config("deepseek_v3", "nano", vocab_size=120, **experts, **more))
+    save_checkpoint(model, folder)
+    return folder
+
+
+def test_latent_queries_and_groups_of_experts_are_transformers(grouped):
+    checkpoint, record = Checkpoint(grouped), witness(grouped)
+    result = compare(checkpoint, [record])
+    assert result.failures == [], result.verdict()
+    taps = {error.tap for error in result.errors}
+    assert {"0.q_latent", "0.q_latent_norm", "0.kv_latent_norm", "1.chosen"} <= taps
+    # Without taps of it, the choice of the definition is the same.
+    chosen = record.taps.pop("1.chosen")
+    assert evaluation_of(checkpoint, record).chosen(1).equal(chosen)
+
+
+def test_an_expert_outside_of_the_best_groups_is_a_fault(grouped):
+    """Also one that is better than a chosen one: its group was not taken."""
+    checkpoint, record = Checkpoint(grouped), witness(grouped)
+    logits, chosen = record.taps["1.router_logits"], record.taps["1.chosen"]
+    sound = chosen.clone()
+    scores = evaluation_of(checkpoint, record).choice_scores(1).value
+    inside = {expert // 4 for expert in sound[3].tolist()}
+    outside = [e for e in range(16) if e // 4 not in inside]
+    worst = min(sound[3].tolist(), key=lambda e: scores[3, e])
+    best = max(outside, key=lambda e: scores[3, e])
+    for other in (best, next(e for e in range(16) if e // 4 in inside and e not in sound[3].tolist())):
+        chosen[3] = torch.tensor(sorted({*sound[3].tolist(), other} - {worst}))
+        assert compare(checkpoint, [record]).first[0].tap == "1.chosen", other
+    chosen[3] = sound[3]
+    logits[3, best] = logits[3].min() + 1e-9  # whatever is outside stays so
+    assert "1.chosen" not in {error.tap for error in compare(checkpoint, [record]).failures}
+
+
+def test_an_engine_without_keys_and_values_is_held_to_its_latent_vectors(models):
+    """vLLM decodes without them. The bound allows both ways to compute, and a fault still passes it."""
+    checkpoint, record = Checkpoint(models["deepseek_v3"]), witness(models["deepseek_v3"])
+    for tap in [tap for tap in record.taps if tap.endswith((".k", ".v"))]:
+        del record.taps[tap]
+    result = compare(checkpoint, [record])
+    assert result.failures == [], result.verdict()
+    record.taps["1.kv_latent_norm"] = record.taps["1.kv_latent_norm"].roll(1, -1)
+    assert [error.tap for error in compare(checkpoint, [record]).failures] == ["1.kv_latent_norm", "1.attention"]
 
 
 def test_a_missing_tap_is_computed_from_those_before(models):
