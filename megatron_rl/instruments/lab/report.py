@@ -178,7 +178,7 @@ def _effects_table(results: Results) -> Iterator[str]:
             cells = " | ".join(effect_cells(effect))
             rows.append(f"| {name} | {arm.control} | {outcome} | {cells} | {expected or '–'} |")
     if rows:
-        yield "What follows describes and decides nothing; no interval is corrected for the number of comparisons.\n"
+        yield "The rest is descriptive: no interval is corrected for the number of comparisons.\n"
         yield "| arm | control | outcome | difference or ratio (×) | 95% interval | d | predicted |"
         yield "|---|---|---|---|---|---|---|"
         yield from rows
