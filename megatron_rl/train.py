@@ -195,7 +195,7 @@ def act_on(events: list[AlarmEvent], run: Run) -> bool:
         raise RunEnded("; ".join(reasons))
     if back and run.roll_back(back):
         return False
-    if wanted(events, "save"):
+    if wanted(events, "save") and run.learner.step < run.recipe.num_steps:  # else `finish` saves
         run.try_save(in_background=run.recipe.checkpoint.async_save)
         return True
     return False

@@ -42,6 +42,7 @@ class Saving:
 
     def __init__(self, config: CheckpointConfig, folder: Path, learner: Learner, say: Callable[..., None]):
         self.owed = False  # the last save failed
+        self.written: Path | None = None  # the newest checkpoint that this process published
         self.pinned: int | None = None  # step of a checkpoint that stays, whatever its age; on rank 0
         self._config, self._folder, self._learner, self._say = config, folder, learner, say
         self._pending: PendingSave | None = None
@@ -101,7 +102,7 @@ class Saving:
 
     def _published(self, save: PendingSave) -> Path:
         path = save.finish()
-        self.owed = False
+        self.owed, self.written = False, path
         self._say(f"checkpoint: {path}")
         return path
 

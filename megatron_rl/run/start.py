@@ -128,11 +128,12 @@ class Run:
 
     def save(self, taken: dict[str, Any] | None = None) -> Path:
         """Write a checkpoint that continues the run exactly. Then delete those kept by none of `keep_last`, `keep_best`
-        and `evidence`. A save under way is waited for, and is enough where it is of this step.
+        and `evidence`. A save under way is waited for. Nothing is written where the step has its checkpoint already.
 
         Raises `SaveError` on every rank where one could not write; the older checkpoints are as they were.
         """
-        done = self.saving.settle(wait=True)
+        self.saving.settle(wait=True)
+        done = self.saving.written
         if done is not None and checkpoint_step(done) == self.learner.step:
             return done
         return self.saving.write(*self._to_save(taken))
@@ -179,6 +180,7 @@ class Run:
         # In this order: a run that is killed in between is resumed at the checkpoint and comes to the alarm again.
         for line in on_main_rank(lambda: abandon_newer(self.directory, checkpoint)):
             self.monitor.log(line)
+        self.saving.written = None  # set aside: its step will come again with other weights
         self.rollbacks.add([event.name for event in events], at, checkpoint_step(checkpoint))
         gone_off = self.monitor.gone_off
         continue_from(self, checkpoint, is_start=False)
@@ -287,7 +289,7 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
         )
         if checkpoint is not None:
             continue_from(run, checkpoint)
-            monitor.log(f"resumed at step {learner.step} from {checkpoint}")
+            monitor.log(f"continues from step {learner.step} of {recipe.num_steps}, checkpoint {checkpoint}")
             _say_begun(run)
         elif is_main and directory.metrics.exists():
             monitor.resume_at(0)  # an attempt that ended before its first checkpoint

@@ -115,7 +115,7 @@ def test_what_is_lost_is_said(run):
     _, stopped, last = run.outputs
     assert "stopped on request after step 4; the same command continues" in stopped
     for output, step in zip((stopped, last), RESUMED_AT, strict=True):
-        assert f"resumed at step {step} from" in output
+        assert f"continues from step {step} of" in output
         assert f"{PROMPTS} prompts that were begun for later steps are sampled anew" in output
     assert sorted(run.after[0]) == [0, 1, 2], "step 2 was learned from, and is repeated from the checkpoint before it"
 

@@ -211,12 +211,14 @@ def test_resumed_run_continues_bit_for_bit(root):
     """Stopped through the STOP file after a step, then continued by the same command."""
     (root / "stopped").mkdir()
     (root / "stopped" / "STOP").touch()
-    first = succeeded(train(root, "stopped", "validation.every=2"))
+    due = "checkpoint={every: 1, keep_last: 0, async_save: false}"  # the step of the stop has a save of its own
+    first = succeeded(train(root, "stopped", "validation.every=2", due))
     assert "stopped on request after step 0" in first.stdout
+    assert first.stdout.count("checkpoint: ") == 1
     assert len(metrics(root, "stopped")) == 1
     assert not (root / "stopped" / "STOP").exists()
     second = succeeded(train(root, "stopped", "validation.every=2"))
-    assert "resumed at step 1" in second.stdout
+    assert "continues from step 1" in second.stdout
     assert without_times(metrics(root, "stopped")) == without_times(metrics(root, "whole"))
 
 
@@ -310,7 +312,7 @@ def test_a_run_with_a_curriculum_is_resumed_bit_for_bit(root):
     succeeded(train(root, "curriculum", *settings))
     succeeded(train(root, "curriculum_resumed", *settings, "num_steps=2"))
     resumed = succeeded(train(root, "curriculum_resumed", *settings))
-    assert "resumed at step 2" in resumed.stdout
+    assert "continues from step 2" in resumed.stdout
     rows = metrics(root, "curriculum")
     assert without_times(metrics(root, "curriculum_resumed")) == without_times(rows)
     assert [row["curriculum/unmeasured"] for row in rows] == [3, 0, 0, 0]

@@ -57,7 +57,7 @@ def test_killed_anywhere_a_run_continues_bit_for_bit(runs, whole, kills):
     for fault in kills:
         ended = runs.train(name, faults=[fault], expect=-signal.SIGKILL)
         reached += [
-            int(line.split("step ")[1].split()[0]) for line in ended.output.splitlines() if "resumed at" in line
+            int(line.split("step ")[1].split()[0]) for line in ended.output.splitlines() if "continues from" in line
         ]
     assert reached == sorted(reached)
     assert reached[0] == 2
@@ -94,7 +94,7 @@ def test_killed_anywhere_in_a_save_beside_training(runs, whole, kills):
     name = f"beside-{len(kills)}"
     for fault in kills:
         runs.train(name, BESIDE, faults=[fault], expect=-signal.SIGKILL)
-    assert "resumed at step 2" in runs.log(name)
+    assert "continues from step 2" in runs.log(name)
     assert "was complete but not yet in place" in runs.log(name)
     runs.train(name, BESIDE)
     assert runs.rows(name) == whole
@@ -357,7 +357,7 @@ def test_going_back_leaves_no_way_into_the_other_history(runs, whole):
     older = runs.root / "back" / "checkpoints" / "step_00000006"
     runs.train("back", resume=str(older), faults=[kill("phase:generate")], expect=-signal.SIGKILL)
     assert "abandoned_step_00000007" in runs.checkpoints("back")
-    assert "resumed at step 6" in runs.train("back").output
+    assert "continues from step 6" in runs.train("back").output
     assert runs.rows("back") == whole
 
 
@@ -431,7 +431,7 @@ def test_an_engine_or_worker_that_fails_loses_no_step(runs, whole, fault, messag
     done = len(runs.rows(name))
     assert done > 1
     assert runs.checkpoints(name) == [f"step_{done:08d}"]
-    assert f"resumed at step {done}" in runs.train(name, "checkpoint.every=0").output
+    assert f"continues from step {done}" in runs.train(name, "checkpoint.every=0").output
     assert runs.rows(name) == whole
 
 

@@ -44,7 +44,7 @@ def test_a_run_that_is_killed_on_its_way_back_goes_on_at_half_the_rate(runs):
     kill = {"at": "megatron_rl.run.start:continue_from", "do": "kill"}
     runs.train("killed_back", *SETTINGS, f"num_steps={STEPS}", faults=[kill], expect=-signal.SIGKILL)
     runs.train("killed_back", *SETTINGS, f"num_steps={STEPS}")
-    assert "resumed at step 2" in runs.log("killed_back")
+    assert "continues from step 2" in runs.log("killed_back")
     assert runs.rows("killed_back") == runs.rows("undone")
 
 

@@ -41,7 +41,7 @@ def test_a_users_objective_trains_resumes_and_changes_the_run_when_edited(runs, 
     assert len(runs.rows("own")) == 3  # two steps, and the validation after them
     runs.train("own", *settings, f"num_steps={STEPS}")
     assert runs.rows("own") == runs.rows("built-in")
-    assert f"resumed at step 2 from {runs.root / 'own'}" in runs.log("own")
+    assert f"continues from step 2 of {STEPS}, checkpoint {runs.root / 'own'}" in runs.log("own")
 
     file.write_text(OWN.replace("4 / tau", "2 / tau"))
     before = runs.files("own")

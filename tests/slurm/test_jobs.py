@@ -77,7 +77,7 @@ def test_a_run_survives_preemption_a_lost_rank_and_a_lost_node(site):
     attempts = site.attempts("survivor")
     assert [path.name for path in attempts] == [f"{job.number}-{n}" for n in range(4)]
     assert "stopped on request after step 0" in (attempts[0] / "rank-000.log").read_text()
-    assert "resumed at step 1" in (attempts[3] / "rank-000.log").read_text()
+    assert "continues from step 1" in (attempts[3] / "rank-000.log").read_text()
     assert (run / "slurm" / "latest").resolve() == attempts[3]
 
     # A job of the same run that was queued behind it, by the script that checks before it submits.

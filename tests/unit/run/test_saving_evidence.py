@@ -18,7 +18,7 @@ from megatron_rl.monitor import AlarmEvent, RunDirectory
 from megatron_rl.run.recorded_batches import batch_bytes, batch_path, load_batch, recorded_steps
 from megatron_rl.run.saving import GIB, Evidence, Rollbacks, Saving
 from megatron_rl.run.start import Run, continue_from
-from megatron_rl.train import record
+from megatron_rl.train import act_on, record
 from tests.support.routes import random_routes, with_routes
 from tests.support.tiny import stored_rollouts, tiny_recipe
 
@@ -198,6 +198,47 @@ def test_a_save_under_way_neither_deletes_the_pin_nor_misses_it(tmp_path):
         run.learner.step = at + 1
         run.save()
         assert pinned in checkpoints(run)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_stop_on_a_step_with_a_due_save_saves_once(tmp_path, in_background):
+    run = a_run(tmp_path, checkpoint={"every": 0})
+    run.learner.step = 5
+    run.try_save(in_background=in_background)
+    assert run.save() == run.directory.checkpoints / checkpoint_name(5)
+    assert len([line for line in run.said if line.startswith("checkpoint: ")]) == 1
+    run.learner.step = 6
+    run.save()
+    assert checkpoints(run) == [5, 6]
+
+
+def test_after_a_rollback_the_same_step_is_saved_again(tmp_path):
+    run = a_run(tmp_path, checkpoint={"every": 0})
+    for step in (4, 8):
+        run.learner.step = step
+        run.save()
+    run.learner.scheduler = MagicMock(get_lr=lambda group: 1e-4)
+    assert run.roll_back([AlarmEvent("a", 8, ("rollback",), "", 6)])
+    assert (run.learner.step, checkpoints(run)) == (4, [4])
+    run.learner.step = 8
+    run.save()
+    assert checkpoints(run) == [4, 8]
+    assert [line.rpartition("_")[2] for line in run.said if line.startswith("checkpoint: ")] == [
+        "00000004",
+        "00000008",
+        "00000008",
+    ]
+
+
+def test_an_alarm_of_the_last_step_leaves_the_save_to_the_end(tmp_path):
+    run = a_run(tmp_path, num_steps=8, checkpoint={"every": 0})
+    asks = [AlarmEvent("a", 8, ("save",), "", 7)]
+    run.learner.overflow = MagicMock(reason_to_end="")
+    for step, saves in ((7, True), (8, False)):
+        run.learner.step = step
+        assert act_on(asks, run) is saves
+        run.saving.settle(wait=True)
+    assert checkpoints(run) == [7]
 
 
 @pytest.mark.parametrize(
