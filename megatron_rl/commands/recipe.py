@@ -68,8 +68,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths",
         metavar="LENGTHS",
-        help="Simulate rollout servers and learner on responses of these lengths: lognormal:MEDIAN,SIGMA[,MAX], a file"
-        " with one length a line, or a run directory with recorded batches. Their mean is then that of the plan.",
+        help="Simulate vLLM, beside the learner or on servers, on responses of these lengths:"
+        " lognormal:MEDIAN,SIGMA[,MAX], a file with one length a line, or a run directory with recorded batches. Their"
+        " mean is then that of the plan.",
     )
     parser.add_argument("--json", action="store_true", help="Print the totals as JSON.")
     parser.add_argument(

@@ -61,7 +61,7 @@ def engine_memory(recipe: Recipe, a: Architecture, gpu: Gpu, utilization: float)
     """Return the memory of a vLLM engine that may use ``utilization`` of a GPU or has `rollout.kv_cache_gib`."""
     rollout, b, tp = recipe.rollout, BYTES[recipe.rollout.dtype], recipe.rollout.tensor_parallel
     weights = weight_bytes(a, rollout) / tp
-    activations = _activations(a, gpu.batched_tokens, b, tp)
+    activations = _activations(a, rollout.max_num_batched_tokens or gpu.batched_tokens, b, tp)
     activations += SAMPLER_COPIES * 4 * rollout.max_num_seqs * a.vocab_size
     graphs = 0.0 if rollout.enforce_eager else GRAPHS_GIB * GIB
     if rollout.kv_cache_gib is not None:

@@ -173,11 +173,17 @@ def batch_size(work: Workload) -> float:
     size = work.trained_tokens * PER_TOKEN + sequences * 16  # where each sequence and response ends
     has_old = recipe.objective.needs_old_logprobs(recipe.batch.minibatches)
     size += sequences * work.mean_response * (PER_RESPONSE_TOKEN + 4 * has_old)
+    size += kept_set_size(work)
     if recipe.routing.is_on:
         layers = sum(a.moe_layers)
         row = layers * a.experts_per_token * (1 if a.num_experts <= 256 else 2) + 8  # and its checksum
         size += (work.trained_tokens - sequences) * row + sequences * 8 * layers
     return size
+
+
+def kept_set_size(work: Workload) -> float:
+    """Return the bytes of a step's kept sets (`rollout.kept_sets`): int32 per token of a response and candidate."""
+    return work.recipe.num_sequences * work.mean_response * work.recipe.rollout.candidates * 4
 
 
 def _fetching(work: Workload, known: Record) -> float:
@@ -363,6 +369,11 @@ def _forward(work: Workload) -> float:
 # Memory of one node's host.
 
 
+def _kept_sets(work: Workload) -> float:
+    """Return the bytes of kept sets on a node: each rank has those of the responses that its replica learns from."""
+    return kept_set_size(work) / work.data_parallel * work.gpus_per_node
+
+
 def host_phase(work: Workload, plan: MemoryPlan) -> Phase:
     """Return the contents of one node's host memory at its peak, with the node's capacity."""
     offload, ranks = work.recipe.learner.offload, work.gpus_per_node
@@ -373,5 +384,6 @@ def host_phase(work: Workload, plan: MemoryPlan) -> Phase:
         ("weights of earlier updates", ranks * plan.learner.weights * work.earlier_weights),
         ("a checkpoint on its way", ranks * checkpoint_cost(work).host),
         ("responses, routes, packed rows", own_code(work).host_node),
+        (f"kept sets, {kept_set_size(work) / 1e9:.1f} GB a step (rollout.kept_sets)", _kept_sets(work)),
     )
     return Phase("host memory", tuple(item for item in items if item[1]), work.host_gib * GIB)

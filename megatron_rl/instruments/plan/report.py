@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.config import Recipe
+from megatron_rl.errors import InputError
 from megatron_rl.instruments.parity.memory import SIZES, parity_memory
 from megatron_rl.instruments.plan import hardware as hw
+from megatron_rl.instruments.plan.colocated import ColocatedPlan, colocated_plan
 from megatron_rl.instruments.plan.hardware import GIB
 from megatron_rl.instruments.plan.learner import active_parameters, checkpoint_cost, total_parameters
 from megatron_rl.instruments.plan.memory import (
@@ -53,19 +55,31 @@ class Plan:
     layouts: list[Layout]  # best first
     problems: list[str]  # what does not fit; empty if all fits
     sequences: tuple[int, StepTime] | None  # a better `rollout.max_num_seqs` with its time of a step, if there is one
-    servers: ServerPlan | None = None  # only if lengths of responses were given
+    simulated: ServerPlan | ColocatedPlan | None = None  # only if lengths of responses were given
 
 
 def make_plan(work: Workload, lengths: Lengths | None = None) -> Plan:
-    """Return the plan of ``work``. ``lengths``: simulate the recipe's servers with these, of the workload's mean."""
+    """Return the plan of ``work``. ``lengths``: simulate the recipe's engines with these, of the workload's mean."""
     memory, layouts = memory_plan(work), suggest(work)
     time, own_costs = step_time(work, memory.engine), own_code(work)
     host = host_phase(work, memory)
     all_problems = problems(work, memory, layouts) + host_problem(work, host) + deadline_problem(work, time)
-    servers = server_plan(work, memory.engine, lengths, own_costs.seconds) if lengths is not None else None
+    simulated = _simulated(work, memory, lengths, own_costs.seconds) if lengths is not None else None
     evidence = evidence_cost(work, own_costs, checkpoint_cost(work).size * work.ranks)
     sequences = sequences_proposed(work)
-    return Plan(work, memory, host, time, own_costs, evidence, layouts, all_problems, sequences, servers)
+    return Plan(work, memory, host, time, own_costs, evidence, layouts, all_problems, sequences, simulated)
+
+
+def _simulated(work: Workload, memory: MemoryPlan, lengths: Lengths, own_seconds: float) -> ServerPlan | ColocatedPlan:
+    """Raises `InputError` for the exact engine, which is not simulated."""
+    if memory.engine is None:
+        raise InputError(
+            f"--lengths simulates vLLM, but rollout.engine is {work.recipe.rollout.engine}; leave it out, or use "
+            "--mean-response"
+        )
+    if memory.placement == "colocated":
+        return colocated_plan(work, lengths, own_seconds)
+    return server_plan(work, memory.engine, lengths, own_seconds)
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -95,7 +109,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "proposed": {"rollout.max_num_seqs": plan.sequences[0], "step_s": plan.sequences[1].total}
         if plan.sequences
         else {},
-        **({"pipeline": plan.servers.as_json()} if plan.servers else {}),
+        **_simulated_json(plan.simulated),
     }
 
 
@@ -106,6 +120,12 @@ def _parity_host_gib(work: Workload) -> float:
 
 def _wider(recipe: Recipe) -> str:
     return max((recipe.learner.dtype, recipe.rollout.dtype), key=SIZES.__getitem__)
+
+
+def _simulated_json(simulated: ServerPlan | ColocatedPlan | None) -> dict[str, Any]:
+    if simulated is None:
+        return {}
+    return {"pipeline" if isinstance(simulated, ServerPlan) else "generation": simulated.as_json()}
 
 
 NUM_LAYOUTS = 5
@@ -120,7 +140,10 @@ def render(plan: Plan) -> str:
     lines += [*_host(plan.host), ""]
     lines += [*_cache(work, memory), *_sequences(plan), *_placements(work, memory), ""]
     lines += [*_time(plan), _checkpoint(work), *_evidence(plan), "", *_own(plan), ""]
-    lines += [*pipeline_lines(plan.servers), ""] if plan.servers else []
+    if isinstance(plan.simulated, ServerPlan):
+        lines += [*pipeline_lines(plan.simulated), ""]
+    elif plan.simulated is not None:
+        lines += [*generation_lines(plan.simulated), ""]
     lines += [*_offload(work), ""]
     lines += [*_parity(work), ""]
     lines += [*_layouts(plan), ""]
@@ -382,15 +405,13 @@ def _assumptions(work: Workload) -> list[str]:
 def pipeline_lines(plan: ServerPlan) -> list[str]:
     """Return the lines of the simulation: the recipe's own arm in detail, then the others for comparison."""
     p, sampled = plan.pipeline, plan.lengths.sample()
-    shares = ", ".join(f"{share}% up to {np.percentile(sampled, share):.0f}" for share in (50, 90, 99))
     learn_s = p.learn[0] + p.learn[1] * p.asking.num_prompts * p.asking.num_samples * (
         p.asking.prompt_tokens + float(sampled.mean())
     )
     both = " and the learner" if p.joins else ""
     alone = f"the learner {duration(p.publish_s)} beside them and " if p.publish_s else ""
     lines = [
-        f"pipeline      {plan.lengths.source}: responses of {sampled.mean():.0f} tokens on average; {shares}; longest "
-        f"{sampled.max():.0f}",
+        f"pipeline      {_described(plan.lengths)}",
         f"  {p.num_servers} servers of up to {p.costs.slots} responses at a time; a step's {p.asking.num_prompts} × "
         f"{p.asking.num_samples} responses are learned in {duration(learn_s)}; weights take {alone}the servers{both} "
         f"{p.load_s:.1f} s",
@@ -398,6 +419,32 @@ def pipeline_lines(plan: ServerPlan) -> list[str]:
         f"{'decoding':>12}{'computed twice':>16}  staleness: share of tokens",
     ]
     return [*lines, *(_line(arm, p.costs.slots) for arm in plan.arms)]
+
+
+def _described(lengths: Lengths) -> str:
+    sampled = lengths.sample()
+    shares = ", ".join(f"{share}% up to {np.percentile(sampled, share):.0f}" for share in (50, 90, 99))
+    return (
+        f"{lengths.source}: responses of {sampled.mean():.0f} tokens on average; {shares}; longest {sampled.max():.0f}"
+    )
+
+
+def generation_lines(plan: ColocatedPlan) -> list[str]:
+    """Return the lines of simulated engines beside the learner: the recipe's `max_num_seqs`, then others."""
+    engines = "1 engine" if plan.num_engines == 1 else f"{plan.num_engines} engines; a round ends with the slowest"
+    lines = [
+        f"generation    {_described(plan.lengths)}",
+        f"  {engines}",
+        f"  {'rollout.max_num_seqs':<22}{'generating':>12}{'a step':>9}{'engines wait':>14}{'decoding':>10}"
+        f"{'computed twice':>16}",
+    ]
+    for arm in plan.arms:
+        mark = "  ← the recipe's" if arm.is_recipes else ""
+        lines.append(
+            f"  {arm.max_num_seqs:<22}{duration(arm.generate_s):>12}{duration(arm.step_s):>9}{arm.waiting:14.0%}"
+            f"{arm.running:10.0f}{arm.preempted:16.1%}{mark}"
+        )
+    return lines
 
 
 def _line(arm: Arm, slots: int) -> str:

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_rl.config.rollout import InFlightConfig
-from megatron_rl.errors import InputError
 from megatron_rl.instruments.plan import hardware as hw
 from megatron_rl.instruments.plan.fleet import Fleet, Prompt, Response, ServerCosts
 from megatron_rl.instruments.plan.generation import Decoding, EngineMemory, prefill_costs
@@ -287,18 +286,12 @@ class ServerPlan:
         }
 
 
-def server_plan(work: Workload, engine: EngineMemory | None, lengths: Lengths, own_seconds: float) -> ServerPlan:
+def server_plan(work: Workload, engine: EngineMemory, lengths: Lengths, own_seconds: float) -> ServerPlan:
     """Return the simulated arms: the recipe's own, synchronous sampling, every mode of `rollout.in_flight` at the
     recipe's staleness, and `keep` with one step more.
 
-    ``own_seconds``: this project's seconds of a step. Raises `InputError` if the recipe has no servers.
+    ``own_seconds``: this project's seconds of a step.
     """
-    recipe = work.recipe
-    if engine is None or recipe.rollout.engine != "vllm_server":
-        raise InputError(
-            f"--lengths simulates rollout servers, but rollout.engine is {recipe.rollout.engine}; leave it out, or add "
-            "--set rollout.engine=vllm_server --set rollout.servers.count=N"
-        )
     pipeline = make_pipeline(work, engine, lengths, own_seconds)
     staleness = max(1, pipeline.max_staleness)
     recipes_arm = (pipeline.mode, pipeline.max_staleness)
@@ -326,25 +319,30 @@ def _arm(work: Workload, pipeline: Pipeline, lengths: Lengths, mode: str, max_st
     return Arm(mode, max_staleness, is_recipes, time)
 
 
+def engine_costs(work: Workload, engine: EngineMemory) -> ServerCosts:
+    """Return the unit costs of one engine of ``work``."""
+    decoding, slots = Decoding.of(work, engine), work.recipe.rollout.max_num_seqs
+    return ServerCosts(
+        slots=slots,
+        overhead=decoding.overhead,
+        read=[decoding.read(running) for running in range(slots + 1)],
+        read_token=decoding.read_token,
+        compute=decoding.compute,
+        prefill=prefill_costs(work),
+        capacity=engine.tokens,
+    )
+
+
 def make_pipeline(work: Workload, engine: EngineMemory, lengths: Lengths, own_seconds: float) -> Pipeline:
     """Return the pipeline of ``work``, whose mean response is the mean of ``lengths``."""
     rollout, batch = work.recipe.rollout, work.recipe.batch
-    decoding = Decoding.of(work, engine)
     publish_s, load_s, joins = _weights(work, by_files=bool(rollout.why_files))
     return Pipeline(
-        costs=ServerCosts(
-            slots=rollout.max_num_seqs,
-            overhead=decoding.overhead,
-            read=[decoding.read(running) for running in range(rollout.max_num_seqs + 1)],
-            read_token=decoding.read_token,
-            compute=decoding.compute,
-            prefill=prefill_costs(work),
-            capacity=engine.tokens,
-        ),
+        costs=engine_costs(work, engine),
         num_servers=rollout.servers.num_expected,
         mode=rollout.in_flight.mode,
         max_staleness=rollout.max_staleness,
-        learn=_learning(work, engine, lengths, own_seconds),
+        learn=learning_seconds(work, engine, lengths, own_seconds),
         asking=Asking(
             num_prompts=batch.prompts,
             num_samples=rollout.num_samples,
@@ -360,7 +358,7 @@ def make_pipeline(work: Workload, engine: EngineMemory, lengths: Lengths, own_se
     )
 
 
-def _learning(work: Workload, engine: EngineMemory, lengths: Lengths, own_seconds: float) -> tuple[float, float]:
+def learning_seconds(work: Workload, engine: EngineMemory, lengths: Lengths, own_seconds: float) -> tuple[float, float]:
     """Return learning seconds per step and per token. Attention depends on the length of a token's sequence."""
     time, sequences = step_time(work, engine), work.mean_prompt + lengths.sample()
     seen = float(np.square(sequences).sum() / sequences.sum())

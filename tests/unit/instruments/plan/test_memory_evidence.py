@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from megatron_rl.__main__ import main
 from megatron_rl.config import load_recipe
-from megatron_rl.instruments.plan import GPUS, make_workload
+from megatron_rl.config.rollout import SPARE_CANDIDATES
+from megatron_rl.instruments.plan import GPUS, make_plan, make_workload
 from megatron_rl.instruments.plan.hardware import GIB
 from megatron_rl.instruments.plan.learner import checkpoint_cost
-from megatron_rl.instruments.plan.memory import EvidenceCost, batch_size, evidence_cost, memory_plan, own_code
+from megatron_rl.instruments.plan.memory import (
+    EvidenceCost,
+    batch_size,
+    evidence_cost,
+    host_phase,
+    kept_set_size,
+    memory_plan,
+    own_code,
+)
+from megatron_rl.instruments.plan.report import render
 from megatron_rl.instruments.plan.search import step_time
 from megatron_rl.instruments.plan.workload import Workload
 from megatron_rl.model.architecture import read_architecture
@@ -32,21 +43,22 @@ def cost(planned: Workload) -> EvidenceCost:
     return evidence_cost(planned, own_code(planned), CHECKPOINT)
 
 
-@pytest.mark.parametrize("minibatches", [1, 2])
-@pytest.mark.parametrize("routed", [False, True])
-def test_a_batch_has_the_planned_bytes(tmp_path, routed, minibatches):
+@pytest.mark.parametrize(("routed", "minibatches", "top_k"), [(False, 1, 0), (False, 2, 0), (True, 1, 0), (True, 2, 4)])
+def test_a_batch_has_the_planned_bytes(tmp_path, routed, minibatches, top_k):
     batch = stored_rollouts(0, minibatches=minibatches)
     for s in batch.sequences:
         s.current_logprobs = s.inference_logprobs
         s.old_logprobs = s.inference_logprobs if minibatches > 1 else None
+        s.kept_tokens = np.zeros((s.response_length, top_k + SPARE_CANDIDATES), np.int32) if top_k else None
     if routed:
         with_routes(batch, random_routes(batch))
     arrays = load_file(record_batch(tmp_path, batch, 0).with_suffix(".safetensors"))
     responses = sum(s.response_length for s in batch.sequences)
+    rollout = {"num_samples": 2} | ({"kept_sets": True, "top_k": top_k} if top_k else {})
     planned = replace(
         work(OFF),
         recipe=tiny_recipe(
-            batch={"prompts": 12, "minibatches": minibatches}, rollout={"num_samples": 2}, routing={"telemetry": routed}
+            batch={"prompts": 12, "minibatches": minibatches}, rollout=rollout, routing={"telemetry": routed}
         ),
         architecture=read_architecture(MODEL),
         mean_response=responses / 24,
@@ -115,3 +127,30 @@ def test_the_command_prints_it(capsys):
     planned = make_workload(recipe, shape_of(recipe.model.path)[0], GPUS["h100-80"])
     kept = evidence_cost(planned, own_code(planned), checkpoint_cost(planned).size * planned.ranks).after_alarm
     assert f'"after_alarm": {kept}' in text
+
+
+KEPT = ("rollout.kept_sets=true", "rollout.top_k=100", "rollout.top_p=0.9")
+
+
+def test_kept_sets_take_116_numbers_a_token():
+    """100 and 16 spare ones, of 4 bytes. Each rank has those of its replica: eight replicas of four ranks."""
+    sets = [planned.recipe.rollout.candidates for planned in (work(R3), work(R3, "h100-80", *KEPT))]
+    assert sets == [0, 116]
+    planned = work(R3, "h100-80", *KEPT)
+    tokens = planned.recipe.num_sequences * planned.mean_response
+    assert kept_set_size(planned) == tokens * 116 * 4
+    items = dict(host_phase(planned, memory_plan(planned)).items)
+    (name,) = (name for name in items if "kept_sets" in name)
+    assert f"{tokens * 464 / 1e9:.1f} GB a step" in name
+    assert items[name] == tokens * 464 / 8 * 8
+    without = host_phase(work(R3), memory_plan(work(R3)))
+    assert not [name for name, _ in without.items if "kept_sets" in name]
+    assert name in render(make_plan(planned))
+
+
+def test_more_tokens_a_step_leave_less_cache():
+    """`rollout.max_num_batched_tokens` replaces vLLM's default, of which an engine's activations are."""
+    double, default = work(R3, "h100-80", "rollout.max_num_batched_tokens=32768"), work(R3)
+    assert default.gpu.batched_tokens == 16384
+    assert memory_plan(double).engine.activations > memory_plan(default).engine.activations
+    assert memory_plan(double).engine.tokens < memory_plan(default).engine.tokens

@@ -255,10 +255,10 @@ def test_the_mean_of_the_lengths_is_the_plans(tmp_path):
     recipe = load_recipe(SERVERS, ["batch.prompts=16"])
     lengths = read_lengths(str(file), recipe.rollout.max_response_length)
     work = make_workload(recipe, shape_of(recipe.model.path)[0], GPUS["h100-80"], mean_response=200.0)
-    learn = make_plan(work, lengths).servers.pipeline.learn
+    learn = make_plan(work, lengths).simulated.pipeline.learn
     time = step_time(work, memory_plan(work).engine)
     assert learn[1] * work.trained_tokens > time.update + time.old_logprobs  # the longer ones have most tokens
-    same = make_plan(work, Lengths("same", 8192, np.array([200]))).servers.pipeline.learn
+    same = make_plan(work, Lengths("same", 8192, np.array([200]))).simulated.pipeline.learn
     assert same[1] * work.trained_tokens == close(time.update + time.old_logprobs)
 
 
@@ -269,7 +269,7 @@ def test_over_sampling_asks_for_its_factor_and_samples_what_is_not_carried_over(
     recipe = load_recipe(SERVERS, changes)
     work = make_workload(recipe, shape_of(recipe.model.path)[0], GPUS["h100-80"], mean_response=200.0)
     assert work.sampled_sequences == sampled * recipe.num_sequences
-    asking = make_plan(work, Lengths("same", 8192, np.array([200]))).servers.pipeline.asking
+    asking = make_plan(work, Lengths("same", 8192, np.array([200]))).simulated.pipeline.asking
     assert (asking.factor, asking.rest) == (1.5, rest)
 
 
@@ -277,10 +277,6 @@ def test_over_sampling_asks_for_its_factor_and_samples_what_is_not_carried_over(
     ("arguments", "says"),
     [
         (["--lengths", "lognormal:600,1", "--mean-response", "900"], "give only one of the two"),
-        (
-            ["--lengths", "lognormal:600,1", "--set", "rollout={engine: vllm, max_staleness: 0}"],
-            "rollout.engine is vllm",
-        ),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(arguments, says, capsys):
