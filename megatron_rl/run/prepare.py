@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +95,16 @@ def in_steps(recipe: Recipe, num_prompts: int) -> tuple[Recipe, list[tuple[str, 
 def report(
     recipe: Recipe, world_size: int | None, offline: bool = False, free_gib: float | None = None
 ) -> list[tuple[str, str]]:
-    """What `check` prints. ``offline``: model and data may be absent; what depends on them is then left out.
+    """What `check` prints. ``offline``: model, data and the package transformers may be absent; what depends on them is
+    then left out.
 
     ``free_gib``: memory for the comparison of the learner's model with transformers'; None: they are not compared.
     """
     files = [recipe.model.path, *(Path(source.path) for source in (*recipe.data.train, *recipe.data.validation))]
-    if offline and not all(path.exists() for path in files):
-        return check_recipe(recipe, world_size, offline=True).report
+    can_tokenize = find_spec("transformers") is not None
+    if offline and not (can_tokenize and all(path.exists() for path in files)):
+        lines = check_recipe(recipe, world_size, offline=True).report
+        return lines if can_tokenize else [*lines, ("not tried", "prompts and reward: transformers is not installed")]
     with prepare(recipe, world_size) as prepared:
         there = _run_there(prepared.recipe, prepared)
     if free_gib is not None:

@@ -17,6 +17,7 @@ from tests.support.series import megatron_core
 REPOSITORY = Path(__file__).resolve().parents[3]
 SHIPPED = ("patches", "recipes")
 SHIPPED_FILES = ("requirements.txt", "requirements-cpu.txt")
+STUBS = "tools/stubs"
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +28,7 @@ def installed(tmp_path_factory) -> Path:
     hidden = shutil.ignore_patterns("__pycache__", ".*", "*.egg-info")
     for name in ("megatron_rl", *SHIPPED):
         shutil.copytree(REPOSITORY / name, source / name, ignore=hidden)
+    shutil.copytree(REPOSITORY / STUBS, source / STUBS, ignore=hidden)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE", *SHIPPED_FILES):
         shutil.copy(REPOSITORY / name, source)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
@@ -56,11 +58,16 @@ def call(installed, tmp_path):
 
 def test_the_wheel_holds_every_file_that_ships(installed):
     tracked = subprocess.run(
-        ["git", "ls-files", *SHIPPED, *SHIPPED_FILES], cwd=REPOSITORY, capture_output=True, text=True, check=True
+        ["git", "ls-files", *SHIPPED, *SHIPPED_FILES, f"{STUBS}/*.whl"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     files = tracked.stdout.splitlines()
     assert "recipes/base/default.yaml" in files
     assert "patches/megatron-core-0.16/series" in files
+    assert any(name.endswith(".whl") for name in files)
     for name in files:
         assert (installed / "megatron_rl" / "shipped" / name).read_bytes() == (REPOSITORY / name).read_bytes()
 

