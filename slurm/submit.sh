@@ -4,6 +4,12 @@
 # (--dependency=singleton): submit twice, and the second continues where the first ran out of time.
 set -euo pipefail
 home=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+case ${1:-} in
+  -h | --help)
+    sed -n '2,4s/^# //p' "${BASH_SOURCE[0]}"
+    exit 0
+    ;;
+esac
 options=()
 while [ $# -gt 0 ] && [[ $1 != *.sbatch ]]; do
   options+=("$1")

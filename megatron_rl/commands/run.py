@@ -110,6 +110,8 @@ def run_samples(options: argparse.Namespace) -> int:
 
     if options.number < 1:
         raise InputError(f"--number {options.number}: must be at least 1")
+    if not options.run.exists():
+        raise InputError(f"{options.run}: no such folder; expected a run directory (run_root/name of its recipe)")
     file = RunDirectory(options.run).samples if options.run.is_dir() else options.run
     samples = list(read_samples(file))
     if options.step is not None:

@@ -152,18 +152,20 @@ def read_rules(path: Path) -> list[AlarmRule]:
 
 def print_table(scores: dict[str, list[RuleScore]]) -> None:
     """Print one row per run and rule, then one per rule over all runs."""
-    print(f"{'run':<32}{'rule':<24}{'collapse':>9}{'first':>7}{'lead':>6}{'false':>7}")
+    width = max(32, 2 + max(map(len, scores), default=0))
+    named = max(24, 2 + max((len(row.rule) for rows in scores.values() for row in rows), default=0))
+    print(f"{'run':<{width}}{'rule':<{named}}{'collapse':>9}{'first':>7}{'lead':>6}{'false':>7}")
     for run, rows in scores.items():
         for row in rows:
             first = row.fired[0] if row.fired else None
             cells = [f"{'-' if v is None else v:>{w}}" for v, w in ((row.collapse, 9), (first, 7), (row.lead, 6))]
-            print(f"{run:<32}{row.rule:<24}{''.join(cells)}{row.false_alarms:>7}")
+            print(f"{run:<{width}}{row.rule:<{named}}{''.join(cells)}{row.false_alarms:>7}")
     print()
-    print(f"{'rule':<24}{'collapses':>10}{'warned':>8}{'mean lead':>11}{'false alarms':>14}{'runs':>6}")
+    print(f"{'rule':<{named}}{'collapses':>10}{'warned':>8}{'mean lead':>11}{'false alarms':>14}{'runs':>6}")
     for rule in dict.fromkeys(row.rule for rows in scores.values() for row in rows):
         rows = [row for all_rows in scores.values() for row in all_rows if row.rule == rule]
         collapses = sum(row.collapse is not None for row in rows)
         leads = [row.lead for row in rows if row.lead is not None]
         mean = f"{sum(leads) / len(leads):.0f}" if leads else "-"
         false = sum(row.false_alarms for row in rows)
-        print(f"{rule:<24}{collapses:>10}{len(leads):>8}{mean:>11}{false:>14}{len(rows):>6}")
+        print(f"{rule:<{named}}{collapses:>10}{len(leads):>8}{mean:>11}{false:>14}{len(rows):>6}")

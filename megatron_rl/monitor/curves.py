@@ -102,6 +102,8 @@ def group_runs(arguments: Sequence[str], read: Callable[[Path], list[dict[str, f
     groups: dict[str, Curves] = {}
     for argument in arguments:
         label, _, path = argument.rpartition("=") if not os.path.exists(argument) else ("", "", argument)
+        if path.endswith(".exit.json"):  # a lab's note beside a run, which `runs/lab/X/*-seed*` names too
+            continue
         folder = Path(path).resolve()
         if folder.is_file():
             folder = (

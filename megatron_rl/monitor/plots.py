@@ -168,7 +168,7 @@ def _draw_curve(axes: Axes, group: Curves, metric: str, view: View, colour: str,
 def _scale(axes: Axes, panel: Panel, positive: np.ndarray) -> None:
     # Below one decade a logarithmic axis has hard-to-read ticks and no advantage.
     if panel.is_log and positive.size and positive.max() > 10 * positive.min():
-        axes.set_yscale("log")
+        axes.set_yscale("log", nonpositive="mask")  # a value of 0 is a gap, not a slope to the lower edge
         if positive.max() > 100 * positive.min():
             axes.yaxis.set_minor_formatter(NullFormatter())
         return

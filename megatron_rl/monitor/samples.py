@@ -217,10 +217,10 @@ def read_samples(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the samples of a run, the oldest first. Skips an incomplete last line; `InputError` for no file."""
     try:
         lines = file.read_bytes().splitlines()
+    except FileNotFoundError as error:
+        raise InputError(f"{file}: no such file; monitor.samples.every sets when a run writes samples") from error
     except OSError as error:
-        raise InputError(
-            f"{file}: cannot be read ({error.strerror}); monitor.samples.every sets when samples are written"
-        ) from error
+        raise InputError(f"{file}: cannot be read ({error.strerror})") from error
     for number, line in enumerate(lines, start=1):
         try:
             yield _checked(json.loads(line))

@@ -83,3 +83,10 @@ def test_site_samples_load_in_strict_mode():
     for sample in sorted((FOLDER / "env").iterdir()):
         done = subprocess.run(["bash", "-euo", "pipefail", "-c", f"source '{sample}'"], capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, ""), Path(sample).name
+
+
+def test_the_submitting_script_has_a_help():
+    done = subprocess.run([REPOSITORY / "slurm" / "submit.sh", "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("slurm/submit.sh [SBATCH OPTIONS]")
+    assert "#" not in done.stdout

@@ -20,33 +20,41 @@ from megatron_rl.instruments.lab.study import DEFAULT_METRICS
 from megatron_rl.monitor.curves import Curves
 from megatron_rl.monitor.plots import PANELS, Panel, draw_panel, group_handles, legend_below
 
-# A study's figure: rows of arms, a column per metric, means over seeds with bands from lowest to highest.
+# A study's figure: a block per `figure` entry, a panel per metric, means over seeds with bands from lowest to highest.
 
 
 SMOOTHING = 5  # steps of the running mean; a batch of 64 responses is noisy
 DPI, COLOURS = 75, 96
 WIDTH, HEIGHT = 3.5, 2.7  # inches of a panel
+MOST_COLUMNS = 3
 
 
 def draw_study(results: Results) -> Figure:
-    """Return the study's figure, a row per `figure` entry. Arms without a finished run are left out."""
+    """Return the study's figure: per `figure` entry a block of panels, under its title. Arms without a finished run are
+    left out."""
     study = results.study.study
     metrics = study.panels or DEFAULT_METRICS
-    figure = Figure(figsize=(WIDTH * len(metrics), HEIGHT * len(study.figure) + 0.4), layout="constrained")
+    columns = min(MOST_COLUMNS, len(metrics))
+    rows = math.ceil(len(metrics) / columns)  # of a block
+    size = (WIDTH * columns, HEIGHT * rows * len(study.figure) + 0.4)
+    figure = Figure(figsize=size, layout="constrained")
     counts = {len(by_seed) for by_seed in results.records.values() if by_seed}
     seeds = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
     figure.suptitle(f"{study.title}: mean of {seeds} seeds, band from lowest to highest", fontsize=11)
-    for row, entry in enumerate(study.figure):
+    for block, entry in enumerate(study.figure):
         groups = [
             Curves(study.arms[arm].label or arm, [smoothed(run, metrics) for run in results.records[arm].values()])
             for arm in entry.arms
             if results.records[arm]
         ]
-        for column, metric in enumerate(metrics):
-            axes = figure.add_subplot(len(study.figure), len(metrics), row * len(metrics) + column + 1)
+        for number, metric in enumerate(metrics):
+            axes = figure.add_subplot(rows * len(study.figure), columns, block * rows * columns + number + 1)
             draw_panel(axes, _panel(metric), groups)
-            if column == 0:
-                axes.set_ylabel(entry.title, fontsize=9)
+            if number == 0:
+                axes.annotate(
+                    entry.title, (0, 1), (0, 20), "axes fraction", textcoords="offset points", fontweight="bold"
+                )
+            if number == (rows - 1) * columns:  # below the block
                 legend_below(axes, group_handles(groups), columns=2)
     return figure
 

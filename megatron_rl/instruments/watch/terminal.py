@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -54,7 +54,7 @@ def frame(runs: Sequence[WatchedRun], width: int) -> RenderableType:
     """Return the current frame, at most ``width`` wide, the most important part first."""
     state = views.state(runs)
     parts = [_overview(state, width), _curves(runs, width), *_alarms(state)]
-    parts += [_bands(runs), *_routes(runs, width), *_response(runs)]
+    parts += [_bands(runs, width), *_routes(runs, width), *_response(runs)]
     return Group(*parts)
 
 
@@ -127,26 +127,35 @@ def _alarms(state: dict[str, Any]) -> list[RenderableType]:
     return [Text(""), *lines] if lines else []
 
 
-def _bands(runs: Sequence[WatchedRun]) -> RenderableType:
-    """Return a row per run and a column per band of po: mean rho - 1, and 5% and 95% quantiles if recorded."""
+def _bands(runs: Sequence[WatchedRun], width: int) -> RenderableType:
+    """Return a row per run and a column per band of po: mean rho - 1, and 5% and 95% quantiles if recorded.
+
+    A narrow terminal gets no quantiles, and a digit less.
+    """
     data = views.bands(runs, None, 2)
     if not data["labels"]:
         return Text(f"\n{views.HINTS['bands']}", style="dim")
-    table = Table(
-        box=None, padding=(0, 1), pad_edge=False, title="mean rho − 1 by po (5% to 95%)", title_justify="left"
-    )
-    for title in ("run", "step", *data["labels"]):
-        table.add_column(title, justify="left" if title == "run" else "right")
-    for index, (run, its) in enumerate(zip(runs, data["runs"], strict=True)):
-        cells = []
-        for row in its["rows"]:
-            ends = [row[name] for name in ("q05", "q95")]
-            spread = (
-                f" ({ends[0] - 1:+.1g} to {ends[1] - 1:+.1g})" if all(isinstance(end, float) for end in ends) else ""
-            )
-            cells.append(f"{row['mean'] - 1:+.1e}{spread}" if isinstance(row["mean"], float) else "–")
-        table.add_row(Text(run.label, style=_style(index)), _number(its["step"]), *cells)
+    for digits, has_spread in ((1, True), (1, False), (0, False)):
+        cells = [[_band(row, digits, has_spread) for row in its["rows"]] for its in data["runs"]]
+        rows = [["run", "step", *data["labels"]]]
+        rows += [[run.label, _number(its["step"]), *of] for run, its, of in zip(runs, data["runs"], cells, strict=True)]
+        if sum(max(map(len, column)) + 2 for column in zip(*rows, strict=True)) <= width + 2:
+            break
+    title = "mean rho − 1 by po (5% to 95%)" if has_spread else "mean rho − 1 by po"
+    table = Table(box=None, padding=(0, 1), pad_edge=False, title=title, title_justify="left")
+    for name in rows[0]:
+        table.add_column(name, justify="left" if name == "run" else "right", overflow="fold")
+    for index, (label, *of) in enumerate(rows[1:]):
+        table.add_row(Text(label, style=_style(index)), *of)
     return Group(Text(""), table)
+
+
+def _band(row: Mapping[str, Any], digits: int, has_spread: bool) -> str:
+    if not isinstance(row["mean"], float):
+        return "–"
+    ends = [row[name] for name in ("q05", "q95")]
+    spread = f" ({ends[0] - 1:+.1g} to {ends[1] - 1:+.1g})" if all(isinstance(end, float) for end in ends) else ""
+    return f"{row['mean'] - 1:+.{digits}e}{spread if has_spread else ''}"
 
 
 def _routes(runs: Sequence[WatchedRun], width: int) -> list[RenderableType]:

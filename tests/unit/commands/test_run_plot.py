@@ -27,6 +27,14 @@ def test_plot_runs_makes_a_picture_and_a_page_that_loads_nothing(tmp_path, capsy
     assert len(identifiers) == len(set(identifiers))
 
 
+def test_a_pattern_over_a_studys_folder_names_notes_beside_its_runs(tmp_path, capsys):
+    run = write_run(tmp_path / "arm-seed0", 0, collapses=False)
+    note = tmp_path / "arm-seed0.exit.json"
+    note.write_text('{"status": 0}')
+    assert main(["plot", str(run), str(note), "--out", str(tmp_path / "out")]) == 0
+    assert "arm: 1 run(s)" in capsys.readouterr().out
+
+
 LABELS = ["$x_{$", "$", r"\frac{", "_hidden", "a$b$c", "<b>&", "x" * 300]
 
 

@@ -34,6 +34,16 @@ def test_the_command_prints_the_two_halves(tmp_path, capsys):
     assert rows["judge"][2:5] == [str(halves.count("judge")), "100.0%", "0"]
 
 
+def test_long_names_have_a_column_of_their_own(tmp_path, capsys):
+    run = write_run(tmp_path / ("a-name-of-many-words" * 3), 0, collapses=True)
+    rule = [{**GROWTH_RULE, "above": 0.01, "name": "a-rule-whose-name-is-long-too"}]
+    (tmp_path / "rules.yaml").write_text(json.dumps(rule))
+    assert main(["score-alarms", str(run), "--rules", str(tmp_path / "rules.yaml")]) == 0
+    head, row = (line.split() for line in capsys.readouterr().out.splitlines()[:2])
+    assert row[:2] == [str(run), "a-rule-whose-name-is-long-too"]
+    assert len(row) == len(head)
+
+
 GROWTH_RULE = {"name": "growth", "metric": "mismatch/rho_std", "statistic": "log_slope_lower", "window": 40}
 RULES = [
     {**GROWTH_RULE, "above": 0.01, "for_steps": 3},

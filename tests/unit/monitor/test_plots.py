@@ -27,6 +27,16 @@ def test_every_panel_can_be_drawn(tmp_path):
         assert ydata / ydata[0] == rounded(10.0 ** np.arange(5))
 
 
+def test_zeros_are_gaps_on_a_logarithmic_axis():
+    """Drawn as the axis' lower edge, a run without mismatch falls to a value that nobody measured."""
+    (panel,) = (panel for panel in PANELS if panel.title == "mismatch: std of rho")
+    records = [{"step": step, panel.metrics[0]: value} for step, value in enumerate([1e-4, 0.0, 1e-2, 1.0])]
+    (axes,) = draw_figure([Curves("a", [records])], "a").axes
+    assert axes.get_yscale() == "log"
+    drawn = axes.lines[0].get_transform().transform_path(axes.lines[0].get_path()).vertices[:, 1]
+    assert np.isfinite(drawn).tolist() == [True, False, True, True]
+
+
 def test_crowded_panels_keep_the_largest(tmp_path):
     records = [{"step": 0} | {f"perf/time/phase{i}": float(i) for i in range(9)}]
     one = draw_figure([Curves("a", [records])], "a")

@@ -169,7 +169,7 @@ def test_the_command_prints_the_newest_first(run, capsys):
     assert main(["samples", str(run.root), "--step", "1"]) == 2
     assert "has samples of step 0, 2" in capsys.readouterr().err
     assert main(["samples", str(run.root / "nothing")]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+    assert "nothing: no such folder; expected a run directory" in capsys.readouterr().err
 
 
 def test_a_broken_line_is_named_and_a_torn_one_left_out(tmp_path):

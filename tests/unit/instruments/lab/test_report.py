@@ -12,7 +12,7 @@ import pytest
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.lab import load_study
 from megatron_rl.instruments.lab.jobs import outcome_of
-from megatron_rl.instruments.lab.report import draw_study, smoothed, write_report
+from megatron_rl.instruments.lab.report import MOST_COLUMNS, WIDTH, draw_study, smoothed, write_report
 from megatron_rl.instruments.lab.results import interval_half_width, paired_effect, read_results
 from megatron_rl.instruments.lab.runner import register
 from megatron_rl.instruments.lab.study import Outcome
@@ -186,10 +186,13 @@ def test_a_panel_without_curves_says_why(runs):
         for records in by_seed.values():
             for record in records:
                 record["hacking/J"] = 0.0
-    said = {axes.get_title(): [text.get_text() for text in axes.texts] for axes in draw_study(results).axes}
+    figure = draw_study(results)
+    assert figure.get_figwidth() == MOST_COLUMNS * WIDTH, "panels beyond the third begin a new row"
+    assert not any(axes.get_ylabel() for axes in figure.axes), "it would be read as the unit of the panel"
+    said = {axes.get_title(): [text.get_text() for text in axes.texts] for axes in figure.axes}
     assert said["hacking/J"] == ["0 throughout"]
     assert said["entropy"] == ["not recorded"]
-    assert said["reward"] == []
+    assert said["reward"] == ["all"]  # the title of the row
 
 
 def test_report_holds_the_numbers_and_a_figure(runs):
