@@ -134,15 +134,16 @@ class Generator(Protocol):
 
 
 Listener = Callable[[Prompt, list[Rollout]], None]
-"""Gets a prompt and the responses to it that this rank owns, once all of these are complete."""
+"""Gets a prompt and complete responses to it that this rank owns; each response once."""
 
 
 @runtime_checkable
 class AnnouncingGenerator(Protocol):
     """A `Generator` that tells of responses while it samples others, so that they can be scored meanwhile."""
 
-    def announce_to(self, listener: Listener) -> None:
-        """Call ``listener`` with what becomes complete from now on. It must return at once; any thread may call it."""
+    def announce_to(self, listener: Listener, whole_groups: bool = False) -> None:
+        """Call ``listener`` with each response that becomes complete from now on. It must return at once; any thread
+        may call it. ``whole_groups``: once the whole group is complete, where groups may be given up before."""
         ...
 
 

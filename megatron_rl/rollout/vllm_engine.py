@@ -24,7 +24,6 @@ import gc
 import math
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -172,8 +171,11 @@ class VllmGenerator:
             self._stats["rollout/turns_mean"] = sum(rollout.num_turns for rollout in rollouts) / len(rollouts)
         return make_groups(prompts, num_samples, rollouts)
 
-    def announce_to(self, listener: Listener) -> None:
-        """Call ``listener`` with the responses to a prompt that this rank owns, between two steps of the engine."""
+    def announce_to(self, listener: Listener, whole_groups: bool = False) -> None:
+        """Call ``listener`` with every response that this rank owns, between two steps of the engine.
+
+        ``whole_groups`` has no effect: no group is given up.
+        """
         self._listener = listener
 
     def _generate(
@@ -208,8 +210,6 @@ class VllmGenerator:
         places = {name.partition("-")[0]: place for place, name in enumerate(request_ids)}  # vLLM appends to our names
         size = self._config.tensor_parallel  # ranks of one engine have the same outputs, and own every size-th
         owned = [place % size == self._rank % size for place in range(len(requests))]
-        sizes = Counter(request.row for request, is_owned in zip(requests, owned, strict=True) if is_owned)
-        complete: dict[int, list[Rollout]] = {row: [] for row in sizes}
         rollouts: list[Rollout | None] = [None] * len(requests)
         num_finished, problem = 0, None
         deadline = time.monotonic() + (self._config.deadline_s or math.inf)
@@ -225,9 +225,8 @@ class VllmGenerator:
                 except Exception as error:  # noqa: BLE001 - the other ranks of the engine go on with the next step
                     problem = problem or error
                     continue
-                complete[request.row].append(rollout)
-                if len(complete[request.row]) == sizes[request.row] and self._listener is not None:
-                    self._listener(request.prompt, complete[request.row])
+                if self._listener is not None:
+                    self._listener(request.prompt, [rollout])
             if num_steps % STEPS_PER_DEADLINE_CHECK == 0 and self._any_tensor_rank(time.monotonic() > deadline):
                 engine.abort_request(request_ids, internal=True)
                 raise RolloutError(
@@ -244,8 +243,6 @@ class VllmGenerator:
         talk = self._talk
         assert talk is not None
         assert self._config.tensor_parallel == 1
-        sizes = Counter(request.row for request in requests)
-        complete: dict[int, list[Rollout]] = {row: [] for row in sizes}
         rollouts: list[Rollout | None] = [None] * len(requests)
         vocab_size = self._architecture.vocab_size
 
@@ -262,9 +259,8 @@ class VllmGenerator:
                 where = f"prompt {request.prompt.id!r}, sample {request.sample}"
                 raise RolloutError(f"rollout.function {talk.name}, {where}: {kind}{_one_line(error)}") from error
             rollouts[place] = rollout = self._to_response(request, conversation, records)
-            complete[request.row].append(rollout)
-            if len(complete[request.row]) == sizes[request.row] and self._listener is not None:
-                self._listener(request.prompt, complete[request.row])
+            if self._listener is not None:
+                self._listener(request.prompt, [rollout])
 
         async def all_of_them() -> None:
             under_way = Requests(_Steps(self._llm, sampling))

@@ -266,7 +266,7 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
             return
         stack.callback(generator.close)
         if prepared.rewarder.has_functions and isinstance(generator, AnnouncingGenerator):
-            generator.announce_to(prepared.rewarder.begin)
+            generator.announce_to(prepared.rewarder.begin, whole_groups=recipe.batch.oversample is not None)
         _confirm_precision(recipe, prepared, learner, generator, monitor)
         ahead = make_lookahead(recipe, sampler, generator)
         saving = Saving(recipe.checkpoint, directory.checkpoints, learner, monitor.log)

@@ -388,18 +388,19 @@ class TestRefit:
             pass
 
 
-def test_groups_are_announced_while_others_are_sampled():
-    """One prompt after the other fits, so that the first group is complete before the last one begins."""
+def test_responses_are_announced_while_others_are_sampled():
+    """Two at a time fit, so that the first are complete before the last begin. None waits for its group."""
     announced, left = [], []
     with engine(max_num_seqs=2, verify_refit=False, record_routes=False) as generator:
         core = generator._llm.llm_engine
         generator.announce_to(
             lambda prompt, rollouts: (announced.append((prompt, rollouts)), left.append(core.has_unfinished_requests()))
         )
-        groups = generator.rollout(prompts(4), 2, policy_version=0, step=0)
+        groups = generator.rollout(prompts(2), 4, policy_version=0, step=0)
     assert left[0]
-    found = {prompt.id: {id(rollout) for rollout in rollouts} for prompt, rollouts in announced}
-    assert found == {group.prompt.id: {id(rollout) for rollout in group.rollouts} for group in groups}
+    assert [len(rollouts) for _, rollouts in announced] == [1] * 8
+    found = {(prompt.id, id(rollout)) for prompt, rollouts in announced for rollout in rollouts}
+    assert found == {(group.prompt.id, id(rollout)) for group in groups for rollout in group.rollouts}
 
 
 def test_preempted_responses_are_the_same_responses():

@@ -1,9 +1,12 @@
 """What a reward that waits costs a step: the time from the last response to the last score.
 
 The judge answers after --seconds and does not compute, like one that runs elsewhere. It is asked for --concurrency
-responses at a time, each as soon as its group is complete. Real engines sample and learn on the tiny model: in the
+responses at a time, each as soon as it is complete. Real engines sample and learn on the tiny model: in the
 learner's process, then on a server, whose batches are sampled within their step and one step ahead. The first steps of
 a run are left out; the figures are medians of the others.
+
+The judge's own rate is a bound. If all responses together take it longer than the rest of a step, that step waits for
+the difference, whatever the order of work: the column "bound" is that share.
 
     python -m tools.bench.judge [--steps 8] [--prompts 32] [--seconds 0.3] [--concurrency 64] [--set a.b=c …]
 
@@ -62,7 +65,7 @@ def main() -> None:
     number = 8 * options.prompts
     whole = -(-number // options.concurrency) * options.seconds
     print(f"{number} responses, {options.seconds:g} s each, {options.concurrency} at a time: {whole:.2f} s together")
-    print(f"{'generation':<29}{'step':>8}{'waits':>8}{'share':>8}")
+    print(f"{'generation':<29}{'step':>8}{'waits':>8}{'share':>8}{'bound':>8}")
     for name, recipe, own in (KINDS[number] for number in options.only):
         with tempfile.TemporaryDirectory() as root:
             folder = Path(root)
@@ -74,7 +77,8 @@ def main() -> None:
             rows = run(folder, recipe, settings)
         names = ("perf/time/step", "perf/time/reward", "perf/reward_frac")
         step, waits, share = (statistics.median(row[key] for row in rows) for key in names)
-        print(f"{name:<29}{step:>6.2f} s{waits:>6.2f} s{share:>8.1%}")
+        bound = max(0.0, 1 - (step - waits) / whole)
+        print(f"{name:<29}{step:>6.2f} s{waits:>6.2f} s{share:>8.1%}{bound:>8.1%}")
 
 
 if __name__ == "__main__":

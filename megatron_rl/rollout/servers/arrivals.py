@@ -111,13 +111,17 @@ class Taken:
 class Arrivals:
     """One rank's share of a batch, group by group: filled by the event loop's thread, emptied by the main thread.
 
-    ``news`` is notified of every complete group, and ``listener`` gets it.
+    ``news`` is notified of every complete group. ``listener`` gets every response, or only ``whole_groups``.
     """
 
     def __init__(
-        self, requests: Sequence[Request], news: threading.Condition, listener: Listener | None = None
+        self,
+        requests: Sequence[Request],
+        news: threading.Condition,
+        listener: Listener | None = None,
+        whole_groups: bool = False,
     ) -> None:
-        self._news, self._listener = news, listener
+        self._news, self._listener, self._announces_groups = news, listener, whole_groups
         self._prompts = {request.row: request.prompt for request in requests}
         self._missing = Counter(request.row for request in requests)
         self._fetched: dict[int, list[Rollout]] = {place: [] for place in self._missing}
@@ -148,10 +152,12 @@ class Arrivals:
             self._fetched[place].append(rollout.result())
             self._counts[place] += counts
             self._missing[place] -= 1
-            if not self._missing[place]:
+            is_whole = not self._missing[place]
+            if self._listener is not None and (is_whole or not self._announces_groups):
+                announced = self._fetched[place] if self._announces_groups else [rollout.result()]
+                self._listener(self._prompts[place], list(announced))
+            if is_whole:
                 self._complete.append((place, time.perf_counter()))
-                if self._listener is not None:
-                    self._listener(self._prompts[place], list(self._fetched[place]))
                 self._news.notify_all()
 
     # ---------------------------------------------------------------- in the main thread

@@ -180,6 +180,7 @@ class ServerGenerator:
         self._max_prompt_length, self._sampling = max_prompt_length, Sampling.from_config(config)
         self._policy_version, self._num_begun = 0, 0
         self._listener: Listener | None = None
+        self._announces_groups = False
         self._stats: dict[str, float] = {}
         self._overlaps = config.in_flight.mode != "finish"  # batches and weights do not wait for each other
         self._news = threading.Condition()  # a group is complete, or a batch has ended
@@ -268,7 +269,7 @@ class ServerGenerator:
         self._num_begun += 1
         if self._sampler is not None:
             mine = [request for request, owner in zip(requests, owners, strict=True) if owner == world_rank()]
-            arrivals = Arrivals(mine, self._news, self._listener)
+            arrivals = Arrivals(mine, self._news, self._listener, self._announces_groups)
             answers = self._main.submit(
                 self._sampler.sample(self._num_begun, mine, sampling, policy_version, arrivals, is_awaited)
             )
@@ -316,9 +317,9 @@ class ServerGenerator:
             tokens = ticket.arrivals.num_tokens_left
         return sum(gather_objects(tokens))
 
-    def announce_to(self, listener: Listener) -> None:
-        """Call ``listener`` with every group that this rank has fetched, from the event loop's thread."""
-        self._listener = listener
+    def announce_to(self, listener: Listener, whole_groups: bool = False) -> None:
+        """Call ``listener`` with every response that this rank has fetched, from the event loop's thread."""
+        self._listener, self._announces_groups = listener, whole_groups
 
     def _notify(self, _: concurrent.futures.Future) -> None:
         with self._news:

@@ -32,6 +32,8 @@ class MadeUpServer(in_flight.MadeUpServer):
 class Rank:
     """Batches of one rank under ``mode``, on one server with room for two responses. ``ended``: those that are done."""
 
+    whole_groups = False
+
     def __init__(self, mode: str, pool) -> None:
         fields = {"engine": "vllm_server", "max_staleness": 1, "in_flight": {"mode": mode}}
         servers = SimpleNamespace(members=pool, turn=asyncio.Lock(), concurrency=2, fetchers=[0])
@@ -43,7 +45,10 @@ class Rank:
         self._number += 1
         requests = make_requests([Prompt(name, in_flight.PROMPT, "")], num_responses, seed=0, step=self._number)
         arrivals = Arrivals(
-            requests, threading.Condition(), lambda prompt, rollouts: self.announced.append((prompt.id, len(rollouts)))
+            requests,
+            threading.Condition(),
+            lambda prompt, rollouts: self.announced.append((prompt.id, len(rollouts))),
+            self.whole_groups,
         )
         sampling = Sampling(LENGTH)
         work = self._sampler.sample(self._number, requests, sampling, version, arrivals, is_awaited)
@@ -98,13 +103,18 @@ def test_a_body_can_be_changed_before_it_is_sent(monkeypatch):
     assert [rollout.length for rollout in play("keep", scene, monkeypatch).rollouts] == [2, 3, 4]
 
 
-def test_a_group_is_announced_once_with_all_its_responses(monkeypatch):
+@pytest.mark.parametrize("whole_groups", [False, True])
+def test_responses_are_announced_as_they_come_or_as_whole_groups(whole_groups, monkeypatch):
+    """Each once: alone, so that a judge need not wait for the longest of a group, or where groups may be given up."""
+
     async def scene(rank, pool, server, clock):
+        rank.whole_groups = whole_groups
         await clock.until(rank.begin("first", 3))
         await clock.until(rank.begin("second", 2))
         return rank.announced
 
-    assert play("keep", scene, monkeypatch) == [("first", 3), ("second", 2)]
+    groups, alone = [("first", 3), ("second", 2)], [("first", 1)] * 3 + [("second", 1)] * 2
+    assert play("keep", scene, monkeypatch) == (groups if whole_groups else alone)
 
 
 def test_batches_and_weights_have_their_turns_under_finish(monkeypatch):
