@@ -14,9 +14,8 @@ import numpy as np
 from megatron_rl.instruments.plan.fleet import Fleet, Prompt, Response, ServerCosts
 from megatron_rl.instruments.plan.generation import EngineMemory
 from megatron_rl.instruments.plan.memory import memory_plan
-from megatron_rl.instruments.plan.search import NUM_SEQUENCES
+from megatron_rl.instruments.plan.search import NUM_SEQUENCES, step_time
 from megatron_rl.instruments.plan.servers import MEASURED, STEPS, engine_costs, learning_seconds
-from megatron_rl.instruments.plan.search import step_time
 from megatron_rl.instruments.plan.workload import Lengths, Workload
 
 
