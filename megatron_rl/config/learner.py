@@ -202,6 +202,10 @@ class LearnerConfig(Section):
     (151,936 columns) and many tokens per microbatch. A third more work in the output layer."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Adam's numbers."""
+    quantization: Literal["as_rollout"] | None = None
+    """as_rollout: every pass computes with weights that are rounded as `rollout.quantization` rounds the engine's, and
+    the gradient is applied to the weights as they are (arXiv 2604.07853). Costs a copy of them while a pass runs.
+    null: passes compute with the weights as they are."""
     offload: OffloadConfig = OffloadConfig()
     """What leaves the GPU while the engine generates."""
     lora: LoraConfig | None = None

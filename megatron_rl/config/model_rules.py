@@ -332,7 +332,8 @@ def contract(recipe: Recipe, architecture: Architecture) -> list[ContractRow]:
     if architecture.is_moe:
         rows.append(fp32_where(precision.fp32_router, precision.rollout_router, "router"))
     if rollout.quantization.weights is not None:
-        rows.append(ContractRow("weights", learner_dtype, rollout.quantization.words, "rounding"))
+        words, same = rollout.quantization.words, recipe.learner.quantization is not None
+        rows.append(ContractRow("weights", words if same else learner_dtype, words, "same" if same else "rounding"))
     if rollout.quantization.kv_cache is not None:
         rows.append(ContractRow("kv cache", learner_dtype, rollout.quantization.kv_cache, "rounding"))
     rows += [
@@ -380,7 +381,8 @@ def first_step_alarms(recipe: Recipe, architecture: Architecture) -> list[AlarmR
     """
     if recipe.exact.dose is not None or any(row.verdict == "policy" for row in contract(recipe, architecture)):
         return []
-    rounded = [recipe.rollout.quantization.weights, recipe.rollout.quantization.kv_cache]
+    weights = None if recipe.learner.quantization is not None else recipe.rollout.quantization.weights
+    rounded = [weights, recipe.rollout.quantization.kv_cache]
     types = {recipe.learner.dtype, recipe.rollout.dtype, *(name for name in rounded if name is not None)}
     coarsest = max(types, key=list(FIRST_STEP_BOUNDS).index)
     metrics = {"first-step-difference": "training/rollout_probs_diff_mean"}

@@ -71,6 +71,8 @@ def section_problems(recipe: RecipeSections) -> list[str]:
         problems.append(f"checkpoint.keep_best: {best.metric} is never measured with validation.every 0; set it")
     if recipe.learner.lora is not None and recipe.precision.export_from == "master":
         problems.append("precision.export_from: master needs master weights, which learner.lora has not; use learner")
+    if recipe.learner.quantization is not None:
+        problems += rounding_problems(recipe)
     advantage = recipe.objective.advantage
     if advantage != "reinforce" and recipe.rollout.num_samples < 2:
         problems.append(
@@ -104,6 +106,34 @@ def rollback_problems(recipe: RecipeSections) -> list[str]:
         )
     if recipe.exact.dose is not None and recipe.exact.dose.kind == "stale":
         problems.append(f"exact.noise.kind: stale, but {name}: the sampler would keep weights that it undoes")
+    return problems
+
+
+def rounding_problems(recipe: RecipeSections) -> list[str]:
+    """Why the learner cannot round its weights as the engine does; empty where it can."""
+    key, problems = "learner.quantization: as_rollout", []
+    if recipe.rollout.quantization.weights is None:
+        problems.append(f"{key}, but rollout.quantization.weights is null and nothing is rounded; set it, or use null")
+    if recipe.learner.lora is not None:
+        problems.append(
+            f"{key} with learner.lora, whose adapters are merged in every pass and would not be rounded; use null"
+        )
+    if recipe.learner.dtype != recipe.rollout.dtype:
+        problems.append(
+            f"{key} with learner.dtype {recipe.learner.dtype}, rollout.dtype {recipe.rollout.dtype}: the engine would "
+            "round other numbers than the learner; set both alike"
+        )
+    parallel = recipe.learner.parallel
+    split = {
+        "learner.parallel.tensor": parallel.tensor,
+        "learner.parallel.expert_tensor": parallel.expert_tensor,
+        "rollout.tensor_parallel": recipe.rollout.tensor_parallel,
+    }
+    problems += [
+        f"{key} with {name} {size}: blocks that share a scale would begin elsewhere in a part of a matrix; use 1"
+        for name, size in split.items()
+        if size > 1
+    ]
     return problems
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,14 +22,13 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_rl.config.rollout import ExactConfig, NoiseConfig
+from megatron_rl.learner.rounding import GATED, MATRICES, replaced
 from megatron_rl.process.ranks import gather_objects
 from megatron_rl.rollout.weights import rounded
 from megatron_rl.types import Rollout
 
 PROMPT_SAMPLE = 0
 """Tokens of a prompt take the noise of this sample, in all samples of the prompt: they may share a cache."""
-_MATRICES = re.compile(r"\.(linear_qkv|linear_proj|linear_fc1|linear_fc2)\.weight\d*$")
-_GATED = re.compile(r"\.experts\..*linear_fc1\.weight\d*$")
 
 
 class Dose:
@@ -137,10 +135,10 @@ class RoundedWeights(Dose):
     def on(self, module: torch.nn.Module) -> Iterator[None]:
         config = self.config.quantization
         through = partial(rounded, kind=config.weights, block=config.of_weights)
-        with _replaced(
-            (p, _in_halves(through, p.detach()) if _GATED.search(name) else through(p.detach()))
+        with replaced(
+            (p, _in_halves(through, p.detach()) if GATED.search(name) else through(p.detach()))
             for name, p in module.named_parameters()
-            if _MATRICES.search(name)
+            if MATRICES.search(name)
         ):
             yield
 
@@ -167,7 +165,7 @@ class StaleWeights(Dose):
     def on(self, module: torch.nn.Module) -> Iterator[None]:
         if not self._kept:
             self.new_weights(module, version=0)
-        with _replaced(zip(module.parameters(), self._kept[0][1], strict=True)):
+        with replaced(zip(module.parameters(), self._kept[0][1], strict=True)):
             yield
 
 
@@ -239,19 +237,3 @@ def row_gaussian(keys: torch.Tensor, width: int) -> torch.Tensor:
 def _in_halves(through: Callable[[torch.Tensor], torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
     """Gate and up of an expert each by itself, as vLLM has them."""
     return torch.cat([through(half) for half in weight.chunk(2)])
-
-
-@contextmanager
-def _replaced(pairs) -> Iterator[None]:
-    """Parameters with other values, in the memory they have; their own come back."""
-    kept = []
-    try:
-        with torch.no_grad():
-            for parameter, values in pairs:
-                kept.append((parameter, parameter.detach().clone()))
-                parameter.copy_(values)
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, values in kept:
-                parameter.copy_(values)

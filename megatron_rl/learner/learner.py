@@ -42,6 +42,7 @@ from megatron_rl.learner.passes import (
     speaks,
 )
 from megatron_rl.learner.process_groups import initialize
+from megatron_rl.learner.rounding import rounded_weights
 from megatron_rl.learner.router_replay import RouterReplayer, RoutingMode
 from megatron_rl.model.architecture import Architecture, read_architecture
 from megatron_rl.objective import (
@@ -109,7 +110,10 @@ class Learner:
             self.replay = RouterReplayer(model, self.architecture, recipe.routing, self.device)
         self.model, self.optimizer = with_optimizer(model, self.config, self.device)
         self.offload = Offload(self.config.offload, self.model, model, self.optimizer, self.device)
-        self.passes = Passes(self.model, model, self.config, self.device, self.replay, self.exact, phase)
+        weights = nullcontext
+        if self.config.quantization is not None:
+            weights = partial(rounded_weights, model, recipe.rollout.quantization, self.architecture)
+        self.passes = Passes(self.model, model, self.config, self.device, self.replay, self.exact, phase, weights)
         loss_scale = self.config.loss_scale if self.config.dtype == "fp16" else None
         self.overflow = OverflowGuard(
             self.optimizer, loss_scale, self.config.max_consecutive_overflows, self._trained_parameters
@@ -359,7 +363,10 @@ class Learner:
 
     def describe_precision(self) -> dict[str, str]:
         """Aspect → what this engine does: the learner's column of the precision contract."""
-        return products.as_measured(describe_model(self.module), self._products)
+        described = describe_model(self.module)
+        if self.config.quantization is not None:
+            described["weights"] = self.recipe.rollout.quantization.words
+        return products.as_measured(described, self._products)
 
     def _settle_products(self) -> dict[str, str]:
         """Make products of fp32 matrices what the recipe says before the first one; library → what it was then found to

@@ -213,7 +213,10 @@ PhaseFn = Callable[[str], AbstractContextManager]
 
 
 class Passes:
-    """Forward and backward passes. ``model`` is ``module`` (the bare GPTModel) wrapped for data parallelism."""
+    """Forward and backward passes. ``model`` is ``module`` (the bare GPTModel) wrapped for data parallelism.
+
+    ``weights``: a context in which the model has the weights that passes compute with.
+    """
 
     def __init__(
         self,
@@ -224,9 +227,10 @@ class Passes:
         replay: RouterReplayer | None,
         exact: bool,
         phase: PhaseFn,
+        weights: Callable[[], AbstractContextManager] = nullcontext,
     ):
         self._model, self._module, self._config, self._device = model, module, config, device
-        self._replay, self._exact, self._phase = replay, exact, phase
+        self._replay, self._exact, self._phase, self._weights = replay, exact, phase, weights
 
     def microbatches(self, batch: Batch, indices: list[int] | range, mode: RoutingMode = "native") -> list[Microbatch]:
         """This rank's share of sequences ``indices``, as many microbatches on every rank; with the routes that
@@ -298,7 +302,7 @@ class Passes:
             return logits, partial(loss, microbatch=microbatch)
 
         self._model.train(not forward_only)
-        with batch_invariant(self._device) if self._exact else nullcontext():
+        with self._weights(), batch_invariant(self._device) if self._exact else nullcontext():
             return get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iter(microbatches),

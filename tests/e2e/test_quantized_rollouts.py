@@ -99,6 +99,15 @@ def fp8():
         found["contract"] = confirm_contract(
             contract(recipe, learner.architecture), learner.describe_precision(), generator.describe_precision()
         )
+        learner.close()
+        alike = tiny_recipe(
+            learner={"dtype": "fp32", "quantization": "as_rollout"}, rollout={"dtype": "fp32", "quantization": "fp8"}
+        )
+        learner = Learner(alike)
+        generator.wake()
+        generator.refit(learner.export_weights(), 3)
+        keeping = Keeping(generator)
+        found["alike"] = measure_pair(alike, learner, keeping, prompts(), 3), keeping.groups
     yield found
     shutdown()
 
@@ -174,6 +183,19 @@ def test_log_probs_and_mismatch_are_those_of_rounded_weights(fp8, tmp_path):
     # A reward of rounding alone is within the bound: this mismatch is another thing.
     assert expected.std() > 100 * bound
     assert result.rollout == "fp32+fp8"
+
+
+def test_a_learner_that_rounds_alike_has_the_engines_policy(fp8, tmp_path):
+    """mu and po are both those of transformers' model with weights that numpy rounded, up to fp32."""
+    result, groups = fp8["alike"]
+    codes = folder_of(rounded_checkpoint(dict(HFFolder(MODEL).items()), "fp8", OWN_BLOCK["fp8"]), tmp_path / "codes")
+    single, double = (
+        np.concatenate(hf_reference.score(hf_reference.load(codes, dtype), groups, Sampling(result.lengths.max()))[0])
+        for dtype in (torch.float32, torch.float64)
+    )
+    bound = bound_from_double(single, double, longest_sum=128)
+    assert np.abs(result.po - double).max() <= bound
+    assert np.abs(result.mu - double).max() <= bound
 
 
 def test_the_engine_says_what_it_rounded(fp8):

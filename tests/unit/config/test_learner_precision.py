@@ -54,6 +54,31 @@ def test_truncated_sampling_is_refused_unless_asked_for(change):
     check_recipe(tiny_recipe(rollout=change, precision={"allow_asymmetric": True}))
 
 
+def test_a_learner_that_rounds_alike_has_the_same_weights():
+    recipe = tiny_recipe(rollout={"quantization": "int4"}, learner={"quantization": "as_rollout"})
+    row = rows(recipe)["weights"]
+    assert (row.learner, row.rollout, row.verdict) == ("int4 [1, 128]", "int4 [1, 128]", "same")
+    bounds = {rule.name: rule.above for rule in first_step_alarms(recipe, read_architecture(MODEL))}
+    assert bounds == {"first-step-difference": 1e-3, "first-step-mismatch": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({}, "rollout.quantization.weights is null and nothing is rounded"),
+        ({"learner": {"dtype": "bf16"}}, "learner.dtype bf16, rollout.dtype fp32: the engine would round other"),
+        ({"learner": {"lora": {}}}, "with learner.lora, whose adapters are merged"),
+        ({"learner": {"parallel": {"tensor": 2}}}, "with learner.parallel.tensor 2: blocks that share a scale"),
+        ({"rollout": {"tensor_parallel": 2}}, "with rollout.tensor_parallel 2: blocks that share a scale"),
+    ],
+)
+def test_a_learner_that_cannot_round_alike_is_refused(sections, message):
+    learner = {"quantization": "as_rollout", **sections.get("learner", {})}
+    rollout = {"quantization": "fp8", **sections.get("rollout", {})} if sections else {}
+    with pytest.raises(ValidationError, match=message):
+        tiny_recipe(learner=learner, rollout=rollout)
+
+
 def test_kept_sets_make_one_policy_of_both():
     recipe = tiny_recipe(rollout={"top_p": 0.9, "top_k": 20, "kept_sets": True})
     check_recipe(recipe)
