@@ -31,8 +31,9 @@ def build_batch(step: int, groups: list[Group], recipe: Recipe) -> Batch:
         advantages = {id(rollout): float(value) for (_, rollout), value in zip(counted, values, strict=True)}
     for _, rollout in pairs:
         rollout.masked = rollout.masked or id(rollout) not in advantages
+    numbers = {id(group): number for number, group in enumerate(groups)}
     sequences = [
-        _sequence(group, rollout, advantages.get(id(rollout), 0.0) * group.prompt.weight) for group, rollout in pairs
+        _sequence(numbers[id(group)], group, rollout, advantages.get(id(rollout), 0.0)) for group, rollout in pairs
     ]
     parts = np.array_split(np.arange(len(sequences)), min(recipe.batch.minibatches, len(sequences) or 1))
     return Batch(step=step, sequences=sequences, minibatches=[part.tolist() for part in parts if len(part)])
@@ -63,7 +64,7 @@ def _rewards_and_ids(groups: list[Group], metric: FilterMetric) -> tuple[torch.T
     return rewards, torch.tensor([i for i, group in enumerate(groups) for _ in group.scored])
 
 
-def _sequence(group: Group, rollout: Rollout, advantage: float) -> Sequence:
+def _sequence(number: int, group: Group, rollout: Rollout, advantage: float) -> Sequence:
     num_prompt, is_here = len(group.prompt.tokens), rollout.tokens is not None
     return Sequence(
         id=rollout.id,
@@ -71,8 +72,10 @@ def _sequence(group: Group, rollout: Rollout, advantage: float) -> Sequence:
         prompt_length=num_prompt,
         inference_logprobs=rollout.inference_logprobs,
         loss_mask=_loss_mask(rollout) if is_here else None,
-        advantage=advantage,
+        advantage=advantage * group.prompt.weight,
         reward=rollout.reward,
+        group=number,
+        prompt_weight=group.prompt.weight,
         policy_versions=rollout.policy_versions,
         exact_logprobs=rollout.exact_logprobs,
         routed_experts=rollout.routed_experts,

@@ -120,6 +120,8 @@ class Sequence:
     kept_tokens: np.ndarray | None = None  # [R, C] int32, tokens that mu and pi are distributions over; None: all
     old_logprobs: np.ndarray | None = None  # [R] float32, log po; None unless computed
     current_logprobs: np.ndarray | None = None  # [R] float32, log pi of the update's forward pass, if kept
+    group: int | None = None  # number of its prompt in the batch; None: of a batch whose advantages are final
+    prompt_weight: float = 1.0  # of its prompt, with which the advantage is multiplied
     length: int = 0  # S, known on every rank
     mask_elsewhere: int = 0  # tokens under the loss mask, if the mask is on other ranks
     owner: int | None = None  # the rank that sampled it and has it until the exchange; None: every rank

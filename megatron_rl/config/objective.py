@@ -209,7 +209,7 @@ def label_of(section: Section, key: Literal["name", "mode"]) -> str:
     return getattr(section, "function", getattr(section, key))
 
 
-AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce"]
+AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "min_variance", "reinforce"]
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
 PPO_LIKE_CLIP = 0.01
@@ -248,7 +248,9 @@ class ObjectiveConfig(Section):
 
     advantage: Annotated[AdvantageName | FunctionPath, LookedUp(is_function=True)] = "grpo"
     """How rewards become advantages: grpo (standardized in the group), dr_grpo (centred), rloo (leave one out),
-    reinforce_pp (centred, then whitened over the batch), reinforce (the reward itself), file.py:function (your own)."""
+    reinforce_pp (centred, then whitened over the batch), min_variance (minus the baseline of least variance, which
+    costs a forward and backward pass of each response alone), reinforce (the reward itself), file.py:function (your
+    own)."""
     policy_term: Annotated[PolicyTerm, FunctionUnder("name", tuple(FunctionTerm.model_fields)), Short("name")] = (
         PpoClip()
     )
@@ -389,6 +391,12 @@ def objective_warnings(config: ObjectiveConfig) -> list[str]:
             f"seq-mean-token-mean, found {config.aggregation}"
         )
     weighting = [label_of(item, "mode") for item in config.correction if is_weight(item)]
+    by_sequence = any(is_weight(item) and getattr(item, "level", "") == "sequence" for item in config.correction)
+    if config.advantage == "min_variance" and not by_sequence and term.name != "vespo":
+        warnings.append(
+            "advantage min_variance is the best baseline for terms that are multiplied by the product of a sequence's "
+            "ratios; add correction {mode: is, level: sequence}, or tis"
+        )
     if config.anchor == "interpolate" and not weighting and not term.carries_w:
         warnings.append(
             "anchor interpolate without a weight leaves out the ratio of the interpolated policy to mu, which is in "

@@ -73,6 +73,11 @@ def section_problems(recipe: RecipeSections) -> list[str]:
         problems.append("precision.export_from: master needs master weights, which learner.lora has not; use learner")
     if recipe.learner.quantization is not None:
         problems += rounding_problems(recipe)
+    if recipe.objective.advantage == "min_variance" and recipe.learner.dtype == "fp16":
+        problems.append(
+            "objective.advantage: min_variance with learner.dtype fp16, whose loss scale would overflow in gradients "
+            "that no loss divides; use bf16 or fp32"
+        )
     advantage = recipe.objective.advantage
     if advantage != "reinforce" and recipe.rollout.num_samples < 2:
         problems.append(

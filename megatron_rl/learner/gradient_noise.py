@@ -41,6 +41,29 @@ def small_batch(squared_norms: Sequence[float], sizes: Sequence[float]) -> tuple
     return sum(squared_norms) / len(sizes), len(sizes) / sum(1.0 / size for size in sizes)
 
 
+class LocalGradient:
+    """What this rank's data-parallel replica has of a gradient before the reduction over replicas."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        measured = [(name, p) for name, p in model.named_parameters() if _is_measured(p)]
+        self._partial = [p for name, p in measured if _is_partial(name, p, model.config)]
+        self._whole = [p for name, p in measured if not _is_partial(name, p, model.config)]
+        self._device = next(model.parameters()).device
+
+    @torch.no_grad()
+    def square(self) -> torch.Tensor:
+        """Float64 scalar: this rank's share of the replica's squared norm. Collective within the replica."""
+        counted = [p.main_grad for p in self._whole if param_is_not_tensor_parallel_duplicate(p)]
+        square = _sum_over_context(counted, self._device)
+        if self._partial:
+            summed = torch.cat([p.main_grad.flatten() for p in self._partial])
+            group = parallel_state.get_tensor_and_context_parallel_group()
+            dist.all_reduce(summed, group=group)
+            if group.rank() == 0:
+                square = square + _sum_of_squares([summed], self._device)
+        return square
+
+
 class GradientNoise:
     """Measures the inputs of the noise scale during each update. Every rank has one and calls it alike.
 
@@ -54,9 +77,7 @@ class GradientNoise:
     def __init__(self, model: DistributedDataParallel, optimizer: MegatronOptimizer) -> None:
         self._optimizer = optimizer
         self._device = next(model.parameters()).device
-        measured = [(name, p) for name, p in model.named_parameters() if _is_measured(p)]
-        self._partial = [p for name, p in measured if _is_partial(name, p, model.config)]
-        self._whole = [p for name, p in measured if not _is_partial(name, p, model.config)]
+        self._part = LocalGradient(model)
         # With reduction during the last backward pass no rank ever holds its own gradient alone, except that of its
         # first microbatches.
         self._of_first_microbatch = (
@@ -95,16 +116,8 @@ class GradientNoise:
 
         return measured
 
-    @torch.no_grad()
     def _measure_local(self, num_sequences: int) -> None:
-        counted = [p.main_grad for p in self._whole if param_is_not_tensor_parallel_duplicate(p)]
-        self._local, self._local_size = _sum_over_context(counted, self._device), num_sequences
-        if self._partial:
-            summed = torch.cat([p.main_grad.flatten() for p in self._partial])
-            group = parallel_state.get_tensor_and_context_parallel_group()
-            dist.all_reduce(summed, group=group)
-            if group.rank() == 0:
-                self._local += _sum_of_squares([summed], self._device)
+        self._local, self._local_size = self._part.square(), num_sequences
 
     def collect(self) -> dict[str, float]:
         """`noise/{sq_small,sq_big,batch_small,batch_big}` of the update since `begin`, the same on every rank.

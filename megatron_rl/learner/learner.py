@@ -44,6 +44,7 @@ from megatron_rl.learner.passes import (
 from megatron_rl.learner.process_groups import initialize
 from megatron_rl.learner.rounding import rounded_weights
 from megatron_rl.learner.router_replay import RouterReplayer, RoutingMode
+from megatron_rl.learner.score_norms import set_advantages
 from megatron_rl.model.architecture import Architecture, read_architecture
 from megatron_rl.objective import (
     Denominators,
@@ -164,6 +165,13 @@ class Learner:
                     sequence.old_logprobs = logprobs.get(i)
                 if records_routes:
                     hand_over_routes(batch, *homes, self.replicas)
+        if self.recipe.objective.advantage == "min_variance":
+            if self.noise is not None:
+                self.noise.begin([], 0)  # no update
+            self.offload.before_passes()
+            self.offload.before_gradients()
+            with self.phase("baseline"):
+                set_advantages(self, batch, homes[1], self.recipe.objective.advantage)
         updates = [self._update_minibatch(batch, i) for i in range(len(batch.minibatches))]
         metrics = finalize_metrics(MetricStats.merge([stats for stats, _ in updates]))
         metrics["actor/pg_loss"] /= len(updates)  # statistics add up over mini-batches; a loss is per mini-batch

@@ -239,23 +239,30 @@ class Passes:
         Raises:
             RouteError: a sequence's routes are missing or of another model; on every rank.
         """
-        share = ContextShare.of_this_rank()
-        packed = [
-            build_microbatch(
-                batch,
-                chosen,
-                multiple_of=self._config.parallel.tensor,
-                pad_token=0,
-                device=self._device,
-                share=share,
-                exact=self._exact,
-            )
-            for chosen in self._deal(batch, indices)[parallel_state.get_data_parallel_rank()]
-        ]
+        chosen = self._deal(batch, indices)[parallel_state.get_data_parallel_rank()]
+        packed = [self._build(batch, indices) for indices in chosen]
         if mode in ("replay", "watch"):
             with self._phase("routes"):
                 self._add_routes(batch, packed)
         return packed
+
+    def alone(self, batch: Batch, index: int | None, mode: RoutingMode = "native") -> Microbatch:
+        """The microbatch of one sequence of this replica; None: an empty one. Collective where ``mode`` has routes."""
+        microbatch = self._build(batch, [] if index is None else [index])
+        if mode in ("replay", "watch"):
+            self._add_routes(batch, [microbatch])
+        return microbatch
+
+    def _build(self, batch: Batch, chosen: list[int]) -> Microbatch:
+        return build_microbatch(
+            batch,
+            chosen,
+            multiple_of=self._config.parallel.tensor,
+            pad_token=0,
+            device=self._device,
+            share=ContextShare.of_this_rank(),
+            exact=self._exact,
+        )
 
     def _deal(self, batch: Batch, indices: list[int] | range) -> list[list[list[int]]]:
         """Deal sequences to the microbatches of every replica, the same on every rank."""
@@ -286,15 +293,18 @@ class Passes:
         mode: RoutingMode,
         forward_only: bool = False,
         recorded: list[Any] | None = None,
+        observe: bool | None = None,
     ) -> list[Any]:
         """Megatron's schedule over ``microbatches``; what ``loss`` returned third, on the last stage, else empty.
 
-        With mode "record", what the routers chose is appended to ``recorded``, one item per microbatch.
+        With mode "record", what the routers chose is appended to ``recorded``, one item per microbatch. ``observe``:
+        enter the routers' choices into the telemetry; None: those of passes with a gradient.
         """
+        observe = not forward_only if observe is None else observe
 
         def forward_step(data: Iterator[Microbatch], model: torch.nn.Module):
             microbatch = next(data)
-            routed = self._replay.forward(mode, microbatch.routes, not forward_only) if self._replay else nullcontext()
+            routed = self._replay.forward(mode, microbatch.routes, observe) if self._replay else nullcontext()
             with routed:
                 logits = self.forward(microbatch, model)
                 if mode == "record":

@@ -25,6 +25,7 @@ class Groups:
     sum_of_squares: Tensor  # Σ over the group of centred²
     lengths: Tensor  # trained tokens
     ids: Tensor  # int64: the number of the response's group, from 0
+    weights: Tensor  # w² |∇ log pi|², of `min_variance` alone; else 1
 
 
 def grpo(groups: Groups) -> Tensor:
@@ -61,6 +62,19 @@ def reinforce_pp(groups: Groups) -> Tensor:
     return centred / variance.clamp(min=MIN_WHITENING_VARIANCE).sqrt()
 
 
+def min_variance(groups: Groups) -> Tensor:
+    """R - b, b = Σ w² |g|² R / Σ w² |g|² over the group, g = ∇ Σ_t log pi_t [arXiv 2602.17616].
+
+    Of all baselines this one makes the squared norm of the terms w g (R - b) smallest. Responses without a weight do
+    not count; in a group where none has one, A is 0.
+    """
+    zeros = torch.zeros_like(groups.rewards)
+    total = zeros.index_add(0, groups.ids, groups.weights)[groups.ids]
+    # Of rewards centred before, so that equal rewards have A = 0 exactly.
+    shift = zeros.index_add(0, groups.ids, groups.weights * groups.centred)[groups.ids] / total
+    return (groups.centred - shift).masked_fill(total == 0, 0.0)
+
+
 def reinforce(groups: Groups) -> Tensor:
     """R, no baseline."""
     return groups.rewards
@@ -71,15 +85,23 @@ ADVANTAGES: dict[str, Callable[[Groups], Tensor]] = {
     "dr_grpo": dr_grpo,
     "rloo": rloo,
     "reinforce_pp": reinforce_pp,
+    "min_variance": min_variance,
     "reinforce": reinforce,
 }
 
 
-def compute_advantages(rewards: Tensor, group_ids: Tensor, name: str, lengths: Tensor | None = None) -> Tensor:
+def compute_advantages(
+    rewards: Tensor,
+    group_ids: Tensor,
+    name: str,
+    lengths: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
     """Return advantages [B], in the rewards' dtype, from rewards [B] and integer group ids [B] in any order.
 
     They are computed in float64 over the whole batch of a step, before it is split over ranks. Only reinforce_pp uses
-    `lengths` [B], the number of trained tokens of each response; without it all responses have equal weight.
+    `lengths` [B], the number of trained tokens of each response, and only min_variance `weights` [B], w² |∇ log pi|²;
+    without them all responses have equal weight.
 
     Raises InputError for an unknown name, shapes that disagree, or rloo on a group of one.
     """
@@ -88,18 +110,23 @@ def compute_advantages(rewards: Tensor, group_ids: Tensor, name: str, lengths: T
     rewards = torch.as_tensor(rewards)
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
     advantage = ADVANTAGES.get(name) or load_function(name)
-    return advantage(group_rewards(rewards, group_ids, lengths)).to(dtype)
+    return advantage(group_rewards(rewards, group_ids, lengths, weights)).to(dtype)
 
 
-def group_rewards(rewards: Tensor, group_ids: Tensor, lengths: Tensor | None = None) -> Groups:
+def group_rewards(
+    rewards: Tensor, group_ids: Tensor, lengths: Tensor | None = None, weights: Tensor | None = None
+) -> Groups:
     """Return sizes, means and spreads of the groups, repeated on their members."""
     rewards = torch.as_tensor(rewards).double()
     ids = torch.as_tensor(group_ids, device=rewards.device)
     if rewards.dim() != 1 or ids.shape != rewards.shape:
         raise InputError(f"rewards {list(rewards.shape)} and group_ids {list(ids.shape)} must both be [B]")
-    weights = torch.ones_like(rewards) if lengths is None else torch.as_tensor(lengths).to(rewards)
-    if weights.shape != rewards.shape:
-        raise InputError(f"lengths {list(weights.shape)} must be [B] = {list(rewards.shape)} like the rewards")
+    lengths, weights = (
+        torch.ones_like(rewards) if x is None else torch.as_tensor(x).to(rewards) for x in (lengths, weights)
+    )
+    for name, values in (("lengths", lengths), ("weights", weights)):
+        if values.shape != rewards.shape:
+            raise InputError(f"{name} {list(values.shape)} must be [B] = {list(rewards.shape)} like the rewards")
     unique, member = torch.unique(ids, return_inverse=True)
     zeros = rewards.new_zeros(unique.numel())
     size = zeros.index_add(0, member, torch.ones_like(rewards))[member]
@@ -109,7 +136,7 @@ def group_rewards(rewards: Tensor, group_ids: Tensor, lengths: Tensor | None = N
     # The mean of equal numbers may differ by a rounding error, which GRPO's division would amplify.
     centred = (rewards - mean).masked_fill(highest == lowest, 0.0)
     squares = zeros.index_add(0, member, centred.square())[member]
-    return Groups(rewards, size, centred, squares, weights, member)
+    return Groups(rewards, size, centred, squares, lengths, member, weights)
 
 
 # Which groups carry a gradient [DAPO; LD App. C]. Shapes: ``B`` responses of the groups at hand.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
 from megatron_rl.batch import build_batch, group_metrics, keep_informative
+from megatron_rl.config.objective import ObjectiveWarning
 from megatron_rl.monitor.samples import rollout_metrics
 from megatron_rl.types import Group, Prompt, Rollout
 from tests.support.tiny import tiny_recipe
@@ -25,15 +28,17 @@ def scored(name: str, *rewards: float | None) -> Group:
     return made
 
 
-@pytest.mark.parametrize("advantage", ["rloo", "grpo", "dr_grpo", "reinforce_pp", "reinforce"])
+@pytest.mark.parametrize("advantage", ["rloo", "grpo", "dr_grpo", "reinforce_pp", "min_variance", "reinforce"])
 def test_advantages_are_those_of_a_group_without_it(advantage):
-    recipe = tiny_recipe(objective={"advantage": advantage})
+    with pytest.warns(ObjectiveWarning) if advantage == "min_variance" else nullcontext():
+        recipe = tiny_recipe(objective={"advantage": advantage})
     with_it = build_batch(0, [scored("p", 1.0, None, 0.0, 0.5), scored("q", 0.0, 1.0)], recipe)
     without = build_batch(0, [scored("p", 1.0, 0.0, 0.5), scored("q", 0.0, 1.0)], recipe)
     kept = [sequence for place, sequence in enumerate(with_it.sequences) if place != 1]
     assert [s.advantage for s in kept] == [s.advantage for s in without.sequences]
     assert (with_it.sequences[1].advantage, with_it.sequences[1].num_trained) == (0.0, 0)
     assert all(sequence.num_trained == 2 for sequence in kept)
+    assert [sequence.group for sequence in with_it.sequences] == [0, 0, 0, 0, 1, 1]
 
 
 def test_what_is_left_alone_has_no_baseline():

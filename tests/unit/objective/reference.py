@@ -281,6 +281,11 @@ def reference_objective(batch: list[Seq], config: dict, seed: int = 0, step: int
     return loss, grads
 
 
+def optimal_baseline(R: list[float], u: list[float]) -> float:
+    """b* = Σ w_i² |∇ log pi(τ_i)|² R_i / Σ w_i² |∇ log pi(τ_i)|² [arXiv 2602.17616]; u_i = w_i² |∇ log pi(τ_i)|²."""
+    return sum(u_i * R_i for u_i, R_i in zip(u, R)) / sum(u)
+
+
 def effective_sample_size(w: list[float]) -> float:
     """ρ_ess = ESS / B = (1/B) (Σ_i w_i)² / Σ_i w_i² [arXiv 2602.17616]."""
     return sum(w) ** 2 / sum(w_i * w_i for w_i in w) / len(w)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron_rl.errors import InputError
 from megatron_rl.objective import ADVANTAGES, compute_advantages, group_filter_metrics, informative_groups
 from tests.support.rounding import assert_rounded, rounded
+from tests.unit.objective.reference import optimal_baseline
 
 REWARDS = torch.tensor([1.0, 0.0, 0.5, 1.0, 0.0, 0.0], dtype=torch.float64)
 GROUPS = torch.tensor([7, -3, 7, 7, -3, 12])  # any ids, interleaved: {1, 0.5, 1}, {0, 0}, {0}
@@ -40,6 +41,37 @@ def test_rloo_leaves_one_out():
 def test_rloo_refuses_a_group_of_one():
     with pytest.raises(InputError, match="1 group"):
         compute_advantages(REWARDS, GROUPS, "rloo")
+
+
+def test_min_variance_weighs_the_mean_of_the_group():
+    """u = 3, 1 of rewards 1, 0: b = 3/4. In the second group one response has a weight, so that its A is 0."""
+    rewards = torch.tensor([1.0, 0.0, 0.5, 2.0, 1.0, 0.0], dtype=torch.float64)
+    groups, u = torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([3.0, 1.0, 0.0, 7.0, 0.0, 0.0], dtype=torch.float64)
+    found = compute_advantages(rewards, groups, "min_variance", weights=u).tolist()
+    assert found == rounded([0.25, -0.75, -1.5, 0.0, 0.0, 0.0])
+    assert compute_advantages(REWARDS, GROUPS, "min_variance").tolist() == rounded(
+        compute_advantages(REWARDS, GROUPS, "dr_grpo").tolist()
+    )
+    same = torch.full((4,), 0.1, dtype=torch.float64)
+    assert compute_advantages(same, torch.zeros(4), "min_variance", weights=torch.arange(4)).tolist() == [0.0] * 4
+    with pytest.raises(InputError, match=r"weights \[2\] must be \[B\] = \[6\]"):
+        compute_advantages(REWARDS, GROUPS, "min_variance", weights=torch.ones(2))
+
+
+@given(st.lists(st.tuples(st.floats(-5, 5), st.floats(0.01, 100)), min_size=2, max_size=9))
+@settings(max_examples=50, deadline=None)
+def test_no_other_baseline_has_less_variance(members):
+    """Σ w² |g|² (R - b)² has its minimum at b*: the paper's formula, and a step to either side."""
+    rewards, u = zip(*members)
+    tensors = (torch.tensor(rewards, dtype=torch.float64), torch.zeros(len(u), dtype=torch.int64))
+    found = compute_advantages(*tensors, "min_variance", weights=torch.tensor(u, dtype=torch.float64)).tolist()
+    b = optimal_baseline(list(rewards), list(u))
+    assert found == rounded([R - b for R in rewards], roundings=4 * len(u), scale=5.0)
+
+    def second_moment(shift: float) -> float:
+        return sum(u_i * (a - shift) ** 2 for u_i, a in zip(u, found))
+
+    assert second_moment(0.0) < min(second_moment(-0.01), second_moment(0.01))
 
 
 def test_reinforce_pp_whitens_over_tokens():
