@@ -119,6 +119,8 @@ class Sequence:
     route_checksums: np.ndarray | None = None  # [S - 1 + L] int64, per row, then per layer: `routing.payload`
     kept_tokens: np.ndarray | None = None  # [R, C] int32, tokens that mu and pi are distributions over; None: all
     old_logprobs: np.ndarray | None = None  # [R] float32, log po; None unless computed
+    old_experts: np.ndarray | None = None  # [S, L, K] int16, experts of the pass for log po, for `router_shift`
+    old_scores: np.ndarray | None = None  # [S, L, K] float32, the routers' log scores of them there
     current_logprobs: np.ndarray | None = None  # [R] float32, log pi of the update's forward pass, if kept
     group: int | None = None  # number of its prompt in the batch; None: of a batch whose advantages are final
     prompt_weight: float = 1.0  # of its prompt, with which the advantage is multiplied

@@ -38,6 +38,12 @@ def model_problems(
     problems = architecture.problems() + layout_problems(recipe.learner.parallel, architecture, world_size)
     problems += rollout_problems(recipe.rollout, architecture, recipe.data.prompt.max_length, world_size, device)
     problems += routing_problems(recipe.routing, architecture) + precision_problems(recipe, architecture)
+    if recipe.objective.router_shift is not None and (not architecture.is_moe or architecture.sigmoid_router):
+        has = "a sigmoid router, whose scores are no probabilities" if architecture.is_moe else "no router"
+        problems.append(
+            f"objective.router_shift: {recipe.objective.router_shift:g}, but the model ({architecture.model_type}) has "
+            f"{has}; use null"
+        )
     if recipe.exact.dose is not None and recipe.exact.dose.kind == "router" and not architecture.is_moe:
         problems.append(
             f"exact.noise.kind: router, but the model ({architecture.model_type}) has none; use another kind"

@@ -260,6 +260,10 @@ class ObjectiveConfig(Section):
     engine's, so that r becomes w = pi/mu and no pass for old log-probs is made; with several updates per batch rho is
     then not known either, and corrections and mismatch metrics see w in its place. interpolate: a policy between mu and
     pi, the nearer to pi the older the token is (arXiv 2512.06547); no pass is made; corrections see its ratio to mu."""
+    router_shift: float | None = Field(None, gt=0, lt=1)
+    """γ_min: r of a token is multiplied by exp of minus the mean shift of its routers' log scores since the rollout
+    weights, but by no less than this (arXiv 2510.23027). Scores are those of the experts that the old routers chose.
+    null: r is left as it is."""
     correction: Annotated[
         list[Correction], FunctionUnder("mode", tuple(FunctionCorrection.model_fields)), ShortList("mode")
     ] = []
@@ -322,6 +326,11 @@ class ObjectiveConfig(Section):
                 )
         if self.anchor == "interpolate" and self.policy_term.is_anchored_on_rollout:
             raise ValueError(f"anchor interpolate with policy term {name}, which has no ratio r; leave the anchor out")
+        if self.router_shift is not None and self.needs_no_po:
+            raise ValueError(
+                f"router_shift with policy term {name}, anchor {self.anchor}: it weighs the ratio of the learner's two "
+                "policies; use a term with r and anchor: recompute, or null"
+            )
         if sum(getattr(item, "normalize", False) for item in self.correction) > 1:
             raise ValueError("normalize on more than one correction: a product of weights has one mean; use it once")
         for message in objective_warnings(self):

@@ -73,6 +73,8 @@ def section_problems(recipe: RecipeSections) -> list[str]:
         problems.append("precision.export_from: master needs master weights, which learner.lora has not; use learner")
     if recipe.learner.quantization is not None:
         problems += rounding_problems(recipe)
+    if recipe.objective.router_shift is not None:
+        problems += router_shift_problems(recipe)
     if recipe.objective.advantage == "min_variance" and recipe.learner.dtype == "fp16":
         problems.append(
             "objective.advantage: min_variance with learner.dtype fp16, whose loss scale would overflow in gradients "
@@ -111,6 +113,23 @@ def rollback_problems(recipe: RecipeSections) -> list[str]:
         )
     if recipe.exact.dose is not None and recipe.exact.dose.kind == "stale":
         problems.append(f"exact.noise.kind: stale, but {name}: the sampler would keep weights that it undoes")
+    return problems
+
+
+def router_shift_problems(recipe: RecipeSections) -> list[str]:
+    """Why the routers' shift cannot be had, or does nothing; empty where it can and does."""
+    key, parallel = f"objective.router_shift: {recipe.objective.router_shift:g}", recipe.learner.parallel
+    problems = []
+    if recipe.batch.minibatches == 1:
+        problems.append(
+            f"{key} does nothing, because no router has moved: batch.minibatches is 1; use several, or null"
+        )
+    problems += [
+        f"{key} with learner.parallel.{name} {size}: a token's layers, or a response's tokens, would be on several "
+        "ranks, whose scores are not brought together; use 1, with expert for the rest"
+        for name, size in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline), ("context", parallel.context))
+        if size > 1
+    ]
     return problems
 
 

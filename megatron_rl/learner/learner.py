@@ -39,6 +39,9 @@ from megatron_rl.learner.passes import (
     distribute,
     hand_over_logprobs,
     hand_over_routes,
+    hand_over_scores,
+    keep_scores,
+    router_shift,
     speaks,
 )
 from megatron_rl.learner.process_groups import initialize
@@ -107,7 +110,7 @@ class Learner:
         self.head = FusedHead(model) if self.config.fused_head else None  # then `logits` below are hidden states
         self.module = model  # the bare GPTModel; self.model wraps it for data parallelism
         self.replay: RouterReplayer | None = None
-        if recipe.routing.is_on:
+        if recipe.routing.is_on or recipe.objective.router_shift is not None:
             self.replay = RouterReplayer(model, self.architecture, recipe.routing, self.device)
         self.model, self.optimizer = with_optimizer(model, self.config, self.device)
         self.offload = Offload(self.config.offload, self.model, model, self.optimizer, self.device)
@@ -146,6 +149,7 @@ class Learner:
         """One optimizer step per mini-batch of ``batch``; metrics over all of it, the same on every rank."""
         self._version_of_batch = self.num_updates
         records_routes = self.recipe.routing.replay == "r2"
+        keeps_scores = self.recipe.objective.router_shift is not None
         makes_pass = records_routes or self.recipe.objective.needs_old_logprobs(len(batch.minibatches))
         with self.phase("exchange"):
             homes = self._distribute(batch, makes_pass)
@@ -153,8 +157,10 @@ class Learner:
         gaps: list[float] = []
         if makes_pass:
             skipped = {}
+            for sequence in batch.sequences:
+                sequence.old_experts = sequence.old_scores = None  # of an update before
             with self.phase("old_logprobs"):
-                logprobs = self._logprobs(batch, "record" if records_routes else None)
+                logprobs = self._logprobs(batch, "record" if records_routes else None, keeps_scores)
             if self.bit_check is not None:
                 with self.phase("gate"):
                     everything = range(len(batch.sequences))
@@ -165,6 +171,8 @@ class Learner:
                     sequence.old_logprobs = logprobs.get(i)
                 if records_routes:
                     hand_over_routes(batch, *homes, self.replicas)
+                if keeps_scores:
+                    hand_over_scores(batch, *homes, self.replicas)
         if self.recipe.objective.advantage == "min_variance":
             if self.noise is not None:
                 self.noise.begin([], 0)  # no update
@@ -179,7 +187,9 @@ class Learner:
             metrics[name] = float(np.mean([step[name] for _, step in updates if name in step]))
         if self.bit_check is not None:
             metrics[BIT_CHECK_METRIC] = max([*gaps, metrics[BIT_CHECK_METRIC]])
-        return skipped | metrics | self.overflow.metrics() | (self.replay.metrics() if self.replay else {})
+        return (
+            skipped | metrics | self.overflow.metrics() | (self.replay.metrics() if self.recipe.routing.is_on else {})
+        )
 
     def _distribute(self, batch: Batch, makes_pass: bool) -> tuple[list[int], list[int]]:
         """Bring every sequence to the replicas that learn from it: their numbers in the pass and in the update."""
@@ -275,6 +285,7 @@ class Learner:
             sequence_ids=torch.tensor(microbatch.indices, device=logits.device),
             entropy=entropy,
             distances=self._distances(microbatch),
+            router_shift=router_shift(microbatch),
         )
         noise = NoiseKey(self.recipe.seed, self.num_updates)
         result = compute_objective(inputs, self.recipe.objective, denominators=denominators, noise_key=noise)
@@ -311,9 +322,9 @@ class Learner:
                     setattr(sequence, name, shared[i])
         return [logprobs[i] for i in range(len(batch.sequences))]
 
-    def _logprobs(self, batch: Batch, routing: RoutingMode | None) -> dict[int, np.ndarray]:
+    def _logprobs(self, batch: Batch, routing: RoutingMode | None, keeps_scores: bool = False) -> dict[int, np.ndarray]:
         """`compute_logprobs` of this replica's sequences, by number, on the last stage. With "record" they get routes,
-        on all its ranks."""
+        on all its ranks; with ``keeps_scores`` the routers' scores."""
         self.offload.before_passes()
         mode = routing or self._routing_mode(updating=False)
         recorded: list[Any] = []
@@ -327,7 +338,11 @@ class Learner:
 
         with torch.no_grad():
             microbatches = self.passes.microbatches(batch, range(len(batch.sequences)), mode)
-            results = self.passes.run(microbatches, collect, mode, forward_only=True, recorded=recorded)
+            results = self.passes.run(
+                microbatches, collect, mode, forward_only=True, recorded=recorded, keeps_scores=keeps_scores
+            )
+        for microbatch in microbatches if keeps_scores else ():
+            keep_scores(batch, microbatch)
         if mode == "record":
             self.replay.assemble(batch, recorded)
         return dict(item for items in results for item in items)
@@ -361,7 +376,7 @@ class Learner:
         replay = self.recipe.routing.replay
         if replay == "r3" or (replay == "r2" and updating):
             return "replay"
-        return "watch" if self.replay and updating and replay == "off" else "native"
+        return "watch" if self.recipe.routing.is_on and updating and replay == "off" else "native"
 
     # -- weights and state
 

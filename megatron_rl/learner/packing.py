@@ -79,6 +79,14 @@ class Row:
 
 
 @dataclass
+class RouterScores:
+    """What the routers of a packed row gave to experts of theirs: N tokens, l layers, K experts."""
+
+    experts: torch.Tensor  # [N, l, K] int64
+    log_scores: torch.Tensor  # [N, l, K] float32, of a softmax over all experts
+
+
+@dataclass
 class Microbatch:
     """One packed row of tokens, or this rank's share of it, and what the objective needs of all its sequences, on the
     device. N is of this rank's share, n of the whole row, m of the n in the share."""
@@ -101,6 +109,8 @@ class Microbatch:
     num_real_tokens: int  # N without padding
     kept: torch.Tensor | None = None  # [m, C] int64: tokens that each distribution is over, then -1; None: all
     routes: RouteSlice | None = None  # this rank's, where they are replayed or watched
+    router_before: RouterScores | None = None  # of a pass at the rollout weights, where the shift since is wanted
+    router_now: RouterScores | None = None  # of the last pass: of the same experts, or of those that it chose
 
 
 def build_microbatch(

@@ -28,7 +28,7 @@ from megatron_rl.config.learner import LearnerConfig
 from megatron_rl.learner.context import ContextShare
 from megatron_rl.learner.layers.invariant import batch_invariant
 from megatron_rl.learner.model import use_transformer_engine
-from megatron_rl.learner.packing import Microbatch, build_microbatch, deal
+from megatron_rl.learner.packing import Microbatch, RouterScores, build_microbatch, deal
 from megatron_rl.learner.process_groups import replica_group
 from megatron_rl.learner.router_replay import RouterReplayer, RoutingMode
 from megatron_rl.process.ranks import Shape, gather_objects, hand_on, send, together, world_rank
@@ -157,6 +157,18 @@ def hand_over_routes(batch: Batch, source: list[int], target: list[int], replica
             _move(batch, field, numbers, moves, wanted, replicas)
 
 
+def hand_over_scores(batch: Batch, source: list[int], target: list[int], replicas: Replicas) -> None:
+    """Routers' scores that replica ``source[i]`` has kept, to replica ``target[i]``. Collective."""
+    shapes = gather_objects(next((s.old_scores.shape[1:] for s in batch.sequences if s.old_scores is not None), None))
+    shape = next(shape for shape in shapes if shape is not None)
+    numbers = [i for i in range(len(batch.sequences)) if source[i] != target[i]]
+    moves = [(i, replicas.speakers[source[i]], replicas.speakers[target[i]]) for i in numbers]
+    wanted = [i for i in numbers if target[i] == replicas.own]
+    for name, dtype in (("old_experts", np.dtype(np.int16)), ("old_scores", np.dtype(np.float32))):
+        if numbers:
+            _move(batch, _Field(name, dtype, lambda s: (s.length, *shape)), numbers, moves, wanted, replicas)
+
+
 def hand_over_logprobs(
     batch: Batch, computed: Mapping[int, np.ndarray], source: list[int], target: list[int], replicas: Replicas
 ) -> dict[int, np.ndarray]:
@@ -209,6 +221,39 @@ def _move(
         setattr(batch.sequences[i], field.name, array if field.becomes is None else array.astype(field.becomes))
 
 
+def keep_scores(batch: Batch, microbatch: Microbatch) -> None:
+    """Give the sequences of ``microbatch`` what its `router_now` says of their tokens."""
+    experts = microbatch.router_now.experts.to(torch.int16).cpu().numpy()
+    log_scores = microbatch.router_now.log_scores.cpu().numpy()
+    starts = np.cumsum([0, *microbatch.row.padded])
+    for i, start in zip(microbatch.indices, starts):  # padding at the end belongs to none
+        sequence = batch.sequences[i]
+        sequence.old_experts = experts[start : start + sequence.length].copy()
+        sequence.old_scores = log_scores[start : start + sequence.length].copy()
+
+
+def scores_before(batch: Batch, microbatch: Microbatch, device: torch.device) -> RouterScores | None:
+    """What `keep_scores` kept of the sequences of ``microbatch``, as one row; None where nothing was kept."""
+    sequences = [batch.sequences[i] for i in microbatch.indices]
+    if not sequences or any(sequence.old_scores is None for sequence in sequences):
+        return None
+    shape = (microbatch.tokens.numel(), *sequences[0].old_scores.shape[1:])
+    experts, log_scores = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+    for sequence, start in zip(sequences, np.cumsum([0, *microbatch.row.padded])):
+        experts[start : start + sequence.length] = sequence.old_experts
+        log_scores[start : start + sequence.length] = sequence.old_scores
+    return RouterScores(torch.from_numpy(experts).to(device), torch.from_numpy(log_scores).to(device))
+
+
+def router_shift(microbatch: Microbatch) -> torch.Tensor | None:
+    """[n] float32: Δ, the mean over layers and experts of |log score - log old score| of the tokens that predict the
+    response [arXiv 2510.23027 Eqs 5-6]; None without a `router_before`."""
+    if microbatch.router_before is None:
+        return None
+    difference = microbatch.router_now.log_scores - microbatch.router_before.log_scores
+    return difference.abs().mean(dim=(1, 2))[microbatch.positions]
+
+
 PhaseFn = Callable[[str], AbstractContextManager]
 
 
@@ -244,6 +289,8 @@ class Passes:
         if mode in ("replay", "watch"):
             with self._phase("routes"):
                 self._add_routes(batch, packed)
+        for microbatch in packed:
+            microbatch.router_before = scores_before(batch, microbatch, self._device)
         return packed
 
     def alone(self, batch: Batch, index: int | None, mode: RoutingMode = "native") -> Microbatch:
@@ -294,19 +341,25 @@ class Passes:
         forward_only: bool = False,
         recorded: list[Any] | None = None,
         observe: bool | None = None,
+        keeps_scores: bool = False,
     ) -> list[Any]:
         """Megatron's schedule over ``microbatches``; what ``loss`` returned third, on the last stage, else empty.
 
         With mode "record", what the routers chose is appended to ``recorded``, one item per microbatch. ``observe``:
-        enter the routers' choices into the telemetry; None: those of passes with a gradient.
+        enter the routers' choices into the telemetry; None: those of passes with a gradient. ``keeps_scores``: each
+        microbatch gets its `router_now`, as it does where it has a `router_before`.
         """
         observe = not forward_only if observe is None else observe
 
         def forward_step(data: Iterator[Microbatch], model: torch.nn.Module):
             microbatch = next(data)
-            routed = self._replay.forward(mode, microbatch.routes, observe) if self._replay else nullcontext()
+            before, routed = microbatch.router_before, nullcontext()
+            if self._replay:
+                routed = self._replay.forward(mode, microbatch.routes, observe, keeps_scores, before)
             with routed:
                 logits = self.forward(microbatch, model)
+                if keeps_scores or before is not None:
+                    microbatch.router_now = self._replay.scores()
                 if mode == "record":
                     recorded.append(self._replay.recorded(microbatch))
             return logits, partial(loss, microbatch=microbatch)

@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_rl.config.learner import RoutingConfig
 from megatron_rl.errors import InputError
 from megatron_rl.learner.context import cut
-from megatron_rl.learner.packing import Microbatch
+from megatron_rl.learner.packing import Microbatch, RouterScores
 from megatron_rl.learner.process_groups import replica_group
 from megatron_rl.model.architecture import Architecture
 from megatron_rl.process.ranks import hand_on
@@ -64,6 +64,9 @@ class LayerReplay(RouterReplay):
         self.telemetry = LayerTelemetry(device)
         self.counted: torch.Tensor | None = None  # [n] bool; None: do not compare
         self.flips: torch.Tensor | None = None  # [n] bool of the last forward pass
+        self.keeps_scores = False
+        self.reference: torch.Tensor | None = None  # [n, K] experts whose scores are kept; None: those that are chosen
+        self.scores: tuple[torch.Tensor, torch.Tensor] | None = None  # experts and log scores of the last forward pass
         self.has_gaps = False  # rows of `target_topk_idx` without record
         self._needs_softmax = router.score_function == "softmax" and not router.config.moe_router_pre_softmax
 
@@ -83,7 +86,13 @@ class LayerReplay(RouterReplay):
                 probs = scores.float().softmax(dim=1) if self._needs_softmax else scores.float()
                 recorded = self.target_topk_idx.to(scores.device)
                 self.flips = self.telemetry.observe(probs, own, recorded, self.counted)
-        return super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
+        chosen = super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
+        if self.keeps_scores and not recomputing:
+            with torch.no_grad():
+                experts = chosen[1] if self.reference is None else self.reference
+                of_all = scores.float().log_softmax(dim=1) if self._needs_softmax else scores.float().log()
+                self.scores = experts, of_all.gather(1, experts)
+        return chosen
 
 
 class RouterReplayer:
@@ -169,8 +178,16 @@ class RouterReplayer:
     # -- a forward pass
 
     @contextmanager
-    def forward(self, mode: RoutingMode, routes: RouteSlice | None, observe: bool) -> Iterator[None]:
-        """Route one microbatch's forward pass. ``observe``: enter it into the telemetry."""
+    def forward(
+        self,
+        mode: RoutingMode,
+        routes: RouteSlice | None,
+        observe: bool,
+        keeps_scores: bool = False,
+        before: RouterScores | None = None,
+    ) -> Iterator[None]:
+        """Route one microbatch's forward pass. ``observe``: enter it into the telemetry. ``keeps_scores``: `scores`
+        are wanted afterwards, of the experts of ``before``, or else of those that are chosen."""
         action = {"replay": RouterReplayAction.REPLAY_FORWARD, "record": RouterReplayAction.RECORD}.get(mode)
         observe = observe and routes is not None
         ids, counted = (None, None) if routes is None else routes.on(self.device)
@@ -180,6 +197,8 @@ class RouterReplayer:
             router.target_topk_idx = None if ids is None else ids[i]
             router.has_gaps = routes is not None and routes.gaps[i]
             router.counted = counted[:, i] if observe else None
+            router.keeps_scores = keeps_scores or before is not None
+            router.reference = None if before is None else before.experts[:, i]
         try:
             yield
             if observe:
@@ -187,6 +206,8 @@ class RouterReplayer:
         finally:
             for router in self.routers:
                 router.router_replay_action = router.target_topk_idx = router.counted = router.flips = None
+                router.reference = router.scores = None
+                router.keeps_scores = False
 
     def _observe(self, routes: RouteSlice, counted_rows: torch.Tensor) -> None:
         self._due += routes.num_due
@@ -196,6 +217,11 @@ class RouterReplayer:
         for i, router in enumerate(self.routers):
             flips, counted = flips | router.flips, counted | counted_rows[:, i]
         self._flips.append(torch.stack([counted, flips]).to(torch.uint8))
+
+    def scores(self) -> RouterScores:
+        """Of the forward pass just done. Call it inside `forward`, with scores kept."""
+        experts, log_scores = zip(*(router.scores for router in self.routers), strict=True)
+        return RouterScores(torch.stack(experts, dim=1), torch.stack(log_scores, dim=1))
 
     # -- recording by the learner itself (R2)
 

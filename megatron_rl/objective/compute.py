@@ -50,7 +50,7 @@ def compute_objective(
     Raises InputError if shapes disagree or a needed tensor is absent.
     """
     check_available(inputs, config)
-    tokens = read_tokens(inputs, config.anchor)
+    tokens = read_tokens(inputs, config.anchor, config.router_shift)
     corrected = correct(tokens, config)
     counts = _denominators(tokens, corrected, config, denominators)
     corrected = normalized(corrected, config, counts)

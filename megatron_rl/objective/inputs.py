@@ -160,6 +160,7 @@ class ObjectiveInputs:
     sequence_ids: Tensor | None = None  # [B] int64, the same in every layout; key of the variance noise
     entropy: Tensor | None = None  # tokens, nats; averaged into actor/entropy, and with its gradient into entropy_bonus
     distances: Tensor | None = None  # tokens, int: optimizer steps since the weights that sampled: metrics, anchor
+    router_shift: Tensor | None = None  # tokens: mean |log score - log old score| of the old experts of all layers
 
 
 class NoiseKey(NamedTuple):
@@ -222,16 +223,18 @@ class Tokens:
     sequence_ids: Tensor | None
     entropy: Tensor | None
     distances: Tensor | None = None  # tokens, int64
+    router_weight: Tensor | None = None  # tokens: γ̃ of `objective.router_shift`, contained in log_ratio; 1 where masked
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """tokens (zero where masked) → [B]: mean over trained tokens; 0 for a sequence without any."""
         return self.layout.sum(values) / self.lengths.clamp(min=1)
 
 
-def read_tokens(inputs: ObjectiveInputs, anchor: Anchor = "recompute") -> Tokens:
+def read_tokens(inputs: ObjectiveInputs, anchor: Anchor = "recompute", router_floor: float | None = None) -> Tokens:
     """Check shapes and return all tensors in one dtype, 0 where masked. Raises InputError that names the tensor.
 
-    ``anchor``: what r is measured from (`objective.anchor`).
+    ``anchor``: what r is measured from (`objective.anchor`). ``router_floor``: γ_min by which r is multiplied at least
+    where the routers have moved (`objective.router_shift`); None: r is left as it is.
     """
     _check_shapes(inputs)
     mask = inputs.loss_mask.bool()
@@ -255,9 +258,13 @@ def read_tokens(inputs: ObjectiveInputs, anchor: Anchor = "recompute") -> Tokens
         measured_from = _interpolated(current.detach(), inference, inputs.distances)
     else:
         measured_from = inference if anchor == "bypass" else old
+    log_ratio, router_weight = current - measured_from, None
+    if router_floor is not None:
+        router_weight = _router_weight(inputs.router_shift.to(dtype).masked_fill(outside, 0.0), router_floor)
+        log_ratio = log_ratio + router_weight.log()
     return Tokens(
         current=current,
-        log_ratio=current - measured_from,
+        log_ratio=log_ratio,
         anchor=measured_from,
         old=old,
         inference=inference,
@@ -269,7 +276,13 @@ def read_tokens(inputs: ObjectiveInputs, anchor: Anchor = "recompute") -> Tokens
         sequence_ids=inputs.sequence_ids,
         entropy=None if inputs.entropy is None else inputs.entropy.to(dtype).masked_fill(outside, 0.0),
         distances=inputs.distances,
+        router_weight=router_weight,
     )
+
+
+def _router_weight(shift: Tensor, floor: float) -> Tensor:
+    """γ̃ = sg(max(exp(-Δ), γ_min)) [arXiv 2510.23027 Eqs 7-9]; Δ is the shift of the token's routers."""
+    return (-shift.detach()).exp().clamp(min=floor)
 
 
 def _interpolated(current: Tensor, inference: Tensor, distances: Tensor) -> Tensor:
@@ -289,7 +302,7 @@ def _check_shapes(inputs: ObjectiveInputs) -> None:
         form = "[N] with cu_seqlens" if packed else "[B, T] without cu_seqlens"
         raise InputError(f"current_logprobs has shape {list(shape)}; expected {form}")
     num_sequences = inputs.cu_seqlens.numel() - 1 if packed else shape[0]
-    for name in ("old_logprobs", "inference_logprobs", "loss_mask", "entropy", "distances"):
+    for name in ("old_logprobs", "inference_logprobs", "loss_mask", "entropy", "distances", "router_shift"):
         tensor = getattr(inputs, name)
         if tensor is not None and tuple(tensor.shape) != shape:
             raise InputError(f"{name} has shape {list(tensor.shape)}, current_logprobs {list(shape)}; they must agree")
@@ -322,5 +335,9 @@ def check_available(inputs: ObjectiveInputs, config: ObjectiveConfig) -> None:
             )
     if inputs.distances is None and config.anchor == "interpolate":
         raise InputError("distances is None, but anchor interpolate needs the age of each token; pass it")
+    if inputs.router_shift is None and config.router_shift is not None:
+        raise InputError(
+            "router_shift is None, but objective.router_shift needs how far the routers have moved; pass it"
+        )
     if inputs.entropy is None and config.entropy_bonus:
         raise InputError("entropy is None, but entropy_bonus needs it; pass it with its gradient, or use 0")

@@ -216,6 +216,9 @@ def collect(
     if regularizer is not None:
         collector.add("regularizer", regularizer)
     collector.add("log r", tokens.log_ratio)
+    if tokens.router_weight is not None:
+        collector.add("1 - γ", 1 - tokens.router_weight)
+        collector.add("γ_min", (tokens.router_weight <= config.router_shift) & tokens.mask)
     if term.clipped is not None:
         collector.add("clipped", term.clipped & tokens.mask)
     if term.clipped_lower is not None:
@@ -356,6 +359,9 @@ def _actor_metrics(sums: dict[str, float]) -> dict[str, float]:
     for name, total in (("pg_clipfrac", "clipped"), ("pg_clipfrac_lower", "clipped_lower"), ("entropy", "entropy")):
         if total in sums:
             metrics[f"actor/{name}"] = sums[total] / num_tokens
+    if "γ_min" in sums:
+        metrics["actor/router_weight"] = 1 - sums["1 - γ"] / num_tokens
+        metrics["actor/router_floor_frac"] = sums["γ_min"] / num_tokens
     return metrics
 
 

@@ -39,6 +39,7 @@ def check_user_functions(config: ObjectiveConfig) -> None:
         check_function(name, "objective")
     if not names:
         return
+    config = config.model_copy(update={"router_shift": None})  # the batch has no routers, and r may be any number
     _check_advantage(config.advantage)
     batch = _batch()
     _check_term(config, batch)

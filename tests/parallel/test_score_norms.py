@@ -59,7 +59,7 @@ def plain() -> tuple[np.ndarray, float]:
 def test_weights_are_squares_of_the_ratio_times_the_gradients_norm(runs, plain, layout):
     trained = np.array([sequence.num_trained > 0 for sequence in groups_of_four().sequences])
     expected, bound = plain
-    assert bound < 1e-3 < np.ptp(expected)
+    assert 100 * bound < np.ptp(expected)
     for rank in runs[layout]:
         weights = np.array(rank["weights"])
         assert (weights[~trained] == 0).all()

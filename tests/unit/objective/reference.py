@@ -281,6 +281,13 @@ def reference_objective(batch: list[Seq], config: dict, seed: int = 0, step: int
     return loss, grads
 
 
+def router_shift_weight(r_old: list[list[float]], r_phi: list[list[float]], gamma_min: float) -> float:
+    """γ̃ of a token [arXiv 2510.23027 Eqs 5-9]: r[l][k] are the scores of the K old experts of layer l."""
+    d = [sum(abs(math.log(new) - math.log(old)) for new, old in zip(n, o)) / len(o) for n, o in zip(r_phi, r_old)]
+    gamma = math.exp(-sum(d) / len(d))
+    return max(gamma, gamma_min)
+
+
 def optimal_baseline(R: list[float], u: list[float]) -> float:
     """b* = Σ w_i² |∇ log pi(τ_i)|² R_i / Σ w_i² |∇ log pi(τ_i)|² [arXiv 2602.17616]; u_i = w_i² |∇ log pi(τ_i)|²."""
     return sum(u_i * R_i for u_i, R_i in zip(u, R)) / sum(u)

@@ -6,13 +6,14 @@ import math
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from megatron_rl.config import ObjectiveConfig
 from megatron_rl.errors import InputError
 from megatron_rl.objective import AGGREGATIONS, ObjectiveInputs, compute_objective
 from tests.support.rounding import assert_rounded, rounded
 from tests.unit.objective.batches import BATCH, loss_and_gradient, packed, padded, random_batch
-from tests.unit.objective.reference import Seq, reference_objective
+from tests.unit.objective.reference import Seq, reference_objective, router_shift_weight
 
 pytestmark = pytest.mark.filterwarnings("ignore::megatron_rl.config.objective.ObjectiveWarning")
 
@@ -276,3 +277,54 @@ def test_the_interpolated_anchor_needs_the_age_of_a_token():
     )
     with pytest.raises(InputError, match="anchor interpolate need"):
         compute_objective(without, ObjectiveConfig.model_validate({"anchor": "interpolate"}))
+
+
+def with_shift(inputs: ObjectiveInputs, mask: torch.Tensor, shifts: list[list[float]]) -> ObjectiveInputs:
+    shift = torch.full(mask.shape, torch.nan, dtype=torch.float64)
+    shift[mask] = torch.tensor([x for row in shifts for x in row], dtype=torch.float64)
+    return type(inputs)(**{**vars(inputs), "router_shift": shift})
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gmpo", "cispo", "sapo", "fipo"])
+@pytest.mark.parametrize("form", [padded, packed])
+def test_the_ratio_is_multiplied_by_the_routers_weight(name, form):
+    """log r + log γ̃ is log r of a po that is divided by γ̃. Half of the shifts are beyond the floor."""
+    batch, floor = random_batch(7), 0.9
+    shifts = [[0.03 * ((3 * i + t) % 7) for t in range(len(s))] for i, s in enumerate(batch)]
+    config = {"policy_term": {"name": name}, "router_shift": floor}
+    moved = [
+        Seq(s.pi, [p - math.log(max(math.exp(-x), floor)) for p, x in zip(s.po, row)], s.mu, s.a, s.id)
+        for s, row in zip(batch, shifts)
+    ]
+    loss, grads = reference_objective(moved, {"policy_term": {"name": name}})
+    inputs, mask = form(batch)
+    inputs = with_shift(inputs, mask, shifts)
+    result = compute_objective(inputs, ObjectiveConfig.model_validate(config))
+    got_loss, got_gradient = loss_and_gradient(result, inputs, mask)
+    assert got_loss == rounded(loss, BATCH, scale=1.0)
+    assert_rounded(got_gradient, torch.tensor([g for row in grads for g in row], dtype=torch.float64), BATCH, scale=1.0)
+    weights = [max(math.exp(-x), floor) for row in shifts for x in row]
+    assert result.metrics["actor/router_weight"] == rounded(sum(weights) / len(weights), BATCH)
+    assert result.metrics["actor/router_floor_frac"] == sum(w == floor for w in weights) / len(weights)
+
+
+@pytest.mark.parametrize(("score", "slope"), [(0.45, 1.2 * 0.9), (0.05, 1.2 * 0.8)])
+def test_a_router_that_halves_a_score_moves_the_ratio(score, slope):
+    """One layer, one expert of score 1/2 that falls: γ = new/old, here 0.9, and below the floor of 0.8 that."""
+    assert router_shift_weight([[0.5]], [[score]], 0.8) == rounded(slope / 1.2)
+    current = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
+    old, one = torch.tensor([[-1.0 - math.log(1.2)]], dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    shift = torch.tensor([[math.log(0.5 / score)]], dtype=torch.float64)
+    inputs = ObjectiveInputs(current, old, old, one, torch.ones(1, 1, dtype=torch.bool), router_shift=shift)
+    result = compute_objective(inputs, ObjectiveConfig.model_validate({"router_shift": 0.8}))
+    (gradient,) = torch.autograd.grad(result.loss, current)
+    assert (result.loss.item(), gradient.item()) == (rounded(-slope), rounded(-slope))
+
+
+def test_the_shift_has_to_be_known_and_to_weigh_a_ratio():
+    inputs, _ = padded(random_batch(0))
+    with pytest.raises(InputError, match="router_shift is None, but"):
+        compute_objective(inputs, ObjectiveConfig.model_validate({"router_shift": 0.8}))
+    for config in ({"policy_term": "vespo"}, {"anchor": "bypass"}, {"anchor": "interpolate"}):
+        with pytest.raises(ValidationError, match="router_shift with policy term"):
+            ObjectiveConfig.model_validate({"router_shift": 0.8, **config})
