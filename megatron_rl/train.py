@@ -7,11 +7,13 @@ from collections.abc import Callable
 from megatron_rl.batch import build_batch, group_metrics, keep_informative, release_routes
 from megatron_rl.config import Recipe
 from megatron_rl.errors import RunEnded
+from megatron_rl.learner.snapshot import Snapshot
 from megatron_rl.monitor import AlarmEvent, wanted
 from megatron_rl.monitor.samples import success_rates, summarise
 from megatron_rl.process.host import FreedMemory
 from megatron_rl.rewards.shared import Scores, merged
 from megatron_rl.rollout import Sampling
+from megatron_rl.run.acceptance import judge
 from megatron_rl.run.engines import hand_over
 from megatron_rl.run.lookahead import Oversampling, staleness_metrics
 from megatron_rl.run.model_card import write_model_card
@@ -137,9 +139,10 @@ def update(run: Run, batch: Batch, groups: list[Group]) -> dict[str, float]:
     lengths = [rollout.length for group in groups for rollout in group.rollouts]
     learner.scheduler.observe_length(learner.num_updates, sum(lengths) / len(lengths))
     generator.sleep()
+    before = None if run.recipe.acceptance is None else Snapshot(learner)
     metrics = learner.scheduler.metrics() | learner.update(batch)
     hand_over(learner, generator, run.monitor.phase)
-    return metrics
+    return metrics if before is None else metrics | judge(run, batch.step, before)
 
 
 def validate(run: Run, step: int) -> dict[str, float]:

@@ -63,6 +63,8 @@ def section_problems(recipe: RecipeSections) -> list[str]:
             if "record_batch" in rule.then
         ]
     problems += rollback_problems(recipe)
+    if recipe.acceptance is not None:
+        problems += acceptance_problems(recipe)
     for key in ("every", "at_start"):
         if getattr(recipe.validation, key) and not recipe.data.validation:
             problems.append(f"validation.{key}: set, but data.validation names no file")
@@ -113,6 +115,25 @@ def rollback_problems(recipe: RecipeSections) -> list[str]:
         )
     if recipe.exact.dose is not None and recipe.exact.dose.kind == "stale":
         problems.append(f"exact.noise.kind: stale, but {name}: the sampler would keep weights that it undoes")
+    return problems
+
+
+def acceptance_problems(recipe: RecipeSections) -> list[str]:
+    """Why updates cannot be scored, or undone; empty where they can."""
+    problems = []
+    if not recipe.data.validation:
+        problems.append("acceptance: set, but data.validation names no file; an update is scored on held-out prompts")
+    if recipe.acceptance.num_samples < 2 and recipe.objective.advantage != "reinforce":
+        problems.append(
+            "acceptance.num_samples: 1, but responses are compared with the others of their prompt; use 2 or more"
+        )
+    if recipe.rollout.engine == "vllm_server":
+        problems.append(
+            "acceptance: set with rollout.engine vllm_server, whose servers never go back to an older version of the "
+            "weights; use engine vllm, or null"
+        )
+    if recipe.exact.dose is not None and recipe.exact.dose.kind == "stale":
+        problems.append("acceptance: set with exact.noise.kind stale: the sampler would keep weights that are undone")
     return problems
 
 

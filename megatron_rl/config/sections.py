@@ -6,7 +6,15 @@ import math
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from megatron_rl.config.base import AnyPath, LookedUp, OffCount, Section, Short
 from megatron_rl.config.data import DataConfig, RewardConfig
@@ -166,6 +174,22 @@ class ValidationConfig(Section):
         return temperature
 
 
+class AcceptanceConfig(Section):
+    """The update of a step is proposed: the engine samples held-out prompts with it, and it is kept or undone by how
+    the learner's probabilities of these responses differ from the engine's (arXiv 2606.29526)."""
+
+    tolerance: NonNegativeFloat
+    """c: an update is kept where T_post >= -c. The paper ends at 0 and 1e-3, for two models."""
+    start_tolerance: NonNegativeFloat | None = None
+    """c of the first step; it comes down to `tolerance` over anneal_steps. null: `tolerance` throughout."""
+    anneal_steps: PositiveInt = 100
+    """Steps until c is `tolerance`."""
+    prompts: PositiveInt = 32
+    """Prompts of data.validation that are sampled, the first so many, in every step."""
+    num_samples: PositiveInt = 8
+    """Responses to each, whose advantages are those of `objective.advantage`."""
+
+
 class RecipeSections(Section):
     name: str = Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")
     """Name of the run, and of its folder below `run_root`."""
@@ -201,6 +225,8 @@ class RecipeSections(Section):
     """What is optimized."""
     schedule: ScheduleConfig = ScheduleConfig()
     """How the learning rate moves."""
+    acceptance: AcceptanceConfig | None = None
+    """Which updates are kept. null: all of them."""
     validation: ValidationConfig = ValidationConfig()
     """Held-out evaluation during the run."""
     checkpoint: CheckpointConfig = CheckpointConfig()

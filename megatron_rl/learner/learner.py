@@ -47,7 +47,7 @@ from megatron_rl.learner.passes import (
 from megatron_rl.learner.process_groups import initialize
 from megatron_rl.learner.rounding import rounded_weights
 from megatron_rl.learner.router_replay import RouterReplayer, RoutingMode
-from megatron_rl.learner.score_norms import set_advantages
+from megatron_rl.learner.score_norms import Scorer, set_advantages
 from megatron_rl.model.architecture import Architecture, read_architecture
 from megatron_rl.objective import (
     Denominators,
@@ -179,7 +179,7 @@ class Learner:
             self.offload.before_passes()
             self.offload.before_gradients()
             with self.phase("baseline"):
-                set_advantages(self, batch, homes[1], self.recipe.objective.advantage)
+                set_advantages(self.scorer, batch, homes[1], self.recipe.objective.advantage)
         updates = [self._update_minibatch(batch, i) for i in range(len(batch.minibatches))]
         metrics = finalize_metrics(MetricStats.merge([stats for stats, _ in updates]))
         metrics["actor/pg_loss"] /= len(updates)  # statistics add up over mini-batches; a loss is per mini-batch
@@ -428,6 +428,12 @@ class Learner:
             return read(parameter.detach())
         with torch.no_grad():
             return self.adapters.merged(parameter, read)
+
+    @property
+    def scorer(self) -> Scorer:
+        """What computes ∇ log pi, for the baseline of least variance."""
+        mode = self._routing_mode(updating=True)
+        return Scorer(self.model, self.passes, self.replicas.own, mode, self._token_logprobs, self.device)
 
     def export_hf(self, folder: Path) -> None:
         """Write the weights as a Hugging Face checkpoint, with config and tokenizer of the starting one. Collective."""

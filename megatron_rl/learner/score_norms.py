@@ -8,24 +8,35 @@ over the responses of several replicas.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
 
 from megatron_rl.learner.gradient_noise import LocalGradient
 from megatron_rl.learner.packing import Microbatch
-from megatron_rl.learner.passes import speaks
+from megatron_rl.learner.passes import Passes, speaks
+from megatron_rl.learner.router_replay import RoutingMode
 from megatron_rl.objective import compute_advantages
 from megatron_rl.objective.guards import safe_exp
 from megatron_rl.types import Batch
 
-if TYPE_CHECKING:
-    from megatron_rl.learner.learner import Learner
+
+@dataclass(frozen=True)
+class Scorer:
+    """What of a learner computes ∇ log pi. ``replica``: this rank's own."""
+
+    model: DistributedDataParallel
+    passes: Passes
+    replica: int
+    mode: RoutingMode
+    token_logprobs: Callable
+    device: torch.device
 
 
-def set_advantages(learner: Learner, batch: Batch, homes: list[int], name: str) -> None:
+def set_advantages(scorer: Scorer, batch: Batch, homes: list[int], name: str) -> None:
     """Give every sequence of ``batch`` its advantage ``name`` with the weights of `score_weights`; a batch whose
     sequences have no group keeps what it has. ``homes``: [B] the replica of each. Collective."""
     if any(sequence.group is None for sequence in batch.sequences):
@@ -34,28 +45,27 @@ def set_advantages(learner: Learner, batch: Batch, homes: list[int], name: str) 
         torch.tensor([sequence.reward for sequence in batch.sequences], dtype=torch.float64),
         torch.tensor([sequence.group for sequence in batch.sequences]),
         name,
-        weights=score_weights(learner, batch, homes),
+        weights=score_weights(scorer, batch, homes),
     )
     for sequence, advantage in zip(batch.sequences, advantages.tolist(), strict=True):
         sequence.advantage = advantage * sequence.prompt_weight if sequence.num_trained else 0.0
 
 
-def score_weights(learner: Learner, batch: Batch, homes: list[int]) -> torch.Tensor:
+def score_weights(scorer: Scorer, batch: Batch, homes: list[int]) -> torch.Tensor:
     """[B] float64: w² |g|² of each sequence, w = Π_t pi/mu and g = ∇ Σ_t log pi_t over its trained tokens, at the
     weights that the learner has; the same on every rank. Collective."""
-    model, mode = learner.model, learner._routing_mode(updating=True)
-    mode = "native" if mode == "watch" else mode
+    model, mode = scorer.model, "native" if scorer.mode == "watch" else scorer.mode
     of_replica = [[i for i, home in enumerate(homes) if home == replica] for replica in range(max(homes) + 1)]
-    mine = of_replica[learner.replicas.own] if learner.replicas.own < len(of_replica) else []
-    table = torch.zeros(2, len(homes), dtype=torch.float64, device=learner.device)
+    mine = of_replica[scorer.replica] if scorer.replica < len(of_replica) else []
+    table = torch.zeros(2, len(homes), dtype=torch.float64, device=scorer.device)
     gradient, finalize = LocalGradient(model), model.config.finalize_model_grads_func
     model.config.finalize_model_grads_func = None  # each replica has a response of its own
     try:
         for turn in range(max(len(numbers) for numbers in of_replica)):
             index = mine[turn] if turn < len(mine) else None
-            microbatch = learner.passes.alone(batch, index, mode)
+            microbatch = scorer.passes.alone(batch, index, mode)
             model.zero_grad_buffer()
-            found = learner.passes.run([microbatch], partial(_score, learner._token_logprobs), mode, observe=False)
+            found = scorer.passes.run([microbatch], partial(_score, scorer.token_logprobs), mode, observe=False)
             square = gradient.square()
             if index is not None:
                 table[1, index] = square

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 
 import megatron_rl.run.start as run_module
 from megatron_rl.__main__ import main
+from megatron_rl.learner.learner import Learner
 from megatron_rl.monitor.monitor import PhaseTimer
 from megatron_rl.rollout import RolloutError
 from megatron_rl.rollout.generator import RolloutInterrupted
@@ -81,8 +82,14 @@ def train(
     faults: tuple[dict, ...] = (),
     responses: str = "",
     flags: tuple[str, ...] = (),
+    skipped_updates: tuple[int, ...] = (),
 ) -> int:
-    """`python -m megatron_rl train`, with responses from seeds and ``faults`` armed; its exit status."""
+    """`python -m megatron_rl train`, with responses from seeds and ``faults`` armed; its exit status.
+
+    ``skipped_updates``: steps whose update is not made.
+    """
+    own_update = Learner.update
+    Learner.update = lambda self, batch: {} if batch.step in skipped_updates else own_update(self, batch)
     os.environ["RESPONSES"] = responses
     made: list[SeededResponses] = []
     run_module.start_generator = lambda recipe, *_, **__: made.append(SeededResponses(recipe)) or made[0]

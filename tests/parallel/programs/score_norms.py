@@ -34,7 +34,7 @@ def advantages(**sections: Any) -> dict[str, Any]:
     for i, logprobs in enumerate(learner.compute_logprobs(batch)):
         batch.sequences[i].inference_logprobs = (logprobs - log_ratio(i)).astype(np.float32)
     homes = learner._distribute(batch, makes_pass=False)[1]
-    weights = score_weights(learner, batch, homes).tolist()
+    weights = score_weights(learner.scorer, batch, homes).tolist()
     learner.update(batch)
     final = groups_of_four(learner.recipe.batch.minibatches)
     for sequence in final.sequences:
