@@ -82,7 +82,7 @@ from pathlib import Path
 from unittest import mock
 from megatron_rl.config.learner import ParallelConfig
 from megatron_rl.learner import process_groups
-from megatron_rl.process import threads as native_threads
+from megatron_rl.process import host as native_threads
 with mock.patch.object(atexit, "register", wraps=atexit.register) as registered:
     process_groups.initialize(ParallelConfig(), "cpu", seed=0)
     process_groups.initialize(ParallelConfig(), "cpu", seed=0)

@@ -12,7 +12,7 @@ from tests.support.tiny import REPOSITORY
 
 PROGRAM = """
 import ctypes, sys, time
-from megatron_rl.process import threads as watchdog
+from megatron_rl.process import host as watchdog
 watchdog._GRACE_S = 0.5
 with watchdog.limited(30.0, "nothing"):
     pass
