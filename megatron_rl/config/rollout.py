@@ -310,6 +310,12 @@ class NoiseConfig(Section):
     """What in a layer has the noise of the kind `hidden`, under its name in `megatron-rl parity`: the first norm, the
     output projection of attention, the second norm, the MLP or sum of experts, or the layer's output. null: `output`,
     the same."""
+    strength: PositiveFloat = 1.0
+    """For the kind `weights`: the sampler has w + strength (rounded w - w); at 1 exactly the rounded weights."""
+    hold: PositiveFloat | None = None
+    """`exact/log_rho_std` that the dose is held at: after each rollout `std` (or `strength`) is multiplied by
+    √(hold / measured), by 1/2 to 2. Its first value is the recipe's. null: the dose stays as it is. Not with kind
+    stale."""
     in_validation: bool = False
     """Validation samples with the dose, too. false: it measures the policy, not the dose."""
 
@@ -323,6 +329,12 @@ class NoiseConfig(Section):
         wanted = SIZE_OF[self.kind]
         if not getattr(self, wanted):
             raise ValueError(f"kind {self.kind} needs {wanted}, the size of the dose")
+        if self.hold is not None and self.kind == "stale":
+            raise ValueError(
+                f"hold: {self.hold:g} with kind stale, whose size is a whole number of updates; remove hold"
+            )
+        if self.strength != 1.0 and self.kind != "weights":
+            raise ValueError(f"strength: {self.strength:g} has no effect with kind {self.kind}; use std")
         beside = {"weights": {"block"}, "frozen": {"context"}, "router": {"layers"}, "hidden": {"layers", "operator"}}
         own = {wanted} | beside.get(self.kind, set())
         names = ("std", "bits", "updates", "block", "context", "layers", "operator")

@@ -39,6 +39,16 @@ class Dose:
 
     def __init__(self, config: NoiseConfig | None, seed: int):
         self.config, self.seed = config, seed
+        self.size = 0.0 if config is None else config.strength if config.kind == "weights" else config.std
+
+    def adjust(self, measured: float) -> None:
+        """Move ``size`` towards what gives `exact.noise.hold`, where a rollout with the present one had ``measured``.
+
+        The exponent 1/2 damps: of a response in proportion to size, half of the error in logarithms is left a rollout.
+        """
+        if self.config is not None and self.config.hold is not None:
+            ratio = self.config.hold / measured if measured > 0 else math.inf
+            self.size *= min(max(math.sqrt(ratio), 0.5), 2.0)
 
     @property
     def is_on_logits(self) -> bool:
@@ -53,7 +63,7 @@ class Dose:
             return None
         if self.config.kind == "frozen":
             random = _frozen_stream(self.seed, last(self.config.context or 1))
-        return self.config.std * random.standard_normal(size)
+        return self.size * random.standard_normal(size)
 
     def on(self, module: torch.nn.Module) -> AbstractContextManager:
         """Make passes of ``module`` the sampler's, with the dose, while the context is open."""
@@ -110,13 +120,13 @@ class RowNoise(Dose):
     def _on_router(self, salt: int, gating: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         logits = gating(x)
         noise = self._noise(salt, logits.numel() // logits.size(-1), logits.size(-1))
-        return logits + self.config.std * noise.view_as(logits).to(logits.dtype)
+        return logits + self.size * noise.view_as(logits).to(logits.dtype)
 
     def _on_hidden(self, salt: int, _layer: torch.nn.Module, _args: tuple, output: torch.Tensor | tuple):
         hidden = output[0] if isinstance(output, tuple) else output
         noise = self._noise(salt, hidden.numel() // hidden.size(-1), hidden.size(-1)).view_as(hidden)
         size = hidden.float().square().mean(-1, keepdim=True).sqrt()
-        changed = (hidden.float() + self.config.std * size * noise).to(hidden.dtype)
+        changed = (hidden.float() + self.size * size * noise).to(hidden.dtype)
         return (changed, *output[1:]) if isinstance(output, tuple) else changed
 
     def _noise(self, salt: int, num_rows: int, width: int) -> torch.Tensor:
@@ -136,11 +146,14 @@ class RoundedWeights(Dose):
         config = self.config.quantization
         through = partial(rounded, kind=config.weights, block=config.of_weights)
         with replaced(
-            (p, _in_halves(through, p.detach()) if GATED.search(name) else through(p.detach()))
+            (p, self._moved(p.detach(), _in_halves(through, p.detach()) if GATED.search(name) else through(p.detach())))
             for name, p in module.named_parameters()
             if MATRICES.search(name)
         ):
             yield
+
+    def _moved(self, weight: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
+        return goal if self.size == 1.0 else torch.lerp(weight.float(), goal.float(), self.size).to(weight.dtype)
 
 
 class StaleWeights(Dose):

@@ -174,7 +174,9 @@ class ExactGenerator:
         rollouts = known_everywhere(requests, owners, held)
         self._stats |= self.policy.stats | throughput(rollouts, time.perf_counter() - start)
         if is_dosed and is_training:
-            self._stats |= size_of(held)
+            self._stats |= (measured := size_of(held)) | {"exact/dose": self._dose.size}
+            if measured:
+                self._dose.adjust(measured["exact/log_rho_std"])
         return make_groups(prompts, num_samples, rollouts)
 
     def _generate(
@@ -226,6 +228,15 @@ class ExactGenerator:
 
     def stats(self) -> dict[str, float]:
         return dict(self._stats)
+
+    def state_dict(self) -> dict[str, float]:
+        """The dose as it is held."""
+        return {"dose": self._dose.size}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take what `state_dict` gave; a state without a dose leaves the recipe's."""
+        if self._dose.config is not None and self._dose.config.hold is not None:
+            self._dose.size = state.get("dose", self._dose.size)
 
     def describe_precision(self) -> dict[str, str]:
         return self._describe()

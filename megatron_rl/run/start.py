@@ -19,6 +19,7 @@ from megatron_rl.config.monitor import level_rules
 from megatron_rl.config.sections import CheckpointConfig
 from megatron_rl.data import MixedSampler, PromptSampler, PromptSet, in_another_order, make_sampler
 from megatron_rl.errors import Fault
+from megatron_rl.exact.generator import ExactGenerator
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import initialize, shutdown
 from megatron_rl.monitor import AlarmEvent, Monitor, RunDirectory, write_environment
@@ -162,7 +163,8 @@ class Run:
 
     def _taken(self) -> dict[str, Any]:
         """How far prompts were taken, and for which steps to come."""
-        return {"prompts": self.prompts.state_dict(), "ahead": self.ahead.state_dict()}
+        taken = {"prompts": self.prompts.state_dict(), "ahead": self.ahead.state_dict()}
+        return taken | ({"exact": self.generator.state_dict()} if isinstance(self.generator, ExactGenerator) else {})
 
     def roll_back(self, events: list[AlarmEvent]) -> bool:
         """Undo the steps since the newest checkpoint from before the onset of ``events``, and halve the rate.
@@ -385,6 +387,8 @@ def continue_from(run: Run, checkpoint: Path, is_start: bool = True) -> None:
         prompts = in_another_order(prompts, run.recipe.data.seed)
     run.prompts.load_state_dict(prompts)
     run.ahead.load_state_dict(state.get("ahead", []), run.train)
+    if isinstance(run.generator, ExactGenerator):
+        run.generator.load_state_dict(state.get("exact", {}))
     run.monitor.load_state_dict(state["monitor"] if is_start else state["monitor"] | {"unwritten": []})
     run.evidence.load_state_dict(state.get("evidence", {}))
     run.monitor.resume_at(run.learner.step)

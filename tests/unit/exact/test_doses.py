@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
+import torch
 
-from megatron_rl.exact.doses import size_of
+from megatron_rl.config.rollout import ExactConfig, NoiseConfig
+from megatron_rl.exact.doses import make_dose, size_of
 from megatron_rl.types import Rollout
 from tests.support.rounding import rounded
 
@@ -31,3 +34,52 @@ def test_without_noise_it_is_0_and_without_tokens_there_is_none():
     assert size_of([rollout(0.0, 0.0), rollout(0.0)]) == {"exact/log_rho_std": 0.0, "exact/abs_log_rho_sum": 0.0}
     assert size_of([rollout(0.5)]) == {"exact/log_rho_std": 0.0, "exact/abs_log_rho_sum": 0.5}
     assert size_of([]) == {}
+
+
+def held(**noise):
+    return make_dose(ExactConfig(noise=NoiseConfig(**noise)), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("measured", "factor"),
+    [(0.36, 1.0), (0.64, 0.75), (0.25, 1.2), (36.0, 0.5), (0.01, 2.0), (0.0, 2.0)],
+    ids=["held", "too much", "too little", "at most halved", "at most doubled", "no mismatch at all"],
+)
+def test_a_dose_is_multiplied_by_the_root_of_what_it_lacks(measured, factor):
+    dose = held(kind="router", std=0.5, hold=0.36)
+    dose.adjust(measured)
+    assert dose.size == rounded(0.5 * factor)
+
+
+def test_a_held_dose_comes_to_its_goal_and_follows_the_policy():
+    dose = held(kind="weights", bits="int4", hold=0.39)
+    assert dose.size == 1.0
+    for response in (0.1, 2.0):  # log rho's spread over the size: another policy halfway
+        for _ in range(80):  # the error in logarithms, at most log 20, is halved each time
+            dose.adjust(response * dose.size)
+        assert response * dose.size == rounded(0.39)
+
+
+def test_without_hold_a_dose_stays():
+    dose = held(kind="hidden", std=0.5)
+    dose.adjust(3.0)
+    assert dose.size == 0.5
+
+
+def test_weights_are_moved_by_the_strength():
+    weight, goal = torch.tensor([1.0, -2.0]), torch.tensor([2.0, -2.5])
+    moved = held(kind="weights", bits="int4", strength=0.5)._moved(weight, goal)
+    assert moved.tolist() == [1.5, -2.25]
+    assert held(kind="weights", bits="int4")._moved(weight, goal) is goal
+
+
+@pytest.mark.parametrize(
+    ("noise", "said"),
+    [
+        ({"kind": "stale", "updates": 2, "hold": 0.1}, "hold: 0.1 with kind stale"),
+        ({"kind": "router", "std": 0.1, "strength": 0.5}, "strength: 0.5 has no effect with kind router; use std"),
+    ],
+)
+def test_sizes_that_a_kind_does_not_have_are_refused(noise, said):
+    with pytest.raises(ValueError, match=said):
+        NoiseConfig(**noise)

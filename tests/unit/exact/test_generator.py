@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 
 import numpy as np
@@ -89,6 +90,25 @@ def test_the_dose_falls_on_training_and_on_validation_where_asked(exact, in_vali
     assert generator.stats()["exact/log_rho_std"] == rounded(differences(trained).std(ddof=1), 4 * count)
     total = np.mean([np.abs(differences([rollout])).sum() for rollout in trained])
     assert generator.stats()["exact/abs_log_rho_sum"] == rounded(total, 2 * count)
+
+
+def test_a_held_dose_moves_after_training_alone_and_is_kept():
+    noise = NoiseConfig(kind="logits", std=0.5, hold=0.1, in_validation=True)
+    generator = generator_of(ExactConfig(noise=noise))
+    rollouts_of(generator, sampling=Sampling(8))
+    assert generator.state_dict() == {"dose": 0.5}
+    rollouts_of(generator)
+    stats = generator.stats()
+    assert stats["exact/dose"] == 0.5
+    moved = 0.5 * max(math.sqrt(0.1 / stats["exact/log_rho_std"]), 0.5)
+    assert generator.state_dict() == {"dose": rounded(moved)}
+    resumed = generator_of(ExactConfig(noise=noise))
+    resumed.load_state_dict(generator.state_dict())
+    again, after = rollouts_of(resumed, step=1), rollouts_of(generator, step=1)
+    assert [r.inference_logprobs.tolist() for r in again] == [r.inference_logprobs.tolist() for r in after]
+    free = generator_of(ExactConfig(noise=NoiseConfig(kind="logits", std=0.5)))
+    free.load_state_dict({"dose": 0.1})
+    assert free.state_dict() == {"dose": 0.5}, "the recipe's, where nothing is held"
 
 
 @pytest.mark.parametrize("context", [1, 2])
