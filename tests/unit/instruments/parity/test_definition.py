@@ -32,8 +32,12 @@ def witness(path: Path, dtype: torch.dtype = torch.float32) -> Record:
     return transformers_taps.taps_of(transformers_taps.load(path, dtype), SEQUENCES, 1.0)
 
 
-def test_every_family_has_a_definition():
-    assert set(FAMILIES) == set(SUPPORTED)
+def test_every_family_has_a_definition_or_is_refused(tmp_path):
+    assert set(FAMILIES) <= set(SUPPORTED)
+    for family in set(SUPPORTED) - set(FAMILIES):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+        with pytest.raises(InputError, match=f"model_type is '{family}'; there are qwen3_moe, qwen2_moe"):
+            Checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
