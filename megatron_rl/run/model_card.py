@@ -23,6 +23,8 @@ from megatron_rl.monitor.run_directory import code_of, read_metrics
 CARD = "README.md"
 _FIGURE = re.compile(r"val/(?P<source>.+)/(?P<name>avg@\d+|pass@\d+|num_problems)")
 _LICENCE = "# license: name it before you publish; the terms of the base model and of the data hold for these weights"
+_BASE = "# base_model: OWNER/NAME of the model that training began with; the run read it from a folder"
+_FOLDER = "The model of the folder `{}`"
 
 
 def run_of_checkpoint(checkpoint: Path) -> RunDirectory | None:
@@ -49,11 +51,12 @@ def model_card(
     from huggingface_hub import EvalResult, ModelCardData
 
     recipe = without_folders(recipe)
+    base = _on_hub(recipe["model"]["path"])
     measured = [r for r in records if r["step"] <= step and any(name.startswith("val/") for name in r)]
     results = _results(measured[-1]) if measured else {}
     sources = [*recipe["data"]["train"], *recipe["data"].get("validation", [])]
     header = ModelCardData(
-        base_model=_on_hub(recipe["model"]["path"]),
+        base_model=base,
         datasets=sorted({name for source in sources if (name := _on_hub(source["path"]))}) or None,
         eval_results=[
             EvalResult("text-generation", source, source, name, round(value, 4))
@@ -68,14 +71,16 @@ def model_card(
         tags=["reinforcement-learning", "megatron-rl", recipe["objective"]["advantage"]],
     )
     parts = [
-        f"---\n{_LICENCE}\n{header.to_yaml()}\n---",
+        "\n".join(["---", _LICENCE, *([] if base else [_BASE]), header.to_yaml(), "---"]),
         f"# {recipe['name']}",
-        f"{recipe['model']['path']}, trained by reinforcement learning with megatron_rl {_version()}.",
+        f"{base or _FOLDER.format(recipe['model']['path'])}, trained by reinforcement learning with megatron_rl "
+        f"{_version()}.",
         _table(("", ""), _facts(recipe, environment, step)),
         "## Results on held-out problems",
         _shown(results, int(measured[-1]["step"]) if measured else 0, step),
         "## Recipe",
-        f"```yaml\n{yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)}```",
+        "<details>\n<summary>All keys, defaults included</summary>\n",
+        f"```yaml\n{yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)}```\n\n</details>",
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -124,7 +124,8 @@ def _steps(t: Translation, train_rows: int | None) -> None:
     elif most and most < ENDLESS:
         t.put("grpo.max_num_steps", "num_steps", int(most), f"NeMo-RL ends before, after {epochs} epochs")
     else:
-        t.guess("num_steps", 500, f"NeMo-RL runs {epochs} epochs; --train-rows N makes it {epochs} · (N // {prompts})")
+        rows = f"--train-rows N makes it {epochs} · (N // {prompts}), or put `num_epochs: {epochs}` in its place"
+        t.guess("num_steps", 500, f"NeMo-RL runs {epochs} epochs; {rows}")
 
 
 def _data(t: Translation) -> None:

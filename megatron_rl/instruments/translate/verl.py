@@ -99,7 +99,7 @@ def _steps(t: Translation, train_rows: int | None) -> int:
             "num_steps",
             500,
             f"verl runs {epochs} epochs, and the file does not say how many rows they have; "
-            f"--train-rows N makes it {epochs} · (N // {prompts})",
+            f"--train-rows N makes it {epochs} · (N // {prompts}), or put `num_epochs: {epochs}` in its place",
         )
     return int(t.recipe["num_steps"])
 

@@ -85,7 +85,10 @@ def test_a_run_without_validation_and_with_a_model_of_its_own(recipe):
     found = card(own, [{"step": 1, "actor/lr": 1.0}])
     assert (found.data.base_model, found.data.eval_results) == (None, None)
     assert "None were measured in the run." in str(found)
-    assert "mine, trained by reinforcement learning" in str(found)
+    assert "The model of the folder `mine`, trained by reinforcement learning" in str(found)
+    text = model_card(own, ENVIRONMENT, [], 1)
+    assert "\n# base_model: OWNER/NAME of the model that training began with" in text
+    assert text.index("<details>") < text.index("```yaml") < text.index("</details>")
 
 
 def test_a_card_is_written_of_what_a_run_directory_holds(recipe, tmp_path):
