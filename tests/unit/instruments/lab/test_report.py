@@ -205,7 +205,7 @@ def test_report_holds_the_numbers_and_a_figure(runs):
     assert "| one | none | reward | +0.2 | +0.2 to +0.2 |" in report
     assert "Not finished and not counted: later-seed0, later-seed1, two-seed2, later-seed2." in report
     # not a primary, and described
-    assert "| one | none | growth of rho |" in report.partition("decides nothing")[2]
+    assert "| one | none | growth of rho |" in report.partition("The rest is descriptive")[2]
     stored = json.loads(values.read_text())
     assert stored["arms"]["one"]["reward"] == {"0": 0.6, "1": 0.611, "2": 0.642}
     assert stored["arms"]["none"]["growth of rho"]["0"] == printed(math.log(1.02), 7)
