@@ -36,3 +36,25 @@ def test_sets_that_nobody_returns_are_refused(rollout, message):
 def test_a_type_alone_brings_its_own_block(written, kind, block):
     found = tiny_recipe(rollout={"quantization": written}).rollout.quantization
     assert (found.weights, found.of_weights) == (kind, block)
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "mode", "weights", "through_files"),
+    [
+        (1, "finish", "broadcast", False),
+        (2, "finish", "broadcast", True),
+        (2, "keep", "broadcast", False),
+        (1, "keep", "files", True),
+    ],
+)
+def test_weights_that_would_wait_for_batches_go_through_files(max_staleness, mode, weights, through_files):
+    """Where the engine finishes batches of which the learner does not wait for one, a broadcast would block."""
+    rollout = RolloutConfig.model_validate(
+        {
+            "engine": "vllm_server",
+            "max_staleness": max_staleness,
+            "in_flight": {"mode": mode},
+            "servers": {"weights": weights},
+        }
+    )
+    assert bool(rollout.why_files) == through_files

@@ -104,3 +104,14 @@ def test_one_that_ends_at_the_start_is_an_error_with_its_last_words(tmp_path, br
     with pytest.raises(RolloutError, match=r"(?s)server local-0 ended at its start \(status 7\); .*no memory left$"):
         servers.check()
     servers.close()
+
+
+def test_one_of_two_that_is_given_up_ends_nothing(servers):
+    said: list[str] = []
+    for _ in range(MAX_ENDS):
+        servers._processes["local-1"].kill()
+        wait_for_end(servers, "local-1")
+        servers.relaunch(said.append)
+    assert sum("it is left alone" in line for line in said) == 1
+    servers.relaunch(said.append)
+    assert servers._processes["local-0"].poll() is None
