@@ -34,7 +34,6 @@ DOORS = {
     "rollout.servers.client": ("rollout.servers.rendezvous",),
     "rollout.vllm_engine": (
         "rollout.fp32_modules",
-        "rollout.generator",
         "rollout.quantized_layers",
         "rollout.servers.extension",
         "rollout.worker_extension",
