@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shlex
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support import costs
+from tests.support import costs, heap
 
 # A property holds or it does not, however slow the machine: no limit on the time of an example or of drawing it.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -36,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # what imports make stays
     path = config.getoption("costs")
     if path is None:
         return
@@ -44,6 +46,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(costs.Meter(), "meter")
     if not is_worker:
         config.pluginmanager.register(costs.Book(config.rootpath / path), "book")
+
+
+def pytest_collection_finish() -> None:
+    heap.hide()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

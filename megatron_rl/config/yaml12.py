@@ -5,8 +5,10 @@ YAML 1.1, PyYAML's default, reads `off` as false, `010` as 8, `1:30` as 90 and `
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Hashable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import yaml
@@ -86,6 +88,13 @@ _Loader.add_constructor(_TAG + "float", _float)
 
 def parse(text: str) -> tuple[Any, dict[Where, int]]:
     """The value that ``text`` says, and the line of each value in it, counted from 1. Raises `yaml.YAMLError`."""
+    value, lines = _parsed(text)
+    return copy.deepcopy(value), dict(lines)
+
+
+@lru_cache(maxsize=128)
+def _parsed(text: str) -> tuple[Any, dict[Where, int]]:
+    """`parse`, once for each text: recipes have their bases in common."""
     if len(text) > MAX_CHARS:
         raise yaml.YAMLError(f"{len(text)} characters; at most {MAX_CHARS} are read")
     loader = _Loader(text)

@@ -1,31 +1,65 @@
-"""`megatron-rl doctor` on a CPU: what applies passes on real ranks and engines, and fails where one is broken."""
+"""`megatron-rl doctor` on a CPU: what applies passes on real ranks and engines, and fails where one is broken.
+
+The whole command, each check in interpreters of its own, is slow. For it stand the command with the checks of the
+machine, and the checks of learner and engine in forked ranks; for parity and mismatch, tests/e2e/test_parity.py and
+test_precision.py.
+"""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from megatron_rl.doctor.checks import CHECKS, Setting
+from megatron_rl.doctor.checks import CHECKS, CPU_RANKS, Setting, find
 from tests.parallel.gloo import run_ranks
 from tests.support.patience import PATIENCE_S
 
 GPU_ONLY = {check.name for check in CHECKS if check.gpu_only} | {"driver"}
+OF_THE_MACHINE = ["gpu-memory", "shared-folder", "nodes"]
+IN_FORKED_RANKS = ["experts", "context", "checkpoint", "engine", "refit"]
+
+
+def doctor(folder: Path, *arguments: str) -> dict:
+    """The report of the command, with the page that it wrote, its status and what it printed."""
+    command = [sys.executable, "-m", "megatron_rl", "doctor", "--shared", str(folder / "runs"), "--minutes", "60"]
+    command += ["--json", str(folder / "report.json"), "--page", str(folder / "report.html"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    found = json.loads((folder / "report.json").read_text())
+    return found | {"page": (folder / "report.html").read_text(), "status": done.returncode, "said": done.stdout}
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> dict:
-    folder = tmp_path_factory.mktemp("doctor")
-    command = [sys.executable, "-m", "megatron_rl", "doctor", "--shared", str(folder / "runs"), "--minutes", "60"]
-    command += ["--json", str(folder / "report.json"), "--page", str(folder / "report.html")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-    found = json.loads((folder / "report.json").read_text())
-    found["page"], found["status"], found["said"] = (folder / "report.html").read_text(), done.returncode, done.stdout
-    return found
+    return doctor(tmp_path_factory.mktemp("doctor"))
 
 
+def test_the_checks_of_the_machine_pass(tmp_path):
+    found = doctor(tmp_path, "--only", ",".join(OF_THE_MACHINE))
+    (node,) = found["nodes"]
+    statuses = {check["name"]: check["status"] for check in node["checks"]}
+    assert statuses == {name: "not run" if name in GPU_ONLY else "pass" for name in OF_THE_MACHINE}, found["said"]
+    assert found["status"] == 0
+    assert "nothing failed" in found["page"]
+
+
+@pytest.mark.parametrize("name", IN_FORKED_RANKS)
+def test_a_check_of_learner_or_engine_passes(name, tmp_path):
+    setting = Setting("cpu", CPU_RANKS, str(tmp_path), scratch=str(tmp_path))
+    ranks = CPU_RANKS if find(name).ranks == "node" else 1
+    outcomes = run_ranks(
+        "tests.parallel.programs.doctor", "healthy", ranks, init_process_group=False, name=name, setting=setting
+    )
+    assert [outcome.status for outcome in outcomes] == ["pass"] * ranks, outcomes
+    if name == "refit":
+        figures = outcomes[0].figures
+        assert figures["|mu - old|"] > 10 * figures["|mu - new|"]
+
+
+@pytest.mark.slow
 def test_all_that_applies_passes(report):
     (node,) = report["nodes"]
     statuses = {check["name"]: check["status"] for check in node["checks"]}
@@ -35,6 +69,7 @@ def test_all_that_applies_passes(report):
     assert "nothing failed" in report["page"]
 
 
+@pytest.mark.slow
 def test_figures_of_the_engines(report):
     figures = {check["name"]: check["figures"] for check in report["nodes"][0]["checks"]}
     pairs = figures["mismatch"]["log-probs"]

@@ -16,6 +16,8 @@ from megatron_rl.__main__ import main
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from tests.support.tiny import REPOSITORY
 
+pytestmark = pytest.mark.usefixtures("cheap_engines")
+
 GRPO = str(REPOSITORY / "recipes" / "tiny" / "grpo.yaml")
 
 

@@ -69,7 +69,9 @@ def limits(plain) -> Limits:
 
 
 @pytest.fixture(scope="module")
-def tools(run, on_two_ranks, plain) -> dict[str, dict]:
+def tools(run, plain, request) -> dict[str, dict]:
+    if any("on_two_ranks" in item.fixturenames for item in request.session.items if item.module is request.module):
+        request.getfixturevalue("on_two_ranks")
     return run_ranks("tests.e2e.programs.flight", "use_tools", 1, run=str(run))[0]
 
 
@@ -96,8 +98,12 @@ def test_replay_of_routes_can_be_tried_afterwards(tools):
     assert "router/agree_frac/layer_3" in tools["r3"]["out"]
 
 
+@pytest.mark.slow
 def test_another_layout_gives_the_same(tools, on_two_ranks, plain, limits):
-    """In fp32 and with the engine's routes, so that no choice between experts depends on rounding."""
+    """In fp32 and with the engine's routes, so that no choice between experts depends on rounding.
+
+    The other tests stand for it, on one rank.
+    """
     one, two = tools["fp32"]["json"]["replayed"], on_two_ranks["replayed"]
     for name in ("actor/pg_loss", "actor/grad_norm", "mismatch/rho_std", "actor/entropy"):
         assert abs(one[name] - two[name]) <= limits.of_metric(name), name

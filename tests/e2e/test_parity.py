@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,11 +17,13 @@ from megatron_rl.instruments.parity.definition import FAMILIES
 from megatron_rl.instruments.parity.report import exact_differences, model_hash
 from megatron_rl.instruments.parity.witnesses import learner_record
 from megatron_rl.learner.process_groups import shutdown
-from tests.support.patience import PATIENCE_S
 from tests.support.slow import slow_but
 from tests.support.tiny import MODEL
+from tests.support.zygote import run_command
 from tools.dev.parity_bench import Bench, make_models
 from tools.dev.parity_faults import FAULTS, examine
+
+pytestmark = pytest.mark.usefixtures("cheap_engines")
 
 REPOSITORY = Path(__file__).parents[2]
 GRPO = "recipes/tiny/grpo.yaml"
@@ -117,8 +117,7 @@ def test_a_dose_of_exact_mode_is_in_the_operator_that_it_names(benches, operator
 
 
 def test_the_command_writes_a_certificate(tmp_path):
-    command = [sys.executable, "-m", "megatron_rl", "parity", str(MODEL), "--dtype", "bf16", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    done = run_command("megatron_rl", ["parity", str(MODEL), "--dtype", "bf16", "--out", str(tmp_path)], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "pass: every operator of every witness is within its bound" in done.stdout
     assert "exact mode: 72 taps of its pass and of its generation: all equal bit for bit" in done.stdout

@@ -25,6 +25,8 @@ from tests.support.rounding import assert_rounded, standard_errors
 from tests.support.tiny import MODEL, stored_rollouts, tiny_recipe
 from tools.dev.make_tiny_checkpoint import build_tokenizer
 
+pytestmark = pytest.mark.usefixtures("cheap_engines")
+
 PROBED = ("model.embed_tokens.weight", "model.norm.weight")  # not packed for a kernel
 
 

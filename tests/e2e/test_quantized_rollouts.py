@@ -30,6 +30,8 @@ from tests.support.rounding import bound_from_double
 from tests.support.tiny import MODEL, stored_rollouts, tiny_recipe
 from tools.dev.make_tiny_checkpoint import build_tokenizer
 
+pytestmark = pytest.mark.usefixtures("cheap_engines")
+
 PROBLEMS = ("^12345=", "^9=", "^604=", "^7171=", "^88=", "^20=", "^5550=", "^31=")
 
 

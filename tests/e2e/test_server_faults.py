@@ -26,7 +26,6 @@ from megatron_rl.rollout.servers import weight_broadcast, weight_updates
 from megatron_rl.rollout.servers.client import ServerClient
 from megatron_rl.rollout.servers.generator import ServerGenerator
 from megatron_rl.rollout.servers.pool import Member
-from megatron_rl.rollout.servers.run_servers import LocalServers
 from megatron_rl.rollout.servers.weight_broadcast import GroupError
 from megatron_rl.run.lookahead import Oversampling, staleness_metrics
 from megatron_rl.types import Group
@@ -46,6 +45,7 @@ from tests.e2e.in_flight import (
     weights,
 )
 from tests.parallel.gloo import run_ranks
+from tests.support.forked_servers import ForkedServers
 from tests.support.patience import PATIENCE_S
 from tests.support.slow import slow_but
 from tests.support.tiny import MODEL
@@ -65,7 +65,7 @@ def models(tmp_path_factory) -> list[Path]:
 def servers(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("run") / "served"
     recipe, file = served_recipe(run_dir, LENGTH)
-    local = LocalServers(2, file, run_dir, TOKEN)
+    local = ForkedServers(2, file, run_dir, TOKEN)
     with pytest.MonkeyPatch.context() as patch, recorded_legs():
         patch.setattr(weight_broadcast, "CHUNK_BYTES", {"cpu": 1 << 14})
         yield run_dir, recipe, local

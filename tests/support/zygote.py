@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.costs import PROCESS, count_engines, note_start
+from tests.support.heap import keep_hidden
 from tests.support.patience import PATIENCE_S
 from tests.support.tiny import REPOSITORY
 
@@ -53,6 +54,7 @@ QUIET = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # what `megatron_rl.__main__` sets before it imports torch
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow's allocator starts a thread at import otherwise
 }
+SLICE_S = 0.2
 EXCEPTION = 1  # the status of a child that an exception ended
 
 
@@ -82,7 +84,7 @@ class Child:
 
     def wait(self, seconds: float = PATIENCE_S) -> int:
         """The status; AssertionError with the output where the child takes longer, which is then ended."""
-        if not self._ends_within(seconds):
+        if not self.ends_within(seconds):
             self.end()
             raise AssertionError(f"not finished within {seconds} s\n{self.output}")
         return self.returncode
@@ -91,9 +93,9 @@ class Child:
         """Kill it together with the processes that it started: they outlive a leader that left them behind."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        self._ends_within(60.0)
+        self.ends_within(60.0)
 
-    def _ends_within(self, seconds: float) -> bool:
+    def ends_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         while self.poll() is None and (left := deadline - time.monotonic()) > 0:
             self.zygote.listen(left)
@@ -110,6 +112,7 @@ class Zygote:
         self.ended: dict[int, int] = {}
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the helper; imports are noisy
         self._pipe, theirs = Pipe()
+        self._reading = threading.RLock()  # servers are started again by another thread than the test's
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.zygote", str(theirs.fileno()), *(() if settings else WARM)],
             cwd=REPOSITORY,
@@ -142,11 +145,12 @@ class Zygote:
             imports: modules that the helper imports before it forks, beside ``module``.
         """
         call = (module, function, arguments, str(log), str(errors or log), surroundings() if env is None else env)
-        self._pipe.send(((module, *imports), call))
         deadline = time.monotonic() + 240.0
-        while (pid := self._hear(max(0.0, deadline - time.monotonic()))) is None:
-            if time.monotonic() > deadline:
-                raise RuntimeError("the helper process does not answer")
+        with self._reading:
+            self._pipe.send(((module, *imports), call))
+            while (pid := self._hear(max(0.0, deadline - time.monotonic()))) is None:
+                if time.monotonic() > deadline:
+                    raise RuntimeError("the helper process does not answer")
         return Child(self, pid, log)
 
     def __enter__(self) -> Zygote:
@@ -161,9 +165,13 @@ class Zygote:
         self._said.close()
 
     def listen(self, seconds: float) -> None:
-        """Hear how children ended; waits up to ``seconds`` for the first news."""
-        while self._pipe.poll(seconds):
-            self._hear(0.0)
+        """Hear how children ended; waits up to ``seconds`` for the first news, and does not keep other threads from it.
+
+        What another thread hears ends no wait here: ``seconds`` is at most `SLICE_S`.
+        """
+        while self._pipe.poll(min(seconds, SLICE_S)):
+            with self._reading:
+                self._hear(0.0)
             seconds = 0.0
 
     def _hear(self, seconds: float) -> int | None:
@@ -216,6 +224,7 @@ def main(pipe: Connection, warm: Sequence[str]) -> None:
     """The helper: fork a child for every call, tell the status of each that ended, until the caller is gone."""
     faulthandler.enable()
     started_with = dict(os.environ)
+    gc.disable()  # what imports make stays
     count_engines()
     for module in warm:
         importlib.import_module(module)
@@ -273,6 +282,8 @@ def _child(
             os.close(opened)
         _set_environment(started_with, environment)
         _forget_random_state()
+        keep_hidden()
+        gc.enable()
         if environment.get("DETERMINISTIC_KERNELS"):
             importlib.import_module("tests.support.deterministic")
         status = getattr(importlib.import_module(module), function)(**arguments) or 0

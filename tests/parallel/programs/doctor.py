@@ -1,4 +1,4 @@
-"""Checks of `megatron_rl.doctor` on learners and engines that are broken in one way."""
+"""Checks of `megatron_rl.doctor` on learners and engines that are whole, or broken in one way."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import os
 
 from megatron_rl.doctor import engine, frame, learner
 from megatron_rl.doctor.checks import Outcome, Setting
+
+
+def healthy(name: str, setting: Setting) -> Outcome:
+    """A check on what nothing was done to."""
+    return child.attempt(name, setting)[0]
 
 
 def unmarked_experts(setting: Setting) -> Outcome:
