@@ -10,7 +10,7 @@ from megatron_rl.doctor.checks import Outcome, Setting
 
 def healthy(name: str, setting: Setting) -> Outcome:
     """A check on what nothing was done to."""
-    return child.attempt(name, setting)[0]
+    return frame.attempt(name, setting)[0]
 
 
 def unmarked_experts(setting: Setting) -> Outcome:
