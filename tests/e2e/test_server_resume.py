@@ -17,8 +17,8 @@ import yaml
 
 from megatron_rl.config import load_recipe
 from megatron_rl.rollout.servers.rendezvous import folder, read
-from megatron_rl.rollout.servers.run_servers import LocalServers
 from megatron_rl.run.recorded_batches import RecordedBatch, batch_path, load_batch, recorded_steps
+from tests.support.forked_servers import ForkedServers
 from tests.support.slow import slow_but
 from tests.support.tiny import REPOSITORY
 from tests.support.zygote import surroundings, zygote
@@ -54,7 +54,7 @@ def urls(tmp_path_factory) -> list[str]:
     recipe = load_recipe(RECIPE, [*SETTINGS, f"name={run_dir.name}", f"run_root={run_dir.parent}"])
     file = run_dir / "recipe.resolved.yaml"
     file.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-    local = LocalServers(2, file, run_dir, TOKEN)
+    local = ForkedServers(2, file, run_dir, TOKEN)
     try:
         addresses = [None, None]
         while not all(addresses):

@@ -24,7 +24,6 @@ from megatron_rl.rollout.servers.client import GENERATE, WEIGHTS
 from megatron_rl.rollout.servers.generator import ServerGenerator
 from megatron_rl.rollout.servers.pool import table
 from megatron_rl.rollout.servers.rendezvous import Address, folder, publish, read
-from megatron_rl.rollout.servers.run_servers import LocalServers
 from tests.e2e import in_flight
 from tests.e2e.in_flight import (
     TOKEN,
@@ -37,6 +36,7 @@ from tests.e2e.in_flight import (
     update,
     wait,
 )
+from tests.support.forked_servers import ForkedServers
 from tests.support.http_proxy import HttpProxy, with_body
 from tests.support.patience import PATIENCE_S
 from tests.support.slow import slow_but
@@ -54,7 +54,7 @@ def served(tmp_path_factory):
     """The recipe of two real servers, and their own addresses."""
     run_dir = tmp_path_factory.mktemp("run") / "served"
     recipe, file = served_recipe(run_dir, LENGTH)
-    local = LocalServers(2, file, run_dir, TOKEN)
+    local = ForkedServers(2, file, run_dir, TOKEN)
     paths, deadline = [folder(run_dir) / f"local-{number}.json" for number in range(2)], time.monotonic() + PATIENCE_S
     while not all(path.is_file() for path in paths):
         local.check()

@@ -1,5 +1,9 @@
 """Two real servers: what they answer, that updates reach them bit for bit, who may talk to them, and what happens when
-they die. They are started once; the tests run in order, and the last ones kill them."""
+they die. They are started once; the tests run in order, and the last ones kill them.
+
+For the slow ones, which kill trainers and servers, stands test_server_faults.py with the same faults; for the run that
+samples ahead, test_server_resume.py.
+"""
 
 from __future__ import annotations
 
@@ -229,6 +233,7 @@ class TestTwoServers:
         assert generator._updates.broadcaster.amount.bytes == sum(tensor.nbytes for tensor in perturbed(2).values())
         assert held(generator) == [fresh._llm.apply_model(parameter_checksums)[0]] * 2
 
+    @pytest.mark.slow
     def test_a_trainer_that_is_killed_in_an_update_leaves_servers_that_take_the_next_one(self, generator, fresh):
         members = list(generator._servers.pool.members.values())
         program = Path(__file__).parent / "programs" / "dying_trainer.py"
@@ -240,6 +245,7 @@ class TestTwoServers:
         generator.refit(perturbed(2).items(), 5)  # waits until they have given the other one up
         assert held(generator) == [fresh._llm.apply_model(parameter_checksums)[0]] * 2
 
+    @pytest.mark.slow
     def test_a_server_killed_in_an_update_costs_the_others_nothing_but_time(self, generator, fresh, chunks):
         victim, survivor = generator._servers.pool.members.values()
         weights = Disturbed(perturbed(2), lambda: stop(victim.address, signal.SIGKILL))
@@ -302,6 +308,7 @@ class TestTwoServers:
 
     def test_hostile_requests_are_refused_and_the_engine_lives(self, generator):
         """vLLM without a tokenizer takes an id of -1, and its engine ends."""
+        generator.refit(perturbed(2).items(), 5)  # what asked for checksums has closed them
         address = generator._servers.pool.ready[0].address
         headers = {"X-Policy-Version": str(asyncio.run(settings_of(address))["version"])}
         for ids in ([-1], [10**6], [3] * 4_000, []):
@@ -317,6 +324,7 @@ class TestTwoServers:
         body = json.dumps({"token_ids": [3, 4], "sampling_params": {"max_tokens": 1}}).encode()
         assert status(address, GENERATE, TOKEN, body=body, **headers) == 200
 
+    @pytest.mark.slow
     def test_a_server_killed_in_the_middle_costs_no_response(self, generator, run_dir):
         members = generator._servers.pool.members
         wait(generator, lambda: len(members) == 2 and not any(member.lost for member in members.values()))
@@ -335,6 +343,7 @@ class TestTwoServers:
         generator.refit(perturbed(3).items(), 5)
         assert len(generator.rollout(prompts(2), 2, policy_version=5, step=6)) == 2
 
+    @pytest.mark.slow
     def test_groups_that_were_carried_over_survive_the_death_of_their_server(self, generator):
         wait(generator, lambda: len(generator._servers.pool.lacking) == 1)
         generator.refit(perturbed(3).items(), 5)
@@ -368,6 +377,7 @@ class TestTwoServers:
         for begun in ahead._begun:
             generator.cancel(begun.ticket)
 
+    @pytest.mark.slow
     def test_a_server_that_was_killed_is_started_again_and_gets_the_next_weights(self, generator):
         wait(generator, lambda: len(generator._servers.pool.lacking) == 1)
         generator.refit(perturbed(3).items(), 5)
@@ -376,6 +386,7 @@ class TestTwoServers:
         first, second = held(generator)
         assert first == second
 
+    @pytest.mark.slow
     def test_with_all_servers_dead_the_run_ends_with_one_clear_error(self, generator):
         generator._servers.pool._limits.wait_s = 1.0
         for member in list(generator._servers.pool.members.values()):
@@ -432,6 +443,7 @@ def status(
         return error.code
 
 
+@pytest.mark.slow
 def test_a_run_that_samples_ahead_resumes_without_losing_or_repeating_a_prompt(tmp_path):
     """Stopped after its first step, while the batch of the second was being sampled; then the same command again."""
     run = tmp_path / "ahead"

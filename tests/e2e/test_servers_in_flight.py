@@ -12,7 +12,6 @@ import pytest
 
 from megatron_rl.rollout import Sampling
 from megatron_rl.rollout.servers.generator import ServerGenerator
-from megatron_rl.rollout.servers.run_servers import LocalServers
 from tests.e2e.in_flight import (
     TOKEN,
     assert_sampled_as_said,
@@ -24,6 +23,7 @@ from tests.e2e.in_flight import (
     two_models,
     update,
 )
+from tests.support.forked_servers import ForkedServers
 from tests.support.slow import slow_but
 
 LENGTH = 160
@@ -41,7 +41,7 @@ def servers(tmp_path_factory):
     """Two servers, which every mode uses: the mode is the trainer's."""
     run_dir = tmp_path_factory.mktemp("run") / "served"
     recipe, file = served_recipe(run_dir, LENGTH)
-    local = LocalServers(2, file, run_dir, TOKEN)
+    local = ForkedServers(2, file, run_dir, TOKEN)
     yield run_dir, recipe
     local.close()
 

@@ -1,7 +1,11 @@
 """The command that people type, on both engines: a run, its record, resuming it, stopping it, several ranks.
 
 Starts are the cost (about 10 s each), so runs are made once and looked at by several tests, and all but the first and
-those of several ranks start in a process that has done its imports.
+those of `torchrun` start in a process that has done its imports.
+
+For the slow ones stand, in this order: tests/parallel/test_offload.py; a run that goes back in
+tests/reliability/test_faults.py; two ranks on tensors, forked; the run of tests/reliability, which has several updates
+a step and refilled groups; tests/unit/data/test_curriculum.py; and tests/reliability/test_user_objective.py.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -34,13 +39,21 @@ from tests.support.plain_training import Limits, float32_limits_on, run_on
 from tests.support.rounding import CLOSED_FORM, adam_largest_update, gamma, rounded, unit_roundoff
 from tests.support.series import megatron_core
 from tests.support.tiny import MODEL, REPOSITORY
-from tests.support.zygote import run_command, surroundings
+from tests.support.zygote import run_command, surroundings, zygote
 
 GRPO = "recipes/tiny/grpo.yaml"
 STEPS = 4
 LR, BETAS = 1e-4, (0.9, 0.95)  # the recipe's
 EPS = 1e-3  # as in tests/parallel/test_learner_layouts.py: updates are as exact as gradients
 SAMPLING = Sampling(24)
+
+
+def arguments_of(root: Path, name: str, *overrides: str, recipe: str = GRPO, resume: str = "auto") -> list[str]:
+    settings = [f"name={name}", f"run_root={root}", f"num_steps={STEPS}", "batch.prompts=4", "validation.limit=16"]
+    settings += ["validation.every=0", "checkpoint={every: 0, keep_last: 0}", "monitor.plots=false"]
+    settings += [f"learner.optimizer.eps={EPS}", *overrides]
+    arguments = ["train", recipe, "--resume", resume]
+    return arguments + [argument for setting in settings for argument in ("--set", setting)]
 
 
 def train(
@@ -52,11 +65,7 @@ def train(
     resume: str = "auto",
     own_interpreter: bool = False,
 ):
-    settings = [f"name={name}", f"run_root={root}", f"num_steps={STEPS}", "batch.prompts=4", "validation.limit=16"]
-    settings += ["validation.every=0", "checkpoint={every: 0, keep_last: 0}", "monitor.plots=false"]
-    settings += [f"learner.optimizer.eps={EPS}", *overrides]
-    arguments = ["train", recipe, "--resume", resume]
-    arguments += [argument for setting in settings for argument in ("--set", setting)]
+    arguments = arguments_of(root, name, *overrides, recipe=recipe, resume=resume)
     if ranks == 1 and not own_interpreter:
         return run_command("megatron_rl", arguments, root)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
@@ -64,6 +73,33 @@ def train(
     return subprocess.run(
         command, cwd=REPOSITORY, env=surroundings(), capture_output=True, text=True, timeout=PATIENCE_S
     )
+
+
+def train_two(root: Path, name: str, *overrides: str, forked: bool) -> None:
+    """On two ranks: of `torchrun`, or forked."""
+    if not forked:
+        succeeded(train(root, name, *overrides, ranks=2))
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    size = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    call = {"name": "megatron_rl", "arguments": arguments_of(root, name, *overrides)}
+    ranks = [
+        zygote().start(
+            "tests.support.zygote",
+            "run_module",
+            call,
+            log=root / f"{name}-{rank}.log",
+            env=surroundings() | address | size | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [rank.wait() for rank in ranks] == [0, 0], "".join(rank.output[-3000:] for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.end()
 
 
 def succeeded(done: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
@@ -151,6 +187,7 @@ def test_a_run_leaves_its_whole_record(root, log_rho):
     assert "validation before step 0" in (run / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_learner_that_steps_aside_trains_the_same(root):
     """Gradients, Adam's states and weights leave between updates: every figure and the exported weights stay."""
     offload = "learner.offload={gradients: true, optimizer: true, weights: true, during_passes: true}"
@@ -222,6 +259,7 @@ def test_resumed_run_continues_bit_for_bit(root):
     assert without_times(metrics(root, "stopped")) == without_times(metrics(root, "whole"))
 
 
+@pytest.mark.slow
 def test_resume_from_an_older_checkpoint_rewrites_what_came_after(root):
     before = metrics(root, "whole")
     checkpoint = root / "whole" / "checkpoints" / "step_00000002"
@@ -263,7 +301,7 @@ def test_two_ranks_train_like_one(root, layout, log_rho, batches, limits):
     Where a router meets a tie within rounding the two may choose otherwise: later steps are others then.
     """
     name = layout[0].split(".")[-1].replace("=", "")
-    succeeded(train(root, name, *layout, ranks=2))
+    train_two(root, name, *layout, forked="tensor" in name)
     rows = metrics(root, name), metrics(root, "whole")[:STEPS]
     tokens = [sum(s.response_length for s in batch.sequences) for batch in batches]
     assert limits.ties[0] == 0
@@ -291,6 +329,7 @@ def test_the_limits_of_layouts_show_a_layer_without_gradient(batches, limits):
         assert abs(norms[0] - norms[1]) > limits.of_metric("actor/grad_norm", step)
 
 
+@pytest.mark.slow
 def test_gspo_with_several_updates_uses_old_logprobs_and_clips(root):
     succeeded(train(root, "gspo", "learner.optimizer.lr=1e-3", recipe="recipes/tiny/gspo.yaml"))
     rows = metrics(root, "gspo")
@@ -299,6 +338,7 @@ def test_gspo_with_several_updates_uses_old_logprobs_and_clips(root):
     assert max(row["actor/pg_clipfrac"] for row in rows) > 0.0
 
 
+@pytest.mark.slow
 def test_filtered_groups_are_refilled(root):
     succeeded(train(root, "dapo", "batch.filter_groups=true", "batch.max_generations=3", "rollout.num_samples=2"))
     rows = metrics(root, "dapo")
@@ -306,6 +346,7 @@ def test_filtered_groups_are_refilled(root):
     assert max(row["groups/sampled"] for row in rows) > 4
 
 
+@pytest.mark.slow
 def test_a_run_with_a_curriculum_is_resumed_bit_for_bit(root):
     curriculum = "{easy_threshold: 0.51, hard_threshold: 0.49, easy_fraction: 0.1, hard_fraction: 0.1, unbiased: true}"
     settings = ["data.train.0.limit=7", f"data.curriculum={curriculum}"]
@@ -377,6 +418,7 @@ def test_kept_sets_leave_no_more_than_rounding_between_the_engines(tmp_path):
     assert (kept >= 0).sum(axis=1).min() < (kept >= 0).sum(axis=1).max() <= 8
 
 
+@pytest.mark.slow
 def test_the_example_of_the_docs_trains_on_both_engines(tmp_path):
     """The file of docs/add-an-objective.md beside a recipe: a term, a correction, an advantage and an aggregation."""
     text = (REPOSITORY / "docs" / "add-an-objective.md").read_text(encoding="utf-8")

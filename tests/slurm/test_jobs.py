@@ -1,6 +1,7 @@
 """The batch scripts on a real Slurm of two nodes, with real runs of the tiny recipe where a run is what matters.
 
-Start-up of both engines is the cost, so one job is interrupted in every way there is instead of one job per way.
+Start-up of both engines is the cost, so one job is interrupted in every way there is instead of one job per way. That
+one and the cancelled run are slow: jobs whose Python is a stand-in that does not train stand for them.
 """
 
 from __future__ import annotations
@@ -44,6 +45,56 @@ def steps(run: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def stand_in(site, run: Path, trains: str) -> dict[str, str]:
+    """The environment of a job whose Python takes the recipe of ``run`` for good and does ``trains`` instead of
+    training, a piece of bash; for everything else it is Python."""
+    check = f'*megatron_rl\\ check*) echo "run  3 steps, 3 updates, into {run}" ;;'
+    train = f"*megatron_rl\\ train*)\n{trains}\n;;"
+    python = site.program("python", f'run="{run}"\ncase "$*" in {check} {train} *) exec "$REAL_PYTHON" "$@" ;; esac\n')
+    return {"MRL_PYTHON": str(python), "REAL_PYTHON": site.environment()["MRL_PYTHON"]}
+
+
+def test_a_job_survives_preemption_a_lost_rank_and_a_lost_node(site):
+    """Four attempts at a stand-in: it stops when it is asked to, dies, waits for its node to be lost, and is done."""
+    run = site.runs / "stand-in"
+    stops = 'until [ -e "$run/STOP" ]; do sleep 0.1; done'
+    restarts = (
+        f'case ${{SLURM_RESTART_COUNT:-0}} in 0) {stops} ;; 1) exit 7 ;; 2) sleep 600 ;; *) echo 3 >"$run/DONE" ;; esac'
+    )
+    job = site.submit("train.sbatch", RECIPE, *site.settings(run.name), **stand_in(site, run, restarts))
+
+    wait_for_attempt(job, 0)
+    urgent = site.program("urgent.sbatch", "true\n")
+    options = ("--partition=urgent", "--nodes=2", "--exclusive", "--output=urgent.log")
+    preemptor = site.cluster.submit(urgent, cwd=site.folder, options=options)
+    job.wait_for_log("stopped before the limit: requeueing, continues from none")
+    assert preemptor.wait() == "COMPLETED"
+    job.wait_for_log("a rank failed: requeueing, continues from none")
+
+    wait_for_attempt(job, 2)
+    site.cluster.run("scontrol", "update", f"NodeName={NODES[1]}", "State=DOWN", "Reason=test")
+    wait_for(lambda: job.field("Restarts") == "3", "Slurm to requeue the job", lambda: job.log)
+    site.cluster.run("scontrol", "update", f"NodeName={NODES[1]}", "State=RESUME", check=False)  # or it came back
+
+    assert job.wait() == "COMPLETED", job.log
+    assert f"complete: {run}" in job.log
+    assert [path.name for path in site.attempts(run.name)] == [f"{job.number}-{n}" for n in range(4)]
+
+
+def test_ranks_of_a_cancelled_job_end_and_it_stays_cancelled(site):
+    run = site.runs / "left"
+    waits = 'echo $$ >"$run/pid-$SLURM_NODEID"\nexec sleep 600'
+    job = site.submit("train.sbatch", RECIPE, *site.settings(run.name), **stand_in(site, run, waits))
+    pids = [run / f"pid-{node}" for node in range(2)]
+    wait_for(lambda: all(path.is_file() and path.read_text() for path in pids), "the ranks", lambda: job.log)
+    site.cluster.run("scancel", job.number)
+    assert job.wait() == "CANCELLED", job.log
+    wait_for(lambda: not any(Path("/proc", path.read_text().strip()).exists() for path in pids), "the ranks to end")
+    assert job.field("Restarts") == "0"
+    assert not (run / "DONE").exists()
+
+
+@pytest.mark.slow
 def test_a_run_survives_preemption_a_lost_rank_and_a_lost_node(site):
     """Four attempts, one run: every step is done once, and each attempt goes on where the one before had saved."""
     run = site.runs / "survivor"
@@ -157,6 +208,7 @@ def test_an_alarm_ends_the_job_for_good_but_a_step_that_takes_too_long_does_not(
     assert (site.runs / "alarmed" / "checkpoints" / "step_00000001").is_dir()
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_stays_cancelled(site):
     job = site.submit("train.sbatch", RECIPE, *site.settings("cancelled", "num_steps=100000"))
     wait_for_attempt(job, 0)
@@ -265,9 +317,8 @@ def test_a_new_run_begins_from_the_checkpoint_that_is_named_until_it_has_one_of_
     """Without training: the program in the place of Python leaves a checkpoint in its first attempt, and then dies."""
     run = site.runs / "arm"
     own = f'"{run}/checkpoints/step_00000007"'
-    dies = f"*megatron_rl\\ train*) mkdir -p {own} && touch {own}/trainer.json && exit 7 ;;"
-    python = site.program("python", f'case "$*" in {dies} esac\nexec "$REAL_PYTHON" "$@"\n')
-    environment = {"MRL_PYTHON": str(python), "REAL_PYTHON": site.environment()["MRL_PYTHON"], "MRL_MAX_RESTARTS": "0"}
+    dies = f"mkdir -p {own} && touch {own}/trainer.json\nexit 7"
+    environment = stand_in(site, run, dies) | {"MRL_MAX_RESTARTS": "0"}
     job = site.submit(
         "train.sbatch", RECIPE, "--begin-from", "/of/another/step_00000006", *site.settings("arm"), **environment
     )

@@ -23,11 +23,16 @@ NUM_PROMPTS, NUM_SAMPLES = 16, 8
 LONG_PROMPT = 200  # tokens; the engine's cache works in blocks of 128
 
 
-def in_each_dtype(model: str, dtypes: tuple[str, ...] = ("bf16", "fp16", "fp32")) -> dict[str, dict[str, Any]]:
-    return {dtype: _compare(model, dtype) for dtype in dtypes}
+def in_each_dtype(
+    model: str,
+    dtypes: tuple[str, ...] = ("bf16", "fp16", "fp32"),
+    num_prompts: int = NUM_PROMPTS,
+    num_samples: int = NUM_SAMPLES,
+) -> dict[str, dict[str, Any]]:
+    return {dtype: _compare(model, dtype, num_prompts, num_samples) for dtype in dtypes}
 
 
-def _compare(model: str, dtype: str) -> dict[str, Any]:
+def _compare(model: str, dtype: str, num_prompts: int, num_samples: int) -> dict[str, Any]:
     """Rollouts scored by the learner with its own routes and with the engine's; then an update, a refit, and again."""
     is_moe = read_architecture(Path(model)).is_moe
     recipe = tiny_recipe(
@@ -41,15 +46,15 @@ def _compare(model: str, dtype: str) -> dict[str, Any]:
     prompts = load_prompts(recipe.data.train, load_tokenizer(model), recipe.data.prompt)
     random = np.random.default_rng(0)
     long = [Prompt(f"long:{i}", random.integers(3, 98, LONG_PROMPT).tolist(), "") for i in range(2)]
-    prompts = [prompts[i] for i in range(NUM_PROMPTS)] + long
+    prompts = [prompts[i] for i in range(num_prompts)] + long
     generator = VllmGenerator(
         recipe.rollout, Path(model), max_prompt_length=LONG_PROMPT, record_routes=is_moe, precision=recipe.precision
     )
     try:
-        batch = _sample(generator, prompts, 0, recipe)
+        batch = _sample(generator, prompts, num_samples, 0, recipe)
         result = {"bound": _rounding_bound(model, batch) if dtype == "fp32" else None} | _score(learner, batch)
         generator.refit(learner.export_weights(), learner.num_updates)
-        result["after refit"] = _score(learner, _sample(generator, prompts, learner.num_updates, recipe))
+        result["after refit"] = _score(learner, _sample(generator, prompts, num_samples, learner.num_updates, recipe))
         return result
     finally:
         generator.close()
@@ -79,8 +84,8 @@ def _rounding_bound(model: str, batch: Batch) -> float:
     return math.sqrt(max(len(s.tokens) for s in batch.sequences)) * largest  # as `bound_from_double`
 
 
-def _sample(generator: VllmGenerator, prompts: list, version: int, recipe: Any) -> Batch:
-    groups = generator.rollout(prompts, NUM_SAMPLES, policy_version=version, step=0)
+def _sample(generator: VllmGenerator, prompts: list, num_samples: int, version: int, recipe: Any) -> Batch:
+    groups = generator.rollout(prompts, num_samples, policy_version=version, step=0)
     for i, rollout in enumerate(rollout for group in groups for rollout in group.rollouts):
         rollout.reward = float(i % 2)  # untrained models earn nothing; some advantage is needed
     return build_batch(0, groups, recipe)

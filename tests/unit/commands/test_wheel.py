@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.patience import PATIENCE_S
 from tests.support.series import megatron_core
+from tests.support.slow import slow_but
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SHIPPED = ("patches", "recipes")
@@ -78,11 +79,15 @@ def test_the_wheel_holds_the_page_of_watch(installed):
         assert (installed / static / file.name).read_bytes() == file.read_bytes()
 
 
-def test_a_shipped_recipe_is_checked_from_elsewhere(call, installed):
-    done = call("check", "recipes/tiny/demo.yaml")
+@pytest.mark.parametrize("options", slow_but([["--no-transformers"]], [["--no-transformers"], []]), ids=str)
+def test_a_shipped_recipe_is_checked_from_elsewhere(call, options):
+    done = call("check", "recipes/tiny/demo.yaml", *options)
     assert done.returncode == 0, done.stderr
     assert "qwen3_moe" in done.stdout
-    assert "under transformers and the learner differ by at most" in done.stdout
+    assert ("under transformers and the learner differ by at most" in done.stdout) == (not options)
+
+
+def test_a_shipped_recipe_that_is_misspelled_is_named(call, installed):
     done = call("plan", "recipes/tiny/dmo.yaml", "--gpu", "h100-80")
     assert done.returncode == 2
     assert f"did you mean {installed / 'megatron_rl' / 'shipped' / 'recipes' / 'tiny' / 'demo.yaml'}?" in done.stderr
