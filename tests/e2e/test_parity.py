@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from megatron_rl.instruments.parity.definition import FAMILIES
 from megatron_rl.instruments.parity.report import exact_differences, model_hash
 from megatron_rl.instruments.parity.witnesses import learner_record
 from megatron_rl.learner.process_groups import shutdown
+from tests.support.patience import PATIENCE_S
 from tests.support.slow import slow_but
 from tests.support.tiny import MODEL
 from tests.support.zygote import run_command
