@@ -313,8 +313,8 @@ class NoiseConfig(Section):
     strength: PositiveFloat = 1.0
     """For the kind `weights`: the sampler has w + strength (rounded w - w); at 1 exactly the rounded weights."""
     hold: PositiveFloat | None = None
-    """`exact/log_rho_std` that the dose is held at: after each rollout `std` (or `strength`) is multiplied by
-    √(hold / measured), by 1/2 to 2. Its first value is the recipe's. null: the dose stays as it is. Not with kind
+    """`exact/log_rho_std` that the dose is held at: after each step's rollout `std` (or `strength`) is multiplied by
+    (hold / measured)^(1/4), by 1/2 to 2. Its first value is the recipe's. null: the dose stays as it is. Not with kind
     stale."""
     in_validation: bool = False
     """Validation samples with the dose, too. false: it measures the policy, not the dose."""

@@ -44,11 +44,11 @@ class Dose:
     def adjust(self, measured: float) -> None:
         """Move ``size`` towards what gives `exact.noise.hold`, where a rollout with the present one had ``measured``.
 
-        The exponent 1/2 damps: of a response in proportion to size, half of the error in logarithms is left a rollout.
+        The exponent damps: where the response is a power k of size, 1 - k/4 of the error in logarithms is left.
         """
         if self.config is not None and self.config.hold is not None:
             ratio = self.config.hold / measured if measured > 0 else math.inf
-            self.size *= min(max(math.sqrt(ratio), 0.5), 2.0)
+            self.size *= min(max(ratio**0.25, 0.5), 2.0)
 
     @property
     def is_on_logits(self) -> bool:

@@ -152,7 +152,7 @@ class ExactGenerator:
     ) -> None:
         self._config, self._dose, self.policy = rollout, dose, policy
         self._stop, self._decode, self._describe = frozenset(stop_token_ids), decode, describe
-        self._policy_version, self._stats = 0, {}
+        self._policy_version, self._stats, self._measured = 0, {}, None
 
     def rollout(
         self,
@@ -173,7 +173,8 @@ class ExactGenerator:
         held = self._generate(requests, owners, sampling, step, dose)
         rollouts = known_everywhere(requests, owners, held)
         self._stats |= self.policy.stats | throughput(rollouts, time.perf_counter() - start)
-        if is_dosed and is_training:
+        if is_dosed and is_training and step != self._measured:  # `acceptance` samples again in the same step
+            self._measured = step
             self._stats |= (measured := size_of(held)) | {"exact/dose": self._dose.size}
             if measured:
                 self._dose.adjust(measured["exact/log_rho_std"])
@@ -235,6 +236,7 @@ class ExactGenerator:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Take what `state_dict` gave; a state without a dose leaves the recipe's."""
+        self._measured = None
         if self._dose.config is not None and self._dose.config.hold is not None:
             self._dose.size = state.get("dose", self._dose.size)
 

@@ -42,22 +42,23 @@ def held(**noise):
 
 @pytest.mark.parametrize(
     ("measured", "factor"),
-    [(0.36, 1.0), (0.64, 0.75), (0.25, 1.2), (36.0, 0.5), (0.01, 2.0), (0.0, 2.0)],
+    [(0.36, 1.0), (0.36 / 0.75**4, 0.75), (0.36 / 1.2**4, 1.2), (36.0, 0.5), (0.01, 2.0), (0.0, 2.0)],
     ids=["held", "too much", "too little", "at most halved", "at most doubled", "no mismatch at all"],
 )
-def test_a_dose_is_multiplied_by_the_root_of_what_it_lacks(measured, factor):
+def test_a_dose_is_multiplied_by_the_fourth_root_of_what_it_lacks(measured, factor):
     dose = held(kind="router", std=0.5, hold=0.36)
     dose.adjust(measured)
     assert dose.size == rounded(0.5 * factor)
 
 
-def test_a_held_dose_comes_to_its_goal_and_follows_the_policy():
+@pytest.mark.parametrize("power", [1.0, 4.6])
+def test_a_held_dose_comes_to_its_goal_and_follows_the_policy(power):
     dose = held(kind="weights", bits="int4", hold=0.39)
     assert dose.size == 1.0
-    for response in (0.1, 2.0):  # log rho's spread over the size: another policy halfway
-        for _ in range(80):  # the error in logarithms, at most log 20, is halved each time
-            dose.adjust(response * dose.size)
-        assert response * dose.size == rounded(0.39)
+    for response in (0.1, 2.0):  # log rho's spread over a power of the size: another policy halfway
+        for _ in range(200):  # 0.75^200 of the error is left, or less
+            dose.adjust(response * dose.size**power)
+        assert response * dose.size**power == rounded(0.39)
 
 
 def test_without_hold_a_dose_stays():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 
 import numpy as np
@@ -100,7 +99,9 @@ def test_a_held_dose_moves_after_training_alone_and_is_kept():
     rollouts_of(generator)
     stats = generator.stats()
     assert stats["exact/dose"] == 0.5
-    moved = 0.5 * max(math.sqrt(0.1 / stats["exact/log_rho_std"]), 0.5)
+    moved = 0.5 * max((0.1 / stats["exact/log_rho_std"]) ** 0.25, 0.5)
+    assert generator.state_dict() == {"dose": rounded(moved)}
+    rollouts_of(generator)  # again in the same step, as `acceptance` samples
     assert generator.state_dict() == {"dose": rounded(moved)}
     resumed = generator_of(ExactConfig(noise=noise))
     resumed.load_state_dict(generator.state_dict())
