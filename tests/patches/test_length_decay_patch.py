@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -152,3 +153,32 @@ if tree := os.environ.get("MEGATRON_LM"):  # a checkout of Megatron-LM at a pinn
             rf"megatron-core-\S+: 2 patches, \d+ files: apply to {Path(tree).resolve()} and revert exactly\n",
             done.stdout,
         )
+
+    LOOP_S = 600  # of 600 iterations on a loaded machine
+
+    @pytest.mark.parametrize(("mode", "warmup"), [("auto", 0), ("auto", 30), ("shadow", 30)])
+    def test_rates_of_megatrons_own_training_loop_are_ours(tmp_path, mode, warmup):
+        """On a core_r0.16.0 checkout: programs/training_loop.py says what is replaced on a CPU."""
+        shutil.copytree(Path(tree) / "megatron", tmp_path / "tree" / "megatron")
+        done = patches("apply", "--tree", str(tmp_path / "tree"), "--series", "schedule,cpu")
+        assert done.returncode == 0, done.stderr
+        (tmp_path / "lengths.json").write_text(json.dumps(list(LENGTHS)))
+        program = Path(__file__).parent / "programs" / "training_loop.py"
+        names = [tmp_path / "tree", tmp_path / "lengths.json", tmp_path / "found.json", warmup, mode]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        command = [sys.executable, program, *names]
+        done = subprocess.run(
+            list(map(str, command)), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LOOP_S
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        found = json.loads((tmp_path / "found.json").read_text())
+        optimizer = SimpleNamespace(param_groups=[{"wd_mult": 1.0} for _ in found["rates"][0]])
+        config = ScheduleConfig(style="length-decay", mode=mode, warmup_steps=warmup, min_lr=1e-4)
+        ours = build_scheduler(config, OptimizerConfig(lr=1e-3, weight_decay=0.1), optimizer, STEPS)
+        rates = []
+        for length in LENGTHS:
+            ours.observe_length(ours.num_steps, length)
+            rates.append([group["lr"] for group in optimizer.param_groups])
+            ours.step(1)
+        assert found["rates"] == rates
+        assert len({rate for rate, *_ in rates}) > (1 + warmup if mode == "auto" else warmup)

@@ -68,6 +68,20 @@ def test_every_two_series_fit_together(tree):
             assert content is None or content == pristine[path] or compile(content, path, "exec")
 
 
+def test_a_reverted_tree_is_as_it_was_byte_for_byte(tree):
+    series, where = tree
+
+    def content() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in where.root.rglob("*") if path.is_file()}
+
+    before = content()
+    for purposes in (None, ["precision"], ["schedule/length-decay-in-the-scheduler"]):
+        states.apply_or_revert(series, where, False, purposes)
+        assert content() != before
+        states.apply_or_revert(series, where, True)
+        assert content() == before
+
+
 def test_a_tree_is_found_by_its_release(tree):
     series, where = tree
     assert releases.for_tree(PATCHES, where.root).name == series.name

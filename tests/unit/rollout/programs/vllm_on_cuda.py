@@ -172,7 +172,7 @@ def facts(config: Any) -> dict[str, Any]:
         "graphs": config.compilation_config.cudagraph_mode.name,
         "eager": model.enforce_eager,
         "sleep mode": model.enable_sleep_mode,
-        "routes": model.enable_return_routed_experts,
+        "routes": getattr(config, "aux_output_config", model).enable_return_routed_experts,
         "logprobs": model.logprobs_mode,
         "dtype": str(model.dtype).removeprefix("torch."),
         "length": model.max_model_len,

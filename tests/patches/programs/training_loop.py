@@ -1,0 +1,149 @@
+"""Megatron-LM's own training loop on a CPU under the decay style length-decay.
+
+    python tests/patches/programs/training_loop.py TREE LENGTHS OUT WARMUP MODE
+
+``TREE``: a checkout with the series ``schedule`` and ``cpu``. ``LENGTHS``: JSON, the mean response length of each
+iteration. Writes to ``OUT``, as JSON, the learning rate in force at each update, and what the loop's own scheduler
+keeps at the end.
+
+`megatron.training.pretrain` runs with ``--perform-rl-step`` on a GPT of one layer: arguments, optimizer, scheduler,
+gradients, updates and logs are Megatron's. Replaced is what needs CUDA: the device that tensors are made on, questions
+to it, streams, the warm-up of fused kernels, Triton's kernels; and the rollouts (`get_grpo_data_iterator`), which need
+its inference engine: a batch of random tokens, whose mean length is read from the file. They leave it where Megatron's
+own leave it, in `RLRuntimeState`. The helpers of data sets, in C++, are not compiled: there is no data set.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+TREE, LENGTHS, OUT, WARMUP, MODE = sys.argv[1:]
+BATCH, LENGTH, VOCABULARY = 4, 8, 32
+LR, MIN_LR = "1e-3", "1e-4"
+UNUSED = ("six", "wandb")  # imported by tokenizers and logs that nothing here uses
+
+sys.path.insert(0, TREE)
+lengths = json.loads(Path(LENGTHS).read_text())
+sys.argv[1:] = f"""
+    --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length {LENGTH} --max-position-embeddings {LENGTH}
+    --micro-batch-size {BATCH} --global-batch-size {BATCH} --train-iters {len(lengths)} --eval-iters 0
+    --eval-interval {10**6} --log-interval 100 --lr {LR} --min-lr {MIN_LR} --weight-decay 0.1
+    --lr-warmup-iters {WARMUP} --lr-decay-style length-decay --lr-length-decay-mode {MODE} --lr-length-decay-factor 1.8
+    --perform-rl-step --grpo-prompts-per-step {BATCH} --grpo-group-size 1 --grpo-iterations 1
+    --tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1} --transformer-impl local --no-persist-layer-norm
+    --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion
+    --no-gradient-accumulation-fusion --distributed-backend gloo --use-cpu-initialization
+    --rerun-mode disabled --make-vocab-size-divisible-by 1
+    --no-check-for-nan-in-loss-and-grad --no-create-attention-mask-in-dataloader
+""".split()
+os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", CUDA_DEVICE_MAX_CONNECTIONS="1")
+os.environ.setdefault("MASTER_PORT", "0")
+
+import torch  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402
+
+
+class OnCpu(TorchFunctionMode):
+    """Tensors that are asked for on CUDA are made on the CPU."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "cuda" in str(kwargs.get("device", "")):
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+
+class Stream:
+    def wait_stream(self, other: Stream) -> None:
+        pass
+
+
+def replace_cuda() -> None:
+    answers = {
+        "device_count": 1,
+        "set_device": None,
+        "current_device": "cpu",
+        "current_stream": Stream(),
+        "stream": nullcontext(),
+        "synchronize": None,
+        "empty_cache": None,
+        "memory_allocated": 0,
+        "max_memory_allocated": 0,
+        "memory_reserved": 0,
+        "max_memory_reserved": 0,
+        "device_memory_used": 0,
+        "get_device_capability": (8, 0),
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    torch.cuda.Stream = Stream
+    torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self
+    kernels = ModuleType("megatron.core.transformer.custom_layers.batch_invariant_kernels")  # Triton's
+    kernels.__getattr__ = lambda name: MagicMock()
+    sys.modules[kernels.__name__] = kernels
+    for name in UNUSED:
+        if importlib.util.find_spec(name) is None:
+            sys.modules[name] = MagicMock(__spec__=None, __path__=[])
+
+
+def main() -> None:
+    replace_cuda()
+    OnCpu().__enter__()
+    from megatron.core.enums import ModelType
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.rerun_state_machine import RerunDataIterator
+    from megatron.rl import rl_utils
+    from megatron.training import get_args, initialize, training
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    training.initialize_megatron = partial(training.initialize_megatron, allow_no_cuda=True)
+    training.set_jit_fusion_options = initialize._compile_dependencies = lambda: None
+    schedulers, rates = [], []
+    build = training.get_optimizer_param_scheduler
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        schedulers.append(build(*args, **kwargs))
+        return schedulers[-1]
+
+    training.get_optimizer_param_scheduler = kept
+
+    def rollouts(model: Any, inference_model: Any, optimizer: Any, iteration: int, *_: Any, **__: Any) -> Any:
+        rl_utils.get_rl_runtime_state().mean_length = float(lengths[iteration])
+        return RerunDataIterator(iter([torch.randint(VOCABULARY, (BATCH, LENGTH + 1))]))
+
+    rl_utils.get_grpo_data_iterator = rollouts
+    rl_utils.rl_inference_interface_shutdown = lambda: None
+
+    def model_provider(pre_process: bool = True, post_process: bool = True, **_: Any) -> Any:
+        config = core_transformer_config_from_args(get_args())
+        return GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, pre_process, post_process)
+
+    def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = output.float().mean()
+        return loss, {"loss": loss.detach().clone()}
+
+    def forward_step(batches: Any, model: Any, *_: Any, **__: Any) -> tuple[torch.Tensor, Any]:
+        (scheduler,) = schedulers
+        rates.append([group["lr"] for group in scheduler.optimizer.param_groups])
+        tokens = next(batches)
+        positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
+        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
+        return model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]), loss_of
+
+    training.pretrain(lambda numbers: (None, None, None), model_provider, ModelType.encoder_or_decoder, forward_step)
+    found = {"rates": rates, "scheduler": schedulers[0].state_dict(), "groups": len(rates[0])}
+    Path(OUT).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
