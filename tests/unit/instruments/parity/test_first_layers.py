@@ -86,7 +86,7 @@ def test_memory_at_30_billion_parameters():
     assert memory.host(6) - memory.host(6, model_on_host=False) == memory.model
 
 
-def test_a_model_that_is_too_large_is_refused_and_its_layers_are_offered(monkeypatch, tmp_path):
+def test_a_model_too_large_is_refused_and_its_layers_offered(monkeypatch, tmp_path):
     setup = witnesses.of_model(MODEL, "bf16", [[1, 2, 3]])
     monkeypatch.setattr(witnesses, "read_architecture", lambda path: qwen3_30b())
     enough = witnesses.host_gib(setup, first_layers_of(qwen3_30b(), 2))
