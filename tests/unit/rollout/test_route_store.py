@@ -1,8 +1,8 @@
 """What an engine is started with where vLLM keeps routes in a store. Rows are in test_vllm_engine_routes.py."""
 
 import pytest
-from megatron_rl.config.precision import PrecisionConfig
 
+from megatron_rl.config.learner import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.rollout import route_store
