@@ -326,6 +326,9 @@ class RoutingConfig(Section):
     """A row of expert ids that cannot be (out of range, or one expert twice). error: end the run, naming sequence,
     layer and token. fallback: leave that token to the learner's router, counted in router/fallback_frac. A payload of
     the wrong length or with a wrong checksum is an error in either case."""
+    bias_update_rate: float = Field(0.0, ge=0, le=1)
+    """By how much each update moves the biases by which sigmoid routers choose: up for experts with fewer tokens than
+    the mean, down for those with more. It changes the policy outside of the gradient. 0: they stay."""
 
     @property
     def is_on(self) -> bool:

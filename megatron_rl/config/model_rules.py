@@ -51,6 +51,11 @@ def model_problems(
     layers, most = recipe.exact.dose and recipe.exact.dose.layers, architecture.num_layers - 1
     if layers and max(layers) > most:
         problems.append(f"exact.noise.layers: {max(layers)} is not a layer of the model; 0 … {most} are allowed")
+    if architecture.wide_qk_norm and recipe.rollout.engine == "exact":
+        problems.append(
+            f"rollout.engine: exact, but {architecture.model_type} has norms over all heads, which the exact "
+            "engine does not compute; use vllm"
+        )
     if recipe.learner.lora is not None:
         problems += lora_problems(architecture, recipe.learner.parallel)
     return problems + shared_expert_problems(recipe, architecture) + latent_attention_problems(recipe, architecture)
@@ -211,6 +216,11 @@ def routing_problems(routing: RoutingConfig, architecture: Architecture) -> list
     if routing.is_on and not architecture.is_moe:
         key = f"routing.replay: {routing.replay}" if routing.replay != "off" else "routing.telemetry: true"
         return [f"{key}, but the model ({architecture.model_type}) has no experts; remove it for a dense model"]
+    if routing.bias_update_rate and not architecture.sigmoid_router:
+        return [
+            f"routing.bias_update_rate: {routing.bias_update_rate:g}, but the routers of {architecture.model_type} "
+            "have no biases by which they choose; use 0"
+        ]
     return []
 
 
@@ -239,6 +249,11 @@ def latent_attention_problems(recipe: RecipeSections, architecture: Architecture
             f"precision.fp32_router: true, but the router of {architecture.model_type} is a layer of its own in vLLM, "
             "which cannot be had in fp32; use false"
         )
+    if recipe.rollout.quantization.weights is not None:
+        problems.append(
+            f"rollout.quantization.weights: {recipe.rollout.quantization.weights}, but {has}, whose matrices vLLM "
+            "multiplies with each other after they are loaded; use null"
+        )
     return problems
 
 
@@ -255,13 +270,6 @@ def shared_expert_problems(recipe: RecipeSections, architecture: Architecture) -
         )
     if recipe.rollout.engine == "exact":
         problems.append(f"rollout.engine: exact, but {has}, which the exact engine does not compute; use vllm")
-    if recipe.learner.lora is not None:
-        problems.append(f"learner.lora: {has}, for which there are no adapters; train all weights")
-    if recipe.rollout.quantization.weights is not None:
-        problems.append(
-            f"rollout.quantization.weights: {recipe.rollout.quantization.weights}, but {has}, which is not rounded the "
-            "same way at every update; use null"
-        )
     return problems
 
 

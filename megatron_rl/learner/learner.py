@@ -104,6 +104,7 @@ class Learner:
         self.bit_check = None if bit_check is None else partial(bit_check, self)
         self.keep_current_logprobs = keep_current_logprobs
         model = build_model(self.architecture, self.config, self.device, recipe.precision, self.exact)
+        model.config.moe_router_bias_update_rate = recipe.routing.bias_update_rate  # read at the end of each update
         self.weights = WeightMap(model, self.architecture)
         self.weights.load(recipe.model.path)
         self.adapters = Adapters(model, self.config.lora, recipe.seed) if self.config.lora else None

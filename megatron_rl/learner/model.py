@@ -40,6 +40,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.learner.layers.attention import CONTEXT_COMMUNICATION, SDPACoreAttention, refuse_unfused_attention
 from megatron_rl.learner.layers.cpu_layers import finish_few_pass_model, use_few_pass_layers
 from megatron_rl.learner.layers.exact_layers import finish_exact_model, use_exact_layers
+from megatron_rl.learner.layers.wide_norm import use_wide_norms
 from megatron_rl.learner.mixed_precision import compute_head_in_fp32
 from megatron_rl.model.architecture import Architecture
 
@@ -85,7 +86,7 @@ def transformer_config(
         "kv_channels": a.head_dim,
         "normalization": "RMSNorm",
         "layernorm_epsilon": a.rms_norm_eps,
-        "qk_layernorm": a.qk_layernorm,
+        "qk_layernorm": a.qk_layernorm and not a.wide_qk_norm,  # those are put in by `layer_spec`
         "add_bias_linear": False,
         "add_qkv_bias": a.qkv_bias,
         "gated_linear_unit": True,
@@ -144,7 +145,7 @@ def transformer_config(
         config |= {
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
-            "moe_router_bias_update_rate": 0.0,  # a bias that moves would change the policy outside of the gradient
+            "moe_router_bias_update_rate": 0.0,  # the learner sets `routing.bias_update_rate`
             "moe_router_topk_scaling_factor": a.routed_scale,
         }
     if a.sigmoid_router and a.router_groups[0] > 1:
@@ -160,6 +161,16 @@ def transformer_config(
             "rope_type": "rope",
             "rotary_base": a.rope_theta,
             "apply_rope_fusion": False,  # Megatron-Core has a fused kernel for another kind of scaling alone
+        }
+    if (yarn := a.yarn) is not None:
+        config |= {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": float(yarn.factor),
+            "original_max_position_embeddings": yarn.original_max_position_embeddings,
+            "beta_fast": yarn.beta_fast,
+            "beta_slow": yarn.beta_slow,
+            "mscale": yarn.mscale,
+            "mscale_all_dim": yarn.mscale_all_dim,
         }
     if learner.token_dispatcher == "flex" and importlib.util.find_spec("deep_ep") is None:
         raise InputError("learner.token_dispatcher: flex needs DeepEP, and deep_ep is not installed; use alltoall")
@@ -204,11 +215,15 @@ def _recompute(mode: str, is_moe: bool) -> dict[str, object]:
     return {}
 
 
-def layer_spec(config: TransformerConfig, device: torch.device, exact: bool = False) -> TransformerBlockSubmodules:
+def layer_spec(
+    config: TransformerConfig, device: torch.device, exact: bool = False, wide_qk_norm: bool = False
+) -> TransformerBlockSubmodules:
     """Layers of this pipeline stage: TransformerEngine's, or Megatron's own with SDPA (or, where two passes must agree
-    bit for bit, our own attention) as core attention."""
+    bit for bit, our own attention) as core attention. ``wide_qk_norm``: see `Architecture`."""
     te = use_transformer_engine(device, exact)
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=te, normalization="RMSNorm")
+    if wide_qk_norm:
+        use_wide_norms(block)
     if not te:
         if exact:
             use_exact_layers(block)
@@ -243,7 +258,7 @@ def build_model(
         refuse_unfused_attention(config)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec(config, device, exact),
+        transformer_layer_spec=layer_spec(config, device, exact, architecture.wide_qk_norm),
         vocab_size=architecture.padded_vocab_size(learner.parallel.tensor),
         max_sequence_length=architecture.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -317,8 +332,17 @@ def mark_expert_parameters(model: torch.nn.Module) -> None:
 
 
 _CUT = {"linear_qkv": 0, "linear_proj": 1, "linear_fc1": 0, "linear_fc2": 1}  # axis of W that ranks share
+_LATENT_CUT = {  # of latent attention; None: every rank has all of W
+    "linear_q_proj": 0,
+    "linear_q_down_proj": None,
+    "linear_q_up_proj": 0,
+    "linear_kv_down_proj": None,
+    "linear_kv_up_proj": 0,
+}
+_SHARED = "mlp.shared_experts."
 _EXPERTS = "mlp.experts"
 _EXPERT_KEYS = 40  # bits below the expert's number in the key of its random numbers
+_PART_KEYS = 36  # likewise of the parts that a layer may have beside attention's and the feed-forward block's four
 
 
 def _ask_for_gradient(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -341,8 +365,9 @@ class _Place:
     reader: torch.nn.Module
     layer: torch.nn.Module
     suffix: str  # "" of `weight`, the number of a grouped layer's
-    kind: str  # of `_CUT`
+    kind: str  # of `_CUT` or `_LATENT_CUT`
     expert: int | None  # number in the whole model
+    is_shared: bool = False  # of the experts that every token passes
 
     @property
     def name(self) -> str:
@@ -371,9 +396,7 @@ class Adapters:
         for block in model.decoder.layers:
             by_reader: dict[torch.nn.Module, list[_Place]] = {}
             for place in _places(block):
-                key = seed * 1_000_003 + block.layer_number * len(_CUT) + list(_CUT).index(place.kind)
-                key += (0 if place.expert is None else place.expert + 1) << _EXPERT_KEYS
-                self._adapt(place, config.rank, key)
+                self._adapt(place, config.rank, _key(place, seed, block.layer_number))
                 by_reader.setdefault(place.reader, []).append(place)
             for reader, places in by_reader.items():
                 self._shadow(reader, places)
@@ -384,7 +407,7 @@ class Adapters:
             raise InputError("learner.lora: no layer to adapt was found in the model")
 
     def _adapt(self, place: _Place, rank: int, key: int) -> None:
-        weight, cut = getattr(place.layer, place.name), _CUT[place.kind]
+        weight, cut = getattr(place.layer, place.name), (_CUT | _LATENT_CUT)[place.kind]
         is_expert = place.expert is not None
         size = 1 if is_expert else parallel_state.get_tensor_model_parallel_world_size()
         num_out, num_in = weight.shape
@@ -394,13 +417,15 @@ class Adapters:
             noise = noise.chunk(size, dim=1)[0 if is_expert else parallel_state.get_tensor_model_parallel_rank()]
         a = torch.nn.Parameter(noise.contiguous().to(weight))
         b = torch.nn.Parameter(weight.new_zeros(num_out, rank))
-        sharded = b if cut == 0 else a
+        sharded = {0: b, 1: a, None: None}[cut]
         for parameter in (a, b):
             if is_expert:
                 parameter.allreduce = False
             if is_expert or (size > 1 and parameter is sharded):  # no copy: see `mark_expert_parameters`
                 set_tensor_model_parallel_attributes(parameter, True, cut, 1)
-        if size > 1:
+            if cut is None:  # each rank has the gradient of its own tokens, which Megatron sums
+                parameter.sequence_parallel = getattr(weight, "sequence_parallel", False)
+        if size > 1 and sharded is not None:
             sharded.adapter_cut = cut  # `checkpoint.shards` reads it
         place.layer.register_parameter(f"lora_A{place.suffix}", a)
         place.layer.register_parameter(f"lora_B{place.suffix}", b)
@@ -450,6 +475,14 @@ class Adapters:
         return named
 
 
+def _key(place: _Place, seed: int, layer: int) -> int:
+    """Of the random numbers of an adapter: another for each weight of the whole model."""
+    part = list(_LATENT_CUT).index(place.kind) + 2 if place.kind in _LATENT_CUT else int(place.is_shared)
+    kind = list(_CUT).index(place.kind) if place.kind in _CUT else 0
+    key = seed * 1_000_003 + layer * len(_CUT) + kind
+    return key + (part << _PART_KEYS) + ((0 if place.expert is None else place.expert + 1) << _EXPERT_KEYS)
+
+
 def _places(block: torch.nn.Module) -> Iterator[_Place]:
     """Weights of ``block`` that get an adapter, in the order of its modules.
 
@@ -460,10 +493,10 @@ def _places(block: torch.nn.Module) -> Iterator[_Place]:
     first = 0 if experts is None else parallel_state.get_expert_model_parallel_rank() * experts.num_local_experts
     for name, module in block.named_modules():
         kind = name.rpartition(".")[2]
-        if kind not in _CUT:
+        if kind not in _CUT and kind not in _LATENT_CUT:
             continue
         if not name.startswith(f"{_EXPERTS}."):
-            yield _Place(module, module, "", kind, None)
+            yield _Place(module, module, "", kind, None, is_shared=name.startswith(_SHARED))
         elif hasattr(module, "weight0"):
             for number in range(experts.num_local_experts):
                 yield _Place(module, module, str(number), kind, first + number)

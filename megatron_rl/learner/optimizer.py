@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_rl.config.learner import LearnerConfig, OptimizerConfig, ScheduleConfig
 from megatron_rl.config.recipe import schedule_problems
@@ -195,5 +196,10 @@ def unhook(model: DistributedDataParallel) -> None:
 
 
 def _add_up_grads(model: list[torch.nn.Module], num_tokens: torch.Tensor | None, **kwargs: Any) -> None:
-    """Megatron's reduction of gradients without its division by tokens: our losses carry their denominators."""
+    """Megatron's reduction of gradients without its division by tokens: our losses carry their denominators.
+
+    It moves the biases of routers by the tokens that each expert got, and Megatron 0.16 leaves these counts to grow."""
     finalize_model_grads(model, None, **kwargs)
+    for module in (module for chunk in model for module in chunk.modules()):
+        if isinstance(module, TopKRouter) and module.expert_bias is not None:
+            module.local_tokens_per_expert.zero_()

@@ -143,7 +143,16 @@ class Rope:
     fraction: float = 1.0  # of a head's width that is turned
 
 
-_ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_ROPE_NUMBERS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
 
 
 def rope_of(config: dict[str, Any]) -> Rope:
@@ -164,7 +173,7 @@ def rope_of(config: dict[str, Any]) -> Rope:
     fraction = _rotary_fraction(config, rope.pop("partial_rotary_factor", None))
     names = [rope[key] for key in ("rope_type", "type") if key in rope]
     if any(type(name) is not str for name in names) or len(set(names)) > 1:
-        raise InputError(f"rope_type: {shown(names)}; allowed: one text, default or llama3")
+        raise InputError(f"rope_type: {shown(names)}; allowed: one text, default, llama3 or yarn")
     kind = names[0] if names else "default"
     if kind != "default":
         numbers = {key: rope[key] for key in _ROPE_NUMBERS if key in rope}

@@ -18,6 +18,23 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class Yarn:
+    """YaRN's scaling of the rotary embedding, as DeepSeek-V3 has it. Fields: the keys of config.json.
+
+    Frequencies that turn more than ``beta_fast`` times in the original length stay, those that turn less than
+    ``beta_slow`` times are divided by ``factor``, and those between are blended. ``mscale`` and ``mscale_all_dim``
+    scale what attention's softmax gets.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32
+    beta_slow: float = 1
+    mscale: float = 1
+    mscale_all_dim: float = 1
+
+
+@dataclass(frozen=True)
 class Architecture:
     """The numbers of a decoder that layout checks, the converter and the planner need."""
 
@@ -35,7 +52,7 @@ class Architecture:
     rope_scaling: dict[str, Any] | None
     tie_embeddings: bool
     qkv_bias: bool
-    qk_layernorm: bool
+    qk_layernorm: bool  # of queries and keys, head by head or as `wide_qk_norm` says
     num_experts: int  # 0 for a dense model
     experts_per_token: int
     moe_ffn_hidden_size: int
@@ -47,6 +64,7 @@ class Architecture:
     routed_scale: float = 1.0  # by which the weights of chosen experts are multiplied
     is_unscaled_in_fp16: bool = False  # whether vLLM leaves `routed_scale` out in fp16
     router_in_fp32: bool = False  # whether vLLM computes the router in fp32 whatever the engine's dtype
+    wide_qk_norm: bool = False  # whether one norm is over all heads of a token
     rotary_fraction: float = 1.0  # of a head's width that rotary embeddings turn
     latent: LatentAttention | None = None  # then head_dim is the whole width of a head's query
     router_groups: tuple[int, int] = (1, 1)  # groups of experts, and how many of them a token may choose from
@@ -59,7 +77,16 @@ class Architecture:
     @property
     def llama3_factor(self) -> float | None:
         """The factor by which Llama 3's rope scaling slows low rotary frequencies; None for other models."""
-        return float(self.rope_scaling["factor"]) if self.rope_scaling and not self._rope_problems() else None
+        if self.rope_scaling is None or self.latent is not None or self._rope_problems():
+            return None
+        return float(self.rope_scaling["factor"])
+
+    @property
+    def yarn(self) -> Yarn | None:
+        """The scaling of a model with latent attention; None for other models, and where there is none."""
+        if self.rope_scaling is None or self.latent is None or self._rope_problems():
+            return None
+        return Yarn(**{key: value for key, value in self.rope_scaling.items() if key not in ("type", "rope_type")})
 
     def padded_vocab_size(self, tensor_parallel: int) -> int:
         """The vocabulary rounded up to what ``tensor_parallel`` ranks share evenly.
@@ -84,6 +111,8 @@ class Architecture:
         ]
 
     def _rope_problems(self) -> list[str]:
+        if self.latent is not None:
+            return self._yarn_problems()
         scaling = dict(self.rope_scaling or {})
         scaling["rope_type"] = scaling.pop("rope_type", None) or scaling.pop("type", None)
         if self.rope_scaling is None or (scaling.pop("factor", 0) > 0 and scaling == _LLAMA3_SCALING):
@@ -92,6 +121,29 @@ class Architecture:
             f"model.path: rope scaling {self.rope_scaling} is not supported, only Llama 3's ({_LLAMA3_SCALING}, any "
             "factor); take it out of config.json only where that kind leaves sequences of the run's length alone"
         ]
+
+    def _yarn_problems(self) -> list[str]:
+        if self.rope_scaling is None:
+            return []
+        given = dict(self.rope_scaling)
+        kind = given.pop("rope_type", None) or given.pop("type", None)
+        given.pop("type", None)
+        fields = {"factor", "original_max_position_embeddings", "mscale", "mscale_all_dim"}
+        fits = kind == "yarn" and fields <= set(given) <= fields | {"beta_fast", "beta_slow"}
+        fits = fits and all(type(value) in (int, float) and value > 0 for value in given.values())
+        if not fits or given["factor"] <= 1 or given.get("beta_fast", 32) < given.get("beta_slow", 1):
+            return [
+                f"model.path: rope scaling {self.rope_scaling} is not supported with latent attention, only yarn with "
+                "factor (above 1), original_max_position_embeddings, mscale and mscale_all_dim (above 0: transformers, "
+                "vLLM and Megatron-Core read others in different ways), beta_fast and beta_slow"
+            ]
+        longest = given["factor"] * given["original_max_position_embeddings"]
+        if self.max_position_embeddings > longest:
+            return [
+                f"model.path: max_position_embeddings is {self.max_position_embeddings}, but yarn's factor times "
+                f"original_max_position_embeddings is {longest:g}, the most that vLLM takes; lower the one"
+            ]
+        return []
 
 
 # The constants of Llama 3's scaling in Megatron-Core's RotaryEmbedding, which takes the factor alone.

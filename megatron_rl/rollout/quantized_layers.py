@@ -8,7 +8,8 @@ but those of an expert each by itself, because vLLM pads each to whole blocks; a
 scale spans ranks.
 
 What is rounded is what vLLM rounds: linear layers and experts. Embeddings, head and norms are no such layers. The
-router is a linear layer to vLLM, which would round it: `KEPT` names it, here and on CUDA.
+router and the gate of a shared expert are linear layers to vLLM, which would round them: `KEPT` names them, here and on
+CUDA.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from megatron_rl.rollout.weights import Reduce, rounded
 
 NAME = "megatron_rl_rounded"
 KEY = "megatron_rl_quantization"  # in vLLM's `additional_config`
-KEPT = ("*.mlp.gate",)
-"""Names of linear layers that stay as they are: routers."""
+KEPT = ("*.mlp.gate", "*.mlp.shared_expert_gate")
+"""Names of linear layers that stay as they are: routers, and what weights a shared expert."""
 
 
 @register_quantization_config(NAME)

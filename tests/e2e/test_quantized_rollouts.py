@@ -25,8 +25,10 @@ from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.rollout.weights import parameter_checksums
 from megatron_rl.types import Group, Prompt
 from tests.e2e import hf_reference
+from tests.support.families import ROUNDED, save_family
 from tests.support.plain_rounding import rounded_checkpoint
 from tests.support.rounding import bound_from_double
+from tests.support.slow import slow_but
 from tests.support.tiny import MODEL, stored_rollouts, tiny_recipe
 from tools.dev.make_tiny_checkpoint import build_tokenizer
 
@@ -59,8 +61,8 @@ def sampled(groups: list[Group]) -> list[tuple[list[int], list[float]]]:
     return [(r.tokens.tolist(), r.inference_logprobs.tolist()) for group in groups for r in group.rollouts]
 
 
-def folder_of(weights: dict[str, torch.Tensor], folder: Path) -> Path:
-    shutil.copytree(MODEL, folder)
+def folder_of(weights: dict[str, torch.Tensor], folder: Path, model: Path = MODEL) -> Path:
+    shutil.copytree(model, folder)
     save_file(
         {name: t.contiguous() for name, t in weights.items()}, folder / "model.safetensors", metadata={"format": "pt"}
     )
@@ -112,6 +114,24 @@ def fp8():
         found["alike"] = measure_pair(alike, learner, keeping, prompts(), 3), keeping.groups
     yield found
     shutdown()
+
+
+@pytest.mark.parametrize("family", slow_but(["qwen2_moe"], ROUNDED))
+def test_other_families_are_rounded_alike_at_the_start_and_in_an_update(family, tmp_path):
+    """Shared experts are rounded, their gates and routers are not."""
+    model = save_family(tmp_path / "model", family)
+    weights = dict(HFFolder(model).items())
+    moved = {name: tensor.flip(-1) for name, tensor in weights.items()}
+    with engine(model, "fp32", "fp8") as generator:
+        start = stored(generator)
+        generator.refit(iter(moved.items()), 1)
+        update = stored(generator)
+    start_folder = folder_of(rounded_checkpoint(weights, "fp8", OWN_BLOCK["fp8"]), tmp_path / "start", model)
+    with engine(start_folder, "fp32", None) as plain:
+        assert stored(plain) == start
+        plain.refit(iter(rounded_checkpoint(moved, "fp8", OWN_BLOCK["fp8"]).items()), 1)
+        assert stored(plain) == update
+        assert update != start
 
 
 def test_every_stored_weight_is_the_rounded_one(fp8, tmp_path):

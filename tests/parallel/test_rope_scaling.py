@@ -1,4 +1,5 @@
-"""Llama 3's rope scaling: the learner's model is transformers' model; other kinds are refused beforehand."""
+"""Rope scaling (Llama 3's, and YaRN with latent attention): the learner's model is transformers' model; other kinds are
+refused beforehand."""
 
 from __future__ import annotations
 
@@ -6,10 +7,13 @@ import json
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rl.model.architecture import architecture_from, read_architecture
+from megatron_rl.model.decoder import Yarn
 from megatron_rl.model.known_models import KNOWN_MODELS
 from tests.parallel.gloo import run_ranks
+from tests.support.families import YARN, save_family
 from tests.support.rounding import bound_from_double
 from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
 
@@ -31,12 +35,27 @@ def test_scaled_model_is_transformers(tmp_path):
     plain = json.loads((tmp_path / "config.json").read_text())
     plain["rope_parameters"] = {"rope_theta": 5e5, "rope_type": "default"}
     (tmp_path / "config.json").write_text(json.dumps(plain))
-    from transformers import AutoModelForCausalLM
-
     unscaled = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     tokens = torch.randint(3, 98, (1, LENGTH), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert (unscaled(tokens).logits[0] - double).abs().max() > bound  # the scaling is not lost in rounding
+
+
+def test_yarn_is_transformers(tmp_path):
+    """Further than the original length, and with two different mscales, so that softmax and cosines are both scaled."""
+    folder = save_family(tmp_path, "deepseek_v3")
+    assert read_architecture(folder).yarn == Yarn(32.0, 64, mscale=1.0, mscale_all_dim=0.8)
+    ((ours, single, double),) = run_ranks(
+        "tests.parallel.programs.rope", "logits_of_both", world_size=1, path=str(folder), length=LENGTH
+    )
+    bound = bound_from_double(single.numpy(), double.numpy(), longest_sum=LENGTH)
+    assert (ours - double).abs().max() <= bound
+    for change in ({"factor": 33.0}, {"mscale": 1.1}, {"mscale": 1.1, "mscale_all_dim": 0.88}, {"beta_fast": 2.0}):
+        config = AutoConfig.from_pretrained(folder, rope_parameters=YARN | change)
+        other = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
+        with torch.no_grad():
+            found = other(torch.randint(3, 98, (1, LENGTH), generator=torch.Generator().manual_seed(0))).logits[0]
+        assert (found - double).abs().max() > bound, change
 
 
 @pytest.mark.parametrize("change", [{"rope_type": "yarn"}, {"high_freq_factor": 8.0}, {"factor": 0}])

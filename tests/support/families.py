@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 32.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+}
 DENSE = ("qwen3", "qwen2", "llama")
-_DENSE_FIRST = {"qwen2_moe": {"mlp_only_layers": [0]}, "glm4_moe": {"first_k_dense_replace": 1}, "deepseek_v3": {}}
-MOE = tuple(_DENSE_FIRST)  # beside Qwen3-MoE, which most tests are about
+_OPTIONS = {
+    "qwen2_moe": {"mlp_only_layers": [0]},
+    "glm4_moe": {"first_k_dense_replace": 1},
+    "deepseek_v3": {"rope_parameters": YARN},
+    "olmoe": {},  # has experts in every layer
+}
+MOE = tuple(_OPTIONS)  # beside Qwen3-MoE, which most tests are about
+
+ROUNDED = ("qwen2_moe", "glm4_moe", "olmoe")  # of these, those whose rollouts may be rounded
 
 
-def save_family(folder: Path, family: str) -> Path:
+def save_family(folder: Path, family: str, **options: Any) -> Path:
     """A random ``family`` of three layers in ``folder``, the first of an MoE without experts. Biases are random, too:
     transformers starts them at zero, where a bias that is left out would not show."""
-    config = build_tiny_config(
-        family, "nano", num_hidden_layers=3, initializer_range=0.12, **_DENSE_FIRST.get(family, {})
-    )
+    options = _OPTIONS.get(family, {}) | options
+    config = build_tiny_config(family, "nano", num_hidden_layers=3, initializer_range=0.12, **options)
     model = build_model(config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            if name.endswith("bias"):
-                tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
+            if name.endswith("bias") or (family == "olmoe" and name.endswith(("q_norm.weight", "k_norm.weight"))):
+                tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator))
     save_checkpoint(model, folder)
     return folder

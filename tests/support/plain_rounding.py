@@ -50,13 +50,16 @@ def plain_rounded(weight: torch.Tensor, kind: str, block: Block) -> torch.Tensor
 
 
 def rounded_checkpoint(weights: Mapping[str, torch.Tensor], kind: str, block: Block) -> dict[str, torch.Tensor]:
-    """A Qwen3-MoE checkpoint with rounded weights: query, key and value as one matrix, of experts each by itself."""
+    """A checkpoint with rounded weights: query, key and value as one matrix, gate and up as one, but those of experts
+    that are chosen each by itself."""
     found = dict(weights)
     for name, tensor in weights.items():
-        if name.endswith(".q_proj.weight"):
-            names = [name.replace(".q_proj.", f".{part}_proj.") for part in "qkv"]
+        is_chosen = ".experts." in name
+        if name.endswith(".q_proj.weight") or (name.endswith(".gate_proj.weight") and not is_chosen):
+            first, *others = ("q", "k", "v") if name.endswith(".q_proj.weight") else ("gate", "up")
+            names = [name, *(name.replace(f".{first}_proj.", f".{part}_proj.") for part in others)]
             together = plain_rounded(torch.cat([weights[n] for n in names]), kind, block)
             found |= dict(zip(names, together.split([len(weights[n]) for n in names]), strict=True))
-        elif name.endswith(".o_proj.weight") or (".experts." in name and name.endswith("_proj.weight")):
+        elif name.endswith((".o_proj.weight", ".down_proj.weight")) or (is_chosen and name.endswith("_proj.weight")):
             found[name] = plain_rounded(tensor, kind, block)
     return found

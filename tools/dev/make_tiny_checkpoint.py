@@ -44,6 +44,7 @@ CLASSES = {
     "qwen2_moe": "Qwen2MoeConfig",
     "glm4_moe": "Glm4MoeConfig",
     "deepseek_v3": "DeepseekV3Config",
+    "olmoe": "OlmoeConfig",
     "qwen3": "Qwen3Config",
     "qwen2": "Qwen2Config",
     "llama": "LlamaConfig",
@@ -113,7 +114,7 @@ def build_tiny_config(family: str = "qwen3_moe", size: str = "tiny", **overrides
         "bos_token_id": BOS_ID,
         "eos_token_id": EOS_ID,
     }
-    if family not in ("qwen2", "qwen2_moe"):  # their head width always is hidden / heads
+    if family not in ("qwen2", "qwen2_moe", "olmoe"):  # their head width always is hidden / heads
         common["head_dim"] = widths["head_dim"]
     if family in ("qwen3_moe", "qwen2_moe"):
         common |= {
@@ -125,6 +126,12 @@ def build_tiny_config(family: str = "qwen3_moe", size: str = "tiny", **overrides
         }
     if family == "qwen2_moe":
         common |= {"shared_expert_intermediate_size": 2 * widths["expert_width"], "norm_topk_prob": False}
+    if family == "olmoe":
+        common |= {
+            "intermediate_size": widths["expert_width"],
+            "num_experts": widths["experts"],
+            "num_experts_per_tok": 2,
+        }
     if family == "glm4_moe":
         common |= {
             "moe_intermediate_size": widths["expert_width"],

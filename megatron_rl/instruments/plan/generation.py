@@ -83,6 +83,7 @@ def weight_bytes(a: Architecture, rollout: RolloutConfig) -> float:
     if rollout.quantization.weights is None:
         return total * BYTES[rollout.dtype]
     unquantized = vocabulary(a, 1) * (2 - a.tie_embeddings) + sum(a.moe_layers) * a.hidden_size * a.num_experts
+    unquantized += sum(a.moe_layers) * a.hidden_size * a.shared_expert_gate
     return unquantized * BYTES[rollout.dtype] + (total - unquantized) * weight_size(rollout)
 
 

@@ -72,7 +72,13 @@ def adapter_parameters(
     """
     h, tp, dense_layers = a.hidden_size, parallel.tensor, stage.layers - stage.moe_layers
     attention = 2 * h + (2 * query_width(a) + 2 * key_value_width(a)) // tp
+    if (m := a.latent) is not None:
+        attention = 3 * h + 2 * m.rank + m.rotary_width  # both sides of the key's and value's vector, and the output
+        attention += 0 if m.query_rank is None else 2 * m.query_rank
+        attention += (query_width(a) + a.num_heads * (m.plain_width + 2 * m.value_width)) // tp
     dense = stage.layers * attention + dense_layers * (2 * h + 3 * a.ffn_hidden_size // tp)
+    if a.shared_ffn_hidden_size:
+        dense += stage.moe_layers * (2 * h + 3 * a.shared_ffn_hidden_size // tp)
     # fc1 [2f, h] and fc2 [h, f] of every expert of this rank
     expert = stage.moe_layers * (a.num_experts // parallel.expert) * (2 * h + 3 * a.moe_ffn_hidden_size)
     return lora.rank * dense, lora.rank * expert
@@ -127,7 +133,8 @@ def _attention(a: Architecture, tp: int) -> int:
         whole = h * (m.rank + m.rotary_width) + m.rank + (0 if m.query_rank is None else (h + 1) * m.query_rank)
         return of_heads // tp + whole + 2 * h
     matrices = h * (q + 2 * kv) + q * h + a.qkv_bias * (q + 2 * kv)
-    return matrices // tp + 2 * h + a.qk_layernorm * 2 * a.head_dim
+    norms = (q + kv) // tp if a.wide_qk_norm else 2 * a.head_dim
+    return matrices // tp + 2 * h + a.qk_layernorm * norms
 
 
 def _num_tables(a: Architecture, first: bool, last: bool) -> int:
@@ -194,12 +201,13 @@ class Activations:
         a, b, tp = self.architecture, self._b, self.parallel.tensor
         q, kv = query_width(a), key_value_width(a)
         core = b * ((q + 2 * kv) + q + kv + q) + 4 * a.num_heads
-        scales = 4 * (a.num_heads + a.num_kv_heads) * a.qk_layernorm
+        scales = 8 * tp if a.wide_qk_norm else 4 * (a.num_heads + a.num_kv_heads) * a.qk_layernorm
         if self.fused:
-            core, angles = core + b * q * a.qk_layernorm, 4 * a.head_dim * b
+            core, angles = core + b * (q + kv * a.wide_qk_norm) * a.qk_layernorm, 4 * a.head_dim * b
         else:
             # With context parallelism, keys and values of all ranks instead of this rank's.
             core, angles = core + b * kv * (2 * self.parallel.context - 1), a.head_dim * b * (b == 2)
+            core += b * (q + 2 * kv) * a.wide_qk_norm  # before the norm and behind it
         return self._norm() + self.tokens * ((core + scales) / tp + angles)
 
     def dense_block(self) -> float:

@@ -351,10 +351,14 @@ class PackedRotaryEmbedding(torch.nn.Module):
     def get_rotary_seq_len(self, *args: object, **kwargs: object) -> int:
         return self.rotary.get_rotary_seq_len(*args, **kwargs)
 
-    def forward(self, max_seq_len: int, **kwargs: object) -> torch.Tensor:
+    def forward(self, max_seq_len: int, **kwargs: object) -> torch.Tensor | tuple[torch.Tensor, float]:
         # Not this rank's two ends of one long sequence, which Megatron would cut out under context parallelism.
-        angles = self.rotary(max_seq_len, packed_seq=True)  # [M, 1, 1, D]
-        return angles if self.position_ids is None else angles[self.position_ids]
+        angles = self.rotary(
+            max_seq_len, packed_seq=True
+        )  # [M, 1, 1, D]; of YaRN also what cosine and sine are scaled by
+        angles, *scale = angles if isinstance(angles, tuple) else (angles,)
+        angles = angles if self.position_ids is None else angles[self.position_ids]
+        return (angles, *scale) if scale else angles
 
 
 FLASH_ATTN = "flash-attn>=2.7.3,<2.8.4"  # what TransformerEngine 2.20 takes

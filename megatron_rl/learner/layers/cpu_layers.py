@@ -34,6 +34,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.learner.layers.attention import PackedRotaryEmbedding
+from megatron_rl.learner.layers.wide_norm import WideNorm
 
 Tensor = torch.Tensor
 
@@ -271,8 +272,11 @@ class FewPassSelfAttention(SelfAttention):
         mixed, _bias = self.linear_qkv(hidden_states)
         groups = self.num_query_groups_per_partition
         mixed = mixed.unflatten(-1, (groups, -1, self.hidden_size_per_attention_head))
+        if isinstance(self.q_layernorm, WideNorm):
+            query, key, value = mixed.split((mixed.size(3) - 2, 1, 1), dim=3)
+            mixed = torch.cat([self.q_layernorm(query), self.k_layernorm(key), value], dim=3)
         weights = (
-            None if norm is None or isinstance(norm, IdentityOp) else norm.weight
+            None if norm is None or isinstance(norm, IdentityOp | WideNorm) else norm.weight
             for norm in (self.q_layernorm, self.k_layernorm)
         )
         return _SplitNormRotate.apply(mixed, *weights, self._cos_sin, self.config.layernorm_epsilon)

@@ -59,6 +59,52 @@ _MOONLIGHT_16B_A3B = {
     "routed_scaling_factor": 2.446,
     "num_nextn_predict_layers": 0,
 }
+_DEEPSEEK_V3 = {
+    **_MOONLIGHT_16B_A3B,
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "q_lora_rank": 1536,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+}
+_KIMI_K2 = {
+    **_DEEPSEEK_V3,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "vocab_size": 163840,
+    "max_position_embeddings": 131072,
+    "rope_theta": 5e4,
+    "rope_scaling": {**_DEEPSEEK_V3["rope_scaling"], "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
+    "n_routed_experts": 384,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+    "num_nextn_predict_layers": 0,
+}  # its config.json has the model_type kimi_k2, and is otherwise DeepSeek-V3's
 
 
 def _only(value: str) -> Kind:
@@ -142,6 +188,11 @@ FAMILY = Family(
     features=_features,
     relate=_relate,
     layer=(*LATENT_ATTENTION, *MOE_BLOCK, ROUTER_BIAS, *shared_experts("shared_experts")),
-    known={"Moonlight-16B-A3B": _MOONLIGHT_16B_A3B, "Moonlight-16B-A3B-Instruct": _MOONLIGHT_16B_A3B},
-    organizations={"Moonlight": "moonshotai"},
+    known={
+        "Moonlight-16B-A3B": _MOONLIGHT_16B_A3B,
+        "Moonlight-16B-A3B-Instruct": _MOONLIGHT_16B_A3B,
+        "DeepSeek-V3": _DEEPSEEK_V3,
+        "Kimi-K2-Instruct": _KIMI_K2,
+    },
+    organizations={"Moonlight": "moonshotai", "Kimi": "moonshotai"},
 )

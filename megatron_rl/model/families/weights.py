@@ -111,6 +111,17 @@ Q_NORM, K_NORM = (
     )
     for which in "qk"
 )
+WIDE_Q_NORM, WIDE_K_NORM = (
+    Weight(
+        (f"self_attn.{which}_norm.weight",),
+        (f"self_attention.{which}_layernorm.weight",),
+        (f"self_attention.{which}_layernorm.weight",),
+        "column",
+        lambda a, part=part: ((_qkv_rows(a)[part],),),
+    )
+    for part, which in enumerate("qk")
+)
+"""Over all heads of a token: each rank holds the part of its heads."""
 ATTENTION_OUTPUT = Weight(
     ("self_attn.o_proj.weight",),
     ("self_attention.linear_proj.weight",),

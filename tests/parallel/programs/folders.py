@@ -31,6 +31,27 @@ from tools.dev.make_tiny_checkpoint import build_tiny_config, save_checkpoint
 LENGTH = 24
 VALUES = (None, True, False, 0, 1, -1, 2, 3, 7, 0.01, 0.5, 100.0, 10**9, "x", "gelu", "float16", [], [0], ["x"], {})
 ACCEPTED_VALUES = 3  # of a key that are computed; what is refused costs nothing
+YARN = {
+    "rope_type": "yarn",
+    "factor": 128.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 2.0,
+    "beta_slow": 0.5,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+}
+YARN_CHANGES: list[dict[str, Any]] = [
+    {},
+    {"beta_fast": None},
+    {"beta_slow": None},
+    {"mscale": None},
+    {"mscale_all_dim": None},
+    {"mscale": 0.0},
+    {"attention_factor": 1.5},
+    {"truncate": False},
+    {"factor": 1.0},
+    {"factor": 64.0},
+]
 UNKNOWN = {"a_note": "x", "temperature": 0.5, "rotary_dim": 8}
 # Two fp32 models that are equal differ by some 1e-6 of logits of about 1; the smallest change that is tried, of the
 # norms' epsilon from 1e-6 to 0.01, moves them by more than ten times this.
@@ -73,6 +94,9 @@ def changes(config: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         found += [(key, config | {key: value}) for value in (*resting.get(key, ()), *VALUES)]
     for key, value in {"rope_theta": 100.0, "partial_rotary_factor": 0.5, "rope_type": "linear", "factor": 2.0}.items():
         found.append((f"rope {key}", config | {"rope_parameters": config["rope_parameters"] | {key: value}}))
+    for number, change in enumerate(YARN_CHANGES):  # None: without the key
+        yarn = {key: value for key, value in {"rope_theta": 1e4, **YARN, **change}.items() if value is not None}
+        found.append((f"yarn {number}", config | {"rope_parameters": yarn}))
     return found + [(key, config | {key: value}) for key, value in UNKNOWN.items()]
 
 

@@ -20,14 +20,19 @@ SHARED = architecture_from(KNOWN_MODELS["Qwen1.5-MoE-A2.7B"])
     ("sections", "said"),
     [
         ({"rollout": {"engine": "exact"}}, "rollout.engine: exact, but the model (qwen2_moe) has a shared expert"),
-        ({"learner": {"lora": {"rank": 4}}}, "learner.lora: the model (qwen2_moe) has a shared expert"),
-        ({"rollout": {"quantization": {"weights": "int4"}}}, "rollout.quantization.weights: int4, but the model"),
     ],
 )
 def test_what_no_shared_expert_has_is_refused(sections, said):
     problems = model_problems(tiny_recipe(**sections), SHARED, 1)
     assert any(problem.startswith(said) for problem in problems), problems
     assert not any("shared expert" in problem for problem in model_problems(tiny_recipe(), SHARED, 1))
+
+
+def test_the_exact_engine_has_no_norms_over_all_heads():
+    olmoe = architecture_from(KNOWN_MODELS["OLMoE-1B-7B-0924"])
+    (problem,) = model_problems(tiny_recipe(rollout={"engine": "exact"}), olmoe, 1)
+    assert problem.startswith("rollout.engine: exact, but olmoe has norms over all heads")
+    assert model_problems(tiny_recipe(), olmoe, 1) == []
 
 
 @pytest.mark.parametrize(("learner", "rollout"), [("bf16", "bf16"), ("fp32", "bf16"), ("bf16", "fp32")])
@@ -51,8 +56,9 @@ MOONLIGHT = architecture_from(KNOWN_MODELS["Moonlight-16B-A3B"])
             {"learner": {"parallel": {"context": 2}}},
             "learner.parallel.context: 2, but the model",
         ),
-        ({"rollout": {"quantization": {"kv_cache": "fp8"}}}, "rollout.quantization.kv_cache: fp8, but the model"),
         ({"precision": {"fp32_router": True}}, "precision.fp32_router: true, but the router of deepseek_v3"),
+        ({"rollout": {"quantization": {"kv_cache": "fp8"}}}, "rollout.quantization.kv_cache: fp8, but the model"),
+        ({"rollout": {"quantization": {"weights": "int4"}}}, "rollout.quantization.weights: int4, but the model"),
     ],
 )
 def test_what_no_latent_attention_has_is_refused(sections, said):
@@ -85,3 +91,10 @@ def test_fp16_where_vllm_leaves_out_the_scale_of_experts_is_refused(scale, refus
     recipe = tiny_recipe(rollout={"dtype": "fp16"}, learner={"dtype": "fp16"}, precision={"fp32_router": True})
     problems = model_problems(recipe, architecture_from(values), 1)
     assert len([problem for problem in problems if "vLLM leaves out the factor 2.5" in problem]) == refused
+
+
+def test_biases_that_a_router_does_not_have_are_not_moved():
+    recipe = tiny_recipe(routing={"bias_update_rate": 0.001})
+    assert model_problems(recipe, MOONLIGHT, 1) == []
+    (problem,) = model_problems(recipe, read_architecture(MODEL), 1)
+    assert problem.startswith("routing.bias_update_rate: 0.001, but the routers of qwen3_moe have no biases")

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.model.architecture import architecture_from
 from megatron_rl.model.families import FAMILIES
-from tests.support.families import DENSE, MOE
+from tests.support.families import DENSE, MOE, ROUNDED
 from tests.support.tiny import REPOSITORY
 
 LINES = [
@@ -32,7 +32,8 @@ def test_a_line_says_what_the_file_says(line):
     assert router == ("none" if not a.is_moe else "sigmoid and bias" if a.sigmoid_router else "softmax")
     assert shared == ("no" if not a.shared_ffn_hidden_size else "with a gate" if a.shared_expert_gate else "yes")
     for cell, value in ((biases, a.qkv_bias), (norms, a.qk_layernorm)):
-        assert cell == ("yes" if value else "no") or cell.strip("`") in family.implemented
+        wide = a.wide_qk_norm and cell is norms
+        assert cell == ("over all heads" if wide else "yes" if value else "no") or cell.strip("`") in family.implemented
     assert turned == ("latent" if a.latent is not None else f"{a.rotary_fraction:g}")
 
 
@@ -44,4 +45,6 @@ def test_each_y_is_a_test_and_each_refusal_one(line):
     assert name in ("qwen3_moe", *MOE, *DENSE)
     assert cells[:2] + cells[4:6] == ["Y"] * 4
     assert cells[2:4] == (["no experts"] * 2 if name in DENSE else ["Y"] * 2)
-    assert set(cells[6:]) == {"Y" if name == "qwen3_moe" else "refused" if name in MOE else "not tested"}
+    assert cells[6] == ("Y" if name == "qwen3_moe" else "refused" if name in MOE else "not tested")
+    assert cells[7] == ("not tested" if name in DENSE else "Y")
+    assert cells[8] == ("Y" if name in ("qwen3_moe", *ROUNDED) else "not tested" if name in DENSE else "refused")

@@ -40,7 +40,7 @@ NEEDED = {
         "num_key_value_heads": 32,
     }
 }
-OWN_HEADS = ("qwen2", "qwen2_moe", "deepseek_v3")  # families whose widths of heads follow from other keys
+OWN_HEADS = ("qwen2", "qwen2_moe", "deepseek_v3", "olmoe")  # families whose widths of heads follow from other keys
 TEXT_CONFIGS = {"hf_config", "hf_text_config", "text_config"}
 # vLLM's files of each family.
 MODELS = {family: [family] for family in FAMILIES}
@@ -135,7 +135,7 @@ def test_absent_keys_are_transformers_defaults(model_type):
             num_experts = getattr(model, "num_experts", None) or model.n_routed_experts
             assert (ours.num_experts, ours.experts_per_token) == (num_experts, model.num_experts_per_tok)
             assert (ours.moe_ffn_hidden_size, ours.norm_topk_prob) == (
-                model.moe_intermediate_size,
+                getattr(model, "moe_intermediate_size", model.intermediate_size),
                 model.norm_topk_prob,
             )
             assert ours.moe_layers == (getattr(model, "first_k_dense_replace", 0) == 0, True)

@@ -44,3 +44,25 @@ def test_llama_3s_scaling_of_any_factor_is_built_and_no_other():
         (problem,) = replace(MOE, rope_scaling=other).problems()
         assert "only Llama 3's" in problem
         assert replace(MOE, rope_scaling=other).llama3_factor is None
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "Kimi-K2-Instruct"])
+def test_yarn_is_for_latent_attention(name):
+    large = architecture_from(KNOWN_MODELS[name])
+    assert (large.problems(), large.llama3_factor) == ([], None)
+    assert large.yarn.factor * large.yarn.original_max_position_embeddings == large.max_position_embeddings
+    (problem,) = replace(large, max_position_embeddings=large.max_position_embeddings + 1).problems()
+    assert "the most that vLLM takes" in problem
+    scaling = large.rope_scaling
+    without = {key: value for key, value in scaling.items() if key != "mscale"}
+    for other in (
+        LLAMA3,
+        without,
+        scaling | {"factor": 1.0},
+        scaling | {"beta_fast": 0.5},
+        scaling | {"truncate": True},
+    ):
+        (problem,) = replace(large, rope_scaling=other).problems()
+        assert "only yarn with factor" in problem
+        assert replace(large, rope_scaling=other).yarn is None
+    assert replace(MOE, rope_scaling=scaling).yarn is None

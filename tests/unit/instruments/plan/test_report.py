@@ -51,6 +51,9 @@ def test_published_sizes():
         "OctoThinker-3B-Hybrid-Base": "3.21",
         "Qwen1.5-MoE-A2.7B": "14.3",
         "GLM-4.5-Air": "106.9",  # "106B" on its card
+        "DeepSeek-V3": "671",
+        "Kimi-K2-Instruct": "1026",  # "1T" on its card
+        "OLMoE-1B-7B-0924": "6.9",
         "Moonlight-16B-A3B": "15.96",  # "15.29B", without embeddings, and "16B"
     }
     for name, billions in published.items():
@@ -120,6 +123,23 @@ def test_adapters_of_experts():
     attention = r * (h + (q + 2 * kv) // 4) + r * (q // 4 + h)
     expert = r * (h + 2 * f) + r * (f + h)
     assert adapter_parameters(a, LoraConfig(rank=r), parallel, stage) == (48 * attention, 48 * 16 * expert)
+
+
+def test_adapters_of_latent_vectors_and_shared_experts():
+    a = architecture_from(KNOWN_MODELS["DeepSeek-V3"])
+    h, heads, r = 7168, 128, 8
+    parallel = ParallelConfig(tensor=4, expert=8)
+    (stage,) = stage_parameters(a, parallel)
+    queries = (h + 1536) + (1536 + heads * 192 // 4)
+    keys = (h + 512 + 64) + (512 + heads * 256 // 4)
+    attention = r * (queries + keys + (heads * 128 // 4 + h))
+
+    def block(width: int) -> int:
+        return r * (h + 2 * width // 4) + r * (width // 4 + h)
+
+    dense = 61 * attention + 3 * block(18432) + 58 * block(2048)
+    expert = 58 * 32 * r * (h + 2 * 2048 + 2048 + h)
+    assert adapter_parameters(a, LoraConfig(rank=r), parallel, stage) == (dense, expert)
 
 
 # ---------------------------------------------------------------- memory
