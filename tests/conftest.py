@@ -29,7 +29,7 @@ TOGETHER = ("tests/slurm/", "tests/reliability/")
 # a fault is seen early, then what takes long, so that workers end together.
 FIRST = ("tests/slurm/", "tests/unit/", "tests/e2e/", "tests/reliability/", "tests/parallel/", "tests/patches/")
 STARTED = time.monotonic()
-BROAD_S = 5.0  # a unit whose last measured processor time is below this counts as quick
+BROAD_S = costs.LONG_S  # a unit whose last measured processor time is below this counts as quick
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -79,11 +79,17 @@ def unit_of(nodeid: str) -> str:
 
 
 def rank_of(unit: str, measured: dict[str, float]) -> tuple[int, float]:
-    """What a unit is sorted by: quick ones first, then the longest first; by folder where nothing was measured."""
+    """What a unit is sorted by: quick ones first, then the longest first, then by folder what nobody measured.
+
+    Unit tests are quick unless measured otherwise.
+    """
     folder = next((rank for rank, name in enumerate(FIRST) if unit.startswith(name)), len(FIRST))
-    if unit not in measured or folder == 0:
+    if folder == 0:
+        return -1, 0.0
+    seconds = measured.get(unit, BROAD_S if folder == 1 else None)
+    if seconds is None:
         return folder, 0.0
-    return (0, measured[unit]) if measured[unit] < BROAD_S else (1, -measured[unit])
+    return (1, -seconds) if seconds > BROAD_S else (0, seconds)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -93,8 +99,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
     from xdist.scheduler import LoadScopeScheduling
 
     measured: dict[str, float] = {}
-    for file, cost in costs.load(config.rootpath / (config.getoption("costs") or costs.COSTS)).items():
-        measured[unit_of(file)] = measured.get(unit_of(file), 0.0) + cost.cpu_seconds
+    for file, seconds in costs.order_by(config.rootpath / (config.getoption("costs") or costs.COSTS)).items():
+        measured[unit_of(file)] = measured.get(unit_of(file), 0.0) + seconds
 
     class Units(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.zygote import Child, surroundings, zygote
+from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
 
 # What a machine of a user may hold, and no run may write down.
 SECRETS = {"HF_TOKEN": "do-not-write-this", "VLLM_API_KEY": "do-not-write-this"}
@@ -28,13 +29,15 @@ class Ended:
 
 
 class Runs:
-    """Runs below one folder, by name."""
+    """Runs below one folder, by name, of the smallest model."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self._count = root, 0
+        self.root, self.model, self._count = root, root / "smallest-model", 0
+        save_checkpoint(build_model(build_tiny_config(size="nano")), self.model)
 
     def start(self, name: str, *overrides: str, **keywords: Any) -> Child:
         self._count += 1
+        overrides = (f"model.path={self.model}", *overrides)
         call = {"root": str(self.root), "name": name, "overrides": overrides, **keywords}
         log = self.root / f"child-{self._count}.log"
         return zygote().start("tests.reliability.programs", "train", call, log=log, env={**surroundings(), **SECRETS})

@@ -7,8 +7,6 @@ import shutil
 
 import yaml
 
-from tests.support.tiny import MODEL
-
 
 def test_another_recipe_is_refused_and_changes_nothing(runs):
     before = runs.files("whole")
@@ -57,7 +55,7 @@ def test_allowed_changes_are_logged_and_every_recipe_is_kept(runs, whole):
 def test_another_model_under_the_same_recipe_is_refused(runs, tmp_path):
     shutil.copytree(runs.root / "whole", runs.root / "model")
     model = tmp_path / "model"
-    shutil.copytree(MODEL, model)
+    shutil.copytree(runs.model, model)
     checkpoint = str(runs.root / "model" / "checkpoints" / "step_00000006")
     overrides = (f"model.path={model}", "num_steps=8")
     config = json.loads((model / "config.json").read_text())

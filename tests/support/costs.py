@@ -2,6 +2,7 @@
 
     python -m pytest --costs .cache/test-costs.json …      measure (`make test` and `make test-all` do)
     python -m tests.support.costs                          print the table, dearest file first (`make test-costs`)
+    python -m tests.support.costs --ship                   keep the long files' seconds for clones that measured nothing
 
 Processor time is that of the worker and of every process below it, so it does not depend on who else uses the machine.
 Engines are those of vLLM that start in the worker or in a process that its helper (support.zygote) forked; a command in
@@ -25,6 +26,8 @@ from typing import Any
 import pytest
 
 COSTS = Path(".cache/test-costs.json")
+SHIPPED = Path(__file__).with_name("long_files.json")  # file of tests → processor seconds, where they are many
+LONG_S = 5.0
 STARTS = "TEST_STARTS"  # environment: the file to which every start of a process or an engine adds a letter
 ENGINE, PROCESS = "e", "p"
 ENGINE_MODULE = "vllm.v1.engine.core"
@@ -51,6 +54,18 @@ def load(path: Path) -> dict[str, Cost]:
         return {name: Cost(**cost) for name, cost in json.loads(path.read_text()).items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
+
+
+def order_by(path: Path) -> dict[str, float]:
+    """File of tests → its processor seconds: those that ``path`` has, else the shipped ones."""
+    known = {file: cost.cpu_seconds for file, cost in load(path).items()}
+    return json.loads(SHIPPED.read_text()) | known
+
+
+def ship(costs: dict[str, Cost]) -> None:
+    """Write `SHIPPED`."""
+    long = {file: round(cost.cpu_seconds) for file, cost in sorted(costs.items()) if cost.cpu_seconds >= LONG_S}
+    SHIPPED.write_text(json.dumps(long, indent=1) + "\n")
 
 
 def note_start(kind: str) -> None:
@@ -175,10 +190,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Print what each file of tests cost when it last ran.")
     parser.add_argument("--costs", type=Path, default=COSTS, help=f"the measurements (default {COSTS})")
     parser.add_argument("--by", choices=Cost.__dataclass_fields__, default="cpu_seconds", help="what to sort by")
+    parser.add_argument("--ship", action="store_true", help=f"write {SHIPPED.name} of them and print nothing")
     arguments = parser.parse_args()
     costs = load(arguments.costs)
     if not costs:
         parser.error(f"{arguments.costs} has no measurements: `make test` or `make test-all` writes them")
+    if arguments.ship:
+        ship(costs)
+        return
     rows = sorted(costs.items(), key=lambda row: getattr(row[1], arguments.by), reverse=True)
     for name, cost in [*rows, ("all", sum(costs.values(), Cost()))]:
         print(
