@@ -71,9 +71,9 @@ def run_parity(options: argparse.Namespace) -> int:
 
     tokens, witnesses = [_ids(text) for text in options.tokens], _witnesses(options.witnesses)
     with tempfile.TemporaryDirectory(prefix="parity-") as scratch:
+        setup = replace(_setup(options, tokens, Path(scratch)), witnesses=witnesses)
+        refuse_without_memory(setup, options.layers, available_gib())
         try:
-            setup = replace(_setup(options, tokens, Path(scratch)), witnesses=witnesses)
-            refuse_without_memory(setup, options.layers, available_gib())
             if options.layers is not None:
                 setup = of_first_layers(setup, options.layers, Path(scratch))
             return _compare(setup, options.out)
