@@ -22,7 +22,7 @@ from megatron_rl.learner.process_groups import shutdown
 from tests.support.patience import PATIENCE_S
 from tests.support.slow import slow_but
 from tests.support.tiny import MODEL
-from tests.support.zygote import run_command
+from tests.support.zygote import run_command, run_ranks_of_command
 from tools.dev.parity_bench import Bench, make_models
 from tools.dev.parity_faults import FAULTS, examine
 
@@ -152,8 +152,11 @@ def parity_of(folder: Path, *arguments: str, ranks: int = 1) -> dict:
 BOTH = ("--set", "learner.parallel.tensor=2", "--set", "learner.parallel.expert=2")
 
 
-def test_a_recipes_layout_and_first_layers_under_torchrun(tmp_path):
-    found = parity_of(tmp_path, GRPO, *BOTH, "--witnesses", "learner", "--layers", "1", "--tokens", "1,5,3", ranks=2)
+def test_a_recipes_layout_and_first_layers_on_two_ranks(tmp_path):
+    arguments = ["parity", GRPO, *BOTH, "--witnesses", "learner", "--layers", "1", "--tokens", "1,5,3"]
+    done = run_ranks_of_command("megatron_rl", [*arguments, "--out", str(tmp_path)], tmp_path, 2)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads((tmp_path / "parity.json").read_text())
     assert {found["layout"][name] for name in ("tensor", "expert", "ranks")} == {2}
     assert found["model"]["layers"] == 1
     assert {entry["tap"].split(".")[0] for entry in found["operators"] if "." in entry["tap"]} == {"0"}

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +38,7 @@ from tests.support.plain_training import Limits, float32_limits_on, run_on
 from tests.support.rounding import CLOSED_FORM, adam_largest_update, gamma, rounded, unit_roundoff
 from tests.support.series import megatron_core
 from tests.support.tiny import MODEL, REPOSITORY
-from tests.support.zygote import run_command, surroundings, zygote
+from tests.support.zygote import run_command, run_ranks_of_command, surroundings
 
 GRPO = "recipes/tiny/grpo.yaml"
 STEPS = 4
@@ -75,31 +74,11 @@ def train(
     )
 
 
-def train_two(root: Path, name: str, *overrides: str, forked: bool) -> None:
+def train_two(root: Path, name: str, *overrides: str, forked: bool) -> subprocess.CompletedProcess:
     """On two ranks: of `torchrun`, or forked."""
     if not forked:
-        succeeded(train(root, name, *overrides, ranks=2))
-        return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    size = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    call = {"name": "megatron_rl", "arguments": arguments_of(root, name, *overrides)}
-    ranks = [
-        zygote().start(
-            "tests.support.zygote",
-            "run_module",
-            call,
-            log=root / f"{name}-{rank}.log",
-            env=surroundings() | address | size | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert [rank.wait() for rank in ranks] == [0, 0], "".join(rank.output[-3000:] for rank in ranks)
-    finally:
-        for rank in ranks:
-            rank.end()
+        return train(root, name, *overrides, ranks=2)
+    return run_ranks_of_command("megatron_rl", arguments_of(root, name, *overrides), root, 2)
 
 
 def succeeded(done: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
@@ -301,7 +280,7 @@ def test_two_ranks_train_like_one(root, layout, log_rho, batches, limits):
     Where a router meets a tie within rounding the two may choose otherwise: later steps are others then.
     """
     name = layout[0].split(".")[-1].replace("=", "")
-    train_two(root, name, *layout, forked="tensor" in name)
+    succeeded(train_two(root, name, *layout, forked="tensor" in layout[0]))
     rows = metrics(root, name), metrics(root, "whole")[:STEPS]
     tokens = [sum(s.response_length for s in batch.sequences) for batch in batches]
     assert limits.ties[0] == 0

@@ -23,6 +23,7 @@ import os
 import runpy
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -217,6 +218,30 @@ def run_command(
     call = {"name": name, "arguments": list(arguments)}
     child = zygote().start("tests.support.zygote", "run_module", call, log=out, errors=errors, env=env)
     status = child.wait()
+    return subprocess.CompletedProcess([name, *arguments], status, out.read_text(), errors.read_text())
+
+
+def run_ranks_of_command(
+    name: str, arguments: Sequence[str], folder: Path, size: int
+) -> subprocess.CompletedProcess[str]:
+    """``python -m name arguments`` on ranks, as `torchrun` starts them: the first status that is not 0, and the first
+    rank's output."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    world |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    call, ranks = {"name": name, "arguments": list(arguments)}, []
+    try:
+        for rank in range(size):
+            files = [folder / f"{name}-{time.monotonic_ns()}-{rank}.{kind}" for kind in ("out", "err")]
+            own = surroundings() | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            started = zygote().start("tests.support.zygote", "run_module", call, log=files[0], errors=files[1], env=own)
+            ranks.append((started, *files))
+        status = next(filter(None, [child.wait() for child, *_ in ranks]), 0)
+    finally:
+        for child, *_ in ranks:
+            child.end()
+    _, out, errors = ranks[0]
     return subprocess.CompletedProcess([name, *arguments], status, out.read_text(), errors.read_text())
 
 
