@@ -173,7 +173,8 @@ def test_the_loop_gives_the_detector_optimizer_steps():
     from megatron_rl.train import update
 
     learner = CountingLearner(build(config(mode="auto"), lr=1e-6), minibatches=4)
-    run_ = SimpleNamespace(learner=learner, generator=MagicMock(), monitor=MagicMock())
+    recipe = SimpleNamespace(acceptance=None)
+    run_ = SimpleNamespace(recipe=recipe, learner=learner, generator=MagicMock(), monitor=MagicMock())
     recorded = []
     for step in range(120):
         length = 1000 if step < 40 else 4000

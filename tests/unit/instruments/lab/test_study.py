@@ -58,6 +58,7 @@ def arm(overrides, differs_in, **more):
 
 def test_the_papers_studies_are_there_at_both_sizes():
     studies = {"floor", "mismatch", "corrections", "hacking", "length_decay", "clock", "routing", "precision"}
+    studies |= {"remedies"}
     assert studies <= set(SHIPPED)
     assert sorted(path.parent.name for path in LAB.glob("*/scale.yaml")) == sorted(studies)
 
