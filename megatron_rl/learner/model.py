@@ -45,6 +45,7 @@ from megatron_rl.learner.mixed_precision import compute_head_in_fp32
 from megatron_rl.model.architecture import Architecture
 
 _EXPERT_SHARD_DIM = {"linear_fc1": 0, "linear_fc2": 1}  # what expert tensor parallelism cuts: outputs, then inputs
+_WHOLE = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32, "fp32": torch.float32}
 
 TRANSFORMER_ENGINE_DEVICES = {"cuda"}  # types of device that its kernels run on
@@ -281,6 +282,7 @@ def build_model(
     if precision.fp32_head and model.post_process:
         compute_head_in_fp32(model.output_layer)
     mark_expert_parameters(model)
+    mark_whole_parameters(model)
     return model
 
 
@@ -300,6 +302,16 @@ def _apply_without_rounding(router: TopKRouter, function: Callable, recurse: boo
     bias.data = bias.data.to(router.expert_bias.device)
     router.expert_bias = bias
     return router
+
+
+def mark_whole_parameters(model: torch.nn.Module) -> None:
+    """Mark the projections to latent vectors as copies on all tensor-parallel ranks, which the norm counts once.
+
+    TransformerEngine 2.20 marks every weight of its linear layers as a part, also of those that it does not cut.
+    """
+    for name, parameter in model.named_parameters():
+        if name.endswith(_WHOLE):
+            parameter.tensor_model_parallel = False
 
 
 def mark_expert_parameters(model: torch.nn.Module) -> None:

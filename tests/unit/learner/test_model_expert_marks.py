@@ -5,7 +5,7 @@ import torch
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
-from megatron_rl.learner.model import mark_expert_parameters
+from megatron_rl.learner.model import mark_expert_parameters, mark_whole_parameters
 
 
 class SecondRank:
@@ -61,3 +61,14 @@ def test_an_expert_weight_marked_as_a_copy_is_refused():
     set_tensor_model_parallel_attributes(model.mlp.experts.linear_fc1.weight0, False, -1, 1)
     with pytest.raises(RuntimeError, match="marked as a copy"):
         mark_expert_parameters(model)
+
+
+def test_projections_to_latent_vectors_count_once_whatever_their_layers_mark():
+    model = torch.nn.ModuleDict(
+        {n: torch.nn.Linear(2, 2, bias=False) for n in ("linear_kv_down_proj", "linear_q_proj")}
+    )
+    for parameter in model.parameters():
+        set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+    mark_whole_parameters(model)
+    counts = {n: param_is_not_tensor_parallel_duplicate(p, SecondRank()) for n, p in model.named_parameters()}
+    assert counts == {"linear_kv_down_proj.weight": False, "linear_q_proj.weight": True}
