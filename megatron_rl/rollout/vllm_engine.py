@@ -402,15 +402,15 @@ class VllmGenerator:
         process_state.forget_stacks()  # vLLM frees the weights' memory pool when it shuts down: nothing may hold them
         if self._runner is not None:
             self._runner.close()
-        core, self._llm = self._llm.llm_engine.engine_core.engine_core, None
+        client, self._llm = self._llm.llm_engine.engine_core, None
         own_clean_up = engine_core.cleanup_dist_env_and_memory
         if not self._owns_world:
             engine_core.cleanup_dist_env_and_memory = process_state.destroy_engine_groups
         try:
-            core.shutdown()
+            client.shutdown()
         finally:
             engine_core.cleanup_dist_env_and_memory = own_clean_up
-            del core
+            del client
             process_state.forget_stacks()
             gc.collect()
             if self._device == "cuda":

@@ -18,7 +18,7 @@ from megatron_rl.checkpoint.hf_folder import HFFolder
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.rewards.rewarder import modsum_reward
-from megatron_rl.rollout import RolloutError, Sampling, worker_extension
+from megatron_rl.rollout import RolloutError, Sampling, route_store, vllm_engine, worker_extension
 from megatron_rl.rollout.cpu_engine import UniformStream
 from megatron_rl.rollout.requests import request_seed
 from megatron_rl.rollout.vllm_engine import VllmGenerator
@@ -430,6 +430,45 @@ def test_preempted_responses_are_the_same_responses():
         (np.sort(a, -1) == np.sort(b, -1)).all()
         for a, b in zip(flat(expected, "routed_experts"), flat(found, "routed_experts"), strict=True)
     )
+
+
+@pytest.mark.slow
+def test_prompts_in_chunks_have_their_own_routes(monkeypatch):
+    """With shared prefixes and preemption. Greedy: vLLM's sampler for CPUs cannot resume a seeded request."""
+    if not route_store.has_store():
+        pytest.skip("needs vLLM 0.32: make test-vllm-next")
+    build, rng, num_tokens = vllm_engine.engine_arguments, random.Random(1), 60
+    changes = {"enable_chunked_prefill": True, "max_num_batched_tokens": 48}
+    monkeypatch.setattr(vllm_engine, "engine_arguments", lambda *args, **keys: build(*args, **keys) | changes)
+    common = [rng.randrange(3, 98) for _ in range(160)]
+    asked = [
+        Prompt(id=f"{row}", tokens=common + [rng.randrange(3, 98) for _ in range(40)], answer="") for row in range(4)
+    ]
+    block_gib = 64 * 4 * 2 * 2 * 32 * 4 / 2**30  # tokens · layers · (key, value) · heads · width · bytes
+    fields = {"max_response_length": num_tokens, "stop_token_ids": [], "verify_refit": False, "max_num_seqs": 4}
+    with engine(max_prompt_length=200, kv_cache_gib=12.5 * block_gib, **fields) as generator:
+        scheduler, steps, preempted = generator._llm.llm_engine.engine_core.engine_core.scheduler, [], []
+        schedule, preempt = scheduler.schedule, scheduler._preempt_request
+        scheduler.schedule = lambda *args, **keys: (steps.append(schedule(*args, **keys)), steps[-1])[1]
+        scheduler._preempt_request = lambda request, *args, **keys: (
+            preempted.append(request.request_id),
+            preempt(request, *args, **keys),
+        )[1]
+        groups = generator.rollout(asked, 1, policy_version=0, step=0, sampling=Sampling(num_tokens, temperature=0.0))
+    first = [
+        (new.num_computed_tokens, step.num_scheduled_tokens[new.req_id])
+        for step in steps
+        for new in step.scheduled_new_reqs
+    ]
+    assert any(start + number < 200 for start, number in first), "no prompt was cut"
+    assert max(start for start, _ in first) >= 128, "no prefix was shared"
+    assert preempted
+    whole = Sampling(num_tokens)
+    logprobs, routes = hf_reference.score(hf_reference.load(MODEL, torch.float64), groups, whole)
+    found = np.concatenate(flat(groups, "inference_logprobs"))
+    assert np.abs(found - np.concatenate(logprobs)).max() <= hf_reference.rounding_bound(groups, whole)
+    for recorded, expected in zip(flat(groups, "routed_experts"), routes, strict=True):
+        assert (np.sort(recorded, -1) == expected).all()
 
 
 def test_failures_are_one_line_and_final(monkeypatch):
