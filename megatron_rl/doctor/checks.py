@@ -204,7 +204,7 @@ CHECKS = (
         ranks="node",
     ),
     Check("mismatch", "Do both engines compute the same, up to rounding, in each type?", "engine.mismatch", 240),
-    Check("parity", "Does every operator of both engines compute what the checkpoint says?", "engine.parity", 600),
+    Check("parity", "Does every operator of both engines compute what the checkpoint says?", "engine.parity", 300),
     Check("refit", "Does the engine get the learner's weights?", "engine.refit", 180, ranks="node"),
     Check(
         "memory",

@@ -13,7 +13,6 @@ from tests.parallel.gloo import run_ranks
 from tests.support.families import DENSE, MOE, save_family
 from tests.support.slow import slow_but
 
-PLAIN = {"deepseek_v3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}}
 FP32_ROUTER = ("olmoe",)  # of both engines
 
 
@@ -29,7 +28,7 @@ def compared(tmp_path_factory, request):
 
     def compare(family: str) -> dict:
         if family not in results:
-            model = save_family(tmp_path_factory.mktemp(family), family, **PLAIN.get(family, {}))
+            model = save_family(tmp_path_factory.mktemp(family), family)
             call = {"model": str(model), "dtypes": [dtype for dtype in ("fp32", "bf16") if (family, dtype) in asked]}
             call |= {
                 "num_prompts": 8,

@@ -435,8 +435,6 @@ def test_preempted_responses_are_the_same_responses():
 @pytest.mark.slow
 def test_prompts_in_chunks_have_their_own_routes(monkeypatch):
     """With shared prefixes and preemption. Greedy: vLLM's sampler for CPUs cannot resume a seeded request."""
-    if not route_store.has_store():
-        pytest.skip("needs vLLM 0.32: make test-vllm-next")
     build, rng, num_tokens = vllm_engine.engine_arguments, random.Random(1), 60
     changes = {"enable_chunked_prefill": True, "max_num_batched_tokens": 48}
     monkeypatch.setattr(vllm_engine, "engine_arguments", lambda *args, **keys: build(*args, **keys) | changes)
