@@ -18,7 +18,7 @@ from megatron_rl.checkpoint.hf_folder import HFFolder
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.rewards.rewarder import modsum_reward
-from megatron_rl.rollout import RolloutError, Sampling, route_store, vllm_engine, worker_extension
+from megatron_rl.rollout import RolloutError, Sampling, vllm_engine, worker_extension
 from megatron_rl.rollout.cpu_engine import UniformStream
 from megatron_rl.rollout.requests import request_seed
 from megatron_rl.rollout.vllm_engine import VllmGenerator

@@ -201,22 +201,24 @@ def _write_answers(out: Path) -> None:
 
 
 def pack(out: Path, file: Path) -> int:
-    """Write all finished runs to ``file``; their number."""
+    """Write all finished runs to ``file``, beside those that it has; the number of all."""
     from megatron_rl.config.yaml12 import parse
     from megatron_rl.instruments.lab.jobs import without_folders
     from megatron_rl.monitor.run_directory import RunDirectory, encode_record, read_metrics
 
-    lines = [{"format": FORMAT, "study": "unstable"}]
-    for noted in sorted(out.glob("*.json")):
+    lines = lzma.decompress(file.read_bytes()).decode().splitlines() if file.exists() else []
+    runs = {line["run"]: line for line in map(json.loads, lines[1:])}
+    for noted in out.glob("*.json"):
         name = noted.stem
         run = RunDirectory(out / name)
         recipe = without_folders(parse(run.recipe.read_text())[0])
         records = [{key: _short(row[key]) for key in row if key in KEPT} for row in read_metrics(run.metrics)]
         told = {"run": name, "cause": ARMS[name.rpartition("-seed")[0]].cause, "recipe": recipe}
-        lines.append(told | {"records": [encode_record(record) for record in records]})
-    text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+        runs[name] = told | {"records": [encode_record(record) for record in records]}
+    head = {"format": FORMAT, "study": "unstable"}
+    text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in [head, *(runs[name] for name in sorted(runs))])
     file.write_bytes(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
-    return len(lines) - 1
+    return len(runs)
 
 
 # Name of a planted cause → the suspect that `why` should name.

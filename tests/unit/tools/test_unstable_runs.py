@@ -47,3 +47,7 @@ def test_a_packed_run_has_its_recipe_without_paths_and_four_digits(tmp_path):
     assert found.recipe["reward"]["name"] == "unstable_runs.py:longer"
     assert found.recipe["model"]["path"] == "model"
     assert str(found.records) == "[{'step': 0, 'critic/rewards/mean': 0.1235, 'actor/grad_norm': nan}]"
+    written = file.read_bytes()
+    (empty := tmp_path / "empty").mkdir()
+    assert pack(empty, file) == 1  # what the file has stays
+    assert file.read_bytes() == written
