@@ -210,7 +210,7 @@ async def no_room(client, problem):
     [
         (says_nothing, "sampled nothing"),
         (of_another, "another problem or sample"),
-        (no_token, "no tokens of the model"),
+        (no_token, "are not tokens of the model"),
         (no_room, "10 tokens leave no room"),
     ],
 )

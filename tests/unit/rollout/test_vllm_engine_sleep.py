@@ -94,7 +94,7 @@ def test_a_closed_engine_gives_its_memory_back_to_the_gpu(engine, monkeypatch):
     emptied: list[None] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(None))
     core = Calls()
-    engine._llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=SimpleNamespace(engine_core=core)))
+    engine._llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core))
     engine._owns_world = False
     engine.close()
     engine.close()
