@@ -1,7 +1,5 @@
 """Turns of generation: prompts that begin, steps of every row, and then a look at what was sampled.
 
-Steps may run as CUDA graphs: the host launches one graph where it would launch two thousand kernels.
-
 `exact.schedule` says who runs when. Between two looks nothing waits for a value on the device: a turn is a fixed number
 of steps of a fixed number of rows, tokens are chosen on the device, and a sequence that has ended runs on in its row
 without effect until the turn ends.
@@ -9,10 +7,11 @@ without effect until the turn ends.
 Shapes: n rows, a multiple of ``bucket``; V/tp this rank's share of the vocabulary; m sequences of this replica; P pages
 of the longest row.
 
-A graph repeats launches on the memory that they were captured with. So the rows of a turn are copied into buffers of
-the graph's, a step changes these, and what it found is copied out before the next one. The first step of a shape runs
-without a graph: that compiles kernels and starts communication, which a capture must not. The shapes are the same on
-all ranks, because ranks that exchange rows have to capture, or not, together.
+Steps may run as CUDA graphs: the host launches one graph where it would launch two thousand kernels. A graph repeats
+launches on the memory that they were captured with. So the rows of a turn are copied into buffers of the graph's, a
+step changes these, and what it found is copied out before the next one. The first step of a shape runs without a graph:
+that compiles kernels and starts communication, which a capture must not. The shapes are the same on all ranks, because
+ranks that exchange rows have to capture, or not, together.
 """
 
 from __future__ import annotations

@@ -332,7 +332,7 @@ def doses(kinds: dict[str, dict[str, Any]], parallel: dict[str, int] | None = No
         own = [p.detach().clone() for p in learner.module.parameters()]
         generator.refit(iter(()), 0)
         if noise["kind"] == "stale":
-            learner.update(batch_of(learner, sample(generator, 4, 4)))
+            learner.update(batch_of(learner, sample(generator, 4, 4, step=1)))  # another step than the measured one
             learner.num_updates = 0  # for the age of what the next update learns from
             generator.refit(iter(()), 1)
             generator.refit(iter(()), 2)
