@@ -138,7 +138,7 @@ def expected(recipe: Recipe, place: str, ranks: int) -> dict[str, Any]:
         "executor": in_a_rank if place == "learner" else in_a_server,
         "sequences": rollout.max_num_seqs,
         "utilization": rollout.gpu_memory_utilization,
-        "quantization": None if rounds is None else [ON_CUDA[rounds], ["*.mlp.gate"]],
+        "quantization": None if rounds is None else [ON_CUDA[rounds], ["*.mlp.gate", "*.mlp.shared_expert_gate"]],
         "cache type": "fp8" if rollout.quantization.kv_cache else "auto",
         "cache bytes": None if rollout.kv_cache_gib is None else int(rollout.kv_cache_gib * 2**30),
         "prefix caching": rollout.enable_prefix_caching,
