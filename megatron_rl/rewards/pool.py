@@ -296,16 +296,19 @@ class WorkerPool:
             raise RuntimeError(
                 f"a reward worker did not start (exit status {worker.process.poll()}); its messages are on stderr"
             )
-        now, calls = time.monotonic(), list(worker.calls.values())
+        now, calls, lost = time.monotonic(), list(worker.calls.values()), []
         worker.calls = {}
         for call in calls:
             is_late = failure == "limit" and call.deadline <= now
             if len(calls) > 1 and not is_late and not any(item.was_lost for item in call.items):
                 self._give_back(call.items)
             else:
-                for item in call.items:
-                    item.future.set_result(Outcome(failure=failure))
-        self._replace(worker, selector)
+                lost += call.items
+        try:
+            self._replace(worker, selector)
+        finally:  # who waits for an outcome finds a pool that is whole again
+            for item in lost:
+                item.future.set_result(Outcome(failure=failure))
 
     def _replace(self, worker: _Worker, selector: selectors.BaseSelector) -> None:
         for call in worker.calls.values():

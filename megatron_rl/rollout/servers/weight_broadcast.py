@@ -183,13 +183,13 @@ class WeightGroup:
         if self._group is not None:
             with contextlib.suppress(RuntimeError):
                 self._group.abort()  # does nothing under gloo, whose calls end by themselves, and whose end waits
-        kept = [self._group, self.store]
+        group, store = [self._group], [self.store]
         is_sender, self._group, self.store = self.rank == SENDER and self.store is not None, None, None
         works, self._works = self._works, []
         if is_sender or not all(work.is_completed() for work in works):
             linger_s = self.place.stall_s if is_sender else 0.0  # for members that come to the store only now
             name = f"end of {self.place.name}"
-            threading.Thread(target=_end, args=(kept, works, linger_s), name=name, daemon=True).start()
+            threading.Thread(target=_end, args=(group, works, store, linger_s), name=name, daemon=True).start()
 
     def _key(self, ahead: int = 0) -> str:
         return f"{self._update}/{self._number + ahead}"
@@ -234,15 +234,20 @@ _dropping = threading.Lock()
 atexit.register(_dropping.acquire, timeout=END_S)
 
 
-def _end(kept: list, works: list[Work], linger_s: float) -> None:
-    """Drop what ``kept`` and ``works`` hold alone, after ``linger_s`` and when ``works`` are done: the group's
-    destructor waits for them, and may not be on its way when the process ends."""
-    time.sleep(linger_s)
+def _end(group: list, works: list[Work], store: list, linger_s: float) -> None:
+    """Drop the group when ``works`` are done, and the store ``linger_s`` later.
+
+    The group's destructor waits for works, and may not be on its way when the process ends. The group does not linger:
+    a thread of gloo whose peer is gone may be busy until then.
+    """
     while not all(work.is_completed() for work in works):
         time.sleep(LOOK_S)
     with _dropping:
         works.clear()
-        kept.clear()
+        group.clear()
+    time.sleep(linger_s)
+    with _dropping:
+        store.clear()
 
 
 def _nccl(store: Store, rank: int, size: int) -> Any:
