@@ -40,11 +40,11 @@ demo-unstable: setup ## a run that collapses: its alarms, what `run why` suspect
 	$(RUN) -m megatron_rl run why runs/$$name; \
 	$(RUN) -m megatron_rl run branch runs/$$name --from 10 --arms third-rate unrounded --seeds 3 --steps 16
 
-test: setup ## every unit test; each engine, layout, fault and command once (10 minutes on two quiet cores)
+test: setup ## every unit test; each engine, layout, fault and command once (19 minutes on two quiet cores)
 	@VENV=$(VENV) tools/setup_tests.sh
 	$(PYTEST) -m "not slow" --costs .cache/test-costs.json
 
-test-all: setup ## every test there is (30 minutes on two quiet cores)
+test-all: setup ## every test there is (39 minutes on two quiet cores)
 	@VENV=$(VENV) tools/setup_tests.sh
 	$(PYTEST) --costs .cache/test-all-costs.json
 
