@@ -40,17 +40,18 @@ demo-unstable: setup ## a run that collapses: its alarms, what `run why` suspect
 	$(RUN) -m megatron_rl run why runs/$$name; \
 	$(RUN) -m megatron_rl run branch runs/$$name --from 10 --arms third-rate unrounded --seeds 3 --steps 16
 
+# `--costs=FILE`, because pytest takes a FILE that is there for a folder of tests where it stands alone.
 test: setup ## every unit test; each engine, layout, fault and command once (19 minutes on two quiet cores)
 	@VENV=$(VENV) tools/setup_tests.sh
-	$(PYTEST) -m "not slow" --costs .cache/test-costs.json
+	$(PYTEST) -m "not slow" --costs=.cache/test-costs.json
 
 test-all: setup ## every test there is (39 minutes on two quiet cores)
 	@VENV=$(VENV) tools/setup_tests.sh
-	$(PYTEST) --costs .cache/test-all-costs.json
+	$(PYTEST) --costs=.cache/test-all-costs.json
 
 test-rest: setup ## what `make test-all` adds to `make test`
 	@VENV=$(VENV) tools/setup_tests.sh
-	$(PYTEST) -m slow --costs .cache/test-rest-costs.json
+	$(PYTEST) -m slow --costs=.cache/test-rest-costs.json
 
 test-costs: ## print what each file of tests cost when it last ran, dearest first
 	@for part in test test-rest test-all; do \

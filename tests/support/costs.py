@@ -1,6 +1,6 @@
 """What each file of tests costs: tests, seconds, seconds of all processors, engines and other processes started.
 
-    python -m pytest --costs .cache/test-costs.json …      measure (`make test` and `make test-all` do)
+    python -m pytest --costs=.cache/test-costs.json …      measure (`make test` and `make test-all` do)
     python -m tests.support.costs                          print the table, dearest file first (`make test-costs`)
     python -m tests.support.costs --ship                   keep the long files' seconds for clones that measured nothing
 
