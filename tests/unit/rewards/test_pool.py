@@ -133,7 +133,9 @@ def test_no_tasks_no_outcomes(pool):
 def test_a_worker_is_light(pool, judge):
     judge("yes")
     for pid in pool.pids:
-        assert not [library.path for library in psutil.Process(pid).memory_maps() if "torch" in library.path]
+        libraries = [library.path for library in psutil.Process(pid).memory_maps()]
+        # vLLM on a CPU has its process, and what that starts, preload libgomp.
+        assert not [path for path in libraries if "torch" in path and "libgomp" not in path]
         assert psutil.Process(pid).memory_info().rss < 150 << 20
 
 
