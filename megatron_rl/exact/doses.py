@@ -22,7 +22,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_rl.config.rollout import ExactConfig, NoiseConfig
-from megatron_rl.learner.rounding import GATED, MATRICES, replaced
+from megatron_rl.learner.rounding import by_halves, matrices, replaced
 from megatron_rl.process.ranks import gather_objects
 from megatron_rl.rollout.weights import rounded
 from megatron_rl.types import Rollout
@@ -146,9 +146,7 @@ class RoundedWeights(Dose):
         config = self.config.quantization
         through = partial(rounded, kind=config.weights, block=config.of_weights)
         with replaced(
-            (p, self._moved(p.detach(), _in_halves(through, p.detach()) if GATED.search(name) else through(p.detach())))
-            for name, p in module.named_parameters()
-            if MATRICES.search(name)
+            (p, self._moved(p.detach(), by_halves(through, name, p.detach()))) for name, p in matrices(module)
         ):
             yield
 
@@ -242,11 +240,3 @@ def row_gaussian(keys: torch.Tensor, width: int) -> torch.Tensor:
     first = (_shifted(bits, 32) + 1).double() * 2.0**-32  # (0, 1]
     second = (bits & 0xFFFFFFFF).double() * (2.0 * math.pi * 2.0**-32)
     return (torch.sqrt(-2.0 * torch.log(first)) * torch.cos(second)).float()
-
-
-# -- weights
-
-
-def _in_halves(through: Callable[[torch.Tensor], torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
-    """Gate and up of an expert each by itself, as vLLM has them."""
-    return torch.cat([through(half) for half in weight.chunk(2)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -71,6 +72,11 @@ class Row:
     def padded(self) -> list[int]:
         """Lengths with their padding, and of the tail where there is one."""
         return [n + after for n, after in zip(self.lengths, self.after, strict=True)] + [self.tail] * (self.tail > 0)
+
+    @property
+    def starts(self) -> list[int]:
+        """[b] places of the sequences' first tokens, and of the tail's where there is one."""
+        return [0, *accumulate(self.padded)][:-1]
 
     @property
     def ranges(self) -> list[tuple[int, int]]:

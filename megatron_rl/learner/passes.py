@@ -149,24 +149,26 @@ def distribute(batch: Batch, homes: list[list[int]], replicas: Replicas) -> None
 
 def hand_over_routes(batch: Batch, source: list[int], target: list[int], replicas: Replicas) -> None:
     """Routes that replica ``source[i]`` has recorded, to replica ``target[i]``. Collective."""
-    numbers = [i for i in range(len(batch.sequences)) if source[i] != target[i]]
-    moves = [(i, replicas.speakers[source[i]], replicas.speakers[target[i]]) for i in numbers]
-    wanted = [i for i in numbers if target[i] == replicas.own]
-    if numbers:
-        for field in _route_fields(*_Contents.of(batch).routes):
-            _move(batch, field, numbers, moves, wanted, replicas)
+    if source != target:
+        _hand_over(batch, _route_fields(*_Contents.of(batch).routes), source, target, replicas)
 
 
 def hand_over_scores(batch: Batch, source: list[int], target: list[int], replicas: Replicas) -> None:
     """Routers' scores that replica ``source[i]`` has kept, to replica ``target[i]``. Collective."""
     shapes = gather_objects(next((s.old_scores.shape[1:] for s in batch.sequences if s.old_scores is not None), None))
     shape = next(shape for shape in shapes if shape is not None)
+    kinds = (("old_experts", np.dtype(np.int16)), ("old_scores", np.dtype(np.float32)))
+    fields = [_Field(name, dtype, lambda s: (s.length, *shape)) for name, dtype in kinds]
+    _hand_over(batch, fields, source, target, replicas)
+
+
+def _hand_over(batch: Batch, fields: list[_Field], source: list[int], target: list[int], replicas: Replicas) -> None:
+    """Move ``fields`` of every sequence whose two replicas differ. Collective."""
     numbers = [i for i in range(len(batch.sequences)) if source[i] != target[i]]
     moves = [(i, replicas.speakers[source[i]], replicas.speakers[target[i]]) for i in numbers]
     wanted = [i for i in numbers if target[i] == replicas.own]
-    for name, dtype in (("old_experts", np.dtype(np.int16)), ("old_scores", np.dtype(np.float32))):
-        if numbers:
-            _move(batch, _Field(name, dtype, lambda s: (s.length, *shape)), numbers, moves, wanted, replicas)
+    for field in fields if numbers else ():
+        _move(batch, field, numbers, moves, wanted, replicas)
 
 
 def hand_over_logprobs(
@@ -225,8 +227,7 @@ def keep_scores(batch: Batch, microbatch: Microbatch) -> None:
     """Give the sequences of ``microbatch`` what its `router_now` says of their tokens."""
     experts = microbatch.router_now.experts.to(torch.int16).cpu().numpy()
     log_scores = microbatch.router_now.log_scores.cpu().numpy()
-    starts = np.cumsum([0, *microbatch.row.padded])
-    for i, start in zip(microbatch.indices, starts):  # padding at the end belongs to none
+    for i, start in zip(microbatch.indices, microbatch.row.starts):  # padding at the end belongs to none
         sequence = batch.sequences[i]
         sequence.old_experts = experts[start : start + sequence.length].copy()
         sequence.old_scores = log_scores[start : start + sequence.length].copy()
@@ -239,7 +240,7 @@ def scores_before(batch: Batch, microbatch: Microbatch, device: torch.device) ->
         return None
     shape = (microbatch.tokens.numel(), *sequences[0].old_scores.shape[1:])
     experts, log_scores = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
-    for sequence, start in zip(sequences, np.cumsum([0, *microbatch.row.padded])):
+    for sequence, start in zip(sequences, microbatch.row.starts):
         experts[start : start + sequence.length] = sequence.old_experts
         log_scores[start : start + sequence.length] = sequence.old_scores
     return RouterScores(torch.from_numpy(experts).to(device), torch.from_numpy(log_scores).to(device))
@@ -285,7 +286,7 @@ class Passes:
             RouteError: a sequence's routes are missing or of another model; on every rank.
         """
         chosen = self._deal(batch, indices)[parallel_state.get_data_parallel_rank()]
-        packed = [self._build(batch, indices) for indices in chosen]
+        packed = [self._build(batch, numbers) for numbers in chosen]
         if mode in ("replay", "watch"):
             with self._phase("routes"):
                 self._add_routes(batch, packed)

@@ -7,7 +7,7 @@ The gradient that a pass leaves is that of the rounded weights. The optimizer ap
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -17,10 +17,8 @@ from megatron_rl.config.rollout import QuantizationConfig
 from megatron_rl.model.architecture import Architecture
 from megatron_rl.rollout.weights import rounded
 
-MATRICES = re.compile(r"\.(linear_qkv|linear_proj|linear_fc1|linear_fc2)\.weight\d*$")
-"""Names of what an engine rounds: linear layers of the blocks, and experts."""
-GATED = re.compile(r"\.experts\..*linear_fc1\.weight\d*$")
-"""Of these the gates and ups of experts, which an engine rounds each by itself."""
+_MATRICES = re.compile(r"\.(linear_qkv|linear_proj|linear_fc1|linear_fc2)\.weight\d*$")
+_GATED = re.compile(r"\.experts\..*linear_fc1\.weight\d*$")
 
 
 @contextmanager
@@ -32,12 +30,18 @@ def rounded_weights(
     It costs a copy of the matrices. Tensor-parallel parts are rounded each by itself (`config.model_rules` says where
     an engine does the same).
     """
-    with replaced((p, _as_engine(name, p.detach(), quantization, architecture)) for name, p in _matrices(module)):
+    with replaced((p, _as_engine(name, p.detach(), quantization, architecture)) for name, p in matrices(module)):
         yield
 
 
-def _matrices(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    return ((name, p) for name, p in module.named_parameters() if MATRICES.search(name))
+def matrices(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Names and weights of what an engine rounds: linear layers of the blocks, and experts."""
+    return ((name, p) for name, p in module.named_parameters() if _MATRICES.search(name))
+
+
+def by_halves(through: Callable[[torch.Tensor], torch.Tensor], name: str, weight: torch.Tensor) -> torch.Tensor:
+    """Return ``through`` of ``weight``; of gate and up of an expert each by itself, as an engine has them."""
+    return torch.cat([through(half) for half in weight.chunk(2)]) if _GATED.search(name) else through(weight)
 
 
 def _as_engine(
@@ -45,12 +49,10 @@ def _as_engine(
 ) -> torch.Tensor:
     block = quantization.of_weights
     through = partial(rounded, kind=quantization.weights, block=block)
-    if GATED.search(name) and block[0] is not None:
-        return torch.cat([through(half) for half in weight.chunk(2)])
     if ".linear_qkv." in name and block[0] != 1:
         order = engine_rows(architecture, len(weight)).to(weight.device)
         return torch.empty_like(weight).index_copy_(0, order, through(weight[order]))
-    return through(weight)
+    return through(weight) if block[0] is None else by_halves(through, name, weight)
 
 
 def engine_rows(architecture: Architecture, num_rows: int) -> torch.Tensor:

@@ -25,13 +25,12 @@ class Snapshot:
             (
                 adam,
                 {parameter: _values(state) for parameter, state in adam.state.items()},
-                [{key: value for key, value in group.items() if key != "params"} for group in adam.param_groups],
+                copy.deepcopy([{k: v for k, v in group.items() if k != "params"} for group in adam.param_groups]),
             )
             for adam in _adams(learner)
         ]
-        self._adams = [(adam, states, copy.deepcopy(groups)) for adam, states, groups in self._adams]
-        self._numbers = learner.num_updates, learner.overflow.state_dict(), learner.overflow.scaler.state_dict()
-        self._numbers = copy.deepcopy(self._numbers)
+        overflow = learner.overflow
+        self._numbers = copy.deepcopy((learner.num_updates, overflow.state_dict(), overflow.scaler.state_dict()))
         self._schedule = copy.deepcopy(_of_schedule(learner))
 
     @torch.no_grad()

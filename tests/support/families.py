@@ -17,6 +17,21 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 0.8,
 }
+SIZES = {  # of a config.json whose other keys have their defaults
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+}
+NEEDED = {  # beside these, because its default is refused
+    "deepseek_v3": {
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 32,
+    }
+}
 DENSE = ("qwen3", "qwen2", "llama")
 _OPTIONS = {
     "qwen2_moe": {"mlp_only_layers": [0]},

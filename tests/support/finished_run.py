@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import lzma
 from pathlib import Path
 
 import numpy as np
@@ -35,3 +37,15 @@ def write_run(folder: Path, seed: int, collapses: bool, decays: bool = True, num
             },
         )
     return folder
+
+
+def packed(path: Path, runs: list[dict]) -> Path:
+    """Write a file of packed runs; return its path."""
+    lines = [{"format": 1, "study": "s"}, *runs]
+    path.write_bytes(lzma.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
+    return path
+
+
+def curve(values: list[float]) -> list[dict]:
+    """Return records of a run whose reward has these values."""
+    return [{"step": step, "critic/rewards/mean": value} for step, value in enumerate(values)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import lzma
 import re
 
 import pytest
@@ -12,17 +11,7 @@ from megatron_rl.__main__ import main
 from megatron_rl.commands.score_alarms import read_rules
 from megatron_rl.errors import InputError
 from megatron_rl.monitor.alarms import read_packed
-from tests.support.finished_run import write_run
-
-
-def packed(path, runs: list[dict]):
-    lines = [{"format": 1, "study": "s"}, *runs]
-    path.write_bytes(lzma.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
-    return path
-
-
-def curve(values: list[float]) -> list[dict]:
-    return [{"step": step, "critic/rewards/mean": value} for step, value in enumerate(values)]
+from tests.support.finished_run import curve, packed, write_run
 
 
 def test_the_command_prints_the_two_halves(tmp_path, capsys):

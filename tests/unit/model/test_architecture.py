@@ -10,23 +10,8 @@ import pytest
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import architecture_from, unknown_config_keys
 from megatron_rl.model.families import FAMILIES
+from tests.support.families import NEEDED, SIZES
 from tests.support.tiny import MODEL
-
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 256,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 32,
-}
-NEEDED = {
-    "deepseek_v3": {
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "first_k_dense_replace": 1,
-        "num_key_value_heads": 32,
-    }
-}
 
 
 def config_of(model_type: str, **change: Any) -> dict[str, Any]:

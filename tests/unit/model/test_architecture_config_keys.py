@@ -24,22 +24,8 @@ from megatron_rl.model.architecture import (
     without_effect,
 )
 from megatron_rl.model.families import FAMILIES
+from tests.support.families import NEEDED, SIZES
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 256,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 32,
-}
-NEEDED = {
-    "deepseek_v3": {
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "first_k_dense_replace": 1,
-        "num_key_value_heads": 32,
-    }
-}
 OWN_HEADS = ("qwen2", "qwen2_moe", "deepseek_v3", "olmoe")  # families whose widths of heads follow from other keys
 TEXT_CONFIGS = {"hf_config", "hf_text_config", "text_config"}
 # vLLM's files of each family.

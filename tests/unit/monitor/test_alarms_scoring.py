@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import lzma
-
 import pytest
 
 from megatron_rl.config.monitor import AlarmRule
@@ -18,16 +15,7 @@ from megatron_rl.monitor.alarms import (
     score_run,
     score_set,
 )
-
-
-def packed(path, runs: list[dict]):
-    lines = [{"format": 1, "study": "s"}, *runs]
-    path.write_bytes(lzma.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
-    return path
-
-
-def curve(values: list[float]) -> list[dict]:
-    return [{"step": step, "critic/rewards/mean": value} for step, value in enumerate(values)]
+from tests.support.finished_run import curve, packed
 
 
 def test_packed_runs_are_read_once_each(tmp_path):
