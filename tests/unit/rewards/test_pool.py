@@ -105,6 +105,25 @@ def test_a_killed_worker_process_is_replaced(pool, judge):
     assert [outcome.value for outcome in judge("yes", "yes")] == [1.0, 1.0]
 
 
+def test_a_lost_worker_is_replaced_before_its_outcome_is_told(file, monkeypatch):
+    """So that the caller finds the pool whole, however long the start of a process takes."""
+    task = {"kind": f"{file}:judge", "solution_str": "sleep", "ground_truth": "yes"}
+    with WorkerPool(1, timeout_s=0.2, memory_limit_mib=512, functions=[f"{file}:judge"]) as pool:
+        (future,) = pool.submit([task])
+        start, at_the_start = pool._start, []
+
+        def slowly(share):
+            at_the_start.append(future.done())
+            return start(share)
+
+        monkeypatch.setattr(pool, "_start", slowly)
+        while not future.running():
+            time.sleep(0.01)
+        os.killpg(pool.pids[0], signal.SIGKILL)
+        assert future.result(PATIENCE_S).failure == "crash"
+        assert (at_the_start, pool.num_restarts) == ([False], 1)
+
+
 @pytest.mark.parametrize(
     ("candidate", "gold"),
     [

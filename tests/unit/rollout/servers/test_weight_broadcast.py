@@ -11,6 +11,7 @@ import math
 import os
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -293,6 +294,24 @@ def test_the_end_of_a_group_cannot_fall_into_the_end_of_the_process():
         if thread.name == "end of held":
             thread.join(STALL_S)
     assert dropped == [True] * 3
+
+
+def test_a_closed_group_is_dropped_at_once_and_the_store_lingers():
+    """A thread of gloo whose peer is gone is busy as long as the group is there; late members look into the store."""
+    gone = threading.Event()
+
+    class Held:
+        def abort(self) -> None:
+            pass
+
+        def __del__(self) -> None:
+            gone.set()
+
+    group = WeightGroup(GroupPlace("lingers", HOST, 1, 1, 3, "gloo", STALL_S), 0, HashStore())
+    group._group, held = Held(), weakref.ref(group.store)
+    group.close()
+    assert gone.wait(STALL_S / 2)  # before the store's time is over
+    assert held() is not None
 
 
 def test_the_address_is_one_that_all_servers_reach():
