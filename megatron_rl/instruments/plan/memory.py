@@ -374,6 +374,13 @@ def _kept_sets(work: Workload) -> float:
     return kept_set_size(work) / work.data_parallel * work.gpus_per_node
 
 
+def _router_scores(work: Workload) -> float:
+    """Return the bytes of `Sequence.old_experts` (int16) and `old_scores` (float32) on a node, for router_shift."""
+    a = work.architecture
+    by_token = (2 + 4) * sum(a.moe_layers) * a.experts_per_token if work.recipe.objective.router_shift else 0
+    return work.trained_tokens * by_token / work.data_parallel * work.gpus_per_node
+
+
 def host_phase(work: Workload, plan: MemoryPlan) -> Phase:
     """Return the contents of one node's host memory at its peak, with the node's capacity."""
     offload, ranks = work.recipe.learner.offload, work.gpus_per_node
@@ -382,8 +389,13 @@ def host_phase(work: Workload, plan: MemoryPlan) -> Phase:
         ("Adam's states, page-locked", ranks * plan.learner.states * offload.optimizer),
         ("weights, page-locked", ranks * plan.learner.weights * offload.weights),
         ("weights of earlier updates", ranks * plan.learner.weights * work.earlier_weights),
+        (
+            "the learner before a proposed update (acceptance)",
+            ranks * (plan.learner.weights + plan.learner.states) * (work.recipe.acceptance is not None),
+        ),
         ("a checkpoint on its way", ranks * checkpoint_cost(work).host),
         ("responses, routes, packed rows", own_code(work).host_node),
         (f"kept sets, {kept_set_size(work) / 1e9:.1f} GB a step (rollout.kept_sets)", _kept_sets(work)),
+        ("routers' scores before the update (objective.router_shift)", _router_scores(work)),
     )
     return Phase("host memory", tuple(item for item in items if item[1]), work.host_gib * GIB)

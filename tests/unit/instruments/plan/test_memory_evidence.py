@@ -129,6 +129,27 @@ def test_the_command_prints_it(capsys):
     assert f'"after_alarm": {kept}' in text
 
 
+ALONE = ("learner.parallel.tensor=1", "batch.minibatches=2")  # what router_shift wants
+PROPOSED = ("acceptance.tolerance=0.1", "data.validation=m.jsonl")
+
+
+def test_what_remedies_keep_on_the_host_is_counted():
+    """A proposed update: weights, moments and masters of every rank of a node. RSPO: 6 bytes a token, layer and expert
+    of its 8; each rank has those of its replica."""
+    plain = work(R3, "h100-80", *ALONE)
+    shifted, proposed = (
+        work(R3, "h100-80", *ALONE, "objective.router_shift=0.8"),
+        work(R3, "h100-80", *ALONE, *PROPOSED),
+    )
+    items = [dict(host_phase(planned, memory_plan(planned)).items) for planned in (plain, shifted, proposed)]
+    (scores,) = items[1].keys() - items[0].keys()
+    tokens = shifted.trained_tokens / shifted.data_parallel * shifted.gpus_per_node
+    assert items[1][scores] == rounded(tokens * 48 * 8 * 6, roundings=4)
+    (snapshot,) = items[2].keys() - items[0].keys()
+    learner = memory_plan(proposed).learner
+    assert items[2][snapshot] == 8 * (learner.weights + learner.moments + learner.masters)
+
+
 KEPT = ("rollout.kept_sets=true", "rollout.top_k=100", "rollout.top_p=0.9")
 
 
