@@ -3,11 +3,11 @@
 Export yields whole tensors in Hugging Face names, one at a time, on every rank, for a rollout engine or a checkpoint.
 It holds the tensors of one parameter at a time.
 
-Every rank writes an equal share without asking another one: of the optimizer the part that it owns (fp32 master weight
-and Adam's two moments), of the weights, which data-parallel ranks hold alike, its part of their total. A share is a
-range of flattened tensors. On disk it is boxes of whole tensors under the names of Megatron's ``fully_reshardable``
-format, so that every layout can read it. Megatron's own builder of that format gathers each buffer on all
-data-parallel ranks first, which takes 12 bytes a parameter of the rank's model part.
+Every rank writes an equal share and needs no other rank for it. Of the optimizer it writes the part that it owns: the
+fp32 master weights and Adam's two moments. Data-parallel ranks hold the same weights, so each writes an equal part of
+them. A share is a range of flattened tensors. The file has it as boxes of whole tensors, under the names of Megatron's
+``fully_reshardable`` format, so that every layout can read it. Megatron's own builder of that format gathers each
+buffer on all data-parallel ranks first, which takes 12 bytes a parameter of the rank's model part.
 """
 
 from __future__ import annotations
@@ -165,8 +165,9 @@ class WeightMap:
         """Yield ``(Hugging Face name, whole tensor)``, in the same order on every rank.
 
         Args:
-            read: parameter → the values to send, of its shape and dtype unless ``dtype`` is given; None: its own.
-            dtype: what to round to; None: as read.
+            read: returns the values to send for a parameter, in its shape, and in its dtype unless ``dtype`` is given.
+                None sends the parameter's own values.
+            dtype: the type to round to. None keeps the type that was read.
 
         Every rank must consume all of it: gathering is collective. A tensor that no rank has to join is a view of the
         parameter, so one that is kept has to be cloned.
@@ -189,7 +190,7 @@ class WeightMap:
         return values if dtype is None else values.to(dtype)
 
     def _is_whole(self, entry: Entry) -> bool:
-        """Whether every rank holds all of the tensors that ``entry`` stands for."""
+        """Return whether every rank holds all tensors of ``entry``."""
         is_expert = entry.local_expert is not None
         tp = self._etp if is_expert else self._tp
         return self._pp == 1 and (tp == 1 or entry.sharding == "replicated") and (self._ep == 1 or not is_expert)
@@ -207,7 +208,7 @@ class WeightMap:
     def _all_shards(
         self, entry: Entry, values: torch.Tensor | None, dtype: torch.dtype | None
     ) -> Iterable[list[torch.Tensor]]:
-        """The shards of every tensor that ``entry`` stands for: of one, or of one expert of each expert-parallel rank.
+        """Return the shards of every tensor of ``entry``: one tensor, or one expert of each expert-parallel rank.
 
         ``values``: this rank's, None on ranks of other stages. A gathered byte is written once.
         """
@@ -280,7 +281,7 @@ def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_state(model: GPTModel, optimizer: MegatronOptimizer, values: Values = as_it_is) -> dict[str, Any]:
-    """What this rank writes: "model" and "slices" hold shards of its own, whose data are views of the live tensors.
+    """Return the shards that this rank writes, under "model" and "slices". Their data are views of the live tensors.
     No other rank takes part, and nothing is copied.
 
     ``values``: a tensor of the model → its values, wherever they are; the optimizer's own are read as they are.
@@ -311,8 +312,8 @@ def sharded_weights(model: GPTModel) -> dict[str, Any]:
 def _adapters(model: GPTModel, weights: dict[str, Any]) -> Iterator[tuple[str, Sharded]]:
     """Adapters (`learner.lora`) of which Megatron's modules do not know that ranks share them, or that leave them out.
 
-    A factor that tensor-parallel ranks share has its axis in ``adapter_cut``. Whatever the layout is, a file holds it
-    whole under the name of its layer, gate before up.
+    A factor that tensor-parallel ranks share has its axis in ``adapter_cut``. In every layout a file holds the whole
+    factor under the name of its layer, gate before up.
     """
     for name, parameter in model.named_parameters():
         layer, _, own = name.rpartition(".")
@@ -362,8 +363,8 @@ def optimizer_settings(optimizer: MegatronOptimizer) -> dict[Any, Any]:
 
 
 def load_optimizer_settings(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
-    """Load ``state``, which torch's Adam wrote or TransformerEngine's: settings that only one of them has stay as they
-    were, and the number of steps is a whole number for TransformerEngine's kernel."""
+    """Load ``state``, which torch's Adam or TransformerEngine's wrote. Settings that only one of them has stay as they
+    were. The number of steps becomes a whole number, as TransformerEngine's kernel wants it."""
     inner = [chained.optimizer for chained in distributed_optimizers(optimizer)]
     own = [[{k: v for k, v in group.items() if k != "step"} for group in adam.param_groups] for adam in inner]
     parts = [state] if len(optimizer.chained_optimizers) == 1 else list(state.values())
@@ -430,7 +431,7 @@ class _Piece:
 
 
 def _pieces(base: Sharded) -> list[_Piece]:
-    """Which tensors on disk ``base`` belongs to: gate and up projection, fused in memory, are two."""
+    """Return the tensors on disk that ``base`` belongs to. Gate and up projection are one in memory and two on disk."""
     shape = replace(base, data=torch.empty_like(base.data, device="meta", memory_format=torch.contiguous_format))
     built = shape.build() if isinstance(shape, ShardedTensorFactory) else shape
     pieces = []

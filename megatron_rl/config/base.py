@@ -33,9 +33,12 @@ AnyPath = Annotated[Path, Strict(False)]
 
 @dataclass(frozen=True)
 class LookedUp:
-    """Mark of a field that names something to read: a relative path counts from the folder of the recipe that names it,
-    where it is there, else from the working directory. With ``is_function``, of ``path/to/file.py:function``. With
-    ``hub``, what is no such path may be a name of the Hugging Face hub, of this kind."""
+    """Mark of a field that names something to read.
+
+    A relative path is looked up in the folder of the recipe that names it, then in the working directory. With
+    ``is_function`` the text is ``path/to/file.py:function``. With ``hub``, a text that is not the path of a file may be
+    a name of this kind on the Hugging Face hub.
+    """
 
     is_function: bool = False
     hub: Literal["model", "dataset"] | None = None
