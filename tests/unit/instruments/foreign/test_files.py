@@ -21,7 +21,7 @@ LOGS = Path(__file__).with_name("logs.tar.xz")
 def logs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("logs")
     with tarfile.open(LOGS) as archive:
-        archive.extractall(folder, filter="data")
+        archive.extractall(folder)
     return folder
 
 

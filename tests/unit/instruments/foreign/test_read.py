@@ -37,7 +37,7 @@ FLOAT32 = 2.0**-24
 def logs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("logs")
     with tarfile.open(LOGS) as archive:
-        archive.extractall(folder, filter="data")
+        archive.extractall(folder)
     return folder
 
 
