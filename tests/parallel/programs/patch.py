@@ -31,7 +31,8 @@ LAYERS, HIDDEN, EXPERTS, TOPK = 4, 32, 4, 2
 
 def transformer_config(layout: Layout) -> TransformerConfig:
     """Qwen3-MoE in small, fp32, without anything random or fused."""
-    jit.disable_jit_fuser()  # torch.compile costs 20 s for each process
+    if hasattr(jit, "disable_jit_fuser"):  # from 0.16 on
+        jit.disable_jit_fuser()  # torch.compile costs 20 s for each process
     return TransformerConfig(
         **{
             "num_layers": LAYERS,

@@ -15,21 +15,16 @@ own leave it, in `RLRuntimeState`. The helpers of data sets, in C++, are not com
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock
 
 TREE, LENGTHS, OUT, WARMUP, MODE = sys.argv[1:]
 BATCH, LENGTH, VOCABULARY = 4, 8, 32
 LR, MIN_LR = "1e-3", "1e-4"
-UNUSED = ("six", "wandb")  # imported by tokenizers and logs that nothing here uses
 
 sys.path.insert(0, TREE)
 lengths = json.loads(Path(LENGTHS).read_text())
@@ -49,55 +44,11 @@ os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0
 os.environ.setdefault("MASTER_PORT", "0")
 
 import torch  # noqa: E402
-from torch.overrides import TorchFunctionMode  # noqa: E402
-
-
-class OnCpu(TorchFunctionMode):
-    """Tensors that are asked for on CUDA are made on the CPU."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if "cuda" in str(kwargs.get("device", "")):
-            kwargs["device"] = "cpu"
-        return function(*args, **kwargs)
-
-
-class Stream:
-    def wait_stream(self, other: Stream) -> None:
-        pass
-
-
-def replace_cuda() -> None:
-    answers = {
-        "device_count": 1,
-        "set_device": None,
-        "current_device": "cpu",
-        "current_stream": Stream(),
-        "stream": nullcontext(),
-        "synchronize": None,
-        "empty_cache": None,
-        "memory_allocated": 0,
-        "max_memory_allocated": 0,
-        "memory_reserved": 0,
-        "max_memory_reserved": 0,
-        "device_memory_used": 0,
-        "get_device_capability": (8, 0),
-    }
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
-    torch.cuda.Stream = Stream
-    torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self
-    kernels = ModuleType("megatron.core.transformer.custom_layers.batch_invariant_kernels")  # Triton's
-    kernels.__getattr__ = lambda name: MagicMock()
-    sys.modules[kernels.__name__] = kernels
-    for name in UNUSED:
-        if importlib.util.find_spec(name) is None:
-            sys.modules[name] = MagicMock(__spec__=None, __path__=[])
+from on_cpu import replace_cuda  # noqa: E402
 
 
 def main() -> None:
     replace_cuda()
-    OnCpu().__enter__()
     from megatron.core.enums import ModelType
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec

@@ -1,0 +1,221 @@
+"""Under each release of Megatron-Core: our tests of its patches, or Megatron's own unit tests before and after them.
+
+    python -m tools.dev.release_tests                             our tests, every release with a pinned wheel
+    python -m tools.dev.release_tests --releases 0.17.1,0.18.2
+    python -m tools.dev.release_tests --checkout MEGATRON_LM      Megatron's own tests
+
+A release is its pinned wheel, unpacked, with all series applied, before the packages of this environment: nothing is
+installed, and this Python runs it. Wheels for another Python do, because what they have compiled is the index of data
+sets, which no test here reads. From 0.18 on Megatron-Core imports Triton: the one that `tools/setup_tests.sh` fetched
+is put beside it.
+
+``--checkout`` is a git repository of Megatron-LM with the release's tag, which has the tests that no wheel holds. Of
+them run, on one CPU rank, those that import a file that a patch changes (tests/patches/programs/on_cpu.py says what is
+replaced). A test that passes on upstream's files must pass on the patched ones.
+
+Prints a Markdown table. Exit status 1: a test of ours fails, or one of Megatron's is lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_rl.patching import releases, states, upstream
+from megatron_rl.patching.series import PURPOSES, Series
+from megatron_rl.patching.target import Target
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = ROOT / ".cache"
+BESIDE_TRAILERS = {
+    "routing": ("tests/patches/test_router_replay_units.py", "tests/parallel/test_router_replay.py"),
+    "precision": ("tests/parallel/test_learner_precision.py",),
+}
+"""Tests of a purpose beside those that its patches name: of our learner, which wants what `routing` patches."""
+OURS_S, THEIRS_S = 1800, 900  # of one release; of one folder of Megatron's tests
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--releases", help="versions, with commas between (default: all with a pinned wheel)")
+    parser.add_argument("--checkout", type=Path, help="a git repository of Megatron-LM: run its own tests")
+    parser.add_argument("--only", default="", help="of them, those below this folder of tests/unit_tests")
+    options = parser.parse_args()
+    pinned = {series.pins["Version"]: series for series in known_releases()}
+    wanted = options.releases.split(",") if options.releases else list(pinned)
+    if unknown := [version for version in wanted if version not in pinned]:
+        parser.error(f"--releases: found {', '.join(unknown)}; pinned are {', '.join(pinned)}")
+    columns = [f"`{purpose}`" for purpose in PURPOSES]
+    if options.checkout:
+        columns = ["passed before", "lost after", "gained after"]
+    print(f"| release | {' | '.join(columns)} |")
+    print("|---" * (len(columns) + 1) + "|")
+    bad = False
+    for version in wanted:
+        with tempfile.TemporaryDirectory(prefix="release-") as folder:
+            if options.checkout:
+                cells, failures = row_of_theirs(pinned[version], options.checkout, options.only, Path(folder))
+            else:
+                cells, failures = row_of_ours(pinned[version], Path(folder))
+        print(f"| {version} | {' | '.join(cells)} |", flush=True)
+        print("".join(f"{version}: {line}\n" for line in failures), file=sys.stderr, end="", flush=True)
+        bad |= bool(failures)
+    return 1 if bad else 0
+
+
+def known_releases() -> list[Series]:
+    """The series of Megatron's releases that pin a wheel."""
+    folder = ROOT / "patches"
+    every = (Series.read(folder / name) for name in releases.names(folder))
+    return [series for series in every if series.purposes and series.archives]
+
+
+def row_of_ours(series: Series, folder: Path) -> tuple[list[str], list[str]]:
+    """A cell for each purpose, and what fails."""
+    root = upstream.unpack(upstream.fetch(series, CACHE / "patches", None), folder / "wheel", series.pins["Root"])
+    states.apply_or_revert(series, Target(root, None), False, series.purposes)
+    add_triton(root)
+    files = {purpose: tests_of(series, purpose) for purpose in series.purposes}
+    found = run_ours(root, sorted(set().union(*files.values())), folder / "ours.xml")
+    cells = [cell(found, files[purpose]) if purpose in files else "–" for purpose in PURPOSES]
+    return cells, [test for test, outcome in found.items() if outcome == "failed"]
+
+
+def row_of_theirs(series: Series, checkout: Path, only: str, folder: Path) -> tuple[list[str], list[str]]:
+    """How many of Megatron's own tests pass on its files, are lost by the patches and gained; and which are lost."""
+    before, after = (
+        passed(run_theirs(series, checkout, folder / side, side == "after", only)) for side in ("before", "after")
+    )
+    return [str(len(before)), str(len(before - after)), str(len(after - before))], sorted(before - after)
+
+
+def passed(found: Mapping[str, str]) -> set[str]:
+    return {test for test, outcome in found.items() if outcome == "passed"}
+
+
+def add_triton(root: Path) -> None:
+    """Put the tests' Triton beside Megatron's files, where this environment has none."""
+    for part in (CACHE / "transformer-engine").glob("triton*"):
+        (root / part.name).symlink_to(part)
+
+
+def tests_of(series: Series, purpose: str) -> set[str]:
+    """The files of our tests that say whether the patches of ``purpose`` do what they are for."""
+    named = {patch.trailers["Test"] for patch in series.patches if patch.purpose == purpose}
+    return named | set(BESIDE_TRAILERS.get(purpose, ()) if "routing" in series.purposes else ())
+
+
+def run_ours(root: Path, files: Sequence[str], report: Path) -> dict[str, str]:
+    """Test → "passed", "skipped" or "failed", with the package below ``root`` in the place of the installed one."""
+    environment = os.environ | {"PYTHONPATH": f"{root}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "not slow", "-p", "no:cacheprovider"]
+    command += ["--tb=short", f"--junitxml={report}", *files]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=OURS_S)
+    if done.returncode not in (0, 1) or not report.is_file():
+        raise SystemExit(f"{root}: our tests did not run:\n{done.stdout[-4000:]}{done.stderr[-2000:]}")
+    if done.returncode:
+        print(done.stdout[-8000:], file=sys.stderr)
+    return outcomes_of(report)
+
+
+def outcomes_of(report: Path) -> dict[str, str]:
+    """Test → outcome, from pytest's report in JUnit's form."""
+    found = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        told = {child.tag for child in case}
+        outcome = "failed" if told & {"failure", "error"} else "skipped" if "skipped" in told else "passed"
+        found[f"{case.get('classname')}::{case.get('name')}"] = outcome
+    return found
+
+
+def cell(found: Mapping[str, str], files: set[str]) -> str:
+    """How many tests of ``files`` pass, and of how many if not all do."""
+    modules = {file.removesuffix(".py").replace("/", ".") for file in files}
+    outcomes = [outcome for test, outcome in found.items() if module_of(test) in modules and outcome != "skipped"]
+    good = outcomes.count("passed")
+    return str(good) if good == len(outcomes) else f"{good} of {len(outcomes)}"
+
+
+def module_of(test: str) -> str:
+    """The module of a test, whose name may go on with a class."""
+    return re.sub(r"\.[A-Z]\w*$", "", test.split("::")[0])
+
+
+def run_theirs(series: Series, checkout: Path, folder: Path, patched: bool, only: str) -> dict[str, str]:
+    """Outcomes of Megatron's own tests of the files that patches change, on a tree below ``folder``."""
+    folder.mkdir()
+    commit = commit_of(series, checkout)
+    archive = subprocess.run(
+        ["git", "-C", checkout, "archive", commit, "megatron", "tests"], check=True, capture_output=True
+    )
+    subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+    tests = touched_tests(series, folder, only)
+    if patched:
+        states.apply_or_revert(series, Target(folder, None), False, series.purposes)
+    add_triton(folder)
+    found: dict[str, str] = {}
+    for place in sorted({test.parent for test in tests}):
+        found |= run_place(folder, [test for test in tests if test.parent == place])
+    shutil.rmtree(folder)
+    return found
+
+
+def commit_of(series: Series, checkout: Path) -> str:
+    """The tag of the release, else the branch of its line."""
+    version = series.pins["Version"]
+    for name in (f"core_v{version}", f"core_r{releases.line(version)}.0", f"origin/core_r{releases.line(version)}.0"):
+        command = ["git", "-C", checkout, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"]
+        if subprocess.run(command, capture_output=True).returncode == 0:
+            return name
+    raise SystemExit(f"{checkout}: has neither core_v{version} nor core_r{releases.line(version)}.0")
+
+
+def touched_tests(series: Series, root: Path, only: str) -> list[Path]:
+    """Megatron's test files that import a file that a patch changes."""
+    modules = [path.removesuffix(".py").replace("/", ".").rpartition(".") for path in series.paths]
+    names = "|".join(
+        rf"{re.escape(f'{package}.{name}')}\b|from {re.escape(package)} import [^\n]*\b{name}\b"
+        for package, _, name in modules
+    )
+    pattern = re.compile(names)
+    files = sorted((root / "tests" / "unit_tests" / only).rglob("test_*.py"))
+    return [file for file in files if pattern.search(file.read_text())]
+
+
+def run_place(root: Path, tests: Sequence[Path]) -> dict[str, str]:
+    """Outcomes of tests of one folder. Where their process ends early, those that it had not reached have none."""
+    outcomes = root / "outcomes.json"
+    outcomes.unlink(missing_ok=True)
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
+        "PYTHONPATH": f"{root}:{ROOT / 'tests' / 'patches' / 'programs'}",
+        "OUTCOMES": str(outcomes),
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # compiling costs 20 s a function
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
+    command = [sys.executable, "-m", "pytest", "--noconftest", "-p", "on_cpu", "-c", os.devnull, "--rootdir", root]
+    command += ["-p", "no:cacheprovider", "-q", "--tb=no", "--continue-on-collection-errors", "--timeout", "60", *tests]
+    try:
+        subprocess.run(command, cwd=root, env=environment, capture_output=True, timeout=THEIRS_S)
+    except subprocess.TimeoutExpired:
+        print(f"{tests[0].parent}: not done within {THEIRS_S} s", file=sys.stderr)
+    return json.loads(outcomes.read_text()) if outcomes.is_file() else {}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
