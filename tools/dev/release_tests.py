@@ -1,17 +1,19 @@
 """Under each release of Megatron-Core: our tests of its patches, or Megatron's own unit tests before and after them.
 
-    python -m tools.dev.release_tests                             our tests, every release with a pinned wheel
+    python -m tools.dev.release_tests                                  our tests, every release with a pinned wheel
     python -m tools.dev.release_tests --releases 0.17.1,0.18.2
-    python -m tools.dev.release_tests --checkout MEGATRON_LM      Megatron's own tests
+    python -m tools.dev.release_tests --checkout MEGATRON_LM           the main branch as well
+    python -m tools.dev.release_tests --checkout MEGATRON_LM --own     Megatron's own tests
 
 A release is its pinned wheel, unpacked, with all series applied, before the packages of this environment: nothing is
 installed, and this Python runs it. Wheels for another Python do, because what they have compiled is the index of data
 sets, which no test here reads. From 0.18 on Megatron-Core imports Triton: the one that `tools/setup_tests.sh` fetched
 is put beside it.
 
-``--checkout`` is a git repository of Megatron-LM with the release's tag, which has the tests that no wheel holds. Of
-them run, on one CPU rank, those that import a file that a patch changes (tests/patches/programs/on_cpu.py says what is
-replaced). A test that passes on upstream's files must pass on the patched ones.
+``--checkout`` is a git repository of Megatron-LM: of what has no wheel it gives the commit that UPSTREAM names, and for
+``--own`` the tests, which no wheel holds. Of those run, on one CPU rank, the files that import a file that a patch
+changes (tests/patches/programs/on_cpu.py says what is replaced). A test that passes on upstream's files must pass on
+the patched ones.
 
 Prints a Markdown table. Exit status 1: a test of ours fails, or one of Megatron's is lost.
 """
@@ -47,41 +49,51 @@ OURS_S, THEIRS_S = 1800, 900  # of one release; of one folder of Megatron's test
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--releases", help="versions, with commas between (default: all with a pinned wheel)")
-    parser.add_argument("--checkout", type=Path, help="a git repository of Megatron-LM: run its own tests")
+    parser.add_argument("--checkout", type=Path, help="a git repository of Megatron-LM")
+    parser.add_argument("--own", action="store_true", help="run Megatron's own tests, before and after")
     parser.add_argument("--only", default="", help="of them, those below this folder of tests/unit_tests")
     options = parser.parse_args()
-    pinned = {series.pins["Version"]: series for series in known_releases()}
+    if options.own and options.checkout is None:
+        parser.error("--own: name a git repository of Megatron-LM with --checkout; no wheel has its tests")
+    pinned = {series.pins["Version"]: series for series in known_releases(options.checkout is not None)}
     wanted = options.releases.split(",") if options.releases else list(pinned)
     if unknown := [version for version in wanted if version not in pinned]:
         parser.error(f"--releases: found {', '.join(unknown)}; pinned are {', '.join(pinned)}")
     columns = [f"`{purpose}`" for purpose in PURPOSES]
-    if options.checkout:
+    if options.own:
         columns = ["passed before", "lost after", "gained after"]
     print(f"| release | {' | '.join(columns)} |")
     print("|---" * (len(columns) + 1) + "|")
     bad = False
     for version in wanted:
         with tempfile.TemporaryDirectory(prefix="release-") as folder:
-            if options.checkout:
+            if options.own:
                 cells, failures = row_of_theirs(pinned[version], options.checkout, options.only, Path(folder))
             else:
-                cells, failures = row_of_ours(pinned[version], Path(folder))
+                cells, failures = row_of_ours(pinned[version], options.checkout, Path(folder))
         print(f"| {version} | {' | '.join(cells)} |", flush=True)
         print("".join(f"{version}: {line}\n" for line in failures), file=sys.stderr, end="", flush=True)
         bad |= bool(failures)
     return 1 if bad else 0
 
 
-def known_releases() -> list[Series]:
-    """The series of Megatron's releases that pin a wheel."""
+def known_releases(without_wheel: bool) -> list[Series]:
+    """The series of Megatron's releases that pin a wheel, and perhaps of what has none."""
     folder = ROOT / "patches"
     every = (Series.read(folder / name) for name in releases.names(folder))
-    return [series for series in every if series.purposes and series.archives]
+    return [series for series in every if series.purposes and (series.archives or without_wheel)]
 
 
-def row_of_ours(series: Series, folder: Path) -> tuple[list[str], list[str]]:
+def row_of_ours(series: Series, checkout: Path | None, folder: Path) -> tuple[list[str], list[str]]:
     """A cell for each purpose, and what fails."""
-    root = upstream.unpack(upstream.fetch(series, CACHE / "patches", None), folder / "wheel", series.pins["Root"])
+    if series.archives or checkout is None:
+        root = upstream.unpack(upstream.fetch(series, CACHE / "patches", None), folder / "wheel", series.pins["Root"])
+    else:
+        root = unpack_commit(series, checkout, folder / "tree", "megatron")
+        about = root / f"megatron_core-{series.pins['Version']}.dist-info"
+        about.mkdir()
+        text = f"Metadata-Version: 2.1\nName: {series.package}\nVersion: {series.pins['Version']}\n"
+        (about / "METADATA").write_text(text)
     states.apply_or_revert(series, Target(root, None), False, series.purposes)
     add_triton(root)
     files = {purpose: tests_of(series, purpose) for purpose in series.purposes}
@@ -152,12 +164,7 @@ def module_of(test: str) -> str:
 
 def run_theirs(series: Series, checkout: Path, folder: Path, patched: bool, only: str) -> dict[str, str]:
     """Outcomes of Megatron's own tests of the files that patches change, on a tree below ``folder``."""
-    folder.mkdir()
-    commit = commit_of(series, checkout)
-    archive = subprocess.run(
-        ["git", "-C", checkout, "archive", commit, "megatron", "tests"], check=True, capture_output=True
-    )
-    subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+    unpack_commit(series, checkout, folder, "megatron", "tests")
     tests = touched_tests(series, folder, only)
     if patched:
         states.apply_or_revert(series, Target(folder, None), False, series.purposes)
@@ -169,14 +176,25 @@ def run_theirs(series: Series, checkout: Path, folder: Path, patched: bool, only
     return found
 
 
+def unpack_commit(series: Series, checkout: Path, folder: Path, *parts: str) -> Path:
+    """``folder`` with these parts of the release's commit."""
+    folder.mkdir()
+    command = ["git", "-C", checkout, "archive", commit_of(series, checkout), *parts]
+    archive = subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+    return folder
+
+
 def commit_of(series: Series, checkout: Path) -> str:
-    """The tag of the release, else the branch of its line."""
+    """The commit that UPSTREAM names, the tag of the release, else the branch of its line."""
     version = series.pins["Version"]
-    for name in (f"core_v{version}", f"core_r{releases.line(version)}.0", f"origin/core_r{releases.line(version)}.0"):
+    named = re.findall(r"at ([0-9a-f]{40})", series.pins["Source"])
+    branch = f"core_r{releases.line(version)}.0"
+    for name in (*named, f"core_v{version}", branch, f"origin/{branch}"):
         command = ["git", "-C", checkout, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"]
         if subprocess.run(command, capture_output=True).returncode == 0:
             return name
-    raise SystemExit(f"{checkout}: has neither core_v{version} nor core_r{releases.line(version)}.0")
+    raise SystemExit(f"{checkout}: has neither {' nor '.join((*named, f'core_v{version}', branch))}")
 
 
 def touched_tests(series: Series, root: Path, only: str) -> list[Path]:

@@ -56,7 +56,7 @@ def test_the_engine_takes_the_learners_gpu(visible, monkeypatch):
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_expandable_segments_are_off_for_the_engines_memory(name, monkeypatch):
-    """CUDA's memory pools cannot be made of them, and vLLM knows one of torch's names of the variable."""
+    """CUDA's memory pools cannot be made of them, and vLLM 0.30 knows one of torch's names of the variable."""
     from vllm.device_allocator import cumem
 
     settings: list[str] = []
@@ -64,6 +64,7 @@ def test_expandable_segments_are_off_for_the_engines_memory(name, monkeypatch):
         monkeypatch.delenv(known, raising=False)
     monkeypatch.setenv(name, "expandable_segments:True")
     monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", settings.append)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append, raising=False)  # vLLM 0.32
     pool = (SimpleNamespace(snapshot=list), None)
     monkeypatch.setattr(cumem, "use_memory_pool_with_allocator", lambda *_: nullcontext(pool))
     with process_state.contained(0), cumem.CuMemAllocator().use_memory_pool("weights"):

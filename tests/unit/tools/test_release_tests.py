@@ -1,0 +1,72 @@
+"""What is run under each release of Megatron-Core, and how outcomes are counted."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from tests.support.tiny import REPOSITORY
+from tools.dev import release_tests
+
+SERIES = {series.pins["Version"]: series for series in release_tests.known_releases(True)}
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.parallel.test_a" name="one"/>
+<testcase classname="tests.parallel.test_a.TestMore" name="two"><skipped/></testcase>
+<testcase classname="tests.parallel.test_a.TestMore" name="three"><failure/></testcase>
+<testcase classname="tests.parallel.test_b" name="four"><error/></testcase>
+</testsuite></testsuites>"""
+
+
+@pytest.mark.parametrize("version", SERIES)
+def test_each_series_of_a_release_has_tests_that_exist(version):
+    for purpose in SERIES[version].purposes:
+        files = release_tests.tests_of(SERIES[version], purpose)
+        assert files
+        assert all((REPOSITORY / file).is_file() for file in files)
+    learners = release_tests.BESIDE_TRAILERS["precision"][0]
+    assert (learners in release_tests.tests_of(SERIES[version], "precision")) == (version != "0.15.3")
+
+
+def test_outcomes_are_counted_by_file(tmp_path):
+    (tmp_path / "report.xml").write_text(REPORT)
+    found = release_tests.outcomes_of(tmp_path / "report.xml")
+    assert list(found.values()) == ["passed", "skipped", "failed", "failed"]
+    assert release_tests.cell(found, {"tests/parallel/test_a.py"}) == "1 of 2"
+    assert release_tests.cell(found, {"tests/parallel/test_a.py", "tests/parallel/test_b.py"}) == "1 of 3"
+    assert release_tests.cell({"tests.test_c::one": "passed"}, {"tests/test_c.py"}) == "1"
+
+
+def test_megatrons_tests_are_those_of_files_that_patches_change(tmp_path):
+    folder = tmp_path / "tests" / "unit_tests" / "moe"
+    folder.mkdir(parents=True)
+    (folder / "test_router.py").write_text("from megatron.core.transformer.moe.router import TopKRouter\n")
+    (folder / "test_package.py").write_text("from megatron.core.transformer.moe import experts, router\n")
+    (folder / "test_other.py").write_text("from megatron.core.transformer.moe.router_of_others import x\n")
+    found = release_tests.touched_tests(SERIES["0.16.1"], tmp_path, "")
+    assert [path.name for path in found] == ["test_package.py", "test_router.py"]
+    assert release_tests.touched_tests(SERIES["0.16.1"], tmp_path, "dist_checkpointing") == []
+
+
+def test_a_test_that_the_patches_lose_is_named(monkeypatch, tmp_path):
+    outcomes = {False: {"a": "passed", "b": "passed", "c": "failed"}, True: {"a": "passed", "c": "passed"}}
+    monkeypatch.setattr(release_tests, "run_theirs", lambda series, checkout, folder, patched, only: outcomes[patched])
+    cells, lost = release_tests.row_of_theirs(SERIES["0.16.1"], tmp_path, "", tmp_path)
+    assert (cells, lost) == (["2", "1", "1"], ["b"])
+
+
+def test_a_release_is_the_commit_that_upstream_names_its_tag_or_its_branch(tmp_path):
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.invalid"]
+        subprocess.run(["git", *identity, "-C", str(tmp_path), *arguments], check=True, capture_output=True)
+
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "one")
+    git("tag", "core_v0.16.1")
+    git("branch", "core_r0.16.0")
+    git("branch", "core_r0.19.0")
+    assert release_tests.commit_of(SERIES["0.16.1"], tmp_path) == "core_v0.16.1"
+    assert release_tests.commit_of(SERIES["0.19.2"], tmp_path) == "core_r0.19.0"
+    with pytest.raises(SystemExit, match=r"has neither core_v0\.18\.2 nor core_r0\.18\.0"):
+        release_tests.commit_of(SERIES["0.18.2"], tmp_path)
