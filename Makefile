@@ -20,7 +20,7 @@ PYTEST = $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadscope --durations
 # Oversubscribed OpenMP threads cost up to 20×: one thread a process.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup setup-next demo demo-unstable test test-all test-rest test-costs test-next test-vllm-next test-isa lint bench bench-trl figures compare clean
+.PHONY: help setup setup-next demo demo-unstable test test-all test-rest test-costs test-next test-vllm-next test-releases test-isa lint bench bench-trl figures compare clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -69,9 +69,14 @@ test-next: setup-next test-vllm-next ## the learner's tests, parallel ones inclu
 	  $(VENV_NEXT)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadscope \
 	  tests/parallel tests/patches tests/unit/learner tests/unit/checkpoint tests/unit/schedule
 
-test-vllm-next: $(VLLM_NEXT)/.ready ## rollouts under the next vLLM, R3 and several ranks included
+test-vllm-next: $(VLLM_NEXT)/.ready ## rollouts under the next vLLM: R3, several ranks, servers
 	$(VLLM_NEXT)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadscope tests/unit/rollout \
-	  tests/e2e/test_vllm_engine.py tests/e2e/test_vllm_ranks.py tests/e2e/test_router_replay.py
+	  tests/e2e/test_vllm_engine.py tests/e2e/test_vllm_ranks.py tests/e2e/test_router_replay.py \
+	  tests/e2e/test_servers.py tests/e2e/test_servers_in_flight.py
+
+test-releases: setup ## the tests of the patches under each release of Megatron-Core that has a wheel (minutes each)
+	@VENV=$(VENV) tools/setup_tests.sh transformer-engine
+	$(RUN) -m tools.dev.release_tests
 
 test-isa: setup ## the computing tests under other instruction sets, two threads, deterministic kernels
 	tests/isa/run.sh $(RUN)

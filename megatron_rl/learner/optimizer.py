@@ -26,7 +26,7 @@ STYLE = "length-decay"
 
 
 class LengthDecayScheduler(OptimizerParamScheduler):
-    """Drop-in for `OptimizerParamScheduler`: the same arguments, plus ``length_decay`` for its new style.
+    """Drop-in for `OptimizerParamScheduler`: the same arguments by name, plus ``length_decay`` for its new style.
 
     ``num_steps`` is t: `step(1)` after each successful update, no call after one that was skipped for overflow.
     With ``lr_decay_style="length-decay"`` every parameter group gets max(max_lr · 2^−floor(t/T), min_lr)
@@ -34,10 +34,16 @@ class LengthDecayScheduler(OptimizerParamScheduler):
     `decay_now` halves the rate out of turn, in every style: the alarms' action.
     """
 
-    def __init__(self, *args: Any, length_decay: LengthDecay | None = None, **kwargs: Any) -> None:
-        self.length_decay = length_decay
+    def __init__(
+        self, optimizer: Any, *, lr_decay_style: str, length_decay: LengthDecay | None = None, **kwargs: Any
+    ) -> None:
+        self.length_decay = None
         self.extra_halvings = 0
-        super().__init__(*args, **kwargs)
+        # Megatron knows its own styles alone, and with the patches `schedule` one of this name with other settings.
+        style = "constant" if lr_decay_style == STYLE else lr_decay_style
+        super().__init__(optimizer, lr_decay_style=style, **kwargs)
+        self.lr_decay_style, self.length_decay = lr_decay_style, length_decay
+        self.step(0)
 
     def get_lr(self, param_group: dict) -> float:
         """The rate of this group at the present step, times its `lr_mult`.

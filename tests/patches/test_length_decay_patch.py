@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.config.learner import OptimizerConfig, ScheduleConfig
-from megatron_rl.learner.optimizer import build_scheduler
+from megatron_rl.learner.optimizer import LengthDecayScheduler, build_scheduler
 from megatron_rl.patching import releases, upstream
 from megatron_rl.patching.series import Series
 from tests.support.patience import PATIENCE_S
@@ -109,6 +109,34 @@ def test_equals_ours_step_by_step_and_across_a_resume(patched, keys, warmup):
             theirs = build_theirs(patched, warmup, **keys)
             theirs.load_state_dict(state)
     assert (2.5e-7 in rates) == (keys["mode"] != "shadow")
+
+
+@pytest.fixture
+def base():
+    """Give our class another base, as `base(class)`."""
+    bases = LengthDecayScheduler.__bases__
+    yield lambda new: setattr(LengthDecayScheduler, "__bases__", (new,))
+    LengthDecayScheduler.__bases__ = bases
+
+
+def test_our_own_schedule_is_the_same_over_a_patched_scheduler(patched, base):
+    """In an environment to which the series was applied our class has the patched one as its base."""
+    rates = {}
+    for side, module in (("plain", patched.before), ("patched", patched.scheduler)):
+        base(module.OptimizerParamScheduler)
+        config = ScheduleConfig(style="length-decay", mode="auto", warmup_steps=30)
+        ours = build_scheduler(config, OptimizerConfig(lr=1e-6), SimpleNamespace(param_groups=groups()), STEPS)
+        rates[side] = []
+        for step, length in enumerate(LENGTHS):
+            ours.observe_length(ours.num_steps, length)
+            ours.step(1)
+            rates[side].append([group["lr"] for group in ours.optimizer.param_groups])
+            if step in (20, 150, 300):
+                state = json.loads(json.dumps(ours.state_dict()))
+                ours = build_scheduler(config, OptimizerConfig(lr=1e-6), SimpleNamespace(param_groups=groups()), STEPS)
+                ours.load_state_dict(state)
+    assert rates["patched"] == rates["plain"]
+    assert rates["plain"][-1][0] < 1e-6
 
 
 @pytest.mark.parametrize("style", ["constant", "cosine"])

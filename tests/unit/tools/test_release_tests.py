@@ -25,6 +25,7 @@ def test_each_series_of_a_release_has_tests_that_exist(version):
         files = release_tests.tests_of(SERIES[version], purpose)
         assert files
         assert all((REPOSITORY / file).is_file() for file in files)
+    assert release_tests.OF_THE_ENVIRONMENT.split("::")[0] in release_tests.tests_of(SERIES[version], "schedule")
     learners = release_tests.BESIDE_TRAILERS["precision"][0]
     assert (learners in release_tests.tests_of(SERIES[version], "precision")) == (version != "0.15.3")
 
