@@ -280,9 +280,12 @@ def _time(plan: Plan) -> list[str]:
         f"  {t.old_logprobs:8.1f} s  old log-probs{'' if t.old_logprobs else ' (not needed)'}",
         f"  {t.update:8.1f} s  forward and backward",
         f"  {t.communication:8.1f} s      of these two, tensor- and expert-parallel communication",
+        *[f"  {t.scores:8.1f} s  a pass of each response alone (objective.advantage: min_variance)"] * (t.scores > 0),
         f"  {t.optimizer:8.1f} s  optimizer and data-parallel communication",
         f"  {t.refit:8.1f} s  weights to the engine",
         *[f"  {t.offload:8.1f} s  copies to and from host memory (learner.offload)"] * (t.offload > 0),
+        *[f"  {t.acceptance:8.1f} s  responses that judge the update, and the weights once more (acceptance)"]
+        * (t.acceptance > 0),
         *ahead,
         _whole_run(work.recipe, t.total),
     ]

@@ -55,47 +55,73 @@ class StepTime:
     optimizer: float
     refit: float
     offload: float = 0.0  # offload copies in both directions
+    scores: float = 0.0  # a pass of each response alone: objective.advantage min_variance
+    acceptance: float = 0.0  # responses that judge an update, their log-probs, and the weights sent once more
     samples_ahead: bool = False  # rollout.max_staleness > 0: servers generate the next batch meanwhile
 
     @property
     def hidden(self) -> float:
         """Seconds in which generating and learning overlap, if they have separate GPUs."""
-        learning = self.old_logprobs + self.update + self.optimizer
+        learning = self.old_logprobs + self.scores + self.update + self.optimizer
         return min(self.generate, learning) if self.samples_ahead else 0.0
 
     @property
     def total(self) -> float:
-        return (
-            self.generate + self.old_logprobs + self.update + self.optimizer + self.refit + self.offload - self.hidden
-        )
+        learning = self.old_logprobs + self.scores + self.update + self.optimizer
+        return self.generate + learning + self.refit + self.offload + self.acceptance - self.hidden
 
 
 def step_time(work: Workload, engine: EngineMemory | None) -> StepTime:
     """Return the seconds of a step. ``engine`` None: the learner itself generates (exact)."""
     recipe, updates = work.recipe, work.recipe.batch.minibatches
-    generate = exact_generation(work, exact_cache(work)) if engine is None else _generation(work, engine)
+    generate, refit = _sampling(work, work, engine), 0.0 if engine is None else _refit(work)
     forward = _forward_seconds(work)
     talk = _talk(work)  # communication of one forward pass over the step's tokens
     again = RECOMPUTED[recipe.learner.recompute]
     bubble = (1.0 + (work.parallel.pipeline - 1) / work.microbatches) * _slowest_stage(work)
-    update = ((3 + again) * forward + (2 + again) * talk) * bubble
+    passes = (3 + again) * forward + (2 + again) * talk
     needs_old = recipe.routing.replay == "r2" or recipe.objective.needs_old_logprobs(updates)
-    old = (
-        forward * hw.LEARNER_MFU[work.architecture.is_moe] / hw.PREFILL_MFU[work.architecture.is_moe] + talk
-    ) * bubble
+    scored = recipe.objective.advantage == "min_variance"
     return StepTime(
         generate=generate,
-        old_logprobs=old if needs_old else 0.0,
-        update=update,
+        old_logprobs=_logprobs(work) if needs_old else 0.0,
+        update=passes * bubble,
         communication=(2 + again + needs_old) * talk * bubble,
         optimizer=updates * _optimizer(work),
-        refit=0.0 if engine is None else _refit(work),
+        refit=refit,
         offload=_offload(work),
+        # Responses go through the pipeline one after the other, so that each stage waits for the others.
+        scores=passes * work.parallel.pipeline * _slowest_stage(work) if scored else 0.0,
+        acceptance=_acceptance(work, engine, refit),
         samples_ahead=recipe.rollout.max_staleness > 0,
     )
 
 
+def _sampling(work: Workload, step: Workload, engine: EngineMemory | None) -> float:
+    """Return the seconds in which the engine of ``work`` samples what ``step`` asks for."""
+    return exact_generation(step, exact_cache(work)) if engine is None else _generation(step, engine)
+
+
+def _acceptance(work: Workload, engine: EngineMemory | None, refit: float) -> float:
+    """Return the seconds of judging an update: responses to held-out prompts, their log-probs, and the weights that
+    are sent after it, whether it was kept or undone."""
+    config = work.recipe.acceptance
+    if config is None:
+        return 0.0
+    judged = work.with_batch(
+        prompts=config.prompts, filter_groups=False, max_generations=1, generation_prompts=None, oversample=None
+    ).with_rollout(num_samples=config.num_samples)
+    return _sampling(work, judged, engine) + _logprobs(judged) + refit
+
+
 # -- learning
+
+
+def _logprobs(work: Workload) -> float:
+    """Return the seconds of a pass for the log-probs of a step's responses."""
+    is_moe, bubble = work.architecture.is_moe, 1.0 + (work.parallel.pipeline - 1) / work.microbatches
+    forward = _forward_seconds(work) * hw.LEARNER_MFU[is_moe] / hw.PREFILL_MFU[is_moe]
+    return (forward + _talk(work)) * bubble * _slowest_stage(work)
 
 
 def flops_forward(a: Architecture, tokens: float, length: float, attention_cost: float = 1.0) -> float:

@@ -365,9 +365,9 @@ def learning_seconds(work: Workload, engine: EngineMemory, lengths: Lengths, own
     cost = work.gpu.attention_cost
     longer = flops_forward(work.architecture, 1, seen, cost)
     longer /= flops_forward(work.architecture, 1, work.mean_sequence, cost)
-    passes = time.old_logprobs + time.update
+    passes = time.old_logprobs + time.scores + time.update
     by_token = (passes - time.communication) * longer + time.communication
-    return time.optimizer + time.offload + own_seconds, by_token / work.trained_tokens
+    return time.optimizer + time.offload + time.acceptance + own_seconds, by_token / work.trained_tokens
 
 
 def _weights(work: Workload, by_files: bool) -> tuple[float, float, bool]:

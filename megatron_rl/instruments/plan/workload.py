@@ -143,6 +143,11 @@ class Workload:
         rollout = self.recipe.rollout.model_copy(update=changes)
         return replace(self, recipe=self.recipe.model_copy(update={"rollout": rollout}))
 
+    def with_batch(self, **changes: object) -> Workload:
+        """Return the workload with other keys of the recipe's `batch` section."""
+        batch = self.recipe.batch.model_copy(update=changes)
+        return replace(self, recipe=self.recipe.model_copy(update={"batch": batch}))
+
     @property
     def data_parallel(self) -> int:
         return max(1, self.ranks // (self.parallel.tensor * self.parallel.pipeline * self.parallel.context))

@@ -49,6 +49,32 @@ def test_forward_and_backward_by_hand():
     assert time.update - time.communication == rounded(4 * flops / (16 * 989e12 * 0.38))
 
 
+def test_a_judged_update_costs_its_responses_a_pass_and_the_weights_once_more():
+    """Its sampling and its pass are those of a step of that size."""
+    w = work(MOE, "h100-80", "acceptance={tolerance: 0.001, prompts: 32, num_samples: 4}")
+    engine = memory_plan(w).engine
+    batch = "batch={prompts: 32, minibatches: 2, filter_groups: false, max_generations: 1}"
+    alone = work(MOE, "h100-80", batch, "rollout.num_samples=4")
+    judged, plain = step_time(w, engine), step_time(work(), engine)
+    step = step_time(alone, engine)
+    assert step.old_logprobs > 0 == plain.old_logprobs
+    assert judged.acceptance == rounded(step.generate + step.old_logprobs + plain.refit)
+    assert judged.total == rounded(plain.total + judged.acceptance)
+    assert plain.acceptance == 0.0
+
+
+def test_a_pass_of_each_response_alone_waits_for_every_stage():
+    """One stage takes as long as for an update; of two, each waits for the other."""
+    scored = "objective.advantage=min_variance"
+    w = work(MOE, "h100-80", scored)
+    time = step_time(w, memory_plan(w).engine)
+    assert time.scores == rounded(time.update)
+    staged = work(MOE, "h100-80", scored, "learner.parallel.pipeline=2", "learner.parallel.tensor=2")
+    time = step_time(staged, memory_plan(staged).engine)
+    assert time.scores == rounded(time.update * 2 / (1 + 1 / staged.microbatches))
+    assert step_time(work(), memory_plan(work()).engine).scores == 0.0
+
+
 ASIDE = [f"learner.offload.{part}=true" for part in ("gradients", "optimizer", "weights", "during_passes")]
 
 
