@@ -25,6 +25,7 @@ from megatron_rl.errors import (
     EXIT_PIPE_CLOSED,
     Fault,
     InputError,
+    OwnWarning,
     RunEnded,
     message_text,
 )
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     for module in (r"torch\.distributed", r"megatron\."):  # warnings about Megatron's own calls
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)
+    warnings.formatwarning = _own_warnings_as_lines
     open_missing()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -79,13 +81,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"interrupted{hint}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Fault as error:
-        print(message_text(traceback.format_exc().rstrip()), file=sys.stderr)
+        if not error.explains_itself:
+            print(message_text(traceback.format_exc().rstrip()), file=sys.stderr)
         print(f"run failed: {message_text(error)}", file=sys.stderr)  # the last line is the summary
         return EXIT_FAULT
     except BrokenPipeError:
         if not _reader_has_left():
             raise
         return EXIT_PIPE_CLOSED
+
+
+_PLAIN_WARNING = warnings.formatwarning
+
+
+def _own_warnings_as_lines(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> str:
+    """Return the text of a warning. Of this package's own the place in the code would say nothing."""
+    if issubclass(category, OwnWarning):
+        return f"warning: {message_text(message)}\n"
+    return _PLAIN_WARNING(message, category, *place, **more)
 
 
 def how_to_install(package: str, arguments: Sequence[str]) -> str:

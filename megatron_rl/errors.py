@@ -66,3 +66,8 @@ class RunEnded(RuntimeError):
 
 class Fault(RuntimeError):
     """A part that the run needs is broken (an engine, a worker, a disk): exit status 1. Raised on every rank."""
+
+    @property
+    def explains_itself(self) -> bool:
+        """Whether the message says all that helps; else the command line prints where it was raised, too."""
+        return False

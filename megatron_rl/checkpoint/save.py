@@ -219,6 +219,11 @@ Together = Callable[[Callable[[], Any]], Any]
 class SaveError(Fault):
     """A checkpoint could not be written; raised on every rank. The run itself is unharmed."""
 
+    @property
+    def explains_itself(self) -> bool:
+        """A disk that is full, or that fails, is not found in the code."""
+        return not isinstance(self.__cause__, TypeError | AttributeError | LookupError | AssertionError)
+
 
 def save_checkpoint(
     folder: Path,

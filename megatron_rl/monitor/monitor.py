@@ -266,6 +266,12 @@ def _cuda() -> Any:
     return torch.cuda if torch and torch.cuda.is_initialized() else None
 
 
+class LostSteps(Fault):
+    """Lines of metrics.jsonl could not be written to the end."""
+
+    explains_itself = True
+
+
 class Monitor:
     """Records steps on the main rank. On other ranks it only times phases and receives the alarms.
 
@@ -444,7 +450,7 @@ class Monitor:
             self._record.take_back(state.get("unwritten", []))
 
     def refuse_lost_steps(self) -> None:
-        """Raise `Fault` on every rank if lines of metrics.jsonl could not be written. The checkpoint holds them.
+        """Raise `LostSteps` on every rank if lines of metrics.jsonl could not be written. The checkpoint holds them.
 
         Collective: every rank must call it.
         """
@@ -458,7 +464,7 @@ class Monitor:
                     "The checkpoint holds them: make the file writable, then repeat the same command to write them"
                 )
         if problem := self._share(problem):
-            raise Fault(problem)
+            raise LostSteps(problem)
 
     def close(self) -> None:
         """Close the sinks at the end of the run and draw the curves if the recipe asks for it."""

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
 from megatron_rl import __version__
 from megatron_rl.__main__ import main
+from megatron_rl.checkpoint.save import SaveError
 from megatron_rl.commands import COMMANDS, GROUPS, full_name, function_name, module_of
+from megatron_rl.errors import OwnWarning
+from megatron_rl.monitor.monitor import LostSteps
+from megatron_rl.rollout import RolloutError
 from tests.support.patience import PATIENCE_S
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -233,6 +239,33 @@ def test_a_pipe_that_breaks_elsewhere_is_a_fault(monkeypatch):
     monkeypatch.setattr("megatron_rl.commands.recipe.run_schema", run)
     with pytest.raises(BrokenPipeError):
         main(["schema"])
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause", "is_traced"),
+    [
+        (SaveError, OSError(28, "No space left on device"), False),
+        (SaveError, KeyError("a tensor's name"), True),
+        (LostSteps, None, False),
+        (RolloutError, OSError(28, "No space left on device"), True),
+    ],
+)
+def test_a_fault_is_traced_unless_its_message_says_all(fault, cause, is_traced, monkeypatch, capsys):
+    def run(options):
+        raise fault("it broke") from cause
+
+    monkeypatch.setattr("megatron_rl.commands.recipe.run_schema", run)
+    assert main(["schema"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "run failed: it broke"
+    assert (len(lines) > 1) == is_traced
+
+
+def test_a_warning_of_the_package_is_one_line():
+    with contextlib.suppress(SystemExit):
+        main(["--version"])
+    assert warnings.formatwarning("too much", OwnWarning, "where.py", 3) == "warning: too much\n"
+    assert "where.py:3" in warnings.formatwarning("too much", UserWarning, "where.py", 3)
 
 
 @pytest.mark.parametrize("old", OLD_PROGRAMS)
