@@ -213,6 +213,8 @@ def _rollout(t: Translation, generating: int) -> None:
         t.take(theirs, "rollout.enable_prefix_caching", bool)
     for theirs in (f"{ENGINE}.max_num_seqs", "policy.generation.vllm_kwargs.max_num_seqs"):
         t.take(theirs, "rollout.max_num_seqs", number)
+    for theirs in (f"{ENGINE}.max_num_batched_tokens", "policy.generation.vllm_kwargs.max_num_batched_tokens"):
+        t.take(theirs, "rollout.max_num_batched_tokens", number)
     for theirs, ours in (("precision", "weights"), ("kv_cache_dtype", "kv_cache")):
         if str(t.get(f"{ENGINE}.{theirs}")).startswith("fp8"):
             t.put(f"{ENGINE}.{theirs}", f"rollout.quantization.{ours}", "fp8")
@@ -441,6 +443,7 @@ def _megatron(t: Translation, is_moe: bool) -> None:
         inner = number(t.get(f"{CORE}.expert_tensor_parallel_size"))
         if inner is not None:
             t.put(f"{CORE}.expert_tensor_parallel_size", "learner.parallel.expert_tensor", int(inner))
+        t.dispatcher(f"{CORE}.moe_token_dispatcher_type", f"{CORE}.moe_enable_deepep")
     if t.get(f"{CORE}.activation_checkpointing") is True:
         granularity = t.get(f"{CORE}.recompute_granularity")
         t.put(f"{CORE}.activation_checkpointing, {CORE}.recompute_granularity", "learner.recompute", str(granularity))
@@ -541,7 +544,9 @@ def _rest_of_the_run(t: Translation) -> None:
         if (rows := number(t.get("grpo.max_val_samples"))) is not None:
             t.put("grpo.max_val_samples", "validation.limit", int(rows), "both count prompts")
         if every and t.get("grpo.val_at_start") is False:
-            t.lose("grpo.val_at_start", "the first validation is before the first step; it costs one validation")
+            t.put("grpo.val_at_start", "validation.at_start", False)
+        elif not every and t.get("grpo.val_at_start") is True:
+            t.put("grpo.val_at_start", "validation.at_start", True)
     t.take("logger.tensorboard_enabled", "monitor.tensorboard", bool)
     for name, key in (("wandb", "project"), ("mlflow", "experiment"), ("swanlab", "project")):
         if t.get(f"logger.{name}_enabled") is True:

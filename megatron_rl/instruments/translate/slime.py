@@ -361,6 +361,7 @@ def _layout(t: Translation, is_moe: bool) -> None:
         elif parallel["tensor"] > 1:
             note = "Megatron cuts experts like the rest where --expert-tensor-parallel-size is not given"
             t.put("--tensor-model-parallel-size", "learner.parallel.expert_tensor", parallel["tensor"], note)
+        t.dispatcher("--moe-token-dispatcher-type", "--moe-enable-deepep")
     elif t.is_set("--expert-model-parallel-size"):
         t.note("the model has no experts: the sizes of expert parallelism have no effect")
     if t.get("--optimizer-cpu-offload") is True:
@@ -404,7 +405,7 @@ def _rest_of_the_run(t: Translation) -> None:
     if t.is_set("--eval-interval"):
         t.take("--eval-interval", "validation.every", number)
         if t.get("--skip-eval-before-train") is True:
-            t.lose("--skip-eval-before-train", "the first validation is before the first step; it costs one validation")
+            t.put("--skip-eval-before-train", "validation.at_start", False)
     elif t.is_set("--eval-prompt-data"):
         t.note("--eval-interval is not given: slime validates never, and so does this recipe")
     t.take("--n-samples-per-eval-prompt", "validation.num_samples", number)

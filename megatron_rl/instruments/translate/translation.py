@@ -123,6 +123,16 @@ class Translation:
             self.lose(theirs, f"{size} ranks of an engine do not divide the model's heads")
             self.guess("rollout.tensor_parallel", heads, f"in place of {size}; there are more engines")
 
+    def dispatcher(self, theirs: str, deepep: str = "") -> None:
+        """Translate Megatron's token dispatcher. ``deepep``: the key that turns DeepEP on, which only `flex` uses."""
+        kind, on = self.get(theirs), bool(deepep) and self.get(deepep) is True
+        if kind in ("alltoall", "allgather", "flex"):
+            self.put(theirs, "learner.token_dispatcher", kind)
+        elif kind is not None:
+            self.lose(theirs, "learner.token_dispatcher is alltoall, allgather or flex; numbers are the same")
+        if kind == "flex" and not on:
+            self.note("learner.token_dispatcher: flex uses DeepEP, which has to be installed")
+
     def note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)

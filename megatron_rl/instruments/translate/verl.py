@@ -174,6 +174,8 @@ def _rollout(t: Translation) -> None:
     t.take(f"{ROLLOUT}.enforce_eager", "rollout.enforce_eager")
     t.take(f"{ROLLOUT}.enable_prefix_caching", "rollout.enable_prefix_caching")
     t.take(f"{ROLLOUT}.seed", "rollout.seed", number)
+    if t.is_set(f"{ROLLOUT}.max_num_batched_tokens"):
+        t.take(f"{ROLLOUT}.max_num_batched_tokens", "rollout.max_num_batched_tokens", number)
     quantization = t.get(f"{ROLLOUT}.quantization")
     if quantization == "fp8":
         t.put(f"{ROLLOUT}.quantization", "rollout.quantization", {"weights": "fp8"})
@@ -415,6 +417,9 @@ def _layout(t: Translation, gpus: int, model: str) -> None:
         if t.get(offloads) is True:
             t.put(offloads, "learner.offload.optimizer", True)
             t.put(offloads, "learner.offload.during_passes", True, "verl's optimizer computes on the host, too")
+        if moe:
+            own = f"{MEGATRON}.override_transformer_config"
+            t.dispatcher(f"{own}.moe_token_dispatcher_type", f"{own}.moe_enable_deepep")
         granularity = t.get(f"{MEGATRON}.override_transformer_config.recompute_granularity")
         if granularity is None:
             t.guess(

@@ -115,10 +115,11 @@ EFFECTS = [
     ),
     (
         r".*override_transformer_config\..*",
-        "this project sets Megatron's fields; speed may differ, and the model where the field changes it",
+        "this project sets Megatron's fields, and learner.megatron those that it does not; speed may differ, and the "
+        "model where the field changes it",
     ),
     (
-        r".*\.rollout\.(max_num_batched_tokens|max_model_len|enable_chunked_prefill)",
+        r".*\.rollout\.(max_model_len|enable_chunked_prefill)",
         "the engine has its own value; speed and memory may differ",
     ),
     (

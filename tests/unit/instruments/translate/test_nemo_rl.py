@@ -105,8 +105,23 @@ def test_sizes_and_values_of_the_files_that_it_inherits_from(tmp_path):
     assert recipe.checkpoint.keep_best.n == 3
     lost = losses(translation)
     assert "0.01 times the KL" in lost["loss_fn.reference_policy_kl_penalty"]
-    assert {"data.default.prompt_file", "grpo.use_leave_one_out_baseline", "grpo.val_at_start"} <= set(lost)
+    assert {"data.default.prompt_file", "grpo.use_leave_one_out_baseline"} <= set(lost)
+    assert recipe.validation.at_start is False
     assert translation.notes[0] == "read with what it inherits from: base.yaml"
+
+
+def test_validation_at_start_alone_and_keys_of_engine_and_dispatcher(tmp_path):
+    own = {"enabled": True, "moe_token_dispatcher_type": "flex", "moe_enable_deepep": True}
+    policy = {
+        **MEGATRON,
+        "model_name": "Qwen/Qwen3-30B-A3B",
+        "megatron_cfg": own,
+        "generation": {"vllm_kwargs": {"max_num_batched_tokens": 4096}},
+    }
+    recipe, _ = translated(tmp_path, {"policy": policy, "grpo": {"val_period": 0, "val_at_start": True}})
+    assert (recipe.validation.every, recipe.validation.at_start) == (0, True)
+    assert recipe.learner.token_dispatcher == "flex"
+    assert recipe.rollout.max_num_batched_tokens == 4096
 
 
 def test_epochs_need_rows(tmp_path):

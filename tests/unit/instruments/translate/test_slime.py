@@ -112,6 +112,17 @@ def test_router_replay_and_rounded_rollouts(tmp_path):
     assert translated(tmp_path, "--use-routing-replay")[0].routing.replay == "r2"
 
 
+def test_no_validation_at_start_and_the_dispatcher(tmp_path):
+    extra = ["--skip-eval-before-train", "--moe-token-dispatcher-type", "flex"]
+    recipe, translation = translated(tmp_path, *extra)
+    assert (recipe.validation.at_start, recipe.learner.token_dispatcher) == (False, "flex")
+    assert any("DeepEP, which has to be installed" in note for note in translation.notes)
+    _, translation = translated(tmp_path, *extra, "--moe-enable-deepep")
+    assert not any("DeepEP" in note for note in translation.notes)
+    _, translation = translated(tmp_path, "--moe-token-dispatcher-type", "other")
+    assert "alltoall, allgather or flex" in losses(translation)["--moe-token-dispatcher-type"]
+
+
 def test_epochs_need_rows(tmp_path):
     (tmp_path / "run.sh").write_text(
         "python train.py --hf-checkpoint Qwen3-8B --num-epoch 2 --rollout-batch-size 10 --prompt-data d.jsonl"

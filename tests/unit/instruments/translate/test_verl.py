@@ -64,6 +64,17 @@ def test_epochs_without_rows_are_a_guess(tmp_path):
     assert "num_steps" not in guesses(translation)
 
 
+def test_keys_of_engine_and_dispatcher(tmp_path):
+    own = "+actor_rollout_ref.actor.megatron.override_transformer_config"
+    extra = [f"{own}.moe_token_dispatcher_type=flex", f"{own}.moe_enable_deepep=True"]
+    engine = "actor_rollout_ref.rollout.max_num_batched_tokens=10240"
+    recipe, translation = translated(tmp_path, *extra, engine, "data.truncation=left", f"{own}.moe_shared=1")
+    assert (recipe.learner.token_dispatcher, recipe.rollout.max_num_batched_tokens) == ("flex", 10240)
+    (lost,) = (note for key, note in losses(translation).items() if key.endswith("moe_shared"))
+    assert "learner.megatron" in lost
+    assert translated(tmp_path)[0].rollout.max_num_batched_tokens is None
+
+
 def test_the_warmup_counts_updates(tmp_path):
     recipe, _ = translated(tmp_path, "actor_rollout_ref.actor.optim.lr_warmup_steps=10")
     assert recipe.schedule.warmup_steps == 10 * recipe.batch.minibatches
