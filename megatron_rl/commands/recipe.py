@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 
 from megatron_rl.commands.arguments import GPU_NAMES, add_foreign, add_gpu, add_recipe, write_translation
 from megatron_rl.errors import EXIT_DONE, InputError, printable
@@ -213,6 +214,11 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
 
 
+def _say(text: str) -> None:
+    """Print progress beside the result."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def run_trace(options: argparse.Namespace) -> int:
     """Run a recipe's learner as one rank of its job, without the job, and print bytes, transients and collectives.
 
@@ -241,9 +247,13 @@ def run_trace(options: argparse.Namespace) -> int:
     ranks = options.rank or ranks_that_differ(recipe.learner.parallel, work.ranks)
     if beyond := [rank for rank in ranks if not 0 <= rank < work.ranks]:
         raise InputError(f"trace: --rank {beyond[0]}; the job has ranks 0 to {work.ranks - 1}")
-    traces = [trace_rank(recipe, architecture, rank, work.ranks, options.checkpoint_format) for rank in ranks]
+    traces = []
+    for rank in ranks:
+        _say(f"rank {rank} of {work.ranks}: construction and a save")
+        traces.append(trace_rank(recipe, architecture, rank, work.ranks, options.checkpoint_format))
     if not (options.no_passes or why_untraced(work)):
         for trace in traces:
+            _say(f"rank {trace.rank} of {work.ranks}: an update (some minutes for a large model)")
             trace.phases += trace_update(work, trace.rank)
     print(json.dumps(as_json(work, traces), indent=1) if options.json else render(work, traces))
     if disagreements := differences(work, traces):
