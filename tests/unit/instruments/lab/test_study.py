@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import lzma
 import re
 import statistics
 from pathlib import Path
@@ -18,8 +20,8 @@ FILES = sorted([*LAB.glob("*/study.yaml"), *LAB.glob("*/scale.yaml")])
 SHIPPED = sorted(path.parent.name for path in LAB.glob("*/study.yaml"))
 
 
-# servers has no pilots; clock has the spread of length_decay's runs
-@pytest.mark.parametrize("name", [name for name in SHIPPED if name not in ("servers", "clock")])
+# servers has no pilots; clock has the spread of length_decay's runs, remedies_early that of floor's
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name not in ("servers", "clock", "remedies_early")])
 def test_the_spread_of_rewards_is_that_of_the_pairs_which_its_pilots_name(name):
     study = load_study(LAB / name).study
     (text,) = (text for text in study.pilots if "101 to 106" in text)
@@ -27,6 +29,22 @@ def test_the_spread_of_rewards_is_that_of_the_pairs_which_its_pilots_name(name):
     differences = [float(number) for number in re.findall(r"-?\d\.\d{3}", pairs)]
     assert len(differences) == 6
     assert study.outcomes["reward"].spread == round(statistics.stdev(differences), 3)
+
+
+def test_the_spread_of_early_reward_is_that_of_floors_runs():
+    study, runs = load_study(LAB / "remedies_early").study, {}
+    with lzma.open(LAB.parents[1] / "docs" / "lab" / "runs" / "floor.jsonl.xz", "rt") as file:
+        for line in file:
+            run = json.loads(line)
+            values = {r["step"]: r["val/reward/mean"] for r in run.get("records", ()) if "val/reward/mean" in r}
+            runs[run.get("run")] = [values[step] for step in (20, 40) if step in values]
+    spread = {}
+    for one, other in (("int4", "int4-split"), ("exact", "int4")):
+        pairs = [statistics.mean(runs[f"{one}-seed{i}"]) - statistics.mean(runs[f"{other}-seed{i}"]) for i in range(10)]
+        spread[one] = round(statistics.stdev(pairs), 3)
+    assert spread == {"int4": 0.112, "exact": 0.148}
+    assert study.outcomes["early reward"].spread == max(spread.values())
+    assert all(str(value) in " ".join(study.pilots) for value in spread.values())
 
 
 @pytest.fixture
