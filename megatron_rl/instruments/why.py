@@ -188,7 +188,7 @@ def learning_rate(case: Case) -> Suspect | None:
     if rates and max(rates) > 2 * min(rates) > 0:
         supports.append(f"actor/lr rose from {min(rates):.2g} to {max(rates):.2g} before the first sign")
     if norms[:3] and max(norms) > 3 * median(norms[:3]):
-        supports.append(f"actor/grad_norm rose from {median(norms[:3]):.2g} to {max(norms):.2g}")
+        supports.append(f"actor/grad_norm rose from {_two(median(norms[:3]))} to {_two(max(norms))}")
     if size is not None:
         said = f"one update changes the weights by {size:.2%} of their size"
         against = () if size > SAFE_UPDATE else ("the updates are small",)
@@ -471,6 +471,11 @@ def _tells(change: Change, direction: int) -> bool:
     return high >= LEAST * low
 
 
+def _two(value: float) -> str:
+    """Return two digits of a number: 250, where `.2g` has 2.5e+02."""
+    return f"{float(f'{value:.2g}'):g}"
+
+
 def page(finding: Finding, run: Path | None) -> str:
     """The finding as text. ``run``: its directory; None for a log of another project, which has no recipe."""
     if finding.is_healthy:
@@ -496,7 +501,7 @@ def page(finding: Finding, run: Path | None) -> str:
 
 
 def _told(rank: int, suspect: Suspect, run: Path | None) -> list[str]:
-    lines = [f"  {rank}. {suspect.name} ({suspect.excess:.2g}×): {suspect.said}; safe: {suspect.safe:g}"]
+    lines = [f"  {rank}. {suspect.name} ({_two(suspect.excess)}×): {suspect.said}; safe: {suspect.safe:g}"]
     lines += [f"       for: {text}" for text in suspect.supports]
     lines += [f"       against: {text}" for text in suspect.contradicts]
     lines.append(f"       keys: {', '.join(suspect.keys)}")

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_rl.__main__ import main
 from megatron_rl.config import load_recipe
-from megatron_rl.instruments.why import LOOKS, SHORTEST, Case, find, first_change, learning_rate, pettitt
+from megatron_rl.instruments.why import LOOKS, SHORTEST, Case, _two, find, first_change, learning_rate, pettitt
 from megatron_rl.monitor.alarms import read_packed
 from megatron_rl.monitor.run_directory import JsonlSink
 from tests.support.rounding import rounded
@@ -242,3 +242,7 @@ def test_what_is_missing_is_named(tmp_path, capsys):
     assert main(["run", "why", str(folder)]) == 2
     assert "`why` needs the recipe that the run wrote" in capsys.readouterr().err
     assert main(["run", "why", str(tmp_path / "nowhere")]) == 2
+
+
+def test_large_numbers_have_no_exponent():
+    assert [_two(value) for value in (250.0, 704.2, 1.234, 2.9e-13)] == ["250", "700", "1.2", "2.9e-13"]
