@@ -95,8 +95,9 @@ class MegatronFolder:
         for entry in stored_tensors(a):
             tensor = self(_key(entry, prefix))
             tensor = tensor if dtype is None or entry.is_buffer else tensor.to(dtype)
-            if entry.sharding == "qkv":
+            if entry.sharding in ("qkv", "packed_qkv"):
                 parts = split_qkv(tensor, a)
+                parts = parts if entry.sharding == "qkv" else [torch.cat(parts)]
             else:
                 parts = [tensor[: entry.shape[0]] if entry.sharding == "vocab" else tensor]
             yield from zip(entry.hf_names, parts, strict=True)
@@ -153,7 +154,7 @@ def to_megatron(source: Path, target: Path, *, dtype: torch.dtype | None = None)
         wanted = type_of(entry)
         parts = [folder(name) if wanted is None else folder(name).to(wanted) for name in entry.hf_names]
         digests.update((name, digest(name, part)) for name, part in zip(entry.hf_names, parts, strict=True))
-        return join_qkv(parts, a.num_kv_heads) if entry.sharding == "qkv" else parts[0]
+        return join_qkv(parts, a) if entry.sharding in ("qkv", "packed_qkv") else parts[0]
 
     def placeholder(entry: Stored) -> torch.Tensor:
         return torch.empty(entry.shape, dtype=type_of(entry) or folder.dtype(entry.hf_names[0]), device="meta")

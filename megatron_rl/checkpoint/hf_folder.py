@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import Architecture, read_object
+from megatron_rl.model.families import FAMILIES
 from megatron_rl.model.names import stored_tensors
 from megatron_rl.process.ranks import together, world_rank
 
@@ -31,7 +32,7 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 WEIGHT_DTYPES = ("F32", "F16", "BF16")  # safetensors' names
 SHOWN = 5  # names in a message that could list thousands
-_TIED_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_TIED_HEAD = "lm_head.weight"
 _COMPARED_ROWS = 4096  # of the embedding, in memory at a time
 # Buffers that early releases of transformers stored; every reader computes them anew.
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -179,15 +180,15 @@ def check_weights(folder: HFFolder, a: Architecture) -> list[str]:
     stored beside the embedding, whose bytes are compared. Raises `InputError` for any other difference, and for files
     beside the weights that make vLLM or transformers load something else.
     """
-    problems, notes = [], []
+    problems, notes, embedding = [], [], FAMILIES[a.model_type].embedding.hf[0]
     for pattern, reason in _OBEYED_FILES.items():
         problems += [f"holds {file.name}: {reason}" for file in sorted(folder.path.glob(pattern))]
     expected, others, unused = model_shapes(a), [], []
     for name in folder.names:
         if name in expected:
             continue
-        if name == _TIED_HEAD and a.tie_embeddings and _EMBEDDING in folder:
-            if folder.same(name, _EMBEDDING):
+        if name == _TIED_HEAD and a.tie_embeddings and embedding in folder:
+            if folder.same(name, embedding):
                 notes.append(f"{name} is stored beside the embedding that it is tied to, with the same values")
             else:
                 problems.append(f"config.json ties {name} to the embedding, but the two differ")

@@ -32,7 +32,8 @@ from megatron.core.utils import unwrap_model
 from megatron_rl.checkpoint.hf_folder import HFFolder, check_weights
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import Architecture
-from megatron_rl.model.families.weights import EMBEDDING, EXPERT, HEAD, ROUTER_BIAS, Sharding
+from megatron_rl.model.families import FAMILIES
+from megatron_rl.model.families.weights import EXPERT, HEAD, ROUTER_BIAS, Sharding, qkv_rows
 from megatron_rl.model.names import find_weight
 
 
@@ -52,7 +53,7 @@ class Entry:
     @property
     def is_view(self) -> bool:
         """Whether the tensors of Hugging Face lie in a whole parameter one after another."""
-        return self.sharding != "qkv"
+        return self.sharding not in ("qkv", "packed_qkv")
 
     def names(self, expert: int | None = None) -> tuple[str, ...]:
         return tuple(name.replace(EXPERT, str(expert)) for name in self.hf_names)
@@ -94,7 +95,7 @@ class WeightMap:
         in_layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
         weight, expert = find_weight(in_layer[2] if in_layer else name, self.architecture)
         if weight is HEAD and self.architecture.tie_embeddings:
-            weight = EMBEDDING
+            weight = FAMILIES[self.architecture.model_type].embedding
         prefix = ""
         if in_layer:  # layer_number counts over all stages, from 1
             prefix = f"model.layers.{self.model.decoder.layers[int(in_layer[1])].layer_number - 1}."
@@ -144,8 +145,8 @@ class WeightMap:
             return tensors[0].chunk(size, dim=0)[rank]
         if sharding == "gated":
             return torch.cat([tensor.chunk(size, dim=0)[rank] for tensor in tensors])
-        if sharding == "qkv":
-            return join_qkv(tensors, self.architecture.num_kv_heads).chunk(size, dim=0)[rank]
+        if sharding in ("qkv", "packed_qkv"):
+            return join_qkv(tensors, self.architecture).chunk(size, dim=0)[rank]
         return tensors[0]
 
     # -- Megatron → Hugging Face
@@ -244,19 +245,23 @@ class WeightMap:
         if sharding == "gated":
             halves = [shard.chunk(2) for shard in shards]
             return halves[0] if is_whole else [torch.cat([half[i] for half in halves]) for i in range(2)]
-        if sharding == "qkv":
-            return split_qkv(shards[0] if is_whole else torch.cat(shards), a)
+        if sharding in ("qkv", "packed_qkv"):
+            parts = split_qkv(shards[0] if is_whole else torch.cat(shards), a)
+            return parts if sharding == "qkv" else [torch.cat(parts)]
         return shards
 
 
-def join_qkv(tensors: list[torch.Tensor], num_groups: int) -> torch.Tensor:
-    """q, k and v, each [heads · D, …] → Megatron's fused rows: per key/value group its queries, its key, its value."""
-    blocks = [tensor.reshape(num_groups, -1, *tensor.shape[1:]) for tensor in tensors]
+def join_qkv(tensors: Sequence[torch.Tensor], a: Architecture) -> torch.Tensor:
+    """q, k and v, each [heads · D, …], or one tensor of all three behind each other → Megatron's fused rows: per
+    key/value group its queries, its key, its value."""
+    if len(tensors) == 1:
+        tensors = tensors[0].split(qkv_rows(a))
+    blocks = [tensor.reshape(a.num_kv_heads, -1, *tensor.shape[1:]) for tensor in tensors]
     return torch.cat(blocks, dim=1).flatten(0, 1)
 
 
 def split_qkv(fused: torch.Tensor, a: Architecture) -> list[torch.Tensor]:
-    """The inverse of `join_qkv`."""
+    """The inverse of `join_qkv`: three tensors."""
     blocks = fused.reshape(a.num_kv_heads, -1, a.head_dim, *fused.shape[1:])
     return [part.flatten(0, 2) for part in blocks.split((a.num_heads // a.num_kv_heads, 1, 1), dim=1)]
 

@@ -244,11 +244,6 @@ def latent_attention_problems(recipe: RecipeSections, architecture: Architecture
         problems.append(f"learner.parallel.context: {recipe.learner.parallel.context}, but {has}; use 1")
     if recipe.rollout.quantization.kv_cache is not None:
         problems.append(f"rollout.quantization.kv_cache: {recipe.rollout.quantization.kv_cache}, but {has}; use null")
-    if recipe.precision.fp32_router or recipe.precision.rollout_router:
-        problems.append(
-            f"precision.fp32_router: true, but the router of {architecture.model_type} is a layer of its own in vLLM, "
-            "which cannot be had in fp32; use false"
-        )
     if recipe.rollout.quantization.weights is not None:
         problems.append(
             f"rollout.quantization.weights: {recipe.rollout.quantization.weights}, but {has}, whose matrices vLLM "

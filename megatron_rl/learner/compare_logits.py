@@ -22,6 +22,7 @@ from megatron_rl.checkpoint.hf_folder import HFFolder, model_shapes
 from megatron_rl.config.learner import LearnerConfig
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import Architecture, read_architecture
+from megatron_rl.model.families import FAMILIES
 
 FEWEST_TOKENS, MOST_TOKENS = 64, 256
 LARGEST_WHOLE = 2**31  # parameters of a model of which all layers are compared: 8 GiB in fp32
@@ -105,6 +106,7 @@ def logit_difference(hf: Path, megatron: Path, num_tokens: int = 64) -> tuple[fl
     from megatron_rl.checkpoint.save import load_weights
 
     a = read_architecture(hf)
+    FAMILIES[a.model_type].register()
     model = _built(a)
     load_weights(megatron, model)
     theirs = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32, attn_implementation="eager")
@@ -151,6 +153,7 @@ def _ours(a: Architecture, read: Callable[[str], torch.Tensor]) -> Logits:
 def _theirs(path: Path, a: Architecture, folder: HFFolder, layers: list[int]) -> Logits:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig  # seconds to import: only where asked for
 
+    FAMILIES[a.model_type].register()
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     source, weights = path, None
     if len(layers) < a.num_layers:

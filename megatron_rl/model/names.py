@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megatron_rl.model.architecture import Architecture
 from megatron_rl.model.families import FAMILIES
-from megatron_rl.model.families.weights import EMBEDDING, EXPERT, FINAL_NORM, HEAD, Shapes, Sharding, Weight
+from megatron_rl.model.families.weights import EXPERT, FINAL_NORM, HEAD, Shapes, Sharding, Weight
 
 EXTRA_STATE = "._extra_state"
 
@@ -26,7 +26,8 @@ def find_weight(parameter: str, a: Architecture) -> tuple[Weight, int | None]:
     ``parameter``: its name below ``decoder.layers.{i}.``, or whole for those outside of layers. Raises
     NotImplementedError where the table has no row for it.
     """
-    for weight in (EMBEDDING, *FAMILIES[a.model_type].layer, FINAL_NORM, HEAD):
+    family = FAMILIES[a.model_type]
+    for weight in (family.embedding, *family.layer, FINAL_NORM, HEAD):
         for spelling in weight.memory:
             match = re.fullmatch(re.escape(spelling).replace(re.escape(EXPERT), r"(\d+)"), parameter)
             if match:
@@ -55,7 +56,7 @@ class Stored:
 
 def stored_tensors(a: Architecture) -> list[Stored]:
     """Every weight of ``a`` in the order of the forward pass."""
-    tensors = list(_stored(EMBEDDING, a))
+    tensors = list(_stored(FAMILIES[a.model_type].embedding, a))
     for layer, is_moe in enumerate(a.moe_layers):
         for experts, weights in _experts_together(a, is_moe):
             for expert in experts:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron_rl.config.rollout import ON_CUDA, QuantizationConfig, RolloutConfig
 from megatron_rl.model.architecture import read_architecture
+from megatron_rl.model.families import FAMILIES
 from megatron_rl.rollout.route_store import wants_prefix_cache
 
 VLLM_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32", "fp32": "float32"}
@@ -28,6 +29,8 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM`. Imports vLLM (the worker extension registers itself on import)."""
     from megatron_rl.rollout.worker_extension import BACKEND
+
+    FAMILIES[read_architecture(model_path).model_type].register()
 
     keeps_cache = wants_prefix_cache(config, record_routes)
     kv_cache_gib = config.kv_cache_gib or (CPU_KV_CACHE_GIB if device == "cpu" else None)

@@ -1,8 +1,9 @@
 """Precision inside vLLM: an fp32 head and an fp32 router, and what the started engine really does.
 
-vLLM has a switch for the head (`head_dtype`). Its router is a plain linear layer in the model's dtype; here that layer
-is replaced through vLLM's own registry of pluggable layers, before weights are loaded, so that weight updates find a
-layer like any other. `overrides` reaches both through the model's configuration.
+vLLM has a switch for the head (`head_dtype`). Its routers are linear layers in the model's dtype. They are replaced
+here through vLLM's registry of pluggable layers, before weights are loaded, so that weight updates find layers like
+others. `overrides` reaches both through the model's configuration. Ling's router is in fp32 in any case. vLLM rounds
+its logits; here they stay in fp32.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 from vllm.model_executor.layers.quantization.online import fp8 as online
+from vllm.model_executor.models.bailing_moe import BailingMoE
 
 from megatron_rl.config.learner import PrecisionConfig
 from megatron_rl.config.rollout import in_words
 from megatron_rl.process import fp32_products
 
-_ROUTER_KEY = "router_dtype"  # in the model's configuration; vLLM and transformers do not read it
+_ROUTER_KEY = "rollout_router_dtype"  # in the model's configuration; vLLM and transformers do not read it
 _ROUTER_SUFFIX = ".mlp.gate"
 _PRODUCTS = "products"  # of a described model: what its process does to fp32 matrices
 _ONLINE = {
@@ -41,13 +44,18 @@ def overrides(precision: PrecisionConfig) -> dict[str, str]:
     return changes | ({_ROUTER_KEY: "float32"} if precision.rollout_router else {})
 
 
+def _is_asked_for(prefix: str) -> bool:
+    """Whether ``prefix`` names a router, and the configuration asks for routers in fp32."""
+    model = get_current_vllm_config().model_config
+    return prefix.endswith(_ROUTER_SUFFIX) and getattr(model.hf_config, _ROUTER_KEY, None) == "float32"
+
+
 class Router(ReplicatedLinear):
     """A replicated linear layer that is kept and computed in fp32 if it is a router and the configuration asks for it.
     Other layers of the kind are unchanged."""
 
     def __init__(self, *args: Any, prefix: str = "", **kwargs: Any):
-        model = get_current_vllm_config().model_config
-        self.in_fp32 = prefix.endswith(_ROUTER_SUFFIX) and getattr(model.hf_config, _ROUTER_KEY, None) == "float32"
+        self.in_fp32 = _is_asked_for(prefix)
         if self.in_fp32:
             kwargs["params_dtype"] = torch.float32
         super().__init__(*args, prefix=prefix, **kwargs)
@@ -56,8 +64,31 @@ class Router(ReplicatedLinear):
         return super().forward(x.float() if self.in_fp32 else x)
 
 
-if ReplicatedLinear.__name__ not in op_registry_oot:  # a re-import must not raise
-    PluggableLayer.register_oot(Router, name=ReplicatedLinear.__name__)
+class Gate(GateLinear):
+    """DeepSeek's router, likewise; experts get its logits in fp32."""
+
+    def __init__(self, *args: Any, prefix: str = "", **kwargs: Any):
+        self.in_fp32 = _is_asked_for(prefix)
+        if self.in_fp32:
+            kwargs |= {"params_dtype": torch.float32, "out_dtype": torch.float32}
+        super().__init__(*args, prefix=prefix, **kwargs)
+
+
+for theirs, ours in ((ReplicatedLinear, Router), (GateLinear, Gate)):
+    if theirs.__name__ not in op_registry_oot:  # a re-import must not raise
+        PluggableLayer.register_oot(ours, name=theirs.__name__)
+
+
+def ling_experts(block: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """`BailingMoE.forward`, without its rounding of the router's logits to the model's dtype.
+
+    hidden [N, H] → [N, H].
+    """
+    logits = block.gate(hidden.to(block.gate.weight.dtype))
+    return block.experts(hidden_states=hidden, router_logits=logits)
+
+
+BailingMoE.forward = ling_experts
 
 
 def describe_model(model: torch.nn.Module) -> dict[str, str]:

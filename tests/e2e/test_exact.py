@@ -11,6 +11,7 @@ import pytest
 from megatron_rl.rollout import Sampling
 from tests.e2e.hf_reference import rounding_bound
 from tests.parallel.gloo import run_ranks
+from tests.support.families import DENSE, save_family
 from tests.support.slow import slow_but
 from tests.support.zygote import run_command
 
@@ -56,6 +57,15 @@ def test_the_gate_is_zero_in_every_step_and_the_run_repeats(tmp_path, settings, 
         second, _ = train(tmp_path, "second", *settings)
         assert without_times(first) == without_times(second)
     assert {row["actor/grad_norm"] for row in updated} != {updated[0]["actor/grad_norm"]}, "something was learned"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", DENSE)
+def test_a_dense_family_has_no_mismatch(family, tmp_path):
+    model = save_family(tmp_path / "model", family)
+    rows, _ = train(tmp_path, "run", f"model.path={model}", "num_steps=2")
+    updated = [row for row in rows if "actor/pg_loss" in row]
+    assert [(row["exact/max_abs_prob_diff"], row["mismatch/rho_std"]) for row in updated] == [(0.0, 0.0)] * 2
 
 
 def test_stale_weights_are_those_of_the_run_itself_from_its_first_step_on(tmp_path):

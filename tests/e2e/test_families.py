@@ -13,8 +13,6 @@ from tests.parallel.gloo import run_ranks
 from tests.support.families import DENSE, MOE, save_family
 from tests.support.slow import slow_but
 
-FP32_ROUTER = ("olmoe",)  # of both engines
-
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory, request):
@@ -30,11 +28,8 @@ def compared(tmp_path_factory, request):
         if family not in results:
             model = save_family(tmp_path_factory.mktemp(family), family)
             call = {"model": str(model), "dtypes": [dtype for dtype in ("fp32", "bf16") if (family, dtype) in asked]}
-            call |= {
-                "num_prompts": 8,
-                "num_samples": 4,
-                "fp32_router": family in FP32_ROUTER,
-            }  # the reference in float64 is the cost
+            # In 16 bits router and head are in fp32 on both sides. The reference in float64 is the cost.
+            call |= {"num_prompts": 8, "num_samples": 4, "fp32_router": family in MOE, "fp32_head": family in MOE}
             (results[family],) = run_ranks("tests.e2e.programs.replay", "in_each_dtype", 1, **call)
         return results[family]
 
@@ -59,8 +54,7 @@ def test_engines_agree_in_fp32_before_and_after_an_update(family, compared):
 @pytest.mark.parametrize("family", slow_but(MOE[:1], MOE))
 def test_every_row_is_replayed_in_bf16(family, compared):
     found = compared(family)["bf16"]
-    if family in FP32_ROUTER:
-        assert found["router"] == "fp32"
+    assert (found["router"], found["head"]) == ("fp32", "fp32")
     for scores in (found, found["after refit"]):
         assert scores["metrics"]["router/replay_coverage"] == 1.0
         assert scores["metrics"]["router/fallback_frac"] == 0.0

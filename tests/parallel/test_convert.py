@@ -247,7 +247,7 @@ def test_no_room_no_overwriting_and_no_silent_damage(tmp_path, monkeypatch):
         patch.setattr(shutil, "disk_usage", lambda path: usage(2**20, 0, 2**20))
         with pytest.raises(InputError, match=r"needs 0\.0 GiB, .* free; choose another place"):
             conversion.to_megatron(MODEL, tmp_path / "out")
-    monkeypatch.setattr(conversion, "join_qkv", lambda parts, groups: torch.cat(parts))
+    monkeypatch.setattr(conversion, "join_qkv", lambda parts, a: torch.cat(parts))
     with pytest.raises(InputError, match=r"differs from what was read: model\.layers\.0\.self_attn"):
         conversion.to_megatron(MODEL, tmp_path / "out")
     assert not (tmp_path / "out").exists()

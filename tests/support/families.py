@@ -30,18 +30,36 @@ NEEDED = {  # beside these, because its default is refused
         "scoring_func": "sigmoid",
         "first_k_dense_replace": 1,
         "num_key_value_heads": 32,
-    }
+    },
+    "bailing_moe": {
+        "head_dim": 8,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "use_qk_norm": True,
+        "use_rmsnorm": True,
+        "score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "router_dtype": "fp32",
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 6e5,
+    },
 }
 DENSE = ("qwen3", "qwen2", "llama")
 _OPTIONS = {
     "qwen2_moe": {"mlp_only_layers": [0]},
     "glm4_moe": {"first_k_dense_replace": 1},
     "deepseek_v3": {"rope_parameters": YARN},
+    "bailing_moe": {},
     "olmoe": {},  # has experts in every layer
 }
 MOE = tuple(_OPTIONS)  # beside Qwen3-MoE, which most tests are about
 
-ROUNDED = ("qwen2_moe", "glm4_moe", "olmoe")  # of these, those whose rollouts may be rounded
+ROUNDED = ("qwen2_moe", "glm4_moe", "bailing_moe", "olmoe")  # of these, those whose rollouts may be rounded
 
 
 def save_family(folder: Path, family: str, **options: Any) -> Path:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn.utils.parametrize
 
+from megatron_rl.model.families import FAMILIES
 from megatron_rl.types import Batch
 from tests.support.in_double import widened
 from tests.support.plain_routers import near_ties, watched_routers
@@ -38,6 +39,8 @@ def load(path: str | Path, dtype: torch.dtype) -> Model:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    for family in FAMILIES.values():
+        family.register()
     experts = (
         {}
         if AutoConfig.from_pretrained(path).model_type in ("qwen2", "qwen3", "llama")

@@ -33,7 +33,6 @@ DOORS = {
     ),
     "rollout.servers.client": ("rollout.servers.rendezvous",),
     "rollout.vllm_engine": (
-        "rollout.fp32_modules",
         "rollout.quantized_layers",
         "rollout.servers.extension",
         "rollout.worker_extension",

@@ -44,6 +44,7 @@ CLASSES = {
     "qwen2_moe": "Qwen2MoeConfig",
     "glm4_moe": "Glm4MoeConfig",
     "deepseek_v3": "DeepseekV3Config",
+    "bailing_moe": "BailingMoeConfig",
     "olmoe": "OlmoeConfig",
     "qwen3": "Qwen3Config",
     "qwen2": "Qwen2Config",
@@ -99,6 +100,9 @@ def build_tiny_config(family: str = "qwen3_moe", size: str = "tiny", **overrides
     """
     import transformers
 
+    from megatron_rl.model import transformers_classes
+
+    transformers_classes.register()
     widths = SIZES[size]
     common: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
@@ -162,7 +166,17 @@ def build_tiny_config(family: str = "qwen3_moe", size: str = "tiny", **overrides
             "v_head_dim": 32,
             "num_nextn_predict_layers": 0,
         }
-    return getattr(transformers, CLASSES[family])(**common | overrides)
+    if family == "bailing_moe":
+        common |= {
+            "num_experts": 2 * widths["experts"],
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": widths["expert_width"],
+            "first_k_dense_replace": 1,
+            "n_group": 4,
+            "topk_group": 2,
+        }
+    made = getattr(transformers, CLASSES[family], None) or getattr(transformers_classes, CLASSES[family])
+    return made(**common | overrides)
 
 
 def build_model(config: Any, seed: int = 0):

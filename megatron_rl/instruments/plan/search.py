@@ -36,6 +36,8 @@ from megatron_rl.instruments.plan.memory import (
 )
 from megatron_rl.instruments.plan.workload import Workload
 from megatron_rl.model.architecture import Architecture
+from megatron_rl.model.families import FAMILIES
+from megatron_rl.model.families.weights import EXPERT
 
 RECOMPUTED = {
     "none": 0.0,
@@ -247,13 +249,10 @@ def _offload(work: Workload) -> float:
 
 def num_tensors(a: Architecture) -> int:
     """Return the number of tensors of a Hugging Face checkpoint."""
-    attention = 6 + 2 * a.qk_layernorm + 3 * a.qkv_bias
-    if a.latent is not None:
-        attention = 7 + 2 * (a.latent.query_rank is not None)
-    moe = sum(a.moe_layers)
-    shared = 3 * (a.shared_ffn_hidden_size > 0) + a.shared_expert_gate + a.sigmoid_router
-    dense = a.num_layers * attention + moe * (1 + shared) + 3 * (a.num_layers - moe) + 3 - a.tie_embeddings
-    return dense + num_expert_matrices(a)
+    rows = [weight for weight in FAMILIES[a.model_type].layer if EXPERT not in weight.hf[0]]
+    in_layer = {is_moe: sum(len(w.hf) for w in rows if w.is_in(a, is_moe)) for is_moe in set(a.moe_layers)}
+    outside = 3 - a.tie_embeddings  # embedding, last norm, head
+    return sum(in_layer[is_moe] for is_moe in a.moe_layers) + outside + num_expert_matrices(a)
 
 
 def num_expert_matrices(a: Architecture) -> int:

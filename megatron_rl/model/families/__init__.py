@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from megatron_rl.model.families import deepseek_v3, glm4_moe, llama, olmoe, qwen2, qwen2_moe, qwen3, qwen3_moe
+from megatron_rl.model.families import (
+    bailing_moe,
+    deepseek_v3,
+    glm4_moe,
+    llama,
+    olmoe,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from megatron_rl.model.families.form import Family
 
-_FILES = (qwen3_moe, qwen2_moe, glm4_moe, deepseek_v3, olmoe, qwen3, qwen2, llama)
+_FILES = (qwen3_moe, qwen2_moe, glm4_moe, deepseek_v3, bailing_moe, olmoe, qwen3, qwen2, llama)
 FAMILIES: dict[str, Family] = {file.FAMILY.model_type: file.FAMILY for file in _FILES}

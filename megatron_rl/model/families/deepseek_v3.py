@@ -134,9 +134,15 @@ def _relate(config: dict[str, Any], values: dict[str, Any]) -> list[str]:
         problems.append(f"qk_rope_head_dim: {values['qk_rope_head_dim']}; allowed: even numbers")
     if values["num_key_value_heads"] not in (None, values["num_attention_heads"]):
         problems.append(f"num_key_value_heads: {values['num_key_value_heads']}; allowed: num_attention_heads, or null")
+    return problems + group_problems(values["n_routed_experts"], values)
+
+
+def group_problems(experts: int, values: dict[str, Any]) -> list[str]:
+    """Why ``experts`` cannot be chosen by groups as the keys say."""
+    problems = []
     groups, chosen, k = values["n_group"], values["topk_group"], values["num_experts_per_tok"]
-    per_group = values["n_routed_experts"] // groups
-    if values["n_routed_experts"] % groups or chosen > groups or per_group < 2 or chosen * per_group < k:
+    per_group = experts // groups
+    if experts % groups or chosen > groups or per_group < 2 or chosen * per_group < k:
         problems.append(
             f"n_group: {groups} and topk_group: {chosen}; allowed: groups of at least two that hold k experts"
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.model.families.keys import Implemented, Neutral, WithoutEffect
-from megatron_rl.model.families.weights import Weight
+from megatron_rl.model.families.weights import EMBEDDING, Weight
 
 Values = dict[str, Any]
 
@@ -20,12 +20,14 @@ class Family:
     hf_class: str  # what `architectures` of config.json has to name: vLLM goes by it
     implemented: dict[str, Implemented]  # the keys that the learner follows, but for the rotary embedding's
     layer: tuple[Weight, ...]  # weights of a layer in the order of the forward pass
+    embedding: Weight = EMBEDDING
     others: dict[str, Neutral | WithoutEffect] = field(default_factory=dict)  # keys that it reads in its own way
     features: Callable[[Values], Values] = lambda values: {}
     """From the values of implemented keys to the fields of `Architecture` that a plain dense model leaves at rest."""
     relate: Callable[[Values, Values], list[str]] = lambda config, values: []
     """What keys say together: takes config.json and the values of implemented keys, fills in values that follow from
     others, and returns what is wrong."""
+    register: Callable[[], None] = lambda: None  # adds its classes to transformers, where it has none
     rotary_fraction: float | None = None  # default of `partial_rotary_factor`; None: another value than 1 is refused
     known: dict[str, Values] = field(default_factory=dict)  # config.json of checkpoints by the folder's name on the hub
     organizations: dict[str, str] = field(default_factory=dict)  # on the hub, by how the folder's name begins

@@ -6,19 +6,20 @@ A family lists the rows that its layers have. Letters in shapes: those of `Archi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatron_rl.model.decoder import Architecture, LatentAttention
 
 EXPERT = "{e}"  # stands for the number of an expert: local in memory, global on disk and in Hugging Face names
 
-Sharding = Literal["replicated", "row", "column", "gated", "qkv", "vocab"]
+Sharding = Literal["replicated", "row", "column", "gated", "qkv", "packed_qkv", "vocab"]
 """How tensor-parallel ranks share a weight.
 
 replicated: each holds all of it. row: columns of the matrix (Megatron's RowParallelLinear). column: rows of the matrix
 (ColumnParallelLinear). gated: rows of the gate and of the up projection, each by itself. qkv: rows, by groups of
-queries with their key and value. vocab: rows, padded to what the ranks share evenly.
+queries with their key and value. packed_qkv: likewise, and Hugging Face has all queries, keys and values in one tensor,
+behind each other. vocab: rows, padded to what the ranks share evenly.
 """
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -44,7 +45,8 @@ def _head_norm(a: Architecture) -> Shapes:
     return ((a.head_dim,),)
 
 
-def _qkv_rows(a: Architecture) -> tuple[int, int, int]:
+def qkv_rows(a: Architecture) -> tuple[int, int, int]:
+    """The rows of all queries, of all keys and of all values."""
     return a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.num_kv_heads * a.head_dim
 
 
@@ -90,14 +92,14 @@ QKV = Weight(
     ("self_attention.linear_qkv.weight",),
     ("self_attention.linear_qkv.weight",),
     "qkv",
-    lambda a: tuple((rows, a.hidden_size) for rows in _qkv_rows(a)),
+    lambda a: tuple((rows, a.hidden_size) for rows in qkv_rows(a)),
 )
 QKV_BIAS = Weight(
     tuple(f"{name}.bias" for name in _QKV),
     ("self_attention.linear_qkv.bias",),
     ("self_attention.linear_qkv.bias",),
     "qkv",
-    lambda a: tuple((rows,) for rows in _qkv_rows(a)),
+    lambda a: tuple((rows,) for rows in qkv_rows(a)),
     lambda a, is_moe: a.qkv_bias,
 )
 Q_NORM, K_NORM = (
@@ -117,7 +119,7 @@ WIDE_Q_NORM, WIDE_K_NORM = (
         (f"self_attention.{which}_layernorm.weight",),
         (f"self_attention.{which}_layernorm.weight",),
         "column",
-        lambda a, part=part: ((_qkv_rows(a)[part],),),
+        lambda a, part=part: ((qkv_rows(a)[part],),),
     )
     for part, which in enumerate("qk")
 )
@@ -129,6 +131,23 @@ ATTENTION_OUTPUT = Weight(
     "row",
     lambda a: ((a.hidden_size, a.num_heads * a.head_dim),),
 )
+
+
+def named(weight: Weight, *hf: str) -> Weight:
+    """``weight`` under other names in Hugging Face checkpoints."""
+    return replace(weight, hf=hf)
+
+
+def packed_attention(qkv: str, output: str, norms: tuple[str, str]) -> tuple[Weight, ...]:
+    """The rows of attention below ``attention``, with queries, keys and values in one tensor. Hugging Face's names."""
+    packed = replace(
+        named(QKV, f"attention.{qkv}.weight"),
+        sharding="packed_qkv",
+        shapes=lambda a: ((sum(qkv_rows(a)), a.hidden_size),),
+    )
+    q_norm, k_norm = (named(w, f"attention.{name}.weight") for w, name in zip((Q_NORM, K_NORM), norms, strict=True))
+    return INPUT_NORM, packed, q_norm, k_norm, named(ATTENTION_OUTPUT, f"attention.{output}.weight")
+
 
 # -- latent attention
 

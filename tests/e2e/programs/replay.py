@@ -29,13 +29,14 @@ def in_each_dtype(
     num_prompts: int = NUM_PROMPTS,
     num_samples: int = NUM_SAMPLES,
     fp32_router: bool = False,
+    fp32_head: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    return {
-        dtype: _compare(model, dtype, num_prompts, num_samples, fp32_router and dtype != "fp32") for dtype in dtypes
-    }
+    return {dtype: _compare(model, dtype, num_prompts, num_samples, fp32_router, fp32_head) for dtype in dtypes}
 
 
-def _compare(model: str, dtype: str, num_prompts: int, num_samples: int, fp32_router: bool) -> dict[str, Any]:
+def _compare(
+    model: str, dtype: str, num_prompts: int, num_samples: int, fp32_router: bool, fp32_head: bool
+) -> dict[str, Any]:
     """Rollouts scored by the learner with its own routes and with the engine's; then an update, a refit, and again."""
     is_moe = read_architecture(Path(model)).is_moe
     recipe = tiny_recipe(
@@ -44,7 +45,7 @@ def _compare(model: str, dtype: str, num_prompts: int, num_samples: int, fp32_ro
         learner={"dtype": dtype, "optimizer": {"lr": 1e-3}},
         objective={"max_response_length": 40},
         routing={"replay": "r3"} if is_moe else {},
-        precision={"fp32_router": fp32_router},
+        precision={} if dtype == "fp32" else {"fp32_router": fp32_router, "fp32_head": fp32_head},
     )
     learner = Learner(recipe)
     prompts = load_prompts(recipe.data.train, load_tokenizer(model), recipe.data.prompt)
@@ -58,7 +59,8 @@ def _compare(model: str, dtype: str, num_prompts: int, num_samples: int, fp32_ro
         batch = _sample(generator, prompts, num_samples, 0, recipe)
         result = {"bound": _rounding_bound(model, batch) if dtype == "fp32" else None} | _score(learner, batch)
         generator.refit(learner.export_weights(), learner.num_updates)
-        result["router"] = generator.describe_precision().get("router")
+        contract = generator.describe_precision()
+        result |= {"router": contract.get("router"), "head": contract["head"]}
         result["after refit"] = _score(learner, _sample(generator, prompts, num_samples, learner.num_updates, recipe))
         return result
     finally:

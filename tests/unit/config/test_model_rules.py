@@ -56,7 +56,6 @@ MOONLIGHT = architecture_from(KNOWN_MODELS["Moonlight-16B-A3B"])
             {"learner": {"parallel": {"context": 2}}},
             "learner.parallel.context: 2, but the model",
         ),
-        ({"precision": {"fp32_router": True}}, "precision.fp32_router: true, but the router of deepseek_v3"),
         ({"rollout": {"quantization": {"kv_cache": "fp8"}}}, "rollout.quantization.kv_cache: fp8, but the model"),
         ({"rollout": {"quantization": {"weights": "int4"}}}, "rollout.quantization.weights: int4, but the model"),
     ],
@@ -65,6 +64,7 @@ def test_what_no_latent_attention_has_is_refused(sections, said):
     problems = model_problems(tiny_recipe(**sections), MOONLIGHT, 2)
     assert any(problem.startswith(said) for problem in problems), problems
     assert model_problems(tiny_recipe(), MOONLIGHT, 1, "cpu") == []
+    assert model_problems(tiny_recipe(precision={"fp32_router": True, "fp32_head": True}), MOONLIGHT, 1) == []
 
 
 def test_a_latent_vector_that_vllm_has_no_kernel_for_on_a_cpu_is_refused():

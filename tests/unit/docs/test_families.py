@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+from collections.abc import Callable
 
 import pytest
 
+from megatron_rl.config.model_rules import model_problems
 from megatron_rl.model.architecture import architecture_from
 from megatron_rl.model.families import FAMILIES
-from tests.support.families import DENSE, MOE, ROUNDED
-from tests.support.tiny import REPOSITORY
+from megatron_rl.model.known_models import KNOWN_MODELS
+from tests.support.tiny import REPOSITORY, tiny_recipe
 
+PAGE = (REPOSITORY / "docs" / "families.md").read_text()
 LINES = [
     [cell.strip() for cell in line.strip("|").split("|")]
-    for line in (REPOSITORY / "docs" / "families.md").read_text().splitlines()
+    for line in PAGE.splitlines()
     if re.match(r"\| `\w+` \|", line)
 ]
-KINDS, TESTED = LINES[: len(FAMILIES)], LINES[len(FAMILIES) :]
+KINDS = LINES[: len(LINES) // 2]
 
 
 def test_each_family_has_its_lines():
     names = [f"`{name}`" for name in FAMILIES]
-    assert [line[0] for line in KINDS] == [line[0] for line in TESTED] == names
+    assert [line[0] for line in KINDS] == names
 
 
 @pytest.mark.parametrize("line", KINDS, ids=lambda line: line[0].strip("`"))
@@ -37,14 +41,105 @@ def test_a_line_says_what_the_file_says(line):
     assert turned == ("latent" if a.latent is not None else f"{a.rotary_fraction:g}")
 
 
-@pytest.mark.parametrize("line", TESTED, ids=lambda line: line[0].strip("`"))
-def test_each_y_is_a_test_and_each_refusal_one(line):
-    """tests/support/families.py holds the families of the tests that the page names."""
-    name, *cells = line
-    name = name.strip("`")
-    assert name in ("qwen3_moe", *MOE, *DENSE)
-    assert cells[:2] + cells[4:6] == ["Y"] * 4
-    assert cells[2:4] == (["no experts"] * 2 if name in DENSE else ["Y"] * 2)
-    assert cells[6] == ("Y" if name == "qwen3_moe" else "refused" if name in MOE else "not tested")
-    assert cells[7] == ("not tested" if name in DENSE else "Y")
-    assert cells[8] == ("Y" if name in ("qwen3_moe", *ROUNDED) else "not tested" if name in DENSE else "refused")
+# -- the second table: made of tests and of rules
+
+MAIN = "qwen3_moe"  # most tests are about it
+TESTS = {  # column → the test that is parametrised by family, or by a model's name, and the one of `MAIN`
+    "`check`": ("parallel.test_model_folders:test_no_change_of_a_folder_goes_in_unnoticed", None),
+    "vLLM": (
+        "e2e.test_families:test_engines_agree_in_fp32_before_and_after_an_update",
+        "e2e.test_router_replay:test_engines_disagree_in_bf16_and_agree_in_fp32",
+    ),
+    "R3": ("e2e.test_families:test_every_row_is_replayed_in_bf16", "e2e.test_router_replay:test_every_row_is_replayed"),
+    "R2": (
+        "parallel.test_families:test_routes_of_the_first_pass_are_replayed_in_the_update",
+        "parallel.test_router_replay:test_r2_records_what_one_rank_routes_and_changes_nothing",
+    ),
+    "TP, EP, PP, export": (
+        "parallel.test_families:test_layout_equals_one_rank",
+        "parallel.test_learner_layouts:test_layout_equals_one_rank",
+    ),
+    "conversion": (
+        "parallel.test_families:test_a_checkpoint_of_two_ranks_becomes_the_weights_that_were_trained",
+        "parallel.test_convert:test_weights_survive_both_conversions_and_a_change_of_layout",
+    ),
+    "exact": (
+        "e2e.test_exact:test_a_dense_family_has_no_mismatch",
+        "e2e.test_exact_layouts:test_the_gate_is_zero_in_every_step",
+    ),
+    "fp32 router, head": (
+        "e2e.test_families:test_every_row_is_replayed_in_bf16",
+        "e2e.test_precision:test_the_engines_router_is_fp32_after_an_update",
+    ),
+    "LoRA": (
+        "parallel.test_families:test_adapters_of_every_linear_layer_move_as_on_one_rank",
+        "parallel.test_learner_lora:test_adapters_of_experts_equal_those_of_one_rank",
+    ),
+    "rounded rollouts": (
+        "e2e.test_quantized_rollouts:test_other_families_are_rounded_alike_at_the_start_and_in_an_update",
+        "e2e.test_quantized_rollouts:test_every_stored_weight_is_the_rounded_one",
+    ),
+    "plan": ("unit.instruments.plan.test_report:test_count_is_that_of_the_table_of_weights", None),
+}
+REFUSED = {  # column → the part of a recipe that asks for it
+    "exact": {"rollout": {"engine": "exact"}},
+    "rounded rollouts": {"rollout": {"quantization": {"weights": "int8"}}},
+}
+
+
+def function_of(test: str) -> Callable[..., None]:
+    """``test`` ("module:function")."""
+    module, _, name = test.partition(":")
+    return getattr(importlib.import_module(f"tests.{module}"), name)
+
+
+def families_of(test: str) -> set[str]:
+    """The families that ``test`` is parametrised by."""
+    marks = function_of(test).pytestmark
+    cases = [case for mark in marks if mark.name == "parametrize" for case in mark.args[1]]
+    values = {value for case in cases for value in getattr(case, "values", (case,)) if isinstance(value, str)}
+    return {KNOWN_MODELS.get(value, {}).get("model_type", value) for value in values}
+
+
+def cell_of(family: str, column: str) -> str:
+    by_family, of_main = TESTS[column]
+    architecture = architecture_from({"model_type": family, **next(iter(FAMILIES[family].known.values()))})
+    if of_main is not None and family == MAIN:
+        function_of(of_main)  # it is there
+        return "Y"
+    if not architecture.is_moe and column in ("R2", "R3", "fp32 router, head"):
+        return "no experts"
+    if family in families_of(by_family):
+        return "Y"
+    asked = REFUSED.get(column)
+    said = model_problems(tiny_recipe(**asked), architecture, None) if asked else []
+    return "refused" if any(problem.startswith("rollout.") for problem in said) else "not tested"
+
+
+def test_each_y_is_a_test_and_each_refusal_a_rule():
+    rows = [f"| family | {' | '.join(TESTS)} |", "|---" * (len(TESTS) + 1) + "|"]
+    rows += [f"| `{family}` | {' | '.join(cell_of(family, column) for column in TESTS)} |" for family in FAMILIES]
+    table = "\n".join(rows)
+    assert table in PAGE, f"docs/families.md should have this table:\n{table}"
+
+
+# -- a family is one file
+
+EXCEPT = {
+    "instruments/parity/definition.py",  # reads config.json by itself, so that it does not err as the loop does
+    "model/transformers_classes.py",  # what one family's file lacks
+}
+PACKAGE = REPOSITORY / "megatron_rl"
+
+
+def test_no_family_is_named_outside_of_the_families_files():
+    names = "|".join(FAMILIES)
+    written = re.compile(rf"[\"'](?:{names})[\"']")
+    places = [
+        f"{file.relative_to(PACKAGE)}:{number}"
+        for file in sorted(PACKAGE.rglob("*.py"))
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if file.parent.name != "families" and str(file.relative_to(PACKAGE)) not in EXCEPT
+        if written.search(line)
+    ]
+    assert places == []

@@ -48,6 +48,7 @@ def config_of(model_type: str, **change: Any) -> dict[str, Any]:
 
 def theirs(config: dict[str, Any]) -> Any:
     values = dict(config)
+    FAMILIES[config["model_type"]].register()
     return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
@@ -182,6 +183,8 @@ OBEYED = {  # what these families have
     ("qwen2_moe", "qkv_bias: True"),
     ("glm4_moe", "partial_rotary"),
     ("glm4_moe", "partial_rotary_factor: 0.5"),
+    ("bailing_moe", "partial_rotary"),
+    ("bailing_moe", "partial_rotary_factor: 0.5"),
 }
 
 
@@ -220,6 +223,15 @@ def test_a_value_that_an_engine_would_obey_and_the_learner_not_is_refused(model_
         ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers: 1"),
         ("qwen3", {"num_experts": 8}, "num_experts: 8"),
         ("qwen3", {"head_dim": 33}, "head_dim: 33"),
+        ("bailing_moe", {"rotary_dim": 16}, "rotary_dim: 16"),
+        ("bailing_moe", {"norm_head": True}, "norm_head: True"),
+        ("bailing_moe", {"use_rmsnorm": False}, "use_rmsnorm: False"),
+        ("bailing_moe", {"router_dtype": "bf16"}, "router_dtype: 'bf16'"),
+        ("bailing_moe", {"score_function": "softmax"}, "score_function: 'softmax'"),
+        ("bailing_moe", {"topk_group": 4}, "topk_group: 4"),
+        ("bailing_moe", {"moe_shared_expert_intermediate_size": 64}, "moe_shared_expert_intermediate_size: 64"),
+        ("bailing_moe", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers: 1"),
+        ("bailing_moe", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}}, "two values"),
         ("llama", {"num_attention_heads": 24, "head_dim": 8}, "24 does not divide hidden_size 256"),
     ],
 )
