@@ -63,8 +63,8 @@ class BailingMoeConfig(PreTrainedConfig):
     output_router_logits: bool = False
     num_nextn_predict_layers: int = 0
     bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = 156892
-    pad_token_id: int | None = 156892
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
 
 
 class BailingMoeV2ForCausalLM(Glm4MoeForCausalLM):

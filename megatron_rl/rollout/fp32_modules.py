@@ -73,6 +73,10 @@ class Gate(GateLinear):
             kwargs |= {"params_dtype": torch.float32, "out_dtype": torch.float32}
         super().__init__(*args, prefix=prefix, **kwargs)
 
+    def forward(self, x: torch.Tensor) -> Any:
+        # vLLM's own pass looks at the type of a weight that its CPU backend has packed away by then.
+        return ReplicatedLinear.forward(self, x.float()) if self.in_fp32 else super().forward(x)
+
 
 for theirs, ours in ((ReplicatedLinear, Router), (GateLinear, Gate)):
     if theirs.__name__ not in op_registry_oot:  # a re-import must not raise

@@ -62,17 +62,16 @@ def runs(models, tmp_path_factory):
         bf16 = {"learner": {"dtype": "bf16"}, "rollout": {"dtype": "bf16"}, "precision": {"fp32_router": True}}
         jobs[1][f"{family} bf16"] = ("starting_weights", {"path": str(path), **bf16})
         adapters = {"lora": {"rank": RANK, "alpha": 8.0}, "optimizer": {"lr": 1e-2, "eps": EPS}}
-        if family in MOE:
-            jobs[1][f"{family} lora"] = train({}, **adapters)
-            jobs[2][f"{family} lora tp2"] = train(two, **adapters)
-            call = train(two, **adapters)[1] | {"folder": folder + "-lora", "num_steps": 1}
-            jobs[2][f"{family} lora saved"] = ("save_after", call)
-            sections = {key: value for key, value in train({}, **adapters)[1].items() if key != "num_steps"}
+        jobs[1][f"{family} lora"] = train({}, **adapters)
+        jobs[2][f"{family} lora tp2"] = train(two, **adapters)
+        call = train(two, **adapters)[1] | {"folder": folder + "-lora", "num_steps": 1}
+        jobs[2][f"{family} lora saved"] = ("save_after", call)
+        sections = {key: value for key, value in train({}, **adapters)[1].items() if key != "num_steps"}
 
-            def resume(saved: str = f"{family} lora saved", sections: dict = sections) -> tuple[str, dict]:
-                return "load_and_continue", sections | {"path": found[saved][0]["path"]}
+        def resume(saved: str = f"{family} lora saved", sections: dict = sections) -> tuple[str, dict]:
+            return "load_and_continue", sections | {"path": found[saved][0]["path"]}
 
-            jobs[1][f"{family} lora resumed"] = resume
+        jobs[1][f"{family} lora resumed"] = resume
         call = train(two)[1] | {"folder": folder, "num_steps": 1}
         jobs[2][f"{family} saved"] = ("save_after", call)
     with Jobs(jobs, module="tests.parallel.programs.learner") as found:
@@ -111,7 +110,7 @@ def test_routes_of_the_first_pass_are_replayed_in_the_update(family, runs):
         assert (metrics["router/replay_coverage"], metrics["router/agree_frac"]) == (1.0, 1.0)
 
 
-@pytest.mark.parametrize("family", slow_but(["deepseek_v3"], MOE))
+@pytest.mark.parametrize("family", slow_but(["deepseek_v3"], FAMILIES))
 def test_adapters_of_every_linear_layer_move_as_on_one_rank(family, runs, models):
     """Those of shared experts and of latent vectors are among them. Routers and norms stay."""
     one, others, start = runs[f"{family} lora"][0], runs[f"{family} lora tp2"], tensors(models[family])
@@ -134,7 +133,7 @@ def test_adapters_of_every_linear_layer_move_as_on_one_rank(family, runs, models
             assert apart**0.5 <= PRECISION * whole, kind
 
 
-@pytest.mark.parametrize("family", slow_but(["deepseek_v3"], MOE))
+@pytest.mark.parametrize("family", slow_but(["deepseek_v3"], FAMILIES))
 def test_adapters_of_two_ranks_go_on_on_one(family, runs):
     resumed, saved = runs[f"{family} lora resumed"][0], runs[f"{family} lora saved"][0]
     for got, want in zip(resumed["metrics"], saved["metrics"], strict=True):

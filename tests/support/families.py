@@ -62,13 +62,13 @@ MOE = tuple(_OPTIONS)  # beside Qwen3-MoE, which most tests are about
 ROUNDED = ("qwen2_moe", "glm4_moe", "bailing_moe", "olmoe")  # of these, those whose rollouts may be rounded
 
 
-def save_family(folder: Path, family: str, **options: Any) -> Path:
+def save_family(folder: Path, family: str, seed: int = 0, **options: Any) -> Path:
     """A random ``family`` of three layers in ``folder``, the first of an MoE without experts. Biases are random, too:
     transformers starts them at zero, where a bias that is left out would not show."""
     options = _OPTIONS.get(family, {}) | options
     config = build_tiny_config(family, "nano", num_hidden_layers=3, initializer_range=0.12, **options)
-    model = build_model(config)
-    generator = torch.Generator().manual_seed(1)
+    model = build_model(config, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if name.endswith("bias") or (family == "olmoe" and name.endswith(("q_norm.weight", "k_norm.weight"))):

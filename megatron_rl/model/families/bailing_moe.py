@@ -78,7 +78,7 @@ def _relate(config: dict[str, Any], values: dict[str, Any]) -> list[str]:
     width, shared = values["moe_intermediate_size"], values["moe_shared_expert_intermediate_size"]
     if shared not in (None, width):
         problems.append(f"moe_shared_expert_intermediate_size: {shared}; allowed: moe_intermediate_size ({width})")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = next((config[key] for key in ("rope_parameters", "rope_scaling") if isinstance(config.get(key), dict)), {})
     if "rope_theta" not in rope and "rope_theta" not in config:
         problems.append("lacks the key 'rope_theta', for which the checkpoint's own code has another default")
     if rope.get("partial_rotary_factor", values["partial_rotary_factor"]) != values["partial_rotary_factor"]:
@@ -123,6 +123,14 @@ FAMILY = Family(
         "use_qkv_bias": Neutral((False,), "biases that the learner does not add"),
         "norm_head": Neutral((False,), "a head whose columns vLLM divides by their norms"),
         "num_nextn_predict_layers": Neutral((0,), "layers for guesses of later tokens, which vLLM does not load here"),
+        **{
+            other: Neutral((), f"another name for {name}, which vLLM does not read")
+            for other, name in (
+                ("num_local_experts", "num_experts"),
+                ("n_routed_experts", "num_experts"),
+                ("n_shared_experts", "num_shared_experts"),
+            )
+        },
         "rotary_dim": Neutral((None,), "another name for the turned part of a head; use partial_rotary_factor"),
         "sliding_window": Neutral((None,), WINDOW),
         "embedding_dropout": WithoutEffect(FRACTION, "for training by other code"),

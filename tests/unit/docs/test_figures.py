@@ -22,6 +22,7 @@ from megatron_rl.monitor.alarms import CollapseRule
 from tests.support.tiny import REPOSITORY
 from tools.dev.branch_table import CASES as PLANTED
 from tools.dev.branch_table import table as table_of_branches
+from tools.dev.family_mismatch import table as table_of_families
 from tools.dev.parity_faults import FAULTS
 from tools.dev.tune_surge_detector import CASES, surge_step
 from tools.dev.unstable_runs import table as table_of_causes
@@ -92,6 +93,10 @@ def test_table_of_runs_of_a_known_cause():
     ).groups()
     right = sum(row.endswith("| yes |") for row in planted)
     assert tuple(map(int, told)) == (len(rows) - 2, len(planted), right)
+
+
+def test_table_of_the_families_mismatch():
+    assert "\n".join(table_of_families(DOCS / "lab" / "families.json")) in (DOCS / "lab" / "families.md").read_text()
 
 
 def test_table_of_planted_causes_and_their_branches():

@@ -16,7 +16,8 @@ FOLDERS = "megatron_rl|docs|recipes|tools|tests|patches|slurm"
 FULL = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./*{{}},-]*[\w/*}}]")
 SHORT = re.compile(r"(?<![\w./-])[a-z_]+(?:/[a-z_]+)*/[\w-]+\.(?:py|yaml|sbatch|sh|json)\b")
 HISTORY = ("no longer", "by hand, ", "today's code", "used to be", "in an earlier version", "was changed to")
-ELSEWHERE = ("plots/", "servers/<", "checkpoints/", "my/", "verl/", "slime/", "nemo_rl/")  # of a run, a user, a project
+ELSEWHERE = ("plots/", "servers/<", "checkpoints/", "my/")  # of a run, a user
+ELSEWHERE += ("verl/", "slime/", "nemo_rl/", "vllm/", "megatron/core/")  # of another project
 
 
 @cache
