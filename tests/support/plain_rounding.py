@@ -49,6 +49,9 @@ def plain_rounded(weight: torch.Tensor, kind: str, block: Block) -> torch.Tensor
     return torch.from_numpy(result).to(weight.dtype)
 
 
+_ALONE = tuple(f".{name}.weight" for name in ("o_proj", "down_proj", "query_key_value", "dense"))
+
+
 def rounded_checkpoint(weights: Mapping[str, torch.Tensor], kind: str, block: Block) -> dict[str, torch.Tensor]:
     """A checkpoint with rounded weights: query, key and value as one matrix, gate and up as one, but those of experts
     that are chosen each by itself."""
@@ -60,6 +63,6 @@ def rounded_checkpoint(weights: Mapping[str, torch.Tensor], kind: str, block: Bl
             names = [name, *(name.replace(f".{first}_proj.", f".{part}_proj.") for part in others)]
             together = plain_rounded(torch.cat([weights[n] for n in names]), kind, block)
             found |= dict(zip(names, together.split([len(weights[n]) for n in names]), strict=True))
-        elif name.endswith((".o_proj.weight", ".down_proj.weight")) or (is_chosen and name.endswith("_proj.weight")):
+        elif name.endswith(_ALONE) or (is_chosen and name.endswith("_proj.weight")):
             found[name] = plain_rounded(tensor, kind, block)
     return found
