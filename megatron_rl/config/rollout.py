@@ -372,3 +372,15 @@ class ExactConfig(Section):
         if self.noise_std and self.noise is not None:
             raise ValueError(f"noise_std: {self.noise_std:g} beside noise, of which it is the short form; remove one")
         return self
+
+
+ROUTES_BY_BLOCKS = (0, 31)
+"""The first vLLM that keeps recorded routes by blocks of its prefix cache."""
+
+
+def no_prefix_cache(version: str) -> str:
+    """What is wrong with a recipe that records routes in such a vLLM without that cache."""
+    return (
+        f"rollout.enable_prefix_caching: false, but vLLM {version} records routes in its prefix cache; "
+        "set true, or install vLLM 0.30, or record no routes (routing.replay: off or R2)"
+    )

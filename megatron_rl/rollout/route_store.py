@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.config.rollout import RolloutConfig, no_prefix_cache
 from megatron_rl.errors import InputError
 
 
@@ -37,10 +37,7 @@ def wants_prefix_cache(config: RolloutConfig, record_routes: bool) -> bool:
     if not config.enable_prefix_caching:
         import vllm
 
-        raise InputError(
-            f"rollout.enable_prefix_caching: false, but vLLM {vllm.__version__} records routes in its prefix cache; "
-            "set true, or install vLLM 0.30, or record no routes (routing.replay: off or R2)"
-        )
+        raise InputError(no_prefix_cache(vllm.__version__))
     return True
 
 
