@@ -183,7 +183,9 @@ LEVELS = (
     AlarmRule(name="reward-drop", metric="critic/rewards/mean", statistic="of_best", window=10, below=0.7),
     AlarmRule(name="held-out-drop", metric="val/reward/mean", statistic="of_best", window=2, below=0.75),
     AlarmRule(name="mismatch-surge", metric="mismatch/rho_std", statistic="of_start", window=10, above=8.0),
+    AlarmRule(name="update-size", metric="noise/relative_update", statistic="mean", window=3, above=0.003),
     AlarmRule(name="policy-jump", metric="actor/ppo_kl", above=0.1, for_steps=3),
+    AlarmRule(name="policy-drift", metric="actor/ppo_kl", statistic="mean", window=10, above=0.03),
     AlarmRule(name="truncated", metric="response_length/clip_ratio", statistic="mean", window=10, above=0.5),
     AlarmRule(name="length-surge", metric="response_length/mean", statistic="ratio", window=20, above=2.0, for_steps=3),
     AlarmRule(name="entropy-floor", metric="actor/entropy", below=0.005, for_steps=5),
@@ -196,14 +198,17 @@ def level_rules(recipe: Mapping[str, Any]) -> list[AlarmRule]:
     """`LEVELS`, and `mismatch-contract` of the recipe's types; none where `monitor.levels` is false.
 
     ``recipe``: as plain values; keys that are absent count as unknown. The mismatch of a dose (`exact.noise`), of
-    another policy (`precision.allow_asymmetric`) and of old weights has no bound.
+    another policy (`precision.allow_asymmetric`) and of old weights has no bound. Adapters, which begin at zero, have
+    no `update-size`.
     """
     if not _get(recipe, "monitor", "levels", default=True):
         return []
+    has_adapters = _get(recipe, "learner", "lora") is not None
+    levels = [rule for rule in LEVELS if not (has_adapters and rule.name == "update-size")]
     bound = _rho_bound(recipe)
     if bound is None:
-        return list(LEVELS)
-    return [*LEVELS, AlarmRule(name="mismatch-contract", metric="mismatch/rho_std", above=bound, for_steps=5)]
+        return levels
+    return [*levels, AlarmRule(name="mismatch-contract", metric="mismatch/rho_std", above=bound, for_steps=5)]
 
 
 def _rho_bound(recipe: Mapping[str, Any]) -> float | None:
