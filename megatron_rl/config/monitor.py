@@ -193,6 +193,9 @@ LEVELS = (
     AlarmRule(name="overflows", metric="actor/update_skipped", statistic="mean", window=10, above=0.5),
 )
 
+# Rules that warn of a risk before any harm is done: they say nothing of when the trouble began.
+RISKS = frozenset({"update-size", "policy-drift"})
+
 
 def level_rules(recipe: Mapping[str, Any]) -> list[AlarmRule]:
     """`LEVELS`, and `mismatch-contract` of the recipe's types; none where `monitor.levels` is false.

@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from megatron_rl.config.monitor import AlarmRule, level_rules
+from megatron_rl.config.monitor import RISKS, AlarmRule, level_rules
 from megatron_rl.monitor.alarms import Alarms, CollapseRule, first_collapse
 
 SURE = 0.01  # most probable error of a change, by the test
@@ -415,6 +415,12 @@ class Finding:
     def is_healthy(self) -> bool:
         return not self.signs
 
+    @property
+    def first_sign(self) -> int | None:
+        """The step of the first sign of harm, or where there is none of a risk; None for a healthy run."""
+        harm = [sign.step for sign in self.signs if sign.name not in RISKS]
+        return min(harm or [sign.step for sign in self.signs], default=None)
+
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self) | {"healthy": self.is_healthy}
@@ -423,13 +429,13 @@ class Finding:
 def find(name: str, records: Sequence[Mapping[str, float]], recipe: Mapping[str, Any]) -> Finding:
     """What happened to a run, from its ``records`` and its ``recipe`` as plain values."""
     collapse = first_collapse(records, CollapseRule())
-    signs = _signs(records, recipe, collapse)
-    if not signs:
-        return Finding(name, len(records), None, (), (), ())
-    onset = min(sign.step for sign in signs)
+    seen = Finding(name, len(records), collapse, _signs(records, recipe, collapse), (), ())
+    onset = seen.first_sign
+    if onset is None:
+        return seen
     changes = _changes(records, onset + AFTERWARDS)
     case = Case(records, recipe, onset, collapse, {change.metric: change.step for change in changes})
-    return Finding(name, len(records), collapse, signs, changes, tuple(suspects(case)))
+    return replace(seen, changes=changes, suspects=tuple(suspects(case)))
 
 
 def _signs(records: Sequence[Mapping[str, float]], recipe: Mapping[str, Any], collapse: int | None) -> tuple[Sign, ...]:

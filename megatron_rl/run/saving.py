@@ -23,6 +23,7 @@ from typing import Any
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.manifest import checkpoint_name
 from megatron_rl.checkpoint.save import PendingSave, SaveError, damage
+from megatron_rl.config.monitor import RISKS
 from megatron_rl.config.sections import CheckpointConfig, RecorderConfig
 from megatron_rl.errors import InputError
 from megatron_rl.learner.learner import Learner
@@ -189,7 +190,8 @@ def abandon_newer(directory: RunDirectory, path: Path) -> list[str]:
 
 
 GIB = 1 << 30
-UNRELATED = frozenset(rule.name for rule in BUILT_IN)  # one failed reward is no sign of an unstable run
+# One failed reward is no sign of an unstable run; a risk is none yet.
+UNRELATED = RISKS | {rule.name for rule in BUILT_IN}
 
 
 class Evidence:

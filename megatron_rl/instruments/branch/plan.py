@@ -158,14 +158,14 @@ def ranks_of(directory: RunDirectory) -> tuple[int, int]:
 
 
 def onset_of(finding: Finding) -> tuple[int, int] | None:
-    """Return the step at which the trouble began, and that of the first sign; None for a healthy run.
+    """Return the step at which the trouble began, and that of the first sign of harm; None for a healthy run.
 
     It began with the first metric that left its baseline within `AHEAD` steps before the first sign. What changed
     earlier is taken for learning.
     """
-    if finding.is_healthy:
+    sign = finding.first_sign
+    if sign is None:
         return None
-    sign = min(sign.step for sign in finding.signs)
     changes = [change.step for change in finding.changes if sign - AHEAD <= change.step]
     return min([sign, *changes]), sign
 
