@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from megatron_rl.config.monitor import LEVELS, RHO_BOUNDS, AlarmRule, MonitorConfig, level_rules
+from megatron_rl.config.monitor import LEVELS, RHO_BOUNDS, RISKS, AlarmRule, MonitorConfig, level_rules
 from tests.support.tiny import tiny_recipe
 
 
@@ -52,6 +52,12 @@ def test_the_contract_bounds_rho_by_the_coarser_type(values, bound):
     found = {rule.name: rule.above for rule in level_rules(values)}
     assert found.get("mismatch-contract") == bound
     assert set(found) - {"mismatch-contract"} == {rule.name for rule in LEVELS}
+
+
+def test_adapters_have_no_rule_on_the_size_of_updates():
+    found = {rule.name for rule in level_rules(tiny_recipe(learner={"lora": {"rank": 4}}).model_dump(mode="json"))}
+    assert {rule.name for rule in LEVELS} - found == {"update-size"}
+    assert {rule.name for rule in LEVELS} > RISKS
 
 
 def test_one_key_turns_them_off():

@@ -73,12 +73,15 @@ def test_noise_at_which_the_detector_is_not_quiet():
         assert round(right_outcomes(DetectorConfig(), *known[case], noise=0.25), 2) == float(told)
 
 
-def test_table_of_the_rules_on_levels():
-    text = (DOCS / "schedule-and-alarms.md").read_text()
+@pytest.mark.parametrize(
+    ("page", "runs"), [("schedule-and-alarms.md", "lab/runs/*.xz"), ("lab/causes.md", "lab/unstable.jsonl.xz")]
+)
+def test_table_of_the_rules_on_levels(page, runs):
+    text = (DOCS / page).read_text()
     told = {
         row[0]: row[1:] for row in re.findall(r"^\| (set|judge) \| " + r"([^|]+) \| " * 6 + r"([^|]+) \|$", text, re.M)
     }
-    for half, score in score_packed(sorted((DOCS / "lab" / "runs").glob("*.xz")), None, CollapseRule()).items():
+    for half, score in score_packed(sorted(DOCS.glob(runs)), None, CollapseRule()).items():
         found = (score.runs, score.collapses, f"{score.share_noticed:.1%}", score.in_time, f"{score.median_lead:g}")
         assert told[half] == tuple(map(str, (*found, score.healthy_steps, f"{score.false_per_thousand:.2f}")))
 

@@ -145,6 +145,17 @@ def test_a_healthy_run_has_no_suspect_whatever_its_recipe():
     assert (finding.signs, finding.changes, finding.suspects) == ((), (), ())
 
 
+def test_a_risk_is_a_sign_but_no_onset():
+    """What changes long after the warning, near the harm, is looked at."""
+    changed = {"noise__relative_update": 4e-3, "critic__rewards__mean": falls(40, 15)}
+    finding = find("run", records(80, **changed), {})
+    assert (finding.signs[0].name, finding.signs[0].step) == ("update-size", 2)
+    assert 40 < finding.first_sign == next(sign.step for sign in finding.signs if sign.name == "reward-drop")
+    assert [change.metric for change in finding.changes] == ["critic/rewards/mean"]
+    harmless = find("run", records(80, noise__relative_update=4e-3), {})
+    assert (harmless.first_sign, harmless.suspects[0].name) == (2, "learning rate")
+
+
 def test_what_went_first_stands_first():
     changed = {"mismatch__rho_std": lambda s: 1e-6 if s < 20 else 1e-2, "critic__rewards__mean": falls(40, 15)}
     finding = find("run", records(80, **changed), {"learner": {"dtype": "fp32"}, "rollout": {"dtype": "fp32"}})

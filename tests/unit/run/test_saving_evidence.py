@@ -124,6 +124,13 @@ def test_a_checkpoint_of_the_onset_itself_is_not_from_before_it(tmp_path):
     assert checkpoints(run) == [15, 55, 60]
 
 
+def test_a_warning_of_a_risk_keeps_nothing(tmp_path):
+    run = a_run(tmp_path, **EVERY_5, **FOUR)
+    steps(run, 60, {12: ("update-size", 10), 22: ("reward-drop", 17)})
+    assert batches(run) == [19, 20, 21, 22, 56, 57, 58, 59]
+    assert checkpoints(run) == [15, 55, 60]
+
+
 def test_the_evidence_stays_over_resumes_and_later_alarms(tmp_path):
     steps(a_run(tmp_path, **EVERY_5, **FOUR), 33, {22: ("reward-drop", 17)})
     for end, alarm in ((48, 41), (71, 66), (90, 80)):

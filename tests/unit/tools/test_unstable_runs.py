@@ -21,6 +21,11 @@ def test_every_arm_is_a_recipe(name, tmp_path):
     assert {rule.name for rule in level_rules(recipe.model_dump(mode="json"))} >= {"reward-drop", "no-signal"}
 
 
+def test_every_tiny_recipe_has_a_healthy_arm():
+    recipes = {path.stem for path in (REPOSITORY / "recipes" / "tiny").glob("*.yaml")} - {"base", "rollback"}
+    assert {arm.recipe for arm in ARMS.values() if not arm.cause} == recipes
+
+
 def test_rewards_break_after_a_number_of_responses(monkeypatch):
     monkeypatch.setattr(unstable_runs, "_WORKING", 2)
     for broken, after in (

@@ -38,7 +38,7 @@ def test_it_starts_at_the_newest_complete_checkpoint_up_to_the_onset(tmp_path):
     checkpoint(folder, 15, complete=False)
     branch = plan_branch(folder)
     assert (branch.begin, branch.checkpoint.name) == (10, "step_00000010")
-    sign = min(sign.step for sign in find("sick", rows(), {}).signs)
+    sign = find("sick", rows(), {}).first_sign
     assert ONSET <= branch.onset <= sign <= ONSET + 5
     assert branch.steps == sign - 10 + AFTERWARDS
     assert plan_branch(folder, from_step=5).begin == 5

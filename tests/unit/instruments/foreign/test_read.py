@@ -218,6 +218,7 @@ def test_rules_and_suspects_that_see_nothing(logs):
     assert blind_rules(records, level_rules({})) == {
         "no-signal": "groups/no_signal_frac",
         "mismatch-surge": "mismatch/rho_std",
+        "update-size": "noise/relative_update",
         "overflows": "actor/update_skipped",
     }
     blind = blind_suspects(records, {"batch": {"minibatches": 4}})
