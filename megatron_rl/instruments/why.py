@@ -48,12 +48,13 @@ def pettitt(values: Sequence[float]) -> tuple[int, float]:
     after it (A. N. Pettitt, Applied Statistics 28, 1979); the probability is his approximation 2·exp(-6K²/(n³ + n²)).
     It uses order alone, so that spikes and the scale of a metric do not matter.
     """
-    x = np.asarray(values, dtype=np.float64)
-    n = len(x)
+    n = len(values)
     if n < 2:
         return 0, 1.0
-    later_minus_earlier = np.sign(x[:, None] - x[None, :])
-    u = np.cumsum(later_minus_earlier.sum(axis=1))[:-1]  # pairs on one side of t cancel
+    _, place, counts = np.unique(np.asarray(values, dtype=np.float64), return_inverse=True, return_counts=True)
+    smaller = np.cumsum(counts) - counts
+    signs = (smaller - (n - smaller - counts))[place]  # of each value less all others, summed
+    u = np.cumsum(signs)[:-1]  # pairs on one side of t cancel
     at = int(np.argmax(np.abs(u)))
     k = float(abs(u[at]))
     return at + 1, min(1.0, 2.0 * math.exp(-6.0 * k**2 / (n**3 + n**2)))

@@ -173,7 +173,7 @@ CASES = {
         (_LR.format("5e-4"), _UPDATES.format(1)),
         (_UPDATES.format(16),),
         "one-update",
-        ("third-rate", "other-data-order"),
+        _NEUTRAL,
     ),
     "rate-warm-up": Case(
         "learning rate",

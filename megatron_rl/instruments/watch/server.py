@@ -106,6 +106,7 @@ _ANSWERS: dict[str, Callable[[Sequence[WatchedRun], Query], Any]] = {
     "samples": lambda runs, q: _locked(
         [q.run], lambda: views.samples(q.run, q.number("before"), q.number("number", 10))
     ),
+    "why": lambda _, q: views.why(q.run),
     "log": lambda runs, q: _locked([q.run], lambda: list(q.run.log)),
     "batch": lambda runs, q: views.responses(
         q.run, q.needed("step"), q.text("order", "mismatch"), q.number("start", 0), min(q.number("number", 20), 200)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -124,6 +125,8 @@ def _alarms(state: dict[str, Any]) -> list[RenderableType]:
             )
         if run["num_events"] > EVENTS:
             lines.append(Text(f"{run['label']}: {run['num_events'] - EVENTS} earlier alarms", style="red"))
+        if run["num_events"]:
+            lines.append(Text(f"what may have caused it: megatron-rl run why {shlex.quote(run['folder'])}"))
     return [Text(""), *lines] if lines else []
 
 

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from megatron_rl.config.monitor import level_rules
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.watch.run import WatchedRun, decimated, number, numbers
+from megatron_rl.instruments.why import find, page
 from megatron_rl.monitor.curves import PANELS, matching
+from megatron_rl.monitor.run_directory import read_metrics
 from megatron_rl.monitor.samples import printable
 from megatron_rl.monitor.terminal import COLUMNS
 
@@ -352,6 +355,18 @@ def routes(run: WatchedRun, wanted_columns: int = ROUTE_COLUMNS) -> dict[str, An
             )
         steps = steps[np.append(starts[1:], len(steps)) - 1]
     return {"label": run.label, "layers": layers, "ends": steps.tolist(), "values": [numbers(row) for row in values]}
+
+
+def why(run: WatchedRun) -> dict[str, Any]:
+    """Return the page of `run why`: what was seen, in order, and what may have caused it."""
+    try:
+        records = read_metrics(run.directory.root)
+        finding = find(run.label, records, run.recipe()) if records else None
+    except (InputError, ValidationError) as error:  # no run yet, or one that cannot be read
+        return {"healthy": None, "text": printable(str(error))}
+    if finding is None:
+        return {"healthy": None, "text": "No step is recorded yet."}
+    return {"healthy": finding.is_healthy, "text": printable(page(finding, run.directory.root))}
 
 
 def samples(run: WatchedRun, before: int | None, number_wanted: int) -> dict[str, Any]:

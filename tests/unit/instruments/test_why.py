@@ -21,7 +21,7 @@ from tests.support.written_run import WrittenRun
 # -- change points
 
 
-@pytest.mark.parametrize(("before", "after"), [(10, 10), (5, 15), (20, 7)])
+@pytest.mark.parametrize(("before", "after"), [(10, 10), (5, 15), (20, 7), (15_000, 25_000)])
 def test_a_clean_step_is_found_with_the_probability_of_its_closed_form(before, after):
     """K of a step is the number of pairs across it: before · after."""
     n = before + after

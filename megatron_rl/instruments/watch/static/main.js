@@ -5,7 +5,7 @@ import { chart } from "./chart.js";
 import { bandChart, bandTable, routeMap, routeScale } from "./mismatch.js";
 import { Samples } from "./samples.js";
 
-const TABS = { curves: "Curves", mismatch: "Mismatch", routes: "Routes", samples: "Samples", alarms: "Alarms", log: "Log" };
+const TABS = { curves: "Curves", mismatch: "Mismatch", routes: "Routes", samples: "Samples", alarms: "Alarms", why: "Why", log: "Log" };
 const AXES = [["step", "steps"], ["time", "hours"], ["tokens", "million tokens"]];
 const POLL_MS = 2000, SLOWEST_MS = 15000;
 const READ_MS = 4000, TYPE_MS = 60000; // so long after the last move or key a view waits for its reader
@@ -129,7 +129,7 @@ async function drawView(state) {
   if (here.tab === "samples") return drawSamples(state);
   if (wanted === drawn || isRead) return;
   drawn = wanted;
-  const nodes = await { curves, mismatch, routes, alarms, log }[here.tab](state);
+  const nodes = await { curves, mismatch, routes, alarms, why, log }[here.tab](state);
   if (drawn !== wanted) return;
   const focused = focusable().indexOf(document.activeElement);
   view.replaceChildren(...nodes);
@@ -199,6 +199,12 @@ function alarms(state) {
     const more = run.num_events > run.events.length ? [el("p", { class: "soft" }, `and ${run.num_events - run.events.length} earlier ones`)] : [];
     return [el("h2", {}, swatch(colour(index), ""), run.label), table, ...more, rules];
   });
+}
+
+async function why(state) {
+  const shown = state.runs.map((_, index) => index).filter((index) => !here.hidden.has(index));
+  const pages = await Promise.all(shown.map((run) => ask("why", { run })));
+  return pages.flatMap((page, at) => [el("h2", {}, swatch(colour(shown[at]), ""), context.labels[shown[at]]), el("pre", { class: "log" }, page.text)]);
 }
 
 async function log() {

@@ -189,6 +189,13 @@ def test_alarms_and_their_rules(page):
     assert text(page, "#tab-alarms") == "Alarms1"
 
 
+@view("why")
+def test_the_page_of_why_of_both_runs(page):
+    page.wait("document.querySelectorAll('main pre').length === 2")
+    assert "What was seen, in order:" in text(page, "main pre")
+    assert text(page, "main h2:nth-of-type(2)") == "<b>bare"
+
+
 @view("curves")
 def test_a_run_that_goes_on_and_one_that_starts_again(page, runs):
     full, _ = runs

@@ -37,6 +37,7 @@ def test_two_runs_side_by_side(tmp_path, width):
     words = text.split()
     assert {"left", "right", "mismatch:", *BANDS} <= set(words)
     assert "right, step 40: mismatch mismatch/rho_std = 1.02" in " ".join(words)
+    assert " ".join(words).count("what may have caused it: megatron-rl run why") == 1  # of the run with an alarm
     assert "step 89, train:" in text
     assert "…" not in text, "a number is cut"
     assert "routes of left: [ ▒▒▒]" in text or "routes of left: [ ▓▓▓]" in text
