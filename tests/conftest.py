@@ -23,8 +23,9 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 GIB_PER_WORKER = 5  # an engine, four ranks of the tiny model and what they were forked from
 USEFUL_WORKERS = 12  # the longest file bounds the time of the suite: more would wait for it
-# Tests of these folders share what is costly or there once on a machine: a cluster, the run without faults.
-TOGETHER = ("tests/slurm/", "tests/reliability/")
+# Tests of these folders, and of files whose names begin so, share what is costly or there once on a machine: a cluster,
+# the run without faults, a process that has imported TransformerEngine.
+TOGETHER = ("tests/slurm/", "tests/reliability/", "tests/parallel/test_transformer_engine")
 # One worker takes the cluster, whose tests are the longest and mostly wait; the others what is broad and quick, so that
 # a fault is seen early, then what takes long, so that workers end together.
 FIRST = ("tests/slurm/", "tests/unit/", "tests/e2e/", "tests/reliability/", "tests/parallel/", "tests/patches/")
@@ -73,7 +74,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def unit_of(nodeid: str) -> str:
-    """Tests of one unit run in one worker, in their order: a file, whose fixtures they share, or a folder."""
+    """Tests of one unit run in one worker, in their order: a file, whose fixtures they share, or what is `TOGETHER`."""
     file = nodeid.partition("::")[0]
     return next((folder for folder in TOGETHER if file.startswith(folder)), file)
 

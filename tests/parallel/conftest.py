@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+from tests.support.zygote import Zygote
 from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
 
 
@@ -13,3 +16,10 @@ def dense(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("dense")
     save_checkpoint(build_model(build_tiny_config("qwen3", "nano")), path)
     return str(path)
+
+
+@pytest.fixture(scope="package")
+def transformer_engine() -> Iterator[Zygote]:
+    """The helper of ranks that import TransformerEngine; tests/conftest.py leaves its files to one worker."""
+    with Zygote({"NVTE_PROJECT_BUILDING": "1"}) as helper:
+        yield helper

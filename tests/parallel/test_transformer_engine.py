@@ -45,7 +45,6 @@ from tests.support.routes import random_routes
 from tests.support.series import megatron_core
 from tests.support.slow import slow_but
 from tests.support.tiny import MODEL, stored_rollouts
-from tests.support.zygote import Zygote
 
 pytestmark = pytest.mark.skipif(te.MISSING is not None, reason=str(te.MISSING))
 
@@ -76,12 +75,6 @@ def train(section: dict) -> tuple[str, dict]:
 
 
 @pytest.fixture(scope="module")
-def helper():
-    with Zygote({"NVTE_PROJECT_BUILDING": "1"}) as own:
-        yield own
-
-
-@pytest.fixture(scope="module")
 def other(tmp_path_factory) -> Path:
     return other_weights(tmp_path_factory.mktemp("other"))
 
@@ -102,7 +95,7 @@ def local(tmp_path_factory, dense):
 
 
 @pytest.fixture(scope="module")
-def runs(helper, local, other, dense, tmp_path_factory):
+def runs(transformer_engine, local, other, dense, tmp_path_factory):
     """Result of every job on every rank: ``runs[job][rank]``."""
     jobs: dict[int, dict] = {1: {}, 2: {}, 4: {}}
     for name, (ranks, parallel) in LAYOUTS.items():
@@ -123,7 +116,7 @@ def runs(helper, local, other, dense, tmp_path_factory):
     jobs[1]["loaded"] = lambda: load(local["saved"]["path"], learner())
     jobs[1]["converted"] = convert(other, tmp_path_factory.mktemp("converted"))
     jobs[1]["attention"] = ("thd_choices", {})
-    with over_te(helper, jobs) as found:
+    with over_te(transformer_engine, jobs) as found:
         yield found
 
 

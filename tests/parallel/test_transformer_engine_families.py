@@ -10,7 +10,6 @@ from tests.parallel.transformer_engine import EPS, learner, over_local, over_te
 from tests.support import te
 from tests.support.families import save_family
 from tests.support.plain_training import float32_limits
-from tests.support.zygote import Zygote
 
 pytestmark = [pytest.mark.skipif(te.MISSING is not None, reason=str(te.MISSING)), pytest.mark.slow]
 
@@ -25,7 +24,7 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def runs(models):
+def runs(transformer_engine, models):
     """Of Megatron's own layers, and of TransformerEngine's."""
     own: dict[str, tuple] = {}
     jobs: dict[int, dict] = {1: {}, 2: {}}
@@ -35,8 +34,7 @@ def runs(models):
         for name, (ranks, parallel) in LAYOUTS.items():
             train = ("learner.train_on_stored_rollouts", call | {"learner": learner(parallel)})
             jobs[ranks][f"{family} {name}"] = train
-    helper = Zygote({"NVTE_PROJECT_BUILDING": "1"})
-    with helper, over_local(own) as local, over_te(helper, jobs) as found:
+    with over_local(own) as local, over_te(transformer_engine, jobs) as found:
         yield local, found
 
 

@@ -44,7 +44,6 @@ from tests.support.routes import random_routes
 from tests.support.series import megatron_core
 from tests.support.slow import slow_but
 from tests.support.tiny import MODEL, stored_rollouts
-from tests.support.zygote import Zygote
 
 pytestmark = pytest.mark.skipif(te.MISSING is not None, reason=str(te.MISSING))
 
@@ -107,7 +106,7 @@ def local(tmp_path_factory, dense):
 
 
 @pytest.fixture(scope="module")
-def runs(local, other, dense, tmp_path_factory):
+def runs(transformer_engine, local, other, dense, tmp_path_factory):
     """Result of every job on every rank: ``runs[job][rank]``."""
     jobs: dict[int, dict] = {2: {}, 4: {}}
     routes = random_routes(stored_rollouts(0))
@@ -140,7 +139,7 @@ def runs(local, other, dense, tmp_path_factory):
     jobs[2] |= {
         f"lora, experts {name}": lora(str(MODEL), parallel=parallel) for name, parallel in ADAPTERS_OF_EXPERTS.items()
     }
-    with Zygote({"NVTE_PROJECT_BUILDING": "1"}) as helper, over_te(helper, jobs) as found:
+    with over_te(transformer_engine, jobs) as found:
         yield found
 
 

@@ -33,8 +33,10 @@ def test_unit_tests_follow_the_cluster_where_nothing_was_measured():
     assert sorted(units, key=lambda unit: rank_of(unit, {}))[:2] == ["tests/slurm/", "tests/unit/b.py"]
 
 
-def test_files_that_share_a_cluster_are_one_unit():
+def test_files_that_share_a_cluster_or_a_process_are_one_unit():
     assert unit_of("tests/slurm/test_jobs.py::test_a[1]") == unit_of("tests/slurm/test_ports.py::test_b")
+    over_te = [unit_of(f"tests/parallel/test_transformer_engine{part}.py::test_c") for part in ("", "_families")]
+    assert over_te[0] == over_te[1] != unit_of("tests/parallel/test_exact.py::test_d")
     assert unit_of("tests/unit/a/test_b.py::test_c[x::y]") == "tests/unit/a/test_b.py"
 
 
