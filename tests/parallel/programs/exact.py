@@ -344,14 +344,14 @@ def doses(kinds: dict[str, dict[str, Any]], parallel: dict[str, int] | None = No
 
 def _dose(learner: Learner, generator: Generator, own: list[torch.Tensor]) -> dict[str, Any]:
     version = generator._policy_version
-    groups = everywhere(generator.rollout(prompts(8), 4, policy_version=version, step=0))
+    groups = everywhere(generator.rollout(prompts(4), 4, policy_version=version, step=0))
     stats = generator.stats()
     learner.recipe.exact.kv_cache = False
     learner.recipe.rollout.max_num_seqs = 7
     other = generator_of(learner)
     other._dose = generator._dose
     other._policy_version = version
-    twice = everywhere(other.rollout(prompts(8), 4, policy_version=version, step=0))
+    twice = everywhere(other.rollout(prompts(4), 4, policy_version=version, step=0))
     rewarded(groups)
     rollouts = [r for group in groups for r in group.rollouts]
     batch = batch_of(learner, groups)
