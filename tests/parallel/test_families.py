@@ -28,6 +28,8 @@ LAYOUTS = {
 }
 QUICK = tuple(family for family in FAMILIES if family not in ("olmoe", "bailing_moe"))
 """Of these two, replay and conversion are quick tests."""
+STORED = ("olmoe", "bailing_moe", "deepseek_v3")
+"""Of experts, whose routes are replayed and checkpoints converted in `make test`."""
 RATE = 0.03125  # of biases: sums with it are exact enough to compare
 ADAPTED = tuple(f"{name}.weight" for name in ("_proj", "kv_a_proj_with_mqa", "query_key_value", "attention.dense"))
 RANK, PRECISION = 4, 1e-5  # of adapters; PRECISION: see test_learner_lora.py
@@ -84,7 +86,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", slow_but(QUICK, FAMILIES))
 def test_first_step_equals_hugging_face(family, runs, models):
-    one, plain = runs[f"{family} one"][0], run(torch.float64, 1, eps=EPS, path=str(models[family]))
+    one, plain = runs[f"{family} one"][0], run(torch.float64, STEPS, eps=EPS, path=str(models[family]))
     limits = float32_limits(STEPS, eps=EPS, path=str(models[family]))
     assert np.abs(np.concatenate(one["before"]) - plain.before).max() <= limits.logprobs
     norm = np.linalg.norm(plain.gradients[0])
@@ -104,7 +106,7 @@ def test_layout_equals_one_rank(family, layout, runs, models):
         assert largest_difference(result["weights"], one["weights"]) <= limits.weights
 
 
-@pytest.mark.parametrize("family", MOE)
+@pytest.mark.parametrize("family", slow_but(STORED, MOE))
 def test_routes_of_the_first_pass_are_replayed_in_the_update(family, runs):
     for metrics in runs[f"{family} r2"][0]["metrics"]:
         assert (metrics["router/replay_coverage"], metrics["router/agree_frac"]) == (1.0, 1.0)
@@ -170,7 +172,7 @@ def test_biases_that_are_to_move_follow_the_load(runs, models):
         assert all(torch.equal(result["weights"][name], moved[name]) for result in runs["glm4_moe moved tp2"])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but([*STORED, DENSE[0]], FAMILIES))
 def test_a_checkpoint_of_two_ranks_becomes_the_weights_that_were_trained(family, runs, models, tmp_path):
     saved = Path(runs[f"{family} saved"][0]["path"])
     found = conversion.MegatronFolder(saved).reader.read_metadata().state_dict_metadata

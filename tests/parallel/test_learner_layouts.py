@@ -166,7 +166,7 @@ def test_fused_head_on_a_mixed_layout(runs, limits):
 
 def test_first_step_equals_hugging_face(runs, limits):
     """Log-probs, loss and gradient norm of the first step against transformers' Qwen3-MoE and autograd in float64."""
-    one, plain = runs["one"][0], run(torch.float64, 1, eps=EPS)
+    one, plain = runs["one"][0], run(torch.float64, STEPS, eps=EPS)
     assert np.abs(np.concatenate(one["before"]) - plain.before).max() <= limits.logprobs
     metrics = one["metrics"][0]
     assert abs(metrics["actor/grad_norm"] - np.linalg.norm(plain.gradients[0])) <= limits.of_metric(

@@ -12,13 +12,17 @@ from megatron_rl.learner import compare_logits
 from megatron_rl.model.architecture import architecture_from, read_architecture
 from megatron_rl.model.known_models import KNOWN_MODELS
 from tests.parallel.gloo import run_ranks
+from tests.support.slow import slow_but
 from tests.support.tiny import MODEL
 from tools.dev.make_tiny_checkpoint import FAMILIES
 
 PROGRAM = "tests.parallel.programs.folders"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+QUICK = ("qwen3_moe", "qwen2", "deepseek_v3")  # experts and norms of heads, biases, latent vectors
+
+
+@pytest.mark.parametrize("family", slow_but(QUICK, FAMILIES))
 def test_no_change_of_a_folder_goes_in_unnoticed(family, tmp_path):
     ((counts, wrong),) = run_ranks(PROGRAM, "judge", 1, family=family, folder=str(tmp_path))
     assert not wrong, "\n".join(wrong)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -96,9 +97,13 @@ def run(
     mutate: Mutation | None = None,
     mutate_gradients: Mutation | None = None,
 ) -> Updates:
-    """`run_on` with ``num_steps`` batches of stored rollouts."""
-    batches = [stored_rollouts(step, minibatches=minibatches) for step in range(num_steps)]
-    return run_on(batches, dtype, lr, eps, path, mutate, mutate_gradients)
+    """`run_on` with ``num_steps`` batches of stored rollouts. Several tests read one run: change nothing in it."""
+    return _run(dtype, num_steps, minibatches, lr, eps, path, mutate, mutate_gradients)
+
+
+@functools.lru_cache(maxsize=8)
+def _run(dtype: torch.dtype, num_steps: int, minibatches: int, *arguments: Any) -> Updates:
+    return run_on([stored_rollouts(step, minibatches=minibatches) for step in range(num_steps)], dtype, *arguments)
 
 
 def run_on(
@@ -239,8 +244,10 @@ def float32_limits(
     mutate: Mutation | None = None,
 ) -> Limits:
     """`limits` of ``num_steps`` batches of stored rollouts."""
-    batches = [stored_rollouts(step, minibatches=minibatches) for step in range(num_steps)]
-    return float32_limits_on(batches, lr=lr, eps=eps, path=path, mutate=mutate)
+    single, double = (
+        run(dtype, num_steps, minibatches, lr, eps, path, mutate) for dtype in (torch.float32, torch.float64)
+    )
+    return limits(single, double, [stored_rollouts(step, minibatches=minibatches) for step in range(num_steps)])
 
 
 def float32_limits_on(batches: Sequence[Batch], **changes) -> Limits:
