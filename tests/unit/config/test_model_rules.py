@@ -9,7 +9,9 @@ import pytest
 from megatron_rl.config.model_rules import model_problems, rollout_problems
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.model.architecture import architecture_from, read_architecture
+from megatron_rl.model.families import FAMILIES
 from megatron_rl.model.known_models import KNOWN_MODELS
+from tests.support.families import DENSE
 from tests.support.tiny import MODEL, tiny_recipe
 
 GLM = architecture_from(KNOWN_MODELS["GLM-4.5-Air"])
@@ -98,3 +100,12 @@ def test_biases_that_a_router_does_not_have_are_not_moved():
     assert model_problems(recipe, MOONLIGHT, 1) == []
     (problem,) = model_problems(recipe, read_architecture(MODEL), 1)
     assert problem.startswith("routing.bias_update_rate: 0.001, but the routers of qwen3_moe have no biases")
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("qwen3_moe", *DENSE)])
+def test_exact_mode_is_refused_in_one_message_where_it_lacks_something(family):
+    architecture = architecture_from({"model_type": family, **next(iter(FAMILIES[family].known.values()))})
+    recipe = tiny_recipe(rollout={"engine": "exact"}, precision={"fp32_router": True})
+    said = [problem for problem in model_problems(recipe, architecture, 1) if "exact" in problem]
+    assert len(said) == 1
+    assert said[0].endswith("; use vllm")

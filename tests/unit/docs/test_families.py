@@ -125,10 +125,10 @@ def test_each_y_is_a_test_and_each_refusal_a_rule():
 
 # -- a family is one file
 
-EXCEPT = {
-    "instruments/parity/definition.py",  # reads config.json by itself, so that it does not err as the loop does
+EXCEPT = (
+    "instruments/parity/",  # reads config.json by itself, so that it does not err as the loop does
     "model/transformers_classes.py",  # what one family's file lacks
-}
+)
 PACKAGE = REPOSITORY / "megatron_rl"
 
 
@@ -139,7 +139,7 @@ def test_no_family_is_named_outside_of_the_families_files():
         f"{file.relative_to(PACKAGE)}:{number}"
         for file in sorted(PACKAGE.rglob("*.py"))
         for number, line in enumerate(file.read_text().splitlines(), 1)
-        if file.parent.name != "families" and str(file.relative_to(PACKAGE)) not in EXCEPT
+        if file.parent.name != "families" and not str(file.relative_to(PACKAGE)).startswith(EXCEPT)
         if written.search(line)
     ]
     assert places == []
