@@ -89,6 +89,9 @@ def run_doctor(options: argparse.Namespace) -> int:
     depend on its size: the host's memory, attention with its number of heads. `slurm/doctor.sbatch` runs all checks on
     the nodes of a job.
 
+    Beside FILE, in the folder of its name and "-parity", are the certificates of the check `parity`: parity.json and
+    parity.html of the tiny model, and of the first layers of RECIPE's.
+
     Exit status: 0 no check failed, 1 one did, 2 bad arguments.
     """
     from megatron_rl.doctor import report
@@ -171,4 +174,10 @@ def make_setting(options: argparse.Namespace) -> Setting:
     except ModuleNotFoundError:  # a package that recipes need is missing
         recipe = None
     shared = Path(options.shared or (recipe.run_root if recipe else "runs"))
-    return replace(setting, shared=str(shared.absolute()))
+    return replace(setting, shared=str(shared.absolute()), certificates=certificates(options.json, options.page))
+
+
+def certificates(json_file: str | None, page_file: Path | None) -> str:
+    """Return the folder beside the report's file, of its name and "-parity"; empty where there is no file."""
+    file = page_file or (Path(json_file) if json_file not in (None, "-") else None)
+    return str(file.absolute().with_name(f"{file.stem}-parity")) if file else ""

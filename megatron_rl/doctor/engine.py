@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from megatron_rl.config import Recipe
     from megatron_rl.instruments.parity.compare import Comparison
+    from megatron_rl.instruments.parity.witnesses import Setup
     from megatron_rl.instruments.plan.memory import MemoryPlan
     from megatron_rl.learner.learner import Learner
     from megatron_rl.rollout import Generator
@@ -94,34 +95,44 @@ def judge_mismatch(by_pair: dict[str, Distances]) -> Outcome:
 
 def parity(setting: Setting) -> Outcome:
     """Every operator of both engines, of exact mode and of transformers, in bf16, against the checkpoint."""
-    from megatron_rl.instruments.parity.compare import compare
-    from megatron_rl.instruments.parity.definition import Checkpoint
-    from megatron_rl.instruments.parity.witnesses import collect, of_recipe
+    from megatron_rl.instruments.parity.witnesses import of_recipe
 
     recipe = tiny(setting, *overrides({}, "bf16"), *SMALL, "rollout.dtype=bf16")
-    setup = of_recipe(recipe)
-    outcome = judge_parity(compare(Checkpoint(setup.model), collect(setup)))
+    outcome = judge_parity(compared(of_recipe(recipe), setting, "tiny"))
     if outcome.status == "fail" or (wanted := planned(setting)) is None:
         return outcome
     found, told = first_layers(wanted, setting)
     return judge_first_layers(outcome, found, told)
 
 
+def compared(setup: Setup, setting: Setting, name: str) -> Comparison:
+    """Run the witnesses of ``setup``, and write the certificate to the folder ``name`` where one is wanted."""
+    from megatron_rl.instruments.parity import report
+    from megatron_rl.instruments.parity.compare import compare
+    from megatron_rl.instruments.parity.definition import Checkpoint
+    from megatron_rl.instruments.parity.witnesses import collect
+
+    records = collect(setup)
+    found = compare(Checkpoint(setup.model), records)
+    if setting.certificates:
+        report.write(Path(setting.certificates) / name, setup, records, found)
+    return found
+
+
 def first_layers(recipe: Recipe, setting: Setting) -> tuple[Comparison | None, str]:
     """The first layers of the recipe's model at full width, in its types, and how many; None where there is no
     memory for them, and why."""
-    from pathlib import Path
-
     from megatron_rl.doctor.machine import available_gib
     from megatron_rl.instruments.parity import witnesses
-    from megatron_rl.instruments.parity.compare import compare
-    from megatron_rl.instruments.parity.definition import Checkpoint
+    from megatron_rl.instruments.parity.families import FAMILIES
     from megatron_rl.instruments.parity.first_layers import fewest_layers, first_layers_of
     from megatron_rl.model.architecture import read_architecture
 
     if not recipe.model.path.exists():
         return None, f"{recipe.model.path} is not here, so its layers were not looked at"
     setup, a = witnesses.of_types(recipe, setting.device), read_architecture(recipe.model.path)
+    if a.model_type not in FAMILIES:
+        return None, f"{recipe.model.path} was not looked at: parity has no definition of {a.model_type}"
     most, free = max(2, fewest_layers(a)), available_gib()
     number = witnesses.layers_that_fit(setup, a, free, most)
     if not number:
@@ -131,9 +142,7 @@ def first_layers(recipe: Recipe, setting: Setting) -> tuple[Comparison | None, s
             "they were not looked at"
         )
     setup = witnesses.of_first_layers(setup, number, Path(setting.scratch))
-    return compare(
-        Checkpoint(setup.model), witnesses.collect(setup)
-    ), f"the first {number} layers of {recipe.model.path}"
+    return compared(setup, setting, "first-layers"), f"the first {number} layers of {recipe.model.path}"
 
 
 def judge_first_layers(tiny_model: Outcome, found: Comparison | None, told: str) -> Outcome:

@@ -15,7 +15,6 @@ from megatron_rl.doctor import engine
 from megatron_rl.doctor.checks import Setting
 from megatron_rl.exact.doses import make_dose
 from megatron_rl.instruments.parity.compare import compare
-from megatron_rl.instruments.parity.definition import FAMILIES
 from megatron_rl.instruments.parity.report import exact_differences, model_hash
 from megatron_rl.instruments.parity.witnesses import learner_record
 from megatron_rl.learner.process_groups import shutdown
@@ -23,7 +22,7 @@ from tests.support.patience import PATIENCE_S
 from tests.support.slow import slow_but
 from tests.support.tiny import MODEL
 from tests.support.zygote import run_command, run_ranks_of_command
-from tools.dev.parity_bench import Bench, make_models
+from tools.dev.parity_bench import MODELS, Bench, make_models
 from tools.dev.parity_faults import FAULTS, examine
 
 pytestmark = pytest.mark.usefixtures("cheap_engines")
@@ -47,12 +46,14 @@ class Benches:
     """One bench at a time: a process runs one engine."""
 
     def __init__(self, folder: Path):
-        self._models, self._name, self._bench = make_models(folder), None, None
+        self._folder, self._models, self._name, self._bench = folder, {}, None, None
 
-    def of(self, family: str, dtype: str = "fp32") -> Bench:
-        if self._name != (family, dtype):
+    def of(self, model: str, dtype: str = "fp32") -> Bench:
+        if self._name != (model, dtype):
             self.close()
-            self._name, self._bench = (family, dtype), Bench(self._models[family], dtype)
+            if model not in self._models:
+                self._models |= make_models(self._folder, [model])
+            self._name, self._bench = (model, dtype), Bench(self._models[model], dtype)
         return self._bench
 
     def close(self) -> None:
@@ -69,33 +70,35 @@ def benches(tmp_path_factory):
     shutdown()
 
 
-@pytest.mark.parametrize("name", slow_but(QUICK, sorted(FAULTS, key=lambda name: FAMILIES.index(FAULTS[name].model))))
+@pytest.mark.parametrize("name", slow_but(QUICK, sorted(FAULTS, key=lambda name: MODELS.index(FAULTS[name].model))))
 def test_a_planted_fault_is_named(benches, name):
     found = examine(benches.of(FAULTS[name].model), FAULTS[name])
     assert found["located"], found
 
 
+IN_EXACT_MODE = {"qwen3_moe": 17, "qwen3": 17, "qwen2": 15, "llama": 15}
+"""Operators of a layer with a tap in both its passes."""
 UNSCALED = ("glm4_moe", "fp16")  # vLLM 0.30 leaves out the experts' scale there
-PAIRS = [(family, dtype) for family in FAMILIES for dtype in ("fp32", "bf16", "fp16")]
+PAIRS = [(model, dtype) for model in MODELS for dtype in ("fp32", "bf16", "fp16")]
 PAIRS.remove(UNSCALED)
 
 
-@pytest.mark.parametrize(("family", "dtype"), slow_but(PAIRS[:1], PAIRS))
-def test_sound_witnesses_are_within_every_bound(benches, family, dtype):
+@pytest.mark.parametrize(("model", "dtype"), slow_but(PAIRS[:1], PAIRS))
+def test_sound_witnesses_are_within_every_bound(benches, model, dtype):
     """Also after faults: a fault is gone with its block, and so is every hook."""
-    bench = benches.of(family, dtype)
+    bench = benches.of(model, dtype)
     records = [record for who in WHO for record in bench.records(who)]
     result = compare(bench.checkpoint, records)
     assert result.failures == [], result.verdict()
-    if family in ("qwen2_moe", "glm4_moe", "deepseek_v3"):  # exact mode refuses them
+    if model not in IN_EXACT_MODE:
         assert [record.witness for record in records] == [name for name in WITNESSES if "exact" not in name]
     else:
         assert [record.witness for record in records] == WITNESSES
         number, different = exact_differences(records)
         assert different == []
-        assert number == 2 * {"qwen3_moe": 17, "qwen3": 17, "qwen2": 15, "llama": 15}[family] + 4
-    for model in (bench.vllm, bench.learner, bench.transformers):
-        hooks = [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks]
+        assert number == 2 * IN_EXACT_MODE[model] + 4
+    for witness in (bench.vllm, bench.learner, bench.transformers):
+        hooks = [m for m in witness.modules() if m._forward_hooks or m._forward_pre_hooks]
         assert hooks == []
 
 
@@ -180,10 +183,14 @@ def test_the_newest_checkpoint_of_a_run_is_compared(tmp_path):
 
 @pytest.mark.slow
 def test_doctor_looks_at_the_first_layers_of_a_recipes_model(tmp_path):
-    setting = Setting("cpu", 1, str(tmp_path), GRPO, ["rollout.dtype=fp16"], str(tmp_path))
+    setting = Setting("cpu", 1, str(tmp_path), GRPO, ["rollout.dtype=fp16"], str(tmp_path), str(tmp_path / "made"))
     outcome = engine.parity(setting)
     assert outcome.status == "pass", outcome
     assert "tiny model: 456 operators of 6 witnesses are within their bounds; the first 2 layers of" in outcome.reason
+    for name, layers, dtype in (("tiny", 4, "bf16"), ("first-layers", 2, "fp16")):
+        found = json.loads((tmp_path / "made" / name / "parity.json").read_text())
+        assert (found["verdict"], found["model"]["layers"], found["dtypes"]["rollout"]) == ("pass", layers, dtype)
+        assert (tmp_path / "made" / name / "parity.html").is_file()
 
 
 @pytest.mark.parametrize(
@@ -196,7 +203,6 @@ def test_doctor_looks_at_the_first_layers_of_a_recipes_model(tmp_path):
         ([str(MODEL), "--set", "seed=1"], "--set changes keys of a recipe"),
         (["recipes/tiny/grpo.yaml", "--dtype", "bf16"], "--set learner.dtype=bf16"),
         (["recipes/tiny/fp8.yaml"], "--set rollout.quantization.weights=null"),
-        (["recipes/tiny/context.yaml"], "--set learner.parallel.context=1"),
         (["docs"], "neither a model's folder"),
     ],
 )

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.instruments.parity.definition import MOE_FAMILIES
 from tests.parallel.pool import Jobs
-from tests.support.slow import slow_but
-from tools.dev.parity_bench import make_models
+from tests.support.slow import asked, slow_but
+from tools.dev.parity_bench import MODELS, WITH_EXPERTS, make_models
 
 MODULE = "tests.parallel.programs.parity"
-BOTH = {"tensor": 2, "expert": 2}
+LAYOUTS = {
+    "TP2·EP2": {"tensor": 2, "expert": 2},
+    "TP2": {"tensor": 2},
+    "EP2": {"expert": 2},
+    "PP2": {"pipeline": 2},
+    "CP2": {"context": 2},
+}
+DTYPES = ("fp32", "bf16", "fp16")
 CLEAN = [
-    ("qwen3_moe", BOTH, "bf16", False),
-    ("qwen3_moe", BOTH, "fp32", False),
-    ("qwen3_moe", BOTH, "fp16", False),
-    ("qwen3_moe", BOTH, "bf16", True),
-    ("qwen3_moe", {"expert": 2}, "fp32", False),
-    ("qwen3_moe", {"pipeline": 2}, "fp32", False),
-    ("qwen2", {"tensor": 2}, "bf16", False),
-    ("qwen3", {"tensor": 2}, "fp32", False),
-    ("llama", {"tensor": 2}, "fp16", False),
-    ("qwen2_moe", BOTH, "bf16", False),
-    ("glm4_moe", BOTH, "bf16", False),
-    ("glm4_moe", BOTH, "fp32", False),
-    ("deepseek_v3", BOTH, "bf16", False),
-    ("deepseek_v3", BOTH, "fp32", False),
+    *((model, "TP2·EP2" if model in WITH_EXPERTS else "TP2", dtype, False) for model in MODELS for dtype in DTYPES),
+    ("qwen3_moe", "TP2·EP2", "bf16", True),
+    ("qwen3_moe", "EP2", "fp32", False),
+    ("qwen3_moe", "PP2", "fp32", False),
+    ("qwen3_moe", "CP2", "fp32", False),
+    ("llama", "CP2", "bf16", False),
+    ("olmoe", "PP2", "fp32", False),
+    ("deepseek_v3 yarn", "PP2", "fp32", False),
 ]
-LAYERS = {"qwen3_moe": 36, "qwen2_moe": 34, "glm4_moe": 36, "deepseek_v3": 36, "qwen3": 34, "qwen2": 30, "llama": 30}
-"""Operators with a tap, of both layers."""
+QUICK = [("qwen3_moe", "TP2·EP2", "bf16", False)]
 EXCHANGED = {
     "self_attention.linear_qkv.weight": ["1.q", "1.k", "1.v"],
     "self_attention.linear_proj.weight": ["1.o_proj"],
@@ -40,28 +39,26 @@ def name_of(case: tuple) -> str:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    models = make_models(tmp_path_factory.mktemp("models"))
-    jobs = {
-        name_of(case): (
-            "learner_errors",
-            {"path": str(models[case[0]]), "parallel": case[1], "dtype": case[2], "exact": case[3]},
-        )
-        for case in CLEAN
-    }
-    for parameter in EXCHANGED:
-        arguments = {"path": str(models["qwen3_moe"]), "parallel": BOTH, "dtype": "fp32", "exchange": parameter}
-        jobs[parameter] = ("learner_errors", arguments)
+def runs(tmp_path_factory, request):
+    cases = asked(request, "model", "layout", "dtype", "exact")
+    models = make_models(tmp_path_factory.mktemp("models"), list({"qwen3_moe": 0} | {case[0]: 0 for case in cases}))
+    jobs = {}
+    for model, layout, dtype, exact in cases:
+        arguments = {"path": str(models[model]), "parallel": LAYOUTS[layout], "dtype": dtype, "exact": exact}
+        jobs[name_of((model, layout, dtype, exact))] = ("learner_errors", arguments)
+    for (parameter,) in asked(request, "parameter"):
+        arguments = {"path": str(models["qwen3_moe"]), "parallel": LAYOUTS["TP2·EP2"], "dtype": "fp32"}
+        jobs[parameter] = ("learner_errors", arguments | {"exchange": parameter})
     with Jobs({2: jobs}, module=MODULE) as started:
         yield started
 
 
-@pytest.mark.parametrize(("family", "parallel", "dtype", "exact"), slow_but(CLEAN[:1], CLEAN))
-def test_a_sound_learner_is_within_every_bound(runs, family, parallel, dtype, exact):
-    for found in runs[name_of((family, parallel, dtype, exact))]:  # whole on every rank
+@pytest.mark.parametrize(("model", "layout", "dtype", "exact"), slow_but(QUICK, CLEAN))
+def test_a_sound_learner_is_within_every_bound(runs, model, layout, dtype, exact):
+    for found in runs[name_of((model, layout, dtype, exact))]:  # whole on every rank
         assert found["beyond"] == []
-        assert found["number"] == 4 + LAYERS[family]
-        assert found["experts"] == ([0, 1, 2, 3] if family in MOE_FAMILIES else [])
+        assert found["missing"] == []
+        assert found["experts"] == list(range(found["num_experts"]))
 
 
 @pytest.mark.slow

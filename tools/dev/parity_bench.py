@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 from megatron_rl.checkpoint.hf_folder import HFFolder, model_weights
 from megatron_rl.instruments.parity import exact_taps, transformers_taps, vllm_taps, witnesses
-from megatron_rl.instruments.parity.definition import FAMILIES, Checkpoint
+from megatron_rl.instruments.parity.definition import Checkpoint
+from megatron_rl.instruments.parity.families import FAMILIES
 from megatron_rl.instruments.parity.hooks import replaced
 from megatron_rl.instruments.parity.record import Record
 from megatron_rl.learner.model import DTYPES
@@ -26,20 +27,41 @@ LAYER = 1
 """Where a fault of one layer is planted: the second and last of the small models."""
 PREFILL, DECODE = "vLLM prefill", "vLLM decode"
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 16.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 16.0,
+    "beta_slow": 2.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+}
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+    "deepseek_v3 yarn": (
+        "deepseek_v3",
+        {"rope_parameters": YARN, "q_lora_rank": 48, "n_routed_experts": 8, "n_group": 2, "topk_group": 1},
+    ),
+}
+"""Models that are not the small one of their family: the family, and other keys of config.json."""
+MODELS = tuple(dict.fromkeys((*FAMILIES, *OPTIONS)))
+WITH_EXPERTS = tuple(name for name in MODELS if FAMILIES[OPTIONS.get(name, (name,))[0]].experts)
 
-def make_models(folder: Path, families: Sequence[str] = FAMILIES) -> dict[str, Path]:
-    """Small random models: norms and biases are random, too; qwen3 has a tied head."""
+
+def make_models(folder: Path, names: Sequence[str] = MODELS) -> dict[str, Path]:
+    """Small random models: norms and biases are random, too. ``names``: some of `MODELS`."""
     made = {}
-    for family in families:
-        options = {"tie_word_embeddings": True} if family == "qwen3" else {}
+    for name in names:
+        family, options = OPTIONS.get(name, (name, {}))
         model = build_model(build_tiny_config(family, "nano", vocab_size=VOCABULARY, **options))
         random = torch.Generator().manual_seed(1)
         with torch.no_grad():
-            for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
-                if name.endswith(("norm.weight", "bias")):
+            for key, parameter in [*model.named_parameters(), *model.named_buffers()]:
+                if key.endswith(("norm.weight", "bias")):
                     parameter.add_(0.3 * torch.randn(parameter.shape, generator=random))
-        made[family] = folder / family
-        save_checkpoint(model, made[family])
+        made[name] = folder / name.replace(" ", "_")
+        save_checkpoint(model, made[name])
     return made
 
 
@@ -101,7 +123,7 @@ class Bench:
             return [witnesses.learner_record(setup, self.architecture, self.learner)]
         if who == "transformers":
             return [transformers_taps.taps_of(self.transformers, setup.sequences, temperature)]
-        if self.architecture.shared_ffn_hidden_size:  # exact mode refuses it
+        if not witnesses.has_exact(self.architecture):
             return []
         return [
             witnesses.learner_record(setup, self.architecture, self.exact, exact=True),

@@ -119,7 +119,7 @@ def rotary_cache(change: Callable[[Tensor, int], Tensor]) -> Callable[[Bench], A
         rotary = bench.vllm.model.layers[0].self_attn.rotary_emb
         half = rotary.cos_sin_cache.size(1) // 2
         positions = torch.arange(len(rotary.cos_sin_cache)).double()[:, None]
-        angles = change(positions * bench.checkpoint.frequencies, 2 * half)
+        angles = change(positions * bench.checkpoint.rotation.frequencies, 2 * half)
         return changed((rotary.cos_sin_cache, torch.cat([angles.cos(), angles.sin()], 1)))
 
     return plant

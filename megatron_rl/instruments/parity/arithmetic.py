@@ -103,15 +103,17 @@ def rms_norm(x: Bounded, weight: Tensor, eps: float, to: Rounding) -> Bounded:
     return Bounded(value, error + fp32 * value.abs()).rounded(to, times=4)
 
 
-def rotate(x: Bounded, angles: Tensor, to: Rounding) -> Bounded:
+def rotate(x: Bounded, angles: Bounded, to: Rounding, scale: float = 1.0) -> Bounded:
     """Rotary embedding of ``x`` [N, H, D] by ``angles`` [N, R/2]: pairs are (i, i + R/2), numbers from R on stay.
 
-    An angle is position · frequency in fp32, and the frequency a power: its exponent and its base's logarithm cost
-    some sixteen units. Cosine, sine and both products are rounded to the type, and so is the sum.
+    Cosine and sine are multiplied by ``scale``. Errors of ``angles`` come to those of every engine: an angle is
+    position · frequency in fp32, and the frequency a power: its exponent and its base's logarithm cost some sixteen
+    units. Cosine, sine and both products are rounded to the type, and so is the sum.
     """
-    half = angles.size(-1)
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-    of_angle = angles.abs()[:, None] * 16 * FP32 + FUNCTION
+    half = angles.value.size(-1)
+    cos, sin = scale * angles.value.cos()[:, None], scale * angles.value.sin()[:, None]
+    of_angle = scale * (angles.value.abs() * 16 * FP32 + angles.error + FUNCTION)[:, None]
+    of_angle = of_angle if scale == 1.0 else of_angle + FP32 * scale
     outputs, errors = [], []
     for a, b, sign in ((0, 1, -1.0), (1, 0, 1.0)):
         first, second = (x[..., i * half : (i + 1) * half] for i in (a, b))
@@ -173,14 +175,14 @@ def latent_attention(
     to_values: Tensor,
     lengths: Sequence[int],
     to: Rounding,
+    scale: float,
 ) -> Bounded:
     """Attention to keys and values that are made of latent vectors: [N, H, V].
 
     ``query`` [N, H, D] and ``query_rope`` [N, H, R]: the plain and the turned part. ``latent`` [N, L], ``key_rope``
-    [N, R]. ``to_keys`` [H, D, L], ``to_values`` [H, V, L]. An engine may make keys and values first, or bring the
-    queries to the latent vectors and the values back from them; the bound holds for both.
+    [N, R]. ``to_keys`` [H, D, L], ``to_values`` [H, V, L]. ``scale``: of the scores. An engine may make keys and values
+    first, or bring the queries to the latent vectors and the values back from them; the bound holds for both.
     """
-    scale = (query.value.size(-1) + query_rope.value.size(-1)) ** -0.5
     heads = query.value.size(1)
     shared = Bounded(*(x[:, None].expand(-1, heads, -1) for x in (key_rope.value, key_rope.error)))
     keys, values = (

@@ -9,7 +9,6 @@ with its bound. Without any tap this is the whole model in float64.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,11 +22,11 @@ from safetensors import safe_open
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.parity import arithmetic
 from megatron_rl.instruments.parity.arithmetic import Bounded, Rounding
+from megatron_rl.instruments.parity.families import FAMILIES, has_experts
 from megatron_rl.instruments.parity.record import ExpertRows, Record
+from megatron_rl.instruments.parity.rotation import KINDS, Rotation, kind_of, rotation_of
 
 Tensor = torch.Tensor
-FAMILIES = ("qwen3_moe", "qwen2_moe", "glm4_moe", "deepseek_v3", "qwen3", "qwen2", "llama")
-MOE_FAMILIES = ("qwen3_moe", "qwen2_moe", "glm4_moe", "deepseek_v3")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -70,9 +69,10 @@ class Checkpoint:
             self.config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise InputError(f"parity: {file}: {error}; expected a model's folder in Hugging Face layout") from error
-        config, self.family = self.config, self.config.get("model_type")
-        if self.family not in FAMILIES:
-            raise InputError(f"parity: {file}: model_type is {self.family!r}; there are {', '.join(FAMILIES)}")
+        config, name = self.config, self.config.get("model_type")
+        if name not in FAMILIES:
+            raise InputError(f"parity: {file}: model_type is {name!r}; there are {', '.join(FAMILIES)}")
+        self.family = family = FAMILIES[name]
         if config.get("hidden_act", "silu") not in ACTIVATIONS:
             raise InputError(
                 f"parity: {file}: hidden_act is {config['hidden_act']!r}; there are {', '.join(ACTIVATIONS)}"
@@ -83,32 +83,29 @@ class Checkpoint:
         self.kv_heads: int = config.get("num_key_value_heads") or self.heads
         self.head_dim: int = config.get("head_dim") or self.width // self.heads
         self.vocabulary: int = config["vocab_size"]
-        self.eps: float = config.get("rms_norm_eps", 1e-6)
-        self.has_head_norms = self.family in ("qwen3", "qwen3_moe") or config.get("use_qk_norm", False)
-        names = ("num_local_experts", "num_experts", "n_routed_experts") if self.family in MOE_FAMILIES else ()
-        self.num_experts: int = next((config[name] for name in names if config.get(name)), 0)
-        self.top: int = config.get("num_experts_per_tok") or (8 if self.family == "deepseek_v3" else 0)
+        self.eps: float = config.get("rms_norm_eps", family.eps)
+        self.head_norms = family.head_norms
+        if family.head_norms == "use_qk_norm":
+            self.head_norms = "each" if config.get("use_qk_norm", False) else None
+        self.num_experts: int = next((config[key] for key in family.experts if config.get(key)), 0)
+        self.top: int = config.get("num_experts_per_tok") or family.top
         self.renormalised: bool = config.get("norm_topk_prob", False)
-        self.has_sigmoid_router = self.family in ("glm4_moe", "deepseek_v3")
-        self.routed_scale: float = 1.0
-        if self.has_sigmoid_router:
-            self.routed_scale = config.get("routed_scaling_factor", 2.5 if self.family == "deepseek_v3" else 1.0)
-        shared = {"qwen2_moe": "shared_expert", "glm4_moe": "shared_experts", "deepseek_v3": "shared_experts"}
-        self.shared = f"mlp.{shared[self.family]}" if self.family in shared else None
-        self.groups: tuple[int, int] = (1, 1)
+        self.has_sigmoid_router = family.sigmoid
+        self.routed_scale: float = config.get("routed_scaling_factor", family.scale) if family.sigmoid else 1.0
+        self.shared = f"mlp.{family.shared}" if family.shared else None
+        self.groups: tuple[int, int] = (
+            config.get("n_group", family.groups[0]),
+            config.get("topk_group", family.groups[1]),
+        )
         """Groups of experts, and of how many of them a token may choose."""
-        self.latent = _latent(config) if self.family == "deepseek_v3" else None
+        self.latent = _latent(config) if family.is_latent else None
         if self.latent:
             self.head_dim = self.latent.plain + self.latent.turned
-            self.groups = (config.get("n_group", 8), config.get("topk_group", 4))
         self.activation = ACTIVATIONS[config.get("hidden_act", "silu")]
         self._files = self._where()
 
     def is_moe(self, layer: int) -> bool:
-        if self.has_sigmoid_router:
-            return layer >= self.config.get("first_k_dense_replace", 3 if self.latent else 1)
-        step, dense = self.config.get("decoder_sparse_step", 1), self.config.get("mlp_only_layers") or []
-        return self.num_experts > 0 and layer not in dense and (layer + 1) % step == 0
+        return self.num_experts > 0 and has_experts(self.family, self.config, layer)
 
     def _where(self) -> dict[str, Path]:
         index = self.path / "model.safetensors.index.json"
@@ -132,28 +129,18 @@ class Checkpoint:
         return "model.embed_tokens.weight" if self.config.get("tie_word_embeddings") else "lm_head.weight"
 
     @cached_property
-    def frequencies(self) -> Tensor:
-        """Frequencies of the rotary embedding, [R/2] float64: angle per position. The first R numbers of a head are
-        turned."""
+    def rotation(self) -> Rotation:
+        """The rotary embedding. Raises `InputError` for a kind that has no definition."""
         rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         theta = rope.get("rope_theta") or self.config.get("rope_theta") or 10000.0
-        share = rope.get("partial_rotary_factor") or self.config.get("partial_rotary_factor")
-        turned = int(self.head_dim * (share or (0.5 if self.family == "glm4_moe" else 1.0)))
-        turned = self.latent.turned if self.latent else turned
-        frequencies = theta ** -(torch.arange(0, turned, 2, dtype=torch.float64) / turned)
-        kind = rope.get("rope_type") or rope.get("type") or "default"
-        if kind == "default":
-            return frequencies
-        if kind != "llama3":
-            raise InputError(f"parity: {self.path}/config.json: rope_type is {kind!r}; there are default and llama3")
-        low, high, old = (
-            rope["low_freq_factor"],
-            rope["high_freq_factor"],
-            rope["original_max_position_embeddings"],
-        )
-        lengths = 2 * math.pi / frequencies
-        smooth = ((old / lengths - low) / (high - low)).clamp(0, 1)
-        return (1 - smooth) * frequencies / rope["factor"] + smooth * frequencies
+        share = rope.get("partial_rotary_factor") or self.config.get("partial_rotary_factor") or self.family.turned
+        turned = self.latent.turned if self.latent else int(self.head_dim * share)
+        found = rotation_of(rope, theta, turned, self.config.get("max_position_embeddings", 0))
+        if found is None:
+            raise InputError(
+                f"parity: {self.path}/config.json: rope_type is {kind_of(rope)!r}; there are {', '.join(KINDS)}"
+            )
+        return found
 
 
 class Evaluation:
@@ -179,14 +166,14 @@ class Evaluation:
 
     def to_heads(self) -> list[str]:
         """Operators between the norm of a layer's input and the rotation."""
-        return ["q", "k", "v", *(["q_norm", "k_norm"] if self.checkpoint.has_head_norms else [])]
+        return ["q", "k", "v", *(["q_norm", "k_norm"] if self.checkpoint.head_norms else [])]
 
     def own(self, tap: str) -> Bounded:
         """What the witness has at ``tap``, exact; where it has nothing, what follows from its taps before."""
         if tap not in self._known:
             found = self.record.taps.get(tap)
             is_head_norm = tap.endswith((".q_norm", ".k_norm"))
-            if found is None and is_head_norm and not self.checkpoint.has_head_norms:
+            if found is None and is_head_norm and self.checkpoint.head_norms is None:
                 return self.own(tap.removesuffix("_norm"))
             self._known[tap] = self.define(tap) if found is None else Bounded.exact(found)
         return self._known[tap]
@@ -252,7 +239,8 @@ class Evaluation:
         return x.view(len(x.value), -1, self.checkpoint.head_dim)
 
     def _head_norm(self, layer: int, which: str) -> Bounded:
-        x = self._heads(self.own(f"{layer}.{which}"))
+        x = self.own(f"{layer}.{which}")
+        x = x if self.checkpoint.head_norms == "wide" else self._heads(x)
         out = self._norm(x, f"model.layers.{layer}.self_attn.{which}_norm", f"{layer}.{which}_norm")
         return out.view(len(out.value), -1)
 
@@ -263,9 +251,14 @@ class Evaluation:
         return self._head_norm(layer, "k")
 
     def _rope(self, layer: int, which: str) -> Bounded:
-        angles = self.record.positions.double()[:, None] * self.checkpoint.frequencies
         x = self._heads(self.own(f"{layer}.{which}_norm"))
-        out = arithmetic.rotate(x, angles, self.rounding(f"{layer}.{which}_rope"))
+        return self.rotated(x, f"{layer}.{which}_rope")
+
+    def rotated(self, x: Bounded, tap: str) -> Bounded:
+        """``x`` [N, heads, R or more] → [N, heads · …]."""
+        rotation, positions = self.checkpoint.rotation, self.record.positions.double()[:, None]
+        angles = positions * rotation.frequencies
+        out = arithmetic.rotate(x, Bounded(angles, angles * rotation.uncertain), self.rounding(tap), rotation.scale)
         return out.view(len(out.value), -1)
 
     def _q_rope(self, layer: int) -> Bounded:

@@ -73,9 +73,7 @@ class LatentEvaluation(Evaluation):
 
     def _turned(self, layer: int, x: Bounded, which: str) -> Bounded:
         """``x`` [N, heads, R] → [N, heads · R]. Pairs that are turned are neighbours; they come out in halves."""
-        angles = self.record.positions.double()[:, None] * self.checkpoint.frequencies
-        out = arithmetic.rotate(arithmetic.rotated_pairs(x), angles, self.rounding(f"{layer}.{which}_rope"))
-        return out.view(len(out.value), -1)
+        return self.rotated(arithmetic.rotated_pairs(x), f"{layer}.{which}_rope")
 
     def _q_rope(self, layer: int) -> Bounded:
         return self._turned(layer, self._heads(self.own(f"{layer}.q"))[..., self.widths.plain :], "q")
@@ -88,13 +86,14 @@ class LatentEvaluation(Evaluation):
         query = self._heads(self.own(f"{layer}.q"))[..., : w.plain]
         query_rope = self.own(f"{layer}.q_rope").view(num, -1, w.turned)
         key_rope = self.own(f"{layer}.k_rope")
+        scale = self.checkpoint.head_dim**-0.5 * self.checkpoint.rotation.of_scores
         if f"{layer}.k" not in self.record.taps:
             latent = self.own(f"{layer}.kv_latent_norm")
             weights = self._to_heads(layer)
-            out = arithmetic.latent_attention(query, query_rope, latent, key_rope, *weights, self.record.lengths, to)
-            return out.view(num, -1)
+            parts = (query, query_rope, latent, key_rope, *weights)
+            return arithmetic.latent_attention(*parts, self.record.lengths, to, scale).view(num, -1)
         heads = self.checkpoint.heads
         key, value = (self.own(f"{layer}.{name}").view(num, heads, -1) for name in "kv")
         shared = Bounded(*(x[:, None].expand(-1, heads, -1) for x in (key_rope.value, key_rope.error)))
         parts = (arithmetic.beside(query, query_rope), arithmetic.beside(key, shared), value)
-        return arithmetic.attention(*parts, self.record.lengths, to).view(num, -1)
+        return arithmetic.attention(*parts, self.record.lengths, to, scale).view(num, -1)

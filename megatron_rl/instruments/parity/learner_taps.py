@@ -1,9 +1,9 @@
 """What the learner's model (Megatron-Core) computes for given tokens, packed into one row, under its layout.
 
 Parts of tensor-parallel ranks are put together at each tap, so that no more than one tensor is there twice. Each rank
-of a pipeline has the taps of its layers and each rank of an expert group the rows of its experts; `run` joins them on
-every rank. Queries and keys are split, normalised and rotated in one function: it is called again without a rotation
-for what the norms return.
+of a pipeline has the taps of its layers, each rank of an expert group the rows of its experts, and each
+context-parallel rank its rows of every tap; `run` joins them on every rank. Queries and keys are split, normalised and
+rotated in one function: it is called again without a rotation for what the norms return.
 
 Shapes: N rows of the pass, a multiple of the tensor-parallel size; b = 1.
 """
@@ -22,6 +22,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron_rl.exact.step import forward
 from megatron_rl.instruments.parity.hooks import first, on_input, on_output, replaced
 from megatron_rl.instruments.parity.record import ExpertRows, Record, flat_tokens
+from megatron_rl.learner.context import ContextShare
 from megatron_rl.learner.layers.attention import PackedSequences
 from megatron_rl.learner.layers.invariant import batch_invariant
 from megatron_rl.learner.layers.logprobs import token_logprobs
@@ -47,36 +48,45 @@ def run(
     device = next(module.parameters()).device
     group = parallel_state.get_tensor_model_parallel_group()
     record = _empty(module, sequences, witness, product, temperature)
-    lengths, tokens = list(record.lengths), record.tokens
-    tail = -len(tokens) % group.size()
-    rows = [*lengths, tail] if tail else lengths
-    tokens = torch.cat([tokens, tokens.new_zeros(tail)]).to(device)
-    positions = torch.cat([torch.arange(n) for n in rows]).to(device)
-    packed = PackedSequences.from_lengths(rows, device, thd=use_transformer_engine(device, exact))
+    share = ContextShare.of_this_rank()
+    padded = [share.padded(length) for length in record.lengths]
+    tail = -sum(padded) % share.row_multiple(group.size())
+    padded = [*padded, tail] if tail else padded
+    places = _places(record, padded)[torch.cat([torch.arange(a, b) for a, b in share.ranges(padded)])]
+    tokens = torch.where(places >= 0, record.tokens[places], 0).to(device)
+    positions = torch.cat([torch.as_tensor(share.positions(n)) for n in padded]).to(device)
+    packed = PackedSequences.from_lengths(padded, device, use_transformer_engine(device, exact), share)
     was_training = module.training
     module.eval()
     try:
         with tapped(module, record), batch_invariant(device) if exact else nullcontext():
             logits = forward(module, tokens[None], positions, packed).flatten(0, 1)
             if module.post_process:
-                predicting = record.predicting.to(device)
-                labels = record.tokens[record.predicting + 1].to(device)
+                predicting = torch.isin(places, record.predicting).nonzero().flatten()
+                labels = record.tokens[places[predicting] + 1].to(device)
                 found, _ = token_logprobs(
                     logits,
-                    predicting,
+                    predicting.to(device),
                     labels,
                     vocab_size=vocabulary,
                     temperature=temperature,
                     group=group,
                     exact=exact,
                 )
-                record.keep("logprob", found)
+                logprobs = torch.zeros(len(places), dtype=found.dtype)
+                logprobs[predicting] = found.cpu()
+                record.keep("logprob", logprobs)
     finally:
         module.train(was_training)
-    if tail:
-        num = len(record.tokens)
-        record.taps = {name: value[:num] if name != "logprob" else value for name, value in record.taps.items()}
-    return _joined(record)
+    return _joined(record, places)
+
+
+def _places(record: Record, padded: Sequence[int]) -> Tensor:
+    """[N]: which token of the record each row is, with the padding of its sequences; -1 of padding."""
+    real = zip(record.starts, record.lengths, padded, strict=False)  # behind them may be a row of padding alone
+    rows = [torch.cat([torch.arange(a, a + n), torch.full((p - n,), -1)]) for a, n, p in real]
+    rows += [torch.full((n,), -1) for n in padded[len(rows) :]]
+    return torch.cat(rows)
 
 
 def _empty(
@@ -97,12 +107,20 @@ def _empty(
     return record
 
 
-def _joined(record: Record) -> Record:
-    """Taps of all pipeline stages, and rows of all experts."""
-    parts = gather_objects((record.taps, record.experts))
-    record.taps = {name: value for taps, _ in reversed(parts) for name, value in taps.items()}
-    record.experts = {}
-    for _, experts in parts:
+def _joined(record: Record, places: Tensor) -> Record:
+    """Taps of all pipeline stages and context-parallel ranks, and rows of all experts. ``places``: see `_places`."""
+    real = places >= 0
+    taps = {name: value[real] for name, value in record.taps.items()}
+    parts = gather_objects((places[real], taps, record.experts))
+    record.taps, record.experts = {}, {}
+    for rows, taps, _ in reversed(parts):
+        for name, value in taps.items():
+            if name not in record.taps:
+                record.taps[name] = value.new_zeros(len(record.tokens), *value.shape[1:])
+            record.taps[name][rows] = value
+    if "logprob" in record.taps:
+        record.taps["logprob"] = record.taps["logprob"][record.predicting]
+    for _, _, experts in parts:
         for layer, groups in experts.items():
             record.experts.setdefault(layer, []).extend(groups)
     return record

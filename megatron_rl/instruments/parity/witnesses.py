@@ -80,11 +80,6 @@ def of_recipe(recipe: Recipe, tokens: Sequence[Sequence[int]] = ()) -> Setup:
             f"parity: rollout.quantization.{name} is {getattr(quantized, name)}: vLLM computes with other numbers than "
             f"the checkpoint holds. Compare without: --set rollout.quantization.{name}=null"
         )
-    if recipe.learner.parallel.context > 1:
-        raise InputError(
-            f"parity: learner.parallel.context is {recipe.learner.parallel.context}; parity does not put parts of "
-            "sequences together. Compare with --set learner.parallel.context=1"
-        )
     if recipe.rollout.tensor_parallel > 1:
         raise InputError(
             f"parity: rollout.tensor_parallel is {recipe.rollout.tensor_parallel}; parity does not put parts of vLLM's "
@@ -199,8 +194,8 @@ def collect(setup: Setup, around: Around = lambda name, model: nullcontext()) ->
     if "learner" in setup.witnesses:
         with learner_model(setup, architecture) as module, around("learner", module):
             records.append(learner_record(setup, architecture, module))
-    has_exact = not architecture.shared_ffn_hidden_size  # exact mode refuses the others
-    if "exact" in setup.witnesses and has_exact and device.type == "cpu":
+    is_exact = has_exact(architecture) and parallel.context == 1 and device.type == "cpu"
+    if "exact" in setup.witnesses and is_exact:
         with learner_model(setup, architecture, exact=True) as module, around("exact", module):
             records.append(learner_record(setup, architecture, module, exact=True))
             if world_size() == 1:
@@ -215,9 +210,14 @@ def collect(setup: Setup, around: Around = lambda name, model: nullcontext()) ->
     return records
 
 
+def has_exact(a: Architecture) -> bool:
+    """Whether exact mode computes the model: not one with shared experts, or norms over all heads."""
+    return not a.shared_ffn_hidden_size and not a.wide_qk_norm and a.latent is None
+
+
 def _tensor_ranks(setup: Setup) -> int:
     parallel = setup.learner.parallel
-    return parallel.tensor * parallel.pipeline
+    return parallel.tensor * parallel.pipeline * parallel.context
 
 
 def product_of(dtype: str) -> float:

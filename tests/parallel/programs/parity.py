@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron_rl.instruments.parity import witnesses
 from megatron_rl.instruments.parity.compare import compare
 from megatron_rl.instruments.parity.definition import Checkpoint
+from megatron_rl.instruments.parity.latent import evaluation_of
 from megatron_rl.model.architecture import read_architecture
 from tools.dev.parity_bench import changed
 
@@ -20,7 +21,7 @@ from tools.dev.parity_bench import changed
 def learner_errors(
     path: str, parallel: dict[str, int], dtype: str, exact: bool = False, exchange: str | None = None
 ) -> dict[str, Any]:
-    """Operators beyond their bounds, and how many there are. ``exchange``: a parameter of layer 1 whose shards two
+    """Operators beyond their bounds, and those that have no tap. ``exchange``: a parameter of layer 1 whose shards two
     tensor-parallel ranks exchange before."""
     model = Path(path)
     setup = witnesses.of_model(model, dtype, device="cpu")
@@ -34,9 +35,11 @@ def learner_errors(
             fault = changed((parameter, _of_other_rank(parameter.detach())))
         with fault:
             record = witnesses.learner_record(setup, architecture, module, exact)
-    result = compare(Checkpoint(model), [record])
+    checkpoint = Checkpoint(model)
+    result = compare(checkpoint, [record])
     return {
-        "number": len(result.errors),
+        "missing": sorted({*evaluation_of(checkpoint, record).taps()} - {error.tap for error in result.errors}),
+        "num_experts": architecture.num_experts if architecture.is_moe else 0,
         "beyond": [error.tap for error in result.failures],
         "experts": sorted({group.expert for group in record.experts.get(1, ())}),
     }

@@ -70,7 +70,7 @@ class TestOperators:
         x = drawn(N, H, D, dtype=dtype)
         frequencies = 1e4 ** -(torch.arange(0, D, 2).double() / D)
         angles = torch.arange(N).double()[:, None] * frequencies
-        wanted = arithmetic.rotate(exact(x), angles, Rounding.of(dtype))
+        wanted = arithmetic.rotate(exact(x), exact(angles), Rounding.of(dtype))
 
         def rotated(shift: float) -> torch.Tensor:
             moved = (torch.arange(N)[:, None] + shift) * frequencies.float()

@@ -11,13 +11,14 @@ import torch
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.parity import report, transformers_taps, witnesses
 from megatron_rl.instruments.parity.compare import compare
-from megatron_rl.instruments.parity.definition import FAMILIES, Checkpoint
+from megatron_rl.instruments.parity.definition import Checkpoint
+from megatron_rl.instruments.parity.families import FAMILIES
 from megatron_rl.instruments.parity.latent import evaluation_of
 from megatron_rl.instruments.parity.record import Record, in_words, joined, place
 from megatron_rl.model.families import FAMILIES as SUPPORTED
 from tests.support.tiny import MODEL
 from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
-from tools.dev.parity_bench import make_models
+from tools.dev.parity_bench import MODELS, make_models
 
 SEQUENCES = ([3, 17, 5, 80, 80, 2, 9, 41, 100, 6, 6, 12], [1, 2, 3], [99, 4, 31, 7])
 NAN = float("nan")
@@ -40,21 +41,21 @@ def test_every_family_has_a_definition_or_is_refused(tmp_path):
             Checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_transformers_is_within_every_bound(models, family, dtype):
-    checkpoint, record = Checkpoint(models[family]), witness(models[family], dtype)
+def test_transformers_is_within_every_bound(models, model, dtype):
+    checkpoint, record = Checkpoint(models[model]), witness(models[model], dtype)
     result = compare(checkpoint, [record])
     assert result.failures == [], result.verdict()
     wanted = set(evaluation_of(checkpoint, record).taps())
-    left_out = {"0.shared", "1.shared"} if family == "qwen2_moe" else set()  # its gate is no module
+    left_out = {"0.shared", "1.shared"} if model == "qwen2_moe" else set()  # its gate is no module
     assert {error.tap for error in result.errors} == wanted - left_out
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_operator_that_is_off_is_named(models, family):
+@pytest.mark.parametrize("model", MODELS)
+def test_an_operator_that_is_off_is_named(models, model):
     """Each tap alone is moved by ten bounds: the first failure is there, or where the tap is an input."""
-    checkpoint, record = Checkpoint(models[family]), witness(models[family])
+    checkpoint, record = Checkpoint(models[model]), witness(models[model])
     clean = {error.tap: error for error in compare(checkpoint, [record]).errors}
     for tap in [tap for tap in record.taps if not tap.endswith(("chosen", "embedding"))]:
         before = record.taps[tap].clone()
@@ -216,7 +217,7 @@ def test_taps_are_in_the_order_of_the_pass():
     [
         ({"model_type": "gpt2"}, "model_type is 'gpt2'; there are qwen3_moe"),
         ({"hidden_act": "swish"}, "hidden_act is 'swish'; there are silu"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type is 'yarn'"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope_type is 'linear'; there are default"),
     ],
 )
 def test_a_model_without_a_definition_is_refused(tmp_path, change, told):
@@ -224,7 +225,7 @@ def test_a_model_without_a_definition_is_refused(tmp_path, change, told):
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(MODEL / "model.safetensors")
     with pytest.raises(InputError, match=told.replace("[", r"\[")):
-        Checkpoint(tmp_path).frequencies  # noqa: B018
+        Checkpoint(tmp_path).rotation  # noqa: B018
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def taps_of(model):
     return transformers_taps.taps_of(transformers_taps.load(model, torch.float32), TOKENS, 1.0)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2_moe", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2_moe", "glm4_moe", "deepseek_v3", "olmoe"])
 def test_the_first_layers_compute_what_they_do_in_the_whole_model(tmp_path, family):
     whole = save_family(tmp_path / "whole", family)
     write_first_layers(whole, 2, tmp_path / "cut")
