@@ -15,7 +15,9 @@ def test_a_collapse_is_noticed_and_the_rate_is_suspected(tmp_path: Path):
     arguments = [part for setting in (*settings, *CAUSE) for part in ("--set", setting)]
     done = run_command("megatron_rl", ("train", "recipes/tiny/grpo.yaml", *arguments), tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "alarms went off, first at: reward-drop (step " in " ".join(done.stdout.split())
+    said = " ".join(done.stdout.split())
+    assert "alarms went off, first at: update-size (step 2)" in said
+    assert "reward-drop (step " in said
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert sum(row.get("alarm/reward-drop", 0.0) for row in rows) >= 1
     told = run_command("megatron_rl", ("run", "why", str(tmp_path / "run"), "--json"), tmp_path)
