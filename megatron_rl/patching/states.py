@@ -273,8 +273,15 @@ def apply_or_revert(series: Series, where: target.Target, revert: bool, purposes
         return f"{'not applied' if revert else 'already applied'}, nothing to do"
     done = "reverted" if revert else "completed" if state.begun or state.whole & chosen else "applied"
     note = "" if state.pinned() else f" (its files are not those of {series.pins['Version']})"
+    if not revert:
+        note += "".join(f"; nothing of {name}: {why_not(state, [name])}" for name in _without_patches(state, purposes))
     touched = {path for patch in patches for path in patch.paths}
     return f"{done}, {len(patches)} patches, {len(touched)} files in {where.root}{note}"
+
+
+def _without_patches(state: State, purposes: Sequence[str] | None) -> list[str]:
+    """Those of the named series of which the tree gets nothing."""
+    return [name for name in purposes or () if state.series.purposes and not state.reachable([name])]
 
 
 def _expect_fit(state: State, where: target.Target, patches: list[Patch], purposes: Sequence[str] | None) -> None:
@@ -284,7 +291,12 @@ def _expect_fit(state: State, where: target.Target, patches: list[Patch], purpos
 
 def why_not(state: State, purposes: Sequence[str]) -> str:
     """Why there is nothing of these series for the tree."""
-    notes = [note for key in ("Lacking", "Superseded") for note in state.series.notes[key]]
+    notes = [
+        note
+        for key in ("Lacking", "Superseded")
+        for note in state.series.notes[key]
+        if note.startswith(tuple(name.split("/")[0] for name in purposes))
+    ]
     beyond = [p.name for p in state.series.of(purposes) if not state.series.reachable(p, state.pristine)]
     return "; ".join([f"{name} is for a whole checkout" for name in beyond] + notes) or "it lists none"
 

@@ -58,6 +58,14 @@ def test_series_go_on_in_any_order_and_come_off_alone(tmp_path):
     assert series.load(where.root) == pristine
 
 
+def test_a_series_of_which_a_release_has_nothing_is_named(tmp_path):
+    series, where = unpacked("megatron-core-0.15", tmp_path)
+    done = states.apply_or_revert(series, where, False, ["schedule", "routing"])
+    assert done.startswith("applied, 1 patches")
+    assert done.endswith("; nothing of routing: routing because RouterReplay came with 0.16.0")
+    assert "nothing of" not in states.apply_or_revert(series, where, False, ["precision"])
+
+
 def test_every_two_series_fit_together(tree):
     series, where = tree
     pristine = series.load(where.root)
