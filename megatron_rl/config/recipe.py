@@ -309,12 +309,7 @@ def oversample_problems(batch: BatchConfig, rollout: RolloutConfig) -> list[str]
     oversample, problems = batch.oversample, []
     if oversample is None:
         return problems
-    if rollout.function is not None:
-        problems.append(
-            f"batch.oversample: set, but rollout.function {rollout.function} needs rollout.engine vllm, which returns "
-            "a batch when all of it is complete; set one of the two to null"
-        )
-    elif rollout.engine != "vllm_server":
+    if rollout.engine != "vllm_server":
         problems.append(
             f"batch.oversample: set, but rollout.engine {rollout.engine} returns a batch when all of it is complete; "
             "use null or rollout.engine: vllm_server"

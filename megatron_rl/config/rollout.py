@@ -162,7 +162,7 @@ class RolloutConfig(Section):
     []: only `max_response_length` ends one."""
     function: Annotated[str | None, LookedUp(is_function=True), Field(pattern=FUNCTION_PATH)] = None
     """`file.py:function`, an `async def f(client, problem)` that holds a conversation of several turns and returns it;
-    see docs/turns.md. null: one turn. Engine `vllm` without `tensor_parallel`, `kept_sets` and `max_staleness` only."""
+    see docs/turns.md. null: one turn. Engines `vllm`, without `tensor_parallel`, and `vllm_server`."""
     seed: NonNegativeInt = 0
     """Every response is drawn from (seed, step, prompt id, sample number), whichever engine and batch it falls to."""
     max_num_seqs: PositiveInt = 256
@@ -224,12 +224,12 @@ class RolloutConfig(Section):
         if self.function is None:
             return self
         named = f"function: {self.function}"
-        if self.engine != "vllm" or self.max_staleness:
+        if self.engine == "exact":
             raise ValueError(
-                f"{named} with engine: {self.engine} and max_staleness: {self.max_staleness}; conversations of several "
-                "turns need engine: vllm and max_staleness: 0, or set function: null"
+                f"{named} with engine: exact; conversations of several turns need engine: vllm or vllm_server, or set "
+                "function: null"
             )
-        if self.tensor_parallel > 1:
+        if self.tensor_parallel > 1 and self.engine == "vllm":
             raise ValueError(
                 f"{named} with tensor_parallel: {self.tensor_parallel}, whose ranks would each call it; use "
                 "tensor_parallel: 1, or function: null"

@@ -14,7 +14,7 @@ import hashlib
 import inspect
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,8 +22,9 @@ import numpy as np
 
 from megatron_rl.errors import InputError, shown
 from megatron_rl.process.user_functions import load_function
-from megatron_rl.rollout.generator import RolloutError, Sampling, sampling_fields
-from megatron_rl.rollout.requests import Request
+from megatron_rl.rollout.generator import LegCounts, RolloutError, Sampling, sampling_fields
+from megatron_rl.rollout.requests import Request, SealedRoutes
+from megatron_rl.routing import checksums_from_row, joined_checksums
 from megatron_rl.types import FinishReason, Prompt
 
 Function = Callable[["Client", Prompt], Awaitable["Conversation"]]
@@ -68,7 +69,11 @@ class Turn:
     tokens: list[int]  # sampled tokens, the stop token included
     logprobs: list[float]  # log mu of each
     finish_reason: FinishReason  # "stop": ended with a stop token; "length": cut at the limit
-    routes: np.ndarray | None = None  # [prompt + tokens - 1, L, K] as the engine records them; None: it records none
+    routes: np.ndarray | None = None  # [prompt + tokens - 1 - first_row, L, K]; None: the engine records none
+    first_row: int = 0  # of `routes`: those of earlier tokens were not asked for
+    checksums: np.ndarray | None = None  # of routes that a server sealed; None: as the engine records them
+    versions: np.ndarray | None = None  # [tokens] int32, of the weights that sampled each; None: the engine's
+    counts: LegCounts = LegCounts()  # noqa: RUF009 - how weight updates met it; frozen
 
 
 class Conversation:
@@ -79,9 +84,12 @@ class Conversation:
         self._tokens = list(prompt)
         self._sampled: list[bool] = []  # of each token after the prompt
         self._logprobs: list[float] = []
+        self._versions: list[np.ndarray] = []
         self._routes: list[np.ndarray] | None = []
+        self._checksums: list[np.ndarray] = []  # of sealed `_routes`
         self._num_rows = self._end = 0  # rows of `_routes`; tokens up to the end of the last turn
         self._last: Turn | None = None
+        self._counts = LegCounts()  # of all turns, without their versions
         self.num_turns = 0
         self.truncated = False  # there was no room to go on; the function may set it, too
 
@@ -97,7 +105,7 @@ class Conversation:
 
     async def generate(self, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()) -> Turn:
         """Let the policy continue the conversation, and return what it sampled. Arguments: see `Client.generate`."""
-        turn = await self._client.generate(self._tokens, max_tokens, stop_token_ids)
+        turn = await self._client.sample(self._tokens, max_tokens, stop_token_ids, self._num_rows)
         self.add(turn)
         return turn
 
@@ -105,10 +113,14 @@ class Conversation:
         """Append what `Client.generate` sampled after exactly the tokens that are here. They are trained on."""
         if turn.prompt != self._tokens:
             raise RolloutError("the turn continues other tokens than the conversation has; generate from its `tokens`")
+        self._add_routes(turn)
         self._tokens += turn.tokens
         self._sampled += [True] * len(turn.tokens)
         self._logprobs += turn.logprobs
-        self._add_routes(turn)
+        if turn.versions is not None:  # what was told before it was read by the weights that began it
+            self._versions += [np.repeat(turn.versions[:1], len(turn.prompt) - (self._end or self._num_prompt))]
+            self._versions += [turn.versions]
+        self._counts += turn.counts
         self._last, self._end, self.num_turns = turn, len(self._tokens), self.num_turns + 1
 
     def _add_routes(self, turn: Turn) -> None:
@@ -117,11 +129,20 @@ class Conversation:
         if turn.routes is None or self._routes is None:
             self._routes = None
             return
-        due = len(turn.prompt) + len(turn.tokens) - 1
-        if len(turn.routes) != due:
-            raise RolloutError(f"the engine recorded {len(turn.routes)} rows of routes for {due} tokens")
-        self._routes.append(turn.routes[self._num_rows :])
-        self._num_rows = due
+        end, known = len(turn.prompt) + len(turn.tokens) - 1, self._num_rows - turn.first_row
+        if len(turn.routes) != end - turn.first_row or known < 0:
+            raise RolloutError(
+                f"the engine recorded {len(turn.routes)} rows of routes for {end - turn.first_row} tokens"
+            )
+        if turn.checksums is not None:
+            whole = np.array([*turn.prompt, *turn.tokens])
+            self._checksums.append(
+                checksums_from_row(
+                    turn.checksums, self._client.sequence_id, whole, turn.routes, self._num_rows, turn.first_row
+                )
+            )
+        self._routes.append(turn.routes[known:])
+        self._num_rows = end
 
     def tell(self, tokens: Sequence[int]) -> bool:
         """Append what the policy did not sample, such as a tool's result: it is read, and not trained on.
@@ -157,14 +178,28 @@ class Conversation:
         return self._logprobs[: len(self.response)]
 
     @property
-    def routes(self) -> np.ndarray | None:
-        """[P + R - 1, L, K] over all turns; None where the engine recorded none."""
-        return np.concatenate(self._routes) if self._routes else None
+    def routes(self) -> np.ndarray | SealedRoutes | None:
+        """[P + R - 1, L, K] over all turns, sealed where a server sealed them; None where the engine recorded none."""
+        if not self._routes:
+            return None
+        routes = np.concatenate(self._routes)
+        if not self._checksums:
+            return routes
+        return SealedRoutes(routes, joined_checksums(self._checksums, routes.shape[1]))
+
+    @property
+    def versions(self) -> np.ndarray | None:
+        """[R] int32, of the weights that sampled each token, or that read it; None where turns do not say."""
+        return np.concatenate(self._versions) if self._versions else None
 
     @property
     def finish_reason(self) -> FinishReason:
         assert self._last is not None
         return "length" if self.truncated else self._last.finish_reason
+
+    def counts(self, num_versions: int) -> LegCounts:
+        """Return how weight updates met the conversation, which ``num_versions`` policies sampled."""
+        return replace(self._counts, versions=num_versions)
 
     def check(self, client: Client) -> None:
         """Raise `RolloutError` unless it is the conversation of ``client`` and has a turn."""
@@ -174,14 +209,24 @@ class Conversation:
             raise RolloutError("it returned a conversation in which the policy sampled nothing; call `generate`")
 
 
+class TurnSource(Protocol):
+    """What samples the turns of one or more conversations."""
+
+    async def answer(self, tokens: list[int], fields: dict[str, Any], first_row: int) -> Turn:
+        """Sample after ``tokens`` (``fields``: `generator.sampling_fields`). Routes before ``first_row`` may be left
+        out."""
+        ...
+
+
 class Client:
     """The engine as one conversation sees it."""
 
     def __init__(
-        self, talk: Talk, request: Request, requests: Requests, sampling: Sampling, stops: list[int], vocab_size: int
+        self, talk: Talk, request: Request, requests: TurnSource, sampling: Sampling, stops: list[int], vocab_size: int
     ) -> None:
         self.encode, self.decode, self.vocab_size = talk.encode, talk.decode, vocab_size
         self.seed = request.seed  # of the response: for random numbers of the function's own
+        self.sequence_id = request.sequence_id
         self._request, self._requests, self._sampling, self._stops = request, requests, sampling, stops
         self._num_requests = 0
 
@@ -197,6 +242,12 @@ class Client:
         ``max_tokens``: at most so many; None, or more than there is room for: as many as there is room for, which is
         the prompt and `rollout.max_response_length` together. ``stop_token_ids``: beside the recipe's.
         """
+        return await self.sample(tokens, max_tokens, stop_token_ids)
+
+    async def sample(
+        self, tokens: Sequence[int], max_tokens: int | None, stop_token_ids: Sequence[int], first_row: int = 0
+    ) -> Turn:
+        """As `generate`. ``first_row``: routes of tokens before it are known."""
         tokens = [int(token) for token in tokens]
         room = len(self._request.prompt.tokens) + self._sampling.max_response_length - len(tokens)
         if not tokens or room < 1:
@@ -210,7 +261,23 @@ class Client:
         self._num_requests += 1
         fields = sampling_fields(self._sampling, seed, sorted({*self._stops, *stop_token_ids}))
         fields["max_tokens"] = room if max_tokens is None else min(max_tokens, room)
-        return await self._requests.answer(tokens, fields)
+        return await self._requests.answer(tokens, fields, first_row)
+
+
+async def converse(talk: Talk, client: Client, request: Request) -> Conversation:
+    """Return the conversation that ``talk`` holds for ``request``. Raises `RolloutError` that names function, prompt
+    and sample, whatever the function raised."""
+    try:
+        conversation = await talk.function(client, request.prompt)
+        if not isinstance(conversation, Conversation):
+            raise RolloutError(f"it returned a {type(conversation).__name__}, not its conversation")
+        conversation.check(client)
+    except (Exception, asyncio.CancelledError) as error:
+        kind = "" if isinstance(error, RolloutError) else f"{type(error).__name__}: "
+        where = f"prompt {request.prompt.id!r}, sample {request.sample}"
+        message = " ".join(str(error).split())[:500]
+        raise RolloutError(f"rollout.function {talk.name}, {where}: {kind}{message}") from error
+    return conversation
 
 
 class TurnEngine(Protocol):
@@ -240,7 +307,7 @@ class Requests:
     def __len__(self) -> int:
         return len(self._open)
 
-    async def answer(self, tokens: list[int], fields: dict[str, Any]) -> Turn:
+    async def answer(self, tokens: list[int], fields: dict[str, Any], first_row: int) -> Turn:
         future: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
         self._open[self._engine.submit(tokens, fields)] = future, tokens
         self.came.set()

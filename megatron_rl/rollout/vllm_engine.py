@@ -49,7 +49,7 @@ from megatron_rl.process.devices import leave_default_stream, local_gpu
 from megatron_rl.process.host import limited
 from megatron_rl.process.ranks import gather_objects, world_rank, world_size
 from megatron_rl.rollout import process_state
-from megatron_rl.rollout.conversation import Client, Conversation, Requests, Talk, Turn, hold
+from megatron_rl.rollout.conversation import Client, Conversation, Requests, Talk, Turn, converse, hold
 from megatron_rl.rollout.engine_arguments import engine_arguments, runs_eagerly
 from megatron_rl.rollout.generator import (
     Listener,
@@ -249,15 +249,7 @@ class VllmGenerator:
         async def one(place: int, under_way: Requests) -> None:
             request = requests[place]
             client = Client(talk, request, under_way, sampling, self._stop_token_ids, vocab_size)
-            try:
-                conversation = await talk.function(client, request.prompt)
-                if not isinstance(conversation, Conversation):
-                    raise RolloutError(f"it returned a {type(conversation).__name__}, not its conversation")
-                conversation.check(client)
-            except (Exception, asyncio.CancelledError) as error:
-                kind = "" if isinstance(error, RolloutError) else f"{type(error).__name__}: "
-                where = f"prompt {request.prompt.id!r}, sample {request.sample}"
-                raise RolloutError(f"rollout.function {talk.name}, {where}: {kind}{_one_line(error)}") from error
+            conversation = await converse(talk, client, request)
             rollouts[place] = rollout = self._to_response(request, conversation, records)
             if self._listener is not None:
                 self._listener(request.prompt, [rollout])

@@ -8,7 +8,14 @@ from megatron_rl.routing.layout import (
     packed_keys,
     router_metrics,
 )
-from megatron_rl.routing.payload import RouteError, RouteShape, joined_checksums, missing_id, route_checksums
+from megatron_rl.routing.payload import (
+    RouteError,
+    RouteShape,
+    checksums_from_row,
+    joined_checksums,
+    missing_id,
+    route_checksums,
+)
 
 __all__ = [
     "LayerTelemetry",
@@ -16,6 +23,7 @@ __all__ = [
     "RouteError",
     "RouteShape",
     "RouteSlice",
+    "checksums_from_row",
     "joined_checksums",
     "missing_id",
     "pack_routes",

@@ -80,6 +80,23 @@ def joined_checksums(parts: Seq[np.ndarray], num_layers: int) -> np.ndarray:
     return np.concatenate([*rows, np.sum(layers, axis=0, dtype=np.uint64).view(np.int64)])
 
 
+def checksums_from_row(
+    checksums: np.ndarray, sequence_id: str, tokens: np.ndarray, routes: np.ndarray, row: int, first_row: int = 0
+) -> np.ndarray:
+    """Return the `route_checksums` of rows ``row`` and later from ``checksums`` of rows ``first_row`` and later.
+
+    ``tokens``: of the whole sequence. ``routes`` [S - 1 - first_row, L, K]: those of ``checksums``. Checksums of
+    layers are sums over rows, so what the rows before ``row`` add to them is taken away. A checksum that was wrong
+    stays wrong.
+    """
+    count, num_layers = row - first_row, routes.shape[1]
+    if not count:
+        return checksums
+    before = route_checksums(sequence_id, tokens, routes[:count], first_row)[-num_layers:]
+    layers = (checksums[-num_layers:].view(np.uint64) - before.view(np.uint64)).view(np.int64)
+    return np.concatenate([checksums[count:-num_layers], layers])
+
+
 def check_checksums(sequence_id: str, seals: np.ndarray, checksums: np.ndarray) -> None:
     """Compare the seals [S - 1, L] of a sequence, computed from its tokens, with the checksums that it arrived with.
 

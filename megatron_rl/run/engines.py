@@ -45,6 +45,7 @@ def start_generator(
     """
     together("learner.offload", learner.step_aside, fault=OffloadError, describe=str)
     decode = partial(tokenizer.decode, skip_special_tokens=True)
+    talk = load_talk(recipe.rollout.function, tokenizer) if recipe.rollout.function is not None else None
     if recipe.rollout.engine == "exact":
         return ExactGenerator(
             recipe.rollout,
@@ -68,6 +69,7 @@ def start_generator(
             precision=recipe.precision,
             say=say,
             stop=stop,
+            talk=talk,
         )
     from megatron_rl.rollout.vllm_engine import VllmGenerator
 
@@ -79,7 +81,7 @@ def start_generator(
         device=learner.device.type,
         decode=decode,
         precision=recipe.precision,
-        talk=load_talk(recipe.rollout.function, tokenizer) if recipe.rollout.function is not None else None,
+        talk=talk,
     )
 
 

@@ -21,6 +21,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -32,21 +33,24 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.sections import OversampleConfig
 from megatron_rl.data import PromptSampler, PromptSet
 from megatron_rl.rollout import RolloutError, Sampling
+from megatron_rl.rollout.conversation import load_talk
 from megatron_rl.rollout.servers import weight_broadcast, weight_updates
 from megatron_rl.rollout.servers.client import ServerClient
 from megatron_rl.rollout.servers.generator import ServerGenerator
 from megatron_rl.rollout.servers.guard import GENERATE
 from megatron_rl.rollout.servers.rendezvous import Address, folder, read
+from megatron_rl.rollout.servers.turns import TalkLoop
 from megatron_rl.rollout.servers.weight_broadcast import GroupError
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.rollout.weights import parameter_checksums
+from megatron_rl.routing import route_checksums
 from megatron_rl.run.lookahead import Oversampling
 from megatron_rl.types import Group, Prompt
 from tests.e2e.hf_reference import assert_same as assert_same_by
 from tests.e2e.hf_reference import flat
 from tests.e2e.in_flight import wait
 from tests.support.patience import PATIENCE_S
-from tests.support.tiny import DATA, MODEL, tiny_recipe
+from tests.support.tiny import DATA, MODEL, REPOSITORY, tiny_recipe
 from tests.support.zygote import run_command
 from tools.dev.make_tiny_checkpoint import build_tokenizer
 
@@ -136,6 +140,32 @@ class TestTwoServers:
         for member in generator._servers.pool.ready:
             there = generator._main.submit(member.client.checksums()).result(PATIENCE_S)
             assert there == fresh._llm.apply_model(parameter_checksums)[0]
+
+    def test_conversations_equal_those_of_a_fresh_engine(self, generator, fresh, monkeypatch):
+        """Each server seals the routes of a turn; stitched, they are sealed for the whole response."""
+        talk = load_talk(f"{REPOSITORY / 'recipes' / 'tiny' / 'calculator.py'}:calculator", build_tokenizer())
+        loop = TalkLoop()
+        for where, name, value in (
+            (generator, "_talk", talk),
+            (generator._sampler, "_talk", talk),
+            (generator._sampler, "_talk_loop", loop),
+            (fresh, "_talk", talk),
+        ):
+            monkeypatch.setattr(where, name, value)
+        try:
+            groups = generator.rollout(prompts(8), 4, policy_version=2, step=1)
+        finally:
+            loop.close()
+        assert_same(groups, fresh.rollout(prompts(8), 4, policy_version=0, step=1))
+        assert generator.stats()["rollout/turns_mean"] == fresh.stats()["rollout/turns_mean"] > 1
+        for group in groups:
+            for rollout in group.rollouts:
+                whole = np.concatenate([group.prompt.tokens, rollout.tokens])
+                seals = route_checksums(rollout.id, whole, rollout.routed_experts)
+                assert np.array_equal(rollout.route_checksums, seals)
+                assert (rollout.policy_versions == 2).all()
+        told = [rollout.length - rollout.num_sampled for group in groups for rollout in group.rollouts]
+        assert sum(told) > 0
 
     def test_servers_that_were_tampered_with_get_their_weights_again(self, generator, fresh):
         """Any call into the engine closes a server until the next push; asking for checksums was one."""

@@ -40,9 +40,13 @@ class Balance:
     keys and values."""
 
     def __init__(self, prompts: Sequence[Hashable], slack: int) -> None:
-        self._prompts, self._slack = prompts, slack
+        self._prompts, self._slack = list(prompts), slack
         self._home: dict[Hashable, int] = {}  # the server that a prompt went to last
         self.num_at_home = 0  # requests that found their prompt's server
+
+    def add(self, prompt: Hashable) -> None:
+        """One more request comes, which begins with ``prompt``."""
+        self._prompts.append(prompt)
 
     def choose(self, free: Sequence[Member], index: int) -> Member:
         """The one of ``free`` that request ``index`` goes to."""
@@ -136,7 +140,8 @@ class Dispatch:
 
     ``concurrency``: most requests in flight to one server. ``share`` (i, n): this rank is number i of n that ask the
     same servers. Each has its part of every server's ``concurrency``, so that together they do not pass it.
-    ``line``: of the rank's calls; this one's ``place`` in it, low ones first.
+    ``line``: of the rank's calls; this one's ``place`` in it, low ones first. ``is_open``: requests are added while it
+    runs (`add`), and it ends when this is set to False.
     """
 
     def __init__(
@@ -150,9 +155,10 @@ class Dispatch:
         balance: Balance | None = None,
         line: Line | None = None,
         place: int = 0,
+        is_open: bool = False,
     ) -> None:
         assert share[1] <= concurrency, "a rank without a part of a server's room would wait for ever"
-        self._members, self._names = members, names
+        self._members, self._names, self.is_open = members, list(names), is_open
         self.legs = [Legs(body) for body in bodies]
         self._line, self._place = line or Line(), place
         self._concurrency, self._retries, self._share = concurrency, retries, share
@@ -165,6 +171,17 @@ class Dispatch:
         self._ended: asyncio.Queue[asyncio.Task | None] = asyncio.Queue()  # tasks that are done; None: look again
         self._index_of: dict[asyncio.Task, int] = {}
         self.num_requeued = 0
+
+    def add(self, body: dict[str, Any], name: str, prompt: Hashable) -> int:
+        """Ask for one more response, and return the request's number. ``prompt``: as in `Balance`."""
+        number = len(self.legs)
+        self.legs.append(Legs(body))
+        self._names.append(name)
+        self._balance.add(prompt)
+        self._left.add(number)
+        self._waiting.append(number)
+        self._ended.put_nowait(None)
+        return number
 
     async def run(self) -> list[Answer]:
         """All answers, in the order of the requests; see `completions`."""
@@ -183,10 +200,10 @@ class Dispatch:
         """
         self._line.join(self._place, self)
         try:
-            while self._left:
+            while self._left or self.is_open:
                 seen = self._members.changes
                 self._ask()
-                if not self._asked:
+                if self._waiting and not self._asked:
                     await self._wait_to_ask()
                     continue
                 task = await self._next_end(seen)
@@ -220,6 +237,7 @@ class Dispatch:
 
     def give_up_all(self) -> None:
         """Ask for nothing more."""
+        self.is_open = False
         self.give_up(self._left)
 
     def _room(self, member: Member) -> int:

@@ -15,7 +15,7 @@ import concurrent.futures
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from megatron_rl.config.learner import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.model.architecture import Architecture, read_architecture
 from megatron_rl.process.ranks import gather_objects, together, world_rank
+from megatron_rl.rollout.conversation import Conversation, Talk
 from megatron_rl.rollout.generator import (
     Arrival,
     LegCounts,
@@ -53,6 +54,7 @@ from megatron_rl.rollout.servers.dispatch import Balance, Dispatch, Line
 from megatron_rl.rollout.servers.pool import load_metrics, prompt_tokens
 from megatron_rl.rollout.servers.rendezvous import agreed_settings
 from megatron_rl.rollout.servers.run_servers import RunServers, Started
+from megatron_rl.rollout.servers.turns import Conversations, TalkLoop
 from megatron_rl.rollout.servers.weight_updates import WeightUpdates
 from megatron_rl.rollout.servers.wire import Answer, ModelLimits
 from megatron_rl.routing import RouteShape
@@ -65,7 +67,8 @@ class Sampler:
     """Lives in the event loop of a rank that fetches.
 
     ``architecture``: of the routes that responses bring; None where they bring none. ``decode``: the text of a
-    response's tokens. ``servers_now``: metrics of the moment.
+    response's tokens. ``servers_now``: metrics of the moment. ``talk``: what holds conversations of several turns, with
+    a model of ``vocab_size`` tokens; None: one turn.
     """
 
     def __init__(
@@ -76,11 +79,15 @@ class Sampler:
         stop_token_ids: list[int],
         decode: Callable[[list[int]], str] | None,
         servers_now: Callable[[], dict[str, float]],
+        talk: Talk | None = None,
+        vocab_size: int = 0,
     ) -> None:
         self._config, self._servers, self._architecture = config, servers, architecture
         self._stop_token_ids, self._decode, self._servers_now = stop_token_ids, decode, servers_now
         self._overlaps = config.in_flight.mode != "finish"
         self.change_body: Callable[[Request, dict[str, Any]], None] = lambda request, body: None
+        self._talk, self._vocab_size = talk, vocab_size
+        self._talk_loop = TalkLoop() if talk is not None else None
         self._line = Line()
         self._converter = concurrent.futures.ThreadPoolExecutor(1, "rollouts")
 
@@ -94,8 +101,9 @@ class Sampler:
         is_awaited: bool,
     ) -> Share:
         """This rank's share of batch ``number``; of the weights of ``version`` alone, or also of later ones."""
-        bodies = [request_body(request, sampling, self._stop_token_ids) for request in requests]
-        for request, body in zip(requests, bodies, strict=True):
+        known = requests if self._talk is None else []  # the turns of conversations come one by one
+        bodies = [request_body(request, sampling, self._stop_token_ids) for request in known]
+        for request, body in zip(known, bodies, strict=True):
             self.change_body(request, body)
         names = [f"prompt {request.prompt.id!r}, sample {request.sample}" for request in requests]
         records, converted, counts = self._architecture is not None and sampling.wants_routes, {}, LegCounts()
@@ -105,38 +113,72 @@ class Sampler:
                 await members.reach(version, is_exact)
                 start = time.perf_counter()
                 slack = servers.concurrency // PREFIX_SLACK if self._config.enable_prefix_caching else 0
-                balance = Balance([r.row for r in requests], slack)
+                balance = Balance([r.row for r in known], slack)
                 before = prompt_tokens(members.members.values())
                 dispatch = Dispatch(
                     members,
                     bodies,
-                    names,
+                    names[: len(known)],
                     servers.concurrency,
                     self._config.servers.retries,
                     share=(servers.fetchers.index(world_rank()), len(servers.fetchers)),
                     balance=balance,
                     line=self._line,
                     place=0 if is_awaited else number,
+                    is_open=self._talk is not None,
                 )
                 arrivals.asks(dispatch)
-                async with contextlib.aclosing(dispatch.completions()) as completions:
-                    async for index, answer in completions:  # decoding goes on beside the fetching
-                        num_versions = check_token_versions(names[index], answer.versions, version, is_exact)
-                        own = dispatch.legs[index].counts(num_versions)
+                async with contextlib.aclosing(self._responses(dispatch, requests, sampling)) as responses:
+                    async for index, response in responses:  # decoding goes on beside the fetching
+                        num_versions = check_token_versions(names[index], response.versions, version, is_exact)
+                        legs = response if isinstance(response, Conversation) else dispatch.legs[index]
+                        own = legs.counts(num_versions)
                         counts += own
                         converted[index] = asyncio.get_running_loop().run_in_executor(
-                            self._converter, self._to_rollout, requests[index], answer, records
+                            self._converter, self._to_rollout, requests[index], response, records
                         )
                         converted[index].add_done_callback(partial(arrivals.fetched, requests[index].row, own))
             finally:
                 members.share_ended(number)
             seconds = time.perf_counter() - start
         rollouts = [await converted[index] for index in sorted(converted)]  # of all, unless it was cancelled
-        stats = load_metrics(members, before, balance.num_at_home / max(1, len(requests)))
+        stats = load_metrics(members, before, balance.num_at_home / max(1, len(dispatch.legs)))
         return Share(rollouts, seconds, stats | self._servers_now(), dispatch.num_requeued, counts)
 
-    def _to_rollout(self, request: Request, answer: Answer, records: bool) -> Rollout:
+    def _responses(
+        self, dispatch: Dispatch, requests: list[Request], sampling: Sampling
+    ) -> AsyncGenerator[tuple[int, Answer | Conversation]]:
+        """Number and response of each of ``requests`` as they come."""
+        if self._talk is None:
+            return dispatch.completions()
+        assert self._talk_loop is not None
+        return Conversations(
+            self._talk,
+            self._talk_loop.loop,
+            dispatch,
+            requests,
+            sampling,
+            self._stop_token_ids,
+            self._vocab_size,
+            self.change_body,
+            self._config.deadline_s,
+        ).completions()
+
+    def _to_rollout(self, request: Request, answer: Answer | Conversation, records: bool) -> Rollout:
         """Raises `RolloutError` where routes are due (``records``) and absent."""
+        if isinstance(answer, Conversation):
+            return make_rollout(
+                request,
+                answer.response,
+                answer.logprobs,
+                answer.finish_reason,
+                answer.versions,
+                routes=answer.routes,
+                architecture=self._architecture if records else None,
+                text=self._decode(answer.response) if self._decode else "",
+                sampled=answer.sampled,
+                num_turns=answer.num_turns,
+            )
         routes = None if answer.routes is None else SealedRoutes(answer.routes, answer.route_checksums)
         return make_rollout(
             request,
@@ -151,6 +193,8 @@ class Sampler:
 
     def close(self) -> None:
         """End the conversion of answers, after the event loop has ended."""
+        if self._talk_loop is not None:
+            self._talk_loop.close()
         self._converter.shutdown(cancel_futures=True)
 
 
@@ -158,7 +202,8 @@ class ServerGenerator:
     """Starts (or finds) the servers of a run; see `Generator` for the methods, and `VllmGenerator` for the arguments.
 
     ``run_dir``: where servers publish their addresses. ``recipe_file``: the resolved recipe, for servers to launch.
-    ``stop``: whether this rank was asked to stop, which ends waiting for servers (`RolloutInterrupted`).
+    ``stop``: whether this rank was asked to stop, which ends waiting for servers (`RolloutInterrupted`). ``talk``: what
+    holds conversations of several turns; None: one turn.
     Raises `InputError` where a server does not fit the recipe, `RolloutError` where too few are there in time.
     """
 
@@ -175,8 +220,9 @@ class ServerGenerator:
         precision: PrecisionConfig | None = None,
         say: Callable[[str], None] = print,
         stop: Callable[[], bool] = lambda: False,
+        talk: Talk | None = None,
     ) -> None:
-        self._config = config
+        self._config, self._talk = config, talk
         self._max_prompt_length, self._sampling = max_prompt_length, Sampling.from_config(config)
         self._policy_version, self._num_begun = 0, 0
         self._listener: Listener | None = None
@@ -201,7 +247,16 @@ class ServerGenerator:
         self._sampler: Sampler | None = None
         if self._main.works:
             recorded = architecture if record_routes else None
-            self._sampler = Sampler(config, self._servers, recorded, stop_token_ids, decode, self._servers_now)
+            self._sampler = Sampler(
+                config,
+                self._servers,
+                recorded,
+                stop_token_ids,
+                decode,
+                self._servers_now,
+                talk,
+                architecture.vocab_size,
+            )
         start = time.perf_counter()
         try:
             started = self._main.share(partial(self._start, recipe_file))
@@ -285,6 +340,8 @@ class ServerGenerator:
         self._stats |= throughput(rollouts, max(seconds)) | stats[0] | {"rollout/requeued": float(sum(requeued))}
         if self._overlaps:
             self._stats |= sum(counts, LegCounts()).metrics(len(ticket.requests))
+        if self._talk is not None:
+            self._stats["rollout/turns_mean"] = sum(rollout.num_turns for rollout in rollouts) / len(rollouts)
         return make_groups(ticket.prompts, ticket.num_samples, rollouts)
 
     def completed(self, tickets: list[Ticket]) -> list[Arrival]:
