@@ -203,11 +203,13 @@ def cpu_problems(rollout: RolloutConfig, architecture: Architecture) -> list[str
 
 
 def _has_fp8_cache() -> bool:
-    """As vLLM's attention for CPUs decides it."""
+    """As vLLM's attention for CPUs decides it. True where no torch is installed to ask: nothing will run there."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return True
-    import torch  # seconds to import
-
+    try:
+        import torch  # seconds to import
+    except ModuleNotFoundError:
+        return True
     return torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
 
 

@@ -22,7 +22,6 @@ from megatron_rl.instruments.translate.nemo_rl_keys import (
 )
 from megatron_rl.instruments.translate.shell import readable
 from megatron_rl.instruments.translate.translation import Translation, number, run_name
-from megatron_rl.model.known_models import KNOWN_MODELS
 
 ENDLESS = 100_000
 """A number of steps from which on the end of the data is meant."""
@@ -58,7 +57,7 @@ def translate(path: Path, variables: dict[str, str], train_rows: int | None = No
     if is_megatron:
         _megatron(t, is_moe)
     else:
-        _fsdp(t, Path(model).name, gpus, is_moe)
+        _fsdp(t, gpus, is_moe)
     if not generating:
         for ours in ("weights", "optimizer", "gradients"):
             t.put(f"{GENERATION}.colocated.enabled", f"learner.offload.{ours}", True, "NeMo-RL moves the learner aside")
@@ -481,12 +480,8 @@ def _lora(t: Translation, base: str) -> None:
             t.lose(f"{base}.dropout", "adapters have no dropout")
 
 
-def _fsdp(t: Translation, model: str, gpus: int, is_moe: bool) -> None:
-    size = max(_whole(t, f"{FSDP}.tensor_parallel_size", 1), min(4, gpus))
-    heads = KNOWN_MODELS.get(model, {})
-    size = math.gcd(size, gpus, heads.get("num_key_value_heads", size), heads.get("num_attention_heads", size))
-    why = "FSDP cuts the model over all GPUs, Megatron by matrices; `megatron-rl plan` proposes other layouts"
-    t.guess("learner.parallel.tensor", size, why)
+def _fsdp(t: Translation, gpus: int, is_moe: bool) -> None:
+    t.cut_of_fsdp(math.gcd(gpus, max(_whole(t, f"{FSDP}.tensor_parallel_size", 1), min(4, gpus))))
     if is_moe:
         t.guess("learner.parallel.expert", min(8, gpus), "as for learner.parallel.tensor")
     if (context := _whole(t, f"{FSDP}.context_parallel_size", 1)) > 1:

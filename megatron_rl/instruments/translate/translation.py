@@ -123,9 +123,22 @@ class Translation:
             self.lose(theirs, f"{size} ranks of an engine do not divide the model's heads")
             self.guess("rollout.tensor_parallel", heads, f"in place of {size}; there are more engines")
 
+    def cut_of_fsdp(self, size: int) -> None:
+        """Guess tensor parallelism in place of FSDP: ``size`` or fewer ranks, that divide the model's heads."""
+        shape = KNOWN_MODELS.get(Path(str(self.recipe["model"]["path"])).name, {})
+        size = math.gcd(size, shape.get("num_key_value_heads", size), shape.get("num_attention_heads", size))
+        why = "FSDP cuts the model over all GPUs, Megatron by matrices; `megatron-rl plan` proposes other layouts"
+        self.guess("learner.parallel.tensor", size, why)
+
     def dispatcher(self, theirs: str, deepep: str = "") -> None:
         """Translate Megatron's token dispatcher. ``deepep``: the key that turns DeepEP on, which only `flex` uses."""
         kind, on = self.get(theirs), bool(deepep) and self.get(deepep) is True
+        sizes = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1, "expert_tensor": 1}
+        sizes |= self.recipe["learner"]["parallel"]
+        experts, alike = sizes["expert"] * sizes["expert_tensor"], sizes["tensor"] * sizes["context"]
+        if (kind == "allgather" and (sizes["pipeline"] > 1 or alike % experts)) or (kind == "flex" and experts == 1):
+            self.lose(theirs, "not with this layout; learner.token_dispatcher alltoall gives the same numbers")
+            return
         if kind in ("alltoall", "allgather", "flex"):
             self.put(theirs, "learner.token_dispatcher", kind)
         elif kind is not None:

@@ -433,12 +433,7 @@ def _layout(t: Translation, gpus: int, model: str) -> None:
             if granularity == "selective":
                 t.note("recompute selective is of attention and experts here; verl's recompute_modules may say less")
     else:
-        tensor = min(4, gpus)
-        t.guess(
-            "learner.parallel.tensor",
-            tensor,
-            "FSDP cuts the model over all GPUs, Megatron by matrices; `megatron-rl plan` proposes other layouts",
-        )
+        t.cut_of_fsdp(min(4, gpus))
         if moe:
             t.guess("learner.parallel.expert", min(8, gpus), "as for learner.parallel.tensor")
         if t.get(f"{MODEL}.enable_gradient_checkpointing") is not False:

@@ -54,6 +54,7 @@ def test_commands_that_need_no_engine(tmp_path):
     lines = [
         ["plan", SCALED, "--gpu", "h100-80"],
         ["check", "--offline", SCALED],
+        ["check", "--offline", SCALED, "--set", "rollout.engine=vllm", "--set", "rollout.quantization.kv_cache=fp8"],
         ["check", "--offline", "recipes/tiny/grpo.yaml"],  # its model and data are here, which needs a tokenizer
         ["run", "plot", str(run), "--out", str(tmp_path / "plots")],
         ["run", "why", str(run)],
@@ -65,7 +66,7 @@ def test_commands_that_need_no_engine(tmp_path):
     ]
     statuses, done = call(*lines)
     assert statuses == [0] * len(lines), done.stdout[-2000:] + done.stderr[-2000:]
-    assert done.stdout.count("prompts and reward: transformers is not installed") == 2
+    assert done.stdout.count("prompts and reward: transformers is not installed") == 3
 
 
 @pytest.mark.parametrize(

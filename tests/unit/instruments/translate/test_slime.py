@@ -119,6 +119,10 @@ def test_no_validation_at_start_and_the_dispatcher(tmp_path):
     assert any("DeepEP, which has to be installed" in note for note in translation.notes)
     _, translation = translated(tmp_path, *extra, "--moe-enable-deepep")
     assert not any("DeepEP" in note for note in translation.notes)
+    for extra in (["allgather", "--pipeline-model-parallel-size", "2"], ["allgather", "--context-parallel-size", "3"]):
+        recipe, translation = translated(tmp_path, "--moe-token-dispatcher-type", *extra)
+        assert recipe.learner.token_dispatcher == "alltoall"
+        assert "not with this layout" in losses(translation)["--moe-token-dispatcher-type"]
     _, translation = translated(tmp_path, "--moe-token-dispatcher-type", "other")
     assert "alltoall, allgather or flex" in losses(translation)["--moe-token-dispatcher-type"]
 
