@@ -8,7 +8,11 @@ a run are left out; the figures are medians of the others.
 The judge's own rate is a bound. If all responses together take it longer than the rest of a step, that step waits for
 the difference, whatever the order of work: the column "bound" is that share.
 
-    python -m tools.bench.judge [--steps 8] [--prompts 32] [--seconds 0.3] [--concurrency 64] [--set a.b=c …]
+A step that waits for scores one step ahead is not longer by all of it, because servers sample the next batch meanwhile.
+With --alone each run is made again with a judge that answers at once, and "costs" is the share of the step that goes
+with it. Both runs need a quiet machine.
+
+    python -m tools.bench.judge [--steps 8] [--prompts 32] [--seconds 0.3] [--concurrency 64] [--alone] [--set a.b=c …]
 
 --prompts: of a step; eight responses each.
 """
@@ -59,26 +63,36 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32, help="of a step; eight responses each")
     parser.add_argument("--seconds", type=float, default=0.3, help="that the judge takes for a response")
     parser.add_argument("--concurrency", type=int, default=64, help="responses that it is asked for at a time")
+    parser.add_argument("--alone", action="store_true", help="also with a judge that answers at once")
     parser.add_argument("--only", choices=range(len(KINDS)), type=int, nargs="*", default=range(len(KINDS)))
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
     options = parser.parse_args()
     number = 8 * options.prompts
     whole = -(-number // options.concurrency) * options.seconds
     print(f"{number} responses, {options.seconds:g} s each, {options.concurrency} at a time: {whole:.2f} s together")
-    print(f"{'generation':<29}{'step':>8}{'waits':>8}{'share':>8}{'bound':>8}")
+    print(f"{'generation':<29}{'step':>8}{'waits':>8}{'share':>8}{'bound':>8}" + f"{'costs':>8}" * options.alone)
     for name, recipe, own in (KINDS[number] for number in options.only):
-        with tempfile.TemporaryDirectory() as root:
-            folder = Path(root)
-            (folder / "judge.py").write_text(JUDGE.format(seconds=options.seconds))
-            settings = [f"run_root={folder}", "name=judged", f"num_steps={options.steps + WARM_UP_STEPS}"]
-            settings += ["validation.every=0", "checkpoint.every=0", "monitor.plots=false", "rollout.num_samples=8"]
-            settings += [f"batch.prompts={options.prompts}", f"reward={folder / 'judge.py'}:judge"]
-            settings += [f"reward.concurrency={options.concurrency}", *own, *options.overrides]
-            rows = run(folder, recipe, settings)
-        names = ("perf/time/step", "perf/time/reward", "perf/reward_frac")
-        step, waits, share = (statistics.median(row[key] for row in rows) for key in names)
+        step, waits, share = judged(recipe, own, options.seconds, options)
         bound = max(0.0, 1 - (step - waits) / whole)
-        print(f"{name:<29}{step:>6.2f} s{waits:>6.2f} s{share:>8.1%}{bound:>8.1%}")
+        line = f"{name:<29}{step:>6.2f} s{waits:>6.2f} s{share:>8.1%}{bound:>8.1%}"
+        if options.alone:
+            at_once, *_ = judged(recipe, own, 0.0, options)
+            line += f"{1 - at_once / step:>8.1%}"
+        print(line, flush=True)
+
+
+def judged(recipe: str, own: list[str], seconds: float, options: argparse.Namespace) -> list[float]:
+    """Return the median step, what of it waits for scores, and that share, with a judge that takes ``seconds``."""
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root)
+        (folder / "judge.py").write_text(JUDGE.format(seconds=seconds))
+        settings = [f"run_root={folder}", "name=judged", f"num_steps={options.steps + WARM_UP_STEPS}"]
+        settings += ["validation.every=0", "checkpoint.every=0", "monitor.plots=false", "rollout.num_samples=8"]
+        settings += [f"batch.prompts={options.prompts}", f"reward={folder / 'judge.py'}:judge"]
+        settings += [f"reward.concurrency={options.concurrency}", *own, *options.overrides]
+        rows = run(folder, recipe, settings)
+    names = ("perf/time/step", "perf/time/reward", "perf/reward_frac")
+    return [statistics.median(row[key] for row in rows) for key in names]
 
 
 if __name__ == "__main__":

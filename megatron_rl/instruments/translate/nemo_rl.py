@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.rollout import MOST_KEPT
 from megatron_rl.instruments.translate.nemo_rl_keys import (
     CORE,
     DEFAULTS,
@@ -235,6 +236,9 @@ def _rollout(t: Translation, generating: int) -> None:
             mode = "abort_and_resume" if anew else "keep"
             note = "keys and values are computed anew" if anew else "old keys and values are kept"
             t.put("grpo.async_grpo.in_flight_weight_updates", "rollout.in_flight.mode", mode, note)
+    if 0 < t.recipe["rollout"]["top_k"] <= MOST_KEPT and t.recipe["rollout"]["engine"] == "vllm":
+        note = "NeMo-RL's learner takes its softmax over the tokens that are left, too"
+        t.put(f"{GENERATION}.top_k", "rollout.kept_sets", True, note)
 
 
 def _reward(t: Translation) -> None:

@@ -124,6 +124,12 @@ def test_validation_at_start_alone_and_keys_of_engine_and_dispatcher(tmp_path):
     assert recipe.rollout.max_num_batched_tokens == 4096
 
 
+def test_the_learner_has_the_kept_sets(tmp_path):
+    recipe, _ = translated(tmp_path, {"policy": {"generation": {"top_k": 50, "top_p": 0.9}}})
+    assert (recipe.rollout.top_k, recipe.rollout.top_p, recipe.rollout.kept_sets) == (50, 0.9, True)
+    assert not translated(tmp_path)[0].rollout.kept_sets
+
+
 def test_epochs_need_rows(tmp_path):
     assert "num_steps" in guesses(translated(tmp_path)[1])
     assert translated(tmp_path, train_rows=1000)[0].num_steps == 1000 // 32
