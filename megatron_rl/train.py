@@ -7,13 +7,12 @@ from collections.abc import Callable
 from megatron_rl.batch import build_batch, group_metrics, keep_informative, release_routes
 from megatron_rl.config import Recipe
 from megatron_rl.errors import RunEnded
-from megatron_rl.learner.snapshot import Snapshot
 from megatron_rl.monitor import AlarmEvent, wanted
 from megatron_rl.monitor.samples import success_rates, summarise
 from megatron_rl.process.host import FreedMemory
-from megatron_rl.rewards.shared import Scores, merged
+from megatron_rl.rewards.rewarder import Scores, merged
 from megatron_rl.rollout import Sampling
-from megatron_rl.run.acceptance import judge
+from megatron_rl.run.acceptance import Snapshot, judge
 from megatron_rl.run.engines import hand_over
 from megatron_rl.run.lookahead import Oversampling, staleness_metrics
 from megatron_rl.run.model_card import write_model_card

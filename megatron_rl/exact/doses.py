@@ -22,9 +22,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_rl.config.rollout import ExactConfig, NoiseConfig
-from megatron_rl.learner.rounding import by_halves, matrices, replaced
 from megatron_rl.process.ranks import gather_objects
-from megatron_rl.rollout.weights import rounded
+from megatron_rl.rollout.weights import by_halves, matrices, replaced, rounded
 from megatron_rl.types import Rollout
 
 PROMPT_SAMPLE = 0

@@ -25,12 +25,18 @@ from megatron_rl.config import Recipe
 from megatron_rl.config.base import FP32_STORED
 from megatron_rl.config.learner import fp32_products, only_product
 from megatron_rl.learner.context import gathered
-from megatron_rl.learner.gradient_noise import GradientNoise, update_size
+from megatron_rl.learner.gradient_noise import GradientNoise, Scorer, set_advantages, update_size
 from megatron_rl.learner.layers.logprobs import FusedHead, token_logprobs
-from megatron_rl.learner.mixed_precision import OverflowGuard, describe_model, master_reader
 from megatron_rl.learner.model import DTYPES, Adapters, build_model, use_transformer_engine
 from megatron_rl.learner.offload import Offload
-from megatron_rl.learner.optimizer import build_scheduler, unhook, with_optimizer
+from megatron_rl.learner.optimizer import (
+    OverflowGuard,
+    build_scheduler,
+    describe_model,
+    master_reader,
+    unhook,
+    with_optimizer,
+)
 from megatron_rl.learner.packing import Microbatch, minibatch_denominators
 from megatron_rl.learner.passes import (
     Passes,
@@ -45,9 +51,7 @@ from megatron_rl.learner.passes import (
     speaks,
 )
 from megatron_rl.learner.process_groups import initialize
-from megatron_rl.learner.rounding import rounded_weights
 from megatron_rl.learner.router_replay import RouterReplayer, RoutingMode
-from megatron_rl.learner.score_norms import Scorer, set_advantages
 from megatron_rl.model.architecture import Architecture, read_architecture
 from megatron_rl.objective import (
     Denominators,
@@ -60,6 +64,7 @@ from megatron_rl.objective import (
 from megatron_rl.objective.metrics import EFFECTIVE_SAMPLE
 from megatron_rl.process import fp32_products as products
 from megatron_rl.process.ranks import gather_objects
+from megatron_rl.rollout.weights import rounded_weights
 from megatron_rl.schedule import rate_factor
 from megatron_rl.types import Batch
 

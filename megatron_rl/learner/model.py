@@ -37,11 +37,14 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_rl.config.learner import LearnerConfig, LoraConfig, PrecisionConfig
 from megatron_rl.errors import InputError
-from megatron_rl.learner.layers.attention import CONTEXT_COMMUNICATION, SDPACoreAttention, refuse_unfused_attention
+from megatron_rl.learner.layers.attention import (
+    CONTEXT_COMMUNICATION,
+    SDPACoreAttention,
+    refuse_unfused_attention,
+    use_wide_norms,
+)
 from megatron_rl.learner.layers.cpu_layers import finish_few_pass_model, use_few_pass_layers
 from megatron_rl.learner.layers.exact_layers import finish_exact_model, use_exact_layers
-from megatron_rl.learner.layers.wide_norm import use_wide_norms
-from megatron_rl.learner.mixed_precision import compute_head_in_fp32
 from megatron_rl.model.architecture import Architecture
 
 _EXPERT_SHARD_DIM = {"linear_fc1": 0, "linear_fc2": 1}  # what expert tensor parallelism cuts: outputs, then inputs
@@ -514,3 +517,19 @@ def _places(block: torch.nn.Module) -> Iterator[_Place]:
                 yield _Place(module, module, str(number), kind, first + number)
         else:
             yield _Place(experts, module, "", kind, first + int(name.split(".")[-2]))
+
+
+def compute_head_in_fp32(output_layer: torch.nn.Module) -> None:
+    """Make a Megatron output layer return fp32 logits, from hidden states and weights turned into fp32.
+
+    The weights keep the learner's dtype: vLLM's fp32 head reads the engine's weights in the same way, so that both
+    multiply the same numbers. A subclass cannot do it, because `GPTModel` names the
+    layer's class itself.
+    """
+
+    def to_fp32(module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        weight = kwargs.get("weight")
+        weight = module.weight if weight is None else weight  # tied embeddings arrive as an argument
+        return (args[0].float(), *args[1:]), {**kwargs, "weight": weight.float()}
+
+    output_layer.register_forward_pre_hook(to_fp32, with_kwargs=True)

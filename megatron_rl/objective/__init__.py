@@ -5,13 +5,12 @@ up losses and metric statistics. How to add your own: docs/add-an-objective.md.
 """
 
 from megatron_rl.objective.advantages import ADVANTAGES, compute_advantages, group_filter_metrics, informative_groups
-from megatron_rl.objective.aggregation import AGGREGATIONS, compute_denominators
+from megatron_rl.objective.aggregation import AGGREGATIONS, MetricStats, compute_denominators
 from megatron_rl.objective.compute import ObjectiveResult, compute_objective
 from megatron_rl.objective.corrections import CORRECTIONS
 from megatron_rl.objective.inputs import Denominators, NoiseKey, ObjectiveInputs
 from megatron_rl.objective.metrics import finalize_metrics
 from megatron_rl.objective.policy_terms import POLICY_TERMS
-from megatron_rl.objective.stats import MetricStats
 
 __all__ = [
     "ADVANTAGES",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_rl.config.base import is_function_path
 from megatron_rl.errors import InputError
-from megatron_rl.objective.guards import MIN_WHITENING_VARIANCE, STD_EPSILON
+from megatron_rl.objective.inputs import MIN_WHITENING_VARIANCE, STD_EPSILON
 from megatron_rl.process.user_functions import load_function
 
 

@@ -10,14 +10,20 @@ from torch import Tensor
 
 from megatron_rl.config.objective import ObjectiveConfig
 from megatron_rl.errors import InputError
-from megatron_rl.objective.aggregation import count, kept_tokens, token_factors
+from megatron_rl.objective.aggregation import MetricStats, count, kept_tokens, token_factors
 from megatron_rl.objective.corrections import Corrected, correct, normalized
-from megatron_rl.objective.guards import MAX_LOG_RATIO
-from megatron_rl.objective.inputs import Denominators, NoiseKey, ObjectiveInputs, Tokens, check_available, read_tokens
+from megatron_rl.objective.inputs import (
+    MAX_LOG_RATIO,
+    Denominators,
+    NoiseKey,
+    ObjectiveInputs,
+    Tokens,
+    check_available,
+    read_tokens,
+)
 from megatron_rl.objective.instruments import distortion_factor, ids_for_noise, variance_factor
 from megatron_rl.objective.metrics import collect, finalize_metrics
 from megatron_rl.objective.policy_terms import policy_term
-from megatron_rl.objective.stats import MetricStats
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.objective import FunctionCorrection, Mask, ObjectiveConfig, Opsm, Reject
-from megatron_rl.objective.guards import k3, safe_exp
-from megatron_rl.objective.inputs import Denominators, Tokens
+from megatron_rl.objective.inputs import Denominators, Tokens, k3, safe_exp
 from megatron_rl.process.user_functions import load_function
 
 

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.objective import ObjectiveConfig
+from megatron_rl.objective.aggregation import Collector, MetricStats
 from megatron_rl.objective.corrections import Corrected
-from megatron_rl.objective.guards import MAX_LOG_RATIO, safe_exp
-from megatron_rl.objective.inputs import ObjectiveInputs, Tokens, read_tokens
+from megatron_rl.objective.inputs import MAX_LOG_RATIO, ObjectiveInputs, Tokens, read_tokens, safe_exp
 from megatron_rl.objective.instruments import REFERENCE_DISTORTION, is_low
 from megatron_rl.objective.policy_terms import Term
-from megatron_rl.objective.stats import Collector, MetricStats
 
 PLACE_EDGES = (4, 16, 64, 256, 1024, 4096, 16384, 65536)
 """Bounds of the bins of positions and of lengths, in tokens."""

@@ -28,8 +28,7 @@ from megatron_rl.config.policy_terms import (
     Sapo,
     Vespo,
 )
-from megatron_rl.objective.guards import MAX_LOG_RATIO, safe_exp
-from megatron_rl.objective.inputs import Tokens
+from megatron_rl.objective.inputs import MAX_LOG_RATIO, Tokens, safe_exp
 from megatron_rl.process.user_functions import load_function
 
 

@@ -3,8 +3,7 @@
 Megatron's scheduler class is extended with this logic in `megatron_rl.learner.optimizer`.
 """
 
-from megatron_rl.schedule.effective_sample import rate_factor
-from megatron_rl.schedule.learning_rate import LearningRateSchedule, LengthDecay, length_decay_lr
+from megatron_rl.schedule.learning_rate import LearningRateSchedule, LengthDecay, length_decay_lr, rate_factor
 from megatron_rl.schedule.surge import SurgeDetector
 
 __all__ = ["LearningRateSchedule", "LengthDecay", "SurgeDetector", "length_decay_lr", "rate_factor"]

@@ -1,6 +1,8 @@
 """The learning rate of a run: length decay [arXiv 2602.01826, Algorithm 1], halved periodically, by response length.
 
 The full schedule with warm-up needs no optimizer: it is for plans, plots and checks.
+
+`rate_factor` lowers the rate of one update by the effective sample size of its mini-batch [arXiv 2602.17616].
 """
 
 from __future__ import annotations
@@ -9,8 +11,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.config.learner import ScheduleConfig
+from megatron_rl.config.learner import EffectiveSampleConfig, ScheduleConfig
 from megatron_rl.schedule.surge import SurgeDetector
+
+
+def rate_factor(effective_sample: float, config: EffectiveSampleConfig) -> float:
+    """Return what the rate of the schedule is multiplied by: min(1, ρ / ρ_0), or its root; at most 1.
+
+    ``effective_sample``: ρ = (Σ w)² / (B Σ w²) of the sequences' weights, in (0, 1].
+    """
+    share = min(1.0, effective_sample / config.reference)
+    return share**0.5 if config.rule == "sqrt" else share
 
 
 def length_decay_lr(step: int, lr: float = 1e-6, min_lr: float | None = None, decay_period: int | None = 204) -> float:

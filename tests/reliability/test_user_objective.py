@@ -5,7 +5,7 @@ from __future__ import annotations
 OWN = """
 import torch
 from megatron_rl.objective.corrections import Effect
-from megatron_rl.objective.guards import safe_exp
+from megatron_rl.objective.inputs import safe_exp
 
 
 def sapo(tokens, tau_positive=1.0, tau_negative=1.05):

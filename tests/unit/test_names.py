@@ -26,7 +26,7 @@ DOORS = {
     "instruments.translate.slime": ("instruments.translate.slime_keys",),
     "instruments.translate.verl": ("instruments.translate.verl_keys",),
     "learner.layers.kernels": ("learner.layers.kernel_ops", "learner.layers.kernels.*"),
-    "learner.learner": ("learner.gradient_noise", "learner.mixed_precision", "learner.passes"),
+    "learner.learner": ("learner.passes",),
     "model.families": ("model.families.*",),
     "rewards.math_task": tuple(
         f"rewards.{part}" for part in ("atoms", "grammar", "latex", "phrases", "regions", "tree", "units")

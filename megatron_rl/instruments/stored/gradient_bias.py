@@ -32,7 +32,7 @@ from megatron_rl.config import Recipe
 from megatron_rl.errors import InputError
 from megatron_rl.learner.gradient_noise import counted_shards
 from megatron_rl.learner.learner import Learner
-from megatron_rl.objective.guards import MAX_LOG_RATIO
+from megatron_rl.objective.inputs import MAX_LOG_RATIO
 from megatron_rl.routing import RouteShape
 from megatron_rl.run.recorded_batches import RecordedBatch
 from megatron_rl.types import Batch, Sequence

@@ -40,7 +40,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.learner.learner import Learner
 from megatron_rl.model.architecture import read_architecture
 from megatron_rl.monitor import RunDirectory
-from megatron_rl.objective.guards import MAX_LOG_RATIO
+from megatron_rl.objective.inputs import MAX_LOG_RATIO
 from megatron_rl.process.ranks import broadcast_object, gather_objects, world_rank
 from megatron_rl.run.recorded_batches import IMPORTED, RecordedBatch, batch_path, load_batch, recorded_steps
 from megatron_rl.types import Batch

@@ -33,8 +33,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.learner.layers.attention import PackedRotaryEmbedding
-from megatron_rl.learner.layers.wide_norm import WideNorm
+from megatron_rl.learner.layers.attention import PackedRotaryEmbedding, WideNorm
 
 Tensor = torch.Tensor
 

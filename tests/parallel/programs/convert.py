@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.checkpoint.save import load_weights
 from megatron_rl.learner.learner import Learner
-from megatron_rl.learner.mixed_precision import master_reader
+from megatron_rl.learner.optimizer import master_reader
 from tests.support.tiny import stored_rollouts, tiny_recipe
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.learner.learner import Learner
-from megatron_rl.learner.mixed_precision import master_reader
+from megatron_rl.learner.optimizer import master_reader
 from tests.support.tiny import stored_rollouts, tiny_recipe
 
 FIRST_ATTENTION = "decoder.layers.0.self_attention.linear_proj.weight"  # also the first one of every stage

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.learner.gradient_noise import score_weights
 from megatron_rl.learner.learner import Learner
-from megatron_rl.learner.score_norms import score_weights
 from megatron_rl.types import Batch
 from tests.support.tiny import stored_rollouts, tiny_recipe
 

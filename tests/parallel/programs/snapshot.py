@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl.checkpoint.shards import distributed_optimizers
 from megatron_rl.learner.learner import Learner
-from megatron_rl.learner.snapshot import Snapshot
+from megatron_rl.run.acceptance import Snapshot
 from tests.support.tiny import stored_rollouts, tiny_recipe
 
 

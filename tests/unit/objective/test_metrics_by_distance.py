@@ -8,8 +8,8 @@ import torch
 
 from megatron_rl.config.objective import ObjectiveConfig
 from megatron_rl.objective import ObjectiveInputs, compute_objective, finalize_metrics
+from megatron_rl.objective.aggregation import MetricStats
 from megatron_rl.objective.metrics import EDGES, LABELS
-from megatron_rl.objective.stats import MetricStats
 from tests.support.rounding import rounded
 
 NAMES = ("share", "log_rho_mean", "log_rho_std", "k3")

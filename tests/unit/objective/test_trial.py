@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).parents[3]
 OWN = """
 import torch
 from megatron_rl.objective.corrections import Effect
-from megatron_rl.objective.guards import safe_exp
+from megatron_rl.objective.inputs import safe_exp
 from megatron_rl.objective.policy_terms import Term
 
 

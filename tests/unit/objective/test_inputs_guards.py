@@ -8,7 +8,7 @@ import warnings
 import pytest
 
 from megatron_rl.config import ObjectiveConfig, objective
-from megatron_rl.objective.guards import MAX_LOG_RATIO
+from megatron_rl.objective.inputs import MAX_LOG_RATIO
 
 pytestmark = pytest.mark.filterwarnings("ignore::megatron_rl.config.objective.ObjectiveWarning")
 

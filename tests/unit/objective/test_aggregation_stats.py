@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_rl.objective.stats import Collector, MetricStats
+from megatron_rl.objective.aggregation import Collector, MetricStats
 
 
 def collected(values: torch.Tensor, mask: torch.Tensor) -> MetricStats:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.learner.layers import wide_norm
+from megatron_rl.learner.layers import attention
 
 ROWS, WIDTH, EPS = 5, 12, 1e-3
 
@@ -29,9 +29,9 @@ def test_each_rank_has_its_part_of_values_and_gradients(own, monkeypatch):
         x.detach()[:, others].square().sum(-1, keepdim=True),
         (grad * x.detach() * weight.detach())[:, others].sum(-1, keepdim=True),
     ]
-    monkeypatch.setattr(wide_norm, "_over_ranks", lambda part: part + sums.pop(0).float())
+    monkeypatch.setattr(attention, "_over_ranks", lambda part: part + sums.pop(0).float())
     mine, part = (tensor.detach()[..., own].float().requires_grad_() for tensor in (x, weight))
-    found = wide_norm._WideNorm.apply(mine, part, WIDTH, EPS)
+    found = attention._WideNorm.apply(mine, part, WIDTH, EPS)
     found.backward(grad[:, own].float())
     assert sums == []
     for got, want in (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from megatron_rl.commands.explain_schedule import replay
 from megatron_rl.config.learner import ScheduleConfig
-from megatron_rl.schedule.explain import replay
 
 PEAK = 1e-6
 
