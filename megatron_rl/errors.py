@@ -20,7 +20,7 @@ _MESSAGE_CHARACTERS = 20_000  # longest message, as texts of files and servers c
 
 def printable(text: str) -> str:
     """Return ``text`` with characters that could control a terminal or a page written as escapes."""
-    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)
 
 
 def message_text(error: object) -> str:

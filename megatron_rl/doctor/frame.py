@@ -99,8 +99,8 @@ def _in_processes(check: Check, setting: Setting, folder: Path, limit: float) ->
     else:
         outcome = _died(processes[first].returncode, first, len(processes), limit, check)
         if (path := _written(folder, environments[first])).is_file():  # it raised, and says what
-            said = _read(path)
-            outcome = replace(said, reason=f"rank {first}: {said.reason}") if len(processes) > 1 else said
+            written = _read(path)
+            outcome = replace(written, reason=f"rank {first}: {written.reason}") if len(processes) > 1 else written
     return outcome, _tail(logs[first or 0]) if outcome.status == "fail" else ""
 
 

@@ -175,10 +175,14 @@ def judge_experts(unmarked: list[str], norms: dict[str, float], products: str = 
         note = " (bf16: products of fp32 matrices are TF32's here, see the check `fp32`)"
     for name, norm in others:
         if not abs(norm - first[1]) <= tolerance * first[1]:
-            told = f"gradient norm {norm:.6f} under {name}, {first[1]:.6f} under {first[0]}{note}"
-            return failed(told, fix, grad_norm=norms)
-    told = " and ".join(norms)
-    what = f"marked; the gradient norm is {first[1]:.6f} under {told}" if others else f"marked under {told}; one rank"
+            norms_in_words = f"gradient norm {norm:.6f} under {name}, {first[1]:.6f} under {first[0]}{note}"
+            return failed(norms_in_words, fix, grad_norm=norms)
+    norms_in_words = " and ".join(norms)
+    what = (
+        f"marked; the gradient norm is {first[1]:.6f} under {norms_in_words}"
+        if others
+        else f"marked under {norms_in_words}; one rank"
+    )
     return passed(f"expert weights are {what}{note}", grad_norm=norms)
 
 
@@ -278,8 +282,8 @@ def judge_checkpoint(
     if not state_is_back:
         return failed("the loop's state did not come back from the checkpoint", fix, **figures)
     if changed:
-        told = f"loaded and saved again, {len(changed)} of {num_files} files differ, first {changed[0]}"
-        return failed(told, fix, **figures)
+        difference = f"loaded and saved again, {len(changed)} of {num_files} files differ, first {changed[0]}"
+        return failed(difference, fix, **figures)
     if loaded == plain == saving:
         return passed("a run that is saved and loaded gives the weights of one that is not, bit for bit", **figures)
     if device == "cuda" and plain != saving:
@@ -313,9 +317,9 @@ def judge_products(kinds: dict[str, str]) -> Outcome:
     wrong = {name: value for name, value in kinds.items() if value != "fp32"}
     if not wrong:
         return passed(f"{', '.join(kinds)}: products of fp32 matrices have the exact value, which TF32 has not")
-    told = ", ".join(f"{name} ({value})" for name, value in wrong.items())
+    wrong_products = ", ".join(f"{name} ({value})" for name, value in wrong.items())
     return failed(
-        f"products of fp32 matrices are not those of fp32: {told}. What a recipe calls fp32 would be TF32",
+        f"products of fp32 matrices are not those of fp32: {wrong_products}. What a recipe calls fp32 would be TF32",
         "megatron-rl sets NVIDIA_TF32_OVERRIDE=0 for cuBLAS and TransformerEngine, and TRITON_F32_DEFAULT=ieee for "
         "Triton, before either reads it. Look for what changes them later (a sitecustomize.py, a wrapper of python), "
         "and at `packages`: another version may read other variables. Meanwhile say tf32 in recipes, not fp32.",

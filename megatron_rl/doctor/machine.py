@@ -274,12 +274,12 @@ def patches(setting: Setting, folder: Path | None = None) -> Outcome:
     ]
     table = {str(entry["upstream"]): {"version": entry["version"], "state": entry["state"]} for entry in reports}
     if bad := [entry for entry in reports if entry["state"] != states.APPLIED]:
-        told = "; ".join(
+        problem = "; ".join(
             f"{entry['upstream']} {entry['version']} is {entry['state']}"
             + "".join(f"; without {patch['name']}" for patch in entry["patches"] if not patch["applied"])
             + (f" ({entry['message']})" if entry["message"] else "")
             for entry in bad
         )
-        return failed(told, "megatron-rl patch apply", series=table)
+        return failed(problem, "megatron-rl patch apply", series=table)
     count = sum(len(entry["patches"]) for entry in reports)
     return passed(f"{count} patches in {', '.join(table)}", series=table)

@@ -135,12 +135,12 @@ def judge(folder: Path, names: dict[int, str], missing: dict[str, str], skews: d
     figures = {"clock_skew_s": skews} if skews else {}
     if missing:
         seen = {n: ", ".join(names[int(i)] for i in which.split(",")) for n, which in missing.items()}
-        told = "; ".join(f"{name} does not see files of {others}" for name, others in seen.items())
+        problem = "; ".join(f"{name} does not see files of {others}" for name, others in seen.items())
         fix = "Put runs, model and checkout on a file system that all nodes mount; --shared names the folder."
-        return failed(f"{folder}: {told}", fix, **figures)
+        return failed(f"{folder}: {problem}", fix, **figures)
     if late := {name: skew for name, skew in skews.items() if abs(skew) > MOST_SKEW_S}:
-        told = ", ".join(f"{name} {skew:+.1f} s" for name, skew in late.items())
-        return failed(f"clocks differ from {names[0]}'s: {told}", "Start chrony or ntpd on these nodes.", **figures)
+        problem = ", ".join(f"{name} {skew:+.1f} s" for name, skew in late.items())
+        return failed(f"clocks differ from {names[0]}'s: {problem}", "Start chrony or ntpd on these nodes.", **figures)
     worst = max(map(abs, skews.values()), default=0.0)
     return passed(
         f"seen by {len(names)} of {len(names)} nodes: {folder}; clocks at most {worst:.2f} s apart", **figures

@@ -200,7 +200,7 @@ def write_measured(path: Path, checks: dict[str, Outcome]) -> str:
     if path.exists():
         read_gpu(path)  # refuses a file of something else
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    measured, told = dict(values.get("measured", {})), []
+    measured, sentences = dict(values.get("measured", {})), []
     if (outcome := checks.get("rates")) and outcome.status == "pass":
         figures = outcome.figures
         base = data_sheet(figures["device"], figures["memory_gib"])
@@ -211,14 +211,14 @@ def write_measured(path: Path, checks: dict[str, Outcome]) -> str:
         measured["memory_tb_s"] = _short(figures["copies"] / 1e12)
         measured["source"] = f"{figures['device']}, {figures['recipe']}, {figures['tokens']} tokens"
         if base is None:
-            told.append(
+            sentences.append(
                 f"plan has no data sheet of {figures['device']}: what was not measured is that of {values['base']}; "
                 f"write your own figures into {path}"
             )
     table = checks["collectives"].figures.get("GiB/s", {}) if checks["collectives"].status == "pass" else {}
     measured |= link_figures(table)
     if not table:
-        told.append("links were not measured: plan reckons with those of the data sheet")
+        sentences.append("links were not measured: plan reckons with those of the data sheet")
     if not measured:
         raise InputError(f"--measure {path}: nothing was measured, and nothing is written; the checks say why")
     values.setdefault("base", UNMEASURED)
@@ -226,7 +226,7 @@ def write_measured(path: Path, checks: dict[str, Outcome]) -> str:
     text = json.dumps(values, indent=1) if path.suffix == ".json" else HEAD + yaml.safe_dump(values, sort_keys=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, text)
-    return "\n".join([f"wrote {path}: megatron-rl plan RECIPE --gpu {path}", *told])
+    return "\n".join([f"wrote {path}: megatron-rl plan RECIPE --gpu {path}", *sentences])
 
 
 def _short(value: float) -> float:

@@ -123,8 +123,8 @@ def summary(report: dict[str, Any]) -> str:
     counts = Counter(check["status"] for node in report["nodes"] for check in node["checks"])
     nodes = f" on {len(report['nodes'])} nodes" if len(report["nodes"]) > 1 else ""
     text = ", ".join(f"{counts[status]} {status}" for status in ("pass", "fail", "not run"))
-    told = [f"{node}: {check['name']}: {check['reason']}" for node, check in failures(report)] if nodes else []
-    return "\n".join([f"{text}{nodes}", *told])
+    failed_checks = [f"{node}: {check['name']}: {check['reason']}" for node, check in failures(report)] if nodes else []
+    return "\n".join([f"{text}{nodes}", *failed_checks])
 
 
 _STYLE = """
@@ -168,12 +168,15 @@ def _failed(node: dict[str, Any]) -> bool:
 
 def _node(node: dict[str, Any]) -> str:
     counts = Counter(check["status"] for check in node["checks"])
-    said = [f"{counts[status]} {status}" for status in ("pass", "fail", "not run") if counts[status]]
+    status_counts = [f"{counts[status]} {status}" for status in ("pass", "fail", "not run") if counts[status]]
     about = [node[key] for key in ("device", "started") if node.get(key)]
     about += [f"{node[key]:g} {unit}" for key, unit in (("ranks", "ranks"), ("seconds", "s")) if node.get(key)]
     rows = [["check", "", "s", "found"]]
     rows += [[c["name"], c["status"], f"{c['seconds']:.1f}", _found(c)] for c in node["checks"]]
-    parts = [f"<h2>{html.escape(node['node'])}</h2>", f"<p>{html.escape(', '.join([*said, *map(str, about)]))}</p>"]
+    parts = [
+        f"<h2>{html.escape(node['node'])}</h2>",
+        f"<p>{html.escape(', '.join([*status_counts, *map(str, about)]))}</p>",
+    ]
     parts.append(_table(rows))
     parts += [_details(check) for check in node["checks"] if check["figures"] or check.get("log")]
     return "\n".join(parts)

@@ -77,13 +77,13 @@ def _message(batch: Batch, index: int, token: int, logprobs: np.ndarray, where: 
 def first_divergence(learner: Learner, batch: Batch, index: int) -> str:
     """Where generation and training first differ for one sequence. Both are computed again. Collective."""
     trained, generated = _trained_rows(learner, batch, index), _generated_rows(learner, batch, index)
-    mine = None
+    first_difference = None
     if trained and generated:
         for position in sorted(generated):
             for place, (name, value) in enumerate(generated[position].items()):
-                if mine is None and not torch.equal(value, trained[position][name]):
-                    mine = (position, parallel_state.get_pipeline_model_parallel_rank(), place, name)
-    both = [item for item in gather_objects(mine) if item is not None]
+                if first_difference is None and not torch.equal(value, trained[position][name]):
+                    first_difference = (position, parallel_state.get_pipeline_model_parallel_rank(), place, name)
+    both = [item for item in gather_objects(first_difference) if item is not None]
     if both:
         position, _, _, name = min(both)
         return f"First difference when both are computed again: token {position} of the sequence, output of the {name}"

@@ -166,17 +166,17 @@ class Decoder:
         Raises:
             InputError: the cache cannot hold the longest sequence; on all ranks.
         """
-        mine = share_of(range(len(prompts)), self._replica, self._num_replicas)
+        numbers_here = share_of(range(len(prompts)), self._replica, self._num_replicas)
         self.passes.prompt_lengths = [len(prompt) for prompt in prompts]
-        responses = Responses.empty(len(mine), max(limits, default=0))
-        schedule, cache = self._plan(prompts, limits, mine, chooser.most_steps)
+        responses = Responses.empty(len(numbers_here), max(limits, default=0))
+        schedule, cache = self._plan(prompts, limits, numbers_here, chooser.most_steps)
         turns = Turns(
             self.passes,
             schedule,
             chooser,
             responses,
-            numbers=mine,
-            prompts=[prompts[i] for i in mine],
+            numbers=numbers_here,
+            prompts=[prompts[i] for i in numbers_here],
             cache=cache,
             stop=stop,
             bucket=self.bucket,
@@ -187,7 +187,7 @@ class Decoder:
             turns.run()
         pages = None if cache is None else cache.num_pages - 1  # one is for rows of padding
         self.stats = turns.counts.metrics(schedule.num_preempted, pages, self._num_replicas)
-        return mine, responses
+        return numbers_here, responses
 
     def _plan(
         self, prompts: list[list[int]], limits: list[int], mine: range, most_steps: int | None

@@ -198,8 +198,8 @@ def size_of(rollouts: list[Rollout]) -> dict[str, float]:
     Σ |log rho|; nothing of no tokens. ``rollouts``: those that this rank owns. Collective."""
     differences = [(r.exact_logprobs.astype(np.float64) - r.inference_logprobs) for r in rollouts]
     joined = np.concatenate(differences) if differences else np.zeros(0)
-    mine = (len(rollouts), joined.size, joined.sum(), np.square(joined).sum(), np.abs(joined).sum())
-    count, tokens, total, square, absolute = np.sum(gather_objects(mine), axis=0).tolist()
+    local_sums = (len(rollouts), joined.size, joined.sum(), np.square(joined).sum(), np.abs(joined).sum())
+    count, tokens, total, square, absolute = np.sum(gather_objects(local_sums), axis=0).tolist()
     if not tokens:
         return {}
     variance = max(square - total**2 / tokens, 0.0) / max(tokens - 1, 1)

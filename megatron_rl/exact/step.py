@@ -262,8 +262,8 @@ class StepForward:
         local = moe.experts.local_experts
         weights = [expert.linear_fc1.weight for expert in local], [expert.linear_fc2.weight for expert in local]
         results, places = experts(rows, probs, chosen, *weights, first=moe.local_expert_indices[0])
-        mine = ranks.own_of_expert_group(chosen)
-        return ranks.whole(add_experts(*ranks.results(results, places, mine, len(local))))
+        local_assignments = ranks.own_of_expert_group(chosen)
+        return ranks.whole(add_experts(*ranks.results(results, places, local_assignments, len(local))))
 
 
 def _norm(norm: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:

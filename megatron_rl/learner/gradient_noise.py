@@ -316,21 +316,21 @@ def score_weights(scorer: Scorer, batch: Batch, homes: list[int]) -> torch.Tenso
     weights that the learner has; the same on every rank. Collective."""
     model, mode = scorer.model, "native" if scorer.mode == "watch" else scorer.mode
     of_replica = [[i for i, home in enumerate(homes) if home == replica] for replica in range(max(homes) + 1)]
-    mine = of_replica[scorer.replica] if scorer.replica < len(of_replica) else []
+    of_this_replica = of_replica[scorer.replica] if scorer.replica < len(of_replica) else []
     table = torch.zeros(2, len(homes), dtype=torch.float64, device=scorer.device)
     gradient, finalize = LocalGradient(model), model.config.finalize_model_grads_func
     model.config.finalize_model_grads_func = None  # each replica has a response of its own
     try:
         for turn in range(max(len(numbers) for numbers in of_replica)):
-            index = mine[turn] if turn < len(mine) else None
+            index = of_this_replica[turn] if turn < len(of_this_replica) else None
             microbatch = scorer.passes.alone(batch, index, mode)
             model.zero_grad_buffer()
-            found = scorer.passes.run([microbatch], partial(_score, scorer.token_logprobs), mode, observe=False)
+            scores = scorer.passes.run([microbatch], partial(_score, scorer.token_logprobs), mode, observe=False)
             square = gradient.square()
             if index is not None:
                 table[1, index] = square
                 if speaks():
-                    table[0, index] = found[0]
+                    table[0, index] = scores[0]
     finally:
         model.config.finalize_model_grads_func = finalize
     if dist.is_initialized():

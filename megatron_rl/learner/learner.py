@@ -307,8 +307,8 @@ class Learner:
 
     def _reduce_stats(self, local: list[MetricStats]) -> MetricStats:
         """Statistics of the whole mini-batch on every rank. Only the last pipeline stage has any."""
-        mine = MetricStats.merge(local).cpu() if local and speaks() else None
-        return MetricStats.merge([stats for stats in gather_objects(mine) if stats is not None])
+        local_stats = MetricStats.merge(local).cpu() if local and speaks() else None
+        return MetricStats.merge([stats for stats in gather_objects(local_stats) if stats is not None])
 
     # -- log-probabilities
 

@@ -110,13 +110,13 @@ class OverflowGuard:
         The backward pass carries a fault from a later layer to all earlier ones, so it began in the last of them in the
         order of the forward pass.
         """
-        mine = [
+        overflows = [
             (order, name)
             for order, (name, parameter) in enumerate(self._names())
             if not math.isfinite(parameter.main_grad.sum().item()) and not parameter.main_grad.isfinite().all()
         ]
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        places = gather_objects((stage, *max(mine)) if mine else None)
+        places = gather_objects((stage, *max(overflows)) if overflows else None)
         return max((item for item in places if item is not None), default=(0, 0, "no single tensor"))[2]
 
     def metrics(self) -> dict[str, float]:

@@ -199,8 +199,8 @@ def minibatch_denominators(sequences: list[Sequence], config: ObjectiveConfig) -
         return Denominators(float(sum(s.num_trained for s in sequences)), float(len(sequences)), False)
     if all(s.holder is None for s in sequences):
         return _count(sequences, config)
-    mine = [s for s in sequences if s.holder == world_rank()]
-    counts = _count(mine, config) if mine else Denominators(0.0, 0.0, True)
+    local_sequences = [s for s in sequences if s.holder == world_rank()]
+    counts = _count(local_sequences, config) if local_sequences else Denominators(0.0, 0.0, True)
     sums = counts.as_tensor()  # whole numbers, in any order, but for the sum of the weights
     if world_size() > 1:
         dist.all_reduce(sums)

@@ -268,8 +268,8 @@ def share_repetition(groups: Sequence[Group], ngram: int = REPETITION_NGRAM) -> 
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     places = [i % world_size() if r.owner is None else r.owner for i, r in enumerate(rollouts)]
     rank = world_rank()
-    mine = [r for r, place in zip(rollouts, places, strict=True) if place == rank]
-    fractions = gather_rows([[repetition_fraction(r.tokens, ngram)] for r in mine], places, width=1)
+    local_rollouts = [r for r, place in zip(rollouts, places, strict=True) if place == rank]
+    fractions = gather_rows([[repetition_fraction(r.tokens, ngram)] for r in local_rollouts], places, width=1)
     for rollout, value in zip(rollouts, fractions[:, 0].tolist(), strict=True):
         rollout.repetition = value
 

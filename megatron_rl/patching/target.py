@@ -95,12 +95,12 @@ def find(series: Series, tree: str | None, allow_global: bool) -> Target:
 
 def _other_version(series: Series, version: str) -> str:
     """What to say if ``version`` is installed."""
-    said = f"{series.package} {version} is installed, {series.name} is for {series.pins['Version']}"
+    mismatch = f"{series.package} {version} is installed, {series.name} is for {series.pins['Version']}"
     others = releases.others(series)
     for name, other in others.items():
         if releases.line(other) == releases.line(version):
-            return f"{said}: leave out the name, or name {name}"
-    return f"{said}, and no patches are for {version}: {_install(series)}, or name a source tree with --tree"
+            return f"{mismatch}: leave out the name, or name {name}"
+    return f"{mismatch}, and no patches are for {version}: {_install(series)}, or name a source tree with --tree"
 
 
 def _install(series: Series) -> str:

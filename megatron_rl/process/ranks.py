@@ -134,10 +134,10 @@ def gather_rows(rows: Sequence[Sequence[float]], places: Sequence[int], width: i
     if world_size() == 1:
         return rows
     counts = np.bincount(np.asarray(places, dtype=np.int64), minlength=world_size())
-    mine = np.zeros((counts.max(initial=0), width))
-    mine[: len(rows)] = rows
-    gathered = torch.empty((world_size(), *mine.shape), dtype=torch.float64)
-    dist.all_gather_into_tensor(gathered.view(-1), torch.from_numpy(mine).view(-1))
+    local_rows = np.zeros((counts.max(initial=0), width))
+    local_rows[: len(rows)] = rows
+    gathered = torch.empty((world_size(), *local_rows.shape), dtype=torch.float64)
+    dist.all_gather_into_tensor(gathered.view(-1), torch.from_numpy(local_rows).view(-1))
     shares = gathered.numpy()
     rows_of_all = np.empty((len(places), width))
     for rank in range(world_size()):

@@ -133,9 +133,9 @@ class RewardFunction:
             return cls(function, is_async)
         names = signature.parameters.keys()
         takes_lists = {"responses", "answers"} <= names or {"solution_strs", "ground_truths"} <= names
-        found = cls(function, is_async, takes_lists)
+        caller = cls(function, is_async, takes_lists)
         try:
-            arguments, keywords = found._arguments([dict.fromkeys(_VERL_ARGUMENTS)])
+            arguments, keywords = caller._arguments([dict.fromkeys(_VERL_ARGUMENTS)])
             signature.bind(*arguments, **keywords)
         except TypeError as error:
             raise InputError(
@@ -143,7 +143,7 @@ class RewardFunction:
                 f"f({', '.join(_VERL_ARGUMENTS)}) nor, for lists, f(responses, answers) nor "
                 f"f({', '.join(_LIST_ARGUMENTS)}): {error}"
             ) from error
-        return found
+        return caller
 
     @property
     def waits(self) -> bool:
@@ -187,8 +187,8 @@ def call_reward(function: Callable[..., Any], task: Mapping[str, Any]) -> float:
     return _number(_loop.run(_awaited(result)) if inspect.isawaitable(result) else result)
 
 
-async def _awaited(found: Awaitable[Any]) -> Any:
-    return await found
+async def _awaited(reward: Awaitable[Any]) -> Any:
+    return await reward
 
 
 def _reply(value: float) -> dict[str, Any]:

@@ -119,8 +119,8 @@ def make_groups(prompts: list[Prompt], num_samples: int, rollouts: list[Rollout]
 
 def everywhere(groups: list[Group]) -> list[Group]:
     """Return ``groups`` with every response whole on every rank: for tools, on batches small enough. Collective."""
-    mine = [[r if r.tokens is not None else None for r in group.rollouts] for group in groups]
-    shares = gather_objects(mine)
+    local_groups = [[r if r.tokens is not None else None for r in group.rollouts] for group in groups]
+    shares = gather_objects(local_groups)
     for row, group in enumerate(groups):
         for place, rollout in enumerate(group.rollouts):
             if rollout.owner is not None:
@@ -278,8 +278,8 @@ def known_everywhere(requests: Sequence[Request], owners: Sequence[int], held: S
 
     ``owners``: the rank that holds each, the same list on every rank. ``held``: this rank's, in order. Collective.
     """
-    mine = iter(held)
-    rollouts = [next(mine) if owner == world_rank() else None for owner in owners]
+    local_rollouts = iter(held)
+    rollouts = [next(local_rollouts) if owner == world_rank() else None for owner in owners]
     rows = [(r.length, FINISH_REASONS.index(r.finish_reason), r.num_sampled, r.num_turns) for r in held]
     about = gather_rows(rows, owners, width=4).astype(int).tolist()
     for number, (request, owner, (length, reason, *turns)) in enumerate(zip(requests, owners, about, strict=True)):

@@ -28,8 +28,8 @@ def doctor(folder: Path, *arguments: str) -> dict:
     command = [sys.executable, "-m", "megatron_rl", "doctor", "--shared", str(folder / "runs"), "--minutes", "60"]
     command += ["--json", str(folder / "report.json"), "--page", str(folder / "report.html"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-    found = json.loads((folder / "report.json").read_text())
-    return found | {"page": (folder / "report.html").read_text(), "status": done.returncode, "said": done.stdout}
+    report = json.loads((folder / "report.json").read_text())
+    return report | {"page": (folder / "report.html").read_text(), "status": done.returncode, "said": done.stdout}
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +38,12 @@ def report(tmp_path_factory) -> dict:
 
 
 def test_the_checks_of_the_machine_pass(tmp_path):
-    found = doctor(tmp_path, "--only", ",".join(OF_THE_MACHINE))
-    (node,) = found["nodes"]
+    report = doctor(tmp_path, "--only", ",".join(OF_THE_MACHINE))
+    (node,) = report["nodes"]
     statuses = {check["name"]: check["status"] for check in node["checks"]}
-    assert statuses == {name: "not run" if name in GPU_ONLY else "pass" for name in OF_THE_MACHINE}, found["said"]
-    assert found["status"] == 0
-    assert "nothing failed" in found["page"]
+    assert statuses == {name: "not run" if name in GPU_ONLY else "pass" for name in OF_THE_MACHINE}, report["said"]
+    assert report["status"] == 0
+    assert "nothing failed" in report["page"]
 
 
 @pytest.mark.parametrize("name", IN_FORKED_RANKS)

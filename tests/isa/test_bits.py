@@ -75,7 +75,7 @@ def test_a_resumed_run_has_the_bits_of_the_whole_one(tmp_path):
 
 def test_log_probs_and_the_first_gradient_are_those_of_the_plain_model():
     learner, plain, limits = Learner(tiny_recipe()), run(torch.float64, 1), float32_limits(1)
-    found = np.concatenate(learner.compute_logprobs(stored_rollouts(100)))
-    assert np.abs(found - plain.before).max() <= limits.logprobs
+    logprobs = np.concatenate(learner.compute_logprobs(stored_rollouts(100)))
+    assert np.abs(logprobs - plain.before).max() <= limits.logprobs
     norm = learner.update(stored_rollouts(0))["actor/grad_norm"]
     assert abs(norm - np.linalg.norm(plain.gradients[0])) <= limits.gradients[0]

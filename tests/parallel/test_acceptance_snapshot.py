@@ -23,8 +23,8 @@ def runs():
     for name, (ranks, learner) in LAYOUTS.items():
         jobs[ranks][f"{name}: undone"] = ("updates", {"steps": (0, 1, 2, 3), "undone": (0, 2), **learner})
         jobs[ranks][f"{name}: never"] = ("updates", {"steps": (1, 3), "undone": (), **learner})
-    with Jobs(jobs, module="tests.parallel.programs.snapshot") as found:
-        yield found
+    with Jobs(jobs, module="tests.parallel.programs.snapshot") as results:
+        yield results
 
 
 @pytest.mark.parametrize("name", slow_but(("bf16",), LAYOUTS))

@@ -32,8 +32,8 @@ def ranks(tmp_path_factory):
         name: ("save_and_load", {"folder": str(folder / name), "learner": {"dtype": "bf16", "parallel": parallel}})
         for name, parallel in LAYOUTS.items()
     }
-    with Jobs({4: jobs}, module="tests.parallel.programs.shares") as found:
-        yield found
+    with Jobs({4: jobs}, module="tests.parallel.programs.shares") as results:
+        yield results
 
 
 @pytest.mark.parametrize("layout", slow_but(["dp4", "tp2ep2"], LAYOUTS))

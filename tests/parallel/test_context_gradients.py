@@ -23,8 +23,8 @@ def found():
     jobs: dict[int, dict] = {1: {}, 2: {}, 4: {}}
     for name, (ranks, parallel) in {"one": (1, {}), **LAYOUTS}.items():
         jobs[ranks][name] = ("gradient_norm.norms_and_clipped_update", {**BATCHES, **parallel})
-    with Jobs(jobs, module="tests.parallel.programs") as found:
-        yield found
+    with Jobs(jobs, module="tests.parallel.programs") as results:
+        yield results
 
 
 @pytest.mark.parametrize("layout", slow_but(["cp2ep2"], LAYOUTS))

@@ -107,8 +107,8 @@ def saved(other, dense, tmp_path_factory):
             {"folder": str(folder / "bf16"), "learner": {"dtype": "bf16", "parallel": MIXED}},
         ),
     }
-    with Jobs({4: jobs}, module="tests.parallel.programs.convert") as found:
-        yield found.of_rank(0)
+    with Jobs({4: jobs}, module="tests.parallel.programs.convert") as results:
+        yield results.of_rank(0)
 
 
 @pytest.mark.parametrize("layout", ["mixed", "experts split"])

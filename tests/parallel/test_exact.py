@@ -111,8 +111,8 @@ class Agreed:
 def results(request, four_key_heads):
     world_size = request.param
     jobs = jobs_for(world_size, four_key_heads if world_size == 4 else str(MODEL))
-    with Jobs({world_size: jobs}, module=MODULE, init_process_group=False) as found:
-        yield world_size, Agreed(found)
+    with Jobs({world_size: jobs}, module=MODULE, init_process_group=False) as results:
+        yield world_size, Agreed(results)
 
 
 def jobs_named(start: str) -> list[Any]:

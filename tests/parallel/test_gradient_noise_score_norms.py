@@ -31,8 +31,8 @@ def runs():
     for name, (ranks, learner) in LAYOUTS.items():
         jobs[ranks][name] = ("advantages", {"learner": learner})
     jobs[1]["two updates"] = ("advantages", {"batch": {"minibatches": 2}})
-    with Jobs(jobs, module="tests.parallel.programs.score_norms") as found:
-        yield found
+    with Jobs(jobs, module="tests.parallel.programs.score_norms") as results:
+        yield results
 
 
 @pytest.fixture(scope="module")

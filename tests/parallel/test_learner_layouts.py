@@ -99,13 +99,13 @@ def runs(tmp_path_factory):
         jobs[ranks][f"save, {name}"] = ("save_after", {"folder": folder, "num_steps": 2, "learner": learner(parallel)})
 
     def load(name: str, parallel: dict) -> tuple[str, dict]:
-        path = found[f"save, {name}"][0]["path"]
+        path = results[f"save, {name}"][0]["path"]
         return "load_and_continue", {"path": path, "learner": learner(parallel)}
 
     for name, (_, (ranks, parallel)) in RESHARDINGS.items():
         jobs[ranks][f"load, {name}"] = partial(load, name, parallel)
-    with Jobs(jobs, module="tests.parallel.programs.learner") as found:
-        yield found
+    with Jobs(jobs, module="tests.parallel.programs.learner") as results:
+        yield results
 
 
 @pytest.fixture(scope="module")

@@ -41,9 +41,9 @@ def one(dense, tmp_path_factory):
         "adapters' gradient": ("first_gradient", {"model": dense, "lora": True}),
         "whole gradient": ("first_gradient", {"model": dense, "lora": False}),
     }
-    jobs["resumed"] = lambda: ("resume", {"model": dense, "path": found["run"][0]["path"]})
-    with Jobs({1: jobs}, module=MODULE) as found:
-        yield found.of_rank(0)
+    jobs["resumed"] = lambda: ("resume", {"model": dense, "path": results["run"][0]["path"]})
+    with Jobs({1: jobs}, module=MODULE) as results:
+        yield results.of_rank(0)
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +129,8 @@ def two(one, dense, tmp_path_factory):
             {"model": EXPERTS, "path": one["experts"]["path"], "parallel": {"tensor": 2, "expert": 2}},
         ),
     }
-    with Jobs({2: jobs}, module=MODULE) as found:
-        yield [found.of_rank(rank) for rank in (0, 1)]
+    with Jobs({2: jobs}, module=MODULE) as results:
+        yield [results.of_rank(rank) for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("layout", slow_but(["tp2"], ["dp2", "pp2", "tp2"]))
@@ -186,8 +186,8 @@ def back(two, dense):
         "tp2": lambda: ("resume", {"model": dense, "path": two[0]["tp2"]["path"]}),
         "experts tp2 ep2": lambda: ("resume", {"model": EXPERTS, "path": two[0]["experts tp2 ep2"]["path"]}),
     }
-    with Jobs({1: jobs}, module=MODULE) as found:
-        yield found.of_rank(0)
+    with Jobs({1: jobs}, module=MODULE) as results:
+        yield results.of_rank(0)
 
 
 @pytest.mark.slow

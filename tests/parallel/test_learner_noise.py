@@ -55,8 +55,8 @@ def runs():
     jobs[2]["fewer sequences than ranks"] = ("updates", {"num_steps": 1, "num_sequences": 1, **section("dp2")})
     jobs[2]["dp2 minibatches"] = ("updates", {"num_steps": 1, "minibatches": 2, **section("dp2")})
     jobs[1]["one minibatches"] = ("updates", {"num_steps": 1, "minibatches": 2, **section("one microbatch")})
-    with Jobs(jobs, module=MODULE) as found:
-        yield found
+    with Jobs(jobs, module=MODULE) as results:
+        yield results
 
 
 @pytest.mark.parametrize("layout", slow_but(QUICK, WITH_PARTS))

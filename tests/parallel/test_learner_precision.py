@@ -62,12 +62,12 @@ def one(tmp_path_factory):
     jobs["never"] = ("train", {"num_steps": 2, "learner": QUIET} | never)
 
     def resume(saved: str, num_steps: int, learner: dict) -> tuple[str, dict]:
-        return "resume", {"path": found[saved][0]["path"], "num_steps": num_steps, "learner": learner}
+        return "resume", {"path": results[saved][0]["path"], "num_steps": num_steps, "learner": learner}
 
     jobs["resumed"] = partial(resume, "huge", 4, HIGH)
     jobs["first update"] = partial(resume, "never", 1, QUIET)
-    with Jobs({1: jobs}, module=MODULE) as found:
-        yield found.of_rank(0)
+    with Jobs({1: jobs}, module=MODULE) as results:
+        yield results.of_rank(0)
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +83,8 @@ def two():
         {"num_steps": 2} | section | {"learner": {"dtype": "bf16", "parallel": {"expert": 2}}},
     )
     jobs["head tp2"] = ("fp32_parts", {"dtype": "bf16", "tensor": 2})
-    with Jobs({2: jobs}, module=MODULE) as found:
-        yield [found.of_rank(rank) for rank in (0, 1)]
+    with Jobs({2: jobs}, module=MODULE) as results:
+        yield [results.of_rank(rank) for rank in (0, 1)]
 
 
 def applied(run: dict) -> list[float]:

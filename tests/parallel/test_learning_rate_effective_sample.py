@@ -27,8 +27,8 @@ def runs():
         },
         2: {"ep2": updates(schedule={"effective_sample": "sqrt"}, parallel={"expert": 2})},
     }
-    with Jobs(jobs, module=MODULE) as found:
-        yield found
+    with Jobs(jobs, module=MODULE) as results:
+        yield results
 
 
 @pytest.mark.parametrize("name", ["sqrt", "linear", "ep2"])

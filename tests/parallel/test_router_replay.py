@@ -49,7 +49,7 @@ def runs(tiny_with_a_dense_layer):
     """Result of every job on every rank: ``runs[job][rank]``."""
 
     def gradients(mode: str, routes: str, section: dict) -> tuple[str, dict]:
-        return "gradients", {"mode": mode, "routes": found[routes][0] if routes else None, **section}
+        return "gradients", {"mode": mode, "routes": results[routes][0] if routes else None, **section}
 
     jobs: dict[int, dict] = {1: {"native": ("native_routes", {}), "random": ("some_routes", {})}, 2: {}}
     for name, (ranks, section) in LAYOUTS.items():
@@ -74,8 +74,8 @@ def runs(tiny_with_a_dense_layer):
     jobs[1]["finite differences"] = ("finite_differences", {})
     jobs[1]["fallback"] = ("with_missing_rows", {})
     jobs[1]["refused"] = ("refused_options", {})
-    with Jobs(jobs, module="tests.parallel.programs.replay") as found:
-        yield found
+    with Jobs(jobs, module="tests.parallel.programs.replay") as results:
+        yield results
 
 
 def worst(result: dict, reference: dict) -> float:

@@ -27,8 +27,8 @@ def runs():
     jobs: dict[int, dict] = {1: {}, 2: {}}
     for name, (ranks, arguments) in JOBS.items():
         jobs[ranks][name] = ("shifts", arguments)
-    with Jobs(jobs, module="tests.parallel.programs.router_shift") as found:
-        yield found
+    with Jobs(jobs, module="tests.parallel.programs.router_shift") as results:
+        yield results
 
 
 def log_softmax(x: np.ndarray) -> np.ndarray:

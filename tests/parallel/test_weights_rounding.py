@@ -19,8 +19,8 @@ def runs():
         for kind in KINDS
         for is_plain in (True, False)
     }
-    with Jobs({1: jobs}, module="tests.parallel.programs.rounding") as found:
-        yield found
+    with Jobs({1: jobs}, module="tests.parallel.programs.rounding") as results:
+        yield results
 
 
 @pytest.mark.parametrize("kind", slow_but(("fp8",), KINDS))

@@ -97,7 +97,7 @@ class Written(Lengths):
 
     def draw(self, prompts: int, samples: int) -> np.ndarray:
         first, self._next = self._next, self._next + prompts * samples
-        return self.found[first : self._next].reshape(prompts, samples)
+        return self.drawn_from[first : self._next].reshape(prompts, samples)
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,9 @@ def main() -> None:
     _report(by_arm, simulated, loads)
 
 
-def _figures(found: dict[str, list[Measured]], simulated: dict[str, list[float]], loads: list[float]) -> dict[str, Any]:
+def _figures(
+    measured: dict[str, list[Measured]], simulated: dict[str, list[float]], loads: list[float]
+) -> dict[str, Any]:
     runs = {
         name: [
             {
@@ -238,18 +240,18 @@ def _figures(found: dict[str, list[Measured]], simulated: dict[str, list[float]]
                 "prefilled_token_s": one.costs.prefill[0],
                 **{metric: one.median(metric) for metric in METRICS},
             }
-            for one, rate in zip(found[name], simulated[name], strict=True)
+            for one, rate in zip(measured[name], simulated[name], strict=True)
         ]
-        for name in found
+        for name in measured
     }
     return {"runs": runs, "load": loads}
 
 
-def _report(found: dict[str, list[Measured]], simulated: dict[str, list[float]], loads: list[float]) -> None:
+def _report(measured: dict[str, list[Measured]], simulated: dict[str, list[float]], loads: list[float]) -> None:
     print(f"load {', '.join(f'{load:.1f}' for load in loads)} on {os.cpu_count()} cores; response tokens per second")
     print(f"{'':<22}{'measured':>10}{'of synchronous':>16}{'target':>8}{'simulated':>11}{'of measured':>13}")
-    baseline = [one.rate for one in found["synchronous"]]
-    for name, runs in found.items():
+    baseline = [one.rate for one in measured["synchronous"]]
+    for name, runs in measured.items():
         rates = [one.rate for one in runs]
         ratio, accuracy = np.median(np.divide(rates, baseline)), np.median(np.divide(simulated[name], rates))
         target = TARGETS.get(name.rpartition("-")[0], "")
@@ -262,7 +264,7 @@ def _report(found: dict[str, list[Measured]], simulated: dict[str, list[float]],
         + "".join(f"{metric.rpartition('/')[2]:>18}" for metric in METRICS)
         + f"{'asking':>10}"
     )
-    for name, runs in found.items():
+    for name, runs in measured.items():
         medians = [statistics.median(one.median(metric) for one in runs) for metric in METRICS]
         asking = statistics.median(one.asking_s for one in runs)
         print(f"{name:<22}" + "".join(f"{median:18.3f}" for median in medians) + f"{asking:10.3f}")

@@ -125,10 +125,10 @@ def table(sizes: dict[str, tuple[Workload, OwnCode]]) -> list[str]:
     return lines
 
 
-def growth(found: Found) -> list[str]:
+def growth(measured: Found) -> list[str]:
     """Peak memory of a rank at the same share of a growing job."""
     share = {
-        s.ranks: costs for s, costs in found.items() if s.routes and s.sequences == 4 * s.ranks and s.length > 4000
+        s.ranks: costs for s, costs in measured.items() if s.routes and s.sequences == 4 * s.ranks and s.length > 4000
     }
     lines = [f"peak MB of a rank with four sequences: {', '.join(map(str, share))} ranks"] * bool(share)
     for stage in next(iter(share.values()), {}):

@@ -51,17 +51,17 @@ def fit(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
     return best
 
 
-def unit_costs(found: Found, route_bytes: int, tensor: int) -> dict[str, dict[str, list[float]]]:
+def unit_costs(measured: Found, route_bytes: int, tensor: int) -> dict[str, dict[str, list[float]]]:
     """What `plan.own_code` keeps: stage → seconds, received, peak → cost of each driver.
 
     ``route_bytes``: of a token. ``tensor``: ranks of a replica.
     """
-    stages = next(iter(found.values()))
+    stages = next(iter(measured.values()))
     units: dict[str, dict[str, list[float]]] = {}
     for stage in stages:
-        its = [setting for setting in found if stage in found[setting]]
+        its = [setting for setting in measured if stage in measured[setting]]
         rows = np.array([_drivers(stage, setting, route_bytes, tensor) for setting in its])
-        values = {what: np.array([getattr(found[setting][stage], what) for setting in its]) for what in WHATS}
+        values = {what: np.array([getattr(measured[setting][stage], what) for setting in its]) for what in WHATS}
         values["seconds"] /= 2 if stage in OF_A_PASS else 1  # here: a pass for old log-probs and one of the update
         units[stage] = {what: [float(f"{x:.3g}") for x in fit(rows, values[what])] for what in WHATS}
     return units

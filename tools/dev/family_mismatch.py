@@ -72,13 +72,13 @@ def measure(family: str, seed: int, precision: dict[str, bool]) -> dict[str, flo
 
 
 def run(out: Path, families: list[str]) -> None:
-    found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    results_of_family: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
     for family in families:
         for variant, precision in VARIANTS.items():
-            if variant not in found.get(family, {}):
+            if variant not in results_of_family.get(family, {}):
                 results = [measure(family, seed, precision) for seed in SEEDS]
-                found.setdefault(family, {})[variant] = results
-                out.write_text(json.dumps(found, indent=1) + "\n")
+                results_of_family.setdefault(family, {})[variant] = results
+                out.write_text(json.dumps(results_of_family, indent=1) + "\n")
                 print(family, variant, results, flush=True)
 
 
@@ -88,9 +88,9 @@ def table(file: Path) -> list[str]:
         "| family | precision | spread | with the engine's routes | routing's share | rows of routes that agree |",
         "|---|---|---|---|---|---|",
     ]
-    found = json.loads(file.read_text())
-    for family in (name for name in FAMILIES if name in found):
-        for variant, results in found[family].items():
+    results_of_family = json.loads(file.read_text())
+    for family in (name for name in FAMILIES if name in results_of_family):
+        for variant, results in results_of_family[family].items():
             spread, replayed, rows = (np.array([result[key] for result in results]) for key in COLUMNS)
             shares = 1 - (replayed / spread) ** 2
             share = 1 - (replayed**2).sum() / (spread**2).sum()

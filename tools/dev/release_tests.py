@@ -99,9 +99,9 @@ def row_of_ours(series: Series, checkout: Path | None, folder: Path) -> tuple[li
     states.apply_or_revert(series, Target(root, None), False, series.purposes)
     add_triton(root)
     files = {purpose: tests_of(series, purpose) for purpose in series.purposes}
-    found = run_ours(root, sorted(set().union(*files.values())), folder / "ours.xml")
-    cells = [cell(found, files[purpose]) if purpose in files else "–" for purpose in PURPOSES]
-    return cells, [test for test, outcome in found.items() if outcome == "failed"]
+    outcomes = run_ours(root, sorted(set().union(*files.values())), folder / "ours.xml")
+    cells = [cell(outcomes, files[purpose]) if purpose in files else "–" for purpose in PURPOSES]
+    return cells, [test for test, outcome in outcomes.items() if outcome == "failed"]
 
 
 def row_of_theirs(series: Series, checkout: Path, only: str, folder: Path) -> tuple[list[str], list[str]]:
@@ -112,8 +112,8 @@ def row_of_theirs(series: Series, checkout: Path, only: str, folder: Path) -> tu
     return [str(len(before)), str(len(before - after)), str(len(after - before))], sorted(before - after)
 
 
-def passed(found: Mapping[str, str]) -> set[str]:
-    return {test for test, outcome in found.items() if outcome == "passed"}
+def passed(outcomes: Mapping[str, str]) -> set[str]:
+    return {test for test, outcome in outcomes.items() if outcome == "passed"}
 
 
 def add_triton(root: Path) -> None:
@@ -143,18 +143,18 @@ def run_ours(root: Path, files: Sequence[str], report: Path) -> dict[str, str]:
 
 def outcomes_of(report: Path) -> dict[str, str]:
     """Test → outcome, from pytest's report in JUnit's form."""
-    found = {}
+    outcomes = {}
     for case in ElementTree.parse(report).iter("testcase"):
         told = {child.tag for child in case}
         outcome = "failed" if told & {"failure", "error"} else "skipped" if "skipped" in told else "passed"
-        found[f"{case.get('classname')}::{case.get('name')}"] = outcome
-    return found
+        outcomes[f"{case.get('classname')}::{case.get('name')}"] = outcome
+    return outcomes
 
 
-def cell(found: Mapping[str, str], files: set[str]) -> str:
+def cell(outcome_of: Mapping[str, str], files: set[str]) -> str:
     """How many tests of ``files`` pass, and of how many if not all do."""
     modules = {file.removesuffix(".py").replace("/", ".") for file in files}
-    outcomes = [outcome for test, outcome in found.items() if module_of(test) in modules and outcome != "skipped"]
+    outcomes = [outcome for test, outcome in outcome_of.items() if module_of(test) in modules and outcome != "skipped"]
     good = outcomes.count("passed")
     return str(good) if good == len(outcomes) else f"{good} of {len(outcomes)}"
 
@@ -171,11 +171,11 @@ def run_theirs(series: Series, checkout: Path, folder: Path, patched: bool, only
     if patched:
         states.apply_or_revert(series, Target(folder, None), False, series.purposes)
     add_triton(folder)
-    found: dict[str, str] = {}
+    outcomes: dict[str, str] = {}
     for place in sorted({test.parent for test in tests}):
-        found |= run_place(folder, [test for test in tests if test.parent == place])
+        outcomes |= run_place(folder, [test for test in tests if test.parent == place])
     shutil.rmtree(folder)
-    return found
+    return outcomes
 
 
 def unpack_commit(series: Series, checkout: Path, folder: Path, *parts: str) -> Path:

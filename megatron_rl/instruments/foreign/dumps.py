@@ -136,8 +136,8 @@ def _samples(path: Path) -> tuple[str, list[Any]]:
         ) from error
     samples = content.get("samples") if isinstance(content, dict) else None
     if not isinstance(samples, list):
-        found = ", ".join(map(str, content)) if isinstance(content, dict) else type(content).__name__
-        raise InputError(f"{path}: no list `samples` in it, as --save-debug-rollout-data writes it; found: {found}")
+        contents = ", ".join(map(str, content)) if isinstance(content, dict) else type(content).__name__
+        raise InputError(f"{path}: no list `samples` in it, as --save-debug-rollout-data writes it; found: {contents}")
     return ("miles" if "metadata" in content else "slime"), samples
 
 
@@ -282,13 +282,13 @@ def _advantages(path: Path, responses: list[Response], recipe: Recipe, lacks: li
         lacks.append(f"groups: each {size} responses in their order count as one (rollout.num_samples)")
     numbers = {group: i for i, group in enumerate(dict.fromkeys(groups))}
     lacks.append("advantages: computed from the rewards by objective.advantage")
-    found = compute_advantages(
+    advantages = compute_advantages(
         torch.tensor([response.reward for response in responses]),
         torch.tensor([numbers[group] for group in groups]),
         recipe.objective.advantage,
         lengths=torch.tensor([int(response.loss_mask.sum()) for response in responses]),
     )
-    return [float(value) for value in found]
+    return [float(value) for value in advantages]
 
 
 def _sequence(name: str, response: Response, advantage: float) -> Sequence:

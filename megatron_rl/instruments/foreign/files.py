@@ -110,19 +110,19 @@ def _item(data: bytes) -> tuple[str, float | None]:
 
     Up to 0.20 every value is JSON (field 16); later versions have a field for each type.
     """
-    key, nested, found = "", [], None
+    key, nested, number_read = "", [], None
     for number, value in _fields(data):
         if number == 1:
             key = value.decode("utf-8", "replace")
         elif number == 2:
             nested.append(value.decode("utf-8", "replace"))
         elif number == 5:  # integer, zigzag
-            found = float((value >> 1) ^ -(value & 1))
+            number_read = float((value >> 1) ^ -(value & 1))
         elif number == 6:
-            (found,) = struct.unpack("<d", value)
+            (number_read,) = struct.unpack("<d", value)
         elif number == 16:
-            found = number_of(json.loads(value))
-    return key or ".".join(nested), found
+            number_read = number_of(json.loads(value))
+    return key or ".".join(nested), number_read
 
 
 def number_of(value: object) -> float | None:

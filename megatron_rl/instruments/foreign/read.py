@@ -386,11 +386,11 @@ def _places(updates: Sequence[int], batches: Sequence[int]) -> dict[int, int]:
 
 
 def _sources(names: set[str], project: Project | None) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = defaultdict(list)
+    names_of_key: dict[str, list[str]] = defaultdict(list)
     for name in sorted(names):
         for our in project.ours(name) if project else []:
-            found[our].append(name)
-    return dict(found)
+            names_of_key[our].append(name)
+    return dict(names_of_key)
 
 
 def _translated(row: Mapping[str, float], project: Project | None, sources: Mapping[str, Sequence[str]]) -> dict:

@@ -104,15 +104,15 @@ def _round(
         rows = np.arange(len(drawn))  # every response computes its prompt
     ends, slots, again = [], 0.0, 0.0
     for engine in range(num_engines):
-        mine = slice(engine, None, num_engines)
-        if not len(drawn[mine]):
+        of_engine = slice(engine, None, num_engines)
+        if not len(drawn[of_engine]):
             continue
         prompts: dict[int, Prompt] = {}
-        for row, length in zip(rows[mine].tolist(), drawn[mine].tolist(), strict=True):
+        for row, length in zip(rows[of_engine].tolist(), drawn[of_engine].tolist(), strict=True):
             prompt = prompts.setdefault(row, Prompt(work.mean_prompt, 0))
             prompt.responses.append(Response(prompt, length))
             prompt.left += 1
-        fleet = Fleet(costs, 1, "finish", concurrency=len(drawn[mine]))
+        fleet = Fleet(costs, 1, "finish", concurrency=len(drawn[of_engine]))
         fleet.ask(list(prompts.values()))
         ends.append(_run_to_the_end(fleet, len(prompts)))
         slots += fleet.servers[0].slot_seconds

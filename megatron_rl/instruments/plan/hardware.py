@@ -165,12 +165,12 @@ def read_gpu(path: Path) -> Gpu:
 def _with_measured(path: Path, values: dict[str, Any], gpu: Gpu) -> Gpu:
     """Return ``gpu`` with peaks that give what was measured. A share of the peak is assumed of each measurement."""
     measured = _section(path, "measured", values, {"tflops", "attention_tflops", "source", *MEASURED})
-    changes, told = {}, []
+    changes, sentences = {}, []
     rates = _section(path, "measured.tflops", {"measured.tflops": measured.get("tflops", {})}, set(DTYPES))
     for key, value in rates.items():
         rate = _number(path, f"measured.tflops.{key}", value, 1e12)
         changes[DTYPES[key]] = rate / PRODUCT_SHARE
-        told.append(f"products in {key} {rate / 1e12:.4g} TFLOP/s (counted as {PRODUCT_SHARE:.0%} of the peak)")
+        sentences.append(f"products in {key} {rate / 1e12:.4g} TFLOP/s (counted as {PRODUCT_SHARE:.0%} of the peak)")
     if "attention_tflops" in measured:
         rate = _number(path, "measured.attention_tflops", measured["attention_tflops"], 1e12)
         if len(rates) != 1:
@@ -180,13 +180,13 @@ def _with_measured(path: Path, values: dict[str, Any], gpu: Gpu) -> Gpu:
             )
         products = _number(path, "measured.tflops", next(iter(rates.values())), 1e12)
         changes["attention_cost"] = products / rate
-        told.append(f"attention {rate / 1e12:.4g} TFLOP/s")
+        sentences.append(f"attention {rate / 1e12:.4g} TFLOP/s")
     for key, (field, unit, share) in MEASURED.items():
         if key in measured:
             rate = _number(path, f"measured.{key}", measured[key], unit)
             changes[field] = rate / share
-            told.append(f"{TOLD[key]} {rate / 1e9:.4g} GB/s (counted as {share:.0%} of the peak)")
-    return replace(gpu, measured=tuple(told), **changes)
+            sentences.append(f"{TOLD[key]} {rate / 1e9:.4g} GB/s (counted as {share:.0%} of the peak)")
+    return replace(gpu, measured=tuple(sentences), **changes)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -31,31 +31,35 @@ HOW = "write lognormal:MEDIAN,SIGMA[,MAX], a file with one length a line, or a r
 class Lengths:
     """Draws response lengths in tokens; equal calls on equal objects give equal numbers.
 
-    ``found``: lengths to draw from, with replacement; None: log-normal with ``median`` and ``sigma``.
+    ``drawn_from``: lengths to draw from, with replacement; None: log-normal with ``median`` and ``sigma``.
     """
 
     source: str
     longest: float
-    found: np.ndarray | None = None
+    drawn_from: np.ndarray | None = None
     median: float = 0.0
     sigma: float = 0.0
     _random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(SEED), repr=False)
 
     def draw(self, prompts: int, samples: int) -> np.ndarray:
         """Return lengths [prompts, samples], whole numbers from 1 to ``longest``."""
-        if self.found is not None:
-            drawn = self._random.choice(self.found, (prompts, samples))
+        if self.drawn_from is not None:
+            drawn = self._random.choice(self.drawn_from, (prompts, samples))
         else:
             drawn = np.ceil(self._random.lognormal(np.log(self.median), self.sigma, (prompts, samples)))
         return np.clip(drawn, 1, self.longest)
 
     def again(self) -> Lengths:
         """Return a copy that starts again from the first draw."""
-        return Lengths(self.source, self.longest, self.found, self.median, self.sigma)
+        return Lengths(self.source, self.longest, self.drawn_from, self.median, self.sigma)
 
     def sample(self) -> np.ndarray:
         """Return all found lengths, or many draws of the distribution."""
-        return np.clip(self.found, 1, self.longest) if self.found is not None else self.again().draw(SAMPLE, 1)[:, 0]
+        return (
+            np.clip(self.drawn_from, 1, self.longest)
+            if self.drawn_from is not None
+            else self.again().draw(SAMPLE, 1)[:, 0]
+        )
 
 
 def read_lengths(text: str, longest: int) -> Lengths:

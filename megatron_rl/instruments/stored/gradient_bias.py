@@ -80,19 +80,21 @@ class ExpertReport:
         flipping = int(((self.gained + self.lost) > 0).sum())
         if not self.num_flipped:
             return ["no trained token is routed differently: routing is not what the mismatch is made of"]
-        said = [f"{self.num_flipped / self.num_trained:.1%} of the trained tokens have a flip in some layer"]
+        sentences = [f"{self.num_flipped / self.num_trained:.1%} of the trained tokens have a flip in some layer"]
         even = (1 - self.share_without_flip) / flipping
-        said.append(f"scale of rho share: {even:.2%} each, if the {flipping} experts with flips had equal shares")
+        sentences.append(f"scale of rho share: {even:.2%} each, if the {flipping} experts with flips had equal shares")
         factor = self.flip_factor
         if factor is None:
-            said.append("every token has a flip, or none without one deviates: there is nothing to compare with")
-            return said
+            sentences.append("every token has a flip, or none without one deviates: there is nothing to compare with")
+            return sentences
         meaning = "flips and mismatch do not go together"
         if factor >= FLIPS_MATTER:
             meaning = "tokens that are routed differently carry more of it, which need not be because of their routes"
-        said.append(f"(rho - 1)² of a token with a flip is {factor:.2g} times that of one without: {meaning}")
-        said.append("rounding flips routes where it also moves probabilities; batch attribute measures what routes do")
-        return said
+        sentences.append(f"(rho - 1)² of a token with a flip is {factor:.2g} times that of one without: {meaning}")
+        sentences.append(
+            "rounding flips routes where it also moves probabilities; batch attribute measures what routes do"
+        )
+        return sentences
 
     def rows(self, number: int) -> list[dict[str, float]]:
         """Return the ``number`` experts with the largest share of rho's variance, then the most flips."""
@@ -248,22 +250,24 @@ class GradientBias:
 
     def reading(self) -> list[str]:
         """What the numbers mean, in sentences."""
-        said = [
+        sentences = [
             f"a step goes {self.along:.2f} of the reference's way along it (1: all of it, 0: none of it, below 0: back)"
         ]
         other = self.turn_of_a_batch
         if other is None:
-            said.append(
+            sentences.append(
                 f"the mismatch turns the gradient by {self.turn:.0f}°; there is no scale for that: the noise of this "
                 "batch is as large as the reference gradient. Look at a step with more prompts"
             )
         else:
-            said.append(f"the mismatch turns the gradient by {self.turn:.0f}°, other prompts by about {other:.0f}°")
+            sentences.append(
+                f"the mismatch turns the gradient by {self.turn:.0f}°, other prompts by about {other:.0f}°"
+            )
         ratio = self.bias_over_noise
         if ratio is not None:
             level = next(text for bound, text in _LEVELS if ratio < bound)
-            said.append(f"the bias is {ratio:.2g} times the noise of one batch, or less: {level}")
-        return said
+            sentences.append(f"the bias is {ratio:.2g} times the noise of one batch, or less: {level}")
+        return sentences
 
     def figures(self) -> dict[str, float]:
         """Return all figures under the names of the command's table."""

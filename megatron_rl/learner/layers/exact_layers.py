@@ -290,8 +290,8 @@ def _grouped_matmul(tiles: torch.Tensor, counts: list[int], weights: list[torch.
     first = 0
     for weight, count in zip(weights, counts, strict=True):
         if count:
-            mine = slice(first, first + count)
-            torch.bmm(tiles[mine], weight.t().expand(count, -1, -1), out=out[mine])
+            of_size = slice(first, first + count)
+            torch.bmm(tiles[of_size], weight.t().expand(count, -1, -1), out=out[of_size])
             first += count
     return out
 

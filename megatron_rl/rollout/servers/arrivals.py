@@ -222,8 +222,10 @@ def next_arrivals(
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks are waiting
             problem = error
         raise_any(problem)
-        mine = [(-taken.age_s, number, place, taken.counts) for (number, place), taken in here.items()]
-        complete = sorted((group for share in gather_objects(mine) for group in share), key=lambda group: group[:3])
+        local_groups = [(-taken.age_s, number, place, taken.counts) for (number, place), taken in here.items()]
+        complete = sorted(
+            (group for share in gather_objects(local_groups) for group in share), key=lambda group: group[:3]
+        )
         if complete:  # oldest first
             return _known(tickets, complete, {key: taken.rollouts for key, taken in here.items()})
         if any_rank(wants()):

@@ -220,8 +220,8 @@ class WeightGroup:
         store, size = PrefixStore("group", self.store), self.place.world_size
         if self.place.backend == "gloo":
             options = ProcessGroupGloo._Options()
-            mine = local_address(self.place.host, self.place.port)
-            options._devices = [ProcessGroupGloo.create_device(hostname=mine)]
+            host_address = local_address(self.place.host, self.place.port)
+            options._devices = [ProcessGroupGloo.create_device(hostname=host_address)]
             options._timeout = timedelta(seconds=2 * self.place.stall_s)  # `wait` is to notice first
             self._group = ProcessGroupGloo(store, self.rank, size, options)
         else:

@@ -10,9 +10,9 @@ from tests.support.layouts import leave_layout
 def train(runs: list[list[str]]) -> list[int]:
     """The exit status of each run; one that fails is the last."""
     start.shutdown = leave_layout  # the next run is in the same world
-    found = []
+    results = []
     for arguments in runs:
-        found.append(main(arguments))
-        if found[-1]:
+        results.append(main(arguments))
+        if results[-1]:
             break
-    return found
+    return results

@@ -44,7 +44,7 @@ def record_run(folder: str, model: str) -> str:
 
 def use_tools(run: str) -> dict[str, Any]:
     """What each call of a tool printed, returned, and wrote as JSON."""
-    found = {
+    results = {
         "again": _call("replay", run, "--step", "1"),
         "r3": _call("replay", run, "--step", "1", "--set", "routing.replay=r3"),
         "fp32": _call("replay", run, "--step", "1", "--precision", "fp32", "--set", "routing.replay=r3"),
@@ -53,13 +53,13 @@ def use_tools(run: str) -> dict[str, Any]:
         "gradient bias": _call("gradient-bias", run, "--step", "1"),
     }
     shutil.rmtree(Path(run) / "checkpoints" / "step_00000002")
-    found["repeated"] = _call("replay", run, "--step", "2")
+    results["repeated"] = _call("replay", run, "--step", "2")
     for file in (Path(run) / "batches").glob("step_00000001.*"):
         file.unlink()
-    found["impossible"] = _call("replay", run, "--step", "2")
-    found["nearest"] = _call("replay", run, "--step", "2", "--weights", "nearest")
-    found["absent"] = _call("replay", run, "--step", "1")
-    return found
+    results["impossible"] = _call("replay", run, "--step", "2")
+    results["nearest"] = _call("replay", run, "--step", "2", "--weights", "nearest")
+    results["absent"] = _call("replay", run, "--step", "1")
+    return results
 
 
 def _call(command: str, run: str, *arguments: str) -> dict[str, Any]:

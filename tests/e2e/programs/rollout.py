@@ -107,9 +107,9 @@ def exact_and_vllm() -> dict[str, list[Group]]:
     recipe = tiny_recipe(rollout={"engine": "exact", **rollout}, data={"prompt": {"max_length": 12}})
     learner = Learner(recipe)
     exact = start_generator(recipe, build_tokenizer(), learner)
-    found = {}
+    results = {}
     for name, generator in (("exact", exact), ("vllm", start(1))):
-        found[name] = everywhere(generator.rollout(prompts(32), 4, policy_version=0, step=3))
+        results[name] = everywhere(generator.rollout(prompts(32), 4, policy_version=0, step=3))
         generator.close()
     distributed.shutdown()
-    return found
+    return results

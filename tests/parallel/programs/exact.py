@@ -59,13 +59,13 @@ def generator_of(learner: Learner) -> Generator:
 
 def prompts(number: int) -> list[Prompt]:
     """Random prompts of 2 to 13 tokens, each the same whatever ``number`` is."""
-    found = []
+    results = []
     for i in range(number):
         random = np.random.default_rng(i)
-        found.append(
+        results.append(
             Prompt(id=f"p:{i}", tokens=random.integers(3, 98, int(random.integers(2, 14))).tolist(), answer="")
         )
-    return found
+    return results
 
 
 def sample(generator: Generator, number: int, num_samples: int = 1, step: int = 0) -> list[Group]:
@@ -99,8 +99,8 @@ def bits_over_batches(dtype: str, parallel: dict[str, int], sizes: list[int], **
             )
         for limit in (1, 70, 4096)[number > 16 :]:
             learner.config.max_tokens_per_microbatch = limit
-            found = learner.compute_logprobs(batch)
-            pairs = zip(batch.sequences, found, strict=True)
+            logprobs = learner.compute_logprobs(batch)
+            pairs = zip(batch.sequences, logprobs, strict=True)
             differing[f"{number} prompts, {limit} tokens"] = sum(int((s.exact_logprobs != f).sum()) for s, f in pairs)
     return {"differing": differing, "lengths": lengths}
 
@@ -168,41 +168,41 @@ SCHEDULES = {
 def update_with_gate(dtype: str, parallel: dict[str, int], minibatches: int, **sections: Any) -> list[float]:
     """`exact/max_abs_prob_diff` and the spread of rho in two updates on fresh rollouts."""
     learner, generator = start(dtype, parallel, batch={"minibatches": minibatches}, **sections)
-    found = []
+    results = []
     for step in range(2):
         groups = generator.rollout(prompts(12), 4, policy_version=learner.num_updates, step=step)
         metrics = learner.update(batch_of(learner, rewarded(groups)))
         generator.refit(iter(()), learner.num_updates)
-        found += [metrics["exact/max_abs_prob_diff"], metrics["mismatch/rho_std"], metrics["mismatch/rho_max"] - 1]
-    return found
+        results += [metrics["exact/max_abs_prob_diff"], metrics["mismatch/rho_std"], metrics["mismatch/rho_max"] - 1]
+    return results
 
 
 def gate_over_sizes(dtype: str, sizes: list[int]) -> list[float]:
     """`exact/max_abs_prob_diff` of updates in a row, on so many fresh responses each."""
     learner, generator = start(dtype)
-    found = []
+    results = []
     for step, number in enumerate(sizes):
         groups = generator.rollout(prompts(number), 1, policy_version=learner.num_updates, step=step)
-        found.append(learner.update(batch_of(learner, rewarded(groups)))["exact/max_abs_prob_diff"])
+        results.append(learner.update(batch_of(learner, rewarded(groups)))["exact/max_abs_prob_diff"])
         generator.refit(iter(()), learner.num_updates)
-    return found
+    return results
 
 
 def alone_and_together(dtype: str, sizes: list[int]) -> dict[str, Any]:
     """Responses that differ in tokens or log-probs between a batch of ``sizes`` sequences at a time and the same
     sequences one at a time, with the prompt of each in a pass of its own."""
     learner, _ = start(dtype)
-    found = {}
+    results = {}
     for size in (1, *sizes):
         generator = generator_of(learner)
         generator.policy.max_sequences = size
         if size == 1:
             generator.policy.max_tokens = 1
         groups = generator.rollout(prompts(max(sizes)), 1, policy_version=0, step=0, sampling=Sampling(12))
-        found[size] = [(r.tokens.tolist(), r.exact_logprobs.tolist()) for group in groups for r in group.rollouts]
-    alone = found.pop(1)
+        results[size] = [(r.tokens.tolist(), r.exact_logprobs.tolist()) for group in groups for r in group.rollouts]
+    alone = results.pop(1)
     return {
-        "differing": {size: sum(map(ne, alone, some)) for size, some in found.items()},
+        "differing": {size: sum(map(ne, alone, some)) for size, some in results.items()},
         "lengths": [len(tokens) for tokens, _ in alone],
     }
 
@@ -291,7 +291,7 @@ def broken_step(layer: int) -> str:
 def sums_in_order(world_size: int) -> dict[str, bool]:
     """Sums over ranks as Megatron asks for them, against sums from the first rank on in fp32, rounded once."""
     initialize(ParallelConfig(tensor=world_size, expert_tensor=world_size), "cpu", 0, None)
-    found: dict[str, bool] = {}
+    results: dict[str, bool] = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         terms = torch.randn(world_size, 6 * world_size, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
         total = terms[0].float()
@@ -300,15 +300,15 @@ def sums_in_order(world_size: int) -> dict[str, bool]:
         expected, rank = total.to(dtype), parallel_state.get_tensor_model_parallel_rank()
         mine, uneven = terms[rank].clone(), [3, 9, *[6] * (world_size - 2)]
         with BatchInvariant():
-            found[f"all {dtype}"] = torch.equal(reduce_from_tensor_model_parallel_region(mine.clone()), expected)
+            results[f"all {dtype}"] = torch.equal(reduce_from_tensor_model_parallel_region(mine.clone()), expected)
             part = reduce_scatter_to_sequence_parallel_region(mine)
-            found[f"part {dtype}"] = torch.equal(part, expected.chunk(world_size)[rank])
+            results[f"part {dtype}"] = torch.equal(part, expected.chunk(world_size)[rank])
             part = reduce_scatter_to_sequence_parallel_region(mine, input_split_sizes=uneven)
-            found[f"uneven part {dtype}"] = torch.equal(part, expected.split(uneven)[rank])
+            results[f"uneven part {dtype}"] = torch.equal(part, expected.split(uneven)[rank])
             replicas = torch.ones(1)
             torch.distributed.all_reduce(replicas, group=parallel_state.get_data_parallel_group())
-            found["other groups"] = replicas.item() == 1
-    return found
+            results["other groups"] = replicas.item() == 1
+    return results
 
 
 def changed_weights() -> str:
@@ -326,7 +326,7 @@ def changed_weights() -> str:
 
 def doses(kinds: dict[str, dict[str, Any]], parallel: dict[str, int] | None = None) -> dict[str, dict[str, Any]]:
     """Per dose its size, and the gate, which looks at what is computed without it."""
-    found = {}
+    results = {}
     for name, noise in kinds.items():
         learner, generator = start("fp32", parallel, exact={"noise": noise}, objective={"mismatch_detail": True})
         own = [p.detach().clone() for p in learner.module.parameters()]
@@ -337,9 +337,9 @@ def doses(kinds: dict[str, dict[str, Any]], parallel: dict[str, int] | None = No
             generator.refit(iter(()), 1)
             generator.refit(iter(()), 2)
         weights = [p.detach().clone() for p in learner.module.parameters()]
-        found[name] = _dose(learner, generator, own)
-        found[name]["same weights"] = all(map(torch.equal, weights, found[name].pop("weights")))
-    return found
+        results[name] = _dose(learner, generator, own)
+        results[name]["same weights"] = all(map(torch.equal, weights, results[name].pop("weights")))
+    return results
 
 
 def _dose(learner: Learner, generator: Generator, own: list[torch.Tensor]) -> dict[str, Any]:

@@ -189,18 +189,18 @@ def differences(folder: str) -> dict[str, compare_logits.Difference]:
     save_checkpoint(
         build_theirs(build_tiny_config("qwen3_moe", "nano", num_hidden_layers=3, mlp_only_layers=[1])), path
     )
-    found = {
+    results = {
         "whole": compare_logits.logprob_difference(path, prompt, [0, 1, 2]),
         "ends": compare_logits.logprob_difference(path, prompt, [0, 2]),
     }
     read = compare_logits.read_architecture
     compare_logits.read_architecture = lambda path: replace(read(path), rope_theta=10.0)
-    found["another rope"] = compare_logits.logprob_difference(path, prompt, [0, 2])
+    results["another rope"] = compare_logits.logprob_difference(path, prompt, [0, 2])
     compare_logits.read_architecture = read
     fill = WeightMap.fill
     WeightMap.fill = lambda self, given: fill(self, lambda name: given(name) * (1.5 if "q_norm" in name else 1))
-    found["another norm"] = compare_logits.logprob_difference(path, prompt, [0, 1, 2])
-    return found
+    results["another norm"] = compare_logits.logprob_difference(path, prompt, [0, 1, 2])
+    return results
 
 
 def latent_queries(folder: str) -> compare_logits.Difference:

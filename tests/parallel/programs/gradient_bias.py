@@ -19,14 +19,14 @@ def measure(parallel: dict[str, int]) -> dict[str, Any]:
     before = {name: tensor.clone() for name, tensor in learner.export_weights()}
     batch = stored_rollouts(STEP)
     log_po = learner.compute_logprobs(batch)
-    found = {}
+    results = {}
     for name, level in LEVELS.items():
         for sequence, logprobs, shift in zip(batch.sequences, log_po, shifts(name, batch), strict=True):
             sequence.inference_logprobs = (logprobs + shift).astype(np.float32)
         correction = [{"mode": "is", "level": level}]
         reference = tiny_recipe(learner={"parallel": parallel}, objective={**objective, "correction": correction})
-        found[name] = gradient_bias(learner, batch, reference, PARTS).figures()
+        results[name] = gradient_bias(learner, batch, reference, PARTS).figures()
     after = dict(learner.export_weights())
-    found["moved"] = max(float((after[name] - tensor).abs().max()) for name, tensor in before.items())
+    results["moved"] = max(float((after[name] - tensor).abs().max()) for name, tensor in before.items())
     learner.update(batch)  # the comparison leaves a learner that can go on
-    return found
+    return results

@@ -56,12 +56,12 @@ def closed(**sections: Any) -> list[str]:
 
 def threads(**sections: Any) -> list[int]:
     """Of this process, after each of three learners that nobody closed."""
-    found = []
+    results = []
     for _ in range(3):
         Learner(tiny_recipe(**sections)).update(stored_rollouts(0))
         leave_layout()
-        found.append(len(list(Path("/proc/self/task").iterdir())))
-    return found
+        results.append(len(list(Path("/proc/self/task").iterdir())))
+    return results
 
 
 def save_after(folder: str, num_steps: int, **sections: Any) -> dict[str, Any]:

@@ -28,18 +28,18 @@ def exported(learner: Learner) -> dict[str, torch.Tensor]:
 def train(model: str, num_steps: int, folder: str = "", **learner: Any) -> dict[str, Any]:
     """Log-probs and exported weights before and after; metrics; frozen weights; a checkpoint before the last step."""
     trained = start(model, **learner)
-    found: dict[str, Any] = {"before": logprobs(trained), "exported before": exported(trained), "metrics": []}
+    results: dict[str, Any] = {"before": logprobs(trained), "exported before": exported(trained), "metrics": []}
     for step in range(num_steps):
         if folder and step == num_steps - 1:
             trained.step = step
-            found["path"] = str(trained.save(Path(folder), {}))
-        found["metrics"].append(trained.update(stored_rollouts(step)))
+            results["path"] = str(trained.save(Path(folder), {}))
+        results["metrics"].append(trained.update(stored_rollouts(step)))
     frozen = {name: p.detach().clone() for name, p in trained.weights.parameters.items()}
     adapters = {name: p.detach().clone() for name, p in trained.module.named_parameters() if "lora_" in name}
-    found |= {"after": logprobs(trained), "exported": exported(trained), "frozen": frozen, "adapters": adapters}
+    results |= {"after": logprobs(trained), "exported": exported(trained), "frozen": frozen, "adapters": adapters}
     if folder:
         trained.export_hf(Path(folder, "hf"))
-    return found
+    return results
 
 
 def resume(model: str, path: str, **learner: Any) -> dict[str, Any]:

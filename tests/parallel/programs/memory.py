@@ -13,7 +13,7 @@ from tools.dev.measure_memory import make_checkpoint, measure
 
 def measure_cases(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[int, float]]:
     """(measured, predicted) bytes of this rank for each (model, arguments of `measure`)."""
-    found = []
+    results = []
     with tempfile.TemporaryDirectory() as folder:
         folders = [folder]
         dist.broadcast_object_list(folders, src=0)
@@ -22,6 +22,6 @@ def measure_cases(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[int, fl
                 make_checkpoint(model, Path(folders[0]))
             dist.barrier()
             result = measure(Path(folders[0]) / model, **arguments)
-            found.append((result.measured, result.predicted))
+            results.append((result.measured, result.predicted))
         dist.barrier()
-    return found
+    return results

@@ -18,16 +18,16 @@ def updates(
 ) -> list[dict[str, float]]:
     """Metrics of the first updates, each with what the weights really did: `test/{update_rms,relative_update}`."""
     trained = Learner(tiny_recipe(learner=learner, batch={"minibatches": minibatches}, schedule=schedule or {}))
-    found, before = [], _weights(trained)
+    results, before = [], _weights(trained)
     for step in range(num_steps):
         metrics = trained.update(stored_rollouts(step, num_sequences, minibatches))
         after = _weights(trained)
         change = after - before
         metrics["test/update_rms"] = float(change.square().mean().sqrt())
         metrics["test/relative_update"] = float(change.norm() / after.norm())
-        found.append(metrics)
+        results.append(metrics)
         before = after
-    return found
+    return results
 
 
 def _weights(learner: Learner) -> torch.Tensor:

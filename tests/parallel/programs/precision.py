@@ -80,10 +80,10 @@ def resume(path: str, num_steps: int, **sections: Any) -> list[dict[str, Any]]:
     """Steps after a checkpoint: scale, counters and metrics."""
     learner = start(**sections)
     learner.load(Path(path))
-    found = []
+    results = []
     for step in range(learner.step, learner.step + num_steps):
         metrics = learner.update(stored_rollouts(step))
-        found.append(
+        results.append(
             {
                 **{name: metrics.get(f"actor/{name}") for name in WATCHED},
                 "scale": metrics["precision/loss_scale"],
@@ -91,7 +91,7 @@ def resume(path: str, num_steps: int, **sections: Any) -> list[dict[str, Any]]:
                 "num_updates": learner.num_updates,
             }
         )
-    return found
+    return results
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:

@@ -25,7 +25,7 @@ def learner_on_one_rank() -> Learner:
 
 def checksums(learner: Learner) -> dict[str, int]:
     """Of every weight, and of every master weight and moment."""
-    found = {name: _checksum(tensor) for name, tensor in learner.export_weights()}
+    results = {name: _checksum(tensor) for name, tensor in learner.export_weights()}
     for number, optimizer in enumerate(distributed_optimizers(learner.optimizer)):
         states = [
             *((f"master {place}", master) for place, master in enumerate(_masters(optimizer))),
@@ -35,8 +35,8 @@ def checksums(learner: Learner) -> dict[str, int]:
                 for name, value in state.items()
             ),
         ]
-        found |= {f"optimizer {number}, {name}": _checksum(value) for name, value in states}
-    return found
+        results |= {f"optimizer {number}, {name}": _checksum(value) for name, value in states}
+    return results
 
 
 def _masters(optimizer: Any) -> list[torch.Tensor]:

@@ -104,7 +104,7 @@ def wait_for_a_frozen_rank(seconds: float) -> dict[str, str]:
     """Group → what rank 0 hears in a collective that rank 1 does not join; rank 1 leaves when it has heard it."""
     store = _meet()  # joining has the same limit, and imports take longer on a busy machine
     initialize(ParallelConfig(tensor=2, timeout_minutes=seconds / 60), "cpu", seed=0)
-    found = {}
+    results = {}
     if dist.get_rank() == 1:
         store.wait(["heard"], timedelta(seconds=PATIENCE_S))
     else:
@@ -112,7 +112,7 @@ def wait_for_a_frozen_rank(seconds: float) -> dict[str, str]:
             try:
                 dist.all_reduce(torch.ones(1), group=group)
             except RuntimeError as error:
-                found[name] = str(error)
+                results[name] = str(error)
         store.set("heard", "")
     dist.destroy_process_group()
-    return found
+    return results

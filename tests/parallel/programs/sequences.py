@@ -216,7 +216,7 @@ def denominators(correction: dict) -> dict[str, list[float]]:
 
 def groups_held(owners: list[int | None]) -> list[Group]:
     """Three prompts with as many responses as there are owners, as this rank knows them."""
-    found = []
+    results = []
     for row in range(3):
         prompt, rollouts = Prompt(f"p{row}", [1, 2], f"#{row % 2}"), []
         for sample, owner in enumerate(owners):
@@ -235,8 +235,8 @@ def groups_held(owners: list[int | None]) -> list[Group]:
                     owner=owner,
                 )
             )
-        found.append(Group(prompt, rollouts))
-    return found
+        results.append(Group(prompt, rollouts))
+    return results
 
 
 def scored(owners: list[int | None]) -> dict[str, Any]:

@@ -176,13 +176,13 @@ def memory_of_a_save(path: str, folder: str) -> dict[str, int]:
     parallel = {"expert": dist.get_world_size()}
     learner = Learner(tiny_recipe(model={"path": path}, learner={"dtype": "bf16", "parallel": parallel}))
     learner.save(Path(folder), {})  # what a first save leaves in place counts in neither
-    found = {}
+    results = {}
     for name, in_background in (("at once", False), ("beside training", True)):
         dist.barrier()
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         saved = learner.begin_save(Path(folder), {}, in_background=in_background).finish()
-        found[name] = _memory("VmHWM")
-    return found | {"part": sum(file.stat().st_size for file in saved.glob(f"__{world_rank()}_*"))}
+        results[name] = _memory("VmHWM")
+    return results | {"part": sum(file.stat().st_size for file in saved.glob(f"__{world_rank()}_*"))}
 
 
 def _memory(field: str) -> int:

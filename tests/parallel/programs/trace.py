@@ -37,7 +37,7 @@ def trace_all(cases: list[dict[str, Any]], out: str) -> int:
 
     from megatron_rl.instruments.trace import as_json, ranks_that_differ, trace_rank, trace_update
 
-    found = []
+    results = []
     for case in cases:
         work = workload(case["recipe"], case.get("layers"), case.get("overrides", []))
         ranks = case.get("ranks") or ranks_that_differ(work.parallel, work.ranks)
@@ -45,8 +45,8 @@ def trace_all(cases: list[dict[str, Any]], out: str) -> int:
         traces = [trace_rank(work.recipe, work.architecture, rank, work.ranks, form) for rank in ranks]
         for trace in traces if case.get("passes") else []:
             trace.phases += trace_update(work, trace.rank)
-        found.append(as_json(work, traces))
+        results.append(as_json(work, traces))
         assert not dist.is_initialized()
         assert torch.nn.Module.to.__module__ == "torch.nn.modules.module"
-    Path(out).write_text(json.dumps(found))
+    Path(out).write_text(json.dumps(results))
     return 0

@@ -64,9 +64,9 @@ def _patched_upstream() -> AbstractContextManager:
     (layer,) = (n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "GroupedLinear")
     layer.body = [n for n in layer.body if isinstance(n, ast.FunctionDef) and n.name == "reset_parameters"]
     layer.bases, layer.decorator_list = [], []
-    found: dict[str, Any] = {}
-    exec(compile(ast.Module([layer], []), path, "exec"), found)
-    ours, theirs = found["GroupedLinear"].reset_parameters, grouped_linear.GroupedLinear.reset_parameters
+    results: dict[str, Any] = {}
+    exec(compile(ast.Module([layer], []), path, "exec"), results)
+    ours, theirs = results["GroupedLinear"].reset_parameters, grouped_linear.GroupedLinear.reset_parameters
     # super() of the installed class: its cell goes with the patched code.
     patched = FunctionType(ours.__code__, vars(grouped_linear), None, ours.__defaults__, theirs.__closure__)
     return mock.patch.object(grouped_linear.GroupedLinear, "reset_parameters", patched)
@@ -190,7 +190,7 @@ def thd_choices() -> dict[str, str]:
     from megatron_rl.learner.layers.attention import packed_attention, refuse_unfused_attention
 
     fused = extension.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
-    found = {}
+    results = {}
     for capability in ((8, 0), (9, 0)):
         for has_flash in (False, True):
             for dtype in (torch.bfloat16, torch.float32):
@@ -207,8 +207,8 @@ def thd_choices() -> dict[str, str]:
                 ):
                     name = f"sm{capability[0]}{capability[1]}{' flash' * has_flash}, {str(dtype)[6:]}"
                     try:
-                        found[name] = packed_attention(config)
+                        results[name] = packed_attention(config)
                         refuse_unfused_attention(config)
                     except InputError as error:
-                        found[name] = f"refused: {error}"
-    return found
+                        results[name] = f"refused: {error}"
+    return results

@@ -104,8 +104,8 @@ def test_every_cited_section_exists():
 
 
 def _expand(name: str) -> list[str]:
-    found = re.match(r"(.*)\{([^}]+)\}(.*)$", name)
-    return [found[1] + part + found[3] for part in found[2].split(",")] if found else [name]
+    match = re.match(r"(.*)\{([^}]+)\}(.*)$", name)
+    return [match[1] + part + match[3] for part in match[2].split(",")] if match else [name]
 
 
 def test_every_metric_that_code_names_is_defined():

@@ -34,8 +34,8 @@ def test_grpo_divides_by_the_sample_deviation():
 
 
 def test_rloo_leaves_one_out():
-    found = compute_advantages(REWARDS[:5], GROUPS[:5], "rloo").tolist()
-    assert found == rounded([1 - 0.75, 0, 0.5 - 1, 1 - 0.75, 0])
+    advantages = compute_advantages(REWARDS[:5], GROUPS[:5], "rloo").tolist()
+    assert advantages == rounded([1 - 0.75, 0, 0.5 - 1, 1 - 0.75, 0])
 
 
 def test_rloo_refuses_a_group_of_one():
@@ -47,8 +47,8 @@ def test_min_variance_weighs_the_mean_of_the_group():
     """u = 3, 1 of rewards 1, 0: b = 3/4. In the second group one response has a weight, so that its A is 0."""
     rewards = torch.tensor([1.0, 0.0, 0.5, 2.0, 1.0, 0.0], dtype=torch.float64)
     groups, u = torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([3.0, 1.0, 0.0, 7.0, 0.0, 0.0], dtype=torch.float64)
-    found = compute_advantages(rewards, groups, "min_variance", weights=u).tolist()
-    assert found == rounded([0.25, -0.75, -1.5, 0.0, 0.0, 0.0])
+    advantages = compute_advantages(rewards, groups, "min_variance", weights=u).tolist()
+    assert advantages == rounded([0.25, -0.75, -1.5, 0.0, 0.0, 0.0])
     assert compute_advantages(REWARDS, GROUPS, "min_variance").tolist() == rounded(
         compute_advantages(REWARDS, GROUPS, "dr_grpo").tolist()
     )
@@ -64,12 +64,12 @@ def test_no_other_baseline_has_less_variance(members):
     """Σ w² |g|² (R - b)² has its minimum at b*: the paper's formula, and a step to either side."""
     rewards, u = zip(*members)
     tensors = (torch.tensor(rewards, dtype=torch.float64), torch.zeros(len(u), dtype=torch.int64))
-    found = compute_advantages(*tensors, "min_variance", weights=torch.tensor(u, dtype=torch.float64)).tolist()
+    advantages = compute_advantages(*tensors, "min_variance", weights=torch.tensor(u, dtype=torch.float64)).tolist()
     b = optimal_baseline(list(rewards), list(u))
-    assert found == rounded([R - b for R in rewards], roundings=4 * len(u), scale=5.0)
+    assert advantages == rounded([R - b for R in rewards], roundings=4 * len(u), scale=5.0)
 
     def second_moment(shift: float) -> float:
-        return sum(u_i * (a - shift) ** 2 for u_i, a in zip(u, found))
+        return sum(u_i * (a - shift) ** 2 for u_i, a in zip(u, advantages))
 
     assert second_moment(0.0) < min(second_moment(-0.01), second_moment(0.01))
 
@@ -79,11 +79,11 @@ def test_reinforce_pp_whitens_over_tokens():
     rewards = torch.tensor([0.0, 2.0, 1.0, 5.0])
     lengths = torch.tensor([1, 2, 3, 4])
     tokens = np.repeat([-1.0, 1.0, -2.0, 2.0], [1, 2, 3, 4])
-    found = compute_advantages(rewards, torch.tensor([0, 0, 1, 1]), "reinforce_pp", lengths=lengths)
+    advantages = compute_advantages(rewards, torch.tensor([0, 0, 1, 1]), "reinforce_pp", lengths=lengths)
     want = (np.array([-1.0, 1.0, -2.0, 2.0]) - tokens.mean()) / tokens.std()
     # Computed in float64, stored in float32: one rounding.
-    assert found.tolist() == rounded(want.tolist(), roundings=2, dtype=torch.float32)
-    whitened = np.repeat(found.double().numpy(), [1, 2, 3, 4])
+    assert advantages.tolist() == rounded(want.tolist(), roundings=2, dtype=torch.float32)
+    whitened = np.repeat(advantages.double().numpy(), [1, 2, 3, 4])
     assert whitened.mean() == rounded(0, roundings=2, scale=2, dtype=torch.float32)
     assert whitened.std() == rounded(1, roundings=2, scale=2, dtype=torch.float32)
     unweighted = compute_advantages(rewards, torch.tensor([0, 0, 1, 1]), "reinforce_pp").tolist()
@@ -95,8 +95,8 @@ def test_reinforce_pp_whitens_over_tokens():
 def test_equal_rewards_carry_exactly_no_advantage(name, reward):
     """0.1 three times has a mean that is not 0.1 in floating point; a division by std + 1e-6 would show it."""
     rewards = torch.full((6,), reward, dtype=torch.float64)
-    found = compute_advantages(rewards, torch.tensor([0, 0, 0, 1, 1, 1]), name)
-    assert found.tolist() == [0.0] * 6
+    advantages = compute_advantages(rewards, torch.tensor([0, 0, 0, 1, 1, 1]), name)
+    assert advantages.tolist() == [0.0] * 6
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo"])

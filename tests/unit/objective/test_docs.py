@@ -46,8 +46,8 @@ def test_the_example_file_passes_the_trial_and_computes_what_it_says(tmp_path):
     rho = torch.tensor([1.0, 0.5, 4.0], dtype=torch.float64)
     assert functions["soft_cap"](SimpleNamespace(token=rho), cap=2.0).tolist() == rounded([1.0, 1 / 1.5, 8 / 5])
     rewards, groups = torch.tensor([1.0, 0.0, 0.0, 3.0, 1.0, 2.0]), torch.tensor([7, 7, 7, 2, 2, 2])
-    found = compute_advantages(rewards, groups, config.advantage)
-    assert found.tolist() == [1.0, 0.0, 0.0, 1.0, -1.0, 0.0]
+    advantages = compute_advantages(rewards, groups, config.advantage)
+    assert advantages.tolist() == [1.0, 0.0, 0.0, 1.0, -1.0, 0.0]
     counts = Denominators(500.0, 4.0)
     assert functions["per_kilotoken"](torch.ones(4), counts, config) == 2.0
 

@@ -155,8 +155,8 @@ def test_a_weight_without_bounds_has_no_metrics_of_its_own(own):
 
 def test_an_advantage_acts_as_the_built_in_one(own):
     rewards, groups = torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1])
-    found = compute_advantages(rewards, groups, f"{own}:centred")
-    assert torch.equal(found, compute_advantages(rewards, groups, "dr_grpo"))
+    advantages = compute_advantages(rewards, groups, f"{own}:centred")
+    assert torch.equal(advantages, compute_advantages(rewards, groups, "dr_grpo"))
 
 
 def test_what_a_term_says_of_itself_counts_as_for_built_in_ones(own):
