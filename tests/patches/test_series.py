@@ -15,6 +15,7 @@ from megatron_rl.patching.series import PURPOSES, PatchError, Series
 from megatron_rl.patching.target import Target, find
 from tests.support.patience import PATIENCE_S
 from tests.support.series import megatron_core
+from tests.support.slow import slow_but
 
 PATCHES = Path(__file__).parents[2] / "patches"
 RELEASES = {
@@ -36,7 +37,10 @@ def unpacked(name: str, folder: Path) -> tuple[Series, Target]:
     return series, Target(upstream.unpack(archive, folder, series.pins["Root"]), None)
 
 
-@pytest.fixture(params=RELEASES)
+QUICK = (min(RELEASES), megatron_core().name, max(RELEASES))
+
+
+@pytest.fixture(params=slow_but(QUICK, RELEASES))
 def tree(request, tmp_path) -> tuple[Series, Target]:
     """A release's series and its unpacked wheel."""
     return unpacked(request.param, tmp_path)

@@ -86,11 +86,11 @@ def main(dtype: str) -> dict[str, Any]:
             on_kernels.enter_context(counted(name))
         model, limits = {"path": small_model(Path(folder))}, {"max_response_length": 3, "num_samples": 2}
         learner, generator = start(dtype, model=model, rollout=limits)
-        groups = generator.rollout(prompts(3), 2, policy_version=0, step=0)
+        groups = generator.rollout(prompts(2), 2, policy_version=0, step=0)
         for group in groups:
             for rollout in group.rollouts:
                 rollout.reward = float(rollout.sample)
-        batch, everything = batch_of(learner, groups), list(range(6))
+        batch, everything = batch_of(learner, groups), list(range(4))
         found = gradients()
         metrics = learner.update(batch_of(learner, groups))
         before = dict(calls)
