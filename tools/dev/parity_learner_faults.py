@@ -229,6 +229,27 @@ def _(layer: Any, module: Any) -> AbstractContextManager:
     return output_of(layer.mlp.router, lambda out: (out[0] * 1.01, out[1]))
 
 
+@of_learner("norm of each query head", f"{LAYER}.q_norm", model="olmoe")
+def _(layer: Any, module: Any) -> AbstractContextManager:
+    norm = layer.self_attention.q_layernorm
+
+    def each(x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], None, norm.eps) * norm.weight.view(x.shape[-3:])
+
+    return valued(norm, "forward", each)
+
+
+@of_learner("width of the norm of queries", f"{LAYER}.q_norm", model="olmoe")
+def _(layer: Any, module: Any) -> AbstractContextManager:
+    norm = layer.self_attention.q_layernorm
+    return valued(norm, "width", norm.width // 2)
+
+
+@of_learner("weights of OLMoE renormalised", f"{LAYER}.weights", model="olmoe")
+def _(layer: Any, module: Any) -> AbstractContextManager:
+    return output_of(layer.mlp.router, lambda out: (out[0] / out[0].sum(-1, keepdim=True), out[1]))
+
+
 def _first_part_turned(layer: Any) -> AbstractContextManager:
     """The first numbers of a head are turned, not the last ones."""
 

@@ -113,14 +113,15 @@ of_weights("gate and up exchanged", f"{LAYER}.gate", exchanged(f"{MLP}.gate_proj
 
 
 def rotary_cache(change: Callable[[Tensor, int], Tensor]) -> Callable[[Bench], AbstractContextManager]:
-    """``change(angles [positions, D/2], D)`` → angles."""
+    """``change(angles [positions, R/2], R)`` → angles, of R numbers that are turned."""
 
     def plant(bench: Bench) -> AbstractContextManager:
         rotary = bench.vllm.model.layers[0].self_attn.rotary_emb
         half = rotary.cos_sin_cache.size(1) // 2
         positions = torch.arange(len(rotary.cos_sin_cache)).double()[:, None]
-        angles = change(positions * bench.checkpoint.rotation.frequencies, 2 * half)
-        return changed((rotary.cos_sin_cache, torch.cat([angles.cos(), angles.sin()], 1)))
+        rotation = bench.checkpoint.rotation
+        angles = change(positions * rotation.frequencies, 2 * half)
+        return changed((rotary.cos_sin_cache, rotation.scale * torch.cat([angles.cos(), angles.sin()], 1)))
 
     return plant
 
@@ -133,7 +134,7 @@ def _yarn(angles: Tensor, width: int) -> Tensor:
 
 fault("vLLM: rope base", "0.q_rope", "vllm")(rotary_cache(lambda a, d: a * 10.0 ** -(torch.arange(d // 2) / d)))
 fault("vLLM: partial rotary", "0.q_rope", "vllm")(rotary_cache(lambda a, d: a * (torch.arange(d // 2) < d // 4)))
-fault("vLLM: yarn factor", "0.q_rope", "vllm")(rotary_cache(_yarn))
+fault("vLLM: scaled rope where there is none", "0.q_rope", "vllm")(rotary_cache(_yarn))
 
 
 @fault("vLLM: cosines in bf16", "0.q_rope", "vllm")
@@ -144,9 +145,15 @@ def _(bench: Bench) -> AbstractContextManager:
 
 @fault("vLLM: position off by one in decode", "0.q_rope", "vllm", found=(DECODE,))
 def _(bench: Bench) -> AbstractContextManager:
+    return _late(bench, lambda tokens, positions: len(tokens) == 1)
+
+
+def _late(bench: Bench, when: Callable[[Tensor, Tensor], bool]) -> AbstractContextManager:
+    """Positions are one too many in passes that ``when(tokens, positions)`` chooses."""
+
     def make(forward: Callable) -> Callable:
         def shifted(tokens: Tensor, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
-            late = positions + 1 if len(tokens) == 1 else positions
+            late = positions + 1 if when(tokens, positions) else positions
             return forward(tokens, late, *args, **kwargs)
 
         return shifted
@@ -290,6 +297,39 @@ def _(bench: Bench) -> AbstractContextManager:
         return without
 
     return replaced(mlp, "forward", make)
+
+
+# Of norms over all heads, and of weights of experts that stay as they are.
+of_vllm("norm of each query head", "q_norm", lambda layer: _of_each_head(layer, "q"), model="olmoe")
+of_vllm("norm of each key head", "k_norm", lambda layer: _of_each_head(layer, "k"), model="olmoe")
+of_vllm(
+    "epsilon of the wide norm",
+    "q_norm",
+    lambda layer: (layer.self_attn.q_norm, "variance_epsilon", 1e-2),
+    model="olmoe",
+)
+of_vllm(
+    "weights of OLMoE renormalised",
+    "weights",
+    lambda layer: (layer.mlp.experts.router, "renormalize", True),
+    model="olmoe",
+)
+
+
+@fault("vLLM: norm of keys with the weight of queries", f"{LAYER}.k_norm", "vllm", model="olmoe")
+def _(bench: Bench) -> AbstractContextManager:
+    attention = bench.vllm.model.layers[LAYER].self_attn
+    return changed((attention.k_norm.weight, attention.q_norm.weight[: attention.kv_size]))
+
+
+def _of_each_head(layer: Any, which: str) -> tuple[Any, str, Any]:
+    norm, width = getattr(layer.self_attn, f"{which}_norm"), layer.self_attn.head_dim
+
+    def each(x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (-1, width))
+        return F.rms_norm(heads, (width,), None, norm.variance_epsilon).flatten(-2) * norm.weight
+
+    return norm, "forward", each
 
 
 @fault("vLLM: gate of the shared expert left out", f"{LAYER}.shared", "vllm", model="qwen2_moe")
