@@ -202,12 +202,13 @@ def level_rules(recipe: Mapping[str, Any]) -> list[AlarmRule]:
 
     ``recipe``: as plain values; keys that are absent count as unknown. The mismatch of a dose (`exact.noise`), of
     another policy (`precision.allow_asymmetric`) and of old weights has no bound. Adapters, which begin at zero, have
-    no `update-size`.
+    no `update-size`. With kept sets the entropy is that of the kept tokens, often a single one: no `entropy-floor`.
     """
     if not _get(recipe, "monitor", "levels", default=True):
         return []
-    has_adapters = _get(recipe, "learner", "lora") is not None
-    levels = [rule for rule in LEVELS if not (has_adapters and rule.name == "update-size")]
+    left_out = {"update-size"} if _get(recipe, "learner", "lora") is not None else set()
+    left_out |= {"entropy-floor"} if _get(recipe, "rollout", "kept_sets") else set()
+    levels = [rule for rule in LEVELS if rule.name not in left_out]
     bound = _rho_bound(recipe)
     if bound is None:
         return levels

@@ -54,9 +54,20 @@ def test_the_contract_bounds_rho_by_the_coarser_type(values, bound):
     assert set(found) - {"mismatch-contract"} == {rule.name for rule in LEVELS}
 
 
-def test_adapters_have_no_rule_on_the_size_of_updates():
-    found = {rule.name for rule in level_rules(tiny_recipe(learner={"lora": {"rank": 4}}).model_dump(mode="json"))}
-    assert {rule.name for rule in LEVELS} - found == {"update-size"}
+@pytest.mark.parametrize(
+    ("keys", "left_out"),
+    [
+        ({"learner": {"lora": {"rank": 4}}}, {"update-size"}),
+        ({"rollout": {"kept_sets": True, "top_k": 8}}, {"entropy-floor"}),
+        ({}, set()),
+    ],
+)
+def test_rules_are_left_out_where_their_metric_means_something_else(keys, left_out):
+    found = {rule.name for rule in level_rules(tiny_recipe(**keys).model_dump(mode="json"))}
+    assert {rule.name for rule in LEVELS} - found == left_out
+
+
+def test_risks_are_rules_on_levels():
     assert {rule.name for rule in LEVELS} > RISKS
 
 
