@@ -284,13 +284,13 @@ def _command(log: Path, *arguments: str, allowed: tuple[int, ...] = ()) -> str:
 
 
 def pack(out: Path, file: Path) -> int:
-    """Write what the table needs of all finished cases to ``file``; their number."""
-    results = {
-        name: json.loads((out / f"{name}.json").read_text()) for name in CASES if (out / f"{name}.json").exists()
-    }
-    lines = [f"{json.dumps(name)}: {json.dumps(_short(result))}" for name, result in results.items()]
+    """Write what the table needs of all finished cases to ``file``, beside those that it has; the number of all."""
+    results = json.loads(file.read_text()) if file.exists() else {}
+    noted = {name: out / f"{name}.json" for name in CASES}
+    results |= {name: _short(json.loads(path.read_text())) for name, path in noted.items() if path.exists()}
+    lines = [f"{json.dumps(name)}: {json.dumps(results[name])}" for name in CASES if name in results]
     file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    return len(results)
+    return len(lines)
 
 
 def _short(result: Mapping[str, Any]) -> dict[str, Any]:

@@ -96,6 +96,9 @@ def test_the_table_counts_harmed_runs_alone(tmp_path):
     (tmp_path / "clip-open.json").write_text(json.dumps(_result([]) | {"branch": None}))
     (tmp_path / "rate-gspo.json").write_text(json.dumps(_result(["reward"]) | {"branch": None}))
     assert pack(tmp_path, tmp_path / "packed") == 3
+    written = (tmp_path / "packed").read_text()
+    assert pack(tmp_path / "empty", tmp_path / "packed") == 3  # what the file has stays
+    assert (tmp_path / "packed").read_text() == written
     *_, first, second, third, _, said = table(tmp_path / "packed")
     assert first == (
         "| learning rate: `learner.optimizer.lr=1.2e-3` from step 10 | `critic/score/mean` 0.61 → 0.2 | learning rate "
