@@ -136,7 +136,7 @@ def test_our_own_schedule_is_the_same_over_a_patched_scheduler(patched, base):
                 ours = build_scheduler(config, OptimizerConfig(lr=1e-6), SimpleNamespace(param_groups=groups()), STEPS)
                 ours.load_state_dict(state)
     assert rates["patched"] == rates["plain"]
-    assert rates["plain"][-1][0] < 1e-6
+    assert len({rate for rate, _ in rates["plain"]}) > 30  # the warm-up has 30
 
 
 @pytest.mark.parametrize("style", ["constant", "cosine"])
