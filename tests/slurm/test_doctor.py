@@ -1,4 +1,7 @@
-"""`doctor.sbatch` on a Slurm of two nodes: a report of each, what is between them, one page."""
+"""`doctor.sbatch` on a Slurm of two nodes: a report of each, what is between them, one page.
+
+The hangs are slow, as the script waits out its time: test_scripts.py hangs the same places of it without a cluster.
+"""
 
 from __future__ import annotations
 
@@ -61,12 +64,11 @@ SECONDS = 120  # of which the nodes by themselves have 90
 ALL = dict.fromkeys(("patches", "open-files", "nodes"), "pass")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("planted", "expected"),
     [
-        pytest.param(
-            f"{NODES[1]}:open-files", {NODES[1]: {"patches": "pass", "open-files": "fail"}}, marks=pytest.mark.slow
-        ),
+        (f"{NODES[1]}:open-files", {NODES[1]: {"patches": "pass", "open-files": "fail"}}),
         ("between:nodes", {NODES[1]: ALL, JOB: {"nodes": "fail"}}),
     ],
     ids=["on one node", "between ranks"],

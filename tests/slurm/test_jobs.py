@@ -1,7 +1,8 @@
 """The batch scripts on a real Slurm of two nodes, with real runs of the tiny recipe where a run is what matters.
 
-Start-up of both engines is the cost, so one job is interrupted in every way there is instead of one job per way. That
-one and the cancelled run are slow: jobs whose Python is a stand-in that does not train stand for them.
+Start-up is the cost, so one job is interrupted in every way there is instead of one job per way. That one and the
+cancelled run are slow: jobs whose Python is a stand-in that does not train stand for them. Real runs generate with the
+learner, which starts in half the time of vLLM; the smoke run and the evaluation have vLLM and all of `check`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tests.slurm.cluster import NODES, Job, wait_for
 
 pytestmark = pytest.mark.slurm
 RECIPE = "my checkout/recipes/tiny/grpo.yaml"
+QUICK_START = "rollout.engine=exact"
 
 
 def rank_process(run: Path, rank: int) -> int | None:
@@ -98,7 +100,7 @@ def test_ranks_of_a_cancelled_job_end_and_it_stays_cancelled(site):
 def test_a_run_survives_preemption_a_lost_rank_and_a_lost_node(site):
     """Four attempts, one run: every step is done once, and each attempt goes on where the one before had saved."""
     run = site.runs / "survivor"
-    layout = ("learner.parallel.tensor=2", "learner.parallel.expert=2")  # one model, over both nodes
+    layout = ("learner.parallel.tensor=2", "learner.parallel.expert=2", QUICK_START)  # one model, over both nodes
     job = site.submit("train.sbatch", RECIPE, *site.settings("survivor", "num_steps=3", *layout))
 
     wait_for_attempt(job, 0)
@@ -154,6 +156,7 @@ def test_smoke_in_a_container_then_evaluation(site):
         RECIPE,
         "--smoke",
         *site.settings("big"),
+        MRL_PYTHON=sys.executable,
         MRL_CONTAINER=str(image),
         MRL_MOUNTS="/data:/data",
         MRL_NETWORK_MIB="1",
@@ -195,7 +198,7 @@ def test_an_alarm_ends_the_job_for_good_but_a_step_that_takes_too_long_does_not(
     silent = 'asked=$(dirname "$0")/asked\n[ -e "$asked" ] || { touch "$asked" && exit 1; }'
     site.ahead_of("scontrol", f'if [ "$1" = requeue ]; then\n{silent}\nfi\n')
     alarm = "monitor.alarms=[{name: always, metric: actor/grad_norm, above: -1.0, then: [stop]}]"
-    job = site.submit("train.sbatch", RECIPE, *site.settings("alarmed", alarm), MRL_STOP_SECONDS="0")
+    job = site.submit("train.sbatch", RECIPE, *site.settings("alarmed", alarm, QUICK_START), MRL_STOP_SECONDS="0")
     wait_for_attempt(job, 0)
     site.cluster.run("scancel", "--batch", "--signal=USR1", job.number)  # no step is done yet, and no time is left
     job.wait_for_log("the step at hand takes too long")
@@ -210,7 +213,7 @@ def test_an_alarm_ends_the_job_for_good_but_a_step_that_takes_too_long_does_not(
 
 @pytest.mark.slow
 def test_a_cancelled_job_stays_cancelled(site):
-    job = site.submit("train.sbatch", RECIPE, *site.settings("cancelled", "num_steps=100000"))
+    job = site.submit("train.sbatch", RECIPE, *site.settings("cancelled", "num_steps=100000", QUICK_START))
     wait_for_attempt(job, 0)
     site.cluster.run("scancel", job.number)
     assert job.wait() == "CANCELLED", job.log
@@ -225,7 +228,7 @@ def test_a_job_that_is_cancelled_while_it_requeues_itself_stays_cancelled(site):
     running = "scontrol show job $SLURM_JOB_ID | grep -q JobState=RUNNING"
     cancelled = f"trap '' TERM\nscancel $SLURM_JOB_ID\nwhile {running}; do sleep 0.1; done"
     site.ahead_of("scontrol", f'if [ "$1" = requeue ]; then\n{cancelled}\nfi\n')
-    without_ranks = site.program("python", f'[[ "$*" == *" train "* ]] && exit 1\nexec {sys.executable} "$@"\n')
+    without_ranks = site.program("python", f'[[ "$*" == *" train "* ]] && exit 1\nexec "{site.python}" "$@"\n')
     job = site.submit("train.sbatch", RECIPE, *site.settings("undecided"), MRL_PYTHON=str(without_ranks))
     job.wait_for_log("a rank failed: requeueing")
     assert job.wait() == "CANCELLED", job.log

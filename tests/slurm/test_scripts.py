@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.support.patience import PATIENCE_S
 from tests.support.tiny import REPOSITORY
 
 FOLDER = REPOSITORY / "slurm"
@@ -90,3 +92,32 @@ def test_the_submitting_script_has_a_help():
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("slurm/submit.sh [SBATCH OPTIONS]")
     assert "#" not in done.stdout
+
+
+# What Slurm's programs do here: both nodes are this machine, and a step runs its command once.
+SRUN = """while [[ $1 == --* ]]; do shift; done
+SLURMD_NODENAME=first SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=2 SLURM_NODEID=0 exec "$@"
+"""
+SCONTROL = 'printf "first\\nsecond\\n"\n'
+# In the place of Python: hangs where HANGS is among its arguments, says what it was asked for otherwise.
+PYTHON = 'case " $* " in *" $HANGS "*) exec sleep 1000 ;; esac\nprintf "asked: %s\\n" "$*"\n'
+
+
+@pytest.mark.parametrize("hangs", ["--ranks", "--job"], ids=["on a node", "between ranks"])
+def test_a_doctor_that_hangs_is_ended_and_the_page_is_made(hangs, tmp_path):
+    """`doctor.sbatch` alone; test_doctor.py hangs the doctor itself on a cluster."""
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "python": PYTHON}.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "MRL_PYTHON": str(tmp_path / "python"), "HANGS": hangs}
+    environment |= {"MRL_HOME": str(REPOSITORY), "MRL_DOCTOR_SECONDS": "4", "MRL_RANKS_PER_NODE": "1"}
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "first,second", "SLURM_CPUS_ON_NODE": "2"}
+    done = subprocess.run(
+        [FOLDER / "doctor.sbatch"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ("the nodes' own checks were ended after 3 s" in done.stdout) == (hangs == "--ranks")
+    status = 0 if hangs == "--ranks" else 128 + signal.SIGTERM  # of the one rank that `srun` starts here
+    assert f"ranks ended: failed (exit statuses: {status} of 2)" in done.stdout, done.stdout
+    (page,) = [line for line in done.stdout.splitlines() if line.startswith("asked: ") and "--merge" in line]
+    assert "--expect first,second,between nodes" in page
