@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_rl.checkpoint.hf_folder import HFFolder, check_weights, resolve_stop_token_ids
 from megatron_rl.config import Recipe
-from megatron_rl.config.hub import how_to_download
+from megatron_rl.config.base import how_to_download
 from megatron_rl.config.model_rules import contract, cpu_problems, model_problems, smallest_world
 from megatron_rl.config.objective import label_of, parts_without_effect, user_functions
 from megatron_rl.config.recipe import has_mismatch

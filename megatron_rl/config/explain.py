@@ -16,8 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from megatron_rl.config import foreign_keys
-from megatron_rl.config.base import FUNCTION_PATH, LookedUp, Patch, ShortList, _Rewritten
-from megatron_rl.config.hub import cached
+from megatron_rl.config.base import FUNCTION_PATH, LookedUp, Patch, ShortList, _Rewritten, cached
 from megatron_rl.config.recipe import REMOVED
 from megatron_rl.config.yaml12 import Where
 

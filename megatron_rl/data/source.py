@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from megatron_rl.config.base import how_to_download
 from megatron_rl.config.data import DataSourceConfig
-from megatron_rl.config.hub import how_to_download
 from megatron_rl.errors import InputError, shown
 
 if TYPE_CHECKING:

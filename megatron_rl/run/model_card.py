@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.config.hub import name_of_cached
+from megatron_rl.config.base import name_of_cached
 from megatron_rl.config.yaml12 import parse
 from megatron_rl.monitor import RunDirectory
 from megatron_rl.monitor.run_directory import code_of, read_metrics

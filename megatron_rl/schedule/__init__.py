@@ -3,7 +3,12 @@
 Megatron's scheduler class is extended with this logic in `megatron_rl.learner.optimizer`.
 """
 
-from megatron_rl.schedule.learning_rate import LearningRateSchedule, LengthDecay, length_decay_lr, rate_factor
-from megatron_rl.schedule.surge import SurgeDetector
+from megatron_rl.schedule.learning_rate import (
+    LearningRateSchedule,
+    LengthDecay,
+    SurgeDetector,
+    length_decay_lr,
+    rate_factor,
+)
 
 __all__ = ["LearningRateSchedule", "LengthDecay", "SurgeDetector", "length_decay_lr", "rate_factor"]

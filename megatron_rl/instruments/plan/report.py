@@ -11,7 +11,6 @@ from megatron_rl.config import Recipe
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.parity.memory import SIZES, parity_memory
 from megatron_rl.instruments.plan import hardware as hw
-from megatron_rl.instruments.plan.colocated import ColocatedPlan, colocated_plan
 from megatron_rl.instruments.plan.hardware import GIB
 from megatron_rl.instruments.plan.learner import active_parameters, checkpoint_cost, total_parameters
 from megatron_rl.instruments.plan.memory import (
@@ -40,7 +39,7 @@ from megatron_rl.instruments.plan.search import (
     step_time,
     suggest,
 )
-from megatron_rl.instruments.plan.servers import Arm, ServerPlan, server_plan
+from megatron_rl.instruments.plan.servers import Arm, ColocatedPlan, ServerPlan, colocated_plan, server_plan
 from megatron_rl.instruments.plan.workload import Lengths, Workload
 
 

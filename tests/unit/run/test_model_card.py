@@ -9,7 +9,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from megatron_rl.config.hub import name_of_cached
+from megatron_rl.config.base import name_of_cached
 from megatron_rl.monitor import RunDirectory
 from megatron_rl.monitor.run_directory import encode_line
 from megatron_rl.run.model_card import model_card, run_of_checkpoint, write_model_card

@@ -10,10 +10,9 @@ import pytest
 from megatron_rl.__main__ import main
 from megatron_rl.config import load_recipe
 from megatron_rl.instruments.plan import GPUS, make_workload
-from megatron_rl.instruments.plan.colocated import Generation, colocated_plan
 from megatron_rl.instruments.plan.memory import memory_plan
 from megatron_rl.instruments.plan.search import step_time
-from megatron_rl.instruments.plan.servers import engine_costs
+from megatron_rl.instruments.plan.servers import Generation, colocated_plan, engine_costs
 from megatron_rl.instruments.plan.workload import Lengths, Workload
 from megatron_rl.model.known_models import shape_of
 from tests.support.tiny import REPOSITORY

@@ -7,7 +7,7 @@ from huggingface_hub import constants
 
 from megatron_rl.check import check_recipe
 from megatron_rl.config import load_recipe
-from megatron_rl.config.hub import cached, how_to_download
+from megatron_rl.config.base import cached, how_to_download
 from megatron_rl.errors import InputError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
