@@ -13,7 +13,7 @@ from tests.support.plain_training import float32_limits
 
 pytestmark = [pytest.mark.skipif(te.MISSING is not None, reason=str(te.MISSING)), pytest.mark.slow]
 
-FAMILIES = ("olmoe", "deepseek_v3")
+FAMILIES = ("olmoe", "deepseek_v3", "bailing_moe")
 STEPS = 2
 LAYOUTS = {"one": (1, {}), "tp2ep2": (2, {"tensor": 2, "expert": 2})}
 

@@ -118,12 +118,25 @@ class Checkpoint:
             return dict.fromkeys(file.keys(), single)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return self._place(name)[0] in self._files
 
     def weight(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The tensor ``name``, rounded to ``dtype`` as an engine holds it, in float64."""
-        with safe_open(self._files[name], "pt") as file:
-            return file.get_tensor(name).to(dtype).double()
+        """The tensor ``name``, as most families call it, rounded to ``dtype`` as an engine holds it, in float64."""
+        place, rows = self._place(name)
+        with safe_open(self._files[place], "pt") as file:
+            tensor = file.get_tensor(place)
+        return tensor[rows].to(dtype).double()
+
+    def _place(self, name: str) -> tuple[str, slice]:
+        """What ``name`` is called here, and its rows there."""
+        for others, own in self.family.names:
+            name = name.replace(others, own)
+        for which in "qkv" if self.family.packed else "":
+            if f"self_attn.{which}_proj" in name:
+                q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+                rows = {"q": slice(0, q), "k": slice(q, q + kv), "v": slice(q + kv, q + 2 * kv)}[which]
+                return name.replace(f"self_attn.{which}_proj", self.family.packed), rows
+        return name, slice(None)
 
     def head_name(self) -> str:
         return "model.embed_tokens.weight" if self.config.get("tie_word_embeddings") else "lm_head.weight"

@@ -35,6 +35,10 @@ class Family:
     dense: int | None = None
     shared: str | None = None
     groups: tuple[int, int] = (1, 1)
+    names: tuple[tuple[str, str], ...] = ()
+    """Parts of weights' names in other families, and what stands for them here."""
+    packed: str | None = None
+    """The layer that has queries, keys and values in one, behind each other; None: there are three."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -57,6 +61,24 @@ FAMILIES: dict[str, Family] = {
         dense=3,
         shared="shared_experts",
         groups=(8, 4),
+    ),
+    "bailing_moe": Family(
+        head_norms="use_qk_norm",
+        turned=0.5,
+        experts=("num_experts",),
+        sigmoid=True,
+        scale=2.5,
+        dense=1,
+        shared="shared_experts",
+        groups=(8, 4),
+        names=(
+            ("embed_tokens", "word_embeddings"),
+            ("self_attn.o_proj", "attention.dense"),
+            ("self_attn.q_norm", "attention.query_layernorm"),
+            ("self_attn.k_norm", "attention.key_layernorm"),
+            ("e_score_correction_bias", "expert_bias"),
+        ),
+        packed="attention.query_key_value",
     ),
     "olmoe": Family(eps=1e-5, head_norms="wide", experts=("num_local_experts", "num_experts")),
     "qwen3": Family(head_norms="each"),

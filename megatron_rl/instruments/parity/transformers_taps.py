@@ -13,6 +13,8 @@ import torch
 
 from megatron_rl.instruments.parity.hooks import first, on_input, on_output, replaced
 from megatron_rl.instruments.parity.record import ExpertRows, Record, flat_tokens, joined
+from megatron_rl.model.architecture import read_architecture
+from megatron_rl.model.families import FAMILIES as SUPPORTED
 
 Tensor = torch.Tensor
 WITNESS = "transformers"
@@ -22,6 +24,7 @@ def load(path: Path, dtype: torch.dtype) -> torch.nn.Module:
     """transformers' model of ``path`` in ``dtype``, on the CPU."""
     from transformers import AutoModelForCausalLM
 
+    SUPPORTED[read_architecture(path).model_type].register()
     return AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, attn_implementation="sdpa", experts_implementation="eager"
     ).eval()

@@ -67,7 +67,7 @@ class _Seen:
 
 def _empty(engine: VllmGenerator, witness: str, sequences: Sequence[Sequence[int]], product: float) -> Record:
     model = model_of(engine)
-    dtype = model.model.embed_tokens.weight.dtype
+    dtype = part_of(model.model, "embed_tokens").weight.dtype
     record = Record(witness, [len(s) for s in sequences], flat_tokens(sequences), dtype, product=product)
     processor = model.logits_processor
     head = torch.float32 if processor.head_dtype == torch.float32 else dtype
@@ -133,7 +133,7 @@ def _tapped(engine: VllmGenerator, record: Record) -> Iterator[_Seen]:
     decoder = model.model
     with ExitStack() as stack:
         stack.enter_context(replaced(decoder, "forward", partial(_with_positions, seen)))
-        on_output(stack, decoder.embed_tokens, partial(record.keep, "embedding"))
+        on_output(stack, part_of(decoder, "embed_tokens"), partial(record.keep, "embedding"))
         current: list[int] = []  # the layer that runs: layers share their rotary embedding
         for number, layer in enumerate(decoder.layers):
             _tap_layer(stack, record, number, layer, current)
@@ -176,7 +176,7 @@ def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Mo
     def keep(name: str) -> Any:
         return lambda output: record.keep(f"{number}.{name}", first(output))
 
-    attention, mlp = layer.self_attn, layer.mlp
+    attention, mlp = part_of(layer, "self_attn"), layer.mlp
     stack.callback(attention.register_forward_pre_hook(lambda *_: current.__setitem__(slice(None), [number])).remove)
     scale = _scale_of_residual(layer, record)
     record.rescaled = scale != 1.0
@@ -188,14 +188,14 @@ def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Mo
     else:
         _tap_projection(stack, record, number, attention)
     for which in "qk":
-        if hasattr(attention, f"{which}_norm"):
+        if has_part(attention, f"{which}_norm"):
             on_output(
                 stack,
-                getattr(attention, f"{which}_norm"),
+                part_of(attention, f"{which}_norm"),
                 lambda out, which=which: record.keep(f"{number}.{which}_norm", out.flatten(1)),
             )
     on_output(stack, attention_of(attention), keep("attention"))
-    on_output(stack, attention.o_proj, keep("o_proj"))
+    on_output(stack, part_of(attention, "o_proj"), keep("o_proj"))
     on_output(
         stack,
         layer.post_attention_layernorm,
@@ -222,20 +222,43 @@ def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Mo
     on_input(stack, mlp.down_proj, lambda inputs: record.keep(f"{number}.activation", inputs[0]))
 
 
+_LINGS = {
+    "embed_tokens": "word_embeddings",
+    "self_attn": "attention",
+    "qkv_proj": "query_key_value",
+    "o_proj": "dense",
+    "q_norm": "query_layernorm",
+    "k_norm": "key_layernorm",
+    "q_size": "q_size_per_rank",
+    "kv_size": "kv_size_per_rank",
+}
+"""Names of parts in vLLM's models, and in its model of Ling."""
+
+
+def has_part(module: torch.nn.Module, name: str) -> bool:
+    return hasattr(module, name) or hasattr(module, _LINGS.get(name, name))
+
+
+def part_of(module: torch.nn.Module, name: str) -> Any:
+    """The part of ``module`` that most of vLLM's models call ``name``."""
+    return getattr(module, name if hasattr(module, name) else _LINGS[name])
+
+
 def _scale_of_residual(layer: torch.nn.Module, record: Record) -> float:
     """By what the residual stream of ``layer`` has to be multiplied: in fp16 vLLM divides DeepSeek's by the scale of
     the routed experts, so that it does not overflow. The norms take that out again."""
-    is_divided = record.dtype == torch.float16 and hasattr(layer.self_attn, "kv_b_proj")
+    is_divided = record.dtype == torch.float16 and hasattr(part_of(layer, "self_attn"), "kv_b_proj")
     return layer.routed_scaling_factor if is_divided else 1.0
 
 
 def _tap_projection(stack: ExitStack, record: Record, number: int, attention: torch.nn.Module) -> None:
     def split(output: Any) -> None:
-        parts = first(output).split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
+        keys = part_of(attention, "kv_size")
+        parts = first(output).split([part_of(attention, "q_size"), keys, keys], dim=-1)
         for name, part in zip("qkv", parts, strict=True):
             record.keep(f"{number}.{name}", part)
 
-    on_output(stack, attention.qkv_proj, split)
+    on_output(stack, part_of(attention, "qkv_proj"), split)
 
 
 def _tap_latent(stack: ExitStack, record: Record, number: int, attention: torch.nn.Module) -> None:
@@ -274,7 +297,7 @@ def _tap_rotary(stack: ExitStack, record: Record, layers: Any, current: list[int
         for which, value in zip("qk", output, strict=True):
             record.keep(f"{current[0]}.{which}_rope", (halves_of_pairs(value) if of_pairs else value).flatten(1))
 
-    for rotary in {id(layer.self_attn.rotary_emb): layer.self_attn.rotary_emb for layer in layers}.values():
+    for rotary in {id(r): r for r in (part_of(layer, "self_attn").rotary_emb for layer in layers)}.values():
         on_output(stack, rotary, partial(keep, not rotary.is_neox_style))
 
 
