@@ -229,6 +229,38 @@ def _(layer: Any, module: Any) -> AbstractContextManager:
     return output_of(layer.mlp.router, lambda out: (out[0] * 1.01, out[1]))
 
 
+SCALED = "deepseek_v3 yarn"
+
+
+@of_learner("yarn left out", "0.q_rope", model=SCALED)
+def _(layer: Any, module: Any) -> AbstractContextManager:
+    rotary = module.rotary_pos_emb
+    plain = rotary.rotary.inv_freq_extra
+
+    def unscaled(out: tuple[Tensor, float]) -> tuple[Tensor, float]:
+        angles = rotary.position_ids[:, None] * plain
+        return torch.cat([angles, angles], -1).view_as(out[0]), out[1]
+
+    return output_of(rotary, unscaled)
+
+
+@of_learner("yarn's mscale of cosine and sine left out", "0.q_rope", model=SCALED)
+def _(layer: Any, module: Any) -> AbstractContextManager:
+    return output_of(module.rotary_pos_emb, lambda out: (out[0], 1.0))
+
+
+@of_learner("yarn's mscale of scores left out", f"{LAYER}.attention", model=SCALED)
+def _(layer: Any, module: Any) -> AbstractContextManager:
+    config = layer.self_attention.config
+    width = config.qk_head_dim + config.qk_pos_emb_head_dim
+    return valued(layer.self_attention.core_attention, "softmax_scale", width**-0.5)
+
+
+@of_learner("latent query norm left out", f"{LAYER}.q_latent_norm", model=SCALED)
+def _(layer: Any, module: Any) -> AbstractContextManager:
+    return valued(layer.self_attention.q_layernorm, "forward", lambda x: x)
+
+
 @of_learner("norm of each query head", f"{LAYER}.q_norm", model="olmoe")
 def _(layer: Any, module: Any) -> AbstractContextManager:
     norm = layer.self_attention.q_layernorm
@@ -298,6 +330,12 @@ def _(bench: Bench) -> AbstractContextManager:
 @fault("transformers: norm epsilon", f"{LAYER}.second_norm", "transformers")
 def _(bench: Bench) -> AbstractContextManager:
     return valued(bench.transformers.model.layers[LAYER].post_attention_layernorm, "variance_epsilon", 1e-2)
+
+
+@fault("transformers: yarn's mscale of scores left out", f"{LAYER}.attention", "transformers", model=SCALED)
+def _(bench: Bench) -> AbstractContextManager:
+    attention = bench.transformers.model.layers[LAYER].self_attn
+    return valued(attention, "scaling", attention.qk_head_dim**-0.5)
 
 
 @fault("both engines: another activation", f"{LAYER}.activation", "vllm", "learner", model="llama")

@@ -15,6 +15,7 @@ from megatron_rl.instruments.parity.hooks import replaced
 from tools.dev.parity_bench import (
     DECODE,
     LAYER,
+    YARN,
     Bench,
     changed,
     fault,
@@ -65,6 +66,7 @@ def scaled_by_block(x: Tensor) -> Tensor:
     return (blocks * (other / scales)[:, None, :, None]).reshape(x.shape)
 
 
+BLOCK = 64  # tokens of a block of vLLM's cache on a CPU
 MLP = f"layers.{LAYER}.mlp"
 ALL_FOUR = (0, 1, 2, 3)
 
@@ -146,6 +148,12 @@ def _(bench: Bench) -> AbstractContextManager:
 @fault("vLLM: position off by one in decode", "0.q_rope", "vllm", found=(DECODE,))
 def _(bench: Bench) -> AbstractContextManager:
     return _late(bench, lambda tokens, positions: len(tokens) == 1)
+
+
+@fault("vLLM: position off by one after a prefix hit", "0.q_rope", "vllm", found=(DECODE,))
+def _(bench: Bench) -> AbstractContextManager:
+    """Only behind the first block of the cache."""
+    return _late(bench, lambda tokens, positions: len(tokens) == 1 and int(positions) >= BLOCK)
 
 
 def _late(bench: Bench, when: Callable[[Tensor, Tensor], bool]) -> AbstractContextManager:
@@ -297,6 +305,50 @@ def _(bench: Bench) -> AbstractContextManager:
         return without
 
     return replaced(mlp, "forward", make)
+
+
+# Of YaRN, of latent queries and of groups of experts.
+SCALED = "deepseek_v3 yarn"
+
+
+def _plain(angles: Tensor, width: int) -> Tensor:
+    """The angles that the base alone gives."""
+    positions = torch.arange(len(angles)).double()[:, None]
+    return positions * YARN["rope_theta"] ** -(torch.arange(0, width, 2).double() / width)
+
+
+def _other_factor(angles: Tensor, width: int) -> Tensor:
+    """Every part of an angle that the factor divided, divided by half of it."""
+    plain = _plain(angles, width)
+    divided = (plain - angles) / (1 - 1 / YARN["factor"])
+    return plain - divided * (1 - 2 / YARN["factor"])
+
+
+fault("vLLM: yarn left out", "0.q_rope", "vllm", model=SCALED)(rotary_cache(_plain))
+fault("vLLM: yarn factor", "0.q_rope", "vllm", model=SCALED)(rotary_cache(_other_factor))
+
+
+@fault("vLLM: yarn's mscale of cosine and sine left out", "0.q_rope", "vllm", model=SCALED)
+def _(bench: Bench) -> AbstractContextManager:
+    cache = bench.vllm.model.layers[0].self_attn.rotary_emb.cos_sin_cache
+    return changed((cache, cache / bench.checkpoint.rotation.scale))
+
+
+@fault("vLLM: yarn's mscale of scores left out in decode", f"{LAYER}.attention", "vllm", found=(DECODE,), model=SCALED)
+def _(bench: Bench) -> AbstractContextManager:
+    attention = vllm_taps.attention_of(bench.vllm.model.layers[LAYER].self_attn)
+    return valued(attention.impl, "scale", bench.checkpoint.head_dim**-0.5)
+
+
+of_layer("norm of latent queries stale", "q_latent_norm", "self_attn.q_a_layernorm.weight", noisy, model=SCALED)
+of_layer("projection to latent queries stale", "q_latent", "self_attn.q_a_proj.weight", noisy, model=SCALED)
+of_layer("queries of other heads", "q", "self_attn.q_b_proj.weight", rows_exchanged, model=SCALED)
+of_vllm(
+    "groups of experts left out",
+    "chosen",
+    lambda layer: (layer.mlp.experts.router, "topk_group", layer.mlp.experts.router.num_expert_group),
+    model=SCALED,
+)
 
 
 # Of norms over all heads, and of weights of experts that stay as they are.
