@@ -217,7 +217,7 @@ PPO_LIKE_CLIP = 0.01
 
 
 LARGEST_RATIO = math.exp(20.0)
-"""Ratios are clamped to [1/this, this] (`objective.guards.MAX_LOG_RATIO`): a bound beyond is never reached."""
+"""Ratios are clamped to [1/this, this] (`objective.inputs.MAX_LOG_RATIO`): a bound beyond is never reached."""
 
 
 class ObjectiveWarning(OwnWarning):

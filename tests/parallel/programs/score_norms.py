@@ -1,4 +1,4 @@
-"""What the ranks of test_score_norms.py run."""
+"""What the ranks of test_gradient_noise_score_norms.py run."""
 
 from __future__ import annotations
 

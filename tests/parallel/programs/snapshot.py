@@ -1,4 +1,4 @@
-"""What the ranks of test_snapshot.py run."""
+"""What the ranks of test_acceptance_snapshot.py run."""
 
 from __future__ import annotations
 
