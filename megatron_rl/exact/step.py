@@ -56,7 +56,7 @@ def forward(module: GPTModel, tokens: torch.Tensor, positions: torch.Tensor, pac
     A stage waits for the one before it: with P stages each works a P-th of the time. ``tokens`` [1, N], ``positions``
     [N], the places of the tokens in their sequences. Collective over the ranks of a pipeline.
     """
-    if hasattr(module.rotary_pos_emb, "position_ids"):
+    if hasattr(getattr(module, "rotary_pos_emb", None), "position_ids"):  # latent attention on a GPU has its own
         module.rotary_pos_emb.position_ids = positions
     arguments = {
         "input_ids": tokens,

@@ -144,8 +144,9 @@ def rows(x: Tensor) -> Tensor:
 
 
 def columns(x: Tensor) -> Tensor:
-    """[N, b, H/tp] → [N, H]: heads, inner width or vocabulary."""
-    return _gathered(x.detach(), -1).flatten(0, 1)
+    """[N, b, H/tp], or [N, H/tp] as TransformerEngine's attention of packed rows, → [N, H]: heads, inner width or
+    vocabulary."""
+    return _gathered(x.detach(), -1).flatten(0, -2)
 
 
 # -- taps
@@ -245,9 +246,9 @@ def _tap_latent(stack: ExitStack, record: Record, number: int, attention: torch.
     def heads_of(get: Any) -> Any:
         def watched(*args: Any, **kwargs: Any) -> Any:
             found = get(*args, **kwargs)
-            query, key = (x[..., config.qk_head_dim :] for x in found[:2])
-            record.keep(f"{number}.q_rope", columns(query.flatten(2)))
-            record.keep(f"{number}.k_rope", key[:, :, 0].flatten(0, 1))  # all heads have the same
+            query, key = (x[..., config.qk_head_dim :] for x in found[:2])  # [N, b, heads, D] or, packed, [N, heads, D]
+            record.keep(f"{number}.q_rope", columns(query.flatten(-2)))
+            record.keep(f"{number}.k_rope", key[..., 0, :].flatten(0, -2))  # all heads have the same
             return found
 
         return watched
@@ -259,29 +260,40 @@ def _tap_heads(stack: ExitStack, record: Record, number: int, attention: torch.n
     """Queries and keys after their norms and after the rotation."""
 
     def keep(name: str, heads: Tensor) -> None:
-        record.keep(f"{number}.{name}", columns(heads.flatten(2)))
+        record.keep(f"{number}.{name}", columns(heads.detach().flatten(-2)))  # [N, b, heads, D] or [N, heads, D]
+
+    def keep_norms(of_heads: Any) -> None:
+        if _is_norm(attention.q_layernorm):
+            keep("q_norm", of_heads[0])
+            keep("k_norm", of_heads[1])
 
     def heads_of(get: Any) -> Any:
         def watched(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             found = get(hidden_states, *args, **kwargs)
             cos_sin = getattr(attention, "_cos_sin", None)
-            if cos_sin is not None:  # rotated inside: see the layers of `learner.layers`
-                keep("q_rope", found[0])
-                keep("k_rope", found[1])
-                if _is_norm(attention.q_layernorm):
-                    half = cos_sin.size(-1) // 2
-                    cos, sin = torch.ones_like(cos_sin[..., :half]), torch.zeros_like(cos_sin[..., half:])
-                    attention._cos_sin = torch.cat([cos, sin], dim=-1)
-                    with _without_taps(attention):
-                        plain = get(hidden_states, *args, **kwargs)
-                    attention._cos_sin = cos_sin
-                    keep("q_norm", plain[0])
-                    keep("k_norm", plain[1])
+            if cos_sin is None:  # Megatron-Core rotates what this returns
+                keep_norms(found)
+                return found
+            keep("q_rope", found[0])  # rotated inside: see the layers of `learner.layers`
+            keep("k_rope", found[1])
+            if _is_norm(attention.q_layernorm):
+                half = cos_sin.size(-1) // 2
+                cos, sin = torch.ones_like(cos_sin[..., :half]), torch.zeros_like(cos_sin[..., half:])
+                attention._cos_sin = torch.cat([cos, sin], dim=-1)
+                with _without_taps(attention):
+                    keep_norms(get(hidden_states, *args, **kwargs))
+                attention._cos_sin = cos_sin
             return found
 
         return watched
 
+    def rotated(inputs: tuple) -> None:
+        if getattr(attention, "_cos_sin", None) is None:
+            keep("q_rope", inputs[0])
+            keep("k_rope", inputs[1])
+
     stack.enter_context(replaced(attention, "get_query_key_value_tensors", heads_of))
+    on_input(stack, attention.core_attention, rotated)
 
 
 @contextmanager

@@ -19,10 +19,15 @@ from tools.dev.parity_bench import changed
 
 
 def learner_errors(
-    path: str, parallel: dict[str, int], dtype: str, exact: bool = False, exchange: str | None = None
+    path: str,
+    parallel: dict[str, int],
+    dtype: str,
+    exact: bool = False,
+    exchange: str | None = None,
+    other_rope: bool = False,
 ) -> dict[str, Any]:
     """Operators beyond their bounds, and those that have no tap. ``exchange``: a parameter of layer 1 whose shards two
-    tensor-parallel ranks exchange before."""
+    tensor-parallel ranks exchange before. ``other_rope``: frequencies of the rotation are 1% higher."""
     model = Path(path)
     setup = witnesses.of_model(model, dtype, device="cpu")
     learner = setup.learner.model_copy(update={"parallel": type(setup.learner.parallel)(**parallel)})
@@ -33,6 +38,9 @@ def learner_errors(
         if exchange is not None:
             parameter = dict(module.decoder.layers[1].named_parameters())[exchange]
             fault = changed((parameter, _of_other_rank(parameter.detach())))
+        if other_rope:
+            frequencies = module.rotary_pos_emb.inv_freq
+            fault = changed((frequencies, 1.01 * frequencies))
         with fault:
             record = witnesses.learner_record(setup, architecture, module, exact)
     checkpoint = Checkpoint(model)
