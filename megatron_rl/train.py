@@ -10,7 +10,7 @@ from megatron_rl.errors import RunEnded
 from megatron_rl.monitor import AlarmEvent, wanted
 from megatron_rl.monitor.samples import success_rates, summarise
 from megatron_rl.process.host import FreedMemory
-from megatron_rl.rewards.rewarder import Scores, merged
+from megatron_rl.rewards.shared import Scores, merged
 from megatron_rl.rollout import Sampling
 from megatron_rl.run.acceptance import Snapshot, judge
 from megatron_rl.run.engines import hand_over

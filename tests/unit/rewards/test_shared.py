@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_rl.rewards.rewarder import Failure, Scores, merged
+from megatron_rl.rewards.rewarder import Failure
+from megatron_rl.rewards.shared import Scores, merged
 
 SCORES = [
     f"reward/{name}" for name in ("timeouts", "worker_failures", "errors", "retries", "masked_frac", "unscored_frac")
