@@ -141,6 +141,12 @@ class TestTwoServers:
             there = generator._main.submit(member.client.checksums()).result(PATIENCE_S)
             assert there == fresh._llm.apply_model(parameter_checksums)[0]
 
+    def test_servers_that_were_tampered_with_get_their_weights_again(self, generator, fresh):
+        """Any call into the engine closes a server until the next push; asking for checksums in the first test was one."""
+        groups = generator.rollout(prompts(8), 2, policy_version=2, step=2)
+        assert generator.stats()["rollout/requeued"] > 0
+        assert_same(groups, fresh.rollout(prompts(8), 2, policy_version=0, step=2))
+
     def test_conversations_equal_those_of_a_fresh_engine(self, generator, fresh, monkeypatch):
         """Each server seals the routes of a turn; stitched, they are sealed for the whole response."""
         talk = load_talk(f"{REPOSITORY / 'recipes' / 'tiny' / 'calculator.py'}:calculator", build_tokenizer())
@@ -166,12 +172,6 @@ class TestTwoServers:
                 assert (rollout.policy_versions == 2).all()
         told = [rollout.length - rollout.num_sampled for group in groups for rollout in group.rollouts]
         assert sum(told) > 0
-
-    def test_servers_that_were_tampered_with_get_their_weights_again(self, generator, fresh):
-        """Any call into the engine closes a server until the next push; asking for checksums was one."""
-        groups = generator.rollout(prompts(8), 2, policy_version=2, step=2)
-        assert generator.stats()["rollout/requeued"] > 0
-        assert_same(groups, fresh.rollout(prompts(8), 2, policy_version=0, step=2))
 
     def test_a_batch_that_was_begun_is_not_changed_by_later_weights(self, generator):
         begun = generator.begin(prompts(8), 4, policy_version=2, step=3)
