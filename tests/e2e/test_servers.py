@@ -142,7 +142,7 @@ class TestTwoServers:
             assert there == fresh._llm.apply_model(parameter_checksums)[0]
 
     def test_servers_that_were_tampered_with_get_their_weights_again(self, generator, fresh):
-        """Any call into the engine closes a server until the next push; asking for checksums in the first test was one."""
+        """Any call into the engine closes a server until the next push; the first test asked for checksums."""
         groups = generator.rollout(prompts(8), 2, policy_version=2, step=2)
         assert generator.stats()["rollout/requeued"] > 0
         assert_same(groups, fresh.rollout(prompts(8), 2, policy_version=0, step=2))
