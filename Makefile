@@ -41,11 +41,11 @@ demo-unstable: setup ## a run that collapses: its alarms, what `run why` suspect
 	$(RUN) -m megatron_rl run branch runs/$$name --from 10 --arms third-rate unrounded --seeds 3 --steps 16
 
 # `--costs=FILE`, because pytest takes a FILE that is there for a folder of tests where it stands alone.
-test: setup ## every unit test; each engine, layout, fault and command once (19 minutes on two quiet cores)
+test: setup ## every unit test; each engine, layout, fault and command once (10 minutes on two quiet cores)
 	@VENV=$(VENV) tools/setup_tests.sh
 	$(PYTEST) -m "not slow" --costs=.cache/test-costs.json
 
-test-all: setup ## every test there is (39 minutes on two quiet cores)
+test-all: setup ## every test there is (30 to 40 minutes on two quiet cores)
 	@VENV=$(VENV) tools/setup_tests.sh
 	$(PYTEST) --costs=.cache/test-all-costs.json
 
