@@ -80,6 +80,11 @@ class TestOperators:
 
         assert share(rotated(0.0), wanted) <= 1
         assert share(rotated(1.0), wanted) > 1
+        uncertain = Bounded(angles, torch.full_like(angles, 1.0))  # a position is an angle of at most one
+        assert share(rotated(1.0), arithmetic.rotate(exact(x), uncertain, Rounding.of(dtype))) <= 1
+        scaled = arithmetic.rotate(exact(x), exact(angles), Rounding.of(dtype), scale=1.5)
+        assert share(rotated(0.0), scaled) > 1
+        assert share((1.5 * rotated(0.0).double()).to(dtype), scaled) <= 1
 
     def test_attention(self, dtype):
         q, k, v = (drawn(N, heads, D, dtype=dtype, seed=i) for i, heads in enumerate((H, G, G)))
