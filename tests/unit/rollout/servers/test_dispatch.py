@@ -41,6 +41,13 @@ def test_samples_of_a_prompt_go_to_one_server_until_its_queue_is_much_longer():
     assert [Balance(["p", "q"], 3).choose([first, second], i).number for i in range(2)] == [1, 1]
 
 
+def test_requests_that_are_added_go_to_the_server_of_their_prompt():
+    balance = Balance([], slack=3)
+    dispatch = Dispatch(SimpleNamespace(), [], [], concurrency=4, retries=0, balance=balance, is_open=True)
+    assert [dispatch.add({}, f"turn {number}", "p") for number in range(4)] == [0, 1, 2, 3]
+    assert chosen(balance, [member(1), member(2)], 4) == [1, 1, 1, 1]
+
+
 def test_without_a_cache_the_shortest_queue_is_asked():
     assert sorted(chosen(Balance(["p"] * 6, slack=0), [member(1), member(2)], 6)) == [1, 1, 1, 2, 2, 2]
 
