@@ -21,11 +21,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_rl.errors import InputError, shown
+from megatron_rl.model.architecture import Architecture
 from megatron_rl.process.user_functions import load_function
 from megatron_rl.rollout.generator import LegCounts, RolloutError, Sampling, sampling_fields
-from megatron_rl.rollout.requests import Request, SealedRoutes
+from megatron_rl.rollout.requests import Request, SealedRoutes, make_rollout
 from megatron_rl.routing import checksums_from_row, joined_checksums
-from megatron_rl.types import FinishReason, Prompt
+from megatron_rl.types import FinishReason, Prompt, Rollout
 
 Function = Callable[["Client", Prompt], Awaitable["Conversation"]]
 
@@ -200,6 +201,23 @@ class Conversation:
     def counts(self, num_versions: int) -> LegCounts:
         """Return how weight updates met the conversation, which ``num_versions`` policies sampled."""
         return replace(self._counts, versions=num_versions)
+
+    def to_rollout(
+        self, request: Request, versions: int | np.ndarray, architecture: Architecture | None, text: str
+    ) -> Rollout:
+        """Return the conversation as the response to ``request``. Arguments, and what it raises: see `make_rollout`."""
+        return make_rollout(
+            request,
+            self.response,
+            self.logprobs,
+            self.finish_reason,
+            versions,
+            routes=self.routes,
+            architecture=architecture,
+            text=text,
+            sampled=self.sampled,
+            num_turns=self.num_turns,
+        )
 
     def check(self, client: Client) -> None:
         """Raise `RolloutError` unless it is the conversation of ``client`` and has a turn."""

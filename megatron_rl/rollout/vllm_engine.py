@@ -272,19 +272,8 @@ class VllmGenerator:
         return rollouts
 
     def _to_response(self, request: Request, conversation: Conversation, records: bool) -> Rollout:
-        tokens = conversation.response
-        return make_rollout(
-            request,
-            tokens,
-            conversation.logprobs,
-            conversation.finish_reason,
-            self._policy_version,
-            routes=conversation.routes,
-            architecture=self._architecture if records else None,
-            text=self._talk.decode(tokens),
-            sampled=conversation.sampled,
-            num_turns=conversation.num_turns,
-        )
+        architecture, text = self._architecture if records else None, self._talk.decode(conversation.response)
+        return conversation.to_rollout(request, self._policy_version, architecture, text)
 
     def _any_tensor_rank(self, flag: bool) -> bool:
         """Ranks of one engine take every step together, so they have to stop together."""

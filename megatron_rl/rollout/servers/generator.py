@@ -166,19 +166,10 @@ class Sampler:
 
     def _to_rollout(self, request: Request, answer: Answer | Conversation, records: bool) -> Rollout:
         """Raises `RolloutError` where routes are due (``records``) and absent."""
+        architecture = self._architecture if records else None
         if isinstance(answer, Conversation):
-            return make_rollout(
-                request,
-                answer.response,
-                answer.logprobs,
-                answer.finish_reason,
-                answer.versions,
-                routes=answer.routes,
-                architecture=self._architecture if records else None,
-                text=self._decode(answer.response) if self._decode else "",
-                sampled=answer.sampled,
-                num_turns=answer.num_turns,
-            )
+            text = self._decode(answer.response) if self._decode else ""
+            return answer.to_rollout(request, answer.versions, architecture, text)
         routes = None if answer.routes is None else SealedRoutes(answer.routes, answer.route_checksums)
         return make_rollout(
             request,

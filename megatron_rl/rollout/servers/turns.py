@@ -48,11 +48,10 @@ class TalkLoop:
         left = asyncio.all_tasks(self.loop)
         for task in left:
             task.cancel()
-        ended = asyncio.gather(*left, return_exceptions=True) if left else None
-        if ended is None:
-            self.loop.stop()
+        if left:
+            asyncio.gather(*left, return_exceptions=True).add_done_callback(lambda _: self.loop.stop())
         else:
-            ended.add_done_callback(lambda _: self.loop.stop())
+            self.loop.stop()
 
 
 class Conversations:
@@ -79,6 +78,7 @@ class Conversations:
         self._change_body, self._deadline_s = change_body, deadline_s
         self._turns: dict[int, asyncio.Future[Answer]] = {}  # under way, by their number in the dispatch
         self._moved = time.monotonic()  # when a turn last began or ended
+        self._home: asyncio.AbstractEventLoop  # of the servers; set by `completions`
 
     async def completions(self) -> AsyncIterator[tuple[int, Conversation]]:
         """Yield the number of a request and its conversation as conversations end; fewer where the batch is given up.
@@ -86,15 +86,15 @@ class Conversations:
         Raises `RolloutError` where a function fails, where all wait for tools for ``deadline_s``, and what `Dispatch`
         raises. The other conversations are then cancelled.
         """
-        home, ended = asyncio.get_running_loop(), asyncio.Queue[tuple[int, concurrent.futures.Future] | None]()
+        self._home, ended = asyncio.get_running_loop(), asyncio.Queue[tuple[int, concurrent.futures.Future] | None]()
         pump = asyncio.create_task(self._pump())
         pump.add_done_callback(lambda _: ended.put_nowait(None))
-        begun = [asyncio.run_coroutine_threadsafe(self._hold(request, home), self._loop) for request in self._requests]
+        begun = [asyncio.run_coroutine_threadsafe(self._hold(request), self._loop) for request in self._requests]
         for index, future in enumerate(begun):
 
             def tell(future: concurrent.futures.Future, index: int = index) -> None:
                 with contextlib.suppress(RuntimeError):  # the loop has ended
-                    home.call_soon_threadsafe(ended.put_nowait, (index, future))
+                    self._home.call_soon_threadsafe(ended.put_nowait, (index, future))
 
             future.add_done_callback(tell)
         try:
@@ -144,8 +144,8 @@ class Conversations:
 
     # ---------------------------------------------------------------- in the functions' loop
 
-    async def _hold(self, request: Request, home: asyncio.AbstractEventLoop) -> Conversation:
-        turns = _Turns(self, request, home)
+    async def _hold(self, request: Request) -> Conversation:
+        turns = _TurnsOf(request, self)
         client = Client(self._talk, request, turns, self._sampling, self._stop_token_ids, self._vocab_size)
         try:
             return await converse(self._talk, client, request)
@@ -154,15 +154,8 @@ class Conversations:
                 raise asyncio.CancelledError from None
             raise
 
-    async def sample(
-        self,
-        request: Request,
-        home: asyncio.AbstractEventLoop,
-        tokens: list[int],
-        fields: dict[str, Any],
-        first_row: int,
-    ) -> Turn:
-        """Return the turn of ``request`` after ``tokens``. ``home``: the servers' event loop."""
+    async def sample(self, request: Request, tokens: list[int], fields: dict[str, Any], first_row: int) -> Turn:
+        """Return the turn of ``request`` after ``tokens``."""
         body = {
             "id": request.sequence_id,
             "token_ids": tokens,
@@ -172,7 +165,7 @@ class Conversations:
         }
         self._change_body(request, body)
         name = f"prompt {request.prompt.id!r}, sample {request.sample}"
-        asked = asyncio.run_coroutine_threadsafe(self._ask(body, name, request.row), home)
+        asked = asyncio.run_coroutine_threadsafe(self._ask(body, name, request.row), self._home)
         answer, number = await asyncio.wrap_future(asked)
         return Turn(
             tokens,
@@ -187,11 +180,11 @@ class Conversations:
         )
 
 
-class _Turns:
-    """`TurnSource` of one conversation."""
+class _TurnsOf:
+    """`TurnSource` of one of the conversations."""
 
-    def __init__(self, all_of_them: Conversations, request: Request, home: asyncio.AbstractEventLoop) -> None:
-        self._all, self._request, self._home = all_of_them, request, home
+    def __init__(self, request: Request, conversations: Conversations) -> None:
+        self._request, self._conversations = request, conversations
 
     async def answer(self, tokens: list[int], fields: dict[str, Any], first_row: int) -> Turn:
-        return await self._all.sample(self._request, self._home, tokens, fields, first_row)
+        return await self._conversations.sample(self._request, tokens, fields, first_row)
