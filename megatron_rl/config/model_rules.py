@@ -51,14 +51,26 @@ def model_problems(
     layers, most = recipe.exact.dose and recipe.exact.dose.layers, architecture.num_layers - 1
     if layers and max(layers) > most:
         problems.append(f"exact.noise.layers: {max(layers)} is not a layer of the model; 0 … {most} are allowed")
-    if architecture.wide_qk_norm and recipe.rollout.engine == "exact":
-        problems.append(
-            f"rollout.engine: exact, but {architecture.model_type} has norms over all heads, which the exact "
-            "engine does not compute; use vllm"
-        )
+    if recipe.rollout.engine == "exact" and (beyond := beyond_exact(architecture)) is not None:
+        problems.append(f"rollout.engine: exact, but {beyond}, which the exact engine does not compute; use vllm")
     if recipe.learner.lora is not None:
         problems += lora_problems(architecture, recipe.learner.parallel)
-    return problems + shared_expert_problems(recipe, architecture) + latent_attention_problems(recipe, architecture)
+    if architecture.is_unscaled_in_fp16 and recipe.rollout.dtype == "fp16":
+        problems.append(
+            f"rollout.dtype: fp16; vLLM leaves out the factor {architecture.routed_scale:g} by which the experts of "
+            f"{architecture.model_type} are multiplied there; use bf16"
+        )
+    return problems + latent_attention_problems(recipe, architecture)
+
+
+def beyond_exact(architecture: Architecture) -> str | None:
+    """Return what the model has that the exact engine does not compute, as a clause; None where it computes all."""
+    a = architecture
+    if a.wide_qk_norm:
+        return f"{a.model_type} has norms over all heads"
+    if a.shared_ffn_hidden_size:
+        return f"the model ({a.model_type}) has a shared expert"
+    return f"the model ({a.model_type}) has latent attention" if a.latent is not None else None
 
 
 def smallest_world(parallel: ParallelConfig, rollout: RolloutConfig) -> int:
@@ -251,22 +263,6 @@ def latent_attention_problems(recipe: RecipeSections, architecture: Architecture
             f"rollout.quantization.weights: {recipe.rollout.quantization.weights}, but {has}, whose matrices vLLM "
             "multiplies with each other after they are loaded; use null"
         )
-    return problems
-
-
-def shared_expert_problems(recipe: RecipeSections, architecture: Architecture) -> list[str]:
-    """What is not built for a model with a shared expert; empty where the recipe asks for none of it."""
-    if not architecture.shared_ffn_hidden_size:
-        return []
-    has = f"the model ({architecture.model_type}) has a shared expert"
-    problems = []
-    if architecture.is_unscaled_in_fp16 and recipe.rollout.dtype == "fp16":
-        problems.append(
-            f"rollout.dtype: fp16; vLLM leaves out the factor {architecture.routed_scale:g} by which the experts of "
-            f"{architecture.model_type} are multiplied there; use bf16"
-        )
-    if recipe.rollout.engine == "exact":
-        problems.append(f"rollout.engine: exact, but {has}, which the exact engine does not compute; use vllm")
     return problems
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl.checkpoint.hf_folder import HFFolder, model_weights
+from megatron_rl.config.model_rules import beyond_exact
 from megatron_rl.instruments.parity import exact_taps, transformers_taps, vllm_taps, witnesses
 from megatron_rl.instruments.parity.definition import Checkpoint
 from megatron_rl.instruments.parity.families import FAMILIES
@@ -123,7 +124,7 @@ class Bench:
             return [witnesses.learner_record(setup, self.architecture, self.learner)]
         if who == "transformers":
             return [transformers_taps.taps_of(self.transformers, setup.sequences, temperature)]
-        if not witnesses.has_exact(self.architecture):
+        if beyond_exact(self.architecture) is not None:
             return []
         return [
             witnesses.learner_record(setup, self.architecture, self.exact, exact=True),

@@ -15,6 +15,7 @@ from megatron_rl.checkpoint.manifest import list_checkpoints
 from megatron_rl.checkpoint.shards import WeightMap
 from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.config.learner import LearnerConfig, PrecisionConfig
+from megatron_rl.config.model_rules import beyond_exact
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.parity import exact_taps, learner_taps, transformers_taps, vllm_taps
@@ -194,8 +195,8 @@ def collect(setup: Setup, around: Around = lambda name, model: nullcontext()) ->
     if "learner" in setup.witnesses:
         with learner_model(setup, architecture) as module, around("learner", module):
             records.append(learner_record(setup, architecture, module))
-    is_exact = has_exact(architecture) and parallel.context == 1 and device.type == "cpu"
-    if "exact" in setup.witnesses and is_exact:
+    has_exact = beyond_exact(architecture) is None and parallel.context == 1 and device.type == "cpu"
+    if "exact" in setup.witnesses and has_exact:
         with learner_model(setup, architecture, exact=True) as module, around("exact", module):
             records.append(learner_record(setup, architecture, module, exact=True))
             if world_size() == 1:
@@ -208,11 +209,6 @@ def collect(setup: Setup, around: Around = lambda name, model: nullcontext()) ->
         with closing(start_engine(setup)) as engine, around("vllm", engine):
             records += vllm_records(setup, engine)
     return records
-
-
-def has_exact(a: Architecture) -> bool:
-    """Whether exact mode computes the model: not one with shared experts, or norms over all heads."""
-    return not a.shared_ffn_hidden_size and not a.wide_qk_norm and a.latent is None
 
 
 def _tensor_ranks(setup: Setup) -> int:
