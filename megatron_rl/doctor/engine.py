@@ -89,8 +89,8 @@ def judge_mismatch(by_pair: dict[str, Distances]) -> Outcome:
                 "itself compares attention backends: `vllm serve --attention-backend NAME`.",
                 **figures,
             )
-    told = ", ".join(f"{name} {distance.mu_po:.1e}" for name, distance in by_pair.items())
-    return passed(f"median |log mu - log po|: {told}", **figures)
+    medians = ", ".join(f"{name} {distance.mu_po:.1e}" for name, distance in by_pair.items())
+    return passed(f"median |log mu - log po|: {medians}", **figures)
 
 
 def parity(setting: Setting) -> Outcome:
@@ -99,29 +99,30 @@ def parity(setting: Setting) -> Outcome:
 
     recipe = tiny(setting, *overrides({}, "bf16"), *SMALL, "rollout.dtype=bf16")
     outcome = judge_parity(compared(of_recipe(recipe), setting, "tiny"))
-    if outcome.status == "fail" or (wanted := planned(setting)) is None:
+    if outcome.status == "fail" or (recipe := planned(setting)) is None:
         return outcome
-    found, told = first_layers(wanted, setting)
-    return judge_first_layers(outcome, found, told)
+    return judge_first_layers(outcome, *first_layers(recipe, setting))
 
 
 def compared(setup: Setup, setting: Setting, name: str) -> Comparison:
-    """Run the witnesses of ``setup``, and write the certificate to the folder ``name`` where one is wanted."""
+    """Compare the witnesses of ``setup``. The certificate goes to the folder ``name`` of `Setting.certificates`."""
     from megatron_rl.instruments.parity import report
     from megatron_rl.instruments.parity.compare import compare
     from megatron_rl.instruments.parity.definition import Checkpoint
     from megatron_rl.instruments.parity.witnesses import collect
 
     records = collect(setup)
-    found = compare(Checkpoint(setup.model), records)
+    comparison = compare(Checkpoint(setup.model), records)
     if setting.certificates:
-        report.write(Path(setting.certificates) / name, setup, records, found)
-    return found
+        report.write(Path(setting.certificates) / name, setup, records, comparison)
+    return comparison
 
 
 def first_layers(recipe: Recipe, setting: Setting) -> tuple[Comparison | None, str]:
-    """The first layers of the recipe's model at full width, in its types, and how many; None where there is no
-    memory for them, and why."""
+    """Compare the first layers of the recipe's model at full width, in its types.
+
+    Returns the comparison and which layers it is of; or None and why the layers could not be compared.
+    """
     from megatron_rl.doctor.machine import available_gib
     from megatron_rl.instruments.parity import witnesses
     from megatron_rl.instruments.parity.families import FAMILIES
@@ -145,15 +146,15 @@ def first_layers(recipe: Recipe, setting: Setting) -> tuple[Comparison | None, s
     return compared(setup, setting, "first-layers"), f"the first {number} layers of {recipe.model.path}"
 
 
-def judge_first_layers(tiny_model: Outcome, found: Comparison | None, told: str) -> Outcome:
-    """``tiny_model``: passed. ``found``: None where layers were not looked at; ``told``: which, or why not."""
-    if found is None:
-        return passed(f"{tiny_model.reason}; {told}", **tiny_model.figures)
-    outcome = judge_parity(found)
+def judge_first_layers(tiny_model: Outcome, comparison: Comparison | None, which: str) -> Outcome:
+    """Return the outcome of both comparisons. ``tiny_model``: passed. ``comparison``, ``which``: see `first_layers`."""
+    if comparison is None:
+        return passed(f"{tiny_model.reason}; {which}", **tiny_model.figures)
+    outcome = judge_parity(comparison)
     if outcome.status == "fail":
         fix = outcome.fix.replace("recipes/tiny/model", "MODEL --layers N")
-        return failed(f"{told}: {outcome.reason}", fix, **outcome.figures)
-    return passed(f"tiny model: {tiny_model.reason}; {told}: {outcome.reason}", **outcome.figures)
+        return failed(f"{which}: {outcome.reason}", fix, **outcome.figures)
+    return passed(f"tiny model: {tiny_model.reason}; {which}: {outcome.reason}", **outcome.figures)
 
 
 def judge_parity(found: Comparison) -> Outcome:

@@ -175,14 +175,11 @@ def judge_experts(unmarked: list[str], norms: dict[str, float], products: str = 
         note = " (bf16: products of fp32 matrices are TF32's here, see the check `fp32`)"
     for name, norm in others:
         if not abs(norm - first[1]) <= tolerance * first[1]:
-            norms_in_words = f"gradient norm {norm:.6f} under {name}, {first[1]:.6f} under {first[0]}{note}"
-            return failed(norms_in_words, fix, grad_norm=norms)
-    norms_in_words = " and ".join(norms)
-    what = (
-        f"marked; the gradient norm is {first[1]:.6f} under {norms_in_words}"
-        if others
-        else f"marked under {norms_in_words}; one rank"
-    )
+            difference = f"gradient norm {norm:.6f} under {name}, {first[1]:.6f} under {first[0]}{note}"
+            return failed(difference, fix, grad_norm=norms)
+    layouts = " and ".join(norms)
+    norm_in_words = f"marked; the gradient norm is {first[1]:.6f} under {layouts}"
+    what = norm_in_words if others else f"marked under {layouts}; one rank"
     return passed(f"expert weights are {what}{note}", grad_norm=norms)
 
 

@@ -523,8 +523,7 @@ def compute_head_in_fp32(output_layer: torch.nn.Module) -> None:
     """Make a Megatron output layer return fp32 logits, from hidden states and weights turned into fp32.
 
     The weights keep the learner's dtype: vLLM's fp32 head reads the engine's weights in the same way, so that both
-    multiply the same numbers. A subclass cannot do it, because `GPTModel` names the
-    layer's class itself.
+    multiply the same numbers. A subclass cannot do it, because `GPTModel` names the layer's class itself.
     """
 
     def to_fp32(module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -48,9 +48,10 @@ class OperatorError:
     def sentence(self) -> str:
         where = f" at sequence {self.worst[0]}, position {self.worst[1]}" if self.worst else ""
         experts = f"; experts {', '.join(map(str, self.experts))}" if self.experts else ""
-        more = " …" if self.rows_beyond > len(self.positions) else ""
-        some = f" (positions {', '.join(map(str, self.positions))}{more})" if self.rows_beyond < self.num_rows else ""
-        some = some if self.positions else ""
+        some = ""
+        if self.positions and self.rows_beyond < self.num_rows:
+            more = " …" if self.rows_beyond > len(self.positions) else ""
+            some = f" (positions {', '.join(map(str, self.positions))}{more})"
         return (
             f"{in_words(self.tap)} of {self.witness}: own error {self.own:.3g}, bound {self.bound:.3g} "
             f"({self.ratio:.3g} times){where}; {self.rows_beyond} of {self.num_rows} rows beyond{some}{experts}"
