@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from megatron_rl.config.learner import ScheduleConfig, fp32_products
+from megatron_rl.config.learner import ParallelConfig, ScheduleConfig, fp32_products
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.sections import BatchConfig, RecipeSections
 
@@ -32,7 +32,9 @@ def section_problems(recipe: RecipeSections) -> list[str]:
     )
     problems += exact_problems(recipe) + batch_problems(recipe.batch) + offload_problems(recipe)
     problems += oversample_problems(recipe.batch, recipe.rollout) + tf32_problems(recipe)
-    problems += dispatcher_problems(recipe) + epoch_problems(recipe)
+    learner = recipe.learner
+    problems += dispatcher_problems(learner.parallel, learner.token_dispatcher, recipe.runtime.device)
+    problems += epoch_problems(recipe)
     if recipe.num_sequences % recipe.batch.minibatches:
         problems.append(
             f"batch.minibatches: {recipe.batch.minibatches} does not divide the {recipe.num_sequences} sequences of a "
@@ -200,9 +202,8 @@ def epoch_problems(recipe: RecipeSections) -> list[str]:
     ]
 
 
-def dispatcher_problems(recipe: RecipeSections) -> list[str]:
-    """Layouts that `learner.token_dispatcher` cannot serve."""
-    parallel, dispatcher = recipe.learner.parallel, recipe.learner.token_dispatcher
+def dispatcher_problems(parallel: ParallelConfig, dispatcher: str | None, device: str = "auto") -> list[str]:
+    """Return why `learner.token_dispatcher` cannot serve this layout on ``device``; empty where it can."""
     if dispatcher == "allgather" and parallel.pipeline > 1:
         return [
             f"learner.token_dispatcher: allgather with learner.parallel.pipeline {parallel.pipeline}: Megatron's "
@@ -220,7 +221,7 @@ def dispatcher_problems(recipe: RecipeSections) -> list[str]:
             "learner.token_dispatcher: flex with learner.parallel.expert 1: no token leaves its rank; use alltoall, or "
             "deal the experts out"
         ]
-    if dispatcher == "flex" and recipe.runtime.device == "cpu":
+    if dispatcher == "flex" and device == "cpu":
         return ["learner.token_dispatcher: flex with runtime.device cpu: DeepEP needs NVIDIA GPUs; use alltoall"]
     return []
 

@@ -16,6 +16,8 @@ from pydantic import ValidationError
 from megatron_rl.config import Recipe
 from megatron_rl.config.explain import expand, explain
 from megatron_rl.config.foreign_keys import READ_FROM
+from megatron_rl.config.learner import ParallelConfig
+from megatron_rl.config.recipe import dispatcher_problems
 from megatron_rl.config.yaml12 import parse
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.translate.shell import readable, unresolved_names
@@ -133,10 +135,7 @@ class Translation:
     def dispatcher(self, theirs: str, deepep: str = "") -> None:
         """Translate Megatron's token dispatcher. ``deepep``: the key that turns DeepEP on, which only `flex` uses."""
         kind, on = self.get(theirs), bool(deepep) and self.get(deepep) is True
-        sizes = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1, "expert_tensor": 1}
-        sizes |= self.recipe["learner"]["parallel"]
-        experts, alike = sizes["expert"] * sizes["expert_tensor"], sizes["tensor"] * sizes["context"]
-        if (kind == "allgather" and (sizes["pipeline"] > 1 or alike % experts)) or (kind == "flex" and experts == 1):
+        if dispatcher_problems(ParallelConfig.model_construct(**self.recipe["learner"]["parallel"]), kind):
             self.lose(theirs, "not with this layout; learner.token_dispatcher alltoall gives the same numbers")
             return
         if kind in ("alltoall", "allgather", "flex"):

@@ -119,6 +119,16 @@ def test_no_validation_at_start_and_the_dispatcher(tmp_path):
     assert any("DeepEP, which has to be installed" in note for note in translation.notes)
     _, translation = translated(tmp_path, *extra, "--moe-enable-deepep")
     assert not any("DeepEP" in note for note in translation.notes)
+    fits = [
+        "--tensor-model-parallel-size",
+        "4",
+        "--expert-model-parallel-size",
+        "2",
+        "--expert-tensor-parallel-size",
+        "1",
+    ]
+    recipe, translation = translated(tmp_path, "--moe-token-dispatcher-type", "allgather", *fits)
+    assert (recipe.learner.token_dispatcher, recipe.learner.parallel.tensor) == ("allgather", 4)
     for extra in (["allgather", "--pipeline-model-parallel-size", "2"], ["allgather", "--context-parallel-size", "3"]):
         recipe, translation = translated(tmp_path, "--moe-token-dispatcher-type", *extra)
         assert recipe.learner.token_dispatcher == "alltoall"
