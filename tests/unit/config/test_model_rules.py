@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.config.model_rules import model_problems, rollout_problems
+from megatron_rl.config.model_rules import beyond_exact, model_problems, rollout_problems
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.model.architecture import architecture_from, read_architecture
 from megatron_rl.model.families import FAMILIES
@@ -15,6 +15,8 @@ from tests.support.families import DENSE
 from tests.support.tiny import MODEL, tiny_recipe
 
 GLM = architecture_from(KNOWN_MODELS["GLM-4.5-Air"])
+LING = architecture_from(KNOWN_MODELS["Ling-mini-2.0"])
+MOONLIGHT = architecture_from(KNOWN_MODELS["Moonlight-16B-A3B"])
 SHARED = architecture_from(KNOWN_MODELS["Qwen1.5-MoE-A2.7B"])
 
 
@@ -37,18 +39,25 @@ def test_the_exact_engine_has_no_norms_over_all_heads():
     assert model_problems(tiny_recipe(), olmoe, 1) == []
 
 
+def test_the_exact_engine_has_no_latent_attention():
+    alone = replace(MOONLIGHT, shared_ffn_hidden_size=0)
+    assert beyond_exact(alone) == "the model (deepseek_v3) has latent attention"
+    assert [beyond_exact(read_architecture(MODEL)), beyond_exact(architecture_from(KNOWN_MODELS["Qwen3-8B"]))] == [
+        None,
+        None,
+    ]
+
+
+@pytest.mark.parametrize("model", [GLM, LING], ids=["GLM-4.5-Air", "Ling-mini-2.0"])
 @pytest.mark.parametrize(("learner", "rollout"), [("bf16", "bf16"), ("fp32", "bf16"), ("bf16", "fp32")])
-def test_a_router_that_vllm_has_in_fp32_alone_is_asked_for_on_both_sides(learner, rollout):
+def test_a_router_that_vllm_has_in_fp32_alone_is_asked_for_on_both_sides(model, learner, rollout):
     def said(**precision) -> list[str]:
         recipe = tiny_recipe(learner={"dtype": learner}, rollout={"dtype": rollout}, precision=precision)
-        return [p for p in model_problems(recipe, GLM, 1) if "precision.fp32_router: false" in p]
+        return [p for p in model_problems(recipe, model, 1) if "precision.fp32_router: false" in p]
 
     assert len(said()) == 1
     assert said(fp32_router=True) == []
-    assert not [p for p in model_problems(tiny_recipe(), GLM, 1) if "fp32_router" in p]
-
-
-MOONLIGHT = architecture_from(KNOWN_MODELS["Moonlight-16B-A3B"])
+    assert not [p for p in model_problems(tiny_recipe(), model, 1) if "fp32_router" in p]
 
 
 @pytest.mark.parametrize(
