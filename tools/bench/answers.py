@@ -26,13 +26,16 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rl.config import load_recipe
+from megatron_rl.instruments.plan.hardware import TURNS
 from megatron_rl.model.architecture import Architecture, read_architecture
+from megatron_rl.rollout.conversation import Conversation, Turn
 from megatron_rl.rollout.generator import Sampling
 from megatron_rl.rollout.requests import SealedRoutes, make_requests, make_rollout, seal_routes
 from megatron_rl.rollout.servers.client import ServerClient, Weights, request_body
 from megatron_rl.rollout.servers.dispatch import Dispatch
 from megatron_rl.rollout.servers.pool import PoolLimits, ServerPool
 from megatron_rl.rollout.servers.rendezvous import Address, folder, read
+from megatron_rl.routing import route_checksums
 from megatron_rl.types import Prompt, Rollout
 from tools.bench.lib import made_up_server
 from tools.bench.unit_costs import fit
@@ -144,6 +147,52 @@ def unit_costs(quick: bool = False) -> list[float]:
         num_routes = (PROMPT + tokens - 1) * shape.num_layers * shape.experts_per_token * (routes is not None)
         rows.append((number, number * tokens, number * num_routes))
         seconds.append(1e-6 * statistics.median(costs["processor"]) * number * tokens)
+    return [float(f"{unit:.3g}") for unit in fit(np.array(rows, float), np.array(seconds))]
+
+
+class _Asker:
+    """What a `Conversation` needs to know of its client."""
+
+    sequence_id, vocab_size = "x", 1000
+
+
+def stitching(length: int, turns: int, shape: Architecture | None) -> float:
+    """Return processor seconds of making one response of ``turns`` turns that a server has sealed.
+
+    ``length``: tokens of the response; one half of each turn is sampled, the other is a tool's result. ``shape``: of
+    the routes; None: no routes.
+    """
+    half, rng = length // turns // 2, np.random.default_rng(0)
+    whole = rng.integers(1, _Asker.vocab_size, PROMPT + 2 * half * turns).tolist()
+    answers, first = [], 0
+    for begin in range(PROMPT, len(whole), 2 * half):
+        end, routes, seals = begin + half, None, None
+        if shape is not None:
+            rows = (end - 1 - first, shape.num_layers, shape.experts_per_token)
+            routes = rng.integers(0, shape.num_experts, rows).astype(np.uint8)
+            seals = route_checksums(_Asker.sequence_id, np.array(whole[:end]), routes, first)
+        sampled = whole[begin:end], [-1.0] * half, "stop", routes, first, seals, np.zeros(half, np.int32)
+        answers.append((Turn(whole[:begin], *sampled), whole[end : begin + 2 * half]))
+        first = end - 1
+    start = time.process_time()
+    conversation = Conversation(_Asker(), whole[:PROMPT], len(whole))
+    for turn, result in answers:
+        conversation.add(turn)
+        conversation.tell(result)
+    made, routes = (conversation.response, conversation.sampled, conversation.logprobs), conversation.routes
+    seconds = time.process_time() - start
+    assert len(made[0]) == len(whole) - PROMPT - half
+    assert shape is None or len(routes.routes) == first
+    return seconds
+
+
+def stitching_costs(quick: bool = False) -> list[float]:
+    """Return processor seconds of stitching `TURNS` turns per response, per token and per byte of routes."""
+    shape, longest, rows, seconds = architecture(), 4096 if quick else 16384, [], []
+    for length, routes in ((64, None), (longest, None), (64, shape), (longest // 4, shape), (longest, shape)):
+        bytes_of_routes = (PROMPT + length) * shape.num_layers * shape.experts_per_token * (routes is not None)
+        rows.append((1, length, bytes_of_routes))
+        seconds.append(statistics.median(stitching(length, TURNS, routes) for _ in range(5 if quick else 25)))
     return [float(f"{unit:.3g}") for unit in fit(np.array(rows, float), np.array(seconds))]
 
 

@@ -192,6 +192,7 @@ def main() -> int:
     record = {
         "reward_s": reward_seconds(options.quick),
         "fetch": answers.unit_costs(options.quick),
+        "turns": answers.stitching_costs(options.quick),
         "sockets": line(sockets),
         "stages": units,
     }

@@ -104,6 +104,7 @@ ADAM_BYTES = 30  # read and written per weight of the shard: gradient, master, t
 # Workload, if neither recipe nor command line sets it
 RESPONSE_SHARE = 0.5  # mean response over the longest allowed
 PROMPT_SHARE = 0.125  # mean prompt over the longest allowed
+TURNS = 8  # of a conversation (`rollout.function`)
 REFILL_ROUNDS = 1.5  # rounds of sampling in a step that replaces uninformative groups, at most `max_generations`
 
 

@@ -44,6 +44,8 @@ OF_OWNER = frozenset(
 )  # driven by a rank's samples; the others by the batch of its replica
 FETCHED = "answers of servers"
 """Replaces `responses` with rollout servers: one rank per node fetches their answers while they sample."""
+JOINED = "turns of conversations"
+"""Only with `rollout.function`. A rank joins the turns of its responses; with rollout servers, while they sample."""
 OF_A_PASS = frozenset({"pack", "routes"})  # measured per pass over the step's sequences
 RECORD = Path(__file__).with_name("own_units.json")
 RECORDER = "recorder"  # a part of every step if `recorder` writes each batch
@@ -52,7 +54,8 @@ PER_RESPONSE_TOKEN = 4 + 4 + 1 + 4  # its log-probs of engine and learner, its p
 
 Record = Mapping[str, Any]
 """``stages``: stage → seconds, received, peak → cost per driver; ``reward_s``: seconds per response in a worker;
-``fetch``: seconds of the fetching rank per response, token and byte of routes; ``sockets``: sockets of a rank,
+``fetch``: seconds of the fetching rank per response, token and byte of routes; ``turns``: the same of joining
+`TURNS` turns; ``sockets``: sockets of a rank,
 [constant, per rank]; ``origin``: where the costs were measured."""
 
 
@@ -65,6 +68,7 @@ class StageTime:
     received: float  # bytes from other ranks
     peak: float  # bytes of host memory, above those before the step
     ranks_of_node: int  # ranks of a node with the same work
+    while_sampling: bool = False  # servers sample meanwhile, so that it is no part of the step
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class OwnCode:
     @property
     def seconds(self) -> float:
         """Seconds on the critical path of a step."""
-        return sum(stage.seconds for stage in self.stages if stage.name != FETCHED)
+        return sum(stage.seconds for stage in self.stages if not stage.while_sampling)
 
     @property
     def host_rank(self) -> float:
@@ -128,9 +132,12 @@ def own_code(work: Workload, record: Record | None = None) -> OwnCode:
         seconds *= passes if name in OF_A_PASS else 1
         same = 1 if has_servers and name in OF_OWNER else node
         if has_servers and name == "responses":
-            name, seconds = FETCHED, _fetching(work, costs_record) / nodes
-        stage = StageTime(name, seconds + received / hw.HOST_NETWORK, received, peak, same)
+            name, seconds = FETCHED, _per_answer(work, costs_record["fetch"]) / nodes
+        stage = StageTime(name, seconds + received / hw.HOST_NETWORK, received, peak, same, name == FETCHED)
         (aside if name == RECORDER and not recipe.recorder.is_every_step else stages).append(stage)
+    if recipe.rollout.function is not None:
+        joining = _per_answer(work, costs_record["turns"]) / owners
+        stages.append(StageTime(JOINED, joining, 0.0, 0.0, 1 if has_servers else node, has_servers))
     scored = math.ceil(recipe.num_sequences / work.ranks / recipe.reward.num_workers) if _is_math(recipe) else 0
     stages.append(StageTime("reward workers", costs_record["reward_s"] * scored, 0.0, 0.0, node))
     sockets = sum(unit * amount for unit, amount in zip(costs_record["sockets"], (1.0, float(work.ranks))))
@@ -186,12 +193,11 @@ def kept_set_size(work: Workload) -> float:
     return work.recipe.num_sequences * work.mean_response * work.recipe.rollout.candidates * 4
 
 
-def _fetching(work: Workload, known: Record) -> float:
-    """Return the processor seconds of all fetching ranks together."""
+def _per_answer(work: Workload, units: list[float]) -> float:
+    """Return seconds of all owners of answers together. ``units``: per response, per token and per byte of routes."""
     tokens = work.sampled_sequences * work.mean_response
     routes = route_bytes(work.recipe, work.architecture, tokens)
-    by = (work.sampled_sequences, tokens, routes)
-    return sum(unit * amount for unit, amount in zip(known["fetch"], by))
+    return sum(unit * amount for unit, amount in zip(units, (work.sampled_sequences, tokens, routes)))
 
 
 def _is_math(recipe: Any) -> bool:

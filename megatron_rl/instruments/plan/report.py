@@ -14,7 +14,6 @@ from megatron_rl.instruments.plan import hardware as hw
 from megatron_rl.instruments.plan.hardware import GIB
 from megatron_rl.instruments.plan.learner import active_parameters, checkpoint_cost, total_parameters
 from megatron_rl.instruments.plan.memory import (
-    FETCHED,
     PLACEMENT,
     EvidenceCost,
     MemoryPlan,
@@ -303,7 +302,7 @@ def _own(plan: Plan) -> list[str]:
         f"{own_costs.host_rank / GIB:.1f} GiB a rank, {own_costs.host_node / GIB:.1f} GiB a node"
     ]
     lines += [
-        f"  {stage.seconds:8.2f} s  {stage.name}{_bytes(stage)}{', while they sample' if stage.name == FETCHED else ''}"
+        f"  {stage.seconds:8.2f} s  {stage.name}{_bytes(stage)}{', while servers sample' * stage.while_sampling}"
         for stage in own_costs.stages
     ]
     lines += [
@@ -395,7 +394,8 @@ def _assumptions(work: Workload) -> list[str]:
         f"{hw.HOST_LINK:.0%} of {gpu.host_link / 1e9:.0f} GB/s; runtime {hw.RUNTIME_GIB:g} GiB, "
         f"engine graphs {hw.GRAPHS_GIB:g} GiB, fragmentation {hw.FRAGMENTATION:.0%}, "
         f"{_exact(work)}"
-        f"busiest expert rank {hw.EXPERT_IMBALANCE:g} × the mean. "
+        f"busiest expert rank {hw.EXPERT_IMBALANCE:g} × the mean"
+        f"{f'; {hw.TURNS} turns a conversation' * (work.recipe.rollout.function is not None)}. "
         + ("No figure was measured on a GPU." if not gpu.measured else "These shares were not measured on a GPU."),
         *([f"measured on a node ({gpu.name}): {'; '.join(gpu.measured)}"] if gpu.measured else []),
     ]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.tiny import REPOSITORY
+from tools.bench import answers
 from tools.bench.unit_costs import Cost, Setting, fit, line, unit_costs
 
 
@@ -57,3 +58,9 @@ def test_the_bench_starts_by_its_path_from_any_folder(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--json" in done.stdout
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_all_turns_of_a_conversation_are_joined(routed):
+    """The measured function compares what it made with what it was given."""
+    assert answers.stitching(64, 4, answers.architecture() if routed else None) > 0

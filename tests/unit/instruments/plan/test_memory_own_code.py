@@ -10,7 +10,7 @@ from megatron_rl.__main__ import main
 from megatron_rl.config import load_recipe
 from megatron_rl.instruments.plan import GPUS, make_plan, make_workload
 from megatron_rl.instruments.plan.hardware import HOST_NETWORK
-from megatron_rl.instruments.plan.memory import DRIVERS, FETCHED, OF_A_PASS, OF_OWNER, on_record, own_code
+from megatron_rl.instruments.plan.memory import DRIVERS, FETCHED, JOINED, OF_A_PASS, OF_OWNER, on_record, own_code
 from megatron_rl.model.known_models import shape_of
 from tests.support.rounding import rounded
 from tests.support.tiny import REPOSITORY
@@ -22,7 +22,8 @@ NOTHING = [0.0] * 5
 
 def record(stage: str, **costs: list[float]) -> dict:
     full = {what: costs.get(what, NOTHING) for what in ("seconds", "received", "peak")}
-    return {"stages": {stage: full}, "reward_s": 0.0, "fetch": [0.0] * 3, "sockets": [3.0, 2.0]}
+    none = [0.0] * 3
+    return {"stages": {stage: full}, "reward_s": 0.0, "fetch": none, "turns": none, "sockets": [3.0, 2.0]}
 
 
 @pytest.mark.parametrize(("stage", "holders"), [("responses", 32), ("exchange", 8)])
@@ -53,6 +54,36 @@ def test_one_rank_a_node_fetches_answers_while_they_are_sampled(driver):
     assert stage.seconds == rounded(1e-6 * 2048 / 4 * [1, mean, mean * 48 * 8][driver])
     assert found.seconds == 0.0  # servers sample meanwhile
     assert found.host_node == found.host_rank == rounded(2048 * 4352 / 4)
+
+
+TURNS = ("rollout.function=turns.py:hold", "rollout.tensor_parallel=1")
+
+
+@pytest.mark.parametrize("driver", range(3))
+@pytest.mark.parametrize(("settings", "ranks", "of_node"), [((), 32, 8), (SERVED, 4, 1)], ids=["vllm", "servers"])
+def test_turns_of_conversations_are_joined_by_who_holds_them(driver, settings, ranks, of_node):
+    """2048 responses: by each of 32 ranks between the engine's steps, or by one rank a node while servers sample."""
+    units = record("pack") | {"turns": [1e-6 * (i == driver) for i in range(3)]}
+    own = own_code(work(R3, "h100-80", *TURNS, *settings), units)
+    (stage,) = [stage for stage in own.stages if stage.name == JOINED]
+    mean = work(R3).mean_response
+    assert stage.seconds == rounded(1e-6 * 2048 / ranks * [1, mean, mean * 48 * 8][driver])
+    assert stage.ranks_of_node == of_node
+    assert own.seconds == (0.0 if settings else stage.seconds)
+
+
+def test_single_turns_are_not_joined():
+    assert JOINED not in [stage.name for stage in own_code(work(R3)).stages]
+
+
+def test_the_command_shows_the_turns_that_it_assumes(capsys, tmp_path):
+    (tmp_path / "turns.py").write_text("async def hold(client, problem): ...\n")
+    recipe = tmp_path / "turns.yaml"
+    recipe.write_text(f"extends: {R3}\nname: turns-4n8g\nrollout: {{function: turns.py:hold, tensor_parallel: 1}}\n")
+    assert main(["plan", str(recipe), "--gpu", "h200-141"]) == 0
+    text = capsys.readouterr().out
+    assert f"s  {JOINED}\n" in text
+    assert "; 8 turns a conversation." in text
 
 
 @pytest.mark.parametrize("stage", sorted(OF_OWNER - {"responses"}))
@@ -130,16 +161,16 @@ def test_answers_of_servers_are_fetched_while_they_sample(arm, capsys):
     assert main(["plan", str(recipe), "--gpu", "h100", "--json"]) == 0
     own = json.loads(capsys.readouterr().out)["own_code"]
     assert main(["plan", str(recipe), "--gpu", "h100"]) == 0
-    (shown,) = [line for line in capsys.readouterr().out.splitlines() if "while they sample" in line]
+    (shown,) = [line for line in capsys.readouterr().out.splitlines() if "while servers sample" in line]
     seconds = {stage["name"]: stage["seconds"] for stage in own["stages"]}
-    assert shown == f"  {seconds[FETCHED]:8.2f} s  {FETCHED}, while they sample"
+    assert shown == f"  {seconds[FETCHED]:8.2f} s  {FETCHED}, while servers sample"
     assert seconds[FETCHED] > 0
     assert own["seconds"] == rounded(sum(seconds.values()) - seconds[FETCHED])
 
 
 def test_only_servers_answers_are_fetched(capsys):
     assert main(["plan", str(R3), "--gpu", "h100-80"]) == 0
-    assert "while they sample" not in capsys.readouterr().out
+    assert "while servers sample" not in capsys.readouterr().out
 
 
 def test_many_ranks_need_many_open_files(capsys):
