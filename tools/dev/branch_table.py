@@ -26,9 +26,9 @@ from typing import Any
 STEPS = 30
 AT = 10
 SEED = 20
-SEEDS = 3
-MORE_SEEDS = 5  # where the command is undecided: then it asks for more
+SEEDS = (3, 5, 8)  # the next number where the command is undecided: then it asks for more
 BRANCH_STEPS = 16
+LEVEL = 0.05
 FIXED = (
     *(f"{key}={SEED}" for key in ("seed", "rollout.seed", "data.seed")),
     *("rollout.num_samples=4", "validation.every=5", "validation.limit=64", "reward.num_workers=1"),
@@ -263,7 +263,7 @@ def _run(out: Path, name: str, case: Case, num_jobs: int) -> dict[str, Any]:
     if why["healthy"]:
         return {"why": why, "branch": None}
     branch = None
-    for seeds in (SEEDS, MORE_SEEDS):
+    for seeds in SEEDS:
         arguments = arguments_of_branch(case, run, seeds, num_jobs)
         said = _command(out / f"{name}.log", "run", "branch", *arguments, "--json", allowed=(2,))
         if not said:  # nothing is worse, the log says
@@ -294,14 +294,20 @@ def pack(out: Path, file: Path) -> int:
 
 
 def _short(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The first two suspects; what was lost; arm → verdict and the share of the loss that it restores; the seeds."""
+    """The first two suspects; what was lost; arm → verdict and the share of the loss that it restores; the seeds.
+
+    And where several arms bring it back, those that surely restore less than the best one → p.
+    """
     if result["why"]["healthy"]:
         return {"healthy": True}
     branch = result["branch"] or {"outcome": None, "arms": [], "seeds": 0}  # None: nothing was lost
     outcome = branch["outcome"] and {key: _rounded(branch["outcome"][key]) for key in ("metric", "before", "after")}
     arms = {arm["name"]: [arm["verdict"], _rounded(arm["restored"])] for arm in branch["arms"]}
     suspects = [suspect["name"] for suspect in result["why"]["suspects"][:2]]
-    return {"healthy": False, "suspects": suspects, "outcome": outcome, "arms": arms, "seeds": branch["seeds"]}
+    short = {"healthy": False, "suspects": suspects, "outcome": outcome, "arms": arms, "seeds": branch["seeds"]}
+    pairs = branch.get("contrasts", ())
+    less = {pair["other"]: _rounded(pair["p"]) for pair in pairs if pair["p"] < LEVEL and pair["effect"] > 0}
+    return short | ({"less": [pairs[0]["arm"], less]} if less else {})
 
 
 def _rounded(value: Any) -> Any:
@@ -312,21 +318,26 @@ def table(file: Path) -> list[str]:
     """A Markdown table of the cases in ``file``, and in the last line how many are right."""
     results = json.loads(file.read_text())
     harmed = {name: result for name, result in results.items() if not result["healthy"]}
-    right = [sum(is_right(CASES[name], result)[which] for name, result in harmed.items()) for which in (0, 1)]
+    right = [sum(is_right(CASES[name], result)[which] for name, result in harmed.items()) for which in (0, 1, 2)]
     lines = ["| planted | lost | first two suspects | `why` | arms and what they restore | `branch` |"]
     lines += ["|---|---|---|---|---|---|", *(_row(name, result) for name, result in results.items())]
-    return [*lines, "", f"{len(harmed)} became unstable: `why` is right in {right[0]}, `branch` in {right[1]}"]
+    said = f"`why` is right in {right[0]}, `branch` in {right[1]}, and in {right[2]} if it may restore most"
+    return [*lines, "", f"{len(harmed)} became unstable: {said}"]
 
 
-def is_right(case: Case, result: Mapping[str, Any]) -> tuple[bool, bool]:
+def is_right(case: Case, result: Mapping[str, Any]) -> tuple[bool, bool, bool]:
     """Whether `run why` has the planted cause among its first two suspects, and whether `run branch` decides for it.
 
-    A decision: the arm that undoes it brings the outcome back, and every other arm does not. "undecided" is none.
+    A decision: the arm that undoes it brings the outcome back, and every other arm does not. "undecided" is none. The
+    last value counts one as well where another arm brings back surely less.
     """
     verdicts = {name: verdict for name, (verdict, _) in result["arms"].items()}
+    best, less = result.get("less", ("", {}))
     decided = verdicts.get(case.cure) == "brings it back"
-    against = all(verdicts.get(name) in ("does not", "makes it worse") for name in case.others)
-    return case.suspect in result["suspects"], decided and against
+    against = [verdicts.get(name) in ("does not", "makes it worse") for name in case.others]
+    beaten = [best == case.cure and name in less for name in case.others]
+    most = all(either or other for either, other in zip(against, beaten, strict=True))
+    return case.suspect in result["suspects"], decided and all(against), decided and most
 
 
 def _row(name: str, result: Mapping[str, Any]) -> str:
@@ -335,11 +346,15 @@ def _row(name: str, result: Mapping[str, Any]) -> str:
     planted = f"{case.suspect}: " + ", ".join(f"`{_told(change)}`" for change in case.planted) + at
     if result["healthy"]:
         return f"| {planted} | nothing | none | unharmed | | |"
-    lost, words = result["outcome"], ["yes" if right else "no" for right in is_right(case, result)]
+    suspected, decided, most = is_right(case, result)
+    lost, word = result["outcome"], "yes" if decided else "restores most" if most else "no"
     outcome = "nothing" if lost is None else f"`{lost['metric']}` {lost['before']:g} → {lost['after']:g}"
     arms = "; ".join(_arm(arm, verdict, restored) for arm, (verdict, restored) in result["arms"].items())
-    arms += f"; {result['seeds']} seeds" if result["seeds"] > SEEDS else ""
-    return f"| {planted} | {outcome} | {', '.join(result['suspects']) or 'none'} | {words[0]} | {arms} | {words[1]} |"
+    best, less = result.get("less", ("", {}))
+    arms += "".join(f"; `{best}` more than `{other}`, p {p:g}" for other, p in less.items())
+    arms += f"; {result['seeds']} seeds" if result["seeds"] > SEEDS[0] else ""
+    suspects = ", ".join(result["suspects"]) or "none"
+    return f"| {planted} | {outcome} | {suspects} | {'yes' if suspected else 'no'} | {arms} | {word} |"
 
 
 def _arm(name: str, verdict: str, restored: float | None) -> str:

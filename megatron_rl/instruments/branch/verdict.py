@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from scipy import stats
 
 from megatron_rl.instruments.branch.arms import CONTROL, Arm, value_at
 from megatron_rl.instruments.branch.plan import Branch
 from megatron_rl.instruments.lab.archive import first_difference
 from megatron_rl.instruments.lab.foresight import ArmCost
 from megatron_rl.instruments.lab.jobs import FINISHED, run_name, state_of
-from megatron_rl.instruments.lab.results import Effect, Results, Values, Verdict, read_results
+from megatron_rl.instruments.lab.results import (
+    Effect,
+    Results,
+    Values,
+    Verdict,
+    interval_half_width,
+    paired_effect,
+    read_results,
+)
 from megatron_rl.monitor import RunDirectory, read_metrics
 
 WORDS: dict[Verdict, str] = {
@@ -23,6 +34,27 @@ WORDS: dict[Verdict, str] = {
     "undecided": "undecided",
 }
 VALUE_CHARACTERS = 60  # of a recipe's value on the page
+LEVEL = 0.05  # of all tests, as the lab has it
+POWER = 0.8  # chance to decide that `seeds_to_decide` aims at
+MOST_SEEDS = 50  # more are no short experiment
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """How much more ``arm`` restores than ``other``, both of which bring the loss back.
+
+    ``effect``: of the two, by seed; above 0 where ``arm`` restores more. ``p``: corrected for the pairs of all such
+    arms, because ``arm`` was chosen for what it restores.
+    """
+
+    arm: str
+    other: str
+    effect: Effect
+    p: float
+
+    @property
+    def is_sure(self) -> bool:
+        return self.p < LEVEL and self.effect.mean > 0
 
 
 @dataclass(frozen=True)
@@ -36,6 +68,7 @@ class Judged:
     p_holm: float
     restored: float | None
     verdict: str
+    seeds_to_decide: int | None = None  # where it is undecided
 
 
 @dataclass(frozen=True)
@@ -58,18 +91,42 @@ class Judgement:
         return sorted(curing, key=lambda judged: -(judged.restored or 0.0))
 
     @property
+    def contrasts(self) -> list[Contrast]:
+        """The arm that restores most against each other arm that brings it back."""
+        best, *others = self.cures or [None]
+        pairs = len(others) * (len(others) + 1) // 2
+        sign = 1.0 if self.branch.loss.back == "higher" else -1.0
+        contrasts = []
+        for other in others:
+            effect = paired_effect(*({seed: sign * v for seed, v in item.values.items()} for item in (best, other)))
+            if effect is not None:
+                contrasts.append(Contrast(best.arm.name, other.arm.name, effect, min(1.0, effect.p * pairs)))
+        return contrasts
+
+    @property
     def sentence(self) -> str:
         """The verdict in words."""
         metric = self.branch.loss.metric
+        undecided = [judged for judged in self.arms if judged.verdict == WORDS["undecided"]]
+        names = ", ".join(judged.arm.name for judged in undecided)
         if cures := self.cures:
             named = [f"{cure.arm.name} ({_changes(self.branch, cure.arm)})" for cure in cures]
             verb = "brings" if len(cures) == 1 else "bring"
-            said = f"{' and '.join(named)} {verb} {metric} back"
-            return said if len(cures) == 1 else f"{said}: each of them alone; {cures[0].arm.name} restores most"
-        open_arms = [judged.arm.name for judged in self.arms if judged.verdict == WORDS["undecided"]]
-        if open_arms:
-            return f"undecided: {', '.join(open_arms)} may bring {metric} back or not; give more --seeds or --steps"
+            said = f"{' and '.join(named)} {verb} {metric} back{self._told_apart()}"
+            return f"{said}; undecided: {names}, {_seeds_told(undecided)}" if undecided else said
+        if undecided:
+            return f"undecided: {names} may bring {metric} back or not; {_seeds_told(undecided)}"
         return f"none of these arms brings {metric} back: the cause is another; --arms all, or --arm with your own"
+
+    def _told_apart(self) -> str:
+        """Which of several arms that bring it back restores most, and whether that is sure."""
+        if not (contrasts := self.contrasts):
+            return ""
+        sure = [f"{item.other} (p {item.p:.2g})" for item in contrasts if item.is_sure]
+        open_ones = [f"{item.other} (p {item.p:.2g})" for item in contrasts if not item.is_sure]
+        said = f": each of them alone; {contrasts[0].arm} restores "
+        said += f"more than {' and '.join(sure)}" if sure else "most"
+        return said + (f", but not for certain more than {' and '.join(open_ones)}" if open_ones else "")
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -91,6 +148,10 @@ class Judgement:
             "control": {"values": self.control, "repeated_steps": self.repeated, "difference": self.difference},
             "arms": [_arm_as_json(branch, judged) for judged in self.arms],
             "others": self.others,
+            "contrasts": [
+                {"arm": item.arm, "other": item.other, "p": item.p} | _effect_as_json(item.effect)
+                for item in self.contrasts
+            ],
             "left_out": [vars(item) for item in branch.left_out],
             "unfinished": list(self.unfinished),
             "verdict": self.sentence,
@@ -100,20 +161,53 @@ class Judgement:
 def _arm_as_json(branch: Branch, judged: Judged) -> dict[str, Any]:
     arm, effect = judged.arm, judged.effect
     keys = {key: [value_at(branch.recipe_of_run, key), value] for key, value in arm.keys.items()}
-    numbers = {} if effect is None else {"effect": effect.mean, "lower": effect.lower, "upper": effect.upper}
-    numbers = {name: value if abs(value) < float("inf") else None for name, value in numbers.items()}
     return {
         "name": arm.name,
         "undoes": arm.suspect,
         "keys": keys,
         "note": arm.note,
         "values": judged.values,
-        **numbers,
+        **({} if effect is None else _effect_as_json(effect)),
         "p": judged.p,
         "p_holm": judged.p_holm,
         "restored": judged.restored,
         "verdict": judged.verdict,
+        "seeds_to_decide": judged.seeds_to_decide,
     }
+
+
+def _effect_as_json(effect: Effect) -> dict[str, float | None]:
+    numbers = {"effect": effect.mean, "lower": effect.lower, "upper": effect.upper}
+    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+
+
+def seeds_to_decide(effect: Effect, margin: float, num_arms: int) -> int | None:
+    """Return the number of seeds that decide on an arm with a chance of `POWER`; None where `MOST_SEEDS` do not.
+
+    It takes the ``effect`` of the seeds so far, and their scatter, for the true ones. The arm is decided where the
+    difference is significant and beyond ``margin``, or where one as large as the margin is excluded, each corrected
+    for ``num_arms``.
+    """
+    if effect.num_seeds < 2:
+        return None
+    mean, deviation = abs(effect.mean), (effect.upper - effect.mean) / interval_half_width(effect.num_seeds)
+    for seeds in range(effect.num_seeds + 1, MOST_SEEDS + 1):
+        error = deviation / math.sqrt(seeds)
+        differs = max(margin, float(stats.t.isf(LEVEL / num_arms / 2, seeds - 1)) * error)
+        same = margin - float(stats.t.isf(LEVEL / num_arms, seeds - 1)) * error
+        decided = stats.norm.sf((differs - mean) / error) + stats.norm.cdf((-differs - mean) / error)
+        if same > 0:
+            decided += stats.norm.cdf((same - mean) / error) - stats.norm.cdf((-same - mean) / error)
+        if decided >= POWER:
+            return seeds
+    return None
+
+
+def _seeds_told(undecided: Sequence[Judged]) -> str:
+    needed = [judged.seeds_to_decide for judged in undecided]
+    if None in needed:
+        return f"and {MOST_SEEDS} seeds would hardly decide; give more --steps or another --outcome"
+    return f"about --seeds {max(needed)} would decide"
 
 
 def judge(branch: Branch, root: Path) -> Judgement:
@@ -130,6 +224,9 @@ def judge(branch: Branch, root: Path) -> Judgement:
             decision.p_holm,
             _restored(branch, decision.effect, control),
             WORDS[decision.verdict],
+            seeds_to_decide(decision.effect, branch.loss.margin, len(by_name))
+            if decision.verdict == "undecided" and decision.effect is not None
+            else None,
         )
         for decision in results.decisions()
     ]

@@ -107,7 +107,8 @@ def test_table_of_planted_causes_and_their_branches():
     *rows, _, said = table_of_branches(DOCS / "lab" / "branch.json")
     assert "\n".join(rows) in text
     pattern = (
-        r"(\d+) of (\d+) cases were run, and (\d+) became unstable. Of these, `why` has .* in (\d+), .* in (\d+)\."
+        r"(\d+) of (\d+) cases were run, and (\d+) became unstable. Of these, `why` has .* in (\d+), and `branch` is "
+        r"right in (\d+)\. With those that restore most these are (\d+)\."
     )
     told = re.search(pattern, " ".join(text.split())).groups()
     assert list(told) == [str(len(rows) - 2), str(len(PLANTED)), *re.findall(r"\d+", said)]

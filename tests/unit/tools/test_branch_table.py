@@ -52,8 +52,8 @@ def test_an_undecided_branch_gets_more_seeds(tmp_path, monkeypatch):
 
     monkeypatch.setattr(branch_table, "_command", command)
     result = _short(branch_table._run(tmp_path, "rate-grpo", CASES["rate-grpo"], 1))
-    assert seeds == [3, 5]
-    assert result["seeds"] == 5
+    assert seeds == [3, 5, 8]
+    assert result["seeds"] == 8
 
 
 def test_an_own_arm_is_named_with_its_keys(tmp_path):
@@ -78,16 +78,35 @@ YES, NO, OPEN = "brings it back", "does not", "undecided"
 @pytest.mark.parametrize(
     ("suspects", "cure", "other", "right"),
     [
-        (["reward", "learning rate"], YES, NO, (True, True)),
-        (["reward", "length", "learning rate"], YES, "makes it worse", (False, True)),
-        (["learning rate"], OPEN, NO, (True, False)),
-        (["learning rate"], YES, OPEN, (True, False)),
-        (["learning rate"], YES, YES, (True, False)),
+        (["reward", "learning rate"], YES, NO, (True, True, True)),
+        (["reward", "length", "learning rate"], YES, "makes it worse", (False, True, True)),
+        (["learning rate"], OPEN, NO, (True, False, False)),
+        (["learning rate"], YES, OPEN, (True, False, False)),
+        (["learning rate"], YES, YES, (True, False, False)),
     ],
 )
 def test_a_case_is_right_with_the_suspect_among_two_and_every_arm_decided(suspects, cure, other, right):
     result = _short(_result(suspects, third_rate=cure, tis=NO, other_data_order=other))
     assert is_right(CASES["rate-grpo"], result) == right
+
+
+@pytest.mark.parametrize(
+    ("pair", "most"),
+    [
+        ({"arm": "third-rate", "p": 0.01, "effect": 0.2}, True),
+        ({"arm": "third-rate", "p": 0.06, "effect": 0.2}, False),
+        ({"arm": "tis", "p": 0.01, "effect": 0.2}, False),  # another arm than the cure restores most
+    ],
+)
+def test_a_second_cure_that_surely_restores_less_is_told_apart(pair, most, tmp_path):
+    result = _result(["learning rate"], third_rate=YES, tis=NO, other_data_order=YES)
+    result["branch"]["contrasts"] = [pair | {"other": "other-data-order"}]
+    assert is_right(CASES["rate-grpo"], _short(result)) == (True, False, most)
+    (tmp_path / "rate-grpo.json").write_text(json.dumps(result))
+    assert pack(tmp_path, tmp_path / "packed") == 1
+    *_, row, _, said = table(tmp_path / "packed")
+    assert ("; `third-rate` more than `other-data-order`, p 0.01 | restores most |" in row) == most
+    assert said.endswith(f"`branch` in 0, and in {int(most)} if it may restore most")
 
 
 def test_the_table_counts_harmed_runs_alone(tmp_path):
@@ -106,4 +125,4 @@ def test_the_table_counts_harmed_runs_alone(tmp_path):
     )
     assert "| unharmed |" in second
     assert third.endswith("| nothing | reward | no |  | no |")
-    assert said == "2 became unstable: `why` is right in 1, `branch` in 0"
+    assert said == "2 became unstable: `why` is right in 1, `branch` in 0, and in 0 if it may restore most"

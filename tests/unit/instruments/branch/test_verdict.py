@@ -6,12 +6,14 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from scipy import stats
 
 from megatron_rl.instruments.branch.arms import CONTROL
 from megatron_rl.instruments.branch.plan import plan_branch
-from megatron_rl.instruments.branch.verdict import judge, page
+from megatron_rl.instruments.branch.verdict import MOST_SEEDS, judge, page, seeds_to_decide
+from megatron_rl.instruments.lab.results import paired_effect
 from megatron_rl.monitor.run_directory import JsonlSink
 from tests.support.rounding import rounded
 from tests.support.sick_run import PLANTED, finish, make_run, rows
@@ -54,6 +56,81 @@ def test_two_seeds_that_disagree_decide_nothing(sick, tmp_path):
     judgement = judge(branch, tmp_path)
     assert judgement.cures == []
     assert judgement.sentence.startswith("undecided: third-rate")
+
+
+HALF = (0.35, 0.37, 0.36, 0.34)  # of what was lost
+
+
+@pytest.mark.parametrize("one_update", [HALF, (0.60, 0.57, 0.60, 0.57)])
+def test_two_arms_that_bring_it_back_are_compared_with_each_other(one_update, sick, tmp_path):
+    branch = plan_branch(sick, from_step=10, steps=20, wanted=ARMS)
+    finish(branch, tmp_path, PLANTED | {"one-update": one_update})
+    judgement = judge(branch, tmp_path)
+    assert [cure.arm.name for cure in judgement.cures] == ["third-rate", "one-update"]
+    (contrast,) = judgement.contrasts
+    p = stats.ttest_rel(PLANTED["third-rate"], one_update).pvalue  # of one pair: nothing to correct for
+    assert contrast.p == rounded(p)
+    told = judgement.sentence.partition(" back: each of them alone; ")[2]
+    if one_update == HALF:
+        assert told == f"third-rate restores more than one-update (p {p:.2g})"
+    else:
+        assert p > 0.05
+        assert told == f"third-rate restores most, but not for certain more than one-update (p {p:.2g})"
+    (said,) = json.loads(json.dumps(judgement.as_json()))["contrasts"]
+    assert (said["arm"], said["other"]) == ("third-rate", "one-update")
+    assert said["effect"] == rounded(float(np.mean(np.subtract(PLANTED["third-rate"], one_update))))
+
+
+def test_the_best_of_three_is_corrected_for_three_pairs(sick, tmp_path):
+    from megatron_rl.instruments.branch.arms import own_arm
+
+    branch = plan_branch(sick, from_step=10, steps=20, wanted=ARMS, own=[own_arm("cold", ["rollout.temperature=0.9"])])
+    finish(branch, tmp_path, PLANTED | {"one-update": HALF, "cold": (0.30, 0.31, 0.33, 0.29)})
+    pairs = {contrast.other: contrast.p for contrast in judge(branch, tmp_path).contrasts}
+    assert pairs["one-update"] == rounded(3 * stats.ttest_rel(PLANTED["third-rate"], HALF).pvalue)
+    assert set(pairs) == {"one-update", "cold"}
+
+
+def chance_to_decide(mean: float, deviation: float, margin: float, num_arms: int, seeds: int) -> float:
+    """By a sum over all means that ``seeds`` may have."""
+    error = deviation / math.sqrt(seeds)
+    estimates = mean + error * np.linspace(-8, 8, 200_001)
+    t = np.abs(estimates) / error
+    differs = (2 * stats.t.sf(t, seeds - 1) * num_arms < 0.05) & (np.abs(estimates) > margin)
+    same = stats.t.sf((margin - np.abs(estimates)) / error, seeds - 1) * num_arms < 0.05
+    density = stats.norm.pdf(estimates, mean, error)
+    return float((density * (differs | same)).sum() / density.sum())
+
+
+@pytest.mark.parametrize(
+    ("differences", "margin", "num_arms"),
+    [((0.02, -0.03, 0.04), 0.1, 3), ((0.3, 0.05, 0.2), 0.05, 2), ((-0.06, 0.05, -0.02, 0.04), 0.06, 1)],
+)
+def test_the_seeds_that_decide_are_the_fewest_that_do(differences, margin, num_arms):
+    arm, control = dict(enumerate(differences)), dict.fromkeys(range(len(differences)), 0.0)
+    effect = paired_effect(arm, control, margin=margin)
+    seeds = seeds_to_decide(effect, margin, num_arms)
+    known = (float(np.mean(differences)), float(np.std(differences, ddof=1)), margin, num_arms)
+    # An estimate that lies between two grid points may fall on either side.
+    assert chance_to_decide(*known, seeds) > 0.8 - 1e-4
+    assert seeds == len(differences) + 1 or chance_to_decide(*known, seeds - 1) < 0.8 + 1e-4
+
+
+def test_an_effect_as_large_as_the_margin_is_never_decided():
+    effect = paired_effect({0: 0.09, 1: 0.10, 2: 0.11}, dict.fromkeys(range(3), 0.0), margin=0.1)
+    assert seeds_to_decide(effect, 0.1, 1) is None
+    assert seeds_to_decide(paired_effect({0: 1.0}, {0: 0.0}, margin=0.1), 0.1, 1) is None
+
+
+def test_the_verdict_says_how_many_seeds_would_decide(sick, tmp_path):
+    branch = plan_branch(sick, from_step=10, steps=20, wanted=ARMS)
+    wide = (0.02, 0.30, 0.01, 0.15)
+    finish(branch, tmp_path, PLANTED | {"one-update": wide})
+    judgement = judge(branch, tmp_path)
+    effect = next(judged.effect for judged in judgement.arms if judged.arm.name == "one-update")
+    seeds = seeds_to_decide(effect, branch.loss.margin, 2)
+    assert 4 < seeds <= MOST_SEEDS
+    assert judgement.sentence.endswith(f" back; undecided: one-update, about --seeds {seeds} would decide")
 
 
 def test_arms_that_all_do_nothing_leave_the_cause_open(sick, tmp_path):
