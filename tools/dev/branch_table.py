@@ -194,6 +194,51 @@ CASES = {
         ("third-rate", "other-data-order"),
         at=5,
     ),
+    "data-all-seven": Case(
+        "data",
+        "gspo",
+        (),
+        ("data.train={out}/all_seven.jsonl",),
+        "right-data",
+        _NEUTRAL,
+        at=0,
+        own=("data.train={data}/train.jsonl",),
+        outcome="val/reward/mean",
+        steps=24,
+    ),
+    "dose-router": Case(
+        "dose of mismatch",
+        "exact",
+        (),
+        ("exact.noise={kind: router, std: 4}",),
+        "no-dose",
+        ("third-rate", "other-data-order"),
+        at=5,
+    ),
+    "temperature-hot-r3": Case(
+        "temperature", "r3", (), (_TEMPERATURE.format(1.75),), "usual-temperature", ("third-rate", "other-data-order")
+    ),
+    "reward-off-by-two": Case(
+        "reward",
+        "fp8",
+        (_LR.format("2e-4"),),
+        (_reward("off_by_two"),),
+        "right-reward",
+        ("third-rate", "unrounded"),
+        own=("reward.name=modsum",),
+    ),
+    "rate-r3": Case("learning rate", "r3", (), (_LR.format("1.6e-3"),), "third-rate", _NEUTRAL),
+    "fp16-growth-gspo": Case(
+        "overflow",
+        "gspo",
+        _FP16,
+        ("learner.loss_scale.growth_interval=2", "learner.loss_scale.backoff_factor=0.95"),
+        "bf16",
+        ("third-rate", "tis"),
+        at=0,
+        outcome="actor/update_skipped",
+        steps=32,
+    ),
 }
 
 
@@ -209,6 +254,10 @@ def off_by_five(response: str, answer: str) -> float:
     return float(_final(response) == str((int(answer) + 5) % 10))
 
 
+def off_by_two(response: str, answer: str) -> float:
+    return float(_final(response) == str((int(answer) + 2) % 10))
+
+
 def right_and_long(response: str, answer: str) -> float:
     return 0.2 * float(_final(response) == answer) + 0.8 * min(len(response) / 24, 1.0)
 
@@ -221,8 +270,9 @@ def make(out: Path, names: list[str], num_jobs: int) -> None:
     """Run the cases of ``names`` (all where it is empty); what is finished stays as it is."""
     out.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in (_data() / "train.jsonl").read_text().splitlines()]
-    wrong = [row | {"answer": str((int(row["answer"]) + 3) % 10)} for row in rows]
-    (out / "plus_three.jsonl").write_text("".join(json.dumps(row) + "\n" for row in wrong))
+    plus_three = [row | {"answer": str((int(row["answer"]) + 3) % 10)} for row in rows]
+    for file, wrong in (("plus_three", plus_three), ("all_seven", [row | {"answer": "7"} for row in rows])):
+        (out / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in wrong))
     for name in names or CASES:
         noted = out / f"{name}.json"
         if not noted.exists():

@@ -37,6 +37,7 @@ def test_every_case_is_two_recipes_and_its_arms_apply(name, tmp_path):
 def test_wrong_rewards_are_wrong():
     assert branch_table.off_by_five("7+1=8#8", "3") == 1.0
     assert branch_table.off_by_five("7+1=8#8", "8") == 0.0
+    assert branch_table.off_by_two("#0", "8") == 1.0 > branch_table.off_by_two("#8", "8")
     assert branch_table.unmarked("8", "8") > branch_table.unmarked("#8", "8")
     assert branch_table.right_and_long("#8" + " " * 22, "8") > branch_table.right_and_long("#8", "8")
 
