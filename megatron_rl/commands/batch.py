@@ -182,6 +182,7 @@ def print_attribution(
 ) -> None:
     from megatron_rl.instruments.stored.rerun import draw
     from megatron_rl.process.host import format_table
+    from megatron_rl.run.recorded_batches import IMPORTED
 
     total = attribution.total
     print(f"step {options.step}, {attribution.num_tokens} response tokens, weights: {attribution.weights}")
@@ -199,7 +200,11 @@ def print_attribution(
     print(format_table(["cause", "taken away by", "variance", "share"], rows))
     print(
         "The shares are of the mismatch, not of the collapse: they say what makes pi and mu differ at this step.\n"
-        f"What made the run unstable: megatron-rl run why {options.run}, then run branch"
+        + (
+            "What made the run unstable: megatron-rl run why LOG, with the log of the run that wrote the dump"
+            if IMPORTED in recorded.metrics
+            else f"What made the run unstable: megatron-rl run why {options.run}, then run branch"
+        )
     )
     chart = directory.plots / f"mismatch_step_{options.step:08d}.png"
     draw(attribution, f"{options.run.name}, step {options.step}", chart)
@@ -340,7 +345,7 @@ def run_import_dump(options: argparse.Namespace) -> int:
     says what the dump lacks. A dump of verl has texts alone and is refused.
     """
     from megatron_rl.config import load_recipe
-    from megatron_rl.instruments.foreign.dumps import read_dump, write_run
+    from megatron_rl.instruments.foreign.dumps import mismatch_of, read_dump, write_run
 
     recipe = load_recipe(options.recipe, options.overrides)
     imported = read_dump(options.dump, recipe, options.reward_key)
@@ -348,6 +353,9 @@ def run_import_dump(options: argparse.Namespace) -> int:
     sequences = imported.batch.sequences
     tokens = sum(sequence.response_length for sequence in sequences)
     print(f"{options.dump}: {imported.project}, {len(sequences)} responses of {tokens} tokens")
+    if mismatch := mismatch_of(imported.batch):
+        shown = ("mismatch/rho_std", "mismatch/rho_max", "rollout_corr/k3_kl", "rollout_corr/chi2_token")
+        print("mismatch by its own log-probs: " + ", ".join(f"{name} {mismatch[name]:.3g}" for name in shown))
     for lack in imported.lacks:
         print(f"the dump lacks {lack}")
     print(f"{path}: written; next: megatron-rl batch attribute {options.output} --step 0")

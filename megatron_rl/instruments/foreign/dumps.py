@@ -27,6 +27,7 @@ from megatron_rl.errors import InputError, shown
 from megatron_rl.model.architecture import Architecture, read_architecture
 from megatron_rl.monitor import RunDirectory
 from megatron_rl.objective import compute_advantages
+from megatron_rl.objective.metrics import mismatch_metrics
 from megatron_rl.routing import RouteShape, route_checksums
 from megatron_rl.run.recorded_batches import IMPORTED, MAX_LOGPROB, record_batch
 from megatron_rl.types import Batch, Sequence
@@ -98,6 +99,18 @@ def read_dump(path: Path, recipe: Recipe, reward_key: str | None = None) -> Impo
     lacks.append("versions of the weights: all tokens count as sampled with the checkpoint's")
     parts = np.array_split(np.arange(len(sequences)), min(recipe.batch.minibatches, len(sequences)))
     return Imported(project, Batch(0, sequences, [part.tolist() for part in parts]), lacks)
+
+
+def mismatch_of(batch: Batch) -> dict[str, float]:
+    """Return the mismatch of the log-probs in ``batch`` as every step logs it; {} where there are none of a learner."""
+    if any(s.current_logprobs is None for s in batch.sequences):
+        return {}
+    learner, engine, mask = (
+        torch.from_numpy(np.concatenate([getattr(s, name) for s in batch.sequences]))
+        for name in ("current_logprobs", "inference_logprobs", "loss_mask")
+    )
+    ends = np.cumsum([0, *(s.response_length for s in batch.sequences)])
+    return mismatch_metrics(learner, engine, mask, torch.from_numpy(ends))
 
 
 def write_run(imported: Imported, recipe: Recipe, folder: Path) -> Path:

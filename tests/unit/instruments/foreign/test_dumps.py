@@ -202,6 +202,18 @@ def test_the_command_says_what_is_lacking_and_keeps_other_folders(tmp_path, caps
     assert "it is there already" in capsys.readouterr().err
 
 
+def test_the_mismatch_of_a_dump_is_that_of_its_log_probs(tmp_path, capsys):
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(json.loads(RECIPE.model_dump_json(exclude_defaults=True))))
+    words = ["batch", "import-dump", str(FILES["NeMo-RL"]), "--recipe", str(tmp_path / "recipe.yaml")]
+    assert main([*words, "--output", str(tmp_path / "run")]) == 0
+    kept = [(s.current_logprobs[s.loss_mask], s.inference_logprobs[s.loss_mask]) for s in original().sequences]
+    learner, engine = (np.concatenate(parts).astype(np.float64) for parts in zip(*kept, strict=True))
+    rho = np.exp(learner - engine)
+    told = re.search(r"by its own log-probs: mismatch/rho_std (\S+), mismatch/rho_max (\S+),", capsys.readouterr().out)
+    assert told.groups() == (f"{rho.std(ddof=1):.3g}", f"{rho.max():.3g}")
+    assert dumps.mismatch_of(imported(tmp_path / "b", "slime")[1].batch) == {}
+
+
 def test_versions_are_those_of_the_keys():
     for project, version in foreign_keys.READ_FROM.items():
         assert dumps.READ_FROM.get(project, version) == version
