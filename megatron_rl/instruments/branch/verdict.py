@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from scipy import stats
 
 from megatron_rl.instruments.branch.arms import CONTROL, Arm, value_at
-from megatron_rl.instruments.branch.plan import Branch
+from megatron_rl.instruments.branch.plan import DECISIVE, Branch, Loss
 from megatron_rl.instruments.lab.archive import first_difference
 from megatron_rl.instruments.lab.foresight import ArmCost
 from megatron_rl.instruments.lab.jobs import FINISHED, run_name, state_of
@@ -74,7 +74,7 @@ class Judged:
 @dataclass(frozen=True)
 class Judgement:
     """All that is said of a branch. ``repeated``: steps in which the control with the run's own random numbers repeats
-    the run; ``difference``: the first metric in which it does not."""
+    the run; ``difference``: the first metric in which it does not. ``best``: see `beside_the_best`."""
 
     branch: Branch
     control: Values
@@ -83,6 +83,7 @@ class Judgement:
     repeated: int
     difference: str | None
     unfinished: tuple[str, ...]
+    best: Judged | None = None
 
     @property
     def cures(self) -> list[Judged]:
@@ -147,6 +148,7 @@ class Judgement:
             },
             "control": {"values": self.control, "repeated_steps": self.repeated, "difference": self.difference},
             "arms": [_arm_as_json(branch, judged) for judged in self.arms],
+            "beside": None if self.best is None else self.best.arm.name,
             "others": self.others,
             "contrasts": [
                 {"arm": item.arm, "other": item.other, "p": item.p} | _effect_as_json(item.effect)
@@ -181,16 +183,17 @@ def _effect_as_json(effect: Effect) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
 
 
-def seeds_to_decide(effect: Effect, margin: float, num_arms: int) -> int | None:
+def seeds_to_decide(effect: Effect, margin: float, num_arms: int, scatter: Effect | None = None) -> int | None:
     """Return the number of seeds that decide on an arm with a chance of `POWER`; None where `MOST_SEEDS` do not.
 
-    It takes the ``effect`` of the seeds so far, and their scatter, for the true ones. The arm is decided where the
-    difference is significant and beyond ``margin``, or where one as large as the margin is excluded, each corrected
-    for ``num_arms``.
+    It takes the ``effect`` of the seeds so far, and their scatter (that of ``scatter``, if given), for the true ones.
+    The arm is decided where the difference is significant and beyond ``margin``, or where one as large as the margin is
+    excluded, each corrected for ``num_arms``.
     """
     if effect.num_seeds < 2:
         return None
-    mean, deviation = abs(effect.mean), (effect.upper - effect.mean) / interval_half_width(effect.num_seeds)
+    scatter = effect if scatter is None else scatter
+    mean, deviation = abs(effect.mean), (scatter.upper - scatter.mean) / interval_half_width(scatter.num_seeds)
     for seeds in range(effect.num_seeds + 1, MOST_SEEDS + 1):
         error = deviation / math.sqrt(seeds)
         differs = max(margin, float(stats.t.isf(LEVEL / num_arms / 2, seeds - 1)) * error)
@@ -201,6 +204,49 @@ def seeds_to_decide(effect: Effect, margin: float, num_arms: int) -> int | None:
         if decided >= POWER:
             return seeds
     return None
+
+
+def beside_the_best(arms: Sequence[Judged], control: Values, loss: Loss) -> tuple[Judged | None, list[Judged]]:
+    """Return the best arm where it restores more than was lost, and the arms judged beside it; else None and ``arms``.
+
+    A run goes on learning, so that without the harm it would be above its level before. What counts as nothing is then
+    a quarter (`DECISIVE`) of what the best arm restores, by seed, and no longer of what was lost.
+    """
+    cures = [judged for judged in arms if judged.verdict == WORDS["as predicted"]]
+    best = max(cures, key=lambda judged: abs(judged.effect.mean), default=None)
+    if best is None or abs(best.effect.mean) <= abs(loss.before - loss.after):
+        return None, list(arms)
+    open_words = (WORDS["as predicted"], WORDS["undecided"])
+    return best, [
+        _beside(best, judged, control, loss, len(arms))
+        if judged is not best and judged.verdict in open_words
+        else judged
+        for judged in arms
+    ]
+
+
+def _beside(best: Judged, judged: Judged, control: Values, loss: Loss, num_arms: int) -> Judged:
+    sign = 1.0 if loss.back == "higher" else -1.0
+    gains, least = (
+        {seed: share * sign * (value - control[seed]) for seed, value in item.values.items() if seed in control}
+        for item, share in ((judged, 1.0), (best, DECISIVE))
+    )
+    above = paired_effect(gains, least)  # above 0: the arm restores more than a quarter
+    below = paired_effect(gains, {seed: -value for seed, value in least.items()})  # below 0: it harms by as much
+    if above is None:
+        return judged
+    if max(_one_sided(above, -1.0), _one_sided(below, 1.0)) * num_arms < LEVEL:
+        return replace(judged, verdict=WORDS["no effect"], seeds_to_decide=None)
+    if judged.verdict == WORDS["as predicted"] and above.mean > 0:
+        return judged
+    margin = sum(least.values()) / len(least)
+    seeds = seeds_to_decide(judged.effect, margin, num_arms, above if judged.effect.mean * sign > 0 else below)
+    return replace(judged, verdict=WORDS["undecided"], seeds_to_decide=seeds)
+
+
+def _one_sided(effect: Effect, sign: float) -> float:
+    """Return the p-value of "the difference has not this sign"."""
+    return effect.p / 2 if effect.mean * sign > 0 else 1.0 - effect.p / 2
 
 
 def _seeds_told(undecided: Sequence[Judged]) -> str:
@@ -230,9 +276,10 @@ def judge(branch: Branch, root: Path) -> Judgement:
         )
         for decision in results.decisions()
     ]
+    best, arms = beside_the_best(arms, control, branch.loss)
     repeated, difference = repeats_the_run(branch, root)
     unfinished = tuple(results.unfinished)
-    return Judgement(branch, control, tuple(arms), _others(results), repeated, difference, unfinished)
+    return Judgement(branch, control, tuple(arms), _others(results), repeated, difference, unfinished, best)
 
 
 def _restored(branch: Branch, effect: Effect | None, control: Values) -> float | None:
@@ -352,6 +399,8 @@ def page(judgement: Judgement) -> str:
     lines = _heading(branch)
     lines += ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += [f"  {arm.name}: {arm.note}" for arm in branch.arms if arm.note]
+    if judgement.best is not None:
+        lines.append(f"  {judgement.best.arm.name} restores more than was lost: a quarter of that counts as none")
     lines.append("")
     if judgement.difference is not None:
         lines.append(f"The control with the run's own seeds differs from the run: {judgement.difference}")

@@ -122,6 +122,37 @@ def test_an_effect_as_large_as_the_margin_is_never_decided():
     assert seeds_to_decide(paired_effect({0: 1.0}, {0: 0.0}, margin=0.1), 0.1, 1) is None
 
 
+SLIGHT = (0.22, 0.14, 0.20, 0.12)
+
+
+@pytest.mark.parametrize(("third_rate", "verdict"), [((0.90, 0.91, 0.89, 0.90), "does not"), (None, "undecided")])
+def test_a_cure_that_restores_more_than_was_lost_says_what_counts_as_none(third_rate, verdict, sick, tmp_path):
+    """A quarter of the loss, 0.125, is not excluded, but a quarter of what the cure restores, 0.2, is."""
+    branch = plan_branch(sick, from_step=10, steps=20, wanted=ARMS)
+    third_rate = third_rate or PLANTED["third-rate"]
+    finish(branch, tmp_path, PLANTED | {"third-rate": third_rate, "one-update": SLIGHT})
+    judgement = judge(branch, tmp_path)
+    gains, whole = (np.subtract(values, PLANTED[CONTROL]) for values in (SLIGHT, third_rate))
+    p = stats.ttest_rel(gains, whole / 4, alternative="less").pvalue
+    assert (p * 2 < 0.05 and whole.mean() > 0.5) == (verdict == "does not")
+    judged = next(judged for judged in judgement.arms if judged.arm.name == "one-update")
+    assert judged.verdict == verdict
+    assert (judged.seeds_to_decide is None) == (verdict == "does not")
+    assert ("restores more than was lost: a quarter of that" in page(judgement)) == (verdict == "does not")
+    assert judgement.as_json()["beside"] == ("third-rate" if verdict == "does not" else None)
+
+
+def test_an_arm_that_restores_less_than_a_quarter_of_the_best_is_no_cure(sick, tmp_path):
+    """It restores more than a quarter of the loss for certain, and so it was a cure beside the loss."""
+    branch = plan_branch(sick, from_step=10, steps=20, wanted=ARMS)
+    some = (0.26, 0.28, 0.24, 0.27)  # 0.16 of 0.5 more than the control
+    finish(branch, tmp_path, PLANTED | {"third-rate": (0.95, 0.65, 0.95, 0.65), "one-update": some})
+    judgement = judge(branch, tmp_path)
+    assert {judged.arm.name: judged.verdict for judged in judgement.arms} == {
+        "third-rate": "brings it back", "one-update": "undecided",
+    }  # fmt: skip
+
+
 def test_the_verdict_says_how_many_seeds_would_decide(sick, tmp_path):
     branch = plan_branch(sick, from_step=10, steps=20, wanted=ARMS)
     wide = (0.02, 0.30, 0.01, 0.15)
