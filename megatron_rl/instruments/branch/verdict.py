@@ -21,6 +21,7 @@ from megatron_rl.instruments.lab.results import (
     Results,
     Values,
     Verdict,
+    holm,
     interval_half_width,
     paired_effect,
     read_results,
@@ -210,42 +211,35 @@ def beside_the_best(arms: Sequence[Judged], control: Values, loss: Loss) -> tupl
     """Return the best arm where it restores more than was lost, and the arms judged beside it; else None and ``arms``.
 
     A run goes on learning, so that without the harm it would be above its level before. What counts as nothing is then
-    a quarter (`DECISIVE`) of what the best arm restores, by seed, and no longer of what was lost.
+    a quarter (`DECISIVE`) of what the best arm restores, by seed, and no longer of what was lost. Holm's correction is
+    over the other arms.
     """
     cures = [judged for judged in arms if judged.verdict == WORDS["as predicted"]]
     best = max(cures, key=lambda judged: abs(judged.effect.mean), default=None)
     if best is None or abs(best.effect.mean) <= abs(loss.before - loss.after):
         return None, list(arms)
-    open_words = (WORDS["as predicted"], WORDS["undecided"])
-    return best, [
-        _beside(best, judged, control, loss, len(arms))
-        if judged is not best and judged.verdict in open_words
-        else judged
-        for judged in arms
-    ]
-
-
-def _beside(best: Judged, judged: Judged, control: Values, loss: Loss, num_arms: int) -> Judged:
     sign = 1.0 if loss.back == "higher" else -1.0
-    gains, least = (
-        {seed: share * sign * (value - control[seed]) for seed, value in item.values.items() if seed in control}
-        for item, share in ((judged, 1.0), (best, DECISIVE))
-    )
-    above = paired_effect(gains, least)  # above 0: the arm restores more than a quarter
-    below = paired_effect(gains, {seed: -value for seed, value in least.items()})  # below 0: it harms by as much
-    if above is None:
-        return judged
-    if max(_one_sided(above, -1.0), _one_sided(below, 1.0)) * num_arms < LEVEL:
-        return replace(judged, verdict=WORDS["no effect"], seeds_to_decide=None)
-    if judged.verdict == WORDS["as predicted"] and above.mean > 0:
-        return judged
-    margin = sum(least.values()) / len(least)
-    seeds = seeds_to_decide(judged.effect, margin, num_arms, above if judged.effect.mean * sign > 0 else below)
-    return replace(judged, verdict=WORDS["undecided"], seeds_to_decide=seeds)
+    gains = [{seed: sign * (v - control[seed]) for seed, v in arm.values.items() if seed in control} for arm in arms]
+    least = {seed: DECISIVE * gain for seed, gain in gains[arms.index(best)].items()}
+    above = [paired_effect(gain, least) for gain in gains]  # below 0: the arm restores less than a quarter
+    below = [paired_effect(gain, {seed: -value for seed, value in least.items()}) for gain in gains]  # or harms by less
+    others = [i for i, arm in enumerate(arms) if arm is not best and above[i] is not None]
+    p = dict(zip(others, holm([max(_one_sided(above[i], -1), _one_sided(below[i], 1)) for i in others]), strict=True))
+    num_open = sum(value >= LEVEL for value in p.values())
+    judged = list(arms)
+    for i in others:
+        arm, is_cure = arms[i], arms[i].verdict == WORDS["as predicted"]
+        if p[i] < LEVEL and arm.verdict != WORDS["contrary"]:
+            judged[i] = replace(arm, verdict=WORDS["no effect"], seeds_to_decide=None)
+        elif arm.verdict == WORDS["undecided"] or (is_cure and above[i].mean <= 0):
+            margin, scatter = sum(least.values()) / len(least), above[i] if sign * arm.effect.mean > 0 else below[i]
+            seeds = seeds_to_decide(arm.effect, margin, num_open, scatter)
+            judged[i] = replace(arm, verdict=WORDS["undecided"], seeds_to_decide=seeds)
+    return best, judged
 
 
-def _one_sided(effect: Effect, sign: float) -> float:
-    """Return the p-value of "the difference has not this sign"."""
+def _one_sided(effect: Effect, sign: int) -> float:
+    """Return the p-value of the hypothesis that the difference has not this sign."""
     return effect.p / 2 if effect.mean * sign > 0 else 1.0 - effect.p / 2
 
 

@@ -134,12 +134,33 @@ def test_a_cure_that_restores_more_than_was_lost_says_what_counts_as_none(third_
     judgement = judge(branch, tmp_path)
     gains, whole = (np.subtract(values, PLANTED[CONTROL]) for values in (SLIGHT, third_rate))
     p = stats.ttest_rel(gains, whole / 4, alternative="less").pvalue
-    assert (p * 2 < 0.05 and whole.mean() > 0.5) == (verdict == "does not")
+    assert (p < 0.05 and whole.mean() > 0.5) == (verdict == "does not")  # of one other arm: nothing to correct for
     judged = next(judged for judged in judgement.arms if judged.arm.name == "one-update")
     assert judged.verdict == verdict
     assert (judged.seeds_to_decide is None) == (verdict == "does not")
     assert ("restores more than was lost: a quarter of that" in page(judgement)) == (verdict == "does not")
     assert judgement.as_json()["beside"] == ("third-rate" if verdict == "does not" else None)
+
+
+@pytest.mark.parametrize(("second", "verdict"), [((0.11, 0.12, 0.09, 0.10), "does not"), (None, "undecided")])
+def test_holms_correction_is_over_the_arms_beside_the_best(second, verdict, sick, tmp_path):
+    """An arm that is as slight as this is decided after one that is nothing, but not beside another that is open."""
+    from megatron_rl.instruments.branch.arms import own_arm
+
+    slight = (0.26, 0.10, 0.24, 0.08)
+    best = (0.90, 0.91, 0.89, 0.90)
+    branch = plan_branch(sick, from_step=10, steps=20, wanted=ARMS, own=[own_arm("cold", ["rollout.temperature=0.9"])])
+    planted = {"third-rate": best, "one-update": slight, "cold": second or (0.30, 0.07, 0.28, 0.05)}
+    finish(branch, tmp_path, PLANTED | planted)
+    less = np.subtract(best, PLANTED[CONTROL]) / 4
+    p = {
+        arm: stats.ttest_rel(np.subtract(planted[arm], PLANTED[CONTROL]), less, alternative="less").pvalue
+        for arm in ("one-update", "cold")
+    }
+    assert p["one-update"] < 0.05 < 2 * p["one-update"]
+    assert (2 * p["cold"] < 0.05) == (verdict == "does not")
+    judged = next(judged for judged in judge(branch, tmp_path).arms if judged.arm.name == "one-update")
+    assert judged.verdict == verdict
 
 
 def test_an_arm_that_restores_less_than_a_quarter_of_the_best_is_no_cure(sick, tmp_path):
