@@ -25,7 +25,7 @@ from megatron_rl.learner.optimizer import LengthDecayScheduler, build_scheduler
 from megatron_rl.patching import releases, upstream
 from megatron_rl.patching.series import Series
 from tests.support.patience import PATIENCE_S
-from tools.dev import length_curves
+from tools.dev import length_curves, release_tests
 
 REPOSITORY = Path(__file__).parents[2]
 NAME = "megatron/core/optimizer_param_scheduler.py"
@@ -186,8 +186,9 @@ if tree := os.environ.get("MEGATRON_LM"):  # a checkout of Megatron-LM at a pinn
 
     @pytest.mark.parametrize(("mode", "warmup"), [("auto", 0), ("auto", 30), ("shadow", 30)])
     def test_rates_of_megatrons_own_training_loop_are_ours(tmp_path, mode, warmup):
-        """On a core_r0.16.0 checkout: programs/training_loop.py says what is replaced on a CPU."""
+        """Of 0.16 or later: programs/training_loop.py says what is replaced on a CPU."""
         shutil.copytree(Path(tree) / "megatron", tmp_path / "tree" / "megatron")
+        release_tests.add_triton(tmp_path / "tree")
         done = patches("apply", "--tree", str(tmp_path / "tree"), "--series", "schedule,cpu")
         assert done.returncode == 0, done.stderr
         (tmp_path / "lengths.json").write_text(json.dumps(list(LENGTHS)))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import zipfile
@@ -19,6 +17,7 @@ import pytest
 from megatron_rl.patching import states, target
 from megatron_rl.patching.series import PatchError, Series
 from megatron_rl.patching.states import installed_status
+from tests.support import kill
 from tests.support.patience import PATIENCE_S
 from tests.support.series import megatron_core
 
@@ -325,38 +324,15 @@ def test_an_error_halfway_restores_every_file(patches, tree, failing, way, monke
     assert read(tree) == ORIGINAL
 
 
-def is_done(tree: Path, old: dict, new: dict, moment: int) -> bool:
-    """Replace files in a process that is killed at the ``moment``-th thing that it does to them; whether it got by.
-
-    Python reports each call that opens, makes, links, renames or removes a file.
-    """
-    if (child := os.fork()) == 0:
-        seen = 0
-
-        def count(event: str, arguments: object) -> None:
-            nonlocal seen
-            if event == "open" or event.startswith(("os.", "shutil.", "tempfile.")):
-                seen += 1
-                if seen == moment:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        try:
-            sys.addaudithook(count)
-            states.replace_files(tree, old, new)
-        finally:
-            os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
 def test_a_tree_is_never_half_patched_whenever_the_process_is_killed(patches, tree, checkout):
     series = Series.read(patches / "small")
     old = series.load(tree)
     new = series.patched(old)
-    moments = next(number for number in itertools.count(8, 8) if is_done(tree, old, new, number))
+    moments = kill.moments(tree, old, new)
     states.replace_files(tree, new, old)
     originals = []
     for moment in random.Random(40).sample(range(1, moments), 20):
-        is_done(tree, old, new, moment)
+        assert kill.is_killed(tree, old, new, moment)
         now = {path: text for path, text in read(tree).items() if ".patches-" not in path}
         originals.append(now == ORIGINAL)
         assert now in (ORIGINAL, patched(checkout)), moment

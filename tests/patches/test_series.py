@@ -1,18 +1,27 @@
-"""Each series of each release applies alone, in any order and with any other, and comes off again."""
+"""Each series of each release applies alone, in any order and with any other, and comes off again.
+
+MEGATRON_LM names a checkout that is tested beside the releases' wheels: a wheel has no command line.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import random
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.patching import releases, states, upstream
-from megatron_rl.patching.series import PURPOSES, PatchError, Series
+from megatron_rl.patching.series import PURPOSES, Files, Patch, PatchError, Series, apply
 from megatron_rl.patching.target import Target, find
+from tests.support import kill
 from tests.support.patience import PATIENCE_S
 from tests.support.series import megatron_core
 from tests.support.slow import slow_but
@@ -30,8 +39,15 @@ def patch(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=PATCHES.parent, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
+CHECKOUT = os.environ.get("MEGATRON_LM")
+EVERY = [*RELEASES, *([CHECKOUT] if CHECKOUT else [])]
+
+
 def unpacked(name: str, folder: Path) -> tuple[Series, Target]:
-    """The series of a release, and its wheel unpacked in ``folder``."""
+    """The series of a release, and its wheel unpacked in ``folder``; or a copy of the checkout."""
+    if name == CHECKOUT:
+        shutil.copytree(Path(CHECKOUT, "megatron"), folder / "megatron")
+        return releases.for_tree(PATCHES, folder), Target(folder, None)
     series = RELEASES[name]
     archive = upstream.fetch(series, PATCHES.parent / ".cache" / "patches", None)
     return series, Target(upstream.unpack(archive, folder, series.pins["Root"]), None)
@@ -40,9 +56,21 @@ def unpacked(name: str, folder: Path) -> tuple[Series, Target]:
 QUICK = (min(RELEASES), megatron_core().name, max(RELEASES))
 
 
-@pytest.fixture(params=slow_but(QUICK, RELEASES))
+def content_of(root: Path) -> dict[Path, bytes]:
+    """Every file below ``root`` but what a killed command leaves beside it."""
+    files = (path for path in root.rglob("*") if states.TEMPORARY_PREFIX not in str(path) and path.is_file())
+    return {path: path.read_bytes() for path in files}
+
+
+@pytest.fixture(params=slow_but(QUICK, EVERY))
 def tree(request, tmp_path) -> tuple[Series, Target]:
-    """A release's series and its unpacked wheel."""
+    """A release's series and its unpacked wheel, or a copy of the checkout."""
+    return unpacked(request.param, tmp_path)
+
+
+@pytest.fixture(params=slow_but([megatron_core().name], EVERY))
+def one_tree(request, tmp_path) -> tuple[Series, Target]:
+    """As `tree`, for tests of which `make test` runs one release."""
     return unpacked(request.param, tmp_path)
 
 
@@ -82,24 +110,106 @@ def test_every_two_series_fit_together(tree):
 
 def test_a_reverted_tree_is_as_it_was_byte_for_byte(tree):
     series, where = tree
-
-    def content() -> dict[Path, bytes]:
-        return {path: path.read_bytes() for path in where.root.rglob("*") if path.is_file()}
-
-    before = content()
-    for purposes in (None, ["precision"], ["schedule/length-decay-in-the-scheduler"]):
+    before = content_of(where.root)
+    for purposes in (None, ["precision"], ["schedule/length-decay-in-the-scheduler"], series.purposes):
         states.apply_or_revert(series, where, False, purposes)
-        assert content() != before
+        assert content_of(where.root) != before
         states.apply_or_revert(series, where, True)
-        assert content() == before
+        assert content_of(where.root) == before
+
+
+def every_patch(series: Series, old: Files) -> Files:
+    """``old`` with all patches that a tree of these files can have."""
+    return series.patched(old, {patch.name for patch in series.patches if series.reachable(patch, old)})
+
+
+def test_a_tree_has_all_patches_or_none_whenever_the_process_is_killed(one_tree, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # of use where the machine dies, not the process
+    series, where = one_tree
+    old = series.load(where.root)
+    new = every_patch(series, old)
+    pristine = content_of(where.root)
+    moments = kill.moments(where.root, old, new)
+    patched, done = content_of(where.root), []
+    for number, moment in enumerate(random.Random(series.name).sample(range(1, moments - 20), 20)):
+        here, there = (old, new) if number % 2 else (new, old)  # apply and revert in turn
+        states.replace_files(where.root, series.load(where.root), here)
+        assert kill.is_killed(where.root, here, there, moment)
+        now = content_of(where.root)
+        assert now in (pristine, patched), moment
+        done.append(now == (patched if there is new else pristine))
+    assert set(done) == {True, False}
+    states.apply_or_revert(series, where, True)
+    assert content_of(where.root) == pristine
+    assert not list(where.root.rglob(f"{states.TEMPORARY_PREFIX}*"))
+
+
+def test_a_tree_of_which_some_files_are_patched_is_completed_or_reverted(one_tree):
+    """As a killed command leaves it where the file system cannot exchange folders."""
+    series, where = one_tree
+    old = series.load(where.root)
+    new = every_patch(series, old)
+    changed = [path for path in old if old[path] != new[path]]
+    half = random.Random(series.name).sample(changed, len(changed) // 2)
+    some = ("--tree", where.root, "--series", ",".join(series.purposes))
+    for command, wanted in (("apply", new), ("revert", old)):
+        states.replace_files(where.root, series.load(where.root), old | {path: new[path] for path in half})
+        status = patch("status", *some)
+        assert (status.returncode, status.stderr) == (1, "")
+        assert status.stdout.splitlines()[0].endswith(": partly applied")
+        done = patch(command, *some)
+        assert done.returncode == 0, done.stderr
+        assert series.load(where.root) == wanted
+
+
+def first_hunks(series: Series, old: Files) -> Iterator[tuple[str, bytes]]:
+    """Path and text of a file with the first hunk of a patch that has more for it; one file for each patch."""
+    for patch in series.patches:
+        for part in re.split(rb"(?m)^(?=diff --git )", patch.diff):
+            head, *hunks = re.split(rb"(?m)^(?=@@ )", part)
+            path = next((path for path in patch.paths if head.startswith(f"diff --git a/{path} ".encode())), None)
+            if len(hunks) > 1 and old[path] is not None:
+                with contextlib.suppress(PatchError):  # where it needs the patch before it
+                    yield path, apply(b"\n" + head + hunks[0], old, [path], patch.name)[path]
+                    break
+
+
+@pytest.mark.slow
+def test_advice_for_a_file_that_is_half_patched_by_hand_does_not_loop(tree):
+    """Done as the message says, it ends in success."""
+    series, where = tree
+    old = series.load(where.root)
+    cases = list(first_hunks(series, old))
+    for path, text in random.Random(series.name).sample(cases, 2):
+        (where.root / path).write_bytes(text)
+        told = ""
+        try:
+            states.apply_or_revert(series, where, False, series.purposes)
+        except PatchError as error:
+            told = str(error)
+        if fitting := re.search(r"take those: --series (\S+)$", told):
+            purposes = fitting[1].split(",")
+            states.apply_or_revert(series, where, False, purposes)
+            assert states.report(series, where, purposes)["state"] == states.APPLIED
+            states.apply_or_revert(series, where, True)
+        elif told:
+            assert told.startswith(f"{path}: in a state that ")
+            assert f"Bring the file back from {series.pins['Source']}, and try again." in told
+        else:  # the half that is there fits beside all patches
+            states.apply_or_revert(series, where, True)
+        (where.root / path).write_bytes(old[path])
+        states.apply_or_revert(series, where, False)
+        states.apply_or_revert(series, where, True)
+        assert series.load(where.root) == old
 
 
 def test_a_tree_is_found_by_its_release(tree):
     series, where = tree
+    version = releases.version_of(where.root)
     assert releases.for_tree(PATCHES, where.root).name == series.name
     done = patch("status", "--tree", where.root)
     assert done.returncode == 1
-    told = f"{series.name} {series.pins['Version']} in {where.root} (unpacked tree, version {series.pins['Version']})"
+    told = f"{series.name} {version} in {where.root} (unpacked tree, version {version})"
     assert done.stdout.splitlines()[0] == f"{told}: not applied"
     assert done.stdout.count(": not applied, but fits\n") == len(series.purposes)
     assert done.stderr == ""
@@ -122,7 +232,7 @@ def test_advice_names_the_patches_for_the_tree(tree):
     other = next(name for name in RELEASES if name != series.name)
     done = patch("apply", "--tree", where.root, other)
     assert done.returncode == 2
-    assert f"version {series.pins['Version']}" in done.stderr
+    assert f"version {releases.version_of(where.root)}" in done.stderr
     assert f"The patches for this tree are {series.name}: leave out the name" in done.stderr
 
 
@@ -188,6 +298,26 @@ def test_each_series_of_a_release_has_a_patch_or_a_reason():
         noted = [note for notes in series.notes.values() for note in notes]
         for purpose in PURPOSES:
             assert purpose in series.purposes or any(note.startswith(purpose) for note in noted), (series.name, purpose)
+
+
+def test_headers_are_ready_for_a_pull_request():
+    """Title, problem and minimal test in words that upstream understands; a backport says which release has it."""
+    since = {}
+    for name in releases.names(PATCHES):
+        notes = Series.read(PATCHES / name).notes["Superseded"]
+        since |= dict(note.split(" since ") for note in notes if " since " in note)
+    for path in PATCHES.glob("megatron/*/*.patch"):
+        found = Patch.read(path)
+        message = path.read_text().partition("\n---\n")[0].partition("\nSubject: ")[2]
+        assert not re.search(r"megatron_rl|\b[Ww]e\b|\b[Oo]ur\b", message), path
+        backport = found.trailers["Origin"].startswith("backport")
+        assert (found.trailers["Forwarded"] == "not-needed") == backport == (found.path in since), path
+        if backport:
+            release = since[found.path]
+            assert found.trailers["Drop-When"] == f"the pinned megatron-core is {release} or later"
+            assert found.trailers["Origin"].endswith(f"megatron-core {release}")
+        else:
+            assert re.match(r"tests/unit_tests/\S+\.py: \w", found.trailers["Upstream-Test"]), path
 
 
 def test_the_text_of_a_header_is_no_part_of_a_patch(tmp_path):

@@ -13,7 +13,7 @@ is put beside it.
 ``--checkout`` is a git repository of Megatron-LM: of what has no wheel it gives the commit that UPSTREAM names, and for
 ``--own`` the tests, which no wheel holds. Of those run, on one CPU rank, the files that import a file that a patch
 changes (tests/patches/programs/on_cpu.py says what is replaced). A test that passes on upstream's files must pass on
-the patched ones.
+the patched ones. Files of which no test passes there are not run again: what they gain is not counted.
 
 Prints a Markdown table. Exit status 1: a test of ours fails, or one of Megatron's is lost.
 """
@@ -24,7 +24,6 @@ import argparse
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -45,7 +44,7 @@ BESIDE_TRAILERS = {
 """Tests of a purpose beside those that its patches name: of our learner, which wants what `routing` patches."""
 OF_THE_ENVIRONMENT = "tests/patches/test_length_decay_patch.py::test_the_series_is_applied_only_when_named"
 """Asks what is applied to the package of the environment."""
-OURS_S, THEIRS_S = 1800, 900  # of one release; of one folder of Megatron's tests
+OURS_S, THEIRS_S = 1800, 3600  # of one release; of one process of Megatron's tests
 
 
 def main() -> int:
@@ -53,7 +52,7 @@ def main() -> int:
     parser.add_argument("--releases", help="versions, with commas between (default: all with a pinned wheel)")
     parser.add_argument("--checkout", type=Path, help="a git repository of Megatron-LM")
     parser.add_argument("--own", action="store_true", help="run Megatron's own tests, before and after")
-    parser.add_argument("--only", default="", help="of them, those below this folder of tests/unit_tests")
+    parser.add_argument("--only", default="", help="of them, files below tests/unit_tests that begin so (commas)")
     options = parser.parse_args()
     if options.own and options.checkout is None:
         parser.error("--own: name a git repository of Megatron-LM with --checkout; no wheel has its tests")
@@ -106,10 +105,21 @@ def row_of_ours(series: Series, checkout: Path | None, folder: Path) -> tuple[li
 
 def row_of_theirs(series: Series, checkout: Path, only: str, folder: Path) -> tuple[list[str], list[str]]:
     """How many of Megatron's own tests pass on its files, are lost by the patches and gained; and which are lost."""
-    before, after = (
-        passed(run_theirs(series, checkout, folder / side, side == "after", only)) for side in ("before", "after")
-    )
-    return [str(len(before)), str(len(before - after)), str(len(after - before))], sorted(before - after)
+    trees = {side: unpack_commit(series, checkout, folder / side, "megatron", "tests") for side in ("before", "after")}
+    states.apply_or_revert(series, Target(trees["after"], None), False, series.purposes)
+    for tree in trees.values():
+        add_triton(tree)
+    before = passed(run_theirs(trees["before"], touched_tests(series, trees["before"], only)))
+    after = passed(run_theirs(trees["after"], files_of(before)))
+    lost = set()
+    for file in files_of(before - after):  # alone, each: one that a busy machine or its neighbours stop is not lost
+        lost |= passed(run_theirs(trees["before"], [file])) - passed(run_theirs(trees["after"], [file]))
+    return [str(len(before)), str(len(lost)), str(len(after - before))], sorted(lost)
+
+
+def files_of(tests: set[str]) -> list[str]:
+    """The files of these tests."""
+    return sorted({test.split("::")[0] for test in tests})
 
 
 def passed(outcomes: Mapping[str, str]) -> set[str]:
@@ -166,20 +176,6 @@ def module_of(test: str) -> str:
     return re.sub(r"\.[A-Z]\w*$", "", test.split("::")[0])
 
 
-def run_theirs(series: Series, checkout: Path, folder: Path, patched: bool, only: str) -> dict[str, str]:
-    """Outcomes of Megatron's own tests of the files that patches change, on a tree below ``folder``."""
-    unpack_commit(series, checkout, folder, "megatron", "tests")
-    tests = touched_tests(series, folder, only)
-    if patched:
-        states.apply_or_revert(series, Target(folder, None), False, series.purposes)
-    add_triton(folder)
-    outcomes: dict[str, str] = {}
-    for place in sorted({test.parent for test in tests}):
-        outcomes |= run_place(folder, [test for test in tests if test.parent == place])
-    shutil.rmtree(folder)
-    return outcomes
-
-
 def unpack_commit(series: Series, checkout: Path, folder: Path, *parts: str) -> Path:
     """``folder`` with these parts of the release's commit."""
     folder.mkdir()
@@ -201,21 +197,37 @@ def commit_of(series: Series, checkout: Path) -> str:
     raise SystemExit(f"{checkout}: has neither {' nor '.join((*named, f'core_v{version}', branch))}")
 
 
-def touched_tests(series: Series, root: Path, only: str) -> list[Path]:
-    """Megatron's test files that import a file that a patch changes."""
+def touched_tests(series: Series, root: Path, only: str) -> list[str]:
+    """Megatron's test files that import a file that a patch changes, as paths from ``root``."""
     modules = [path.removesuffix(".py").replace("/", ".").rpartition(".") for path in series.paths]
     names = "|".join(
         rf"{re.escape(f'{package}.{name}')}\b|from {re.escape(package)} import [^\n]*\b{name}\b"
         for package, _, name in modules
     )
     pattern = re.compile(names)
-    files = sorted((root / "tests" / "unit_tests" / only).rglob("test_*.py"))
-    return [file for file in files if pattern.search(file.read_text())]
+    folder, beginnings = root / "tests" / "unit_tests", tuple(only.split(","))
+    files = [file for file in sorted(folder.rglob("test_*.py")) if str(file.relative_to(folder)).startswith(beginnings)]
+    return [str(file.relative_to(root)) for file in files if pattern.search(file.read_text())]
 
 
-def run_place(root: Path, tests: Sequence[Path]) -> dict[str, str]:
-    """Outcomes of tests of one folder. Where their process ends early, those that it had not reached have none."""
-    outcomes = root / "outcomes.json"
+def run_theirs(root: Path, files: Sequence[str]) -> dict[str, str]:
+    """Outcomes of the tests of Megatron's in ``files``.
+
+    One process runs them. If a file ends it, the next one goes on with the files that it had not run.
+    """
+    outcomes: dict[str, str] = {}
+    files = sorted(files)
+    while files:
+        told, ended, files = run_once(root, files)
+        outcomes |= told
+        if ended is not None:
+            print(f"{ended}: ended the process", file=sys.stderr, flush=True)
+    return outcomes
+
+
+def run_once(root: Path, files: list[str]) -> tuple[dict[str, str], str | None, list[str]]:
+    """Outcomes of the tests in ``files``, the file that ended the process, if one did, and those left to run."""
+    outcomes = root / "outcomes.jsonl"
     outcomes.unlink(missing_ok=True)
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
@@ -231,12 +243,22 @@ def run_place(root: Path, tests: Sequence[Path]) -> dict[str, str]:
         "MASTER_PORT": "0",
     }
     command = [sys.executable, "-m", "pytest", "--noconftest", "-p", "on_cpu", "-c", os.devnull, "--rootdir", root]
-    command += ["-p", "no:cacheprovider", "-q", "--tb=no", "--continue-on-collection-errors", "--timeout", "60", *tests]
+    command += ["-p", "no:cacheprovider", "-q", "--tb=no", "--continue-on-collection-errors", "--timeout", "60"]
+    command += ["--import-mode=importlib", *files]
+    output = subprocess.DEVNULL  # a pipe would be held open by what a test leaves behind
     try:
-        subprocess.run(command, cwd=root, env=environment, capture_output=True, timeout=THEIRS_S)
+        subprocess.run(command, cwd=root, env=environment, stdout=output, stderr=output, timeout=THEIRS_S)
     except subprocess.TimeoutExpired:
-        print(f"{tests[0].parent}: not done within {THEIRS_S} s", file=sys.stderr)
-    return json.loads(outcomes.read_text()) if outcomes.is_file() else {}
+        print(f"{root}: not done within {THEIRS_S} s", file=sys.stderr)
+    events = [json.loads(line) for line in outcomes.read_text().splitlines()] if outcomes.is_file() else []
+    told = {test: event for test, event in events if event not in ("read", "begun", "end")}
+    if ["", "end"] in events:
+        return told, None, []
+    if begun := [test.split("::")[0] for test, event in events if event == "begun"]:
+        return told, begun[-1], files[files.index(begun[-1]) + 1 :]
+    if not (read := [file for file, event in events if event == "read" and file in files]):
+        raise SystemExit(f"{root}: pytest did not begin: {' '.join(map(str, command))}")
+    return {}, read[-1], [file for file in files if file != read[-1]]  # none of the others has run
 
 
 if __name__ == "__main__":

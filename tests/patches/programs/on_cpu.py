@@ -1,8 +1,8 @@
 """Megatron-LM's own programs and tests on a CPU: stand-ins for what torch answers about CUDA, and makes on it.
 
 As a plugin of pytest (`--noconftest -p on_cpu`, with ``OUTCOMES`` in the environment) it runs Megatron's unit tests:
-process groups that ask for NCCL get Gloo, and the file ``OUTCOMES`` gets the outcome of each test as JSON. Megatron's
-own conftest.py, which downloads data, is left out.
+process groups that ask for NCCL get Gloo, and the file ``OUTCOMES`` gets a line of JSON for each file that is read,
+each test that is begun, each outcome, and the end. Megatron's own conftest.py, which downloads data, is left out.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import sys
+import typing
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+import typing_extensions
 from torch.overrides import TorchFunctionMode
 
 UNUSED = ("six", "wandb")  # imported by tokenizers and logs that nothing here uses
@@ -68,10 +70,13 @@ def replace_cuda() -> None:
     for name in UNUSED:
         if importlib.util.find_spec(name) is None:
             sys.modules[name] = MagicMock(__spec__=None, __path__=[])
+    typing.override = typing_extensions.override  # Python 3.11 has none; from 0.18 on megatron/training imports it
     OnCpu().__enter__()
 
 
-outcomes: dict[str, str] = {}
+def note(test: str, outcome: str) -> None:
+    with open(os.environ["OUTCOMES"], "a") as stream:  # a test may end this process
+        stream.write(json.dumps([test, outcome]) + "\n")
 
 
 def pytest_load_initial_conftests() -> None:
@@ -94,7 +99,18 @@ def tmp_path_dist_ckpt(tmp_path_factory: Any) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
 
 
+def pytest_collectstart(collector: Any) -> None:
+    note(collector.nodeid, "read")
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    note(nodeid, "begun")
+
+
 def pytest_runtest_logreport(report: Any) -> None:
     if report.when == "call" or report.outcome != "passed":
-        outcomes[report.nodeid] = report.outcome
-        Path(os.environ["OUTCOMES"]).write_text(json.dumps(outcomes))  # a test may end this process
+        note(report.nodeid, report.outcome)
+
+
+def pytest_sessionfinish() -> None:
+    note("", "end")

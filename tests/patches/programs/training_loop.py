@@ -15,6 +15,7 @@ own leave it, in `RLRuntimeState`. The helpers of data sets, in C++, are not com
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -58,7 +59,7 @@ def main() -> None:
     from megatron.training.arguments import core_transformer_config_from_args
 
     training.initialize_megatron = partial(training.initialize_megatron, allow_no_cuda=True)
-    training.set_jit_fusion_options = initialize._compile_dependencies = lambda: None
+    training.set_jit_fusion_options = initialize._compile_dependencies = lambda **_: None
     schedulers, rates = [], []
     build = training.get_optimizer_param_scheduler
 
@@ -91,7 +92,18 @@ def main() -> None:
         mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
         return model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]), loss_of
 
-    training.pretrain(lambda numbers: (None, None, None), model_provider, ModelType.encoder_or_decoder, forward_step)
+    keys = {
+        "train_valid_test_dataset_provider": lambda numbers: (None, None, None),
+        "model_provider": model_provider,
+        "model_type": ModelType.encoder_or_decoder,
+        "forward_step_func": forward_step,
+    }
+    if "cfg_container" in inspect.signature(training.pretrain).parameters:  # from 0.18 on
+        from megatron.training.argument_utils import pretrain_cfg_container_from_args
+        from megatron.training.arguments import parse_and_validate_args
+
+        keys["cfg_container"] = pretrain_cfg_container_from_args(parse_and_validate_args())
+    training.pretrain(**keys)
     found = {"rates": rates, "scheduler": schedulers[0].state_dict(), "groups": len(rates[0])}
     Path(OUT).write_text(json.dumps(found))
 

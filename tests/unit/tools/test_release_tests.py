@@ -46,15 +46,62 @@ def test_megatrons_tests_are_those_of_files_that_patches_change(tmp_path):
     (folder / "test_package.py").write_text("from megatron.core.transformer.moe import experts, router\n")
     (folder / "test_other.py").write_text("from megatron.core.transformer.moe.router_of_others import x\n")
     found = release_tests.touched_tests(SERIES["0.16.1"], tmp_path, "")
-    assert [path.name for path in found] == ["test_package.py", "test_router.py"]
+    assert found == ["tests/unit_tests/moe/test_package.py", "tests/unit_tests/moe/test_router.py"]
+    assert release_tests.touched_tests(SERIES["0.16.1"], tmp_path, "models,moe/test_r") == found[1:]
     assert release_tests.touched_tests(SERIES["0.16.1"], tmp_path, "dist_checkpointing") == []
 
 
 def test_a_test_that_the_patches_lose_is_named(monkeypatch, tmp_path):
-    outcomes = {False: {"a": "passed", "b": "passed", "c": "failed"}, True: {"a": "passed", "c": "passed"}}
-    monkeypatch.setattr(release_tests, "run_theirs", lambda series, checkout, folder, patched, only: outcomes[patched])
+    """One that fails beside others alone, as on a busy machine, is not lost."""
+    before = dict.fromkeys(("f.py::a", "f.py::b", "g.py::busy"), "passed") | {"f.py::c": "failed", "h.py::d": "skipped"}
+    after = {"f.py::a": "passed", "f.py::b": "failed", "f.py::c": "passed", "g.py::busy": "failed"}
+    ran = []
+
+    def run_theirs(root, files):
+        ran.append((root.name, list(files)))
+        told = before if root.name == "before" else after | ({"g.py::busy": "passed"} if len(files) == 1 else {})
+        return {test: outcome for test, outcome in told.items() if test.split("::")[0] in files}
+
+    monkeypatch.setattr(release_tests, "unpack_commit", lambda series, checkout, folder, *parts: folder)
+    monkeypatch.setattr(release_tests, "touched_tests", lambda *arguments: ["f.py", "g.py", "h.py"])
+    monkeypatch.setattr(release_tests.states, "apply_or_revert", lambda *arguments: None)
+    monkeypatch.setattr(release_tests, "add_triton", lambda root: None)
+    monkeypatch.setattr(release_tests, "run_theirs", run_theirs)
     cells, lost = release_tests.row_of_theirs(SERIES["0.16.1"], tmp_path, "", tmp_path)
-    assert (cells, lost) == (["2", "1", "1"], ["b"])
+    assert (cells, lost) == (["3", "1", "1"], ["f.py::b"])
+    assert ran[:2] == [("before", ["f.py", "g.py", "h.py"]), ("after", ["f.py", "g.py"])]
+
+
+ENDS = """
+import os
+
+def test_one():
+    pass
+
+def test_two():
+    os._exit(7)
+
+def test_three():
+    pass
+"""
+
+
+@pytest.mark.slow
+def test_the_files_after_one_that_ends_the_process_run(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(release_tests, "ROOT", tmp_path)  # without the plugin's torch: one that only notes
+    (programs := tmp_path / "tests" / "patches" / "programs").mkdir(parents=True)
+    source = (REPOSITORY / "tests" / "patches" / "programs" / "on_cpu.py").read_text()
+    notes = source[source.index("def note(") : source.index("def pytest_load")]
+    hooks = source[source.index("def pytest_collectstart") :]
+    (programs / "on_cpu.py").write_text(f"import json, os\nfrom typing import Any\n{notes}{hooks}")
+    names = ["a/test_a.py", "a/test_b.py", "b/test_a.py", "b/test_c.py"]
+    for name, text in zip(names, (ENDS, "import nothing_of_this_name", "def test_x(): pass", "import os; os._exit(1)")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = release_tests.run_theirs(tmp_path, names)
+    assert found == {"a/test_a.py::test_one": "passed", "b/test_a.py::test_x": "passed"}
+    ended = "b/test_c.py: ended the process\na/test_a.py: ended the process\n"  # one while it was read
+    assert capsys.readouterr().err == ended
 
 
 def test_a_release_is_the_commit_that_upstream_names_its_tag_or_its_branch(tmp_path):
