@@ -16,6 +16,7 @@ def numbers(step: int) -> dict[str, float]:
 def main() -> None:
     folder, service, first, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     keys = {} if service == "mlflow" else {"mode": "offline", "tags": ["a"]}
+    keys |= {"wandb": {"project": "p", "group": "g", "entity": "e"}, "swanlab": {"project": "p"}}.get(service, {})
     config = MonitorConfig(terminal="off", plots=False, tensorboard=False, sinks={service: keys})
     directory = RunDirectory(folder / "run").create()
     directory.recipe.write_text("name: unit\nlearner: {optimizer: {lr: 1.0e-06}}\n")

@@ -37,11 +37,13 @@ def test_one_key_sets_both_sides():
     assert (found["router"].learner, found["router"].rollout) == ("fp32", "fp32")
 
 
-@pytest.mark.parametrize("part", ["head", "router"])
-def test_one_sided_switches_need_permission(part):
+@pytest.mark.parametrize(
+    ("part", "switch"), [("head", {"rollout_fp32_head": True}), ("router", {"rollout_fp32_router": True})]
+)
+def test_one_sided_switches_need_permission(part, switch):
     with pytest.raises(ValidationError, match=f"rollout_fp32_{part}: true on the rollout engine but false"):
-        PrecisionConfig.model_validate({f"rollout_fp32_{part}": True})
-    allowed = {f"rollout_fp32_{part}": True, "allow_asymmetric": True}
+        PrecisionConfig.model_validate(switch)
+    allowed = {**switch, "allow_asymmetric": True}
     dtypes = {"learner": {"dtype": "bf16"}, "rollout": {"dtype": "bf16"}}
     row = rows(tiny_recipe(precision=allowed, **dtypes))[part]
     assert (row.learner, row.rollout, row.verdict) == ("bf16", "fp32", "policy")

@@ -54,6 +54,21 @@ def test_an_epoch_visits_the_share_of_the_easy_and_of_the_hard_and_all_others_on
     assert len({row for epoch in epochs for row in epoch if row < 10}) > 3, "each epoch draws others"
 
 
+def test_rates_of_a_file_count_in_the_first_epoch(tmp_path):
+    rates = [1.0] * 6 + [0.5] * 4
+    file = tmp_path / "x.prompts.jsonl"
+    lines = [json.dumps({"prompt_id": f"x:{row}", "success_rate": rate}) for row, rate in enumerate(rates)]
+    file.write_text("\n".join(lines))
+    sections = {"train": [{"path": "x.jsonl", "name": "x"}], "curriculum": {"easy_fraction": 0.5}}
+    visits = []
+    for found in (None, str(file)):
+        sections["curriculum"]["success_rates"] = found
+        walk = make_sampler(PromptSet.of(prompts(10)), DataConfig.model_validate(sections))
+        walk.take(8)
+        visits.append(walk.epoch)
+    assert visits == [0, 1], "three of the six easy prompts and the four others are an epoch"
+
+
 def test_the_visits_of_a_kind_are_spread_over_the_epoch():
     rates = [1.0] * 500 + [0.5] * 500
     epoch = np.array(rows(sampler(1000, rates=rates, easy_fraction=0.5).take(750)))

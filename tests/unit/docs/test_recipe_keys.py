@@ -1,4 +1,7 @@
-"""Every key of a recipe stands in a shipped recipe or in a document, so that a reader can meet it."""
+"""Every key of a recipe stands in a shipped recipe or a document, so that a reader can meet it; and a test sets it.
+
+`python -m tests.unit.docs.test_recipe_keys` prints the files of tests that set each key.
+"""
 
 from __future__ import annotations
 
@@ -73,3 +76,44 @@ def test_each_key_stands_in_a_recipe_or_in_a_document(owner, name):
         f"{' and '.join(map('.'.join, places))}: in no recipe and in no document; use the key in a recipe, or name it "
         "in a document"
     )
+
+
+OWN_FILE = Path(__file__).relative_to(ROOT)
+
+
+@cache
+def tests() -> dict[str, str]:
+    """Text of each file of tests that can set a key."""
+    files = sorted(path for path in (ROOT / "tests").rglob("*.py") if path.relative_to(ROOT) != OWN_FILE)
+    return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in files}
+
+
+@cache
+def words_in(file: str) -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", tests()[file]))
+
+
+@cache
+def files_that_assign(name: str) -> list[str]:
+    """Files with `name:`, `name=`, a quoted `name` before a colon, or `["name"] =`."""
+    assigned = re.compile(rf"\b{name}\b['\"]?\]?\s*[:=](?!=)")
+    return [file for file, text in tests().items() if name in words_in(file) and assigned.search(text)]
+
+
+def files_that_set(owner: type[BaseModel], name: str) -> list[str]:
+    """Files of tests that assign the key and name its section, by its key or by its class."""
+    around = {owner.__name__} | {path[-2] for path in PATHS[owner, name] if len(path) > 1}
+    alone = any(len(path) == 1 for path in PATHS[owner, name]) or SECTIONS_WITH[name] == 1
+    return [file for file in files_that_assign(name) if alone or around & words_in(file)]
+
+
+@pytest.mark.parametrize(("owner", "name"), PATHS, ids=[".".join(paths[0]) for paths in PATHS.values()])
+def test_each_key_is_set_by_a_test(owner, name):
+    assert files_that_set(owner, name), (
+        f"{' and '.join(map('.'.join, PATHS[owner, name]))}: no test sets the key; write one that shows its effect"
+    )
+
+
+if __name__ == "__main__":
+    for (section, key), its_paths in PATHS.items():
+        print(f"{'.'.join(its_paths[0])}: {', '.join(files_that_set(section, key))}")

@@ -6,9 +6,11 @@ import importlib.util
 import json
 import math
 import resource
+import sys
 import threading
 import time
 import warnings
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -33,6 +35,7 @@ for file in sorted(Path(sys.argv[1]).glob("run/wandb/offline-run-*/*.wandb")):
         record = Record.FromString(data)
         if record.WhichOneof("record_type") == "run":
             start["id"], start["name"] = record.run.run_id, record.run.display_name
+            start["keys"] = [record.run.project, record.run.run_group, record.run.entity, *record.run.tags]
             start["recipe"] = {i.key: json.loads(i.value_json) for i in record.run.config.update}
         if record.WhichOneof("record_type") == "history":
             items = {i.key or i.nested_key[0]: float(json.loads(i.value_json)) for i in record.history.item}
@@ -54,6 +57,7 @@ for file in sorted(Path(sys.argv[1]).glob("run/swanlab/run-*/*.swanlab")):
         record = Record.FromString(data)
         if record.HasField("start"):
             start["name"] = record.start.name
+            start["keys"] = [record.start.project, *record.start.tags]
         if record.HasField("scalar"):
             start["steps"].setdefault(record.scalar.step, {})[record.scalar.key] = record.scalar.value.number
     starts.append(start)
@@ -101,6 +105,7 @@ def test_offline_files_hold_the_numbers_of_metrics_jsonl_and_a_resumed_run_goes_
     assert same({int(k): v for k, v in starts[1]["steps"].items()}, last)
     assert starts[0]["id"] == starts[1]["id"]
     assert all(start["name"] == "run" for start in starts)
+    assert all(start["keys"] == {"wandb": ["p", "g", "e", "a"], "swanlab": ["p", "a"]}[service] for start in starts)
     if service == "wandb":
         assert all(began <= t <= time.time() for start in starts for t in start["seconds"])
         assert starts[0]["recipe"]["learner"] == {"optimizer": {"lr": 1e-6}}
@@ -126,6 +131,30 @@ def test_mlflow_holds_the_numbers_of_metrics_jsonl_in_one_run_over_both_starts(t
             assert same(sorted(values), sorted(expected)), (step, name)
         assert set(metrics) == {name for record in wanted for name in record}
     assert set(steps) == set(last)
+
+
+@pytest.mark.parametrize("service", ["wandb", "swanlab"])
+def test_every_key_of_a_sink_reaches_its_client(service, tmp_path, monkeypatch):
+    keys = {"project": "p", "name": "n", "tags": ["t"], "mode": "offline"}
+    keys |= {"entity": "e", "group": "g"} if service == "wandb" else {"workspace": "w"}
+    client = MagicMock()
+    monkeypatch.setitem(sys.modules, service, client)
+    config = SinksConfig.model_validate({service: keys})
+    sinks.service_sinks(config, RunDirectory(tmp_path).create())[service]._client.begin({}, False)
+    given = client.init.call_args.kwargs
+    assert {key: given[key] for key in type(getattr(config, service)).model_fields} == keys
+
+
+def test_every_key_of_mlflow_reaches_its_client(tmp_path, monkeypatch):
+    client = MagicMock()
+    client.MlflowClient().create_run().info.run_id = "id"
+    monkeypatch.setitem(sys.modules, "mlflow", client)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", MagicMock())
+    config = SinksConfig.model_validate({"mlflow": {"experiment": "e", "name": "n", "tracking_uri": "http://here"}})
+    sinks.service_sinks(config, RunDirectory(tmp_path).create())["mlflow"]._client.begin({}, False)
+    assert client.MlflowClient.call_args.kwargs == {"tracking_uri": "http://here"}
+    assert client.MlflowClient().get_experiment_by_name.call_args.args == ("e",)
+    assert client.MlflowClient().create_run.call_args.kwargs == {"run_name": "n"}
 
 
 def test_a_service_that_is_away_costs_no_step_and_is_said_once(tmp_path):

@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from megatron_rl.config import ObjectiveConfig, load_recipe
-from megatron_rl.config.objective import user_functions
+from megatron_rl.config.objective import ObjectiveWarning, user_functions
 from megatron_rl.errors import InputError
 from megatron_rl.objective import compute_advantages, compute_objective
 from megatron_rl.objective.trial import check_user_functions
@@ -169,6 +169,21 @@ def test_what_a_term_says_of_itself_counts_as_for_built_in_ones(own):
     assert anchored.anchored_on_rollout
     assert not anchored.needs_old_logprobs(4)
     assert config(policy_term=f"{own}:sapo").needs_old_logprobs(4)
+    with pytest.warns(ObjectiveWarning, match=r"my_objective.py:sapo.* only under aggregation seq-mean-token-mean"):
+        config(policy_term={"name": f"{own}:sapo", "has_sequence_ratio": True}, aggregation="token-mean")
+
+
+def test_a_function_by_its_own_key_is_the_one_by_the_short_name(own):
+    term, correction = {"function": f"{own}:cispo"}, {"function": f"{own}:tis"}
+    parameters = {"clip_high": 1.0}, {"cap": 1.5}
+    long = config(
+        policy_term={"name": "function", **term, "parameters": parameters[0]},
+        correction=[{"mode": "function", **correction, "parameters": parameters[1]}],
+    )
+    short = config(
+        policy_term={"name": f"{own}:cispo", **parameters[0]}, correction=[{"mode": f"{own}:tis", **parameters[1]}]
+    )
+    assert long == short
 
 
 MASK = {"mode": "{}:keep", "threshold": 0.5, "is_weight": False, "renormalize": True}

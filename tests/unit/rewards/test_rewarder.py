@@ -62,6 +62,13 @@ def score(config: dict, groups: list[Group], max_response_length: int = 100) -> 
         return rewarder.score(groups)
 
 
+@pytest.mark.parametrize("accepts", [False, True])
+def test_an_answer_with_a_product_left_to_do_counts_where_the_recipe_says_so(accepts):
+    groups = [group("408", r"\boxed{12\cdot 34}", r"\boxed{408}")]
+    score({"name": "math", "accept_unevaluated": accepts}, groups)
+    assert groups[0].rewards == [float(accepts), 1.0]
+
+
 def test_math_over_groups_with_repeated_answers():
     groups = [
         group(r"2\sqrt{2}", r"\boxed{\sqrt{8}}", r"\boxed{\sqrt{8}}", r"\boxed{3}", ""),

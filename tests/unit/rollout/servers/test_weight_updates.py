@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.rollout import RolloutError
 from megatron_rl.rollout.servers import weight_updates
 from megatron_rl.rollout.servers.run_servers import MainRank
-from megatron_rl.rollout.servers.weight_updates import WeightFolder
+from megatron_rl.rollout.servers.weight_updates import WeightFolder, WeightUpdates
 
 
 def exported(number: int):
@@ -88,6 +90,20 @@ def test_a_file_in_place_of_the_folder_is_an_error_that_names_the_key(tmp_path):
     with pytest.raises(InputError, match=r"rollout\.servers\.weights_dir: .*weights cannot be used"):
         WeightFolder(tmp_path / "weights", tmp_path / "run")
     assert (tmp_path / "weights").read_text() == "not a folder"
+
+
+def test_the_recipe_says_how_long_a_broadcast_may_stand_still_and_where_files_lie(tmp_path):
+    servers = {"token_file": "/t", "weights_stall_s": 7.0, "weights_dir": str(tmp_path / "weights")}
+    config = RolloutConfig(engine="vllm_server", servers=servers)
+    main = MainRank()
+    updates = WeightUpdates(config, {}, SimpleNamespace(main=main), tmp_path / "run", print)
+    updates.open_folder()
+    assert updates._folder.root.parent == tmp_path / "weights"
+    member = SimpleNamespace(number=1, backend="gloo", workers=1, address=SimpleNamespace(url="http://127.0.0.1:1"))
+    group, _ = updates.broadcaster._group_of([member], fresh=True)
+    assert group.place.stall_s == 7.0
+    group.close("the test is over")
+    main.close()
 
 
 def test_what_fails_on_the_main_rank_is_an_error_that_users_know():
