@@ -225,9 +225,16 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
 
 
 def _prepare_completion(parser: argparse.ArgumentParser, file: dict[str, str]) -> None:
-    """Load the arguments of all commands and mark those that are file names."""
+    """Load the arguments of all commands and mark those that are file names.
+
+    A command whose engine is not installed completes without its arguments.
+    """
     if hasattr(parser, "load"):
-        parser.load()
+        try:
+            parser.load()
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] not in ENGINE_PACKAGES:
+                raise
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for listed in action._choices_actions:

@@ -18,7 +18,21 @@ def build_batch(step: int, groups: list[Group], recipe: Recipe) -> Batch:
     Groups stay together: if `batch.minibatches` divides the number of prompts, a mini-batch has all samples of a group.
     A response without a score leaves the loss and its group's statistics; so does one that is alone in what is left.
     """
-    pairs = [(group, rollout) for group in groups for rollout in group.rollouts]
+    batch = build_unscored_batch(step, groups, recipe)
+    give_scores(batch, groups, recipe)
+    return batch
+
+
+def build_unscored_batch(step: int, groups: list[Group], recipe: Recipe) -> Batch:
+    """Return the batch as `give_scores` takes it: every reward and advantage is 0, every sampled token is trained."""
+    sequences = [_sequence(number, group, r) for number, group in enumerate(groups) for r in group.rollouts]
+    parts = np.array_split(np.arange(len(sequences)), min(recipe.batch.minibatches, len(sequences) or 1))
+    return Batch(step=step, sequences=sequences, minibatches=[part.tolist() for part in parts if len(part)])
+
+
+def give_scores(batch: Batch, groups: list[Group], recipe: Recipe) -> None:
+    """Give the sequences of ``batch`` the rewards and advantages of ``groups``, and take those that do not count out
+    of the loss. The arrays of a sequence may have gone to another rank since the batch was built."""
     counted = [(i, rollout) for i, group in enumerate(groups) for rollout in _counted(group)]
     advantages: dict[int, float] = {}
     if counted:
@@ -29,14 +43,15 @@ def build_batch(step: int, groups: list[Group], recipe: Recipe) -> Batch:
             lengths=torch.tensor([0 if rollout.masked else rollout.num_sampled for _, rollout in counted]),
         )
         advantages = {id(rollout): float(value) for (_, rollout), value in zip(counted, values, strict=True)}
-    for _, rollout in pairs:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    for sequence, rollout in zip(batch.sequences, rollouts, strict=True):
         rollout.masked = rollout.masked or id(rollout) not in advantages
-    numbers = {id(group): number for number, group in enumerate(groups)}
-    sequences = [
-        _sequence(numbers[id(group)], group, rollout, advantages.get(id(rollout), 0.0)) for group, rollout in pairs
-    ]
-    parts = np.array_split(np.arange(len(sequences)), min(recipe.batch.minibatches, len(sequences) or 1))
-    return Batch(step=step, sequences=sequences, minibatches=[part.tolist() for part in parts if len(part)])
+        sequence.reward = rollout.reward
+        sequence.advantage = advantages.get(id(rollout), 0.0) * sequence.prompt_weight
+        if rollout.masked:
+            sequence.mask_elsewhere = 0
+            if sequence.loss_mask is not None:
+                sequence.loss_mask = np.full(sequence.response_length, False)
 
 
 def _counted(group: Group) -> list[Rollout]:
@@ -64,16 +79,17 @@ def _rewards_and_ids(groups: list[Group], metric: FilterMetric) -> tuple[torch.T
     return rewards, torch.tensor([i for i, group in enumerate(groups) for _ in group.scored])
 
 
-def _sequence(number: int, group: Group, rollout: Rollout, advantage: float) -> Sequence:
+def _sequence(number: int, group: Group, rollout: Rollout) -> Sequence:
     num_prompt, is_here = len(group.prompt.tokens), rollout.tokens is not None
+    mask = np.full(rollout.length, True) if rollout.sampled is None else rollout.sampled
     return Sequence(
         id=rollout.id,
         tokens=np.concatenate([group.prompt.tokens, rollout.tokens]).astype(np.int64) if is_here else None,
         prompt_length=num_prompt,
         inference_logprobs=rollout.inference_logprobs,
-        loss_mask=_loss_mask(rollout) if is_here else None,
-        advantage=advantage * group.prompt.weight,
-        reward=rollout.reward,
+        loss_mask=mask if is_here else None,
+        advantage=0.0,
+        reward=0.0,
         group=number,
         prompt_weight=group.prompt.weight,
         policy_versions=rollout.policy_versions,
@@ -82,15 +98,9 @@ def _sequence(number: int, group: Group, rollout: Rollout, advantage: float) -> 
         route_checksums=rollout.route_checksums,
         kept_tokens=rollout.kept_tokens,
         length=num_prompt + rollout.length,
-        mask_elsewhere=0 if rollout.masked else rollout.num_sampled,
+        mask_elsewhere=rollout.num_sampled,
         owner=rollout.owner,
     )
-
-
-def _loss_mask(rollout: Rollout) -> np.ndarray:
-    if rollout.masked or rollout.sampled is None:
-        return np.full(rollout.length, not rollout.masked)
-    return rollout.sampled
 
 
 def release_routes(groups: list[Group]) -> None:

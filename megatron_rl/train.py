@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from megatron_rl.batch import build_batch, group_metrics, keep_informative, release_routes
+from megatron_rl.batch import (
+    build_batch,
+    build_unscored_batch,
+    give_scores,
+    group_metrics,
+    keep_informative,
+    release_routes,
+)
 from megatron_rl.config import Recipe
 from megatron_rl.errors import RunEnded
 from megatron_rl.monitor import AlarmEvent, wanted
@@ -43,16 +51,17 @@ def _steps(run: Run, before_step: Callable[[Run, int], None]) -> None:
     recipe, learner, monitor, freed = run.recipe, run.learner, run.monitor, FreedMemory()
     while (step := learner.step) < recipe.num_steps:
         before_step(run, step)
-        with run.saved_on_fault():
+        taken = run.taken()
+        with run.saved_on_fault(taken):
             metrics = validate(run, step) if recipe.validation.is_due(step) else {}
-            groups, sampling_metrics = sample(run, step)
+            groups, sampling_metrics = sample_unscored(run, step) if run.scores_late else sample(run, step)
             run.ahead.look_ahead(step, learner.num_updates)
             sampling_metrics |= run.prompts.metrics()
         with monitor.phase("pack"):
-            batch = build_batch(step, groups, recipe)
+            batch = (build_unscored_batch if run.scores_late else build_batch)(step, groups, recipe)
             release_routes(groups)
         version = learner.num_updates
-        metrics |= sampling_metrics | update(run, batch, groups) | run.generator.stats()
+        metrics |= sampling_metrics | update(run, batch, groups, taken) | run.generator.stats()
         learner.step = step + 1
         events = run.record(step, metrics, groups, batch)
         record(run, batch, version, metrics, events)
@@ -99,6 +108,28 @@ def sample(run: Run, step: int) -> tuple[list[Group], dict[str, float]]:
     return complete[: batch.prompts], counts | group_metrics(sampled, batch.filter_metric)
 
 
+def sample_unscored(run: Run, step: int) -> tuple[list[Group], dict[str, float]]:
+    """Return the groups of a step, whose responses are still being scored (`Run.scores_late`)."""
+    version = run.learner.num_updates
+    with run.monitor.phase("generate") as span:
+        groups = run.ahead.sample(run.recipe.batch.prompts, step=step, policy_version=version)
+        span.tokens = sum(rollout.num_sampled for group in groups for rollout in group.rollouts)
+    if not run.recipe.rollout.max_staleness:
+        return groups, {}
+    staleness = staleness_metrics(groups, version)
+    run.ahead.check_staleness(step, staleness)
+    return groups, staleness
+
+
+def score_batch(run: Run, batch: Batch, groups: list[Group], taken: dict[str, Any]) -> dict[str, float]:
+    """Wait for the scores of ``groups``, give them to ``batch`` and return their metrics. ``taken``: see `update`."""
+    with run.saved_on_fault(taken):
+        scores = run.reward(groups, batch.step)
+        run.refuse_failures(scores, batch.step)
+    give_scores(batch, groups, run.recipe)
+    return scores.metrics | group_metrics(groups, run.recipe.batch.filter_metric)
+
+
 def sample_first(run: Run, ahead: Oversampling, step: int) -> tuple[list[Group], dict[str, float]]:
     """Return the groups of a step with `batch.oversample`: score groups as they complete, until the batch is full."""
     batch, version = run.recipe.batch, run.learner.num_updates
@@ -129,8 +160,11 @@ def sample_first(run: Run, ahead: Oversampling, step: int) -> tuple[list[Group],
     return first_batch, metrics
 
 
-def update(run: Run, batch: Batch, groups: list[Group]) -> dict[str, float]:
-    """Update on the batch, send the weights and return metrics; skip the update if all groups were left out."""
+def update(run: Run, batch: Batch, groups: list[Group], taken: dict[str, Any]) -> dict[str, float]:
+    """Update on the batch, send the weights and return metrics; skip the update if all groups were left out.
+
+    ``taken``: `Run.taken` from before the step was sampled, to save if a batch that is scored late cannot be scored.
+    """
     learner, generator = run.learner, run.generator
     if not groups:
         run.monitor.log(f"step {batch.step}: every group was filtered out (all rewards equal); no update")
@@ -139,7 +173,9 @@ def update(run: Run, batch: Batch, groups: list[Group]) -> dict[str, float]:
     learner.scheduler.observe_length(learner.num_updates, sum(lengths) / len(lengths))
     generator.sleep()
     before = None if run.recipe.acceptance is None else Snapshot(learner)
-    metrics = learner.scheduler.metrics() | learner.update(batch)
+    scores: dict[str, float] = {}
+    complete = (lambda: scores.update(score_batch(run, batch, groups, taken))) if run.scores_late else None
+    metrics = learner.scheduler.metrics() | learner.update(batch, complete) | scores
     hand_over(learner, generator, run.monitor.phase)
     return metrics if before is None else metrics | judge(run, batch.step, before)
 

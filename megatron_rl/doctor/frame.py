@@ -28,6 +28,7 @@ from megatron_rl.doctor.checks import Check, Outcome, Result, Setting, failed, f
 from megatron_rl.errors import EXIT_DONE, EXIT_FAULT, Fault, InputError
 from megatron_rl.process.fp32_products import set_environment
 from megatron_rl.process.host import write_whole
+from megatron_rl.shipped import shipped
 
 LOG_CHARACTERS = 4000
 GRACE_S = 3.0  # for ranks that lost a peer, until they are ended: the first to fail has then printed its error
@@ -223,7 +224,8 @@ def attempt(name: str, setting: Setting) -> tuple[Outcome, bool]:
         return failed(str(error), "The message names the place; the log has the stack."), True
     except ModuleNotFoundError as error:
         traceback.print_exc()
-        fix = "pip install -r requirements.txt (requirements-cpu.txt without a GPU), as its head says"
+        files = shipped("requirements.txt"), shipped("requirements-cpu.txt")
+        fix = "pip install -r {} ({} without a GPU), as its head says".format(*files)
         return failed(f"the package {error.name} is not installed in {sys.executable}", fix), True
     except Exception as error:  # noqa: BLE001 - a check that breaks has failed, whatever broke it
         traceback.print_exc()

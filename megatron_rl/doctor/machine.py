@@ -260,7 +260,7 @@ def versions(setting: Setting) -> Outcome:
     python = sys.version_info[:2]
     if python not in PYTHONS:
         wrong.append(f"Python is {python[0]}.{python[1]}, wanted 3.11 or 3.12")
-    fix = f"pip install -r {Path(file).name}, as its head says, into an environment of its own"
+    fix = f"pip install -r {shipped(file)}, as its head says, into an environment of its own"
     if wrong:
         return failed(f"{len(wrong)} of {len(table)} differ from {file}: " + "; ".join(wrong), fix, packages=table)
     return passed(f"{len(table)} packages are as {file} pins them, Python {python[0]}.{python[1]}", packages=table)

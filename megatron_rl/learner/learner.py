@@ -151,8 +151,11 @@ class Learner:
 
     # -- the update
 
-    def update(self, batch: Batch) -> dict[str, float]:
-        """One optimizer step per mini-batch of ``batch``; metrics over all of it, the same on every rank."""
+    def update(self, batch: Batch, complete: Callable[[], None] | None = None) -> dict[str, float]:
+        """One optimizer step per mini-batch of ``batch``; metrics over all of it, the same on every rank.
+
+        ``complete``: called on every rank after the pass for old log-probs, before anything uses advantages or masks.
+        """
         self._version_of_batch = self.num_updates
         records_routes = self.recipe.routing.replay == "r2"
         keeps_scores = self.recipe.objective.router_shift is not None
@@ -179,6 +182,8 @@ class Learner:
                     hand_over_routes(batch, *homes, self.replicas)
                 if keeps_scores:
                     hand_over_scores(batch, *homes, self.replicas)
+        if complete is not None:
+            complete()
         if self.recipe.objective.advantage == "min_variance":
             if self.noise is not None:
                 self.noise.begin([], 0)  # no update

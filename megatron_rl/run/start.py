@@ -157,11 +157,11 @@ class Run:
         """The loop's state, from the main rank, and the steps that `keep_best` keeps."""
         kept = {checkpoint_step(path) for path in list_checkpoints(self.directory.checkpoints)} | {self.learner.step}
         self.scores = {step: value for step, value in self.scores.items() if step in kept}
-        state = (taken or self._taken()) | {"monitor": self.monitor.state_dict(), "scores": self.scores}
+        state = (taken or self.taken()) | {"monitor": self.monitor.state_dict(), "scores": self.scores}
         state |= {"evidence": self.evidence.state_dict(), "rollbacks": self.rollbacks.count}
         return broadcast_object(state), best_steps(self.scores, self.recipe.checkpoint)
 
-    def _taken(self) -> dict[str, Any]:
+    def taken(self) -> dict[str, Any]:
         """How far prompts were taken, and for which steps to come."""
         taken = {"prompts": self.prompts.state_dict(), "ahead": self.ahead.state_dict()}
         return taken | ({"exact": self.generator.state_dict()} if isinstance(self.generator, ExactGenerator) else {})
@@ -194,11 +194,29 @@ class Run:
         )
         return True
 
+    @property
+    def scores_late(self) -> bool:
+        """Whether a step's responses may still be scored while the learner makes its pass for old log-probs.
+
+        The reward must be a function, which is called as responses become complete, and nothing before that pass may
+        depend on rewards.
+        """
+        recipe = self.recipe
+        chooses = (
+            recipe.batch.filter_groups or recipe.batch.oversample is not None or recipe.data.curriculum is not None
+        )
+        has_pass = recipe.routing.replay == "r2" or recipe.objective.needs_old_logprobs(recipe.batch.minibatches)
+        is_early = self.rewarder.has_functions and isinstance(self.generator, AnnouncingGenerator)
+        return is_early and has_pass and not chooses
+
     @contextlib.contextmanager
-    def saved_on_fault(self) -> Iterator[None]:
+    def saved_on_fault(self, before: dict[str, Any] | None = None) -> Iterator[None]:
         """Around sampling: an engine or a reward worker that fails leaves the learner at the end of the step before.
-        That is saved, so that nothing has to be learned again; then the fault ends the run."""
-        before = self._taken()
+        That is saved, so that nothing has to be learned again; then the fault ends the run.
+
+        ``before``: what was `taken` then; None: what is taken now.
+        """
+        before = before or self.taken()
         try:
             yield
         except Fault:

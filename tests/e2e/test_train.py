@@ -166,6 +166,37 @@ def test_a_run_leaves_its_whole_record(root, log_rho):
     assert "validation before step 0" in (run / "log.txt").read_text()
 
 
+JUDGE = """
+import asyncio
+
+async def judge(response, answer):
+    await asyncio.sleep(0.05)
+    if len(response) > 4 and len(response) % 3 == 0:
+        raise ConnectionError("the judge is away")
+    return float(response.rpartition("#")[2] == answer)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_scores_that_come_during_the_pass_for_old_logprobs_change_nothing(ranks, tmp_path):
+    """A curriculum needs the scores of a step earlier. This one visits every prompt, as without it."""
+    (tmp_path / "judge.py").write_text(JUDGE)
+    settings = [f"reward={{name: '{tmp_path}/judge.py:judge', retries: 0}}", "batch.minibatches=2", "num_steps=2"]
+    settings += ["reward.max_error_frac={first: 1.0, later: 1.0}", "recorder.record_batches=all"]
+    rows = {}
+    for name, keys in (("late", []), ("early", ["data.curriculum={easy_fraction: 1.0, hard_fraction: 1.0}"])):
+        done = run_ranks_of_command("megatron_rl", arguments_of(tmp_path, name, *settings, *keys), tmp_path, ranks)
+        succeeded(done)
+        rows[name] = without_times(metrics(tmp_path, name))
+    assert rows["late"] == [{k: v for k, v in row.items() if "curriculum/" not in k} for row in rows["early"]]
+    assert 0 < rows["late"][0]["reward/unscored_frac"] < 1
+    for step in range(2):
+        late, early = (load_batch(batch_path(tmp_path / name / "batches", step)).batch for name in ("late", "early"))
+        assert [s.advantage for s in late.sequences] == [s.advantage for s in early.sequences]
+        assert all(np.array_equal(a.loss_mask, b.loss_mask) for a, b in zip(late.sequences, early.sequences))
+        assert all(np.array_equal(a.old_logprobs, b.old_logprobs) for a, b in zip(late.sequences, early.sequences))
+
+
 @pytest.mark.slow
 def test_a_learner_that_steps_aside_trains_the_same(root):
     """Gradients, Adam's states and weights leave between updates: every figure and the exported weights stay."""

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from megatron_rl.batch import build_batch, group_metrics, keep_informative
+from megatron_rl.batch import build_batch, build_unscored_batch, give_scores, group_metrics, keep_informative
 from megatron_rl.config.objective import ObjectiveWarning
 from megatron_rl.monitor.samples import rollout_metrics
 from megatron_rl.types import Group, Prompt, Rollout
@@ -47,6 +47,26 @@ def test_what_is_left_alone_has_no_baseline():
     assert batch.sequences[0].advantage == 0.0
     nothing = build_batch(0, [scored("p", None, None)], tiny_recipe())
     assert [sequence.num_trained for sequence in nothing.sequences] == [0, 0]
+
+
+def test_scores_that_come_late_make_the_same_batch():
+    """Two of the responses have gone to another rank by then; half of another one's tokens are a tool's result."""
+
+    def groups() -> list[Group]:
+        made = [scored("p", 1.0, None, 0.5), scored("q", 0.0, 1.0)]
+        made[0].rollouts[0].sampled, made[0].rollouts[0].num_sampled = np.array([True, False]), 1
+        return made
+
+    recipe = tiny_recipe()
+    expected, batch = build_batch(0, groups(), recipe), build_unscored_batch(0, groups(), recipe)
+    assert [s.num_trained for s in batch.sequences] == [1, 2, 2, 2, 2]
+    for sequence in batch.sequences[1:3]:
+        sequence.tokens = sequence.loss_mask = None
+    give_scores(batch, groups(), recipe)
+    for found, due in zip(batch.sequences, expected.sequences, strict=True):
+        assert (found.advantage, found.reward, found.num_trained) == (due.advantage, due.reward, due.num_trained)
+        assert found.loss_mask is None or np.array_equal(found.loss_mask, due.loss_mask)
+    assert batch.minibatches == expected.minibatches
 
 
 def test_groups_are_compared_by_what_is_known():

@@ -10,7 +10,7 @@ the difference, whatever the order of work: the column "bound" is that share.
 
 A step that waits for scores one step ahead is not longer by all of it, because servers sample the next batch meanwhile.
 With --alone each run is made again with a judge that answers at once, and "costs" is the share of the step that goes
-with it. Both runs need a quiet machine.
+with it. "at least" is the share that the judge's rate alone costs. Both runs need a quiet machine.
 
     python -m tools.bench.judge [--steps 8] [--prompts 32] [--seconds 0.3] [--concurrency 64] [--alone] [--set a.b=c …]
 
@@ -70,14 +70,17 @@ def main() -> None:
     number = 8 * options.prompts
     whole = -(-number // options.concurrency) * options.seconds
     print(f"{number} responses, {options.seconds:g} s each, {options.concurrency} at a time: {whole:.2f} s together")
-    print(f"{'generation':<29}{'step':>8}{'waits':>8}{'share':>8}{'bound':>8}" + f"{'costs':>8}" * options.alone)
+    print(
+        f"{'generation':<29}{'step':>8}{'waits':>8}{'share':>8}{'bound':>8}"
+        + f"{'costs':>8}{'at least':>10}" * options.alone
+    )
     for name, recipe, own in (KINDS[number] for number in options.only):
         step, waits, share = judged(recipe, own, options.seconds, options)
         bound = max(0.0, 1 - (step - waits) / whole)
         line = f"{name:<29}{step:>6.2f} s{waits:>6.2f} s{share:>8.1%}{bound:>8.1%}"
         if options.alone:
             at_once, *_ = judged(recipe, own, 0.0, options)
-            line += f"{1 - at_once / step:>8.1%}"
+            line += f"{1 - at_once / step:>8.1%}{max(0.0, 1 - at_once / whole):>10.1%}"
         print(line, flush=True)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl import __version__
-from megatron_rl.__main__ import main
+from megatron_rl.__main__ import CommandParser, main
 from megatron_rl.checkpoint.save import SaveError
 from megatron_rl.commands import COMMANDS, GROUPS, full_name, function_name, module_of
 from megatron_rl.errors import OwnWarning
@@ -210,6 +210,23 @@ def test_completion_for_zsh_is_a_script_of_its_own_with_what_commands_do(capsys)
     assert end.value.code == 0
     assert out.startswith("#compdef megatron-rl\n")
     assert COMMANDS["batch replay"] in out
+
+
+def test_completion_without_the_engines_has_the_commands_that_work_without(monkeypatch, capsys):
+    load = CommandParser.load
+
+    def fails(parser):
+        if parser.prog == "megatron-rl train":
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+        load(parser)
+
+    monkeypatch.setattr(CommandParser, "load", fails)
+    with pytest.raises(SystemExit) as end:
+        main(["--print-completion", "bash"])
+    assert end.value.code == 0
+    script = capsys.readouterr().out
+    assert "_shtab_megatron_rl_plan_option_strings" in script
+    assert "--resume" not in script.partition("_shtab_megatron_rl_train_option_strings=")[2].partition("\n")[0]
 
 
 def test_completion_without_shtab_says_what_to_install(monkeypatch, capsys):

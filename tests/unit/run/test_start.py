@@ -2,13 +2,88 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import numpy as np
 import pytest
 
+from megatron_rl.batch import build_unscored_batch
 from megatron_rl.config.sections import CheckpointConfig
-from megatron_rl.run.start import best_steps
+from megatron_rl.rewards.rewarder import RewardFault
+from megatron_rl.rewards.shared import Scores
+from megatron_rl.run.start import Run, best_steps
+from megatron_rl.train import update
+from megatron_rl.types import Group, Prompt, Rollout
+from tests.support.tiny import tiny_recipe
 
 
 @pytest.mark.parametrize(("mode", "n", "expected"), [("max", 1, [4]), ("max", 2, [2, 4]), ("min", 1, [6])])
 def test_best_steps(mode, n, expected):
     config = CheckpointConfig.model_validate({"keep_best": {"metric": "m", "n": n, "mode": mode}})
     assert sorted(best_steps({2: 0.5, 3: 0.3, 4: 0.5, 5: 0.1, 6: 0.1}, config)) == expected
+
+
+class Announcing:
+    def announce_to(self, listener, whole_groups=False): ...
+
+
+SEVERAL = {"batch": {"prompts": 4, "minibatches": 2}}
+CHOOSES = {"minibatches": 2, "prompts": 4, "filter_groups": True}
+EASY = {"curriculum": {"easy_fraction": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "has_functions", "generator", "late"),
+    [
+        (SEVERAL, True, Announcing(), True),
+        ({"routing": {"replay": "r2"}}, True, Announcing(), True),
+        ({}, True, Announcing(), False),  # there is no pass to wait in
+        (SEVERAL, False, Announcing(), False),  # built-in rewards are quick
+        (SEVERAL, True, object(), False),  # nothing was scored meanwhile
+        ({"batch": CHOOSES}, True, Announcing(), False),  # rewards choose the batch
+        ({**SEVERAL, "data": EASY}, True, Announcing(), False),  # rewards choose the next prompts
+        ({**SEVERAL, "objective": {"anchor": "bypass"}}, True, Announcing(), False),
+    ],
+)
+def test_scores_may_come_late_where_the_pass_for_old_logprobs_does_not_need_them(
+    sections, has_functions, generator, late
+):
+    run = SimpleNamespace(
+        recipe=tiny_recipe(**sections), rewarder=SimpleNamespace(has_functions=has_functions), generator=generator
+    )
+    assert Run.scores_late.fget(run) is late
+
+
+def test_a_batch_that_is_scored_late_is_scored_before_its_first_update():
+    """And a step whose scores cannot be had is saved with what was taken before it was sampled."""
+    calls, zeros = [], np.zeros(2, np.float32)
+    groups = [Group(Prompt("p", [1], ""), [Rollout("p", i, np.ones(2), zeros, "stop", zeros) for i in range(2)])]
+    recipe = tiny_recipe(**SEVERAL)
+    batch = build_unscored_batch(0, groups, recipe)
+
+    def learn(batch, complete):
+        calls.append([sequence.advantage for sequence in batch.sequences])
+        complete()
+        calls.append([sequence.advantage for sequence in batch.sequences])
+        return {}
+
+    def reward(groups, step):
+        groups[0].rollouts[0].reward = 1.0
+        return Scores({"reward/errors": 0.0}, [], 2)
+
+    def refuse(scores, step):
+        raise RewardFault("too many")
+
+    run = MagicMock(recipe=recipe, scores_late=True, reward=reward)
+    run.learner.update = learn
+    run.learner.scheduler.metrics.return_value = {}
+    metrics = update(run, batch, groups, {"taken": 1})
+    assert calls[0] == [0.0, 0.0]
+    assert calls[1][0] > 0 > calls[1][1]
+    assert metrics["groups/sampled"] == 1.0
+    assert run.saved_on_fault.call_args.args == ({"taken": 1},)
+    run.refuse_failures = refuse
+    run.saved_on_fault.return_value.__exit__.return_value = False
+    with pytest.raises(RewardFault):
+        update(run, build_unscored_batch(0, groups, recipe), groups, {"taken": 1})
