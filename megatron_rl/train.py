@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from megatron_rl.batch import (
@@ -61,7 +62,8 @@ def _steps(run: Run, before_step: Callable[[Run, int], None]) -> None:
             batch = (build_unscored_batch if run.scores_late else build_batch)(step, groups, recipe)
             release_routes(groups)
         version = learner.num_updates
-        metrics |= sampling_metrics | update(run, batch, groups, taken) | run.generator.stats()
+        score = partial(score_batch, run, batch, groups, taken) if run.scores_late else None
+        metrics |= sampling_metrics | update(run, batch, groups, score) | run.generator.stats()
         learner.step = step + 1
         events = run.record(step, metrics, groups, batch)
         record(run, batch, version, metrics, events)
@@ -122,7 +124,10 @@ def sample_unscored(run: Run, step: int) -> tuple[list[Group], dict[str, float]]
 
 
 def score_batch(run: Run, batch: Batch, groups: list[Group], taken: dict[str, Any]) -> dict[str, float]:
-    """Wait for the scores of ``groups``, give them to ``batch`` and return their metrics. ``taken``: see `update`."""
+    """Wait for the scores of ``groups``, give them to ``batch`` and return their metrics.
+
+    ``taken``: `Run.taken` from before the step was sampled, to save if it cannot be scored.
+    """
     with run.saved_on_fault(taken):
         scores = run.reward(groups, batch.step)
         run.refuse_failures(scores, batch.step)
@@ -160,22 +165,32 @@ def sample_first(run: Run, ahead: Oversampling, step: int) -> tuple[list[Group],
     return first_batch, metrics
 
 
-def update(run: Run, batch: Batch, groups: list[Group], taken: dict[str, Any]) -> dict[str, float]:
+def update(
+    run: Run, batch: Batch, groups: list[Group], score: Callable[[], dict[str, float]] | None = None
+) -> dict[str, float]:
     """Update on the batch, send the weights and return metrics; skip the update if all groups were left out.
 
-    ``taken``: `Run.taken` from before the step was sampled, to save if a batch that is scored late cannot be scored.
+    ``score``: gives a batch that is scored late its scores, and returns their metrics.
     """
     learner, generator = run.learner, run.generator
     if not groups:
         run.monitor.log(f"step {batch.step}: every group was filtered out (all rewards equal); no update")
         return learner.scheduler.metrics()
-    lengths = [rollout.length for group in groups for rollout in group.rollouts]
-    learner.scheduler.observe_length(learner.num_updates, sum(lengths) / len(lengths))
+    known: dict[str, float] = {}
+
+    def begin() -> None:
+        """Do what must be done before the batch's first optimizer step. A batch without scores leaves no trace."""
+        known.update({} if score is None else score())
+        lengths = [rollout.length for group in groups for rollout in group.rollouts]
+        learner.scheduler.observe_length(learner.num_updates, sum(lengths) / len(lengths))
+        known.update(learner.scheduler.metrics())
+
+    if score is None:
+        begin()
     generator.sleep()
     before = None if run.recipe.acceptance is None else Snapshot(learner)
-    scores: dict[str, float] = {}
-    complete = (lambda: scores.update(score_batch(run, batch, groups, taken))) if run.scores_late else None
-    metrics = learner.scheduler.metrics() | learner.update(batch, complete) | scores
+    metrics = learner.update(batch) if score is None else learner.update(batch, begin)
+    metrics = known | metrics
     hand_over(learner, generator, run.monitor.phase)
     return metrics if before is None else metrics | judge(run, batch.step, before)
 

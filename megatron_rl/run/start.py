@@ -199,15 +199,13 @@ class Run:
         """Whether a step's responses may still be scored while the learner makes its pass for old log-probs.
 
         The reward must be a function, which is called as responses become complete, and nothing before that pass may
-        depend on rewards.
+        depend on rewards. With `acceptance` the state before an update is copied once its rate is known.
         """
-        recipe = self.recipe
-        chooses = (
-            recipe.batch.filter_groups or recipe.batch.oversample is not None or recipe.data.curriculum is not None
-        )
+        recipe, batch = self.recipe, self.recipe.batch
+        chooses = batch.filter_groups or batch.oversample is not None or recipe.data.curriculum is not None
         has_pass = recipe.routing.replay == "r2" or recipe.objective.needs_old_logprobs(recipe.batch.minibatches)
         is_early = self.rewarder.has_functions and isinstance(self.generator, AnnouncingGenerator)
-        return is_early and has_pass and not chooses
+        return is_early and has_pass and not chooses and recipe.acceptance is None
 
     @contextlib.contextmanager
     def saved_on_fault(self, before: dict[str, Any] | None = None) -> Iterator[None]:

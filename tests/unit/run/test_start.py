@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -13,7 +14,7 @@ from megatron_rl.config.sections import CheckpointConfig
 from megatron_rl.rewards.rewarder import RewardFault
 from megatron_rl.rewards.shared import Scores
 from megatron_rl.run.start import Run, best_steps
-from megatron_rl.train import update
+from megatron_rl.train import score_batch, update
 from megatron_rl.types import Group, Prompt, Rollout
 from tests.support.tiny import tiny_recipe
 
@@ -31,6 +32,7 @@ class Announcing:
 SEVERAL = {"batch": {"prompts": 4, "minibatches": 2}}
 CHOOSES = {"minibatches": 2, "prompts": 4, "filter_groups": True}
 EASY = {"curriculum": {"easy_fraction": 0.5}}
+UNDONE = {"acceptance": {"tolerance": 0.1}, "data": {"train": "t.jsonl", "validation": "v.jsonl"}}
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,7 @@ EASY = {"curriculum": {"easy_fraction": 0.5}}
         ({"batch": CHOOSES}, True, Announcing(), False),  # rewards choose the batch
         ({**SEVERAL, "data": EASY}, True, Announcing(), False),  # rewards choose the next prompts
         ({**SEVERAL, "objective": {"anchor": "bypass"}}, True, Announcing(), False),
+        ({**SEVERAL, **UNDONE}, True, Announcing(), False),
     ],
 )
 def test_scores_may_come_late_where_the_pass_for_old_logprobs_does_not_need_them(
@@ -75,15 +78,18 @@ def test_a_batch_that_is_scored_late_is_scored_before_its_first_update():
     def refuse(scores, step):
         raise RewardFault("too many")
 
-    run = MagicMock(recipe=recipe, scores_late=True, reward=reward)
+    run = MagicMock(recipe=recipe, reward=reward)
     run.learner.update = learn
     run.learner.scheduler.metrics.return_value = {}
-    metrics = update(run, batch, groups, {"taken": 1})
+    metrics = update(run, batch, groups, partial(score_batch, run, batch, groups, {"taken": 1}))
     assert calls[0] == [0.0, 0.0]
     assert calls[1][0] > 0 > calls[1][1]
     assert metrics["groups/sampled"] == 1.0
     assert run.saved_on_fault.call_args.args == ({"taken": 1},)
+    (observed,) = run.learner.scheduler.observe_length.call_args_list
+    assert observed.args[1] == 2.0
     run.refuse_failures = refuse
     run.saved_on_fault.return_value.__exit__.return_value = False
     with pytest.raises(RewardFault):
-        update(run, build_unscored_batch(0, groups, recipe), groups, {"taken": 1})
+        update(run, batch, groups, partial(score_batch, run, batch, groups, {"taken": 1}))
+    assert run.learner.scheduler.observe_length.call_count == 1, "the step will come again"
