@@ -383,10 +383,14 @@ def first_step_alarms(recipe: Recipe, architecture: Architecture) -> list[AlarmR
     """Rules that end a run whose first step has more mismatch than rounding in the contract's types explains.
 
     Empty where the recipe asks for another mismatch: a dose (`exact.noise`), or a row of the contract that says policy.
-    In fp32 on both sides mismatch/rho_std is bounded too. A rule of the same name in `monitor.alarms` takes the place
-    of one of these.
+    Also where mu is compared with pi after earlier updates of the batch, because there is no pass for po. In fp32 on
+    both sides mismatch/rho_std is bounded too. A rule of the same name in `monitor.alarms` takes the place of one of
+    these.
     """
     if recipe.exact.dose is not None or any(row.verdict == "policy" for row in contract(recipe, architecture)):
+        return []
+    num_updates = recipe.batch.minibatches
+    if num_updates > 1 and recipe.routing.replay != "r2" and not recipe.objective.needs_old_logprobs(num_updates):
         return []
     weights = None if recipe.learner.quantization is not None else recipe.rollout.quantization.weights
     rounded = [weights, recipe.rollout.quantization.kv_cache]

@@ -134,6 +134,10 @@ def test_rounded_weights_and_cache_are_rows_of_the_contract():
         confirm_contract(stated, {}, engine)
 
 
+SEVERAL = {"prompts": 4, "minibatches": 2}
+FIRST_FP32 = {"first-step-difference": 1e-3, "first-step-mismatch": 1e-3}
+
+
 @pytest.mark.parametrize(
     ("sections", "bounds"),
     [
@@ -144,6 +148,10 @@ def test_rounded_weights_and_cache_are_rows_of_the_contract():
         ({"rollout": {"quantization": {"weights": "fp8"}}}, {"first-step-difference": 0.2}),
         ({"rollout": {"top_p": 0.9}, "precision": {"allow_asymmetric": True}}, {}),
         ({"rollout": {"engine": "exact"}, "exact": {"noise": {"kind": "logits", "std": 0.1}}}, {}),
+        ({"batch": SEVERAL, "objective": {"policy_term": "vespo"}}, {}),  # pi has moved before the second update
+        ({"batch": SEVERAL, "objective": {"anchor": "bypass"}}, {}),
+        ({"batch": SEVERAL}, FIRST_FP32),
+        ({"objective": {"policy_term": "vespo"}}, FIRST_FP32),
     ],
 )
 def test_the_first_steps_mismatch_is_bounded_by_the_coarsest_type(sections, bounds):
