@@ -42,6 +42,8 @@ OUTCOMES = {
     "gradient": "actor/grad_norm",
 }
 """What an arm may bring back, by the name that --outcome takes; any other metric has its own name."""
+LEARNED = frozenset({"critic/score/mean", "critic/rewards/mean", "val/reward/mean"})
+"""What a run is meant to raise: an arm may raise it also where nothing of it was lost."""
 WORSE = {"reward": (0.8, 0.0), "mismatch": (0.0, 1.5), "gradient": (0.5, 2.0)}
 """Level afterwards over level before, at most or at least, from which a metric counts as lost; 0: not in that way."""
 
@@ -58,12 +60,17 @@ class Loss:
     @property
     def back(self) -> Direction:
         """The direction of a cure."""
-        return "higher" if self.after < self.before else "lower"
+        return "higher" if self.after < self.before or self.metric in LEARNED else "lower"
+
+    @property
+    def size(self) -> float:
+        """What was lost; 0 where a run learned nothing and lost nothing."""
+        return max(0.0, self.before - self.after if self.back == "higher" else self.after - self.before)
 
     @property
     def margin(self) -> float:
         """The largest difference from the control that counts as none."""
-        return DECISIVE * abs(self.before - self.after)
+        return DECISIVE * self.size
 
 
 @dataclass(frozen=True)
@@ -225,15 +232,17 @@ def loss_of(records: Records, begin: int, steps: int, outcome: str | None) -> Lo
         if outcome is None:
             least, most = WORSE[name]
             is_lost = (least and loss.after <= least * loss.before) or (most and loss.after >= most * loss.before)
+            is_lost = is_lost and loss.before != loss.after
         else:
-            is_lost = loss.after != loss.before
-        if is_lost and loss.before != loss.after:
+            is_lost = loss.after != loss.before or metric in LEARNED
+        if is_lost:
             return loss
         said.append(f"{metric} is {loss.before:.3g} before step {begin} and {loss.after:.3g} from step {window[1]} on")
     raise InputError(
         "there is nothing to bring back:\n"
         + "\n".join(f"  {line}" for line in said)
-        + "\n  name another metric with --outcome, another checkpoint with --from, or more --steps"
+        + "\n  name another metric with --outcome (a reward also where it was low from the start), another checkpoint "
+        "with --from, or more --steps"
     )
 
 
@@ -278,7 +287,7 @@ def make_study(
     common = common_keys(recipe, begin, steps)
     first, metrics = first_that_counts(begin, steps), {"loss": loss.metric, **OUTCOMES}
     outcomes = {name: {"metric": metric, "statistic": "mean", "first_step": first} for name, metric in metrics.items()}
-    outcomes["loss"]["margin"] = loss.margin
+    outcomes["loss"]["margin"] = loss.margin or None
     described: dict[str, Any] = {CONTROL: {"set": common}}
     for arm in arms:
         own = {key: value for key, value in arm.keys.items() if key != "data.seed"}  # `Branch.seed_values` sets it

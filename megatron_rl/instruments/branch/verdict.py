@@ -90,7 +90,7 @@ class Judgement:
     def cures(self) -> list[Judged]:
         """Arms that bring it back, those that restore most first."""
         curing = [judged for judged in self.arms if judged.verdict == WORDS["as predicted"]]
-        return sorted(curing, key=lambda judged: -(judged.restored or 0.0))
+        return sorted(curing, key=lambda judged: -abs(judged.effect.mean))
 
     @property
     def contrasts(self) -> list[Contrast]:
@@ -216,7 +216,7 @@ def beside_the_best(arms: Sequence[Judged], control: Values, loss: Loss) -> tupl
     """
     cures = [judged for judged in arms if judged.verdict == WORDS["as predicted"]]
     best = max(cures, key=lambda judged: abs(judged.effect.mean), default=None)
-    if best is None or abs(best.effect.mean) <= abs(loss.before - loss.after):
+    if best is None or abs(best.effect.mean) <= loss.size:
         return None, list(arms)
     sign = 1.0 if loss.back == "higher" else -1.0
     gains = [{seed: sign * (v - control[seed]) for seed, v in arm.values.items() if seed in control} for arm in arms]
@@ -277,7 +277,7 @@ def judge(branch: Branch, root: Path) -> Judgement:
 
 
 def _restored(branch: Branch, effect: Effect | None, control: Values) -> float | None:
-    if effect is None or not control:
+    if effect is None or not control or not branch.loss.size:
         return None
     lost = branch.loss.before - sum(control.values()) / len(control)
     return effect.mean / lost if lost else None
@@ -330,11 +330,12 @@ def _heading(branch: Branch) -> list[str]:
     onset = "" if branch.onset is None else f", onset at step {branch.onset}"
     start = "where the run started" if branch.checkpoint is None else str(branch.checkpoint)
     end = branch.begin + branch.steps - 1
+    counts_as_none = f"a difference up to {loss.margin:.2g} counts as none" if loss.margin else "nothing was lost"
     return [
         f"{branch.parent}: from step {branch.begin} ({start}){onset}",
         f"  {len(branch.arms)} arms and the control, {seeds} seeds, {branch.steps} steps each",
         f"  outcome: mean {loss.metric} of steps {branch.first_step} to {end}. In the run it was {loss.before:.3g} "
-        f"before step {branch.begin} and {loss.after:.3g} there; a difference up to {loss.margin:.2g} counts as none",
+        f"before step {branch.begin} and {loss.after:.3g} there; {counts_as_none}",
         "",
     ]
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from megatron_rl.errors import InputError
 from megatron_rl.instruments.branch.arms import CONTROL
 from megatron_rl.instruments.branch.plan import plan_branch
 from megatron_rl.instruments.branch.verdict import MOST_SEEDS, judge, page, seeds_to_decide
@@ -172,6 +173,33 @@ def test_an_arm_that_restores_less_than_a_quarter_of_the_best_is_no_cure(sick, t
     assert {judged.arm.name: judged.verdict for judged in judgement.arms} == {
         "third-rate": "brings it back", "one-update": "undecided",
     }  # fmt: skip
+
+
+def test_an_arm_that_learns_is_found_where_nothing_was_lost(tmp_path):
+    """The reward was low from the start: an outcome has to be named, and the best arm says what counts as none."""
+    flat = [record | {"critic/score/mean": 0.1, "critic/rewards/mean": 0.1} for record in rows()]
+    run = make_run(tmp_path / "flat", flat)
+    with pytest.raises(InputError, match=r"(?s)nothing to bring back.*a reward also where it was low from the start"):
+        plan_branch(run, from_step=10, steps=20, wanted=ARMS)
+    branch = plan_branch(run, from_step=10, steps=20, wanted=ARMS, outcome="critic/score/mean")
+    assert (branch.loss.size, branch.loss.back) == (0.0, "higher")
+    finish(branch, tmp_path)
+    judgement = judge(branch, tmp_path)
+    assert {judged.arm.name: (judged.verdict, judged.restored) for judged in judgement.arms} == {
+        "third-rate": ("brings it back", None), "one-update": ("does not", None),
+    }  # fmt: skip
+    assert "there; nothing was lost" in page(judgement)
+
+
+def test_a_reward_that_rose_is_not_brought_back_by_a_lower_one(tmp_path):
+    risen = [record | {"critic/score/mean": 0.1 if record["step"] < 20 else 0.15} for record in rows()]
+    branch = plan_branch(
+        make_run(tmp_path / "risen", risen), from_step=10, steps=20, wanted=ARMS, outcome="critic/score/mean"
+    )
+    assert branch.loss.back == "higher"
+    finish(branch, tmp_path, PLANTED | {CONTROL: (0.15, 0.15, 0.16, 0.14), "one-update": (0.01, 0.02, 0.01, 0.0)})
+    verdicts = {judged.arm.name: judged.verdict for judged in judge(branch, tmp_path).arms}
+    assert verdicts == {"third-rate": "brings it back", "one-update": "makes it worse"}
 
 
 def test_the_verdict_says_how_many_seeds_would_decide(sick, tmp_path):
