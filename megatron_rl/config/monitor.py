@@ -6,12 +6,14 @@ says on which runs they were set, and how they did on others.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, ValidationError, model_validator
 
 from megatron_rl.config.base import OffCount, Section
+from megatron_rl.config.objective import ObjectiveConfig
 
 # `monitor.sinks`: services for experiments that a run's metrics also go to, each through its own client.
 
@@ -201,8 +203,9 @@ def level_rules(recipe: Mapping[str, Any]) -> list[AlarmRule]:
     """`LEVELS`, and `mismatch-contract` of the recipe's types; none where `monitor.levels` is false.
 
     ``recipe``: as plain values; keys that are absent count as unknown. The mismatch of a dose (`exact.noise`), of
-    another policy (`precision.allow_asymmetric`) and of old weights has no bound. Adapters, which begin at zero, have
-    no `update-size`. With kept sets the entropy is that of the kept tokens, often a single one: no `entropy-floor`.
+    another policy (`precision.allow_asymmetric`), of old weights and of updates (`mismatch_has_updates`) has no bound.
+    Adapters, which begin at zero, have no `update-size`. With kept sets the entropy is that of the kept tokens, often a
+    single one: no `entropy-floor`.
     """
     if not _get(recipe, "monitor", "levels", default=True):
         return []
@@ -225,9 +228,27 @@ def _rho_bound(recipe: Mapping[str, Any]) -> float | None:
         _get(recipe, "precision", "allow_asymmetric"),
         _get(recipe, "rollout", "max_staleness"),
     )
-    if None in types or any(excused):
+    if None in types or any(excused) or mismatch_has_updates(recipe):
         return None
     return max(RHO_BOUNDS[name] for name in types)
+
+
+def mismatch_has_updates(recipe: Mapping[str, Any]) -> bool:
+    """Return whether mu is compared with pi after earlier updates of the batch, because there is no pass for po.
+
+    ``recipe``: as plain values.
+    """
+    updates, objective = _get(recipe, "batch", "minibatches", default=1), _get(recipe, "objective")
+    if not isinstance(objective, Mapping) or not isinstance(updates, int) or updates < 2:
+        return False
+    if _get(recipe, "routing", "replay") == "r2":
+        return False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return not ObjectiveConfig.model_validate(objective).needs_old_logprobs(updates)
+    except ValidationError:  # of another version
+        return False
 
 
 def _is_type(value: Any) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.config.monitor import RISKS, AlarmRule, level_rules
+from megatron_rl.config.monitor import RISKS, AlarmRule, level_rules, mismatch_has_updates
 from megatron_rl.monitor.alarms import Alarms, CollapseRule, first_collapse
 
 SURE = 0.01  # most probable error of a change, by the test
@@ -240,7 +240,7 @@ def staleness(case: Case) -> Suspect | None:
 def rounding(case: Case) -> Suspect | None:
     """Mismatch before anything was learned: of the first step."""
     rho = next(iter(case.values("mismatch/rho_std")), None)
-    if rho is None or case.setting("exact.noise"):
+    if rho is None or case.setting("exact.noise") or mismatch_has_updates(case.recipe):
         return None
     weights = case.setting("rollout.quantization.weights")
     cache = case.setting("rollout.quantization.kv_cache")

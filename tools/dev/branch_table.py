@@ -408,7 +408,7 @@ def _row(name: str, result: Mapping[str, Any]) -> str:
 
 
 def _arm(name: str, verdict: str, restored: float | None) -> str:
-    share = "" if restored is None else f" {restored:.0%}"
+    share = "" if restored is None else f" {round(restored, 2) + 0.0:.0%}"
     told = f"`{name}`{share}" + (", undecided" if verdict == "undecided" else "")
     return f"**{told}**" if verdict == "brings it back" else told
 

@@ -415,7 +415,7 @@ def _row(judged: Judged) -> list[str]:
     if effect is None:
         return [*row, *["–"] * 4, judged.verdict]
     interval = f"[{effect.lower:+.3g}, {effect.upper:+.3g}]"
-    restored = "–" if judged.restored is None else f"{judged.restored:.0%}"
+    restored = "–" if judged.restored is None else f"{round(judged.restored, 2) + 0.0:.0%}"
     return [*row, f"{effect.mean:+.3g}", interval, f"{judged.p_holm:.2g}", restored, judged.verdict]
 
 

@@ -36,6 +36,9 @@ def recipe(learner: str, rollout: str, **keys) -> dict:
     return {"learner": {"dtype": learner}, "rollout": {"dtype": rollout, **keys}}
 
 
+NO_PO = {"batch": {"minibatches": 4}, "objective": {"policy_term": "vespo"}}
+
+
 @pytest.mark.parametrize(
     ("values", "bound"),
     [
@@ -46,6 +49,11 @@ def recipe(learner: str, rollout: str, **keys) -> dict:
         (recipe("fp32", "fp32") | {"exact": {"noise": {"kind": "stale"}}}, None),
         (recipe("fp32", "fp32") | {"precision": {"allow_asymmetric": True}}, None),
         ({}, None),
+        (recipe("fp32", "fp32") | NO_PO | {"batch": {"minibatches": 1}}, RHO_BOUNDS["fp32"]),
+        (recipe("fp32", "fp32") | NO_PO, None),
+        (recipe("fp32", "fp32") | NO_PO | {"routing": {"replay": "r2"}}, RHO_BOUNDS["fp32"]),  # has the pass for po
+        (recipe("fp32", "fp32") | NO_PO | {"objective": {"policy_term": "gspo"}}, RHO_BOUNDS["fp32"]),
+        (recipe("fp32", "fp32") | NO_PO | {"objective": {"policy_term": "of another version"}}, RHO_BOUNDS["fp32"]),
     ],
 )
 def test_the_contract_bounds_rho_by_the_coarser_type(values, bound):
