@@ -195,6 +195,8 @@ def seeds_to_decide(effect: Effect, margin: float, num_arms: int, scatter: Effec
         return None
     scatter = effect if scatter is None else scatter
     mean, deviation = abs(effect.mean), (scatter.upper - scatter.mean) / interval_half_width(scatter.num_seeds)
+    if not deviation:
+        return None
     for seeds in range(effect.num_seeds + 1, MOST_SEEDS + 1):
         error = deviation / math.sqrt(seeds)
         differs = max(margin, float(stats.t.isf(LEVEL / num_arms / 2, seeds - 1)) * error)

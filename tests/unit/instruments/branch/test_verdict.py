@@ -183,7 +183,7 @@ def test_an_arm_that_learns_is_found_where_nothing_was_lost(tmp_path):
         plan_branch(run, from_step=10, steps=20, wanted=ARMS)
     branch = plan_branch(run, from_step=10, steps=20, wanted=ARMS, outcome="critic/score/mean")
     assert (branch.loss.size, branch.loss.back) == (0.0, "higher")
-    finish(branch, tmp_path)
+    finish(branch, tmp_path, PLANTED | {"one-update": PLANTED[CONTROL]})  # equal, so that there is no scatter
     judgement = judge(branch, tmp_path)
     assert {judged.arm.name: (judged.verdict, judged.restored) for judged in judgement.arms} == {
         "third-rate": ("brings it back", None), "one-update": ("does not", None),
