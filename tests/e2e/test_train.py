@@ -198,6 +198,23 @@ def test_scores_that_come_during_the_pass_for_old_logprobs_change_nothing(ranks,
 
 
 @pytest.mark.slow
+def test_a_step_that_could_not_be_scored_late_is_made_again_as_if_nothing_had_happened(tmp_path):
+    """Step 1 has responses without a score, which ends the run after its pass for old log-probs."""
+    (tmp_path / "judge.py").write_text(JUDGE)
+    settings = [f"reward.name={tmp_path}/judge.py:judge", "reward.retries=0", "batch.minibatches=2", "num_steps=3"]
+    settings += ["schedule={style: length-decay, mode: auto}"]
+    allowed = "reward.max_error_frac={first: 1.0, later: 1.0}"
+    succeeded(train(tmp_path, "calm", *settings, allowed))
+    assert metrics(tmp_path, "calm")[1]["reward/errors"] > 0
+    ended = train(tmp_path, "torn", *settings, "reward.max_error_frac={first: 1.0, later: 0.0}")
+    assert ended.returncode == 1
+    assert "responses could not be scored" in ended.stderr
+    assert [path.name for path in (tmp_path / "torn" / "checkpoints").iterdir()] == ["step_00000001"]
+    succeeded(train(tmp_path, "torn", *settings, allowed))
+    assert without_times(metrics(tmp_path, "torn")) == without_times(metrics(tmp_path, "calm"))
+
+
+@pytest.mark.slow
 def test_a_learner_that_steps_aside_trains_the_same(root):
     """Gradients, Adam's states and weights leave between updates: every figure and the exported weights stay."""
     offload = "learner.offload={gradients: true, optimizer: true, weights: true, during_passes: true}"
