@@ -246,7 +246,10 @@ def _one_sided(effect: Effect, sign: int) -> float:
 
 
 def _seeds_told(undecided: Sequence[Judged]) -> str:
-    needed = [judged.seeds_to_decide for judged in undecided]
+    scattered = [judged for judged in undecided if judged.effect is None or judged.effect.lower < judged.effect.upper]
+    if not scattered:
+        return "so far they do exactly what the control does"
+    needed = [judged.seeds_to_decide for judged in scattered]
     if None in needed:
         return f"and {MOST_SEEDS} seeds would hardly decide; give more --steps or another --outcome"
     return f"about --seeds {max(needed)} would decide"

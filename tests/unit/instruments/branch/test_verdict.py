@@ -189,6 +189,8 @@ def test_an_arm_that_learns_is_found_where_nothing_was_lost(tmp_path):
         "third-rate": ("brings it back", None), "one-update": ("does not", None),
     }  # fmt: skip
     assert "there; nothing was lost" in page(judgement)
+    finish(branch, tmp_path / "open", PLANTED | dict.fromkeys(ARMS, PLANTED[CONTROL]))
+    assert judge(branch, tmp_path / "open").sentence.endswith("or not; so far they do exactly what the control does")
 
 
 def test_a_reward_that_rose_is_not_brought_back_by_a_lower_one(tmp_path):
