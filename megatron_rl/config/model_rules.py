@@ -51,7 +51,7 @@ def model_problems(
     layers, most = recipe.exact.dose and recipe.exact.dose.layers, architecture.num_layers - 1
     if layers and max(layers) > most:
         problems.append(f"exact.noise.layers: {max(layers)} is not a layer of the model; 0 … {most} are allowed")
-    if recipe.rollout.engine == "exact" and (beyond := beyond_exact(architecture)) is not None:
+    if recipe.rollout.engine == "exact" and (beyond := beyond_exact(architecture, recipe.learner.parallel.tensor)):
         problems.append(f"rollout.engine: exact, but {beyond}, which the exact engine does not compute; use vllm")
     if recipe.learner.lora is not None:
         problems += lora_problems(architecture, recipe.learner.parallel)
@@ -63,11 +63,14 @@ def model_problems(
     return problems + latent_attention_problems(recipe, architecture)
 
 
-def beyond_exact(architecture: Architecture) -> str | None:
-    """Return what the model has that the exact engine does not compute, as a clause; None where it computes all."""
+def beyond_exact(architecture: Architecture, tensor: int) -> str | None:
+    """Return what the model has that the exact engine does not compute on ``tensor`` tensor-parallel ranks, as a
+    clause; None where it computes all."""
     a = architecture
-    if a.wide_qk_norm:
-        return f"{a.model_type} has norms over all heads"
+    if a.wide_qk_norm and tensor > 1:
+        return (
+            f"{a.model_type} has norms over all heads, of which learner.parallel.tensor: {tensor} gives a rank a part"
+        )
     if a.shared_ffn_hidden_size:
         return f"the model ({a.model_type}) has a shared expert"
     return f"the model ({a.model_type}) has latent attention" if a.latent is not None else None

@@ -31,6 +31,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_rl.exact.doses import Dose
 from megatron_rl.exact.schedule import num_pages
 from megatron_rl.learner.layers import invariant
+from megatron_rl.learner.layers.attention import WideNorm
 from megatron_rl.learner.layers.exact_layers import (
     CachedPrompts,
     CachedStep,
@@ -39,6 +40,7 @@ from megatron_rl.learner.layers.exact_layers import (
     add_experts,
     experts,
     gated,
+    norm_over_heads,
     route,
 )
 from megatron_rl.learner.layers.invariant import KEY_BLOCK, TILE, batch_invariant, linear, rms_norm, rotate
@@ -267,6 +269,8 @@ class StepForward:
 
 
 def _norm(norm: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if isinstance(norm, WideNorm):
+        return norm_over_heads(norm, x)
     return rms_norm(x, norm.normalized_shape, norm.weight, norm.eps) if isinstance(norm, torch.nn.RMSNorm) else x
 
 

@@ -195,7 +195,7 @@ def collect(setup: Setup, around: Around = lambda name, model: nullcontext()) ->
     if "learner" in setup.witnesses:
         with learner_model(setup, architecture) as module, around("learner", module):
             records.append(learner_record(setup, architecture, module))
-    has_exact = beyond_exact(architecture) is None and parallel.context == 1 and device.type == "cpu"
+    has_exact = beyond_exact(architecture, parallel.tensor) is None and parallel.context == 1 and device.type == "cpu"
     if "exact" in setup.witnesses and has_exact:
         with learner_model(setup, architecture, exact=True) as module, around("exact", module):
             records.append(learner_record(setup, architecture, module, exact=True))

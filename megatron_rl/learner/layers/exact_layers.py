@@ -25,8 +25,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.learner.layers.attention import (
+    KeyNorm,
     PackedSequences,
+    QueryNorm,
     SDPACoreAttention,
+    WideNorm,
     attend,
     padding_indices,
     padding_pays,
@@ -39,6 +42,7 @@ from megatron_rl.learner.layers.invariant import (
     kernel_ops,
     on_kernels,
     padded,
+    rms_norm,
     rotate,
     step_attention,
 )
@@ -307,7 +311,10 @@ def use_exact_layers(block: TransformerBlockSubmodules) -> None:
     for layer in block.layer_specs:
         parts = layer.submodules
         parts.self_attention.module = ExactSelfAttention
-        parts.self_attention.submodules.core_attention = ExactCoreAttention
+        attention_parts = parts.self_attention.submodules
+        attention_parts.core_attention = ExactCoreAttention
+        if attention_parts.q_layernorm is QueryNorm:
+            attention_parts.q_layernorm, attention_parts.k_layernorm = ExactQueryNorm, ExactKeyNorm
         feed_forward = parts_of(parts.mlp)
         if hasattr(feed_forward, "experts"):
             feed_forward.experts = of_class(feed_forward.experts, ExactExperts)
@@ -333,6 +340,21 @@ class ExactSelfAttention(SelfAttention):
         cos, sin = self._cos_sin.flatten(1).chunk(2, dim=-1)
         query, key = (rotate(x.squeeze(1), cos, sin).unsqueeze(1) for x in (query, key))
         return query, key, *others
+
+
+def norm_over_heads(norm: WideNorm, x: torch.Tensor) -> torch.Tensor:
+    """The norm of [N, …, D] over all heads. One rank must have all of them: `config.model_rules` refuses more."""
+    if norm.weight.numel() != norm.width:
+        raise NotImplementedError(f"exact norm over {norm.width} columns, of which a rank has {norm.weight.numel()}")
+    return rms_norm(x.reshape(-1, norm.width), (norm.width,), norm.weight, norm.eps).view(x.shape)
+
+
+class ExactQueryNorm(QueryNorm):
+    forward = norm_over_heads
+
+
+class ExactKeyNorm(KeyNorm):
+    forward = norm_over_heads
 
 
 class ExactExperts(SequentialMLP):

@@ -32,17 +32,19 @@ def test_what_no_shared_expert_has_is_refused(sections, said):
     assert not any("shared expert" in problem for problem in model_problems(tiny_recipe(), SHARED, 1))
 
 
-def test_the_exact_engine_has_no_norms_over_all_heads():
+def test_the_exact_engine_has_norms_over_all_heads_on_one_tensor_parallel_rank():
     olmoe = architecture_from(KNOWN_MODELS["OLMoE-1B-7B-0924"])
-    (problem,) = model_problems(tiny_recipe(rollout={"engine": "exact"}), olmoe, 1)
+    exact = {"engine": "exact"}
+    (problem,) = model_problems(tiny_recipe(rollout=exact, learner={"parallel": {"tensor": 2}}), olmoe, 2)
     assert problem.startswith("rollout.engine: exact, but olmoe has norms over all heads")
-    assert model_problems(tiny_recipe(), olmoe, 1) == []
+    assert "learner.parallel.tensor: 2" in problem
+    assert model_problems(tiny_recipe(rollout=exact), olmoe, 1) == []
 
 
 def test_the_exact_engine_has_no_latent_attention():
     alone = replace(MOONLIGHT, shared_ffn_hidden_size=0)
-    assert beyond_exact(alone) == "the model (deepseek_v3) has latent attention"
-    assert [beyond_exact(read_architecture(MODEL)), beyond_exact(architecture_from(KNOWN_MODELS["Qwen3-8B"]))] == [
+    assert beyond_exact(alone, 1) == "the model (deepseek_v3) has latent attention"
+    assert [beyond_exact(a, 2) for a in (read_architecture(MODEL), architecture_from(KNOWN_MODELS["Qwen3-8B"]))] == [
         None,
         None,
     ]
@@ -111,7 +113,7 @@ def test_biases_that_a_router_does_not_have_are_not_moved():
     assert problem.startswith("routing.bias_update_rate: 0.001, but the routers of qwen3_moe have no biases")
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("qwen3_moe", *DENSE)])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("qwen3_moe", "olmoe", *DENSE)])
 def test_exact_mode_is_refused_in_one_message_where_it_lacks_something(family):
     architecture = architecture_from({"model_type": family, **next(iter(FAMILIES[family].known.values()))})
     recipe = tiny_recipe(rollout={"engine": "exact"}, precision={"fp32_router": True})
