@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from megatron_rl.batch import build_batch
 from megatron_rl.config import Recipe
 from megatron_rl.config.learner import fp32_products
+from megatron_rl.errors import InputError
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import resolve_device
 from megatron_rl.objective.metrics import mismatch_metrics
@@ -82,7 +83,9 @@ def measure(
     """Yield the results of all pairs, grouped by the engine's dtype, as engines take longer to start than learners."""
     version = 0
     every = [fp32_products(*pair, recipe.precision) for pair in pairs]
-    settle(set().union(*itertools.chain(*every)), resolve_device(recipe.runtime.device).type)
+    device = resolve_device(recipe.runtime.device).type
+    refuse_several_engines(pairs, device)
+    settle(set().union(*itertools.chain(*every)), device)
     for rollout_dtype, members in itertools.groupby(sorted(pairs, key=lambda pair: pair[1]), key=lambda pair: pair[1]):
         variants = [with_dtypes(recipe, learner_dtype, rollout_dtype) for learner_dtype, _ in members]
         learner = Learner(variants[0])  # joins the job; the engine starts inside it
@@ -102,6 +105,16 @@ def measure(
                 learner.step_aside()
                 yield measure_pair(variant, learner, generator, prompts, version)
         learner.close()
+
+
+def refuse_several_engines(pairs: Sequence[tuple[str, str]], device: str) -> None:
+    """Raise `InputError` where ``pairs`` (types of learner and engine) want more engines than a process can have."""
+    engines = sorted({rollout for _, rollout in pairs})
+    if device == "cuda" and len(engines) > 1:
+        raise InputError(
+            f"--pairs has {len(engines)} types of the engine ({', '.join(engines)}), but on a GPU vLLM has one engine "
+            "that sleeps in a process; run the command once for each of them"
+        )
 
 
 def with_dtypes(recipe: Recipe, learner: str, rollout: str) -> Recipe:

@@ -63,7 +63,7 @@ def mismatch(setting: Setting) -> Outcome:
         head = [f"precision.fp32_head={str('head' in name).lower()}"]
         recipe = tiny(setting, *overrides({}, dtype), *head, *SMALL, eager, f"rollout.dtype={dtype}", *_NO_TRIAL)
         learner = Learner(recipe)
-        with closing(start_engine(recipe, learner)) as generator:
+        with closing(start_engine(recipe, learner, sleeps=False)) as generator:  # several in a process
             confirm(recipe, learner, generator)
             by_pair[name] = distances(generate(recipe, learner, generator), learner, reference)
         learner.close()
@@ -249,11 +249,11 @@ def judge_runner(version: int, apart: Distances, started: float) -> Outcome:
 # -- parts
 
 
-def start_engine(recipe: Recipe, learner: Learner) -> Any:
+def start_engine(recipe: Recipe, learner: Learner, *, sleeps: bool = True) -> Any:
     from megatron_rl.data import load_tokenizer
     from megatron_rl.run.engines import start_generator
 
-    return start_generator(recipe, load_tokenizer(str(recipe.model.path)), learner)
+    return start_generator(recipe, load_tokenizer(str(recipe.model.path)), learner, sleeps=sleeps)
 
 
 def confirm(recipe: Recipe, learner: Learner, generator: Generator) -> None:

@@ -25,9 +25,18 @@ def runs_eagerly(config: RolloutConfig, device: Device) -> bool:
 
 
 def engine_arguments(
-    config: RolloutConfig, model_path: Path, device: Device, max_prompt_length: int, *, record_routes: bool
+    config: RolloutConfig,
+    model_path: Path,
+    device: Device,
+    max_prompt_length: int,
+    *,
+    record_routes: bool,
+    sleeps: bool = True,
 ) -> dict[str, Any]:
-    """Keyword arguments of `vllm.LLM`. Imports vLLM (the worker extension registers itself on import)."""
+    """Keyword arguments of `vllm.LLM`. Imports vLLM (the worker extension registers itself on import).
+
+    ``sleeps``: whether an engine on a GPU can give its memory back. Such an engine is the only one of its process.
+    """
     from megatron_rl.rollout.worker_extension import BACKEND
 
     FAMILIES[read_architecture(model_path).model_type].register()
@@ -69,7 +78,7 @@ def engine_arguments(
 
             arguments["kernel_config"] = {"ir_op_priority": PRIORITY}
     else:
-        arguments["enable_sleep_mode"] = True
+        arguments["enable_sleep_mode"] = sleeps
         arguments |= kernels_on_cuda(config, has_latent_attention=read_architecture(model_path).latent is not None)
     return arguments | quantization_arguments(config.quantization, device)
 

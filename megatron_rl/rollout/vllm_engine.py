@@ -13,8 +13,7 @@ Weights go in through `worker_extension`; see there. Random numbers are keyed pe
 response does not depend on which engine samples it, except for the rounding of matrix products over batches of another
 shape.
 
-Left out: stop strings (stop tokens are what a policy can learn to emit) and speculative decoding. What only CUDA has
-(sleep, graphs, `gpu_memory_utilization`) is used as vLLM documents it and has not been run on a GPU yet.
+Left out: stop strings (stop tokens are what a policy can learn to emit) and speculative decoding.
 """
 
 from __future__ import annotations
@@ -85,6 +84,8 @@ class VllmGenerator:
     ``max_prompt_length``: longest prompt that will come, in tokens. ``record_routes``: fill ``routed_experts``.
     ``decode``: token ids → text, for ``Rollout.text``; without it the text stays empty. ``precision``: what to compute
     in fp32; None: nothing beyond ``config.dtype``. ``talk``: what holds conversations of several turns; None: one turn.
+    ``sleeps``: whether `sleep` gives a GPU's memory back. vLLM has one such engine in a process, also after its end:
+    whoever starts several in a row has engines that do not sleep.
     Raises `InputError` where the configuration does not fit the checkpoint, `RolloutError` where vLLM does not start.
     """
 
@@ -102,8 +103,10 @@ class VllmGenerator:
         decode: Callable[[list[int]], str] | None = None,
         precision: PrecisionConfig | None = None,
         talk: Talk | None = None,
+        sleeps: bool = True,
     ) -> None:
         self._config, self._decode, self._device = config, decode, device
+        self._sleeps = sleeps and device == "cuda"
         self._precision = precision or PrecisionConfig()
         self._architecture = read_architecture(model_path)
         self._rank, world_size = _rank_in_world()
@@ -352,16 +355,16 @@ class VllmGenerator:
         return describe_engine(self._llm)
 
     def sleep(self) -> None:
-        """Give back weights and cache; a CPU has nothing to give back. Neither is copied to host memory: whoever puts
-        an engine to sleep sends it the next weights."""
-        if self._device == "cuda":
+        """Give back weights and cache, unless the engine does not sleep (on a CPU none does). Neither is copied to host
+        memory: whoever puts an engine to sleep sends it the next weights."""
+        if self._sleeps:
             self._llm.sleep(level=2)
             self._wants_weights = self._wants_cache = True
 
     def wake(self) -> None:
         """Room for the weights, that `refit` fills. Room for the cache is taken by the next `rollout`: until then the
         learner may keep what it sends the weights with, and a checkpoint may use it."""
-        if self._device == "cuda":
+        if self._sleeps:
             torch.cuda.empty_cache()  # blocks that the learner's pass left cached are room that the engine needs
             self._llm.wake_up(["weights"])
 
@@ -375,7 +378,7 @@ class VllmGenerator:
         return dict(self._stats)
 
     def close(self) -> None:
-        """End the engine and give its memory back: another engine may be started in this process."""
+        """End the engine and give its memory back. Another may be started in this process, if none of them sleeps."""
         if self._llm is None:
             return
         import vllm.v1.engine.core as engine_core
@@ -409,7 +412,12 @@ class VllmGenerator:
                 leave_default_stream(torch.device("cuda", gpu))
             try:
                 arguments = engine_arguments(
-                    self._config, model_path, self._device, self._max_prompt_length, record_routes=self._record_routes
+                    self._config,
+                    model_path,
+                    self._device,
+                    self._max_prompt_length,
+                    record_routes=self._record_routes,
+                    sleeps=self._sleeps,
                 )
                 llm = LLM(**arguments, hf_overrides=overrides(self._precision))
                 llm.init_weight_transfer_engine({"init_info": {}})

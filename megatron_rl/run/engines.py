@@ -37,11 +37,12 @@ def start_generator(
     learner: Learner,
     say: Callable[[str], None] = print,
     stop: Callable[[], bool] = lambda: False,
+    sleeps: bool = True,
 ) -> Generator:
     """The engine that the recipe names, beside the learner of the same job, which steps aside for it first: an engine
     measures what memory is free.
 
-    ``say``: what servers there are. ``stop``: whether this rank was asked to stop.
+    ``say``: what servers there are. ``stop``: whether this rank was asked to stop. ``sleeps``: see `VllmGenerator`.
     """
     together("learner.offload", learner.step_aside, fault=OffloadError, describe=str)
     decode = partial(tokenizer.decode, skip_special_tokens=True)
@@ -82,6 +83,7 @@ def start_generator(
         decode=decode,
         precision=recipe.precision,
         talk=talk,
+        sleeps=sleeps,
     )
 
 

@@ -124,7 +124,7 @@ def assert_as_double(
     singles = function(*inputs)
     doubles = function(*(x.detach().double().requires_grad_(x.requires_grad) for x in inputs))
     for number, (got, single, double) in enumerate(zip(found, singles, doubles, strict=True)):
-        got, single, double = (x.detach().double().numpy() for x in (got, single, double))
+        got, single, double = (x.detach().double().cpu().numpy() for x in (got, single, double))
         stored = gamma(roundings, found[number].dtype) * float(np.abs(double).max())
         bound = bound_from_double(single, double, longest_sum) + stored
         error = float(np.abs(got - double).max())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from megatron_rl.commands.mismatch_pairs import PairResult, with_dtypes
+from megatron_rl.commands.mismatch_pairs import PairResult, refuse_several_engines, with_dtypes
+from megatron_rl.errors import InputError
 from tests.support.rounding import rounded
 from tests.support.tiny import tiny_recipe
 
@@ -38,3 +40,11 @@ def test_a_pair_changes_the_types_alone():
     assert (plain.learner.dtype, plain.rollout.dtype) == ("bf16", "fp32")
     assert plain.rollout.quantization.weights == recipe.rollout.quantization.weights
     assert plain.objective == recipe.objective
+
+
+def test_a_gpu_has_one_type_of_engine_in_a_command():
+    several = [("bf16", "bf16"), ("fp16", "bf16"), ("bf16", "fp16")]
+    with pytest.raises(InputError, match=r"--pairs has 2 types of the engine \(bf16, fp16\).*once for each"):
+        refuse_several_engines(several, "cuda")
+    refuse_several_engines(several, "cpu")
+    refuse_several_engines(several[:2], "cuda")

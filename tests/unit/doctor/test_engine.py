@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,6 +122,9 @@ class Learner:
     def save(self, folder, state):
         self.calls.append("save")
 
+    def close(self):
+        pass
+
 
 def test_phases_follow_each_other_as_in_a_step(monkeypatch, tmp_path):
     """Of the engine, the learner and the meter, which have no GPU here, only the order of calls is looked at."""
@@ -133,13 +137,32 @@ def test_phases_follow_each_other_as_in_a_step(monkeypatch, tmp_path):
     generator = SimpleNamespace(**{name: said(name) for name in ("sleep", "close")})
     meter = SimpleNamespace(now=lambda: said("now")() or 1.0, begin=said("begin"), peak=lambda: said("peak")() or 2.0)
     monkeypatch.setattr(megatron_rl.learner.learner, "Learner", Learner)
-    monkeypatch.setattr(engine, "start_engine", lambda *arguments: generator)
+    monkeypatch.setattr(engine, "start_engine", lambda *arguments, **options: generator)
     monkeypatch.setattr(engine, "generate", said("generate"))
     monkeypatch.setattr(engines, "hand_over", said("hand over"))
     found = engine.measure(None, meter, tmp_path)
     assert found.keys() == engine.PHASES.keys()
     order = "learner, generate, now, sleep, now, begin, update, peak, begin, hand over, peak, begin, save, peak, close"
     assert Learner.calls == order.split(", ")
+
+
+def test_engines_that_follow_each_other_do_not_sleep(monkeypatch, tmp_path):
+    """On an H200 vLLM refused the second: "CuMem allocator can only be used for one instance per process"."""
+    import megatron_rl.learner.learner
+
+    started = []
+
+    def start(recipe: Any, learner: Any, *, sleeps: bool = True) -> Any:
+        started.append(sleeps)
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(megatron_rl.learner.learner, "Learner", Learner)
+    monkeypatch.setattr(engine, "start_engine", start)
+    monkeypatch.setattr(engine, "confirm", lambda *arguments: None)
+    monkeypatch.setattr(engine, "generate", lambda *arguments: None)
+    monkeypatch.setattr(engine, "distances", lambda *arguments: GOOD["bf16/bf16"])
+    engine.mismatch(Setting("cpu", 1, str(tmp_path), scratch=str(tmp_path)))
+    assert started == [False] * len(engine.PAIRS)
 
 
 def test_the_meters_peak_counts_what_pytorch_took_beyond_what_was_in_use(monkeypatch):

@@ -24,6 +24,8 @@ def test_arguments_on_cuda_are_vllms(place, tensor_parallel):
     else:
         arguments = engine_arguments(config, MODEL, "cuda", 16, record_routes=True)
         assert arguments["enable_sleep_mode"] is True
+        awake = engine_arguments(config, MODEL, "cuda", 16, record_routes=True, sleeps=False)
+        assert awake == arguments | {"enable_sleep_mode": False}
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     if place == "server":  # the launcher's own, beside the engine's
         known |= {f.name for c in vars(cli_args).values() if dataclasses.is_dataclass(c) for f in dataclasses.fields(c)}

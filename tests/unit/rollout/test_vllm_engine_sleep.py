@@ -38,7 +38,7 @@ def engine(monkeypatch) -> VllmGenerator:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(vllm_engine, "checked", lambda weights, shapes: weights)
     made = VllmGenerator.__new__(VllmGenerator)
-    made._config, made._device, made._shapes = RolloutConfig(), "cuda", {}
+    made._config, made._device, made._shapes, made._sleeps = RolloutConfig(), "cuda", {}, True
     made._broken, made._stats, made._policy_version, made._wants_weights = "", {}, 0, False
     made._wants_cache, made._architecture, made._max_prompt_length = False, None, 16
     made._record_routes, made._precision = False, PrecisionConfig()

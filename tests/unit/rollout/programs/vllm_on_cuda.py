@@ -70,6 +70,7 @@ def of_learner(recipe: Any, model: Path, ranks: int) -> Any:
 
     engine = VllmGenerator.__new__(VllmGenerator)
     engine._config, engine._precision, engine._device = recipe.rollout, recipe.precision, "cuda"
+    engine._sleeps = True
     engine._rank, engine._max_prompt_length = 0, recipe.data.prompt.max_length
     engine._record_routes = recipe.routing.needs_engine_routes
     with world(ranks), mock.patch.object(LLMEngine, "from_engine_args", stop):
