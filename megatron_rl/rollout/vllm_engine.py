@@ -106,7 +106,7 @@ class VllmGenerator:
         sleeps: bool = True,
     ) -> None:
         self._config, self._decode, self._device = config, decode, device
-        self._sleeps = sleeps and device == "cuda"
+        self._sleeps = sleeps
         self._precision = precision or PrecisionConfig()
         self._architecture = read_architecture(model_path)
         self._rank, world_size = _rank_in_world()
@@ -357,14 +357,14 @@ class VllmGenerator:
     def sleep(self) -> None:
         """Give back weights and cache, unless the engine does not sleep (on a CPU none does). Neither is copied to host
         memory: whoever puts an engine to sleep sends it the next weights."""
-        if self._sleeps:
+        if self._sleeps and self._device == "cuda":
             self._llm.sleep(level=2)
             self._wants_weights = self._wants_cache = True
 
     def wake(self) -> None:
         """Room for the weights, that `refit` fills. Room for the cache is taken by the next `rollout`: until then the
         learner may keep what it sends the weights with, and a checkpoint may use it."""
-        if self._sleeps:
+        if self._sleeps and self._device == "cuda":
             torch.cuda.empty_cache()  # blocks that the learner's pass left cached are room that the engine needs
             self._llm.wake_up(["weights"])
 

@@ -32,6 +32,7 @@ TRACE = "tests/parallel/test_trace.py"
 REACHED: dict[str, str | tuple[str, ...]] = {
     "megatron_rl/checkpoint/save.py": "tests/unit/checkpoint/test_save.py",
     "megatron_rl/commands/doctor.py": DOCTOR,
+    "megatron_rl/commands/mismatch_pairs.py": "tests/unit/commands/test_mismatch_pairs.py",
     "megatron_rl/doctor/nodes.py": "tests/unit/doctor/test_nodes.py",
     "megatron_rl/doctor/engine.py": (PLANTED, METER),
     "megatron_rl/doctor/learner.py": (BITS, "tests/unit/doctor/test_learner_fp32.py"),
