@@ -82,7 +82,7 @@ OWN_FILE = Path(__file__).relative_to(ROOT)
 
 
 @cache
-def tests_by_key() -> dict[str, str]:
+def text_of_each_test() -> dict[str, str]:
     """Text of each file of tests that can set a key."""
     files = sorted(path for path in (ROOT / "tests").rglob("*.py") if path.relative_to(ROOT) != OWN_FILE)
     return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in files}
@@ -90,14 +90,14 @@ def tests_by_key() -> dict[str, str]:
 
 @cache
 def words_in(file: str) -> frozenset[str]:
-    return frozenset(re.findall(r"\w+", tests_by_key()[file]))
+    return frozenset(re.findall(r"\w+", text_of_each_test()[file]))
 
 
 @cache
 def files_that_assign(name: str) -> list[str]:
     """Files with `name:`, `name=`, a quoted `name` before a colon, or `["name"] =`."""
     assigned = re.compile(rf"\b{name}\b['\"]?\]?\s*[:=](?!=)")
-    return [file for file, text in tests_by_key().items() if name in words_in(file) and assigned.search(text)]
+    return [file for file, text in text_of_each_test().items() if name in words_in(file) and assigned.search(text)]
 
 
 def files_that_set(owner: type[BaseModel], name: str) -> list[str]:
