@@ -260,8 +260,9 @@ def _product(work: Workload, rows: int, inner: int, columns: int) -> float:
     """Return the seconds of [rows, inner] · [inner, columns] in tiles; few tiles leave processors unused."""
     used = min(1.0, rows // TILE * math.ceil(columns / TILE) / work.gpu.processors)
     dtype = work.recipe.learner.dtype
-    traffic = inner * columns * BYTES[dtype] / (work.gpu.bandwidth * hw.DECODE_BANDWIDTH)
-    return max(traffic, 2.0 * rows * inner * columns / (work.gpu.flops(dtype) * hw.DECODE_FLOPS)) / used
+    traffic = inner * columns * BYTES[dtype] / (work.gpu.bandwidth * hw.EXACT_BANDWIDTH["dense"])
+    rate = work.gpu.flops(dtype) * hw.EXACT_FLOPS[BYTES[dtype]]["dense"]
+    return max(traffic, 2.0 * rows * inner * columns / rate) / used
 
 
 def _experts(work: Workload, sequences: float) -> float:
@@ -271,8 +272,10 @@ def _experts(work: Workload, sequences: float) -> float:
     local, weights = a.num_experts / p.expert, 3 * a.hidden_size * a.moe_ffn_hidden_size / p.expert_tensor
     seen = 1.0 - (1.0 - a.experts_per_token / a.num_experts) ** tokens
     rows = _whole(tokens * a.experts_per_token / a.num_experts)  # rows per expert
-    traffic = local * seen * weights * BYTES[dtype] / (work.gpu.bandwidth * hw.DECODE_BANDWIDTH)
-    computation = 2.0 * local * seen * rows * weights / (work.gpu.flops(dtype) * hw.DECODE_FLOPS)
+    traffic = local * seen * weights * BYTES[dtype] / (work.gpu.bandwidth * hw.EXACT_BANDWIDTH["experts"])
+    computation = (
+        2.0 * local * seen * rows * weights / (work.gpu.flops(dtype) * hw.EXACT_FLOPS[BYTES[dtype]]["experts"])
+    )
     return max(traffic, computation)
 
 

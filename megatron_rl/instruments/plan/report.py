@@ -12,7 +12,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.instruments.parity.memory import SIZES, parity_memory
 from megatron_rl.instruments.plan import hardware as hw
 from megatron_rl.instruments.plan.hardware import GIB
-from megatron_rl.instruments.plan.learner import active_parameters, checkpoint_cost, total_parameters
+from megatron_rl.instruments.plan.learner import BYTES, active_parameters, checkpoint_cost, total_parameters
 from megatron_rl.instruments.plan.memory import (
     PLACEMENT,
     EvidenceCost,
@@ -375,10 +375,20 @@ def _layout(layout: Layout) -> str:
 def _exact(work: Workload) -> str:
     if work.recipe.rollout.engine != "exact":
         return ""
+    bandwidth, rate = hw.EXACT_BANDWIDTH, hw.EXACT_FLOPS[BYTES[work.recipe.learner.dtype]]
     return (
+        f"exact products at {bandwidth['dense']:.0%} of bandwidth or {rate['dense']:.0%} of peak, those of experts at "
+        f"{bandwidth['experts']:.0%} or {rate['experts']:.0%} (measured on an H200), "
         f"exact attention at {hw.EXACT_ATTENTION_BANDWIDTH:.0%} of bandwidth "
         f"and {1e6 * hw.KEY_BLOCK_S:g} µs a block of keys, {1e6 * hw.KERNEL_S:g} µs a kernel, "
     )
+
+
+def _unmeasured(work: Workload) -> str:
+    if work.gpu.measured:
+        return "These shares were not measured on a GPU."
+    other = "other " if work.recipe.rollout.engine == "exact" else ""
+    return f"No {other}figure was measured on a GPU."
 
 
 def _assumptions(work: Workload) -> list[str]:
@@ -395,8 +405,7 @@ def _assumptions(work: Workload) -> list[str]:
         f"engine graphs {hw.GRAPHS_GIB:g} GiB, fragmentation {hw.FRAGMENTATION:.0%}, "
         f"{_exact(work)}"
         f"busiest expert rank {hw.EXPERT_IMBALANCE:g} × the mean"
-        f"{f'; {hw.TURNS} turns a conversation' * (work.recipe.rollout.function is not None)}. "
-        + ("No figure was measured on a GPU." if not gpu.measured else "These shares were not measured on a GPU."),
+        f"{f'; {hw.TURNS} turns a conversation' * (work.recipe.rollout.function is not None)}. " + _unmeasured(work),
         *([f"measured on a node ({gpu.name}): {'; '.join(gpu.measured)}"] if gpu.measured else []),
     ]
 
