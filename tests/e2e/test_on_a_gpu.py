@@ -62,8 +62,7 @@ def test_a_run_with_vllm(tmp_path):
     assert all(0 < step["mismatch/rho_std"] < 16 * 2 * 2.0**-9 for step in steps)
 
 
-@pytest.mark.timeout(1800)
 def test_no_check_of_the_doctor_fails(tmp_path):
-    output("megatron_rl", "doctor", "--only", CHECKS, "--minutes", "25", "--json", str(tmp_path / "doctor.json"))
+    output("megatron_rl", "doctor", "--only", CHECKS, "--minutes", "14", "--json", str(tmp_path / "doctor.json"))
     (node,) = json.loads((tmp_path / "doctor.json").read_text())["nodes"]
     assert {check["name"]: check["status"] for check in node["checks"]} == dict.fromkeys(CHECKS.split(","), "pass")

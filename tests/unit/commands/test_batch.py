@@ -15,7 +15,10 @@ def test_the_report_says_that_it_is_not_of_the_collapse(tmp_path, capsys):
     found = Attribution(4.0, parts, {frozenset(): 4.0}, 10, "exact")
     options = SimpleNamespace(step=3, run=Path("runs/a"), json=tmp_path / "out.json")
     print_attribution(
-        options, SimpleNamespace(plots=tmp_path), SimpleNamespace(batch=SimpleNamespace(sequences=[])), found
+        options,
+        SimpleNamespace(plots=tmp_path),
+        SimpleNamespace(batch=SimpleNamespace(sequences=[]), metrics={}),
+        found,
     )
     text = capsys.readouterr().out
     assert "remainder" in text

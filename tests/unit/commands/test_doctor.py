@@ -17,6 +17,7 @@ from megatron_rl.doctor import frame
 from megatron_rl.doctor.checks import CHECKS, failed, passed
 from megatron_rl.process import devices
 from tests.support.patience import PATIENCE_S
+from tests.support.reach import REPOSITORY
 
 
 @pytest.fixture
@@ -131,11 +132,11 @@ def test_the_doctor_lives_without_what_it_looks_for(tmp_path, recipe):
     """An environment with nothing in it: the doctor ends with a red line. Its processes inherit what is missing."""
     (tmp_path / "sitecustomize.py").write_text(WITHOUT)
     command = [sys.executable, "-m", "megatron_rl", "doctor", *recipe, "--only", "packages,open-files"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
     done = subprocess.run(
         [*command, "--shared", str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE_S, env=environment
     )
     assert (done.returncode, done.stderr) == (1, "")
     assert "fail  packages" in done.stdout
     assert "is not installed" in done.stdout
-    assert "fix: pip install -r requirements.txt" in done.stdout
+    assert f"fix: pip install -r {REPOSITORY / 'requirements.txt'}" in done.stdout
