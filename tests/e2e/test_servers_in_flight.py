@@ -80,9 +80,10 @@ class TestInFlight:
         cuts = generator._config.in_flight.mode == "abort_and_resume"
         assert stats["rollout/legs_mean"] == (stats["rollout/versions_mean"] if cuts else 1)
         assert (stats["rollout/recomputed_tokens"] > 0) == cuts
-        # The test can tell: with every change of version a token later, some log-prob is far off.
+        # The test can tell: with the next version, which is of the other model, log-probs are far off. A change of
+        # version a token later need not show: nothing behind a close choice of experts is compared.
         for _, rollout in flat(groups):
-            rollout.policy_versions[1:] = rollout.policy_versions[:-1].copy()
+            rollout.policy_versions += 1
         with pytest.raises(AssertionError):
             assert_sampled_as_said(generator, models, groups)
 
