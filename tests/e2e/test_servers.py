@@ -268,9 +268,9 @@ class TestTwoServers:
         members = list(generator._servers.pool.members.values())
         program = Path(__file__).parent / "programs" / "dying_trainer.py"
         urls = [member.address.url for member in members]
-        died = subprocess.run(
-            [sys.executable, program, MODEL, TOKEN, *urls], capture_output=True, text=True, timeout=PATIENCE_S
-        )
+        command = [sys.executable, program, MODEL, TOKEN, *urls]
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+        died = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment)
         assert died.returncode == -signal.SIGKILL, died.stderr[-2000:]
         generator.refit(perturbed(2).items(), 5)  # waits until they have given the other one up
         assert held(generator) == [fresh._llm.apply_model(parameter_checksums)[0]] * 2
