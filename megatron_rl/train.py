@@ -50,19 +50,20 @@ def train(
 def _steps(run: Run, before_step: Callable[[Run, int], None]) -> None:
     """Do all remaining steps, until the end or a request to stop."""
     recipe, learner, monitor, freed = run.recipe, run.learner, run.monitor, FreedMemory()
+    is_late = run.scores_late
     while (step := learner.step) < recipe.num_steps:
         before_step(run, step)
         taken = run.taken()
         with run.saved_on_fault(taken):
             metrics = validate(run, step) if recipe.validation.is_due(step) else {}
-            groups, sampling_metrics = sample_unscored(run, step) if run.scores_late else sample(run, step)
+            groups, sampling_metrics = sample_unscored(run, step) if is_late else sample(run, step)
             run.ahead.look_ahead(step, learner.num_updates)
             sampling_metrics |= run.prompts.metrics()
         with monitor.phase("pack"):
-            batch = (build_unscored_batch if run.scores_late else build_batch)(step, groups, recipe)
+            batch = (build_unscored_batch if is_late else build_batch)(step, groups, recipe)
             release_routes(groups)
         version = learner.num_updates
-        score = partial(score_batch, run, batch, groups, taken) if run.scores_late else None
+        score = partial(score_batch, run, batch, groups, taken) if is_late else None
         metrics |= sampling_metrics | update(run, batch, groups, score) | run.generator.stats()
         learner.step = step + 1
         events = run.record(step, metrics, groups, batch)

@@ -392,8 +392,7 @@ def first_step_alarms(recipe: Recipe, architecture: Architecture) -> list[AlarmR
     """
     if recipe.exact.dose is not None or any(row.verdict == "policy" for row in contract(recipe, architecture)):
         return []
-    num_updates = recipe.batch.minibatches
-    if num_updates > 1 and recipe.routing.replay != "r2" and not recipe.objective.needs_old_logprobs(num_updates):
+    if recipe.batch.minibatches > 1 and not recipe.makes_old_logprobs:
         return []
     weights = None if recipe.learner.quantization is not None else recipe.rollout.quantization.weights
     rounded = [weights, recipe.rollout.quantization.kv_cache]

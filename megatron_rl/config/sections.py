@@ -279,3 +279,11 @@ class RecipeSections(Section):
     def num_sequences(self) -> int:
         """Sequences sampled per step, before filtering."""
         return self.batch.prompts * self.rollout.num_samples
+
+    @property
+    def makes_old_logprobs(self) -> bool:
+        """Whether a step has a pass for old log-probs before its first update: for the objective, or for R2's routes.
+
+        A step with fewer sequences than `batch.minibatches` has fewer updates, and then may have none.
+        """
+        return self.routing.replay == "r2" or self.objective.needs_old_logprobs(self.batch.minibatches)

@@ -203,9 +203,8 @@ class Run:
         """
         recipe, batch = self.recipe, self.recipe.batch
         chooses = batch.filter_groups or batch.oversample is not None or recipe.data.curriculum is not None
-        has_pass = recipe.routing.replay == "r2" or recipe.objective.needs_old_logprobs(recipe.batch.minibatches)
         is_early = self.rewarder.has_functions and isinstance(self.generator, AnnouncingGenerator)
-        return is_early and has_pass and not chooses and recipe.acceptance is None
+        return is_early and recipe.makes_old_logprobs and not chooses and recipe.acceptance is None
 
     @contextlib.contextmanager
     def saved_on_fault(self, before: dict[str, Any] | None = None) -> Iterator[None]:

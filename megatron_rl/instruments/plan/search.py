@@ -82,13 +82,12 @@ def step_time(work: Workload, engine: EngineMemory | None) -> StepTime:
     again = RECOMPUTED[recipe.learner.recompute]
     bubble = (1.0 + (work.parallel.pipeline - 1) / work.microbatches) * _slowest_stage(work)
     passes = (3 + again) * forward + (2 + again) * talk
-    needs_old = recipe.routing.replay == "r2" or recipe.objective.needs_old_logprobs(updates)
     scored = recipe.objective.advantage == "min_variance"
     return StepTime(
         generate=generate,
-        old_logprobs=_logprobs(work) if needs_old else 0.0,
+        old_logprobs=_logprobs(work) if recipe.makes_old_logprobs else 0.0,
         update=passes * bubble,
-        communication=(2 + again + needs_old) * talk * bubble,
+        communication=(2 + again + recipe.makes_old_logprobs) * talk * bubble,
         optimizer=updates * _optimizer(work),
         refit=refit,
         offload=_offload(work),
