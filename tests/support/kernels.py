@@ -478,6 +478,16 @@ KERNELS = (
 )
 
 
+def assert_sound(by_type: dict[str, Any], name: str) -> None:
+    """That a kernel gives a row the same bits in every batch and the right values, by what the program prints of it."""
+    assert "raised" not in by_type, (name, by_type.get("raised"))
+    for dtype, values in by_type.items():
+        assert values["different"] == 0, (name, dtype)
+        for what, value in values.items():
+            if what != "different":
+                assert value is True if isinstance(value, bool) else value <= 1, (name, dtype, what, value)
+
+
 def found_of(kernel: Callable[[torch.dtype], dict[str, Any]]) -> dict[str, Any]:
     """By type; what it raised, where it did, so that the other kernels are looked at."""
     torch.manual_seed(20261122)

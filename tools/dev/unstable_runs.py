@@ -69,20 +69,8 @@ _FP16 = ("learner.dtype=fp16", "rollout.dtype=fp16")
 _HEALTHY_RATE = _LR.format("2e-4")
 # All recipes of recipes/tiny but base (grpo.yaml is the same), and rollback, whose rate is meant to do harm.
 TINY = (
-    *(
-        "a3po",
-        "acceptance",
-        "calculator",
-        "context",
-        "demo",
-        "effective_sample",
-        "exact",
-        "fipo",
-        "fp8",
-        "grpo",
-        "gspo",
-    ),
-    *("kept", "length_decay", "min_variance", "r3", "rounded", "router_shift", "servers", "unstable", "vespo"),
+    *("a3po", "acceptance", "calculator", "context", "demo", "effective_sample", "exact", "fipo", "fp8", "grpo"),
+    *("gspo", "kept", "length_decay", "min_variance", "r3", "rounded", "router_shift", "servers", "unstable", "vespo"),
 )
 
 
