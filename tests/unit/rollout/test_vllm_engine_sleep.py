@@ -66,6 +66,14 @@ def test_order_of_sleep_wake_and_refit(engine, monkeypatch):
     assert names.index("finish_weight_update") < len(names) - 1 - names[::-1].index("wake_up")
 
 
+def test_an_engine_that_does_not_sleep_keeps_its_memory(engine):
+    engine._sleeps = False
+    engine.sleep()
+    engine.wake()
+    engine.refit(iter(()), 1)
+    assert {"sleep", "wake_up"}.isdisjoint(call[0] for call in engine._llm.made)
+
+
 def test_a_refit_without_sleep_wakes_nothing(engine):
     engine.refit(iter(()), 1)
     assert "wake_up" not in [call[0] for call in engine._llm.made]

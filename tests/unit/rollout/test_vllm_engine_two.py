@@ -47,7 +47,8 @@ def test_two_engines_one_after_the_other(tmp_path):
     learner = Learner(recipe)
     at_shutdown = []
     for _ in range(2):
-        with closing(start_engine(recipe, learner)) as generator:
+        with closing(start_engine(recipe, learner, sleeps=False)) as generator:
+            assert not generator._sleeps
             generate(recipe, learner, generator)
             tensors = weights_of(generator)
             executor = generator._llm.llm_engine.engine_core.engine_core.model_executor

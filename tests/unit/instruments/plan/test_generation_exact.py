@@ -35,7 +35,7 @@ def work(*settings: str) -> Workload:
 def test_a_step_of_128_sequences_by_hand():
     """Qwen3-30B-A3B, TP2 · EP8: 128 rows are two tiles of 64, and four replicas share their experts."""
     step = model.exact_step(work(), 128, 2304, 5120)
-    memory = 0.47 * BANDWIDTH  # as on an H200; a third of it for experts with few rows each
+    memory = 0.47 * BANDWIDTH  # of the dense products; those of experts have 0.32
 
     def product(inner, columns):
         used = min(1, 2 * -(-columns // 64) / 132)
@@ -58,6 +58,19 @@ def test_a_step_of_128_sequences_by_hand():
     of_layer = 4 * latency + row * (1 + 0.5 + 7 * (1 + 8) / 2) / link  # sums, rows again; to seven ranks and back
     rest = 3 * latency + row * 1.5 / link + 128 * 151936 / link  # embedding, before the logits, logits
     assert step.exchanges == rounded(48 * of_layer + rest, scale=step.exchanges)
+
+
+def test_shares_are_those_that_an_h200_reached():
+    """By the figures of docs/gpu.md; the H200's rates are those of its data sheet."""
+    h200, head, matrices = GPUS["h200-141"], 2048 * 151936, 128 * 3 * 2048 * 768
+    seen = 1 - (1 - 1 / 128) ** 512  # of the experts, by 512 rows
+    few = {"dense": 2 * head / 273e-6, "experts": 2 * matrices * seen / (449e-6 + 319e-6)}
+    assert {kind: int(100 * rate / h200.bandwidth) / 100 for kind, rate in few.items()} == hardware.EXACT_BANDWIDTH
+    many = {2: {"dense": 294e12, "experts": 105e12}, 4: {"dense": 14e12, "experts": 13e12}}
+    assert {
+        size: {kind: round(rate / h200.flops(dtype), 2) for kind, rate in many[size].items()}
+        for size, dtype in ((2, "bf16"), (4, "fp32"))
+    } == hardware.EXACT_FLOPS
 
 
 def test_steps_without_graphs_are_launched_one_by_one():
