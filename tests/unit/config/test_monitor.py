@@ -51,6 +51,7 @@ NO_PO = {"batch": {"minibatches": 4}, "objective": {"policy_term": "vespo"}}
         ({}, None),
         (recipe("fp32", "fp32") | NO_PO | {"batch": {"minibatches": 1}}, RHO_BOUNDS["fp32"]),
         (recipe("fp32", "fp32") | NO_PO, None),
+        (recipe("fp32", "fp32") | NO_PO | {"batch": {"minibatches": 2}}, None),
         (recipe("fp32", "fp32") | NO_PO | {"routing": {"replay": "r2"}}, RHO_BOUNDS["fp32"]),  # has the pass for po
         (recipe("fp32", "fp32") | NO_PO | {"objective": {"policy_term": "gspo"}}, RHO_BOUNDS["fp32"]),
         (recipe("fp32", "fp32") | NO_PO | {"objective": {"policy_term": "of another version"}}, RHO_BOUNDS["fp32"]),

@@ -11,7 +11,17 @@ import pytest
 
 from megatron_rl.__main__ import main
 from megatron_rl.config import load_recipe
-from megatron_rl.instruments.why import LOOKS, SHORTEST, Case, _two, find, first_change, learning_rate, pettitt
+from megatron_rl.instruments.why import (
+    LOOKS,
+    SHORTEST,
+    Case,
+    _two,
+    find,
+    first_change,
+    learning_rate,
+    pettitt,
+    rounding,
+)
 from megatron_rl.monitor.alarms import read_packed
 from megatron_rl.monitor.run_directory import JsonlSink
 from tests.support.rounding import rounded
@@ -162,6 +172,14 @@ def test_what_went_first_stands_first():
     assert (finding.changes[0].metric, finding.changes[0].step) == ("mismatch/rho_std", 20)
     assert {sign.name for sign in finding.signs if sign.step < 40} == {"mismatch-contract", "mismatch-surge"}
     assert finding.collapse == next(sign.step for sign in finding.signs if sign.name == "collapse")
+
+
+@pytest.mark.parametrize(("term", "is_suspect"), [("gspo", True), ("vespo", False)])
+def test_a_mismatch_that_includes_the_updates_is_no_rounding(term, is_suspect):
+    """Without a pass for po, mu is compared with a pi that has moved."""
+    types = {"learner": {"dtype": "bf16"}, "rollout": {"dtype": "bf16"}, "batch": {"minibatches": 4}}
+    case = Case(records(**{"mismatch/rho_std": 0.5}), types | {"objective": {"policy_term": term}}, None, None)
+    assert (rounding(case) is not None) == is_suspect
 
 
 def test_numbers_of_a_run_without_metrics_are_absent():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron_rl.learner.layers import attention
+from megatron_rl.learner.layers.exact_layers import norm_over_heads
 
 ROWS, WIDTH, EPS = 5, 12, 1e-3
 
@@ -41,3 +44,9 @@ def test_each_rank_has_its_part_of_values_and_gradients(own, monkeypatch):
     ):
         # Some twenty roundings of numbers that are no larger than a few units.
         assert (got.double() - want).abs().max() <= 20 * 2**-24 * max(1.0, float(want.abs().max()))
+
+
+def test_exact_mode_wants_all_heads_on_one_rank():
+    part = SimpleNamespace(weight=torch.ones(4), width=WIDTH, eps=EPS)
+    with pytest.raises(NotImplementedError, match="over 12 columns, of which a rank has 4"):
+        norm_over_heads(part, torch.ones(ROWS, 4))

@@ -105,7 +105,12 @@ def chance_to_decide(mean: float, deviation: float, margin: float, num_arms: int
 
 @pytest.mark.parametrize(
     ("differences", "margin", "num_arms"),
-    [((0.02, -0.03, 0.04), 0.1, 3), ((0.3, 0.05, 0.2), 0.05, 2), ((-0.06, 0.05, -0.02, 0.04), 0.06, 1)],
+    [
+        ((0.02, -0.03, 0.04), 0.1, 3),
+        ((0.3, 0.05, 0.2), 0.05, 2),
+        ((-0.06, 0.05, -0.02, 0.04), 0.06, 1),
+        ((0.0125, 0.1125, 0.2125), 0.1, 1),  # nearly `MOST_SEEDS`
+    ],
 )
 def test_the_seeds_that_decide_are_the_fewest_that_do(differences, margin, num_arms):
     arm, control = dict(enumerate(differences)), dict.fromkeys(range(len(differences)), 0.0)
