@@ -122,7 +122,7 @@ def run_explain_schedule(options: argparse.Namespace) -> int:
     if not records:
         raise InputError(f"{directory.metrics}: no step was recorded")
     if not run.is_own:
-        print("\n".join(run.told()))
+        print("\n".join(run.source_lines()))
     config, lr, is_own = read_schedule(directory, options.changes) if run.is_own else their_schedule(run, options)
     check_order(records, directory.metrics)
     steps = replay(records, config, lr, total_steps=int(records[-1]["step"]) + 1)

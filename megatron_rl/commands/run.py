@@ -185,15 +185,15 @@ def run_plot(options: argparse.Namespace) -> int:
     from megatron_rl.monitor.curves import group_runs
     from megatron_rl.monitor.plots import View, build_page, draw_figure, drawable_panels
 
-    told: list[str] = []
+    source_lines: list[str] = []
 
     def read(path: Path) -> list[dict[str, float]]:
         run = read_run(path)
-        told.extend(run.told())
+        source_lines.extend(run.source_lines())
         return run.records
 
     groups = group_runs(options.runs, read)
-    print("\n".join(told), end="\n" if told else "")
+    print("\n".join(source_lines), end="\n" if source_lines else "")
     if options.paper:
         return draw_figures(options, groups)
     if not drawable_panels(groups):

@@ -84,7 +84,7 @@ def run_score_alarms(options: argparse.Namespace) -> int:
         print(json.dumps(table | {half: asdict(score) for half, score in halves.items()}, indent=2))
         return EXIT_DONE
     for log in logs:
-        print("\n".join(log.told()))
+        print("\n".join(log.source_lines()))
     if scores:
         print_table(scores)
     for path, rules in blind(logs, options.rules).items():

@@ -52,12 +52,12 @@ def run_why(options: argparse.Namespace) -> int:
         raise InputError(f"{options.run}: no step is recorded yet")
     if run.is_own and options.overrides:
         raise InputError("--set: a run of megatron-rl has its recipe; --set is for logs of other projects")
-    recipe = read_recipe(RunDirectory(folder).recipe) if run.is_own else told_recipe(options.overrides)
+    recipe = read_recipe(RunDirectory(folder).recipe) if run.is_own else recipe_of_overrides(options.overrides)
     finding = find(str(folder), run.records, recipe)
     if options.json:
         print(json.dumps(finding.as_json() | ({} if run.is_own else lacking(run, recipe)), indent=2))
         return EXIT_DONE
-    print(printable("\n".join([*run.told(), page(finding, folder if run.is_own else None)])))
+    print(printable("\n".join([*run.source_lines(), page(finding, folder if run.is_own else None)])))
     if not run.is_own:
         for title, blind in lacking(run, recipe)["lacks"].items():
             print(f"\n{title} that see nothing in this log:" if blind else f"\nall {title} see what they need")
@@ -74,10 +74,14 @@ def lacking(run: Run, recipe: dict[str, Any]) -> dict[str, Any]:
         "rules": blind_rules(run.records, level_rules(recipe)),
         "suspects": blind_suspects(run.records, recipe),
     }
-    return {"log": run.told(), "read": {our: list(theirs) for our, theirs in run.sources.items()}, "lacks": lacks}
+    return {
+        "log": run.source_lines(),
+        "read": {our: list(theirs) for our, theirs in run.sources.items()},
+        "lacks": lacks,
+    }
 
 
-def told_recipe(overrides: list[str]) -> dict[str, Any]:
+def recipe_of_overrides(overrides: list[str]) -> dict[str, Any]:
     """The keys of a recipe that ``overrides`` (KEY.PATH=VALUE) tell, as plain values."""
     recipe: dict[str, Any] = {}
     for override in overrides:

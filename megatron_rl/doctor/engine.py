@@ -157,18 +157,18 @@ def judge_first_layers(tiny_model: Outcome, comparison: Comparison | None, which
     return passed(f"tiny model: {tiny_model.reason}; {which}: {outcome.reason}", **outcome.figures)
 
 
-def judge_parity(found: Comparison) -> Outcome:
+def judge_parity(comparison: Comparison) -> Outcome:
     """Fails where an operator is beyond its bound, and names the first."""
-    worst = {name: max(e.ratio for e in found.errors if e.witness == name) for name in found.witnesses}
+    worst = {name: max(e.ratio for e in comparison.errors if e.witness == name) for name in comparison.witnesses}
     figures = {"error over bound": {name: min(ratio, 1e30) for name, ratio in worst.items()}}
-    if found.failures:
+    if comparison.failures:
         return failed(
-            f"{found.verdict()}: {found.first[0].sentence()}",
+            f"{comparison.verdict()}: {comparison.first[0].sentence()}",
             "Use the pinned versions (`packages`, `patches`). `megatron-rl parity recipes/tiny/model --out DIR` writes "
             "all operators and a picture; docs/parity.md explains them.",
             **figures,
         )
-    return passed(f"{len(found.errors)} operators of {len(worst)} witnesses are within their bounds", **figures)
+    return passed(f"{len(comparison.errors)} operators of {len(worst)} witnesses are within their bounds", **figures)
 
 
 def refit(setting: Setting) -> Outcome:
@@ -237,8 +237,8 @@ def judge_runner(version: int, apart: Distances, started: float) -> Outcome:
         return failed(f"vLLM took model runner {version}, {wanted} was asked for", other, **figures)
     allowed = FACTOR * apart.po_fp32
     if not apart.mu_fp32 <= allowed:
-        told = f"log-probs are {apart.mu_fp32:.2e} from the learner's in fp32, rounding explains {allowed:.2e}"
-        return failed(f"model runner {version}: {told}", other, **figures)
+        gap = f"log-probs are {apart.mu_fp32:.2e} from the learner's in fp32, rounding explains {allowed:.2e}"
+        return failed(f"model runner {version}: {gap}", other, **figures)
     return passed(
         f"model runner {version} starts in {started:.0f} s; with its routes replayed, median |log mu - log po| is "
         f"{apart.mu_po:.1e}",
@@ -539,9 +539,9 @@ def judge_memory(measured: dict[str, float], planned: dict[str, float]) -> Outco
         for name, size in measured.items()
     }
     if over := [name for name in measured if measured[name] > planned[name]]:
-        told = "; ".join(f"{name} {measured[name] / GIB:.2f} of {planned[name] / GIB:.2f} GiB" for name in over)
+        excess = "; ".join(f"{name} {measured[name] / GIB:.2f} of {planned[name] / GIB:.2f} GiB" for name in over)
         return failed(
-            f"more than `plan` expects: {told}",
+            f"more than `plan` expects: {excess}",
             "See whether gpu-memory passed: others' memory counts, too. If it did, leave so much more free than the "
             "plan says (rollout.gpu_memory_utilization), and report it: a constant of instruments/plan/hardware.py is "
             "too small.",

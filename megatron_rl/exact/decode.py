@@ -190,7 +190,7 @@ class Decoder:
         return numbers_here, responses
 
     def _plan(
-        self, prompts: list[list[int]], limits: list[int], mine: range, most_steps: int | None
+        self, prompts: list[list[int]], limits: list[int], numbers_here: range, most_steps: int | None
     ) -> tuple[Schedule, PagedCache | None]:
         """The schedule of this replica's sequences, and the cache that it shares out."""
         longest = max((len(p) + n for p, n in zip(prompts, limits, strict=True)), default=1)
@@ -204,9 +204,9 @@ class Decoder:
                 self.passes.step_forward.begin(longest)
         numbers: dict[tuple[int, ...], int] = {}
         schedule = Schedule(
-            np.array([len(prompts[i]) for i in mine], np.int64),
-            np.array([limits[i] for i in mine], np.int64),
-            [numbers.setdefault(tuple(prompts[i]), len(numbers)) for i in mine],
+            np.array([len(prompts[i]) for i in numbers_here], np.int64),
+            np.array([limits[i] for i in numbers_here], np.int64),
+            [numbers.setdefault(tuple(prompts[i]), len(numbers)) for i in numbers_here],
             Pages(pages),
             rows,
             min(self.steps, most_steps or self.steps) if self.kv_cache else 1,

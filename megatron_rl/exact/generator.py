@@ -191,16 +191,16 @@ class ExactGenerator:
         draws = Draws(self.policy, prompts, seeds, sampling.temperature, dose)
         limits = [sampling.max_response_length] * len(requests)
         with self.policy.dosed(dose, seeds, prompt_seeds):
-            mine, sampled = self.policy.run(prompts, limits, draws, self._stop)
+            numbers_here, sampled = self.policy.run(prompts, limits, draws, self._stop)
         if dose.changes_model:
             responses = [tokens[:length] for tokens, length in zip(sampled.tokens, sampled.lengths, strict=True)]
-            clean = self.policy.score([prompts[i] for i in mine], responses, sampling.temperature or 1.0)
+            clean = self.policy.score([prompts[i] for i in numbers_here], responses, sampling.temperature or 1.0)
             for row, logprobs in zip(sampled.clean, clean, strict=True):
                 row[: len(logprobs)] = logprobs
-        places = [place for place, number in enumerate(mine) if owners[number] == world_rank()]
+        places = [place for place, number in enumerate(numbers_here) if owners[number] == world_rank()]
         return together(
             "exact generation",
-            lambda: [self._wrap(requests[mine[place]], sampled, place) for place in places],
+            lambda: [self._wrap(requests[numbers_here[place]], sampled, place) for place in places],
             fault=RolloutError,
             describe=str,
         )

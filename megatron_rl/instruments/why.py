@@ -108,7 +108,7 @@ class Suspect:
 
     name: str
     keys: tuple[str, ...]
-    said: str
+    observation: str
     value: float
     safe: float
     excess: float
@@ -173,8 +173,10 @@ def suspects(case: Case) -> list[Suspect]:
     return sorted(suspected, key=lambda suspect: -suspect.excess)
 
 
-def _suspect(name: str, keys: str, said: str, value: float, safe: float, factor: float = 1.0, **more: Any) -> Suspect:
-    return Suspect(name, tuple(keys.split()), said, float(value), safe, value / safe * factor, **more)
+def _suspect(
+    name: str, keys: str, observation: str, value: float, safe: float, factor: float = 1.0, **more: Any
+) -> Suspect:
+    return Suspect(name, tuple(keys.split()), observation, float(value), safe, value / safe * factor, **more)
 
 
 def learning_rate(case: Case) -> Suspect | None:
@@ -191,14 +193,14 @@ def learning_rate(case: Case) -> Suspect | None:
     if norms[:3] and max(norms) > 3 * median(norms[:3]):
         supports.append(f"actor/grad_norm rose from {_two(median(norms[:3]))} to {_two(max(norms))}")
     if size is not None:
-        said = f"one update changes the weights by {size:.2%} of their size"
+        observation = f"one update changes the weights by {size:.2%} of their size"
         against = () if size > SAFE_UPDATE else ("the updates are small",)
         more = {"supports": tuple(supports), "contradicts": against, "test": test}
-        return _suspect("learning rate", "learner.optimizer.lr schedule", said, size, SAFE_UPDATE, **more)
+        return _suspect("learning rate", "learner.optimizer.lr schedule", observation, size, SAFE_UPDATE, **more)
     if clipped <= 0:
         return None
-    said = f"the updates of one batch move the policy by a KL of {clipped:.2g}"
-    return _suspect("learning rate", "learner.optimizer.lr schedule", said, clipped, SAFE_KL, test=test)
+    observation = f"the updates of one batch move the policy by a KL of {clipped:.2g}"
+    return _suspect("learning rate", "learner.optimizer.lr schedule", observation, clipped, SAFE_KL, test=test)
 
 
 def several_updates(case: Case) -> Suspect | None:
@@ -207,9 +209,9 @@ def several_updates(case: Case) -> Suspect | None:
     supports = (f"actor/ppo_kl is {kl:.2g} in the first steps",) if kl > SAFE_KL else ()
     against = (f"actor/ppo_kl is only {kl:.2g} in the first steps",) if kl <= SAFE_KL / 10 else ()
     factor = math.sqrt(max(kl / SAFE_KL, 1.0)) if case.updates > 1 else 0.0
-    said = f"a batch is used for {case.updates} updates"
+    observation = f"a batch is used for {case.updates} updates"
     more = {"supports": supports, "contradicts": against, "test": ("batch.minibatches=1",)}
-    return _suspect("updates a batch", "batch.minibatches", said, case.updates, SAFE_UPDATES, factor, **more)
+    return _suspect("updates a batch", "batch.minibatches", observation, case.updates, SAFE_UPDATES, factor, **more)
 
 
 def clipping(case: Case) -> Suspect | None:
@@ -219,10 +221,12 @@ def clipping(case: Case) -> Suspect | None:
         return None
     widest = max(float(term.get("clip_low", 0.2)), float(term.get("clip_high", 0.28)))
     against = () if case.updates > 1 else ("with one update a batch nothing is clipped",)
-    said = f"ratios may move by {widest:g} before they are clipped"
+    observation = f"ratios may move by {widest:g} before they are clipped"
     test = ("objective.policy_term.clip_low=0.2", "objective.policy_term.clip_high=0.28")
     more = {"contradicts": against, "test": test}
-    return _suspect("clip range", "objective.policy_term", said, widest, SAFE_CLIP, 0.0 if against else 1.0, **more)
+    return _suspect(
+        "clip range", "objective.policy_term", observation, widest, SAFE_CLIP, 0.0 if against else 1.0, **more
+    )
 
 
 def staleness(case: Case) -> Suspect | None:
@@ -230,11 +234,11 @@ def staleness(case: Case) -> Suspect | None:
     ages = case.values("rollout/staleness_mean")
     steps = float(case.setting("rollout.max_staleness", max(ages, default=0)))
     measured = max(ages, default=steps)
-    said = f"responses are sampled from weights up to {steps:g} steps old ({measured:.2g} on average at most)"
+    observation = f"responses are sampled from weights up to {steps:g} steps old ({measured:.2g} on average at most)"
     rho = case.first("mismatch/rho_std")
     supports = (f"mismatch/rho_std is {rho:.2g} in the first steps",) if rho is not None and rho > SAFE_RHO else ()
     more = {"supports": supports, "test": ("rollout.max_staleness=0",)}
-    return _suspect("staleness", "rollout.max_staleness", said, steps, SAFE_STALENESS, **more)
+    return _suspect("staleness", "rollout.max_staleness", observation, steps, SAFE_STALENESS, **more)
 
 
 def rounding(case: Case) -> Suspect | None:
@@ -247,13 +251,13 @@ def rounding(case: Case) -> Suspect | None:
     types = f"learner {case.setting('learner.dtype', '?')}, engine {case.setting('rollout.dtype', '?')}"
     rounded = ", ".join(f"{what} in {name}" for what, name in (("weights", weights), ("cache", cache)) if name)
     types += f", {rounded}" if rounded else ""
-    said = f"mismatch/rho_std is {rho:.2g} in the first step, with the same weights ({types})"
+    observation = f"mismatch/rho_std is {rho:.2g} in the first step, with the same weights ({types})"
     later = max(case.values("mismatch/rho_std", case.collapse)[1:], default=rho)
     against = (f"later it is {later:.2g}: most of it came with learning",) if later > 3 * rho else ()
     test = ["rollout.quantization.weights=null"] * bool(weights) + ["rollout.quantization.kv_cache=null"] * bool(cache)
     keys = "rollout.quantization learner.dtype rollout.dtype"
     more = {"contradicts": against, "test": tuple(test or ("learner.dtype=fp32", "rollout.dtype=fp32"))}
-    return _suspect("rounding", keys, said, rho, SAFE_RHO, **more)
+    return _suspect("rounding", keys, observation, rho, SAFE_RHO, **more)
 
 
 def dose(case: Case) -> Suspect | None:
@@ -261,37 +265,37 @@ def dose(case: Case) -> Suspect | None:
     noise, rho = case.setting("exact.noise"), case.first("mismatch/rho_std")
     if not isinstance(noise, Mapping) or rho is None:
         return None
-    said = f"mismatch/rho_std is {rho:.2g} in the first steps, by a dose of the kind {noise.get('kind')}"
-    return _suspect("dose of mismatch", "exact.noise", said, rho, SAFE_RHO, test=("exact.noise=null",))
+    observation = f"mismatch/rho_std is {rho:.2g} in the first steps, by a dose of the kind {noise.get('kind')}"
+    return _suspect("dose of mismatch", "exact.noise", observation, rho, SAFE_RHO, test=("exact.noise=null",))
 
 
 def overflow(case: Case) -> Suspect | None:
     """Updates that are skipped."""
     skipped = case.values("actor/update_skipped")
     share = sum(skipped) / len(skipped) if skipped else 0.0
-    said = f"{share:.0%} of the updates were skipped for infinite gradients"
+    observation = f"{share:.0%} of the updates were skipped for infinite gradients"
     test = ("learner.dtype=bf16", "rollout.dtype=bf16")
-    return _suspect("overflow", "learner.dtype learner.loss_scale", said, share, SAFE_SKIPPED, test=test)
+    return _suspect("overflow", "learner.dtype learner.loss_scale", observation, share, SAFE_SKIPPED, test=test)
 
 
 def reward(case: Case) -> Suspect | None:
     """A reward that changes while the policy does not, or that is the same for every response."""
     signal = case.values("groups/no_signal_frac")[:3]
     if signal and median(signal) > 0.9:
-        said = f"from the start all rewards are equal in {median(signal):.0%} of the groups"
-        return _suspect("reward", "reward.name data.train", said, median(signal), 0.1, test=("reward.name=…",))
+        observation = f"from the start all rewards are equal in {median(signal):.0%} of the groups"
+        return _suspect("reward", "reward.name data.train", observation, median(signal), 0.1, test=("reward.name=…",))
     rows = [r for r in case.records if math.isfinite(r.get("critic/rewards/mean", math.nan))]
     fall, at = _largest_fall([float(r["critic/rewards/mean"]) for r in rows])
     if fall <= 0:
         return None
     entropy = [float(r.get("actor/entropy", math.nan)) for r in rows]
     moved = abs(sum(entropy[at : at + 3]) / max(sum(entropy[at - 3 : at]), 1e-9) - 1)  # NaN where it was not measured
-    said = f"{fall:.0%} of the reward is lost at step {rows[at]['step']}, from one step to the next"
+    observation = f"{fall:.0%} of the reward is lost at step {rows[at]['step']}, from one step to the next"
     supports = (f"entropy moves by {moved:.0%} there: the policy is the same",) if moved < 0.1 else ()
     against = (f"entropy moves by {moved:.0%} there: the policy moves too",) if moved >= 0.25 else ()
     factor = (2.0 if supports else 1.0) * (0.25 if against else 1.0) * (1.0 if fall > 0.5 else 0.5)
     more = {"supports": supports, "contradicts": against, "test": ("reward.name=…",)}
-    return _suspect("reward", "reward.name", said, fall, SAFE_FALL, factor, **more)
+    return _suspect("reward", "reward.name", observation, fall, SAFE_FALL, factor, **more)
 
 
 def _largest_fall(means: Sequence[float]) -> tuple[float, int]:
@@ -312,8 +316,10 @@ def data(case: Case) -> Suspect | None:
     if not held_out or not trained:
         return None
     gap = held_out[0] / max(sum(trained) / len(trained), 1e-3)
-    said = f"the first policy earns {held_out[0]:.2g} on held-out prompts and {median(trained):.2g} on training prompts"
-    return _suspect("data", "data.train", said, gap, SAFE_GAP, gap / SAFE_GAP, test=("data.train=…",))
+    observation = (
+        f"the first policy earns {held_out[0]:.2g} on held-out prompts and {median(trained):.2g} on training prompts"
+    )
+    return _suspect("data", "data.train", observation, gap, SAFE_GAP, gap / SAFE_GAP, test=("data.train=…",))
 
 
 def length(case: Case) -> Suspect | None:
@@ -324,14 +330,16 @@ def length(case: Case) -> Suspect | None:
     start, most = median(lengths[:3]), max(median(lengths[i : i + 5]) for i in range(len(lengths) - 4))
     growth = most / max(start, 1e-9)
     truncated = max((median(cut[i : i + 5]) for i in range(len(cut) - 4)), default=0.0)
-    said = f"responses grew to {growth:.2g} times their first length; {truncated:.0%} were cut at the limit"
+    observation = f"responses grew to {growth:.2g} times their first length; {truncated:.0%} were cut at the limit"
     excess = max(growth / SAFE_LENGTH, truncated / SAFE_TRUNCATED)
     at = case.changes.get("response_length/mean")
     follows = at is not None and case.collapse is not None and at > case.collapse
     against = (f"they grew from step {at} on, after the reward fell",) if follows else ()
     keys = ("rollout.max_response_length", "reward.overlong", "reward.name")
     test = ("reward.overlong={buffer: 4}",)
-    return Suspect("length", keys, said, growth, SAFE_LENGTH, excess * (0.5 if follows else 1.0), (), against, test)
+    return Suspect(
+        "length", keys, observation, growth, SAFE_LENGTH, excess * (0.5 if follows else 1.0), (), against, test
+    )
 
 
 def temperature(case: Case) -> Suspect | None:
@@ -340,9 +348,9 @@ def temperature(case: Case) -> Suspect | None:
     off = max(value, 1 / value)
     entropy = case.first("actor/entropy")
     supports = () if entropy is None else (f"actor/entropy is {entropy:.2g} in the first steps",)
-    said = f"responses are sampled at temperature {value:g}"
+    observation = f"responses are sampled at temperature {value:g}"
     more = {"supports": supports, "test": ("rollout.temperature=1",)}
-    return _suspect("temperature", "rollout.temperature", said, off, SAFE_TEMPERATURE, off, **more)
+    return _suspect("temperature", "rollout.temperature", observation, off, SAFE_TEMPERATURE, off, **more)
 
 
 def routing(case: Case) -> Suspect | None:
@@ -350,8 +358,8 @@ def routing(case: Case) -> Suspect | None:
     agreed = case.first("router/agree_frac")
     if agreed is None:
         return None
-    said = f"both engines choose other experts in {1 - agreed:.1%} of the rows"
-    return _suspect("routing", "routing.replay", said, 1 - agreed, SAFE_FLIPS, test=("routing.replay=r3",))
+    observation = f"both engines choose other experts in {1 - agreed:.1%} of the rows"
+    return _suspect("routing", "routing.replay", observation, 1 - agreed, SAFE_FLIPS, test=("routing.replay=r3",))
 
 
 LOOKS: tuple[Callable[[Case], Suspect | None], ...] = (
@@ -508,7 +516,7 @@ def page(finding: Finding, run: Path | None) -> str:
 
 
 def _told(rank: int, suspect: Suspect, run: Path | None) -> list[str]:
-    lines = [f"  {rank}. {suspect.name} ({_two(suspect.excess)}×): {suspect.said}; safe: {suspect.safe:g}"]
+    lines = [f"  {rank}. {suspect.name} ({_two(suspect.excess)}×): {suspect.observation}; safe: {suspect.safe:g}"]
     lines += [f"       for: {text}" for text in suspect.supports]
     lines += [f"       against: {text}" for text in suspect.contradicts]
     lines.append(f"       keys: {', '.join(suspect.keys)}")

@@ -284,15 +284,15 @@ def share_samples(
     if not places:
         return {}
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    mine: dict[int, tuple[str | None, dict[str, float] | None]] = {}
+    texts_and_ratios: dict[int, tuple[str | None, dict[str, float] | None]] = {}
     for place in places:
         text = rollouts[place].text if _speaks(rollouts[place].owner) else None
         sequence = batch.sequences[place] if batch is not None else None
         rho = rho_summary(sequence) if sequence is not None and _speaks(sequence.holder) else None
         if text is not None or rho is not None:
-            mine[place] = text, rho
+            texts_and_ratios[place] = text, rho
     ratios: dict[int, dict[str, float] | None] = {}
-    for place, (text, rho) in (item for share in gather_objects(mine) for item in share.items()):
+    for place, (text, rho) in (item for share in gather_objects(texts_and_ratios) for item in share.items()):
         _tell(rollouts[place], text)
         ratios[place] = ratios.get(place) or rho
     return ratios

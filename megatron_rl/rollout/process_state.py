@@ -167,6 +167,6 @@ def sums_of_ranks() -> str:
 
     communicator = get_tp_group().device_communicator
     own = {"ca_comm": "custom", "qr_comm": "quick", "symm_mem_comm": "symmetric memory", "fi_ar_comm": "FlashInfer"}
-    parts = {said: getattr(communicator, name, None) for name, said in own.items()}
-    used = [said for said, part in parts.items() if part is not None and not getattr(part, "disabled", False)]
+    parts = {kind: getattr(communicator, name, None) for name, kind in own.items()}
+    used = [kind for kind, part in parts.items() if part is not None and not getattr(part, "disabled", False)]
     return ", ".join([*used, type(communicator).__name__])

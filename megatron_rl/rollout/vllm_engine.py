@@ -166,9 +166,9 @@ class VllmGenerator:
         self._take_cache()
         start = time.perf_counter()
         owners = owners_of(len(requests), consecutive_ranks(self._num_engines, self._config.tensor_parallel))
-        mine = share_of(requests, self._engine, self._num_engines)
+        own_requests = share_of(requests, self._engine, self._num_engines)
         records = self._record_routes and sampling.wants_routes
-        rollouts = self._tell(requests, owners, self._generate(mine, sampling, records))
+        rollouts = self._tell(requests, owners, self._generate(own_requests, sampling, records))
         self._stats |= throughput(rollouts, time.perf_counter() - start)
         if self._talk is not None:
             self._stats["rollout/turns_mean"] = sum(rollout.num_turns for rollout in rollouts) / len(rollouts)
@@ -307,17 +307,19 @@ class VllmGenerator:
         )
 
     def _tell(
-        self, requests: list[Request], owners: list[int], mine: list[Rollout | None] | RolloutError
+        self, requests: list[Request], owners: list[int], own_rollouts: list[Rollout | None] | RolloutError
     ) -> list[Rollout]:
         """All responses in the order of the requests: whole on their owner, with length and end on the others.
 
         One engine's error ends all.
         """
-        for rank, problem in enumerate(gather_objects(str(mine) if isinstance(mine, RolloutError) else None)):
+        for rank, problem in enumerate(
+            gather_objects(str(own_rollouts) if isinstance(own_rollouts, RolloutError) else None)
+        ):
             if problem is not None:
                 self._broken = f"rank {rank}: {problem}"
                 raise RolloutError(self._broken)
-        return known_everywhere(requests, owners, [rollout for rollout in mine if rollout is not None])
+        return known_everywhere(requests, owners, [rollout for rollout in own_rollouts if rollout is not None])
 
     # ---------------------------------------------------------------- weights
 

@@ -221,12 +221,12 @@ def loss_of(records: Records, begin: int, steps: int, outcome: str | None) -> Lo
     Raises `InputError` where nothing was lost.
     """
     window = (begin, first_that_counts(begin, steps), begin + steps)
-    said = []
+    not_lost = []
     for name in OUTCOMES if outcome is None else (outcome,):
         metric = OUTCOMES.get(name, name)
         pair = levels(records, metric, *window)
         if pair is None:
-            said.append(f"{metric} was not measured both before step {begin} and from step {window[1]} on")
+            not_lost.append(f"{metric} was not measured both before step {begin} and from step {window[1]} on")
             continue
         loss = Loss(name, metric, *pair)
         if outcome is None:
@@ -237,10 +237,12 @@ def loss_of(records: Records, begin: int, steps: int, outcome: str | None) -> Lo
             is_lost = loss.after != loss.before or metric in LEARNED
         if is_lost:
             return loss
-        said.append(f"{metric} is {loss.before:.3g} before step {begin} and {loss.after:.3g} from step {window[1]} on")
+        not_lost.append(
+            f"{metric} is {loss.before:.3g} before step {begin} and {loss.after:.3g} from step {window[1]} on"
+        )
     raise InputError(
         "there is nothing to bring back:\n"
-        + "\n".join(f"  {line}" for line in said)
+        + "\n".join(f"  {line}" for line in not_lost)
         + "\n  name another metric with --outcome (a reward also where it was low from the start), another checkpoint "
         "with --from, or more --steps"
     )

@@ -114,8 +114,8 @@ class Judgement:
         if cures := self.cures:
             named = [f"{cure.arm.name} ({_changes(self.branch, cure.arm)})" for cure in cures]
             verb = "brings" if len(cures) == 1 else "bring"
-            said = f"{' and '.join(named)} {verb} {metric} back{self._told_apart()}"
-            return f"{said}; undecided: {names}, {_seeds_told(undecided)}" if undecided else said
+            cured = f"{' and '.join(named)} {verb} {metric} back{self._told_apart()}"
+            return f"{cured}; undecided: {names}, {_seeds_told(undecided)}" if undecided else cured
         if undecided:
             return f"undecided: {names} may bring {metric} back or not; {_seeds_told(undecided)}"
         return f"none of these arms brings {metric} back: the cause is another; --arms all, or --arm with your own"
@@ -126,9 +126,9 @@ class Judgement:
             return ""
         sure = [f"{item.other} (p {item.p:.2g})" for item in contrasts if item.is_sure]
         open_ones = [f"{item.other} (p {item.p:.2g})" for item in contrasts if not item.is_sure]
-        said = f": each of them alone; {contrasts[0].arm} restores "
-        said += f"more than {' and '.join(sure)}" if sure else "most"
-        return said + (f", but not for certain more than {' and '.join(open_ones)}" if open_ones else "")
+        comparison = f": each of them alone; {contrasts[0].arm} restores "
+        comparison += f"more than {' and '.join(sure)}" if sure else "most"
+        return comparison + (f", but not for certain more than {' and '.join(open_ones)}" if open_ones else "")
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""

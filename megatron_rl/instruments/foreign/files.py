@@ -211,17 +211,17 @@ def find_logs(path: Path) -> list[Log]:
     files = sorted(_below(path, DEPTH))
     if ours := [str(file.parent) for file in files if file.name == "recipe.resolved.yaml"]:
         raise InputError(f"{path}: holds run directories of megatron-rl; give one of {', '.join(ours[:10])}")
-    if found := [file for file in files if file.suffix == ".wandb"]:
-        return [_read_wandb(file) for file in found]
-    if found := sorted({file.parents[_depth_in_run(file)] for file in files if _depth_in_run(file)}):
-        return [_read_store(folder) for folder in found]
-    if found := [file for file in files if _is_database(file)]:
-        return [log for file in found for log in _read_file(file)]
-    if found := [file for file in files if file.name == "trainer_state.json"]:
-        newest = max(found, key=lambda file: (file.stat().st_mtime, file))  # each checkpoint has the whole history
+    if runs := [file for file in files if file.suffix == ".wandb"]:
+        return [_read_wandb(file) for file in runs]
+    if stores := sorted({file.parents[_depth_in_run(file)] for file in files if _depth_in_run(file)}):
+        return [_read_store(folder) for folder in stores]
+    if databases := [file for file in files if _is_database(file)]:
+        return [log for file in databases for log in _read_file(file)]
+    if states := [file for file in files if file.name == "trainer_state.json"]:
+        newest = max(states, key=lambda file: (file.stat().st_mtime, file))  # each checkpoint has the whole history
         return _read_file(newest)
-    if found := [file for file in files if file.suffix in {".jsonl", ".csv"} and _has_metrics(file, path)]:
-        return [log for file in found for log in _read_file(file)]
+    if tables := [file for file in files if file.suffix in {".jsonl", ".csv"} and _has_metrics(file, path)]:
+        return [log for file in tables for log in _read_file(file)]
     folders = sorted({file.parent for file in files if ".tfevents." in file.name})
     if folders:
         return [_read_events(folder, [f for f in files if f.parent == folder and _is_events(f)]) for folder in folders]

@@ -273,7 +273,7 @@ class Run:
     def is_own(self) -> bool:
         return not self.kind
 
-    def told(self) -> list[str]:
+    def source_lines(self) -> list[str]:
         """What the rows were read from, a line each; nothing for a run of ours."""
         if self.is_own:
             return []

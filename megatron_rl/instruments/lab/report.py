@@ -121,7 +121,7 @@ def _what_was_run(results: Results) -> Iterator[str]:
         for key, yoke in arm.yoked.items():
             yield f"{name}: {key} is, in each seed, the {yoke.outcome} of {yoke.arm}."
     if results.registration is not None:
-        yield from results.registration.said(study)
+        yield from results.registration.history(study)
     if len(results.code) > 1:
         runs = ", ".join(f"{count} of {version}" for version, count in results.code.items())
         yield f"**Runs of more than one code: {runs}.**"

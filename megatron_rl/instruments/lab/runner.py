@@ -51,7 +51,7 @@ class Registration:
         root.mkdir(parents=True, exist_ok=True)
         (root / FILE).write_text(json.dumps(vars(self), indent=1) + "\n")
 
-    def said(self, study: Study) -> Iterator[str]:
+    def history(self, study: Study) -> Iterator[str]:
         """Yield sentences for the report on when the study was fixed and changed."""
         yield f"Fixed before the runs: study {self.sha256[:12]}, code {self.code}."
         if self.num_finished:

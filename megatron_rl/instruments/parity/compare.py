@@ -149,11 +149,11 @@ def _ratio(error: Tensor, bound: Tensor) -> Tensor:
 
 
 def _operator_error(record: Record, own: Evaluation, truth: Evaluation, tap: str) -> OperatorError:
-    wanted, found, free = own.define(tap), record.taps[tap].double(), truth.own(tap)
+    wanted, values, free = own.define(tap), record.taps[tap].double(), truth.own(tap)
     width = wanted.value.size(-1) if wanted.value.dim() > 1 else None
-    found = found[:, :width] if width else found  # without padding of the vocabulary
-    rows = record.predicting if tap == "logprob" else torch.arange(len(found))
-    error = (found - wanted.value).abs()
+    values = values[:, :width] if width else values  # without padding of the vocabulary
+    rows = record.predicting if tap == "logprob" else torch.arange(len(values))
+    error = (values - wanted.value).abs()
     chosen = record.taps.get(tap.replace(".mlp", ".chosen")) if tap.endswith(".mlp") else None
     comparable = free.value.shape == wanted.value.shape
     inherited = float((wanted.value - free.value).abs().max()) if comparable else float("nan")
@@ -213,9 +213,9 @@ def _expert_errors(record: Record, own: Evaluation, layer: int) -> list[Operator
     if not errors:
         return []
     error, bound, number = torch.cat(errors), torch.cat(bounds), torch.cat(numbers)
-    found = _worst(record, f"{layer}.expert", error, bound, torch.cat(rows), float("nan"))
+    worst = _worst(record, f"{layer}.expert", error, bound, torch.cat(rows), float("nan"))
     beyond = number[(_ratio(error, bound) > 1).any(-1)].unique().tolist()
-    return [OperatorError(**{**vars(found), "experts": tuple(beyond)})]
+    return [OperatorError(**{**vars(worst), "experts": tuple(beyond)})]
 
 
 def _choice_error(record: Record, own: Evaluation, layer: int) -> OperatorError:

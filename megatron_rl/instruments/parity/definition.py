@@ -148,12 +148,12 @@ class Checkpoint:
         theta = rope.get("rope_theta") or self.config.get("rope_theta") or 10000.0
         share = rope.get("partial_rotary_factor") or self.config.get("partial_rotary_factor") or self.family.turned
         turned = self.latent.turned if self.latent else int(self.head_dim * share)
-        found = rotation_of(rope, theta, turned, self.config.get("max_position_embeddings", 0))
-        if found is None:
+        rotation = rotation_of(rope, theta, turned, self.config.get("max_position_embeddings", 0))
+        if rotation is None:
             raise InputError(
                 f"parity: {self.path}/config.json: rope_type is {kind_of(rope)!r}; there are {', '.join(KINDS)}"
             )
-        return found
+        return rotation
 
 
 class Evaluation:
@@ -184,11 +184,11 @@ class Evaluation:
     def own(self, tap: str) -> Bounded:
         """What the witness has at ``tap``, exact; where it has nothing, what follows from its taps before."""
         if tap not in self._known:
-            found = self.record.taps.get(tap)
+            recorded = self.record.taps.get(tap)
             is_head_norm = tap.endswith((".q_norm", ".k_norm"))
-            if found is None and is_head_norm and self.checkpoint.head_norms is None:
+            if recorded is None and is_head_norm and self.checkpoint.head_norms is None:
                 return self.own(tap.removesuffix("_norm"))
-            self._known[tap] = self.define(tap) if found is None else Bounded.exact(found)
+            self._known[tap] = self.define(tap) if recorded is None else Bounded.exact(recorded)
         return self._known[tap]
 
     def forget(self, layer: int) -> None:
@@ -340,9 +340,9 @@ class Evaluation:
 
     def chosen(self, layer: int) -> Tensor:
         """Experts [N, K] of each token: the witness's, or the largest of its logits, in the order of their numbers."""
-        found = self.record.taps.get(f"{layer}.chosen")
-        if found is not None:
-            return found.long()
+        recorded = self.record.taps.get(f"{layer}.chosen")
+        if recorded is not None:
+            return recorded.long()
         scores = self.choice_scores(layer).value
         groups, taken = self.checkpoint.groups
         if taken < groups:

@@ -119,17 +119,17 @@ class _Taps:
     def _store(self) -> None:
         """Rows of the pass into the record, by sequence and position."""
         starts, lengths = self._record.starts, self._record.lengths
-        mine, places = [], []
+        rows, places = [], []
         for row, (sequence, position) in enumerate(self._decoder.row_owners):
             if position < lengths[sequence]:
-                mine.append(row)
+                rows.append(row)
                 places.append(starts[sequence] + position)
         for name, value in self._pass.taps.items():
             if name not in self._rows:
                 self._rows[name] = value.new_zeros(len(self._record.tokens), *value.shape[1:])
-            self._rows[name][places] = value[mine]
+            self._rows[name][places] = value[rows]
         numbers = torch.full((max(map(len, self._pass.taps.values())),), -1)
-        numbers[mine] = torch.tensor(places)
+        numbers[rows] = torch.tensor(places)
         for layer, groups in self._pass.experts.items():
             for group in groups:
                 if (group.rows < 0).all():  # of a pass of the module, which does not number them
@@ -220,7 +220,7 @@ class _Taps:
         for column in range(chosen.size(1)):
             of_rows = results[places[:, column]]
             for number in chosen[:, column].unique().tolist():
-                mine = (chosen[:, column] == number).nonzero().flatten()
-                parts = (x[mine], probs[mine, column], of_rows[mine])
-                group = ExpertRows(number, *(part.to("cpu", copy=True) for part in parts), mine.cpu())
+                rows = (chosen[:, column] == number).nonzero().flatten()
+                parts = (x[rows], probs[rows, column], of_rows[rows])
+                group = ExpertRows(number, *(part.to("cpu", copy=True) for part in parts), rows.cpu())
                 self._pass.experts.setdefault(self._layer, []).append(group)

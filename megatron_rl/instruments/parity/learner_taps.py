@@ -64,7 +64,7 @@ def run(
             if module.post_process:
                 predicting = torch.isin(places, record.predicting).nonzero().flatten()
                 labels = record.tokens[places[predicting] + 1].to(device)
-                found, _ = token_logprobs(
+                predicted, _ = token_logprobs(
                     logits,
                     predicting.to(device),
                     labels,
@@ -73,8 +73,8 @@ def run(
                     group=group,
                     exact=exact,
                 )
-                logprobs = torch.zeros(len(places), dtype=found.dtype)
-                logprobs[predicting] = found.cpu()
+                logprobs = torch.zeros(len(places), dtype=predicted.dtype)
+                logprobs[predicting] = predicted.cpu()
                 record.keep("logprob", logprobs)
     finally:
         module.train(was_training)
@@ -103,7 +103,9 @@ def _empty(
     routers = [layer.mlp.router for layer in layers if hasattr(layer.mlp, "router")]
     if routers:
         kinds["router"] = routers[0].weight.dtype
-    record.weight_dtypes = {name: found for of_rank in gather_objects(kinds) for name, found in of_rank.items()}
+    record.weight_dtypes = {
+        name: dtype_there for of_rank in gather_objects(kinds) for name, dtype_there in of_rank.items()
+    }
     return record
 
 
@@ -245,11 +247,13 @@ def _tap_latent(stack: ExitStack, record: Record, number: int, attention: torch.
 
     def heads_of(get: Any) -> Any:
         def watched(*args: Any, **kwargs: Any) -> Any:
-            found = get(*args, **kwargs)
-            query, key = (x[..., config.qk_head_dim :] for x in found[:2])  # [N, b, heads, D] or, packed, [N, heads, D]
+            tensors = get(*args, **kwargs)
+            query, key = (
+                x[..., config.qk_head_dim :] for x in tensors[:2]
+            )  # [N, b, heads, D] or, packed, [N, heads, D]
             record.keep(f"{number}.q_rope", columns(query.flatten(-2)))
             record.keep(f"{number}.k_rope", key[..., 0, :].flatten(0, -2))  # all heads have the same
-            return found
+            return tensors
 
         return watched
 
@@ -269,13 +273,13 @@ def _tap_heads(stack: ExitStack, record: Record, number: int, attention: torch.n
 
     def heads_of(get: Any) -> Any:
         def watched(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            found = get(hidden_states, *args, **kwargs)
+            tensors = get(hidden_states, *args, **kwargs)
             cos_sin = getattr(attention, "_cos_sin", None)
             if cos_sin is None:  # Megatron-Core rotates what this returns
-                keep_norms(found)
-                return found
-            keep("q_rope", found[0])  # rotated inside: see the layers of `learner.layers`
-            keep("k_rope", found[1])
+                keep_norms(tensors)
+                return tensors
+            keep("q_rope", tensors[0])  # rotated inside: see the layers of `learner.layers`
+            keep("k_rope", tensors[1])
             if _is_norm(attention.q_layernorm):
                 half = cos_sin.size(-1) // 2
                 cos, sin = torch.ones_like(cos_sin[..., :half]), torch.zeros_like(cos_sin[..., half:])
@@ -283,7 +287,7 @@ def _tap_heads(stack: ExitStack, record: Record, number: int, attention: torch.n
                 with _without_taps(attention):
                     keep_norms(get(hidden_states, *args, **kwargs))
                 attention._cos_sin = cos_sin
-            return found
+            return tensors
 
         return watched
 

@@ -44,10 +44,10 @@ def page(certificate: Mapping[str, Any], text: str, picture: Figure) -> str:
     )
 
 
-def _differences(found: Mapping[str, float] | None) -> str:
-    if found is None:
+def _differences(differences: Mapping[str, float] | None) -> str:
+    if differences is None:
         return "<p>vLLM did not run.</p>"
-    rows = [((tap, _number(difference)), False) for tap, difference in found.items()]
+    rows = [((tap, _number(difference)), False) for tap, difference in differences.items()]
     return _table(("tap", "largest difference"), rows)
 
 

@@ -66,16 +66,16 @@ def _yarn(rope: dict[str, Any], theta: float, width: int, longest: int, plain: T
     high = high + 0.001 if low == high else high
     divided = ((torch.arange(width // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
     slow, fast = plain / factor * divided, plain * (1 - divided)
-    found = slow + fast
+    frequencies = slow + fast
     # In fp32 `divided` has two roundings and the rest, 1 - divided, one more; then come the products and the sum.
-    uncertain = FP32 * ((4 * plain / factor + 3 * plain) / found + 4)
+    uncertain = FP32 * ((4 * plain / factor + 3 * plain) / frequencies + 4)
     uncertain = torch.where((divided == 0) | (divided == 1), 4 * FP32, uncertain)
     both = rope.get("mscale"), rope.get("mscale_all_dim")
     scale = rope.get("attention_factor")
     if scale is None:
         scale = _magnitude(factor, both[0]) / _magnitude(factor, both[1]) if all(both) else _magnitude(factor, 1.0)
     of_scores = _magnitude(factor, both[1]) ** 2 if both[1] else 1.0
-    return Rotation(found, uncertain, scale, of_scores)
+    return Rotation(frequencies, uncertain, scale, of_scores)
 
 
 def _magnitude(factor: float, share: float) -> float:

@@ -136,8 +136,10 @@ def _with_each_expert(record: Record, layer: int, forward: Any) -> Any:
             one = chosen[:, column : column + 1]
             alone = forward(x, one, torch.ones_like(weights[:, :1]))
             for number in one.unique().tolist():
-                mine = one[:, 0] == number
-                group = ExpertRows(number, x[mine].clone(), torch.ones(int(mine.sum())), alone[mine], rows[mine])
+                of_expert = one[:, 0] == number
+                group = ExpertRows(
+                    number, x[of_expert].clone(), torch.ones(int(of_expert.sum())), alone[of_expert], rows[of_expert]
+                )
                 record.experts.setdefault(layer, []).append(group)
         return forward(x, chosen, weights)
 

@@ -32,11 +32,11 @@ def prefill(engine: VllmGenerator, sequences: Sequence[Sequence[int]], product: 
     rows = _rows_of(seen, sequences)
     _logits_in_order(record, seen, rows)
     record.reordered(rows)
-    found = []
+    logprobs = []
     for tokens, output in zip(sequences, outputs, strict=True):
         of_prompt = output.prompt_logprobs
-        found += [of_prompt[i][token].logprob for i, token in enumerate(tokens) if i]
-    record.taps["logprob"] = torch.tensor(found)
+        logprobs += [of_prompt[i][token].logprob for i, token in enumerate(tokens) if i]
+    record.taps["logprob"] = torch.tensor(logprobs)
     return record
 
 
@@ -311,8 +311,10 @@ def _with_each_expert(record: Record, layer: int, scale: float, forward: Any) ->
             one = topk_ids[:, column : column + 1].contiguous()
             alone = forward(x.clone(), ones, one, *args, **kwargs).detach().cpu().clone()
             for number in one.unique().tolist():
-                mine = (one[:, 0] == number).cpu()
-                group = ExpertRows(number, inputs[mine], torch.ones(int(mine.sum())), alone[mine], rows[mine])
+                of_expert = (one[:, 0] == number).cpu()
+                group = ExpertRows(
+                    number, inputs[of_expert], torch.ones(int(of_expert.sum())), alone[of_expert], rows[of_expert]
+                )
                 record.experts.setdefault(layer, []).append(group)
         return forward(x, topk_weights, topk_ids, *args, **kwargs)
 
@@ -342,8 +344,8 @@ def _logits_in_order(record: Record, seen: _Seen, rows: Tensor) -> None:
     numbers: dict[bytes, list[int]] = {}
     for row, value in enumerate(final):
         numbers.setdefault(_bits(value), []).append(row)
-    for hidden, found in seen.logits:
-        for value, result in zip(hidden, found, strict=True):
+    for hidden, results in seen.logits:
+        for value, result in zip(hidden, results, strict=True):
             for row in numbers[_bits(value)]:
                 logits[row] = result
     record.taps["logits"] = logits

@@ -359,21 +359,21 @@ def _correction(t: Translation, by_sequence: bool, term: str) -> None:
     level = "sequence" if by_sequence else "token"
     bounds = {"lower": float(low)} if low else {}
     if kind is None or high is None:
-        found: list[dict[str, Any]] = [{"mode": "is", "level": level}]
+        corrections: list[dict[str, Any]] = [{"mode": "is", "level": level}]
     elif kind == "tis":
-        found = [{"mode": "tis", "level": level, "cap": float(high), **bounds}]
+        corrections = [{"mode": "tis", "level": level, "cap": float(high), **bounds}]
     elif kind == "icepop" and not by_sequence and low:
-        found = [{"mode": "icepop", "lower": float(low), "upper": float(high)}]
+        corrections = [{"mode": "icepop", "lower": float(low), "upper": float(high)}]
     elif kind == "icepop":
-        found = [{"mode": "mis", "level": level, "cap": float(high), **bounds}]
+        corrections = [{"mode": "mis", "level": level, "cap": float(high), **bounds}]
     else:  # seq-mask-tis
-        found = [
+        corrections = [
             {"mode": "is", "level": "token"},
             {"mode": "reject", "statistic": "geometric", "upper": float(high), **bounds},
         ]
     parts = ("type", "ratio", "ratio_min")
     keys = [key, *(f"loss_fn.truncated_importance_sampling_{part}" for part in parts)]
-    t.put(", ".join(name for name in keys if t.get(name) is not None), "objective.correction", found)
+    t.put(", ".join(name for name in keys if t.get(name) is not None), "objective.correction", corrections)
     if term == "reinforce":
         t.note("objective.policy_term reinforce is measured from the engine, as NeMo-RL's is with this correction")
 

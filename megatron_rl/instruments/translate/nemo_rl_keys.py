@@ -111,12 +111,12 @@ class _Resolver:
         dots = len(name) - len(name.lstrip("."))
         path = name.lstrip(".").split(".")
         keys = [*place[: len(place) - dots], *path] if dots else path
-        found: Any = self.values
+        value: Any = self.values
         for key in keys:
-            if not isinstance(found, Mapping) or key not in found:
+            if not isinstance(value, Mapping) or key not in value:
                 return unknown
-            found = found[key]
-        return self.section(found, tuple(keys), depth + 1)
+            value = value[key]
+        return self.section(value, tuple(keys), depth + 1)
 
     def _call(self, name: str, arguments: list[str], unknown: str) -> Any:
         if name == "oc.env":
@@ -243,8 +243,8 @@ def read_configuration(path: Path, variables: dict[str, str]) -> tuple[dict[str,
         raise InputError(f"{path}: NeMo-RL's configurations are .yaml files; its scripts name one with --config")
     nested, own, files = load_inherited(path)
     if "grpo" not in nested:
-        found = ", ".join(nested) or "nothing"
-        raise InputError(f"{path}: no section grpo, and so no reinforcement learning by GRPO; found: {found}")
+        sections = ", ".join(nested) or "nothing"
+        raise InputError(f"{path}: no section grpo, and so no reinforcement learning by GRPO; found: {sections}")
     values = flattened(resolved(nested, variables))
     inherited = ", ".join(file.name for file in files[:-1])
     return values, [f"read with what it inherits from: {inherited}"] if inherited else [], set(flattened(own))

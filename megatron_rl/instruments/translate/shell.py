@@ -100,9 +100,9 @@ class _Lexer:
                 self.at = self._end_of_line()
             elif text.startswith("<<", self.at) and not text.startswith("<<<", self.at):
                 self._skip_document()
-            elif found := next((op for op in _OPERATORS if text.startswith(op, self.at)), None):
-                self.at += len(found)
-                yield found
+            elif operator := next((op for op in _OPERATORS if text.startswith(op, self.at)), None):
+                self.at += len(operator)
+                yield operator
             else:
                 yield self._word()
 
@@ -271,8 +271,8 @@ class _Reader:
             then = next((i for i in _own(tokens, start + 1, stop, ("then",))), stop)
             holds = self._condition(tokens[start + 1 : then])
             if holds is None:
-                said = " ".join(self._shown(token) for token in tokens[start + 1 : then]).strip(" ;\n")
-                self._note(f"whether `if {said}` holds is not known: its branches were left out")
+                condition = " ".join(self._shown(token) for token in tokens[start + 1 : then]).strip(" ;\n")
+                self._note(f"whether `if {condition}` holds is not known: its branches were left out")
                 break
             if holds:
                 self._run(tokens, then + 1, stop)
@@ -456,7 +456,7 @@ class _Reader:
     def _arithmetic(self, written: str) -> str:
         text = self._expand_to_one(written)
         for _ in range(8):  # a variable may hold an expression
-            text = re.sub(r"[A-Za-z_]\w*", lambda found: f"({self.variables.get(found[0], found[0])})", text)
+            text = re.sub(r"[A-Za-z_]\w*", lambda name: f"({self.variables.get(name[0], name[0])})", text)
         try:
             return str(_evaluated(ast.parse(text.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):

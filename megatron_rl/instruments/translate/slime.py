@@ -105,9 +105,9 @@ def _steps(t: Translation, train_rows: int | None) -> None:
 def _model_and_data(t: Translation) -> bool:
     """Whether the model has experts."""
     model = str(t.known_path("--hf-checkpoint", "MODEL")).rstrip("/")
-    found = re.fullmatch(r"(.*)-(FP8|fp8|INT4|int4)", model)
-    if found:
-        model, kind = found[1], found[2].lower()
+    rounded = re.fullmatch(r"(.*)-(FP8|fp8|INT4|int4)", model)
+    if rounded:
+        model, kind = rounded[1], rounded[2].lower()
         t.guess("model.path", model, f"the checkpoint without {kind}: the learner loads it, and the engine rounds it")
         t.put("--hf-checkpoint", "rollout.quantization", {"weights": kind}, "slime's engine loads a rounded checkpoint")
         if kind == "int4":
@@ -274,7 +274,7 @@ def _advantage(t: Translation, name: str) -> None:
 
 
 def _correction(t: Translation) -> None:
-    found: list[dict[str, Any]] = []
+    corrections: list[dict[str, Any]] = []
     keys = []
     if t.get("--use-rollout-logprobs") is True:
         t.put("--use-rollout-logprobs", "objective.anchor", "bypass")
@@ -283,11 +283,11 @@ def _correction(t: Translation) -> None:
         low, high = float(number(t.get("--tis-clip-low")) or 0), float(number(t.get("--tis-clip")) or 2)
         keys += ["--use-tis", "--tis-clip", "--tis-clip-low"]
         if function.endswith("icepop_function") and low > 0:
-            found.append({"mode": "icepop", "lower": low, "upper": high})
+            corrections.append({"mode": "icepop", "lower": low, "upper": high})
         elif function.endswith("icepop_function"):
-            found.append({"mode": "mis", "level": "token", "cap": high})
+            corrections.append({"mode": "mis", "level": "token", "cap": high})
         else:
-            found.append({"mode": "tis", "level": "token", "cap": high} | ({"lower": low} if low > 0 else {}))
+            corrections.append({"mode": "tis", "level": "token", "cap": high} | ({"lower": low} if low > 0 else {}))
             if function:
                 t.lose(
                     "--custom-tis-function-path",
@@ -297,10 +297,10 @@ def _correction(t: Translation) -> None:
     t.get("--custom-tis-function-path")
     if t.get("--use-opsm") is True:
         anchor = "rollout" if t.get("--use-rollout-logprobs") is True else "learner"
-        found.append({"mode": "opsm", "delta": float(number(t.get("--opsm-delta"))), "pi_old": anchor})
+        corrections.append({"mode": "opsm", "delta": float(number(t.get("--opsm-delta"))), "pi_old": anchor})
         keys += ["--use-opsm", "--opsm-delta"]
-    if found:
-        t.put(", ".join(keys), "objective.correction", found)
+    if corrections:
+        t.put(", ".join(keys), "objective.correction", corrections)
 
 
 def _optimizer(t: Translation, updates: int) -> None:

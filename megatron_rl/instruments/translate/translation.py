@@ -90,10 +90,12 @@ class Translation:
         keys = theirs.split(", ")
         self._seen.update(keys)
         self._set(ours, value)
-        found = [self.values.get(key, self.defaults.get(key)) for key in keys]
+        their_values = [self.values.get(key, self.defaults.get(key)) for key in keys]
         if not any(key in self.values for key in keys):
             note = f"{self.project}'s default{'; ' + note if note else ''}"
-        self.translated.append(Line(theirs, found[0] if len(found) == 1 else found, ours, value, note))
+        self.translated.append(
+            Line(theirs, their_values[0] if len(their_values) == 1 else their_values, ours, value, note)
+        )
 
     def guess(self, ours: str, value: Any, why: str) -> None:
         """Set our key to what does not follow from theirs."""

@@ -290,7 +290,7 @@ def _aggregation(t: Translation, mode: Any) -> None:
 
 def _correction(t: Translation, takes_weight: bool, is_bypass: bool) -> None:
     """Weights and masks. verl's bounds for k1 = -log ratio bound 1/ratio; a masked token leaves its count of tokens."""
-    found: list[dict[str, Any]] = []
+    corrections: list[dict[str, Any]] = []
     renormalizes = not is_bypass and t.recipe["objective"]["aggregation"] == "token-mean"
     level, threshold = t.get(f"{CORRECTION}.rollout_is"), t.get(f"{CORRECTION}.rollout_is_threshold")
     cap = number(t.get(f"{ACTOR}.tis_imp_ratio_cap")) or 0
@@ -311,20 +311,20 @@ def _correction(t: Translation, takes_weight: bool, is_bypass: bool) -> None:
                     f"{CORRECTION}.rollout_is_batch_normalize",
                     "the weight is not divided by its mean, because it depends on the policy under way",
                 )
-        found.append(item)
+        corrections.append(item)
     options = [part.strip() for part in str(t.get(f"{CORRECTION}.rollout_rs") or "").split(",") if part.strip()]
     bounds = [part.strip() for part in str(t.get(f"{CORRECTION}.rollout_rs_threshold")).split(",")]
     for option, bound in zip(options, bounds * len(options) if len(bounds) == 1 else bounds, strict=False):
-        found += _rejection(t, option, bound, renormalizes)
+        corrections += _rejection(t, option, bound, renormalizes)
     if options and is_bypass:
         t.note("a dropped token keeps its place in the denominators here; in verl it leaves the count of tokens")
-    if found:
+    if corrections:
         keys = [
             f"{CORRECTION}.{key}"
             for key in ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
         ]
         keys = [key for key in keys if t.is_set(key)] or [f"{ACTOR}.tis_imp_ratio_cap"]
-        t.put(", ".join(keys), "objective.correction", found)
+        t.put(", ".join(keys), "objective.correction", corrections)
 
 
 def _rejection(t: Translation, option: str, bound: str, renormalizes: bool) -> list[dict[str, Any]]:

@@ -60,7 +60,7 @@ _LING_MINI = {
 
 
 def _only(value: Any) -> Kind:
-    return Kind(f"{value!r}, which the learner has", lambda found: type(found) is type(value) and found == value)
+    return Kind(f"{value!r}, which the learner has", lambda given: type(given) is type(value) and given == value)
 
 
 def _features(values: dict[str, Any]) -> dict[str, Any]:

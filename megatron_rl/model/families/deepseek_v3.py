@@ -108,7 +108,7 @@ _KIMI_K2 = {
 
 
 def _only(value: str) -> Kind:
-    return Kind(f"{value!r}, which vLLM does not take for granted", lambda found: found == value)
+    return Kind(f"{value!r}, which vLLM does not take for granted", lambda given: given == value)
 
 
 def _features(values: dict[str, Any]) -> dict[str, Any]:

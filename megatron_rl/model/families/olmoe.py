@@ -43,7 +43,7 @@ _OLMOE_1B_7B = {
 
 def _only(value: Any) -> Kind:
     return Kind(
-        f"{value!r}, which vLLM has whatever it says", lambda found: type(found) is type(value) and found == value
+        f"{value!r}, which vLLM has whatever it says", lambda given: type(given) is type(value) and given == value
     )
 
 

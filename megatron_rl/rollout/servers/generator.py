@@ -314,10 +314,10 @@ class ServerGenerator:
         owners, answers, arrivals = owners_by_prompt(requests, self._servers.fetchers), None, None
         self._num_begun += 1
         if self._sampler is not None:
-            mine = [request for request, owner in zip(requests, owners, strict=True) if owner == world_rank()]
-            arrivals = Arrivals(mine, self._news, self._listener, self._announces_groups)
+            own_requests = [request for request, owner in zip(requests, owners, strict=True) if owner == world_rank()]
+            arrivals = Arrivals(own_requests, self._news, self._listener, self._announces_groups)
             answers = self._main.submit(
-                self._sampler.sample(self._num_begun, mine, sampling, policy_version, arrivals, is_awaited)
+                self._sampler.sample(self._num_begun, own_requests, sampling, policy_version, arrivals, is_awaited)
             )
             answers.add_done_callback(self._notify)
         return Ticket(prompts, num_samples, requests, owners, policy_version, answers, arrivals, len(prompts))

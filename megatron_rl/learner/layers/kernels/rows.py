@@ -289,23 +289,23 @@ def _sort_by_expert(
 ):  # fmt: skip
     """One of ``num_local`` experts and, as the last one, all that are elsewhere: where their choices begin is how many
     go before."""
-    mine = tl.program_id(0)
+    own_expert = tl.program_id(0)
     at = 0
     for start in range(0, number, BLOCK):
         place = start + tl.arange(0, BLOCK)
         expert = tl.load(chosen + place, mask=place < number, other=first - 1).to(tl.int32) - first
-        at += tl.sum(((expert >= 0) & (expert < mine)).to(tl.int32), axis=0)
+        at += tl.sum(((expert >= 0) & (expert < own_expert)).to(tl.int32), axis=0)
     for start in range(0, number, BLOCK):
         place = start + tl.arange(0, BLOCK)
         expert = tl.load(chosen + place, mask=place < number, other=0).to(tl.int32) - first
         expert = tl.where((expert < 0) | (expert > num_local), num_local, expert)
-        is_mine = (expert == mine) & (place < number)
-        target = at + tl.cumsum(is_mine.to(tl.int32), axis=0) - 1
-        tl.store(tokens + target, place // TOP, mask=is_mine)
-        tl.store(sorted_probs + target, tl.load(probs + place, mask=is_mine, other=0.0), mask=is_mine)
-        tl.store(places + place, target, mask=is_mine)
-        at += tl.sum(is_mine.to(tl.int32), axis=0)
-    tl.store(ends + mine, at)
+        is_own = (expert == own_expert) & (place < number)
+        target = at + tl.cumsum(is_own.to(tl.int32), axis=0) - 1
+        tl.store(tokens + target, place // TOP, mask=is_own)
+        tl.store(sorted_probs + target, tl.load(probs + place, mask=is_own, other=0.0), mask=is_own)
+        tl.store(places + place, target, mask=is_own)
+        at += tl.sum(is_own.to(tl.int32), axis=0)
+    tl.store(ends + own_expert, at)
 
 
 def sort_by_expert(

@@ -75,7 +75,7 @@ def test_every_value_is_that_of_the_curve(logs, recorded, log):
 
 def test_two_updates_a_step_are_averaged_and_told(logs):
     run = read_run(logs / "slime")
-    assert "2 updates a step: train/… are means over them" in run.told()
+    assert "2 updates a step: train/… are means over them" in run.source_lines()
     assert len(run.records) == 24
 
 

@@ -64,7 +64,7 @@ def test_an_amendment_keeps_its_reason_and_how_much_was_known(write, tmp_path):
     first = register(write(), root, 0)
     found = register(write(seeds=[0, 1, 2, 3]), root, 5, amend="three seeds saw nothing")
     assert found.sha256 == first.sha256
-    said = " ".join(found.said(write(seeds=[0, 1, 2, 3]).study))
+    said = " ".join(found.history(write(seeds=[0, 1, 2, 3]).study))
     assert "Changed after 5 finished runs (seeds): three seeds saw nothing." in said
     assert "not amended" not in said
     assert register(write(seeds=[0, 1, 2, 3]), root, 6) == found  # once is enough
