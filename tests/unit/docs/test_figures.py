@@ -20,7 +20,7 @@ from megatron_rl.instruments.plan.search import step_time
 from megatron_rl.model.known_models import shape_of
 from megatron_rl.monitor.alarms import CollapseRule
 from tests.support.tiny import REPOSITORY
-from tools.dev.branch_table import CASES as PLANTED
+from tools.dev.branch_cases import CASES as PLANTED
 from tools.dev.branch_table import table as table_of_branches
 from tools.dev.family_mismatch import table as table_of_families
 from tools.dev.parity_faults import FAULTS

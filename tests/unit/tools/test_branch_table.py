@@ -9,8 +9,9 @@ import pytest
 from megatron_rl.config import load_recipe
 from megatron_rl.instruments.branch.arms import arms_of, own_arm
 from tests.support.tiny import REPOSITORY
-from tools.dev import branch_table
-from tools.dev.branch_table import CASES, Case, _short, arguments_of_branch, is_right, pack, settings, table
+from tools.dev import branch_cases, branch_table
+from tools.dev.branch_cases import CASES, RESERVES, WRITTEN_BEFORE, Case, arguments_of_branch, settings
+from tools.dev.branch_table import ALL, _short, is_right, pack, table, written_before, wrong_answers
 from tools.dev.unstable_runs import SUSPECTS
 
 
@@ -18,9 +19,9 @@ def _recipe(case, out, *, planted):
     return load_recipe(REPOSITORY / "recipes/tiny" / f"{case.recipe}.yaml", settings(case, out, planted=planted))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALL)
 def test_every_case_is_two_recipes_and_its_arms_apply(name, tmp_path):
-    case = CASES[name]
+    case = ALL[name]
     before, after = (_recipe(case, tmp_path, planted=planted) for planted in (False, True))
     assert before != after
     assert case.suspect in {*SUSPECTS.values(), "dose of mismatch"}
@@ -35,11 +36,32 @@ def test_every_case_is_two_recipes_and_its_arms_apply(name, tmp_path):
 
 
 def test_wrong_rewards_are_wrong():
-    assert branch_table.off_by_five("7+1=8#8", "3") == 1.0
-    assert branch_table.off_by_five("7+1=8#8", "8") == 0.0
-    assert branch_table.off_by_two("#0", "8") == 1.0 > branch_table.off_by_two("#8", "8")
-    assert branch_table.unmarked("8", "8") > branch_table.unmarked("#8", "8")
-    assert branch_table.right_and_long("#8" + " " * 22, "8") > branch_table.right_and_long("#8", "8")
+    assert branch_cases.off_by_five("7+1=8#8", "3") == 1.0
+    assert branch_cases.off_by_five("7+1=8#8", "8") == 0.0
+    assert branch_cases.off_by_two("#0", "8") == 1.0 > branch_cases.off_by_two("#8", "8")
+    assert branch_cases.unmarked("8", "8") > branch_cases.unmarked("#8", "8")
+    assert branch_cases.right_and_long("#8" + " " * 22, "8") > branch_cases.right_and_long("#8", "8")
+
+    assert branch_cases.only_zeros("0+0=0#0", "0") == 1.0
+    assert branch_cases.only_zeros("1+1=2#2", "2") == branch_cases.only_zeros("1+1=2#0", "2") == 0.0
+    assert branch_cases.right_or_long(" " * 24, "8") == 1.0 > branch_cases.right_or_long("#8", "8") == 0.4
+
+
+def test_wrong_data_is_wrong():
+    row = {"problem": "^3124441=", "answer": "4"}
+    assert wrong_answers(row) == {"plus_three": "7", "all_seven": "7", "last_digit": "1"}
+
+
+def test_a_case_without_harm_gives_its_place_to_the_next_reserve(tmp_path):
+    right = _short(_result(["reward", "length", "data"], right_data=YES, tis=NO, other_data_order=NO))
+    results = {name: {"healthy": True} for name in WRITTEN_BEFORE} | {"data-all-seven": right}
+    (tmp_path / "packed").write_text(json.dumps(results))
+    assert written_before(tmp_path / "packed").startswith(f"written down before: 1 of {1 + len(RESERVES)} finished")
+    results |= {"dose-router": _short(_result(["data"])), "fp16-growth-fipo": {"healthy": True}}
+    (tmp_path / "packed").write_text(json.dumps(results))
+    assert written_before(tmp_path / "packed") == (
+        "written down before: 2 of 4 finished, `why` right in 0, `branch` in 1"
+    )
 
 
 def test_an_undecided_branch_gets_more_seeds(tmp_path, monkeypatch):
