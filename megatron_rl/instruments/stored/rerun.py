@@ -297,7 +297,8 @@ def attribute(directory: RunDirectory, recipe: Recipe, recorded: RecordedBatch, 
     """Score the batch with the learner of its step without each set of causes, and return the split. Collective.
 
     ``weights``: see `rerun.learner_at`. It takes six passes over the batch without gradient, two if the learner
-    computes in fp32; half as many without routes. Raises InputError if a batch of a run lacks current log-probs.
+    computes in fp32; half as many without routes. Raises InputError if a batch of a run lacks current log-probs, and if
+    the learner replayed routes that the batch lacks.
     """
     batch = recorded.batch
     known = [s.current_logprobs is not None for s in batch.sequences]
@@ -309,6 +310,11 @@ def attribute(directory: RunDirectory, recipe: Recipe, recorded: RecordedBatch, 
     variance = _measure(recorded)
     num_tokens = sum(s.response_length for s in batch.sequences)
     has_routes = all(s.routed_experts is not None for s in batch.sequences)
+    if is_stale_known and recipe.routing.replay == "r3" and not has_routes:
+        raise InputError(
+            f"step {batch.step}: routing.replay: r3, but the batch has no routes: the learner's log-probs cannot be "
+            "computed again; for a dump of a run without replay: `batch import-dump … --set routing.replay=off`"
+        )
     causes = CAUSES if has_routes else CAUSES[1:]
     # A measurement may use an fp32 head in the learner alone.
     routed = changed_recipe(recipe, {"routing": {"replay": "r3" if has_routes else "off", "telemetry": False}})

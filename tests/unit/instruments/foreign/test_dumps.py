@@ -125,6 +125,13 @@ def test_the_split_is_that_of_the_original(tmp_path, monkeypatch, project):
     assert ("routing" in theirs) == (project != "NeMo-RL")
 
 
+def test_replayed_routes_that_a_dump_lacks_are_named(tmp_path):
+    recorded, _ = imported(tmp_path, "NeMo-RL")
+    recipe = tiny_recipe(routing={"replay": "r3"}, rollout={"dtype": "bf16"}, learner={"dtype": "bf16"})
+    with pytest.raises(InputError, match=r"replay: r3, but the batch has no routes: .* --set routing\.replay=off"):
+        rerun.attribute(None, recipe, recorded, "exact")
+
+
 def changed(tmp_path, **changes) -> Path:
     """slime's dump, with ``changes`` of its first sample."""
     content = torch.load(FILES["slime"], weights_only=True)
