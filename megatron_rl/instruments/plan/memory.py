@@ -119,7 +119,7 @@ def own_code(work: Workload, record: Record | None = None) -> OwnCode:
     """Return the costs of all stages of one step. ``record``: unit costs instead of the recorded ones."""
     recipe, costs_record = work.recipe, record or on_record()
     routes = route_bytes(recipe, work.architecture, work.trained_tokens)
-    passes = 1 + recipe.objective.needs_old_logprobs(recipe.batch.minibatches)
+    passes = 1 + recipe.makes_old_logprobs
     has_servers, node = recipe.rollout.engine == "vllm_server", work.gpus_per_node
     nodes = -(-work.ranks // node)
     owners, stages, aside = nodes if has_servers else work.ranks, [], []
@@ -178,7 +178,7 @@ def batch_size(work: Workload) -> float:
     """Return the bytes of a recorded batch, all parts together, without their descriptions."""
     recipe, a, sequences = work.recipe, work.architecture, work.recipe.num_sequences
     size = work.trained_tokens * PER_TOKEN + sequences * 16  # where each sequence and response ends
-    has_old = recipe.objective.needs_old_logprobs(recipe.batch.minibatches)
+    has_old = recipe.makes_old_logprobs
     size += sequences * work.mean_response * (PER_RESPONSE_TOKEN + 4 * has_old)
     size += kept_set_size(work)
     if recipe.routing.is_on:
