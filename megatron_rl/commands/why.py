@@ -44,7 +44,7 @@ def run_why(options: argparse.Namespace) -> int:
     the command of a run without it. A run without a sign has no suspects.
     """
     from megatron_rl.instruments.foreign.read import read_run
-    from megatron_rl.instruments.why import find, page
+    from megatron_rl.instruments.why import begins_at_start, find, page
 
     run = read_run(options.run)
     folder = options.run.parent if options.run.is_file() and run.is_own else options.run
@@ -57,7 +57,8 @@ def run_why(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(finding.as_json() | ({} if run.is_own else lacking(run, recipe)), indent=2))
         return EXIT_DONE
-    print(printable("\n".join([*run.source_lines(), page(finding, folder if run.is_own else None)])))
+    from_start = run.is_own and begins_at_start(finding, folder)
+    print(printable("\n".join([*run.source_lines(), page(finding, folder if run.is_own else None, from_start)])))
     if not run.is_own:
         for title, blind in lacking(run, recipe)["lacks"].items():
             print(f"\n{title} that see nothing in this log:" if blind else f"\nall {title} see what they need")

@@ -18,11 +18,14 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.checkpoint.manifest import checkpoint_step, list_checkpoints
 from megatron_rl.config.monitor import RISKS, AlarmRule, level_rules, mismatch_has_updates
 from megatron_rl.monitor.alarms import Alarms, CollapseRule, first_collapse
+from megatron_rl.monitor.run_directory import RunDirectory
 
 SURE = 0.01  # most probable error of a change, by the test
 SHORTEST = 4  # observations on each side of a change
+AHEAD = 20  # steps before the first sign in which a change of a metric counts as the onset
 
 
 @dataclass(frozen=True)
@@ -430,6 +433,18 @@ class Finding:
         harm = [sign.step for sign in self.signs if sign.name not in RISKS]
         return min(harm or [sign.step for sign in self.signs], default=None)
 
+    @property
+    def onset(self) -> int | None:
+        """The step at which the trouble began; None for a healthy run.
+
+        It began with the first metric that left its baseline within `AHEAD` steps before the first sign. What changed
+        earlier is taken for learning.
+        """
+        sign = self.first_sign
+        if sign is None:
+            return None
+        return min([sign, *(change.step for change in self.changes if sign - AHEAD <= change.step)])
+
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self) | {"healthy": self.is_healthy}
@@ -491,8 +506,11 @@ def _two(value: float) -> str:
     return f"{float(f'{value:.2g}'):g}"
 
 
-def page(finding: Finding, run: Path | None) -> str:
-    """The finding as text. ``run``: its directory; None for a log of another project, which has no recipe."""
+def page(finding: Finding, run: Path | None, from_start: bool = False) -> str:
+    """The finding as text. ``run``: its directory; None for a log of another project, which has no recipe.
+
+    ``from_start``: no checkpoint is early enough for `run branch`, which then begins where the run began.
+    """
     if finding.is_healthy:
         return f"{finding.run}: {finding.steps} steps, no rule went off and no reward collapsed: nothing to explain"
     lines = [f"{finding.run}: {finding.steps} steps", "", "What was seen, in order:"]
@@ -510,9 +528,18 @@ def page(finding: Finding, run: Path | None) -> str:
         lines.append("  none: no number of this run and no value of its recipe is beyond what is known to be safe")
     decides = "A run that undoes one of them, over several seeds, decides."
     if run is not None:
-        decides = f"`megatron-rl run branch {run}` undoes each of them over several seeds, and decides."
+        command = f"megatron-rl run branch {run}{' --from 0' if from_start else ''}"
+        decides = f"`{command}` undoes each of them over several seeds, and decides."
+        if from_start:
+            decides += " No checkpoint is as early as the onset, so its arms begin at step 0."
     lines += ["", f"These are suspects. {decides}"]
     return "\n".join(lines)
+
+
+def begins_at_start(finding: Finding, run: Path) -> bool:
+    """Return whether no complete checkpoint of the run is at or before the onset: `run branch` starts at step 0."""
+    steps = map(checkpoint_step, list_checkpoints(RunDirectory(run).checkpoints))
+    return finding.onset is not None and all(step > finding.onset for step in steps)
 
 
 def _told(rank: int, suspect: Suspect, run: Path | None) -> list[str]:

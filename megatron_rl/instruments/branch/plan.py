@@ -23,14 +23,13 @@ from megatron_rl.instruments.branch.arms import CONTROL, Arm, LeftOut, arms_of, 
 from megatron_rl.instruments.lab.foresight import ArmCost, cost
 from megatron_rl.instruments.lab.jobs import Job, LoadedStudy
 from megatron_rl.instruments.lab.study import Direction, Study
-from megatron_rl.instruments.why import Finding, find
+from megatron_rl.instruments.why import find
 from megatron_rl.monitor import RunDirectory, read_metrics
 from megatron_rl.run.identity import recipe_in_force
 
 Records = Sequence[Mapping[str, float]]
 
 FOLDER = "branch"  # of a run: the arms' runs
-AHEAD = 20  # steps before the first sign in which a change of a metric counts as the onset
 AFTERWARDS = 20  # steps beyond the first sign, so that an arm has the time to differ
 BEFORE = 10  # steps before the checkpoint: the level that an arm has to bring back
 NEVER = 1_000_000  # consecutive overflows: more than an arm has updates
@@ -162,19 +161,6 @@ def ranks_of(directory: RunDirectory) -> tuple[int, int]:
         return ranks, int(variables.get("LOCAL_WORLD_SIZE", ranks))
     except (OSError, ValueError, AttributeError):
         return 1, 1
-
-
-def onset_of(finding: Finding) -> tuple[int, int] | None:
-    """Return the step at which the trouble began, and that of the first sign of harm; None for a healthy run.
-
-    It began with the first metric that left its baseline within `AHEAD` steps before the first sign. What changed
-    earlier is taken for learning.
-    """
-    sign = finding.first_sign
-    if sign is None:
-        return None
-    changes = [change.step for change in finding.changes if sign - AHEAD <= change.step]
-    return min([sign, *changes]), sign
 
 
 def checkpoint_before(directory: RunDirectory, onset: int | None, from_step: int | None) -> tuple[Path | None, int]:
@@ -342,7 +328,7 @@ def plan_branch(
             f"{run}: {len(records)} steps, no rule went off and no reward collapsed: there is no cause to look for; "
             "--from STEP starts the arms at a checkpoint all the same"
         )
-    onset, sign = onset_of(finding) or (None, 0)
+    onset, sign = finding.onset, finding.first_sign or 0
     checkpoint, begin = checkpoint_before(directory, onset, from_step)
     base = recipe_in_force(directory, begin)
     recipe = _load(base)

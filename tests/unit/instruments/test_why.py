@@ -11,6 +11,7 @@ import pytest
 
 from megatron_rl.__main__ import main
 from megatron_rl.config import load_recipe
+from megatron_rl.instruments.branch.plan import plan_branch
 from megatron_rl.instruments.why import (
     LOOKS,
     SHORTEST,
@@ -25,6 +26,7 @@ from megatron_rl.instruments.why import (
 from megatron_rl.monitor.alarms import read_packed
 from megatron_rl.monitor.run_directory import JsonlSink
 from tests.support.rounding import rounded
+from tests.support.sick_run import make_run
 from tests.support.tiny import REPOSITORY, tiny_recipe
 from tests.support.written_run import WrittenRun
 
@@ -257,6 +259,16 @@ def test_the_page_names_signs_changes_suspects_and_a_run_that_decides(tmp_path, 
     assert main(["run", "why", str(folder), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["healthy"], told["suspects"][0]["name"]) == (False, "learning rate")
+
+
+@pytest.mark.parametrize(("checkpoints", "start"), [((10, 20, 30), ""), ((30, 35), " --from 0"), ((), " --from 0")])
+def test_the_page_ends_with_a_branch_that_has_where_to_start(tmp_path, capsys, checkpoints, start):
+    folder = make_run(tmp_path / "sick", checkpoints=checkpoints)
+    assert main(["run", "why", str(folder)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert f"`megatron-rl run branch {folder}{start}`" in last
+    assert ("begin at step 0" in last) == bool(start)
+    plan_branch(folder, from_step=0 if start else None)  # accepted, and so not refused
 
 
 def test_the_page_of_a_healthy_run_says_so(tmp_path, capsys):

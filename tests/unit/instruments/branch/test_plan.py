@@ -12,7 +12,7 @@ from megatron_rl.__main__ import main
 from megatron_rl.config import load_recipe
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.branch.arms import CONTROL
-from megatron_rl.instruments.branch.plan import AFTERWARDS, Branch, common_keys, onset_of, plan_branch
+from megatron_rl.instruments.branch.plan import AFTERWARDS, Branch, common_keys, plan_branch
 from megatron_rl.instruments.lab import runner as runner_module
 from megatron_rl.instruments.lab.runner import StudyRunner
 from megatron_rl.instruments.plan import GPUS, make_plan, make_workload
@@ -53,15 +53,15 @@ def finding(signs: list[int], changes: list[int]) -> Finding:
 @pytest.mark.parametrize(
     ("signs", "changes", "onset"),
     [
-        ([80, 85], [70], (70, 80)),
-        ([80], [12, 75], (75, 80)),  # what changed long before was learning
-        ([80], [], (80, 80)),
-        ([80], [84], (80, 80)),
+        ([80, 85], [70], 70),
+        ([80], [12, 75], 75),  # what changed long before was learning
+        ([80], [], 80),
+        ([80], [84], 80),
         ([], [12], None),
     ],
 )
 def test_the_onset_is_the_first_sign_or_a_change_shortly_before_it(signs, changes, onset):
-    assert onset_of(finding(signs, changes)) == onset
+    assert finding(signs, changes).onset == onset
 
 
 def test_without_a_checkpoint_before_the_onset_it_says_which_there_are(tmp_path):
