@@ -13,7 +13,7 @@ from tests.support.tiny import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
 KEYS = [
-    row.split("|")[2]
+    row.split("|")[1]
     for row in (DOCS / "coming-from.md").read_text().split("## A script")[0].splitlines()
     if "|" in row
 ]
