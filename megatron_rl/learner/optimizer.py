@@ -62,9 +62,13 @@ class LossScaler(DynamicGradScaler):
             super().update(overflow)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue; a run that changes its dtype at the checkpoint starts with the scale of its recipe."""
+        """Continue; a run that changes its dtype at the checkpoint starts with the scale of its recipe.
+
+        The scale grows when the count of good updates equals the interval, so a count beyond a shorter one is cut.
+        """
         if self.dynamic and state_dict and state_dict["dynamic"]:
             super().load_state_dict(state_dict)
+            self._growth_tracker = min(self._growth_tracker, self.growth_interval - 1)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"dynamic": self.dynamic}

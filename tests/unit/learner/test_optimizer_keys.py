@@ -38,6 +38,19 @@ def test_the_loss_scale_grows_after_its_interval():
     assert scales("......", growth_interval=3) == [64, 64, 128, 128, 128, 256]
 
 
+def test_an_interval_that_is_shorter_after_a_resume_grows_the_scale():
+    before = LossScaler(LossScaleConfig(initial=64.0, growth_interval=100))
+    for _ in range(7):
+        before.settle(False)
+    after = LossScaler(LossScaleConfig(initial=64.0, growth_interval=3))
+    after.load_state_dict(before.state_dict())
+    values = []
+    for _ in range(4):
+        after.settle(False)
+        values.append(after.scale.item())
+    assert values == [128, 128, 128, 256]
+
+
 def test_numbers_of_adam_reach_megatron(monkeypatch):
     given = {"lr": 0.5, "weight_decay": 0.25, "beta1": 0.125, "beta2": 0.75, "eps": 0.0625, "clip_grad": 3.0}
     wrapped = SimpleNamespace(config=SimpleNamespace())
