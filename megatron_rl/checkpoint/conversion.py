@@ -28,7 +28,7 @@ from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.hf_folder import SHOWN, HFFolder, check_weights, copy_companions, some, write_hf_checkpoint
 from megatron_rl.checkpoint.manifest import MANIFEST_FILE, TRAINER_FILE, partial_path
 from megatron_rl.checkpoint.save import INDEX_FILE, WEIGHTS_FILE, no_foreign_code
-from megatron_rl.checkpoint.shards import CONTENT_METADATA, join_qkv, split_qkv
+from megatron_rl.checkpoint.shards import CONTENT_METADATA, half_of, interleaved, join_qkv, split_qkv
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import Architecture, read_architecture
 from megatron_rl.model.names import EXTRA_STATE, Stored, extra_states, stored_tensors
@@ -92,12 +92,20 @@ class MegatronFolder:
 
     def hf_weights(self, a: Architecture, prefix: str = "", dtype: torch.dtype | None = None) -> Weights:
         """Yield ``(Hugging Face name, tensor)`` of every weight, rounded to ``dtype`` (None: as stored)."""
+        gate = None
         for entry in stored_tensors(a):
             tensor = self(_key(entry, prefix))
             tensor = tensor if dtype is None or entry.is_buffer else tensor.to(dtype)
+            if entry.half == 0:
+                gate = tensor
+                continue
             if entry.sharding in ("qkv", "packed_qkv"):
                 parts = split_qkv(tensor, a)
                 parts = parts if entry.sharding == "qkv" else [torch.cat(parts)]
+            elif entry.half == 1:
+                parts = [interleaved(gate, tensor)]
+            elif entry.sharding == "transposed":
+                parts = [tensor.t().contiguous()]
             else:
                 parts = [tensor[: entry.shape[0]] if entry.sharding == "vocab" else tensor]
             yield from zip(entry.hf_names, parts, strict=True)
@@ -154,6 +162,10 @@ def to_megatron(source: Path, target: Path, *, dtype: torch.dtype | None = None)
         wanted = type_of(entry)
         parts = [folder(name) if wanted is None else folder(name).to(wanted) for name in entry.hf_names]
         digests.update((name, digest(name, part)) for name, part in zip(entry.hf_names, parts, strict=True))
+        if entry.half is not None:
+            return half_of(parts[0], entry.half)
+        if entry.sharding == "transposed":
+            return parts[0].t()
         return join_qkv(parts, a) if entry.sharding in ("qkv", "packed_qkv") else parts[0]
 
     def placeholder(entry: Stored) -> torch.Tensor:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -36,6 +36,8 @@ _TIED_HEAD = "lm_head.weight"
 _COMPARED_ROWS = 4096  # of the embedding, in memory at a time
 # Buffers that early releases of transformers stored; every reader computes them anew.
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_OF_ALL_EXPERTS = re.compile(r"(.+\.mlp\.experts)\.([a-z]\w*)")
+_OF_AN_EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.([a-z]\w*)")
 _STORED_BUFFERS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 # Files that vLLM or transformers obey beside config.json and the weights, and the learner does not.
 _OBEYED_FILES = {
@@ -48,6 +50,9 @@ _OBEYED_FILES = {
 class HFFolder:
     """Tensors by name from the safetensors files of ``path``, opened once, read on demand.
 
+    A tensor that holds a matrix of all experts of a layer (``…mlp.experts.NAME``) is shown as one for each expert
+    (``…mlp.experts.3.NAME``); `write_hf_checkpoint` puts them together again.
+
     With an index only the files that it names count, and of these every tensor: vLLM and transformers load them whole.
     Without one, ``model.safetensors`` must be the only safetensors file. Raises `InputError` where a file is missing,
     damaged or ambiguous.
@@ -56,7 +61,15 @@ class HFFolder:
     def __init__(self, path: Path):
         self.path = Path(path)
         index = self.path / INDEX_FILE
-        self._file_of = self._read_index(index) if index.is_file() else self._read_single()
+        stored = self._read_index(index) if index.is_file() else self._read_single()
+        self._expert_of: dict[str, tuple[str, int]] = {}  # name of an expert's part → name of the whole, and its place
+        self._file_of: dict[str, str] = {}
+        for name, file in stored.items():
+            match = _OF_ALL_EXPERTS.fullmatch(name)
+            experts = self._handles[file].get_slice(name).get_shape()[:1] if match else []
+            parts = {f"{match[1]}.{e}.{match[2]}": (name, e) for e in range(*experts)} if experts else {}
+            self._expert_of |= parts
+            self._file_of |= dict.fromkeys(parts or [name], file)
 
     def _read_index(self, index: Path) -> dict[str, str]:
         weight_map = read_object(index).get("weight_map")
@@ -106,22 +119,27 @@ class HFFolder:
 
     def __call__(self, name: str) -> torch.Tensor:
         """The tensor ``name``, read now. Raises `InputError` where there is none."""
-        return self._handle(name).get_tensor(name)
+        handle = self._handle(name)
+        if name in self._expert_of:
+            whole, expert = self._expert_of[name]
+            return handle.get_slice(whole)[expert]
+        return handle.get_tensor(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """From the header of its file; the tensor is not read."""
-        return tuple(self._handle(name).get_slice(name).get_shape())
+        shape = tuple(self._slice(name).get_shape())
+        return shape[1:] if name in self._expert_of else shape
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name → shape of every tensor; none is read."""
         return {name: self.shape(name) for name in self._file_of}
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._handle(name).get_slice(name)[:0].dtype
+        return self._slice(name)[:0].dtype
 
     def stored_dtype(self, name: str) -> str:
         """safetensors' name of the dtype, from the header: F32, BF16, F8_E4M3, I8 …"""
-        return self._handle(name).get_slice(name).get_dtype()
+        return self._slice(name).get_dtype()
 
     def same(self, first: str, second: str) -> bool:
         """Whether two matrices hold the same bytes; `_COMPARED_ROWS` of each are in memory."""
@@ -129,7 +147,7 @@ class HFFolder:
 
         if (self.shape(first), self.stored_dtype(first)) != (self.shape(second), self.stored_dtype(second)):
             return False
-        left, right = (self._handle(name).get_slice(name) for name in (first, second))
+        left, right = self._slice(first), self._slice(second)
         starts = range(0, self.shape(first)[0], _COMPARED_ROWS)
         return all(torch.equal(left[i : i + _COMPARED_ROWS], right[i : i + _COMPARED_ROWS]) for i in starts)
 
@@ -137,6 +155,10 @@ class HFFolder:
         """Every tensor, one at a time, file by file."""
         for name in sorted(self._file_of, key=lambda name: self._file_of[name]):
             yield name, self(name)
+
+    def _slice(self, name: str) -> Any:
+        """safetensors' view of the tensor ``name``, or of the one that holds it."""
+        return self._handle(name).get_slice(self._expert_of.get(name, (name, 0))[0])
 
     def _handle(self, name: str) -> safe_open:
         if name not in self._file_of:
@@ -164,7 +186,11 @@ def _advice(file: Path) -> str:
 
 def model_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
     """Hugging Face name → shape of every tensor that the learner has, and sends to a rollout engine."""
-    return {n: s for entry in stored_tensors(a) for n, s in zip(entry.hf_names, entry.hf_shapes, strict=True)}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for entry in stored_tensors(a):
+        for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True):
+            shapes[name] = shape if entry.half is None else (*shape[:-1], 2 * shape[-1])
+    return shapes
 
 
 def model_weights(folder: HFFolder, a: Architecture) -> Iterator[tuple[str, torch.Tensor]]:
@@ -297,7 +323,7 @@ def _write(folder: Path, weights: Iterator[tuple[str, torch.Tensor]], source: Pa
     weight_map: dict[str, str] = {}
     total_size = 0
     dtypes: set[torch.dtype] = set()
-    for number, tensors in enumerate(_in_files(weights, file_bytes), start=1):
+    for number, tensors in enumerate(_in_files(experts_in_one(weights), file_bytes), start=1):
         name = f"model-{number:05d}.safetensors"
         save_file(tensors, folder / name, metadata={"format": "pt"})
         (folder / name).chmod(_usual_mode())  # safetensors makes files that their owner alone can read
@@ -308,6 +334,28 @@ def _write(folder: Path, weights: Iterator[tuple[str, torch.Tensor]], source: Pa
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     if len(dtypes) == 1:
         _state_dtype(folder / "config.json", dtypes.pop())
+
+
+def experts_in_one(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """``weights`` with the parts of all experts that `HFFolder` takes apart put together; a layer's are held."""
+    block, held = None, {}
+    for name, tensor in weights:
+        match = _OF_AN_EXPERT.fullmatch(name)
+        if match is None:
+            yield name, tensor
+            continue
+        if match[1] != block:
+            yield from _stacks(held)
+            block, held = match[1], {}
+        held.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = tensor
+    yield from _stacks(held)
+
+
+def _stacks(held: dict[str, dict[int, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    import torch
+
+    for name, parts in held.items():
+        yield name, torch.stack([parts[expert] for expert in range(len(parts))])
 
 
 def _usual_mode() -> int:

@@ -53,7 +53,7 @@ class Entry:
     @property
     def is_view(self) -> bool:
         """Whether the tensors of Hugging Face lie in a whole parameter one after another."""
-        return self.sharding not in ("qkv", "packed_qkv")
+        return self.sharding not in ("qkv", "packed_qkv", "transposed", "interleaved")
 
     def names(self, expert: int | None = None) -> tuple[str, ...]:
         return tuple(name.replace(EXPERT, str(expert)) for name in self.hf_names)
@@ -147,6 +147,10 @@ class WeightMap:
             return torch.cat([tensor.chunk(size, dim=0)[rank] for tensor in tensors])
         if sharding in ("qkv", "packed_qkv"):
             return join_qkv(tensors, self.architecture).chunk(size, dim=0)[rank]
+        if sharding == "transposed":
+            return tensors[0].t()
+        if sharding == "interleaved":
+            return torch.cat([half_of(tensors[0], half) for half in range(2)])
         return tensors[0]
 
     # -- Megatron → Hugging Face
@@ -248,7 +252,21 @@ class WeightMap:
         if sharding in ("qkv", "packed_qkv"):
             parts = split_qkv(shards[0] if is_whole else torch.cat(shards), a)
             return parts if sharding == "qkv" else [torch.cat(parts)]
+        if sharding == "transposed":
+            return [shards[0].t().contiguous()]
+        if sharding == "interleaved":
+            return [interleaved(*shards[0].chunk(2))]
         return shards
+
+
+def half_of(tensor: torch.Tensor, half: int) -> torch.Tensor:
+    """The gate (0) or the up projection (1), [F, H], of one tensor of both, [H, 2F]. Of biases: [F] of [2F]."""
+    return tensor[..., half::2].t()
+
+
+def interleaved(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """The inverse of `half_of`."""
+    return torch.stack([gate, up], dim=1).flatten(0, 1).t().contiguous()
 
 
 def join_qkv(tensors: Sequence[torch.Tensor], a: Architecture) -> torch.Tensor:

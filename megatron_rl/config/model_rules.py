@@ -60,7 +60,7 @@ def model_problems(
             f"rollout.dtype: fp16; vLLM leaves out the factor {architecture.routed_scale:g} by which the experts of "
             f"{architecture.model_type} are multiplied there; use bf16"
         )
-    return problems + latent_attention_problems(recipe, architecture)
+    return problems + latent_attention_problems(recipe, architecture) + sink_problems(recipe, architecture)
 
 
 def beyond_exact(architecture: Architecture, tensor: int) -> str | None:
@@ -71,6 +71,8 @@ def beyond_exact(architecture: Architecture, tensor: int) -> str | None:
         return (
             f"{a.model_type} has norms over all heads, of which learner.parallel.tensor: {tensor} gives a rank a part"
         )
+    if a.has_sinks:
+        return f"the model ({a.model_type}) has attention sinks and windows"
     if a.shared_ffn_hidden_size:
         return f"the model ({a.model_type}) has a shared expert"
     return f"the model ({a.model_type}) has latent attention" if a.latent is not None else None
@@ -266,6 +268,27 @@ def latent_attention_problems(recipe: RecipeSections, architecture: Architecture
             f"rollout.quantization.weights: {recipe.rollout.quantization.weights}, but {has}, whose matrices vLLM "
             "multiplies with each other after they are loaded; use null"
         )
+    return problems
+
+
+def sink_problems(recipe: RecipeSections, architecture: Architecture) -> list[str]:
+    """What is not built for attention sinks and experts with biases; empty where the recipe asks for none of it."""
+    if not architecture.has_sinks:
+        return []
+    has = f"the model ({architecture.model_type}) has attention sinks"
+    parallel, rollout, problems = recipe.learner.parallel, recipe.rollout, []
+    if rollout.dtype != "bf16":
+        problems.append(f"rollout.dtype: {rollout.dtype}, but {has}, which vLLM's attention takes in bf16; use bf16")
+    if parallel.context > 1:
+        problems.append(f"learner.parallel.context: {parallel.context}, but {has}; use 1")
+    if parallel.expert_tensor > 1:
+        problems.append(
+            f"learner.parallel.expert_tensor: {parallel.expert_tensor}, but the experts of {architecture.model_type} "
+            "have biases, which are not cut; use 1, and spread experts by learner.parallel.expert"
+        )
+    for key in ("weights", "kv_cache"):
+        if (value := getattr(rollout.quantization, key)) is not None:
+            problems.append(f"rollout.quantization.{key}: {value}, but {has}; use null")
     return problems
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.checkpoint.hf_folder import HFFolder, model_shapes
+from megatron_rl.checkpoint.hf_folder import HFFolder, experts_in_one, model_shapes
 from megatron_rl.config.learner import LearnerConfig
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import Architecture, read_architecture
@@ -165,7 +165,8 @@ def _theirs(path: Path, a: Architecture, folder: HFFolder, layers: list[int]) ->
             config.mlp_only_layers = [place for place, i in enumerate(layers) if not a.moe_layers[i]]
             config.first_k_dense_replace = sum(not a.moe_layers[i] for i in layers)
         read = _renamed(folder, layers)
-        source, weights = None, {name: read(name) for name in model_shapes(_of_layers(a, layers))}
+        names = model_shapes(_of_layers(a, layers))
+        source, weights = None, dict(experts_in_one((name, read(name)) for name in names))
     model, info = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
         source,
         config=config,
@@ -186,7 +187,8 @@ def _renamed(folder: HFFolder, layers: list[int]) -> Callable[[str], torch.Tenso
 
 
 def _of_layers(a: Architecture, layers: list[int]) -> Architecture:
-    return replace(a, num_layers=len(layers), moe_layers=tuple(a.moe_layers[i] for i in layers))
+    kept = {name: tuple(getattr(a, name)[i] for i in layers) for name in ("moe_layers", "windows") if getattr(a, name)}
+    return replace(a, num_layers=len(layers), **kept)
 
 
 def _numel(a: Architecture) -> int:

@@ -45,6 +45,7 @@ from megatron_rl.learner.layers.attention import (
 )
 from megatron_rl.learner.layers.cpu_layers import finish_few_pass_model, use_few_pass_layers
 from megatron_rl.learner.layers.exact_layers import finish_exact_model, use_exact_layers
+from megatron_rl.learner.layers.sinks import SinkAttention, fields_with_sinks, state_yarn
 from megatron_rl.model.architecture import Architecture
 
 _EXPERT_SHARD_DIM = {"linear_fc1": 0, "linear_fc2": 1}  # what expert tensor parallelism cuts: outputs, then inputs
@@ -91,7 +92,7 @@ def transformer_config(
         "normalization": "RMSNorm",
         "layernorm_epsilon": a.rms_norm_eps,
         "qk_layernorm": a.qk_layernorm and not a.wide_qk_norm,  # those are put in by `layer_spec`
-        "add_bias_linear": False,
+        "add_bias_linear": a.linear_bias,
         "add_qkv_bias": a.qkv_bias,
         "gated_linear_unit": True,
         "activation_func": F.silu,
@@ -154,6 +155,7 @@ def transformer_config(
         }
     if a.sigmoid_router and a.router_groups[0] > 1:
         config |= {"moe_router_num_groups": a.router_groups[0], "moe_router_group_topk": a.router_groups[1]}
+    config |= fields_with_sinks(a)
     if a.latent is not None:
         config |= {
             "q_lora_rank": a.latent.query_rank,
@@ -166,7 +168,7 @@ def transformer_config(
             "rotary_base": a.rope_theta,
             "apply_rope_fusion": False,  # Megatron-Core has a fused kernel for another kind of scaling alone
         }
-    if (yarn := a.yarn) is not None:
+    if (yarn := a.yarn) is not None and a.latent is not None:
         config |= {
             "rope_type": "yarn",
             "rotary_scaling_factor": float(yarn.factor),
@@ -181,12 +183,15 @@ def transformer_config(
     made = TransformerConfig if a.latent is None else MLATransformerConfig
     check_megatron_fields(learner.megatron, config, made)
     try:
-        return made(**config, **learner.megatron)
+        built = made(**config, **learner.megatron)
     except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
         if not learner.megatron and learner.token_dispatcher == "alltoall":
             raise
         fields = f"learner.token_dispatcher {learner.token_dispatcher}, learner.megatron {learner.megatron}"
         raise InputError(f"{fields}: Megatron refuses the model's configuration: {error}") from error
+    if yarn is not None and a.latent is None:
+        state_yarn(built, yarn)
+    return built
 
 
 def check_megatron_fields(given: Mapping[str, Any], ours: Collection[str], made: type[TransformerConfig]) -> None:
@@ -233,8 +238,9 @@ def layer_spec(
             use_exact_layers(block)
             return block
         for layer in block.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = SDPACoreAttention
-        use_few_pass_layers(block)
+            core = SinkAttention if config.softmax_type == "learnable" else SDPACoreAttention
+            layer.submodules.self_attention.submodules.core_attention = core
+        use_few_pass_layers(block, biased_experts=config.add_bias_linear)
     return block
 
 
@@ -258,6 +264,11 @@ def build_model(
         )
     precision = precision or PrecisionConfig()
     config = transformer_config(architecture, learner, device, precision, exact)
+    if use_transformer_engine(device, exact) and architecture.has_sinks:
+        raise InputError(
+            f"model.path: {architecture.model_type} has attention sinks, which the learner computes with torch's "
+            "attention alone; uninstall transformer-engine"
+        )
     if use_transformer_engine(device, exact) and device.type == "cuda":
         refuse_unfused_attention(config)
     model = GPTModel(
@@ -269,7 +280,7 @@ def build_model(
         post_process=parallel_state.is_pipeline_last_stage(),
         parallel_output=True,
         share_embeddings_and_output_weights=architecture.tie_embeddings,
-        position_embedding_type="rope",
+        position_embedding_type="yarn" if architecture.yarn and architecture.latent is None else "rope",
         rotary_percent=architecture.rotary_fraction,
         rotary_base=architecture.rope_theta,
         rope_scaling=architecture.llama3_factor is not None,
@@ -335,6 +346,7 @@ def mark_expert_parameters(model: torch.nn.Module) -> None:
         if ".experts." not in name:
             continue
         parameter.allreduce = False
+        parameter.sequence_parallel = False  # a bias has it, which would add up those of different experts
         if not hasattr(parameter, "tensor_model_parallel"):
             layer = name.split(".")[-2]
             if layer not in _EXPERT_SHARD_DIM:

@@ -21,7 +21,6 @@ from megatron_rl.model.families.keys import (
     NUMBER,
     OTHER_ROPE,
     REQUIRED,
-    ROPE_DEFAULT_THETA,
     ROPE_KEYS,
     THETA,
     WINDOW,
@@ -106,11 +105,13 @@ def _lengths(config: dict[str, Any], values: dict[str, Any]) -> list[str]:
 
 
 def _layer_types(config: dict[str, Any], values: dict[str, Any]) -> list[str]:
-    """Kinds of layers by number: all of them have to attend to all positions."""
+    """Kinds of layers by number: those of the family."""
     types, number = config.get("layer_types"), values["num_hidden_layers"]
-    if types is None or types == ["full_attention"] * number:
+    allowed = FAMILIES[config["model_type"]].layer_types(number)
+    if types is None or types == allowed:
         return []
-    return [f"layer_types: {shown(types)} is not supported ({WINDOW}); allowed: null, or {number} × full_attention"]
+    words = f"{number} × {allowed[0]}" if len(set(allowed)) == 1 else f"{allowed[0]}, {allowed[1]} and so on in turn"
+    return [f"layer_types: {shown(types)} is not supported ({WINDOW}); allowed: null, or {words}"]
 
 
 def _related(config: dict[str, Any], values: dict[str, Any]) -> list[str]:
@@ -166,8 +167,10 @@ def rope_of(config: dict[str, Any]) -> Rope:
     first, second = config.get("rope_scaling"), config.get("rope_parameters")
     if first and second and first != second:
         raise InputError("rope_scaling and rope_parameters differ; allowed: one of the two")
-    rope = dict(first or second or {})
-    theta = rope.pop("rope_theta", config.get("rope_theta", ROPE_DEFAULT_THETA))
+    family = FAMILIES[config["model_type"]]
+    absent = (family.rope_scaling if first is None and second is None else None) or {}
+    rope = dict(first or second or absent)
+    theta = rope.pop("rope_theta", config.get("rope_theta", family.rope_theta))
     if not THETA.fits(theta):
         raise InputError(f"rope_theta: {shown(theta)}; allowed: {THETA.words}")
     fraction = _rotary_fraction(config, rope.pop("partial_rotary_factor", None))

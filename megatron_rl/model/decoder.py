@@ -19,19 +19,21 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN's scaling of the rotary embedding, as DeepSeek-V3 has it. Fields: the keys of config.json.
+    """YaRN's scaling of the rotary embedding. Fields: the keys of config.json.
 
     Frequencies that turn more than ``beta_fast`` times in the original length stay, those that turn less than
-    ``beta_slow`` times are divided by ``factor``, and those between are blended. ``mscale`` and ``mscale_all_dim``
-    scale what attention's softmax gets.
+    ``beta_slow`` times are divided by ``factor``, and those between are blended. ``truncate``: the two bounds between
+    which they are blended are whole numbers. ``mscale`` and ``mscale_all_dim`` (of DeepSeek-V3) scale what attention's
+    softmax gets; without them cosine and sine are multiplied by 0.1 · log(factor) + 1.
     """
 
     factor: float
     original_max_position_embeddings: int
     beta_fast: float = 32
     beta_slow: float = 1
-    mscale: float = 1
-    mscale_all_dim: float = 1
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,12 @@ class Architecture:
     rotary_fraction: float = 1.0  # of a head's width that rotary embeddings turn
     latent: LatentAttention | None = None  # then head_dim is the whole width of a head's query
     router_groups: tuple[int, int] = (1, 1)  # groups of experts, and how many of them a token may choose from
+    windows: tuple[
+        int | None, ...
+    ] = ()  # per layer: how many tokens one sees, with itself; None: all; empty: all in all
+    has_sinks: bool = False  # whether a trained score of each head takes part in the softmax, and has no value
+    linear_bias: bool = False  # of attention's output, of the router (trained) and of experts
+    clamped_gate: bool = False  # whether experts have gpt-oss's activation in the place of SiLU's
     unused_layers: int = 0  # behind the last layer: of the checkpoint, for guesses of later tokens; nobody loads them
 
     @property
@@ -77,16 +85,21 @@ class Architecture:
     @property
     def llama3_factor(self) -> float | None:
         """The factor by which Llama 3's rope scaling slows low rotary frequencies; None for other models."""
-        if self.rope_scaling is None or self.latent is not None or self._rope_problems():
+        if self.rope_scaling is None or self._has_yarn or self._rope_problems():
             return None
         return float(self.rope_scaling["factor"])
 
     @property
     def yarn(self) -> Yarn | None:
-        """The scaling of a model with latent attention; None for other models, and where there is none."""
-        if self.rope_scaling is None or self.latent is None or self._rope_problems():
+        """The scaling of a model with latent attention, or with sinks; None for others, and where there is none."""
+        if self.rope_scaling is None or not self._has_yarn or self._rope_problems():
             return None
         return Yarn(**{key: value for key, value in self.rope_scaling.items() if key not in ("type", "rope_type")})
+
+    @property
+    def _has_yarn(self) -> bool:
+        """Whether the scaling of the rotary embedding, if there is one, is YaRN's."""
+        return self.latent is not None or self.has_sinks
 
     def padded_vocab_size(self, tensor_parallel: int) -> int:
         """The vocabulary rounded up to what ``tensor_parallel`` ranks share evenly.
@@ -113,6 +126,8 @@ class Architecture:
     def _rope_problems(self) -> list[str]:
         if self.latent is not None:
             return self._yarn_problems()
+        if self.has_sinks:
+            return self._yarn_problems_with_sinks()
         scaling = dict(self.rope_scaling or {})
         scaling["rope_type"] = scaling.pop("rope_type", None) or scaling.pop("type", None)
         if self.rope_scaling is None or (scaling.pop("factor", 0) > 0 and scaling == _LLAMA3_SCALING):
@@ -137,6 +152,25 @@ class Architecture:
                 "factor (above 1), original_max_position_embeddings, mscale and mscale_all_dim (above 0: transformers, "
                 "vLLM and Megatron-Core read others in different ways), beta_fast and beta_slow"
             ]
+        return self._longer_than_yarn(given)
+
+    def _yarn_problems_with_sinks(self) -> list[str]:
+        """vLLM has YaRN in these models whatever `rope_type` is, asks for each of its keys, and reads no other."""
+        given = dict(self.rope_scaling or {})
+        kind = given.pop("rope_type", None) or given.pop("type", None)
+        given.pop("type", None)
+        truncate = given.pop("truncate", True)
+        fields = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}
+        fits = kind == "yarn" and fields == set(given) and type(truncate) is bool
+        fits = fits and all(type(value) in (int, float) and value > 0 for value in given.values())
+        if not fits or given["factor"] <= 1 or given["beta_fast"] < given["beta_slow"]:
+            return [
+                f"model.path: rope scaling {self.rope_scaling} is not supported with attention sinks, only yarn with "
+                "factor (above 1), original_max_position_embeddings, beta_fast, beta_slow and truncate"
+            ]
+        return self._longer_than_yarn(given)
+
+    def _longer_than_yarn(self, given: dict[str, Any]) -> list[str]:
         longest = given["factor"] * given["original_max_position_embeddings"]
         if self.max_position_embeddings > longest:
             return [

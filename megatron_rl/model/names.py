@@ -47,10 +47,13 @@ class Stored:
     hf_shapes: Shapes
     sharding: Sharding
     is_buffer: bool = False  # not trained: has no master weights, and is never rounded
+    half: int | None = None  # of an interleaved tensor: gate (0) or up projection (1); `hf_shapes` is then of the half
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the Megatron tensor, without padding of the vocabulary."""
+        if self.sharding in ("transposed", "interleaved"):
+            return self.hf_shapes[0][::-1]
         return (sum(shape[0] for shape in self.hf_shapes), *self.hf_shapes[0][1:])
 
 
@@ -80,6 +83,10 @@ def _stored(weight: Weight, a: Architecture, layer: int | None = None, expert: i
     shapes = weight.shapes(a)
     if len(keys) == 1:
         yield Stored(keys[0], tuple(names), shapes, weight.sharding, weight.is_buffer)
+    elif weight.sharding == "interleaved":
+        half = (*shapes[0][:-1], shapes[0][-1] // 2)
+        for number, key in enumerate(keys):
+            yield Stored(key, tuple(names), (half,), weight.sharding, half=number)
     else:
         for key, name, shape in zip(keys, names, shapes, strict=True):
             yield Stored(key, (name,), (shape,), weight.sharding)

@@ -22,6 +22,8 @@ them when it is given `PRIORITY`.
 *Rotary embeddings of queries with a dimension for heads*, as latent attention gives them. vLLM 0.30's kernel for CPUs
 turns the first head alone, and raises no error; its own PyTorch form is right.
 
+*Attention sinks.* vLLM 0.30's kernel takes them in bf16 alone, whatever type the engine has; it gets them so.
+
 Shapes: B requests, V vocabulary entries.
 """
 
@@ -32,7 +34,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from vllm import ir
+from vllm import _custom_ops, ir
 from vllm.logprobs import FlatLogprobs
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
@@ -45,6 +47,7 @@ from vllm.v1.sample.ops import topk_topp_sampler as vllm_sampler
 from vllm.v1.sample.sampler import Sampler
 
 _allocate_slots = KVCacheManager.allocate_slots  # vLLM's
+_attend = _custom_ops.cpu_attention_with_kv_cache
 _update_sample_logprobs = LogprobsProcessor._update_sample_logprobs
 
 
@@ -168,6 +171,16 @@ def rotate(
     """``query`` and ``key`` [B, heads · D] or [B, heads, D], turned by the angles of ``positions`` [B]."""
     turn = _rotate_on_cpu if query.dim() == 2 else RotaryEmbedding.forward_native
     return turn(self, positions, query, key)
+
+
+def install_sinks() -> None:
+    """Put this before vLLM's kernel of attention."""
+    _custom_ops.cpu_attention_with_kv_cache = attend
+
+
+def attend(*, s_aux: torch.Tensor | None, **options: Any) -> None:
+    """vLLM's kernel. ``s_aux``: the sinks [heads]."""
+    _attend(s_aux=None if s_aux is None else s_aux.to(torch.bfloat16), **options)
 
 
 def install_sampler() -> None:

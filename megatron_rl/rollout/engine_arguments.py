@@ -79,22 +79,24 @@ def engine_arguments(
             arguments["kernel_config"] = {"ir_op_priority": PRIORITY}
     else:
         arguments["enable_sleep_mode"] = sleeps
-        arguments |= kernels_on_cuda(config, has_latent_attention=read_architecture(model_path).latent is not None)
+        architecture = read_architecture(model_path)
+        is_plain = architecture.latent is None and not architecture.has_sinks
+        arguments |= kernels_on_cuda(config, has_plain_attention=is_plain)
     return arguments | quantization_arguments(config.quantization, device)
 
 
-def kernels_on_cuda(config: RolloutConfig, has_latent_attention: bool = False) -> dict[str, Any]:
+def kernels_on_cuda(config: RolloutConfig, has_plain_attention: bool = True) -> dict[str, Any]:
     """Which of vLLM's kernels compute experts and attention: those that it takes by itself on A100 and H100.
 
     On Blackwell it would take FlashInfer's. Those of experts want bf16 and refuse to start in fp16 and fp32; those of
     attention are compiled with a CUDA toolkit, or fetched from NVIDIA's server, when they are first needed. Experts
     and caches that are quantized are left to vLLM, and so is attention in fp32, which FlashAttention does not have, and
-    latent attention, which has backends of its own.
+    latent attention and attention with sinks, which have backends of their own (``has_plain_attention`` false).
     """
     arguments = {}
     if config.quantization.weights is None:
         arguments["moe_backend"] = "triton"
-    if config.quantization.kv_cache is None and config.dtype in ("bf16", "fp16") and not has_latent_attention:
+    if config.quantization.kv_cache is None and config.dtype in ("bf16", "fp16") and has_plain_attention:
         arguments["attention_backend"] = "FLASH_ATTN"
     return arguments
 

@@ -24,7 +24,7 @@ from megatron_rl.config.rollout import in_words
 from megatron_rl.process import fp32_products
 
 _ROUTER_KEY = "rollout_router_dtype"  # in the model's configuration; vLLM and transformers do not read it
-_ROUTER_SUFFIX = ".mlp.gate"
+_ROUTER_SUFFIX = (".mlp.gate", ".mlp.router")
 _PRODUCTS = "products"  # of a described model: what its process does to fp32 matrices
 _ONLINE = {
     online.Fp8PerBlockOnlineLinearMethod: (128, 128),

@@ -13,6 +13,9 @@ On a CPU weights are packed for the kernels after loading. vLLM 0.30 leaves two 
 * A linear layer computes with a packed copy. An output head tied to the embedding gets no tensor of its own in an
   update, and keeps its old copy. Every layer whose copy is still the old one is packed again here.
 
+vLLM 0.30 also loses the attention sinks of gpt-oss in an update, on every device and without an error: its loader
+copies them into the place of the old ones, where no memory is while a layer is loaded again. They are written here.
+
 All experts of a layer are loaded at once (`load_stacks`). vLLM's layerwise reload spends 0.2 to 0.3 ms of Python on
 every tensor, and a model of 48 layers with 128 experts sends 18,432 expert matrices: seconds of a step in which nothing
 is copied. vLLM's loader of experts also takes the stack of one projection, [experts, out, in], in one call. Matrices
@@ -34,6 +37,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -48,6 +52,7 @@ from megatron_rl.rollout import cpu_engine, route_store
 _NAME = re.compile(r"(?P<block>.+\.experts)\.(?P<expert>\d+)\.(?P<projection>gate|up|down)_proj\.weight")
 # Experts that arrive in the engine's dtype: they stay as they are, or are quantized once a layer is complete.
 _METHODS = (UnquantizedFusedMoEMethod, OnlineMoEMethodBase)
+_SINKS = ".self_attn.sinks"
 # Projection → vLLM's parameter, and which part of it.
 _PLACE = {"gate": ("w13_weight", "w1"), "up": ("w13_weight", "w3"), "down": ("w2_weight", "w2")}
 
@@ -143,15 +148,18 @@ class StreamWeightTransfer(WeightTransferEngine[StreamInit, StreamUpdate]):
 
     def start_weight_update(self) -> None:
         self._old_copies = packed_copies(self.model)
+        self._sinks: dict[str, torch.Tensor] = {}
         initialize_layerwise_reload(self.model)
 
     @torch.no_grad()
     def receive_weights(self, update_info: StreamUpdate) -> None:
-        self.model.load_weights(load_stacks(self.model, update_info.weights))
+        weights = load_stacks(self.model, update_info.weights)
+        self.model.load_weights(without_sinks(weights, self._sinks))
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        write_sinks(self.model, self._sinks)
         if self.device.type == "cpu":
             pack_cpu_experts(self.model)
             pack_stale_linears(self.model, self._old_copies)
@@ -160,6 +168,26 @@ class StreamWeightTransfer(WeightTransferEngine[StreamInit, StreamUpdate]):
         """Let go of the weights. After this, vLLM frees the memory pool that they lie in."""
         self.model = self._default_model = None
         self._old_copies = {}
+
+
+def without_sinks(
+    weights: Iterable[tuple[str, torch.Tensor]], sinks: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield ``weights`` (Hugging Face names) but for attention sinks, which are added to ``sinks``."""
+    for name, tensor in weights:
+        if name.endswith(_SINKS):
+            sinks[name] = tensor.clone()
+        else:
+            yield name, tensor
+
+
+def write_sinks(model: torch.nn.Module, sinks: dict[str, torch.Tensor]) -> None:
+    """Write each rank's part of ``sinks`` into ``model``, where they are."""
+    parameters = dict(model.named_parameters())
+    for name, tensor in sinks.items():
+        parameter = parameters[name.replace(".self_attn.", ".attn.")]
+        own = len(parameter)
+        parameter.copy_(tensor[own * get_tensor_model_parallel_rank() :][:own])
 
 
 def pack_cpu_experts(model: torch.nn.Module) -> None:
@@ -199,6 +227,7 @@ route_store.install(on_cpu=current_platform.is_cpu())
 if current_platform.is_cpu():
     cpu_engine.install_sampler()
     cpu_engine.install_rotary()
+    cpu_engine.install_sinks()
     install()
     cpu_engine.install_bookkeeping()
 if BACKEND not in WeightTransferEngineFactory._registry:  # a re-import must not raise

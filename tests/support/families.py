@@ -1,4 +1,4 @@
-"""Small random models of every family; those with experts have one layer without them in front."""
+"""Small random models of every family; those with experts have one layer without them in front, where they can."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ NEEDED = {  # beside these, because its default is refused
         "first_k_dense_replace": 1,
         "num_key_value_heads": 32,
     },
+    "gpt_oss": {"num_local_experts": 8},
     "bailing_moe": {
         "head_dim": 8,
         "num_experts": 16,
@@ -56,6 +57,7 @@ _OPTIONS = {
     "deepseek_v3": {"rope_parameters": YARN},
     "bailing_moe": {},
     "olmoe": {},  # has experts in every layer
+    "gpt_oss": {},  # likewise
 }
 MOE = tuple(_OPTIONS)  # beside Qwen3-MoE, which most tests are about
 
@@ -64,14 +66,18 @@ ROUNDED = ("qwen2_moe", "glm4_moe", "bailing_moe", "olmoe")  # of these, those w
 
 def save_family(folder: Path, family: str, seed: int = 0, **options: Any) -> Path:
     """A random ``family`` of three layers in ``folder``, the first of an MoE without experts. Biases are random, too:
-    transformers starts them at zero, where a bias that is left out would not show."""
+    transformers starts them at zero, where a bias that is left out would not show. Sinks are numbers in bf16, the only
+    ones that vLLM takes."""
     options = _OPTIONS.get(family, {}) | options
     config = build_tiny_config(family, "nano", num_hidden_layers=3, initializer_range=0.12, **options)
     model = build_model(config, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            if name.endswith("bias") or (family == "olmoe" and name.endswith(("q_norm.weight", "k_norm.weight"))):
+            is_wide_norm = family == "olmoe" and name.endswith(("q_norm.weight", "k_norm.weight"))
+            if is_wide_norm or name.endswith(("bias", "sinks")):
                 tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator))
+            if name.endswith("sinks"):
+                tensor.copy_(tensor.bfloat16())
     save_checkpoint(model, folder)
     return folder

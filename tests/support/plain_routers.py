@@ -21,7 +21,8 @@ def watched_routers(
     successor; with ``replay`` those tokens take the experts that ``batch`` recorded."""
     length = max(len(s.tokens) for s in batch.sequences)
     counted = torch.stack([torch.arange(length) < len(s.tokens) - 1 for s in batch.sequences]).view(-1)
-    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    named = [getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None)) for layer in model.model.layers]
+    gates = [gate for gate in named if gate is not None]
 
     def watch(number: int, gate: torch.nn.Module):
         def change(_gate, _arguments, output):
@@ -33,7 +34,8 @@ def watched_routers(
             recorded = np.concatenate([s.routed_experts[: len(s.tokens) - 1, number] for s in batch.sequences])
             chosen[counted] = torch.from_numpy(recorded.astype(np.int64))
             scores = own.softmax(-1).gather(1, chosen)
-            return own, scores / scores.sum(-1, keepdim=True) if gate.norm_topk_prob else scores, chosen
+            is_divided = getattr(gate, "norm_topk_prob", True)
+            return own, scores / scores.sum(-1, keepdim=True) if is_divided else scores, chosen
 
         return gate.register_forward_hook(change)
 

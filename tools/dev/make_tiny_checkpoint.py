@@ -46,6 +46,7 @@ CLASSES = {
     "deepseek_v3": "DeepseekV3Config",
     "bailing_moe": "BailingMoeConfig",
     "olmoe": "OlmoeConfig",
+    "gpt_oss": "GptOssConfig",
     "qwen3": "Qwen3Config",
     "qwen2": "Qwen2Config",
     "llama": "LlamaConfig",
@@ -174,6 +175,22 @@ def build_tiny_config(family: str = "qwen3_moe", size: str = "tiny", **overrides
             "first_k_dense_replace": 1,
             "n_group": 4,
             "topk_group": 2,
+        }
+    if family == "gpt_oss":
+        common |= {
+            "intermediate_size": widths["expert_width"],
+            "num_local_experts": widths["experts"],
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+            },
         }
     made = getattr(transformers, CLASSES[family], None) or getattr(transformers_classes, CLASSES[family])
     return made(**common | overrides)

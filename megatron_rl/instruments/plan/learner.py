@@ -46,9 +46,9 @@ def stage_parameters(a: Architecture, parallel: ParallelConfig) -> list[StagePar
         dense = per_stage * _attention(a, parallel.tensor) + moe * a.hidden_size * a.num_experts
         dense += (per_stage - moe) * mlp_width(a) // parallel.tensor
         dense += moe * (3 * a.hidden_size * a.shared_ffn_hidden_size // parallel.tensor)
-        dense += moe * a.hidden_size * a.shared_expert_gate
+        dense += moe * (a.hidden_size * a.shared_expert_gate + a.num_experts * a.linear_bias)
         dense += tables * vocabulary(a, parallel.tensor) + last * a.hidden_size
-        experts = moe * 3 * a.hidden_size * a.moe_ffn_hidden_size * a.num_experts
+        experts = moe * _expert(a) * a.num_experts
         stages.append(
             StageParameters(
                 dense=dense,
@@ -91,7 +91,7 @@ def total_parameters(a: Architecture) -> int:
 
 def active_parameters(a: Architecture) -> int:
     """Return the parameters that a token is multiplied with: k of E experts and the head, not the embedding table."""
-    idle = sum(a.moe_layers) * 3 * a.hidden_size * a.moe_ffn_hidden_size * (a.num_experts - a.experts_per_token)
+    idle = sum(a.moe_layers) * _expert(a) * (a.num_experts - a.experts_per_token)
     return total_parameters(a) - idle - (0 if a.tie_embeddings else a.vocab_size * a.hidden_size)
 
 
@@ -124,6 +124,11 @@ def largest_matrices(a: Architecture, parallel: ParallelConfig) -> list[int]:
     return sizes
 
 
+def _expert(a: Architecture) -> int:
+    """Return the parameters of an expert: gate, up, down, and their biases."""
+    return 3 * a.hidden_size * a.moe_ffn_hidden_size + a.linear_bias * (2 * a.moe_ffn_hidden_size + a.hidden_size)
+
+
 def _attention(a: Architecture, tp: int) -> int:
     """Return the parameters of a block's attention and two norms: matrices over tp, norms on every rank."""
     q, kv, h, m = query_width(a), key_value_width(a), a.hidden_size, a.latent
@@ -132,9 +137,9 @@ def _attention(a: Architecture, tp: int) -> int:
         of_heads = queries + a.num_heads * (m.rank * (m.plain_width + m.value_width) + h * m.value_width)
         whole = h * (m.rank + m.rotary_width) + m.rank + (0 if m.query_rank is None else (h + 1) * m.query_rank)
         return of_heads // tp + whole + 2 * h
-    matrices = h * (q + 2 * kv) + q * h + a.qkv_bias * (q + 2 * kv)
+    matrices = h * (q + 2 * kv) + q * h + a.qkv_bias * (q + 2 * kv) + a.has_sinks * a.num_heads
     norms = (q + kv) // tp if a.wide_qk_norm else 2 * a.head_dim
-    return matrices // tp + 2 * h + a.qk_layernorm * norms
+    return matrices // tp + 2 * h + a.qk_layernorm * norms + a.linear_bias * h
 
 
 def _num_tables(a: Architecture, first: bool, last: bool) -> int:

@@ -256,7 +256,8 @@ def num_tensors(a: Architecture) -> int:
 
 def num_expert_matrices(a: Architecture) -> int:
     """Return the number of tensors that belong to single experts."""
-    return sum(a.moe_layers) * 3 * a.num_experts
+    rows = [weight for weight in FAMILIES[a.model_type].layer if EXPERT in weight.hf[0]]
+    return sum(a.moe_layers) * sum(len(weight.hf) for weight in rows) * a.num_experts
 
 
 PARTS = ("gradients", "optimizer", "weights", "during_passes")

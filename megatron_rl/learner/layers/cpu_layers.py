@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -132,8 +133,36 @@ def gated_silu_backward(grad: Tensor, hidden: Tensor, probs: Tensor) -> tuple[Te
     return out, grad_hidden, grad_probs
 
 
-def use_few_pass_layers(block: TransformerBlockSubmodules) -> None:
-    """Put these layers into the specification of Megatron's local layers."""
+GATE_SLOPE, GATE_LIMIT, UP_OFFSET = 1.702, 7.0, 1.0  # of `clamped_swiglu`
+
+
+def clamped_swiglu(hidden: Tensor, probs: Tensor) -> Tensor:
+    """(up + 1) · gate · sigmoid(1.702 · gate) · prob [M, F] of ``hidden`` = (gate, up) [M, 2F] and ``probs`` [M].
+
+    The gate is at most 7, and up from −7 to 7. In fp32, rounded once."""
+    gate, up = hidden.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=GATE_LIMIT), up.clamp(-GATE_LIMIT, GATE_LIMIT)
+    return (torch.sigmoid(GATE_SLOPE * gate).mul_(gate).mul_(up + UP_OFFSET) * probs[:, None]).to(hidden.dtype)
+
+
+def clamped_swiglu_backward(grad: Tensor, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`clamped_swiglu` once more, and the gradients of ``hidden`` and ``probs``."""
+    gate, up = hidden.float().chunk(2, dim=-1)
+    low_gate, low_up = gate <= GATE_LIMIT, up.abs() <= GATE_LIMIT
+    gate, up = gate.clamp(max=GATE_LIMIT), up.clamp(-GATE_LIMIT, GATE_LIMIT) + UP_OFFSET
+    share = torch.sigmoid(GATE_SLOPE * gate)
+    glu = gate * share
+    activated, grad = glu * up, grad.float()
+    grad_probs = (grad * activated).sum(dim=-1).to(probs.dtype)
+    grad = grad * probs[:, None]
+    # d (gate · share) / d gate = share + slope · gate · share · (1 − share)
+    slope = share + GATE_SLOPE * glu * (1 - share)
+    grad_hidden = torch.cat([grad * up * slope * low_gate, grad * glu * low_up], dim=-1).to(hidden.dtype)
+    return (activated * probs[:, None]).to(hidden.dtype), grad_hidden, grad_probs
+
+
+def use_few_pass_layers(block: TransformerBlockSubmodules, biased_experts: bool = False) -> None:
+    """Put these layers into the specification of Megatron's local layers. ``biased_experts``: `BiasedExperts`."""
     block.layer_norm = FewPassRMSNorm
     for layer in block.layer_specs:
         parts = layer.submodules
@@ -146,7 +175,7 @@ def use_few_pass_layers(block: TransformerBlockSubmodules) -> None:
             parts.self_attention.module = FewPassSelfAttention
         feed_forward = parts_of(parts.mlp)
         if hasattr(feed_forward, "experts"):
-            feed_forward.experts = of_class(feed_forward.experts, FewPassExperts)
+            feed_forward.experts = of_class(feed_forward.experts, BiasedExperts if biased_experts else FewPassExperts)
 
 
 def use_latent_attention(parts: Any) -> None:
@@ -237,12 +266,19 @@ class FewPassRMSNorm(torch.nn.RMSNorm):
 
 
 class CosSinEmbedding(PackedRotaryEmbedding):
-    """Cosine and sine of every token's angles [N, 1, 1, D/2 + D/2], once for all layers."""
+    """Cosine and sine of every token's angles [N, 1, 1, D/2 + D/2], once for all layers; with YaRN's factor, if any."""
 
-    def forward(self, max_seq_len: int, **kwargs: object) -> torch.Tensor:
+    def forward(self, max_seq_len: int, **kwargs: object) -> torch.Tensor | tuple[torch.Tensor, float]:
         angles = super().forward(max_seq_len, **kwargs)
-        half = angles[..., : angles.size(-1) // 2]
-        return torch.cat([half.cos(), half.sin()], dim=-1)
+        if not isinstance(angles, tuple):
+            return _cos_sin(angles)
+        angles, scale = angles  # of YaRN
+        return _cos_sin(angles).mul_(scale), 1.0
+
+
+def _cos_sin(angles: Tensor) -> Tensor:
+    half = angles[..., : angles.size(-1) // 2]
+    return torch.cat([half.cos(), half.sin()], dim=-1)
 
 
 class _SplitNormRotate(torch.autograd.Function):
@@ -322,7 +358,7 @@ def _each(
 
 
 class FewPassExperts(SequentialMLP):
-    """All experts of this rank in one function. Gated SiLU without biases, as in every supported model."""
+    """All experts of this rank in one function. Gated SiLU without biases."""
 
     def forward(
         self, hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
@@ -330,6 +366,64 @@ class FewPassExperts(SequentialMLP):
         weights = [expert.linear_fc1.weight for expert in self.local_experts]
         weights += [expert.linear_fc2.weight for expert in self.local_experts]
         return Experts.apply(hidden_states, probs, tokens_per_expert.tolist(), *weights), None
+
+
+class _BiasedExperts(torch.autograd.Function):
+    """Rows [M, H], sorted by expert → `clamped_swiglu`(x·w₁ + b₁, prob)·w₂ + prob·b₂, [M, H], expert by expert.
+
+    ``weights``: those of all experts' first layers, of their second layers, and their biases likewise.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, probs: Tensor, counts: list[int], *weights: Tensor):
+        fc1, fc2, bias1, bias2 = _quarters(weights)
+        hidden = x.new_empty(len(x), fc1[0].size(0))
+        _each(x, fc1, counts, hidden, transposed=True)
+        for rows, bias in zip(hidden.split(counts), bias1, strict=True):
+            rows.add_(bias)
+        out = x.new_empty(len(x), fc2[0].size(0))
+        _each(clamped_swiglu(hidden, probs), fc2, counts, out, transposed=True)
+        for rows, share, bias in zip(out.split(counts), probs.to(x.dtype).split(counts), bias2, strict=True):
+            rows.addr_(share, bias)
+        ctx.save_for_backward(x, probs, hidden, *weights)
+        ctx.counts = counts
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):
+        x, probs, hidden, *weights = ctx.saved_tensors
+        counts, grad = ctx.counts, grad.contiguous()
+        fc1, fc2, _, bias2 = _quarters(weights)
+        grad_scaled = hidden.new_empty(len(hidden), hidden.size(1) // 2)
+        _each(grad, fc2, counts, grad_scaled, transposed=False)
+        scaled, grad_hidden, grad_probs = clamped_swiglu_backward(grad_scaled, hidden, probs)
+        by_expert = list(zip(grad.split(counts), bias2, strict=True))
+        grad_probs += torch.cat([g @ bias for g, bias in by_expert]).to(probs.dtype)
+        shares = probs.to(x.dtype).split(counts)
+        grad_fc2 = [g.t() @ a for g, a in zip(grad.split(counts), scaled.split(counts), strict=True)]
+        grad_fc1 = [g.t() @ a for g, a in zip(grad_hidden.split(counts), x.split(counts), strict=True)]
+        grad_bias1 = [g.sum(dim=0) for g in grad_hidden.split(counts)]
+        grad_bias2 = [share @ g for share, (g, _) in zip(shares, by_expert, strict=True)]
+        grad_x = torch.empty_like(x)
+        _each(grad_hidden, fc1, counts, grad_x, transposed=False)
+        return grad_x, grad_probs, None, *grad_fc1, *grad_fc2, *grad_bias1, *grad_bias2
+
+
+def _quarters(weights: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    number = len(weights) // 4
+    return (weights[i * number : (i + 1) * number] for i in range(4))
+
+
+class BiasedExperts(SequentialMLP):
+    """All experts of this rank in one function: with biases, and gpt-oss's activation."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        layers = [expert.linear_fc1 for expert in self.local_experts]
+        layers += [expert.linear_fc2 for expert in self.local_experts]
+        weights = [layer.weight for layer in layers] + [layer.bias for layer in layers]
+        return _BiasedExperts.apply(hidden_states, probs, tokens_per_expert.tolist(), *weights), None
 
 
 class _Gather(torch.autograd.Function):

@@ -6,6 +6,7 @@ from megatron_rl.model.families import (
     bailing_moe,
     deepseek_v3,
     glm4_moe,
+    gpt_oss,
     llama,
     olmoe,
     qwen2,
@@ -15,5 +16,5 @@ from megatron_rl.model.families import (
 )
 from megatron_rl.model.families.form import Family
 
-_FILES = (qwen3_moe, qwen2_moe, glm4_moe, deepseek_v3, bailing_moe, olmoe, qwen3, qwen2, llama)
+_FILES = (qwen3_moe, qwen2_moe, glm4_moe, deepseek_v3, bailing_moe, olmoe, gpt_oss, qwen3, qwen2, llama)
 FAMILIES: dict[str, Family] = {file.FAMILY.model_type: file.FAMILY for file in _FILES}

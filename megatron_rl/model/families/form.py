@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.model.families.keys import Implemented, Neutral, WithoutEffect
+from megatron_rl.model.families.keys import ROPE_DEFAULT_THETA, Implemented, Neutral, WithoutEffect
 from megatron_rl.model.families.weights import EMBEDDING, Weight
 
 Values = dict[str, Any]
@@ -28,6 +28,10 @@ class Family:
     """What keys say together: takes config.json and the values of implemented keys, fills in values that follow from
     others, and returns what is wrong."""
     register: Callable[[], None] = lambda: None  # adds its classes to transformers, where it has none
+    layer_types: Callable[[int], list[str]] = lambda layers: ["full_attention"] * layers
+    """From the number of layers to the only value of `layer_types` beside null."""
+    rope_theta: float = ROPE_DEFAULT_THETA  # default of the key, and of rope_scaling
+    rope_scaling: Values | None = None
     rotary_fraction: float | None = None  # default of `partial_rotary_factor`; None: another value than 1 is refused
     known: dict[str, Values] = field(default_factory=dict)  # config.json of checkpoints by the folder's name on the hub
     organizations: dict[str, str] = field(default_factory=dict)  # on the hub, by how the folder's name begins

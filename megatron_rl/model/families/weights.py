@@ -13,13 +13,15 @@ from megatron_rl.model.decoder import Architecture, LatentAttention
 
 EXPERT = "{e}"  # stands for the number of an expert: local in memory, global on disk and in Hugging Face names
 
-Sharding = Literal["replicated", "row", "column", "gated", "qkv", "packed_qkv", "vocab"]
+Sharding = Literal["replicated", "row", "column", "gated", "qkv", "packed_qkv", "vocab", "transposed", "interleaved"]
 """How tensor-parallel ranks share a weight.
 
 replicated: each holds all of it. row: columns of the matrix (Megatron's RowParallelLinear). column: rows of the matrix
 (ColumnParallelLinear). gated: rows of the gate and of the up projection, each by itself. qkv: rows, by groups of
 queries with their key and value. packed_qkv: likewise, and Hugging Face has all queries, keys and values in one tensor,
-behind each other. vocab: rows, padded to what the ranks share evenly.
+behind each other. vocab: rows, padded to what the ranks share evenly. transposed: each holds all of it, and Hugging
+Face has rows and columns the other way round. interleaved: likewise, and Hugging Face has the gate's columns at even
+places and the up projection's at odd ones.
 """
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -131,6 +133,22 @@ ATTENTION_OUTPUT = Weight(
     "row",
     lambda a: ((a.hidden_size, a.num_heads * a.head_dim),),
 )
+
+OUTPUT_BIAS = Weight(
+    ("self_attn.o_proj.bias",),
+    ("self_attention.linear_proj.bias",),
+    ("self_attention.linear_proj.bias",),
+    "replicated",
+    _norm,
+)
+SINKS = Weight(
+    ("self_attn.sinks",),
+    ("self_attention.core_attention.softmax_offset",),
+    ("self_attention.core_attention.softmax_offset",),
+    "column",
+    lambda a: ((a.num_heads,),),
+)
+"""A score for each head that takes part in the softmax and has no value."""
 
 
 def named(weight: Weight, *hf: str) -> Weight:
@@ -302,6 +320,32 @@ ROUTER_BIAS = Weight(
     is_buffer=True,
 )
 """Added to the scores where experts are chosen, not to their weights."""
+
+ROUTER_WITH_BIAS = (
+    named(ROUTER, "mlp.router.weight"),
+    Weight(
+        ("mlp.router.bias",), ("mlp.router.bias",), ("mlp.router.bias",), "replicated", lambda a: ((a.num_experts,),)
+    ),
+)
+"""The bias is trained, and part of the scores."""
+
+
+def _of_experts(name: str, layer: str, sharding: Sharding, shape: Callable[[Architecture], tuple[int, ...]]) -> Weight:
+    """A row of the experts whose tensors a checkpoint holds in one for all (see `HFFolder`)."""
+    memory = f"mlp.experts.local_experts.{{e}}.{layer}"
+    parts = ("_w", "_v") if sharding == "interleaved" else ("",)
+    disk = tuple(f"mlp.experts.experts.{{e}}.{layer}{part}" for part in parts)
+    return Weight((f"mlp.experts.{{e}}.{name}",), (memory,), disk, sharding, lambda a: (shape(a),))
+
+
+EXPERTS_IN_ONE = (
+    _of_experts(
+        "gate_up_proj", "linear_fc1.weight", "interleaved", lambda a: (a.hidden_size, 2 * a.moe_ffn_hidden_size)
+    ),
+    _of_experts("gate_up_proj_bias", "linear_fc1.bias", "interleaved", lambda a: (2 * a.moe_ffn_hidden_size,)),
+    _of_experts("down_proj", "linear_fc2.weight", "transposed", lambda a: (a.moe_ffn_hidden_size, a.hidden_size)),
+    _of_experts("down_proj_bias", "linear_fc2.bias", "replicated", lambda a: (a.hidden_size,)),
+)
 
 SHARED_EXPERT_GATE = Weight(
     ("mlp.shared_expert_gate.weight",),

@@ -20,6 +20,7 @@ from megatron_rl.checkpoint.hf_folder import (
     model_shapes,
     model_weights,
     read_stop_token_ids,
+    write_hf_checkpoint,
 )
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import read_architecture
@@ -262,3 +263,32 @@ def test_layers_for_guesses_of_later_tokens_are_named_and_not_loaded(tmp_path):
     (model / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     (note,) = check_weights(HFFolder(model), read_architecture(model))
     assert note == "model.layers.3.eh_proj.weight: layers for guesses of later tokens; neither loaded nor trained"
+
+
+def test_a_tensor_of_all_experts_is_one_for_each_until_it_is_written(tmp_path):
+    model = save_family(tmp_path / "model", "gpt_oss")
+    folder, a = HFFolder(model), read_architecture(model)
+    stored = load_file(model / SINGLE_FILE)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    assert name not in folder
+    for expert in range(4):
+        part = f"model.layers.1.mlp.experts.{expert}.gate_up_proj"
+        assert torch.equal(folder(part), stored[name][expert])
+        assert folder.shape(part) == tuple(stored[name].shape[1:])
+        assert (folder.dtype(part), folder.stored_dtype(part)) == (torch.float32, "F32")
+    assert check_weights(folder, a) == []
+    write_hf_checkpoint(tmp_path / "again", model_weights(folder, a), model, file_bytes=2**17)
+    files = sorted((tmp_path / "again").glob("*.safetensors"))
+    again = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert len(files) > 1
+    assert again.keys() == stored.keys()
+    assert all(torch.equal(again[name], stored[name]) for name in stored)
+
+
+def test_an_expert_that_a_tensor_of_all_lacks_is_named(tmp_path):
+    model = save_family(tmp_path / "model", "gpt_oss")
+    tensors = load_file(model / SINGLE_FILE)
+    name = "model.layers.0.mlp.experts.down_proj_bias"
+    save_file(tensors | {name: tensors[name][:3].clone()}, model / SINGLE_FILE)
+    with pytest.raises(InputError, match=r"lacks model\.layers\.0\.mlp\.experts\.3\.down_proj_bias"):
+        check_weights(HFFolder(model), read_architecture(model))

@@ -80,6 +80,29 @@ def test_what_no_latent_attention_has_is_refused(sections, said):
     assert model_problems(tiny_recipe(precision={"fp32_router": True, "fp32_head": True}), MOONLIGHT, 1) == []
 
 
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            {"rollout": {"dtype": "fp32"}},
+            "rollout.dtype: fp32, but the model (gpt_oss) has attention sinks, which vLLM",
+        ),
+        ({"rollout": {"engine": "exact"}}, "rollout.engine: exact, but the model (gpt_oss) has attention sinks and"),
+        ({"learner": {"parallel": {"context": 2}}}, "learner.parallel.context: 2, but the model"),
+        ({"learner": {"parallel": {"expert_tensor": 2}}}, "learner.parallel.expert_tensor: 2, but the experts of"),
+        ({"rollout": {"quantization": {"kv_cache": "fp8"}}}, "rollout.quantization.kv_cache: fp8, but the model"),
+        ({"rollout": {"quantization": {"weights": "int4"}}}, "rollout.quantization.weights: int4, but the model"),
+    ],
+)
+def test_what_no_attention_with_sinks_has_is_refused(sections, said):
+    gpt_oss = architecture_from(KNOWN_MODELS["gpt-oss-20b-bf16"])
+    bf16 = {"rollout": {"dtype": "bf16"}, "learner": {"dtype": "bf16"}}
+    mixed = {key: bf16.get(key, {}) | sections.get(key, {}) for key in bf16 | sections}
+    problems = model_problems(tiny_recipe(**mixed), gpt_oss, 2)
+    assert any(problem.startswith(said) for problem in problems), problems
+    assert model_problems(tiny_recipe(**bf16), gpt_oss, 1, "cpu") == []
+
+
 def test_a_latent_vector_that_vllm_has_no_kernel_for_on_a_cpu_is_refused():
     other = replace(MOONLIGHT, latent=replace(MOONLIGHT.latent, rank=256))
     (problem,) = model_problems(tiny_recipe(), other, 1, "cpu")

@@ -95,6 +95,37 @@ def test_experts_after_local_dispatch():
     assert_same(ours, reference, inputs, longest_sum=num_tokens * top_k)
 
 
+def gpt_oss_experts(rows, probs, counts, weights):
+    """As transformers' model has them, expert by expert."""
+    parts = zip(rows.split(counts), probs.split(counts), *(weights[i::4] for i in range(4)), strict=True)
+    outputs = []
+    for x, prob, fc1, bias1, fc2, bias2 in parts:
+        gate, up = F.linear(x, fc1, bias1).chunk(2, dim=-1)
+        gate, up = gate.clamp(max=7.0), up.clamp(min=-7.0, max=7.0)
+        outputs.append(F.linear((up + 1) * gate * torch.sigmoid(gate * 1.702), fc2, bias2) * prob[:, None])
+    return torch.cat(outputs)
+
+
+def test_experts_with_biases_and_a_clamped_gate():
+    """The second of three experts is idle; some gates and ups are beyond their limits, on both sides."""
+    counts, hidden, width = [4, 0, 5], 6, 5
+    shapes = [(2 * width, hidden), (2 * width,), (hidden, width), (hidden,)]
+    weights = [(3 * torch.randn(shape)).requires_grad_() for _ in counts for shape in shapes]
+    rows, probs = random(sum(counts), hidden), torch.rand(sum(counts)).requires_grad_()
+    first = torch.cat([F.linear(x, *weights[4 * e : 4 * e + 2]) for e, x in enumerate(rows.split(counts))])
+    gate, up = first.chunk(2, dim=-1)
+    assert all(0.05 < share.float().mean() < 0.6 for share in (gate > 7, gate < -7, up > 7, up < -7))
+
+    def ours(rows, probs, *weights):
+        by_kind = [weights[i::4] for i in (0, 2, 1, 3)]
+        return (cpu_layers._BiasedExperts.apply(rows, probs, counts, *(w for kind in by_kind for w in kind)),)
+
+    def reference(rows, probs, *weights):
+        return (gpt_oss_experts(rows, probs, counts, weights),)
+
+    assert_same(ours, reference, [rows, probs, *weights], longest_sum=sum(counts) * 2 * width)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_types_of_outputs_and_gradients(dtype):
     """Those of the activations and parameters, also where the router's probabilities are float32."""
@@ -111,6 +142,10 @@ def test_types_of_outputs_and_gradients(dtype):
     out = cpu_layers.Experts.apply(rows, probs, [2, 4], *experts)
     grads = torch.autograd.grad(out.sum(), [rows, *experts, probs])
     assert [out.dtype, *(g.dtype for g in grads)] == [dtype] * 6 + [torch.float32]
+    experts += [torch.randn(shape, dtype=dtype).requires_grad_() for shape in ((6,), (6,), (4,), (4,))]
+    out = cpu_layers._BiasedExperts.apply(rows, probs, [2, 4], *experts)
+    grads = torch.autograd.grad(out.sum(), [rows, *experts, probs])
+    assert [out.dtype, *(g.dtype for g in grads)] == [dtype] * 10 + [torch.float32]
 
 
 def test_gated_silu_in_bf16():

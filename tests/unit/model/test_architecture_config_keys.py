@@ -123,7 +123,7 @@ def test_absent_keys_are_transformers_defaults(model_type):
             assert (ours.num_experts, ours.experts_per_token) == (num_experts, model.num_experts_per_tok)
             assert (ours.moe_ffn_hidden_size, ours.norm_topk_prob) == (
                 getattr(model, "moe_intermediate_size", model.intermediate_size),
-                model.norm_topk_prob,
+                getattr(model, "norm_topk_prob", True),
             )
             assert ours.moe_layers == (getattr(model, "first_k_dense_replace", 0) == 0, True)
         for key, rule in neutral(model_type).items():
@@ -185,6 +185,7 @@ OBEYED = {  # what these families have
     ("glm4_moe", "partial_rotary_factor: 0.5"),
     ("bailing_moe", "partial_rotary"),
     ("bailing_moe", "partial_rotary_factor: 0.5"),
+    ("gpt_oss", "2 × full_attention"),
 }
 
 
@@ -209,6 +210,11 @@ def test_a_value_that_an_engine_would_obey_and_the_learner_not_is_refused(model_
     ("model_type", "change", "said"),
     [
         ("llama", {"sliding_window": 8}, "sliding_window: 8"),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 2}, "sliding_attention, full_attention and so on in turn"),
+        ("gpt_oss", {"sliding_window": None}, "sliding_window: None"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias: False"),
+        ("gpt_oss", {"swiglu_limit": 8.0}, "swiglu_limit: 8.0"),
+        ("gpt_oss", {"rms_norm_eps": 1e-6}, "rms_norm_eps: 1e-06"),
         ("llama", {"attention_bias": True}, "attention_bias: True"),
         ("qwen3_moe", {"attention_bias": True}, "attention_bias: True"),
         ("qwen2", {"head_dim": 16}, "head_dim: 16; vLLM"),

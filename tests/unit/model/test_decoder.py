@@ -66,3 +66,25 @@ def test_yarn_is_for_latent_attention(name):
         assert "only yarn with factor" in problem
         assert replace(large, rope_scaling=other).yarn is None
     assert replace(MOE, rope_scaling=scaling).yarn is None
+
+
+def test_yarn_with_sinks_has_all_keys_that_vllm_asks_for_and_no_other():
+    model = architecture_from(KNOWN_MODELS["gpt-oss-20b-bf16"])
+    assert (model.problems(), model.llama3_factor) == ([], None)
+    assert (model.yarn.truncate, model.yarn.mscale, model.yarn.factor) == (False, None, 32.0)
+    scaling = model.rope_scaling
+    for other in (
+        None,
+        LLAMA3,
+        {key: value for key, value in scaling.items() if key != "beta_fast"},
+        scaling | {"mscale": 1.0},
+        scaling | {"attention_factor": 1.5},
+        scaling | {"truncate": 1},
+        scaling | {"factor": 1.0},
+        scaling | {"beta_fast": 0.5},
+    ):
+        (problem,) = replace(model, rope_scaling=other).problems()
+        assert "not supported with attention sinks" in problem
+        assert replace(model, rope_scaling=other).yarn is None
+    (problem,) = replace(model, max_position_embeddings=32 * 4096 + 1).problems()
+    assert "the most that vLLM takes" in problem

@@ -55,6 +55,8 @@ def test_published_sizes():
         "DeepSeek-V3": "671",
         "Kimi-K2-Instruct": "1026",  # "1T" on its card
         "OLMoE-1B-7B-0924": "6.9",
+        "gpt-oss-20b-bf16": "20.91",
+        "gpt-oss-120b-bf16": "116.83",
         "Ling-mini-2.0": "16.26",
         "Moonlight-16B-A3B": "15.96",  # "15.29B", without embeddings, and "16B"
     }

@@ -1,0 +1,130 @@
+"""gpt-oss in bf16: attention with sinks, over a window in every other layer; biases; experts with a clamped gate.
+
+vLLM reads less of config.json than transformers: it has 1e-5 in every norm, a head of its own, YaRN whatever
+`rope_type` is, windows in the layers of even number, and gpt-oss's own numbers in the experts' activation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_rl.model.families.form import Family
+from megatron_rl.model.families.keys import (
+    ANYTHING,
+    EXPERTS,
+    HEADS,
+    IN_ALL,
+    POSITIONS,
+    Implemented,
+    Kind,
+    Neutral,
+    WithoutEffect,
+    whole,
+)
+from megatron_rl.model.families.weights import (
+    ATTENTION_OUTPUT,
+    EXPERTS_IN_ONE,
+    EXPERTS_NORM,
+    INPUT_NORM,
+    OUTPUT_BIAS,
+    QKV,
+    QKV_BIAS,
+    ROUTER_WITH_BIAS,
+    SINKS,
+)
+
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+_GPT_OSS_20B = {
+    "num_hidden_layers": 24,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000,
+    "rope_scaling": _YARN,
+    "tie_word_embeddings": False,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+}
+_GPT_OSS_120B = {**_GPT_OSS_20B, "num_hidden_layers": 36, "num_local_experts": 128}
+
+
+def _only(value: Any) -> Kind:
+    return Kind(
+        f"{value!r}, which vLLM has whatever it says", lambda found: type(found) is type(value) and found == value
+    )
+
+
+def _layer_types(layers: int) -> list[str]:
+    return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
+
+
+def _features(values: dict[str, Any]) -> dict[str, Any]:
+    layers = values["num_hidden_layers"]
+    return {
+        "qkv_bias": True,
+        "linear_bias": True,
+        "has_sinks": True,
+        "clamped_gate": True,
+        "windows": tuple(None if layer % 2 else values["sliding_window"] for layer in range(layers)),
+        "num_experts": values["num_local_experts"],
+        "experts_per_token": values["num_experts_per_tok"],
+        "moe_ffn_hidden_size": values["intermediate_size"],
+        "norm_topk_prob": True,  # a softmax over the chosen experts alone
+        "moe_layers": (True,) * layers,
+    }
+
+
+FAMILY = Family(
+    model_type="gpt_oss",
+    hf_class="GptOssForCausalLM",
+    implemented={
+        **IN_ALL,
+        "rms_norm_eps": Implemented(_only(1e-5), 1e-5),
+        "tie_word_embeddings": Implemented(_only(False), False),
+        "max_position_embeddings": Implemented(POSITIONS, 131072),
+        "num_key_value_heads": Implemented(HEADS, 8),
+        "head_dim": Implemented(HEADS, 64),
+        "num_local_experts": Implemented(EXPERTS, 128),
+        "num_experts_per_tok": Implemented(EXPERTS, 4),
+        "sliding_window": Implemented(whole(2, 2**27), 128),
+        "swiglu_alpha": Implemented(_only(1.702), 1.702),
+        "swiglu_limit": Implemented(_only(7.0), 7.0),
+    },
+    others={
+        "attention_bias": Neutral((True,), "attention without biases, which vLLM always has here"),
+        "num_experts": Neutral((), "another name for num_local_experts, which vLLM does not read"),
+        "original_max_position_embeddings": Neutral((), "YaRN of another length; name it in rope_scaling"),
+        "experts_per_token": WithoutEffect(ANYTHING, "another name for num_experts_per_tok, which nobody reads"),
+        "initial_context_length": WithoutEffect(ANYTHING, "of the published file; nobody reads it"),
+    },
+    features=_features,
+    layer_types=_layer_types,
+    rope_theta=150000.0,
+    rope_scaling=_YARN,
+    layer=(
+        INPUT_NORM,
+        QKV,
+        QKV_BIAS,
+        SINKS,
+        ATTENTION_OUTPUT,
+        OUTPUT_BIAS,
+        EXPERTS_NORM,
+        *ROUTER_WITH_BIAS,
+        *EXPERTS_IN_ONE,
+    ),
+    known={"gpt-oss-20b-bf16": _GPT_OSS_20B, "gpt-oss-120b-bf16": _GPT_OSS_120B},
+    organizations={"gpt-oss": "lmsys"},
+)

@@ -1,0 +1,101 @@
+"""Attention with sinks, over windows, and over packed rows: values and gradients of the plain formula."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+
+from megatron_rl.learner.layers import sinks
+from megatron_rl.learner.layers.attention import PackedSequences
+from megatron_rl.learner.layers.sinks import SinkAttention, attend_with_sinks
+from tests.support.rounding import assert_as_double
+
+HEADS, GROUPS, WIDTH, WINDOW = 4, 2, 16, 5
+
+
+def plain(query, key, value, sink, scale, window):
+    """[S, H, M, D]: all scores, a mask, and the sink as one more column of the softmax."""
+    key, value = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (key, value))
+    place = torch.arange(query.size(2))
+    back = place[:, None] - place
+    hidden = (back < 0) | (back >= (window or len(place)))
+    scores = (query @ key.transpose(2, 3) * scale).masked_fill(hidden, -torch.inf)
+    column = sink.view(1, -1, 1, 1).expand(len(query), -1, len(place), 1)
+    return torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1] @ value
+
+
+def inputs(length: int, sequences: int = 2) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(length)
+    tensors = [torch.randn(sequences, heads, length, WIDTH, generator=random) for heads in (HEADS, GROUPS, GROUPS)]
+    return [x.requires_grad_() for x in (*tensors, 2 * torch.randn(HEADS, generator=random))]
+
+
+# Shorter than the window, as long, one longer, whole pieces, a piece that is not full.
+@pytest.mark.parametrize("length", [1, 4, WINDOW, WINDOW + 1, 3 * WINDOW, 3 * WINDOW + 2])
+@pytest.mark.parametrize("window", [None, WINDOW, 1])
+def test_values_and_gradients_are_those_of_the_plain_formula(length, window):
+    seed = torch.randn(2, HEADS, length, WIDTH, generator=torch.Generator().manual_seed(0))
+
+    def with_gradients(attention):
+        def function(*tensors):
+            out = attention(*tensors)
+            return [out, *torch.autograd.grad(out, tensors, seed.to(out.dtype))]
+
+        return function
+
+    found = with_gradients(lambda *x: attend_with_sinks(*x, scale=0.3, window=window))
+    reference = with_gradients(lambda *x: plain(*x, 0.3, window))
+    tensors = inputs(length)
+    assert_as_double(found(*tensors), reference, tensors, longest_sum=length * WIDTH)
+
+
+LENGTHS = {
+    "one": [13],
+    "equal": [7, 7, 7],
+    "padded": [9, 13, 11, 6],
+    "one by one": [2, 40, 1, 3, 2, 5],  # padding to the longest would be most of the work
+}
+
+
+@pytest.mark.parametrize("layer", [1, 2], ids=["window", "all"])
+@pytest.mark.parametrize("case", LENGTHS)
+def test_each_packed_sequence_is_attended_to_by_itself(case, layer, monkeypatch):
+    monkeypatch.setattr(sinks, "set_tensor_model_parallel_attributes", lambda *arguments: None)
+    config = SimpleNamespace(
+        window_size=(WINDOW - 1, 0),
+        window_attn_skip_freq=[1, 0],
+        num_attention_heads=HEADS,
+        tensor_model_parallel_size=1,
+        params_dtype=torch.float32,
+    )
+    attention = SinkAttention(config, layer, AttnMaskType.causal, "self")
+    lengths = LENGTHS[case]
+    query, key, value, sink = inputs(sum(lengths), 1)
+    attention.softmax_offset.data.copy_(sink.detach())
+    row = [x.permute(2, 0, 1, 3) for x in (query, key, value)]  # [N, 1, H, D]
+    packed = PackedSequences.from_lengths(lengths, torch.device("cpu"))
+    found = attention(*row, packed_seq_params=packed)
+    seed = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+    grads = torch.autograd.grad(found, [query, key, value, attention.softmax_offset], seed)
+
+    def reference(*tensors):
+        *qkv, sink = tensors
+        parts = zip(*(x.split(lengths, dim=2) for x in qkv), strict=True)
+        window = WINDOW if layer == 1 else None
+        out = torch.cat([plain(*part, sink, WIDTH**-0.5, window) for part in parts], dim=2)
+        out = out.permute(2, 0, 1, 3).flatten(2)
+        return [out, *torch.autograd.grad(out, tensors, seed.to(out.dtype))]
+
+    assert_as_double([found, *grads], reference, [query, key, value, sink], longest_sum=max(lengths) * WIDTH)
+
+
+def test_the_pieces_of_a_window_grow_with_the_length_and_not_with_its_square(monkeypatch):
+    sizes = []
+    attend = sinks.attend
+    monkeypatch.setattr(sinks, "attend", lambda *x, **options: sizes.append(x[4].numel()) or attend(*x, **options))
+    for length in (4 * WINDOW, 8 * WINDOW):
+        attend_with_sinks(*inputs(length), window=WINDOW)
+    assert sizes[1] == 2 * sizes[0]
