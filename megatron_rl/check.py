@@ -21,8 +21,14 @@ from megatron_rl.config.rollout import ROUTES_BY_BLOCKS, no_prefix_cache
 from megatron_rl.config.sections import ValidationConfig
 from megatron_rl.data import check_source
 from megatron_rl.errors import InputError
-from megatron_rl.model.architecture import Architecture, read_architecture, unknown_config_keys
-from megatron_rl.model.known_models import KNOWN_MODELS, how_to_get, shape_of
+from megatron_rl.model.architecture import (
+    KNOWN_MODELS,
+    Architecture,
+    how_to_get,
+    read_architecture,
+    shape_of,
+    unknown_config_keys,
+)
 from megatron_rl.process.devices import default_device
 from megatron_rl.rewards import check_function, check_reward
 
@@ -39,8 +45,8 @@ def check_recipe(recipe: Recipe, world_size: int | None = None, *, offline: bool
 
     Args:
         world_size: ranks of the job; None if unknown: only check what is independent of the number of ranks.
-        offline: use the shape of a known model (`model.known_models`) if its folder is absent, and skip absent data
-            files.
+        offline: use the shape of a known model (`KNOWN_MODELS`) if its folder is absent, and skip absent
+            data files.
 
     Raises:
         InputError: lists every problem, one per line.

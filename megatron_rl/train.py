@@ -24,8 +24,8 @@ from megatron_rl.rollout import Sampling
 from megatron_rl.run.acceptance import Snapshot, judge
 from megatron_rl.run.engines import hand_over
 from megatron_rl.run.lookahead import Oversampling, staleness_metrics
-from megatron_rl.run.model_card import write_model_card
 from megatron_rl.run.recorded_batches import record_batch
+from megatron_rl.run.saving import write_model_card
 from megatron_rl.run.start import Run, start
 from megatron_rl.types import Batch, Group
 

@@ -57,7 +57,7 @@ MODULES = {
     "train": ("train", "eval", "serve"),
     "recipe": ("check", "plan", "schema", "from_verl", "from_slime", "from_nemo_rl", "trace"),
     "run": ("watch", "samples", "plot", "servers"),
-    "why": ("why", "branch"),
+    "why": ("why", "branch", "score_alarms"),
     "batch": ("replay", "attribute", "experts", "gradient_bias", "import_dump"),
     "paper": ("mismatch", "eval_grid", "sanity_set", "sanity_verdict"),
 }

@@ -17,7 +17,7 @@ from megatron_rl.config import Recipe
 from megatron_rl.errors import EXIT_DONE
 
 if TYPE_CHECKING:
-    from megatron_rl.instruments.stored.rerun import Attribution
+    from megatron_rl.instruments.rerun import Attribution
     from megatron_rl.monitor import RunDirectory
     from megatron_rl.run.recorded_batches import RecordedBatch
 
@@ -101,7 +101,7 @@ def run_replay(options: argparse.Namespace) -> int:
     earlier one and the stored batches in between, whose updates are repeated. The message names what is missing. For
     several ranks, the command starts itself through torchrun. The run directory is not changed.
     """
-    from megatron_rl.instruments.stored import rerun as flight
+    from megatron_rl.instruments import rerun as flight
     from megatron_rl.run.recorded_batches import batch_path, load_batch
 
     layout = flight.layout_overrides(options.layout) if options.layout else []
@@ -128,7 +128,7 @@ def run_replay(options: argparse.Namespace) -> int:
 def print_comparison(
     options: argparse.Namespace, recipe: Recipe, recorded, stored: list, now: list, metrics: dict, source: str
 ) -> None:
-    from megatron_rl.instruments.stored.rerun import compare
+    from megatron_rl.instruments.rerun import compare
     from megatron_rl.process.host import format_table
 
     batch, parallel = recorded.batch, recipe.learner.parallel
@@ -163,8 +163,8 @@ def run_attribute(options: argparse.Namespace) -> int:
     step, not of a collapse: `megatron-rl run branch` finds what made a run collapse. The chart is written to
     RUN/plots/. With a --layout of several ranks, the command starts itself through torchrun.
     """
-    from megatron_rl.instruments.stored import rerun
-    from megatron_rl.instruments.stored.rerun import attribute
+    from megatron_rl.instruments import rerun
+    from megatron_rl.instruments.rerun import attribute
     from megatron_rl.run.recorded_batches import batch_path, load_batch
 
     directory, recipe = rerun.open_run(options.run, rerun.layout_overrides(options.layout))
@@ -180,7 +180,7 @@ def run_attribute(options: argparse.Namespace) -> int:
 def print_attribution(
     options: argparse.Namespace, directory: RunDirectory, recorded: RecordedBatch, attribution: Attribution
 ) -> None:
-    from megatron_rl.instruments.stored.rerun import draw
+    from megatron_rl.instruments.rerun import draw
     from megatron_rl.process.host import format_table
     from megatron_rl.run.recorded_batches import IMPORTED
 
@@ -236,8 +236,8 @@ def run_experts(options: argparse.Namespace) -> int:
     split among the flips at that token. The command needs the batch with the engine's routes (routing.replay: r3, or
     routing.telemetry: true) and the weights of its step (see `megatron-rl batch replay --help`).
     """
-    from megatron_rl.instruments.stored import rerun
-    from megatron_rl.instruments.stored.gradient_bias import expert_report
+    from megatron_rl.instruments import rerun
+    from megatron_rl.instruments.gradient_bias import expert_report
     from megatron_rl.process.host import format_table
     from megatron_rl.run.recorded_batches import batch_path, load_batch
 
@@ -286,8 +286,8 @@ def run_gradient_bias(options: argparse.Namespace) -> int:
     importance sampling as its correction, or as changed by --set. Both gradients are taken at the weights of the step;
     no weights are updated. It needs the batch and the weights of its step (see `megatron-rl batch replay --help`).
     """
-    from megatron_rl.instruments.stored import rerun
-    from megatron_rl.instruments.stored.gradient_bias import REFERENCE, gradient_bias
+    from megatron_rl.instruments import rerun
+    from megatron_rl.instruments.gradient_bias import REFERENCE, gradient_bias
     from megatron_rl.process.host import format_table
     from megatron_rl.run.recorded_batches import batch_path, load_batch
 

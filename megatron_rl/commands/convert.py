@@ -66,7 +66,7 @@ def run_convert(options: argparse.Namespace) -> int:
     from megatron_rl.checkpoint import conversion
     from megatron_rl.checkpoint.manifest import checkpoint_step
     from megatron_rl.learner.model import DTYPES
-    from megatron_rl.run.model_card import run_of_checkpoint, write_model_card
+    from megatron_rl.run.saving import run_of_checkpoint, write_model_card
 
     if options.logits and (options.dtype or getattr(options, "master", False)):
         raise InputError(

@@ -22,7 +22,7 @@ from megatron_rl.config.loader import read_yaml
 from megatron_rl.config.yaml12 import parse
 from megatron_rl.errors import EXIT_DONE, InputError
 from megatron_rl.monitor import RunDirectory
-from megatron_rl.schedule.learning_rate import LearningRateSchedule
+from megatron_rl.schedule import LearningRateSchedule
 
 if TYPE_CHECKING:
     from megatron_rl.instruments.foreign.read import Run

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import EXIT_DONE, InputError
-from megatron_rl.patching import releases, states, target, upstream
+from megatron_rl.patching import releases, states, upstream
 from megatron_rl.patching.series import PURPOSES, PatchError, Series
 from megatron_rl.shipped import checkout, shipped
 
@@ -152,9 +152,9 @@ def current_name(name: str, known: list[str]) -> str:
     return new
 
 
-def on_tree(options: argparse.Namespace, series: Series) -> tuple[Series, target.Target]:
+def on_tree(options: argparse.Namespace, series: Series) -> tuple[Series, releases.Target]:
     """Return ``series`` and the tree to work on."""
-    return series, target.find(series, options.tree, options.allow_global)
+    return series, releases.find_target(series, options.tree, options.allow_global)
 
 
 def act(options: argparse.Namespace, series: Series, purposes: list[str] | None) -> str:

@@ -17,7 +17,7 @@ def add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--offline",
         action="store_true",
-        help="Work without the model's files: look it up by its name (model/known_models.py), and skip checks that need"
+        help="Work without the model's files: look it up by its name (model/architecture.py), and skip checks that need"
         " files.",
     )
     parser.add_argument(
@@ -96,7 +96,7 @@ def run_plan(options: argparse.Namespace) -> int:
     from megatron_rl.config import load_recipe
     from megatron_rl.instruments.plan import as_json, find_gpu, make_plan, make_workload, render
     from megatron_rl.instruments.plan.workload import read_lengths
-    from megatron_rl.model.known_models import shape_of
+    from megatron_rl.model.architecture import shape_of
 
     recipe = load_recipe(options.recipe, options.overrides)
     architecture, _ = shape_of(recipe.model.path)
@@ -239,7 +239,7 @@ def run_trace(options: argparse.Namespace) -> int:
         trace_update,
         why_untraced,
     )
-    from megatron_rl.model.known_models import shape_of
+    from megatron_rl.model.architecture import shape_of
 
     recipe = load_recipe(options.recipe, options.overrides)
     architecture, _ = shape_of(recipe.model.path)

@@ -14,7 +14,7 @@ from megatron_rl.errors import EXIT_DONE, InputError
 
 if TYPE_CHECKING:
     from megatron_rl.instruments.watch.run import WatchedRun
-    from megatron_rl.monitor.curves import Curves
+    from megatron_rl.monitor.plots import Curves
     from megatron_rl.rollout.servers.rendezvous import Address
 
 PORT = 8420
@@ -133,8 +133,8 @@ def _some(steps: list[int]) -> str:
 
 
 def add_plot(parser: argparse.ArgumentParser) -> None:
-    from megatron_rl.monitor.curves import X_LABELS  # matplotlib is for this command alone
-    from megatron_rl.monitor.paper_figures import PAPERS
+    from megatron_rl.instruments.paper_figures import PAPERS
+    from megatron_rl.monitor.plots import X_LABELS  # matplotlib is for this command alone
 
     parser.add_argument(
         "runs",
@@ -182,8 +182,7 @@ def run_plot(options: argparse.Namespace) -> int:
     the figure's arms; --figure limits the command to figures that fit these runs.
     """
     from megatron_rl.instruments.foreign.read import read_run
-    from megatron_rl.monitor.curves import group_runs
-    from megatron_rl.monitor.plots import View, build_page, draw_figure, drawable_panels
+    from megatron_rl.monitor.plots import View, build_page, draw_figure, drawable_panels, group_runs
 
     source_lines: list[str] = []
 
@@ -215,7 +214,7 @@ SCATTER = {"hacking": "fig03", "fp16": "fig02-tokens"}
 
 def draw_figures(options: argparse.Namespace, groups: list[Curves]) -> int:
     """Draw the figures of `--paper` and return the exit status. Raises `InputError` if none can be drawn."""
-    from megatron_rl.monitor.paper_figures import PAPERS, draw_paper
+    from megatron_rl.instruments.paper_figures import PAPERS, draw_paper
 
     scatter = SCATTER.get(options.paper)
     available = [figure.name for figure in PAPERS[options.paper]] + ([scatter] if scatter else [])
@@ -224,7 +223,7 @@ def draw_figures(options: argparse.Namespace, groups: list[Curves]) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     written, missing = draw_paper(options.paper, groups, options.out, options.figure)
     if scatter and (not options.figure or scatter in options.figure):
-        from megatron_rl.instruments.stored.scatter import draw_scatter
+        from megatron_rl.instruments.paper_figures import draw_scatter
 
         figure = draw_scatter([named_folder(text) for text in options.runs], f"{options.paper}, {scatter}")
         if figure is None:

@@ -1,4 +1,4 @@
-"""Commands that look for the cause of an unstable run: `run why` and `run branch`."""
+"""Commands on unstable runs: `run why` and `run branch` look for the cause, `run score-alarms` compares alarm rules."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ import json
 import os
 import shlex
 import sys
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from pydantic import ValidationError
 
 from megatron_rl.commands.arguments import add_gpu, add_overrides
 from megatron_rl.config import yaml12
-from megatron_rl.config.monitor import level_rules
+from megatron_rl.config.monitor import AlarmRule, MonitorConfig, level_rules
 from megatron_rl.errors import EXIT_DONE, InputError, printable
 from megatron_rl.monitor import RunDirectory
+from megatron_rl.monitor.alarms import CollapseRule, RuleScore, SetScore, distinct, read_packed, score_run, score_set
 
 if TYPE_CHECKING:
     from megatron_rl.instruments.branch.plan import Branch
@@ -295,3 +299,153 @@ def _run(branch: Branch, root: Path, options: argparse.Namespace) -> int:
     judgement = judge(branch, root)
     print(json.dumps(judgement.as_json(), indent=2) if options.json else printable(page(judgement)))
     return EXIT_DONE if all(state in FINISHED for state in states.values()) else EXIT_INCOMPLETE
+
+
+def add_score_alarms(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="Read this run directory, its metrics.jsonl, or another project's log.",
+    )
+    parser.add_argument(
+        "--rules",
+        type=Path,
+        metavar="FILE",
+        help="Take the rules of this recipe, or of this YAML list (default: each run's own).",
+    )
+    parser.add_argument(
+        "--metric", default=CollapseRule.metric, help="Look for a collapse of this metric (default: %(default)s)."
+    )
+    parser.add_argument(
+        "--drop",
+        type=float,
+        default=CollapseRule.drop,
+        help="Call it a collapse from this share below the highest value on (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--horizon",
+        type=int,
+        default=200,
+        help="Call a warning right if it comes at most this number of steps before a collapse.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
+
+
+def run_score_alarms(options: argparse.Namespace) -> int:
+    """Compare alarm rules on finished runs: lead time before a collapse, missed collapses, false alarms.
+
+        megatron-rl run score-alarms RUN [RUN ...] [--rules FILE] [--metric NAME] [--drop 0.5] [--horizon 200] [--json]
+
+    RUN is a run directory (or its metrics.jsonl), or a log of verl, slime, miles, NeMo-RL, prime-rl or TRL
+    (docs/coming-from.md). The rules are those of --rules (a recipe, or a YAML list of rules), else those of each run's
+    own recipe.resolved.yaml; a log of another project has the rules on levels. RUN may also be a file of packed runs
+    (docs/lab/runs/*.xz): without --rules its runs get the rules on levels that every run has, and the table has the two
+    halves on which those were set and judged. A collapse is the first step from which the metric (median of 5) stays 5
+    steps at or below (1 - drop) of its highest value so far. A rule that goes off within --horizon steps before it was
+    right; earlier, or in a run that never collapses, it was false.
+    """
+    from megatron_rl.instruments.foreign.read import read_run
+
+    rule = CollapseRule(metric=options.metric, drop=options.drop)
+    scores, logs = {}, []
+    packed = [path for path in options.runs if path.suffix == ".xz"]
+    for path in options.runs:
+        if path in packed:
+            continue
+        run = read_run(path)
+        scores[str(path)] = score_run(run.records, rules_of(run, options.rules), rule, options.horizon)
+        logs += [] if run.is_own else [run]
+    halves = score_packed(packed, options.rules, rule) if packed else {}
+    if options.json:
+        table: dict[str, Any] = {name: [asdict(row) for row in rows] for name, rows in scores.items()}
+        table |= {"lacks": blind(logs, options.rules)} if logs else {}
+        print(json.dumps(table | {half: asdict(score) for half, score in halves.items()}, indent=2))
+        return EXIT_DONE
+    for log in logs:
+        print("\n".join(log.source_lines()))
+    if scores:
+        print_table(scores)
+    for path, rules in blind(logs, options.rules).items():
+        if listed := ", ".join(f"{name} ({metric})" for name, metric in rules.items()):
+            print(f"{path}: these rules see nothing: {listed}")
+    if halves:
+        print_halves(halves)
+    return EXIT_DONE
+
+
+def rules_of(run: Run, given: Path | None) -> list[AlarmRule]:
+    """The rules of ``given``, else the run's own; for a log of another project those on levels."""
+    if given is not None:
+        return read_rules(given)
+    if not run.is_own:
+        return level_rules({})
+    return read_rules((run.path.parent if run.path.is_file() else run.path) / "recipe.resolved.yaml")
+
+
+def blind(logs: list[Run], given: Path | None) -> dict[str, dict[str, str]]:
+    """The rules that see nothing in each of ``logs``, each rule with its metric."""
+    from megatron_rl.instruments.foreign.read import blind_rules
+
+    return {str(log.path): blind_rules(log.records, rules_of(log, given)) for log in logs}
+
+
+def score_packed(files: list[Path], rules: Path | None, rule: CollapseRule) -> dict[str, SetScore]:
+    """The two halves of the runs in ``files``, each distinct run once, and the score of the rules on each."""
+    runs = distinct([run for file in files for run in read_packed(file)])
+    own = read_rules(rules) if rules else None
+    judged = [(run, level_rules(run.recipe) if own is None else own) for run in runs]
+    return {half: score_set([pair for pair in judged if pair[0].half == half], rule) for half in ("set", "judge")}
+
+
+def print_halves(halves: dict[str, SetScore]) -> None:
+    """A row for each half, then what was missed and which rules were wrong."""
+    titles = ("half", "runs", "collapses", "noticed", "in time", "median lead", "healthy steps", "false per 1000")
+    print("".join(f"{title:>{max(len(title), 6) + 2}}" for title in titles))
+    for half, score in halves.items():
+        cells = (half, score.runs, score.collapses, f"{score.share_noticed:.1%}", score.in_time)
+        cells += (f"{score.median_lead:g}", score.healthy_steps, f"{score.false_per_thousand:.2f}")
+        print("".join(f"{cell:>{max(len(title), 6) + 2}}" for title, cell in zip(titles, cells, strict=True)))
+    for half, score in halves.items():
+        false = ", ".join(f"{name} {count}" for name, count in Counter(score.false_alarms).most_common())
+        print(f"{half}: false alarms: {false or 'none'}; not noticed: {', '.join(score.missed) or 'none'}")
+
+
+def read_rules(path: Path) -> list[AlarmRule]:
+    """Return the rules in ``path``: a recipe's monitor.alarms, or a list of rules."""
+    if not path.is_file():
+        raise InputError(f"{path}: no such file; give the rules with --rules")
+    try:
+        document, _ = yaml12.parse(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not valid YAML: {error}") from error
+    document = document or {}
+    alarms = document if isinstance(document, list) else (document.get("monitor") or {}).get("alarms")
+    if not alarms:
+        raise InputError(f"{path}: no rules; expected a list of rules, or a recipe with monitor.alarms")
+    try:
+        return MonitorConfig(alarms=alarms).alarms
+    except ValidationError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def print_table(scores: dict[str, list[RuleScore]]) -> None:
+    """Print one row per run and rule, then one per rule over all runs."""
+    width = max(32, 2 + max(map(len, scores), default=0))
+    named = max(24, 2 + max((len(row.rule) for rows in scores.values() for row in rows), default=0))
+    print(f"{'run':<{width}}{'rule':<{named}}{'collapse':>9}{'first':>7}{'lead':>6}{'false':>7}")
+    for run, rows in scores.items():
+        for row in rows:
+            first = row.fired[0] if row.fired else None
+            cells = [f"{'-' if v is None else v:>{w}}" for v, w in ((row.collapse, 9), (first, 7), (row.lead, 6))]
+            print(f"{run:<{width}}{row.rule:<{named}}{''.join(cells)}{row.false_alarms:>7}")
+    print()
+    print(f"{'rule':<{named}}{'collapses':>10}{'warned':>8}{'mean lead':>11}{'false alarms':>14}{'runs':>6}")
+    for rule in dict.fromkeys(row.rule for rows in scores.values() for row in rows):
+        rows = [row for all_rows in scores.values() for row in all_rows if row.rule == rule]
+        collapses = sum(row.collapse is not None for row in rows)
+        leads = [row.lead for row in rows if row.lead is not None]
+        mean = f"{sum(leads) / len(leads):.0f}" if leads else "-"
+        false = sum(row.false_alarms for row in rows)
+        print(f"{rule:<{named}}{collapses:>10}{len(leads):>8}{mean:>11}{false:>14}{len(rows):>6}")

@@ -126,7 +126,7 @@ def first_layers(recipe: Recipe, setting: Setting) -> tuple[Comparison | None, s
     from megatron_rl.doctor.machine import available_gib
     from megatron_rl.instruments.parity import witnesses
     from megatron_rl.instruments.parity.families import FAMILIES
-    from megatron_rl.instruments.parity.first_layers import fewest_layers, first_layers_of
+    from megatron_rl.instruments.parity.witnesses import fewest_layers, first_layers_of
     from megatron_rl.model.architecture import read_architecture
 
     if not recipe.model.path.exists():

@@ -54,7 +54,7 @@ def attention_config(setting: Setting) -> tuple[Any, str]:
     from megatron_rl.config import load_recipe
     from megatron_rl.learner.model import transformer_config, use_transformer_engine
     from megatron_rl.learner.process_groups import resolve_device
-    from megatron_rl.model.known_models import shape_of
+    from megatron_rl.model.architecture import shape_of
 
     device = resolve_device(setting.device)
     if not use_transformer_engine(device):

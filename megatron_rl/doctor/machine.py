@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.doctor.checks import Outcome, Setting, failed, not_run, passed, planned
-from megatron_rl.patching import releases, states, target
+from megatron_rl.patching import releases, states
 from megatron_rl.shipped import shipped
 
 GIB = 1 << 30
@@ -137,7 +137,7 @@ def wanted_host_gib(setting: Setting) -> dict[str, float]:
         return {"processes": setting.ranks * (PROCESS_GIB if setting.device == "cuda" else CPU_RANK_GIB)}
     from megatron_rl.instruments.plan import GPUS, make_workload
     from megatron_rl.instruments.plan.memory import host_phase, memory_plan
-    from megatron_rl.model.known_models import shape_of
+    from megatron_rl.model.architecture import shape_of
 
     architecture, _ = shape_of(recipe.model.path)
     work = make_workload(recipe, architecture, GPUS["h100-80"], gpus_per_node=setting.ranks)
@@ -269,7 +269,7 @@ def versions(setting: Setting) -> Outcome:
 def patches(setting: Setting, folder: Path | None = None) -> Outcome:
     """Every series for an installed package is applied whole."""
     reports = [
-        states.report(series, target.find(series, None, True))
+        states.report(series, releases.find_target(series, None, True))
         for series in releases.of_installed_packages(folder or shipped("patches"))
     ]
     table = {str(entry["upstream"]): {"version": entry["version"], "state": entry["state"]} for entry in reports}

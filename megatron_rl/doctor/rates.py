@@ -36,7 +36,7 @@ def rates(setting: Setting) -> Outcome:
 
     from megatron_rl.config import load_recipe
     from megatron_rl.doctor.learner import PAPER_RECIPE
-    from megatron_rl.model.known_models import shape_of
+    from megatron_rl.model.architecture import shape_of
 
     recipe = planned(setting) or load_recipe(PAPER_RECIPE if setting.device == "cuda" else TINY)
     architecture, _ = shape_of(recipe.model.path)

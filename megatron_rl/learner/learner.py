@@ -24,7 +24,6 @@ from megatron_rl.checkpoint.shards import WeightMap
 from megatron_rl.config import Recipe
 from megatron_rl.config.base import FP32_STORED
 from megatron_rl.config.learner import fp32_products, only_product
-from megatron_rl.learner.context import gathered
 from megatron_rl.learner.gradient_noise import GradientNoise, Scorer, set_advantages, update_size
 from megatron_rl.learner.layers.logprobs import FusedHead, token_logprobs
 from megatron_rl.learner.model import DTYPES, Adapters, build_model, use_transformer_engine
@@ -50,7 +49,7 @@ from megatron_rl.learner.passes import (
     router_shift,
     speaks,
 )
-from megatron_rl.learner.process_groups import initialize
+from megatron_rl.learner.process_groups import gather_tokens, initialize
 from megatron_rl.learner.router_replay import RouterReplayer, RoutingMode
 from megatron_rl.model.architecture import Architecture, read_architecture
 from megatron_rl.objective import (
@@ -379,7 +378,7 @@ class Learner:
         if microbatch.places is None:
             return outputs
         # The objective takes whole sequences, whichever ranks have computed them.
-        logprobs, entropy = gathered(torch.stack(outputs), microbatch.places, len(microbatch.loss_mask))
+        logprobs, entropy = gather_tokens(torch.stack(outputs), microbatch.places, len(microbatch.loss_mask))
         return logprobs, entropy if options["entropy_gradient"] else entropy.detach()
 
     def _routing_mode(self, updating: bool) -> RoutingMode:

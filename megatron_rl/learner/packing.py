@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.objective import ObjectiveConfig
-from megatron_rl.learner.context import WHOLE, ContextShare
 from megatron_rl.learner.layers.attention import PackedSequences
 from megatron_rl.learner.model import use_transformer_engine
+from megatron_rl.learner.process_groups import WHOLE_ROW, ContextShare
 from megatron_rl.objective import Denominators, ObjectiveInputs, compute_denominators
 from megatron_rl.process.ranks import world_rank, world_size
 from megatron_rl.routing import RouteSlice
@@ -126,7 +126,7 @@ def build_microbatch(
     multiple_of: int,
     pad_token: int,
     device: torch.device,
-    share: ContextShare = WHOLE,
+    share: ContextShare = WHOLE_ROW,
     exact: bool = False,
 ) -> Microbatch:
     """Lay the sequences ``indices`` of ``batch`` out back to back, and take this rank's ``share`` of each.

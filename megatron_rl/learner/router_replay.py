@@ -26,9 +26,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.config.learner import RoutingConfig
 from megatron_rl.errors import InputError
-from megatron_rl.learner.context import cut
 from megatron_rl.learner.packing import Microbatch, RouterScores
-from megatron_rl.learner.process_groups import replica_group
+from megatron_rl.learner.process_groups import cut_ranges, replica_group
 from megatron_rl.model.architecture import Architecture
 from megatron_rl.process.ranks import hand_on
 from megatron_rl.routing import (
@@ -298,7 +297,7 @@ def _own_ranges(microbatch: Microbatch) -> list[tuple[int, int]]:
     """(start, stop) in the whole packed row of the tokens that pass this rank's routers."""
     size, rank = _sequence_parallel()
     share = microbatch.tokens.numel() // size
-    return cut(microbatch.row.ranges, rank * share, (rank + 1) * share)
+    return cut_ranges(microbatch.row.ranges, rank * share, (rank + 1) * share)
 
 
 def _sequence_parallel() -> tuple[int, int]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import InputError
-from megatron_rl.patching import releases, target
+from megatron_rl.patching import releases
 from megatron_rl.patching.series import Files, Patch, PatchError, Series
 
 TEMPORARY_PREFIX = ".patches-new-"
@@ -191,7 +191,7 @@ class State:
         return self.series.tree_hash(self.pristine) == self.series.pins["Tree-Before"]
 
 
-def examine(series: Series, where: target.Target) -> State:
+def examine(series: Series, where: releases.Target) -> State:
     """Look at the tree. An installed package of the pinned version is held to the pinned upstream."""
     files = series.load(where.root)
     try:
@@ -208,7 +208,7 @@ def examine(series: Series, where: target.Target) -> State:
     return state
 
 
-def _restore(series: Series, where: target.Target) -> str:
+def _restore(series: Series, where: releases.Target) -> str:
     """How to bring back upstream's files where some are neither upstream's nor patched."""
     if where.version is not None:
         pip = f"pip install --no-deps --force-reinstall {series.package}=={where.version}"
@@ -221,7 +221,7 @@ def _restore(series: Series, where: target.Target) -> str:
     return f"{what}\nBring the file back from {series.pins['Source']}, and try again."
 
 
-def _other_series(series: Series, where: target.Target) -> str:
+def _other_series(series: Series, where: releases.Target) -> str:
     """The advice to take the patches for this tree, if others than these are for it; else nothing."""
     version = releases.version_of(where.root)
     what = f"{where.root} ({where.kind}): {series.name} is proven on {series.pins['Version']}; nothing was changed."
@@ -231,7 +231,7 @@ def _other_series(series: Series, where: target.Target) -> str:
     return ""
 
 
-def _advice(state: State, where: target.Target, purposes: Sequence[str] | None) -> str:
+def _advice(state: State, where: releases.Target, purposes: Sequence[str] | None) -> str:
     """What to do about upstream's files that patches do not fit."""
     series = state.series
     if where.version is None and (other := _other_series(series, where)):
@@ -247,12 +247,12 @@ def _advice(state: State, where: target.Target, purposes: Sequence[str] | None) 
     return what
 
 
-def apply_or_revert(series: Series, where: target.Target, revert: bool, purposes: Sequence[str] | None = None) -> str:
+def apply_or_revert(series: Series, where: releases.Target, revert: bool, purposes: Sequence[str] | None = None) -> str:
     """Bring the tree to the wanted state; what was done, in words.
 
     ``purposes``: the series to apply (None: the default ones) or to revert (None: all). Others stay as they are.
     """
-    with target.locked(where.root):
+    with releases.locked_tree(where.root):
         state = examine(series, where)
         named = series.purposes if revert and purposes is None else purposes
         patches = state.reachable(named)
@@ -284,7 +284,7 @@ def _without_patches(state: State, purposes: Sequence[str] | None) -> list[str]:
     return [name for name in purposes or () if state.series.purposes and not state.reachable([name])]
 
 
-def _expect_fit(state: State, where: target.Target, patches: list[Patch], purposes: Sequence[str] | None) -> None:
+def _expect_fit(state: State, where: releases.Target, patches: list[Patch], purposes: Sequence[str] | None) -> None:
     if reasons := state.misfits(patches):
         raise PatchError("\n".join([*reasons.values(), _advice(state, where, purposes)]))
 
@@ -301,7 +301,7 @@ def why_not(state: State, purposes: Sequence[str]) -> str:
     return "; ".join([f"{name} is for a whole checkout" for name in beyond] + notes) or "it lists none"
 
 
-def report(series: Series, where: target.Target, purposes: Sequence[str] | None = None) -> dict[str, Any]:
+def report(series: Series, where: releases.Target, purposes: Sequence[str] | None = None) -> dict[str, Any]:
     """What `status` prints, as data: state, version, each series and each patch.
 
     The state is that of the series ``purposes`` (None: of those that are applied by default).
@@ -341,7 +341,7 @@ def _default(series: Series, purposes: Sequence[str] | None) -> list[str]:
 
 
 def _groups(
-    series: Series, where: target.Target, files: Files, purposes: Sequence[str] | None
+    series: Series, where: releases.Target, files: Files, purposes: Sequence[str] | None
 ) -> tuple[State | None, dict[str, dict[str, str]]]:
     """The state of each series, or of the part of it that ``purposes`` names; of patches that are of none, under an
     empty name."""
@@ -394,6 +394,6 @@ def installed_status(folder: Path) -> list[str]:
     """`lines` of the packages of this interpreter's environment. What cannot be read is said in a line of its own."""
     try:
         installed = releases.of_installed_packages(folder)
-        return lines(report(series, target.find(series, None, True)) for series in installed)
+        return lines(report(series, releases.find_target(series, None, True)) for series in installed)
     except (InputError, OSError) as error:
         return [f"unknown: {error}"]

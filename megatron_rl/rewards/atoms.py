@@ -7,12 +7,17 @@ from fractions import Fraction
 
 from megatron_rl.rewards import units
 from megatron_rl.rewards.latex import Token, Unread, words
-from megatron_rl.rewards.phrases import COMMON_WORDS
 from megatron_rl.rewards.tree import Node, Number, number, plain
 from megatron_rl.rewards.units import UnitCursor
 
 MAX_DIGITS = 2000
 
+COMMON_WORDS = frozenset(
+    words(
+        "not no yes is are was be the or and of to in on at by if it as an so than then else more less none any all "
+        "some true false only for from with mod base over times plus minus half"
+    )
+)
 _FUNCTIONS = frozenset(
     words(
         "sin cos tan cot sec csc arcsin arccos arctan arccot arcsec arccsc sinh cosh tanh coth sech csch log ln lg "

@@ -13,10 +13,11 @@ from functools import lru_cache
 from megatron_rl.rewards import units
 from megatron_rl.rewards.grammar import readings
 from megatron_rl.rewards.latex import Unread, spelled, tokenize
-from megatron_rl.rewards.regions import DESCRIBE_SETS, RegionReader
 from megatron_rl.rewards.tree import (
+    DESCRIBE_SETS,
     Algebra,
     Node,
+    RegionReader,
     TooLarge,
     exact,
     has_names,

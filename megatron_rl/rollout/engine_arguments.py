@@ -37,7 +37,7 @@ def engine_arguments(
 
     ``sleeps``: whether an engine on a GPU can give its memory back. Such an engine is the only one of its process.
     """
-    from megatron_rl.rollout.worker_extension import BACKEND
+    from megatron_rl.rollout.worker_extension import STREAM_BACKEND
 
     FAMILIES[read_architecture(model_path).model_type].register()
 
@@ -61,7 +61,7 @@ def engine_arguments(
         "use_tqdm_on_load": False,
         "generation_config": "vllm",  # the recipe says how to sample, not a file beside the weights
         "seed": config.seed,
-        "weight_transfer_config": {"backend": BACKEND},
+        "weight_transfer_config": {"backend": STREAM_BACKEND},
         "worker_extension_cls": "megatron_rl.rollout.worker_extension.WorkerExtension",
     }
     if config.max_num_batched_tokens is not None:
@@ -107,11 +107,11 @@ def quantization_arguments(wanted: QuantizationConfig, device: Device) -> dict[s
     if wanted.kv_cache is not None:
         arguments["kv_cache_dtype"] = wanted.kv_cache
     if wanted.weights is not None:
-        from megatron_rl.rollout.quantized_layers import KEPT, KEY, NAME
+        from megatron_rl.rollout.precision import KEPT_LAYERS, ROUNDED, ROUNDING_KEY
 
         if device == "cpu":
-            arguments |= {"quantization": NAME, "additional_config": {KEY: wanted.model_dump(mode="json")}}
+            arguments |= {"quantization": ROUNDED, "additional_config": {ROUNDING_KEY: wanted.model_dump(mode="json")}}
         else:
             arguments["quantization"] = ON_CUDA[wanted.of_weights]
-            arguments["quantization_config"] = {"ignore": list(KEPT)}
+            arguments["quantization_config"] = {"ignore": list(KEPT_LAYERS)}
     return arguments

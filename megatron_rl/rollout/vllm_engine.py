@@ -352,7 +352,7 @@ class VllmGenerator:
 
     def describe_precision(self) -> dict[str, str]:
         """Aspect → what this engine does: the rollout column of the precision contract."""
-        from megatron_rl.rollout.fp32_modules import describe_engine
+        from megatron_rl.rollout.precision import describe_engine
 
         return describe_engine(self._llm)
 
@@ -408,7 +408,7 @@ class VllmGenerator:
         with process_state.contained(self._rank, gpu):
             from vllm import LLM
 
-            from megatron_rl.rollout.fp32_modules import overrides
+            from megatron_rl.rollout.precision import overrides
 
             if gpu is not None:
                 leave_default_stream(torch.device("cuda", gpu))

@@ -36,10 +36,10 @@ from megatron_rl.rollout import RolloutError, Sampling
 from megatron_rl.rollout.conversation import load_talk
 from megatron_rl.rollout.servers import weight_broadcast, weight_updates
 from megatron_rl.rollout.servers.client import ServerClient
+from megatron_rl.rollout.servers.dispatch import TalkLoop
 from megatron_rl.rollout.servers.generator import ServerGenerator
 from megatron_rl.rollout.servers.guard import GENERATE
 from megatron_rl.rollout.servers.rendezvous import Address, folder, read
-from megatron_rl.rollout.servers.turns import TalkLoop
 from megatron_rl.rollout.servers.weight_broadcast import GroupError
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.rollout.weights import parameter_checksums

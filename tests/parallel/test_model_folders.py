@@ -9,8 +9,7 @@ import pytest
 
 from megatron_rl.errors import InputError
 from megatron_rl.learner import compare_logits
-from megatron_rl.model.architecture import architecture_from, read_architecture
-from megatron_rl.model.known_models import KNOWN_MODELS
+from megatron_rl.model.architecture import KNOWN_MODELS, architecture_from, read_architecture
 from tests.parallel.gloo import run_ranks
 from tests.support.slow import slow_but
 from tests.support.tiny import MODEL

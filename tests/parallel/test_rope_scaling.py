@@ -9,9 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_rl.model.architecture import architecture_from, read_architecture
+from megatron_rl.model.architecture import KNOWN_MODELS, architecture_from, read_architecture
 from megatron_rl.model.decoder import Yarn
-from megatron_rl.model.known_models import KNOWN_MODELS
 from tests.parallel.gloo import run_ranks
 from tests.support.families import YARN, save_family
 from tests.support.rounding import bound_from_double

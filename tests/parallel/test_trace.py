@@ -21,7 +21,7 @@ import pytest
 
 from megatron_rl.config import load_recipe
 from megatron_rl.instruments.trace import why_untraced
-from megatron_rl.model.known_models import shape_of
+from megatron_rl.model.architecture import shape_of
 from tests.parallel.programs.trace import workload
 from tests.support.slow import slow_but
 from tests.support.tiny import REPOSITORY
@@ -210,25 +210,24 @@ def test_collectives_of_an_update(traced):
 @pytest.mark.parametrize("kind", ["weights", "gradients", "moments", "masters"])
 @pytest.mark.parametrize("factor", [0.94, 1.06])
 def test_a_plan_that_is_wrong_by_six_percent_is_found(traced, monkeypatch, kind, factor):
-    from megatron_rl.instruments.trace import learner
-    from megatron_rl.instruments.trace.learner import RankTrace
+    from megatron_rl.instruments import trace as tracing
 
     (rank,) = traced["8b, three layers"]["traces"]
     static = {name: found["traced"] for name, found in rank["static"].items() if name != "all static"}
-    trace = RankTrace(0, 16, 0, 3, rank["parameters"], "own", static)
+    trace = tracing.RankTrace(0, 16, 0, 3, rank["parameters"], "own", static)
     work = workload(DENSE["8b"], 3, [])
-    assert not [line for line in learner.compare_static(work, trace) if not line.holds]
-    (stage,) = learner.learner_stages(work)
+    assert not [line for line in tracing.compare_static(work, trace) if not line.holds]
+    (stage,) = tracing.learner_stages(work)
     wrong = replace(stage, **{kind: factor * getattr(stage, kind)})
-    monkeypatch.setattr(learner, "learner_stages", lambda work: [wrong])
-    lines = {line.kind for line in learner.compare_static(work, trace) if not line.holds}
+    monkeypatch.setattr(tracing, "learner_stages", lambda work: [wrong])
+    lines = {line.kind for line in tracing.compare_static(work, trace) if not line.holds}
     assert lines == {"master weights" if kind == "masters" else kind}
 
 
 STREAM = """
 import torch
 from megatron_rl.process.devices import leave_default_stream
-from megatron_rl.instruments.trace.fake_rank import fake_rank
+from megatron_rl.instruments.fake_rank import fake_rank
 with fake_rank(0, 1, None):
     leave_default_stream(torch.device("cuda"))
 """

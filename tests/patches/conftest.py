@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.patching import target
+from megatron_rl.patching import releases
 from megatron_rl.patching.series import Series
 
 CHANGE = """From 0
@@ -35,7 +35,7 @@ def tree(tmp_path) -> Path:
 
 
 @pytest.fixture
-def small(tmp_path) -> tuple[Series, target.Target]:
+def small(tmp_path) -> tuple[Series, releases.Target]:
     """Series of small patches, and a tree to which the second patch of `schedule` does not fit."""
     names = {"routing/a": "", "schedule/b": "", "schedule/c": "-0.17", "schedule/d": ""}
     folder = tmp_path / "patches" / "small"
@@ -51,4 +51,4 @@ def small(tmp_path) -> tuple[Series, target.Target]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(CHANGE.format(name=path.name[0]))
         (root / f"{path.name[0]}.py").write_text(f"{path.name[0]} = {2 if name == 'schedule/c' else 0}\n")
-    return Series.read(folder), target.Target(root.parent, None)
+    return Series.read(folder), releases.Target(root.parent, None)

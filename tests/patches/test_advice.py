@@ -8,7 +8,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from megatron_rl.commands.patch import add_patch, named_purposes
-from megatron_rl.patching import releases, target
+from megatron_rl.patching import releases
 from megatron_rl.patching.series import Patch, PatchError, Series
 from tests.support.series import install, megatron_core
 from tests.support.tiny import REPOSITORY
@@ -32,7 +32,7 @@ def test_the_release_to_install_is_that_of_requirements(python):
 def test_a_name_that_will_be_in_the_way_is_to_be_left_out(name, version, tree, monkeypatch):
     install(monkeypatch, version, tree)
     with pytest.raises(PatchError) as error:
-        target.find(SERIES[name], None, allow_global=True)
+        releases.find_target(SERIES[name], None, allow_global=True)
     fits = releases.is_for(SERIES[name], PINNED.split("==")[1])
     assert f"install {PINNED}" in str(error.value)
     assert (f"and leave out the name {name}" in str(error.value)) != fits

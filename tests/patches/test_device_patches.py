@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.patching import releases, target, upstream
+from megatron_rl.patching import releases, upstream
 from megatron_rl.patching.series import Series
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -135,7 +135,7 @@ def states(tmp_path_factory) -> dict[str, dict[str, tuple[dict, dict]]]:
     result = {}
     for name, series in SERIES.items():
         if releases.installed_version(series) == series.pins["Version"]:
-            root = target.find(series, None, allow_global=True).root
+            root = releases.find_target(series, None, allow_global=True).root
         else:
             archive = upstream.fetch(series, REPOSITORY / ".cache" / "patches", None)
             root = upstream.unpack(archive, tmp_path_factory.mktemp(name), series.pins["Root"])

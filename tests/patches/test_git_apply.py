@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.patching import releases, states
 from megatron_rl.patching import series as git
-from megatron_rl.patching import states, target
 from megatron_rl.patching.series import GitMissing, PatchError
 from megatron_rl.patching.upstream import _diff
 from tests.support.series import megatron_core
@@ -114,14 +114,14 @@ def test_without_git_the_error_says_what_to_install(monkeypatch):
 def test_what_is_applied_is_known_without_git(tmp_path, monkeypatch):
     """By the hashes that the series pins, so a run on a node without git notes it, too."""
     series = megatron_core()
-    root = target.find(series, None, allow_global=True).root
+    root = releases.find_target(series, None, allow_global=True).root
     files = series.load(root)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert states.report(series, target.find(series, None, allow_global=True))["state"] == states.APPLIED
+    assert states.report(series, releases.find_target(series, None, allow_global=True))["state"] == states.APPLIED
     (path,) = [path for path in series.paths if files[path]][:1]
     for name, content in {**files, path: files[path] + b"# changed\n"}.items():
         if content is not None:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_bytes(content)
     with pytest.raises(GitMissing, match=r"^patches are read .* git, which is not installed \S+ install git\)$"):
-        states.apply_or_revert(series, target.Target(tmp_path, None), revert=True)
+        states.apply_or_revert(series, releases.Target(tmp_path, None), revert=True)

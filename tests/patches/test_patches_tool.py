@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.patching import states, target
+from megatron_rl.patching import releases, states
 from megatron_rl.patching.series import PatchError, Series
 from megatron_rl.patching.states import installed_status
 from tests.support import kill
@@ -124,7 +124,7 @@ def patched(checkout: Path) -> dict[str, bytes]:
 
 def test_the_series_of_megatron_core_goes_on_and_off_a_pristine_tree(tmp_path):
     series = megatron_core()
-    installed = series.load(target.find(series, None, allow_global=True).root)
+    installed = series.load(releases.find_target(series, None, allow_global=True).root)
     pristine = {path: content for path, content in series.pristine(installed).items() if content is not None}
     root = write(tmp_path / "tree", pristine)
     assert series.tree_hash(series.load(root)) == series.pins["Tree-Before"]
@@ -249,8 +249,8 @@ def test_other_environments_and_versions_are_refused(patches, environment, tmp_p
     for prefix in (sys.base_prefix, str(tmp_path)):
         monkeypatch.setattr(sys, "prefix", prefix)
         with pytest.raises(PatchError, match="not inside a virtual environment"):
-            target.find(series, None, allow_global=False)
-    assert target.find(series, None, allow_global=True).version == series.pins["Version"]
+            releases.find_target(series, None, allow_global=False)
+    assert releases.find_target(series, None, allow_global=True).version == series.pins["Version"]
 
 
 def test_the_series_for_the_installed_version_is_the_one_used(patches, environment, tmp_path):
@@ -467,7 +467,7 @@ def test_check_wants_the_tests_and_the_archive_that_are_named(patches, tmp_path)
 @pytest.mark.skipif(megatron_core().name != "megatron-core-0.16", reason="takes the files of megatron-core 0.16.1")
 def test_the_old_name_of_a_series_still_names_it(tmp_path):
     series = Series.read(REPOSITORY / "patches" / "megatron-core-0.16")
-    installed = series.load(target.find(series, None, allow_global=True).root)
+    installed = series.load(releases.find_target(series, None, allow_global=True).root)
     root = tmp_path / "tree"
     write(root, {path: content for path, content in series.pristine(installed).items() if content is not None})
     done = run("apply", "--tree", root, "megatron-core")

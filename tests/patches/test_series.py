@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.patching import releases, states, upstream
+from megatron_rl.patching.releases import Target, find_target
 from megatron_rl.patching.series import PURPOSES, Files, Patch, PatchError, Series, apply
-from megatron_rl.patching.target import Target, find
 from tests.support import kill
 from tests.support.patience import PATIENCE_S
 from tests.support.series import megatron_core
@@ -234,7 +234,7 @@ def test_advice_names_the_patches_for_the_tree(tree):
 def test_a_newer_release_is_told_what_fits(tmp_path):
     """What does not fit is named, and hinders no series that does."""
     series = megatron_core()
-    root = find(series, None, allow_global=True).root
+    root = find_target(series, None, allow_global=True).root
     for path, content in series.pristine(series.load(root)).items():
         if content is not None:
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -260,9 +260,9 @@ def test_a_newer_release_is_told_what_fits(tmp_path):
     ("version", "advice"), [("0.17.0", "name megatron-core-0.17"), ("0.99.0", "install megatron-core==")]
 )
 def test_advice_for_an_installed_package_does_not_loop(version, advice, monkeypatch):
-    from megatron_rl.patching import target
+    from megatron_rl.patching import releases
 
-    root = find(megatron_core(), None, allow_global=True).root
+    root = find_target(megatron_core(), None, allow_global=True).root
 
     class Distribution:
         files = ()
@@ -271,9 +271,9 @@ def test_advice_for_an_installed_package_does_not_loop(version, advice, monkeypa
             return root
 
     Distribution.version = version
-    monkeypatch.setattr(target.importlib.metadata, "distribution", lambda name: Distribution())
+    monkeypatch.setattr(releases.importlib.metadata, "distribution", lambda name: Distribution())
     with pytest.raises(PatchError, match=f"megatron-core {version} is installed, megatron-core-0.16 is for .*{advice}"):
-        target.find(Series.read(PATCHES / "megatron-core-0.16"), None, allow_global=True)
+        releases.find_target(Series.read(PATCHES / "megatron-core-0.16"), None, allow_global=True)
 
 
 def test_unknown_series_are_refused():
@@ -322,7 +322,7 @@ def test_the_text_of_a_header_is_no_part_of_a_patch(tmp_path):
         path.write_text(path.read_text().replace("Subject: [PATCH] ", "Subject: [PATCH] Please: ", 1))
     before = megatron_core()
     after = Series.read(tmp_path / "patches" / before.name)
-    files = after.load(find(before, None, allow_global=True).root)
+    files = after.load(find_target(before, None, allow_global=True).root)
     assert [patch.diff for patch in after.patches] == [patch.diff for patch in before.patches]
     assert {patch.subject for patch in after.patches}.isdisjoint(patch.subject for patch in before.patches)
     assert after.known_state(files) == before.known_state(files) == "Tree-After"

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from megatron_rl.patching import releases, states, target
+from megatron_rl.patching import releases, states
 from megatron_rl.patching.series import PatchError, Series
 from tests.support.tiny import REPOSITORY
 
@@ -34,7 +34,7 @@ def test_what_fits_of_a_series_is_named_applied_and_reverted(small):
 
 def test_a_release_that_differs_from_the_branch_before_it_is_no_error(small):
     """Only a series that is proven on an archive can say that a package of that version holds edits."""
-    series, where = small[0], target.Target(small[1].root, "1.0")
+    series, where = small[0], releases.Target(small[1].root, "1.0")
     assert not states.examine(series, where).pinned()
     assert not SERIES["megatron-core-0.20"].archives
     proven = dataclasses.replace(series, archives={"small-1.0.whl": ""})

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from megatron_rl.config.learner import ScheduleConfig
-from megatron_rl.patching.target import find
+from megatron_rl.patching.releases import find_target
 from megatron_rl.schedule import LearningRateSchedule
 from tests.support.series import megatron_core
 from tests.support.tiny import REPOSITORY
@@ -58,7 +58,7 @@ def scheduler_class(monkeypatch) -> type:
     import megatron.core.optimizer  # noqa: F401 -- takes other names from the module, before it is replaced
 
     series = megatron_core()
-    pristine = series.pristine(series.load(find(series, None, allow_global=True).root))
+    pristine = series.pristine(series.load(find_target(series, None, allow_global=True).root))
     (patch,) = series.of(["schedule/length-decay-in-the-scheduler"])
     files = patch.applied_to(pristine)
     for name in ("length_decay", "optimizer_param_scheduler"):

@@ -87,7 +87,7 @@ def _importance_weights(
 
 
 def figures(found: Gradients) -> dict[str, float]:
-    """As `megatron_rl.instruments.stored.gradient_bias` defines them, from whole vectors."""
+    """As `megatron_rl.instruments.gradient_bias` defines them, from whole vectors."""
     g, reference = found.mine.sum(0), found.reference.sum(0)
     norms = float(np.linalg.norm(g)), float(np.linalg.norm(reference))
     return {

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_rl.config import load_recipe
 from megatron_rl.instruments.plan import GPUS, make_workload
 from megatron_rl.instruments.plan.workload import Workload
-from megatron_rl.model.known_models import shape_of
+from megatron_rl.model.architecture import shape_of
 from tests.support.tiny import REPOSITORY
 
 MOE = REPOSITORY / "recipes" / "length_decay" / "rloo-qwen3-30b-a3b-4n8g-tp4ep8-auto.yaml"

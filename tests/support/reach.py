@@ -51,14 +51,14 @@ REACHED: dict[str, str | tuple[str, ...]] = {
     "megatron_rl/process/devices.py": ("tests/unit/process/test_devices.py", "tests/unit/doctor/test_nccl.py"),
     "megatron_rl/process/fp32_products.py": "tests/unit/process/test_fp32_products.py",
     "megatron_rl/rollout/engine_arguments.py": "tests/unit/rollout/test_engine_arguments.py",
-    "megatron_rl/rollout/fp32_modules.py": "tests/unit/rollout/test_vllm_engine_sleep.py",
+    "megatron_rl/rollout/precision.py": "tests/unit/rollout/test_vllm_engine_sleep.py",
     "megatron_rl/rollout/process_state.py": "tests/unit/rollout/test_process_state.py",
     "megatron_rl/rollout/servers/weight_broadcast.py": (
         "tests/unit/rollout/servers/test_weight_broadcast.py::test_a_group_of_gpus",
     ),
     "megatron_rl/rollout/vllm_engine.py": "tests/unit/rollout/test_vllm_engine_sleep.py",
-    "megatron_rl/instruments/trace/fake_rank.py": TRACE,
-    "megatron_rl/instruments/trace/learner.py": TRACE,
+    "megatron_rl/instruments/fake_rank.py": TRACE,
+    "megatron_rl/instruments/trace.py": TRACE,
 }
 """File → the test file, or the function in it, that runs its lines for CUDA; or several of them."""
 

@@ -21,22 +21,16 @@ DOORS = {
     "checkpoint.save": ("checkpoint.shards",),
     "commands.convert": ("checkpoint.conversion",),
     "instruments.parity": ("instruments.parity.*",),
-    "instruments.trace": ("instruments.trace.fake_rank",),
+    "instruments.trace": ("instruments.fake_rank",),
     "instruments.translate.nemo_rl": ("instruments.translate.nemo_rl_keys",),
     "instruments.translate.slime": ("instruments.translate.slime_keys",),
     "instruments.translate.verl": ("instruments.translate.verl_keys",),
     "learner.layers.kernels": ("learner.layers.kernel_ops", "learner.layers.kernels.*"),
     "learner.learner": ("learner.passes",),
     "model.families": ("model.families.*",),
-    "rewards.math_task": tuple(
-        f"rewards.{part}" for part in ("atoms", "grammar", "latex", "phrases", "regions", "tree", "units")
-    ),
+    "rewards.math_task": tuple(f"rewards.{part}" for part in ("atoms", "grammar", "latex", "tree", "units")),
     "rollout.servers.client": ("rollout.servers.rendezvous",),
-    "rollout.vllm_engine": (
-        "rollout.quantized_layers",
-        "rollout.servers.extension",
-        "rollout.worker_extension",
-    ),
+    "rollout.vllm_engine": ("rollout.worker_extension",),
     "run.prepare": ("learner.compare_logits",),
 }
 """Module or folder → modules behind it, * for all of a folder: tests reach them through it."""

@@ -36,7 +36,7 @@ from megatron_rl.instruments.plan import GPUS, make_plan, make_workload
 from megatron_rl.instruments.plan.hardware import GIB
 from megatron_rl.instruments.plan.memory import DRIVERS, RECORD, OwnCode, own_code
 from megatron_rl.instruments.plan.workload import Workload
-from megatron_rl.model.known_models import shape_of
+from megatron_rl.model.architecture import shape_of
 from megatron_rl.rewards import Rewarder
 from megatron_rl.types import Group, Prompt, Rollout
 

@@ -28,7 +28,7 @@ from megatron_rl.learner.packing import minibatch_denominators
 from megatron_rl.learner.passes import Passes, Replicas, hand_over_logprobs, speaks
 from megatron_rl.learner.process_groups import initialize, shutdown
 from megatron_rl.learner.router_replay import RouterReplayer
-from megatron_rl.model.known_models import shape_of
+from megatron_rl.model.architecture import shape_of
 from megatron_rl.monitor.samples import rollout_metrics, share_repetition
 from megatron_rl.process import ranks as ranks_module
 from megatron_rl.process.ranks import any_rank

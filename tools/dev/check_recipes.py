@@ -1,6 +1,6 @@
 """Load, check and plan every recipe, and check every study, below `recipes/`: part of `make lint`.
 
-A recipe whose model is not on this machine is checked against the shape known by its name (model/known_models.py).
+A recipe whose model is not on this machine is checked against the shape known by its name (model/architecture.py).
 A recipe whose name says how many GPUs it is for (…-4n8g-…) has a line `# Plan: GPU …` in its header: what
 `megatron-rl plan` says of it, which must be true and must fit; --write brings these lines up to date. A file
 without `num_steps`, `model` and `data` after its `extends:` are merged is a base for others and only parsed.
@@ -20,7 +20,7 @@ from megatron_rl.config.loader import is_base
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.lab import is_study, load_study
 from megatron_rl.instruments.plan import GPUS, make_plan, make_workload, summary
-from megatron_rl.model.known_models import shape_of
+from megatron_rl.model.architecture import shape_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

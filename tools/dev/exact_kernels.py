@@ -21,8 +21,7 @@ import torch.nn.functional as F
 
 from megatron_rl.learner.layers.kernels import attention as attention_kernels
 from megatron_rl.learner.layers.kernels import gemm
-from megatron_rl.model.architecture import Architecture
-from megatron_rl.model.known_models import shape_of
+from megatron_rl.model.architecture import Architecture, shape_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FEW = 64  # rows of a decoding step

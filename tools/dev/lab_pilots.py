@@ -29,7 +29,7 @@ from megatron_rl.instruments.lab.runner import StudyRunner
 from megatron_rl.instruments.lab.study import Study
 from megatron_rl.monitor.run_directory import RunDirectory, read_metrics
 from megatron_rl.run.recorded_batches import batch_path, load_batch
-from megatron_rl.schedule.learning_rate import LengthDecay
+from megatron_rl.schedule import LengthDecay
 
 SEED = 100
 DOSE, COLLAPSE = "dose", "collapse step"  # the outcomes of a study that measure them

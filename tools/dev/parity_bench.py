@@ -16,8 +16,7 @@ from megatron_rl.config.model_rules import beyond_exact
 from megatron_rl.instruments.parity import exact_taps, transformers_taps, vllm_taps, witnesses
 from megatron_rl.instruments.parity.definition import Checkpoint
 from megatron_rl.instruments.parity.families import FAMILIES
-from megatron_rl.instruments.parity.hooks import replaced
-from megatron_rl.instruments.parity.record import Record
+from megatron_rl.instruments.parity.record import Record, replaced
 from megatron_rl.learner.model import DTYPES
 from megatron_rl.model.architecture import read_architecture
 from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from megatron_rl.exact.step import StepForward
 from megatron_rl.instruments.parity import learner_taps
-from megatron_rl.instruments.parity.hooks import replaced
+from megatron_rl.instruments.parity.record import replaced
 from megatron_rl.learner.layers import cpu_layers
 from megatron_rl.learner.layers.attention import attend
 from megatron_rl.learner.layers.exact_layers import PagedCache

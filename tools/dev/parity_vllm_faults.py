@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from megatron_rl.checkpoint.hf_folder import HFFolder
 from megatron_rl.instruments.parity import vllm_taps
-from megatron_rl.instruments.parity.hooks import replaced
+from megatron_rl.instruments.parity.record import replaced
 from tools.dev.parity_bench import (
     DECODE,
     LAYER,

@@ -32,8 +32,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_rl.patching import releases, states, upstream
+from megatron_rl.patching.releases import Target
 from megatron_rl.patching.series import PURPOSES, Series
-from megatron_rl.patching.target import Target
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache"

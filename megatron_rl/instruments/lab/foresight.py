@@ -20,7 +20,7 @@ from megatron_rl.instruments.lab.jobs import LoadedStudy, differing_keys
 from megatron_rl.instruments.lab.results import NothingFinished, Results, mixed_regression, read_results
 from megatron_rl.instruments.lab.study import Outcome, Study, Trend
 from megatron_rl.instruments.plan import find_gpu, make_plan, make_workload
-from megatron_rl.model.known_models import shape_of
+from megatron_rl.model.architecture import shape_of
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from megatron_rl.instruments.lab.archive import read_packed
 from megatron_rl.instruments.lab.jobs import LoadedStudy
 from megatron_rl.instruments.lab.results import Effect, Results, read_results
 from megatron_rl.instruments.lab.study import DEFAULT_METRICS
-from megatron_rl.monitor.curves import Curves
-from megatron_rl.monitor.plots import PANELS, Panel, draw_panel, group_handles, legend_below
+from megatron_rl.monitor.plots import PANELS, Curves, Panel, draw_panel, group_handles, legend_below
 
 # A study's figure: a block per `figure` entry, a panel per metric, means over seeds with bands from lowest to highest.
 

@@ -19,8 +19,7 @@ from megatron_rl.exact import step as exact_step
 from megatron_rl.exact.decode import Decoder
 from megatron_rl.exact.generator import GivenTokens
 from megatron_rl.instruments.parity import learner_taps
-from megatron_rl.instruments.parity.hooks import replaced
-from megatron_rl.instruments.parity.record import ExpertRows, Record
+from megatron_rl.instruments.parity.record import ExpertRows, Record, replaced
 from megatron_rl.learner.layers.exact_layers import CachedStep
 
 Tensor = torch.Tensor

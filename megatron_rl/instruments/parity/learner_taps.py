@@ -20,13 +20,20 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
 from megatron_rl.exact.step import forward
-from megatron_rl.instruments.parity.hooks import first, on_input, on_output, replaced
-from megatron_rl.instruments.parity.record import ExpertRows, Record, flat_tokens
-from megatron_rl.learner.context import ContextShare
+from megatron_rl.instruments.parity.record import (
+    ExpertRows,
+    Record,
+    flat_tokens,
+    on_input,
+    on_output,
+    replaced,
+    tensor_of,
+)
 from megatron_rl.learner.layers.attention import PackedSequences
 from megatron_rl.learner.layers.invariant import batch_invariant
 from megatron_rl.learner.layers.logprobs import token_logprobs
 from megatron_rl.learner.model import use_transformer_engine
+from megatron_rl.learner.process_groups import ContextShare
 from megatron_rl.process.ranks import gather_objects
 
 Tensor = torch.Tensor
@@ -159,12 +166,14 @@ def tapped(module: GPTModel, record: Record) -> Iterator[None]:
     """Within the block, ``record`` gets what the operators of ``module`` return. Collective over tensor ranks."""
     with ExitStack() as stack:
         if module.pre_process:
-            on_output(stack, module.embedding, lambda out: record.keep("embedding", rows(first(out))))
+            on_output(stack, module.embedding, lambda out: record.keep("embedding", rows(tensor_of(out))))
         for layer in module.decoder.layers:
             _tap_layer(stack, record, layer.layer_number - 1, layer)
         if module.post_process:
-            on_output(stack, module.decoder.final_layernorm, lambda out: record.keep("final_norm", rows(first(out))))
-            on_output(stack, module.output_layer, lambda out: record.keep("logits", columns(first(out))))
+            on_output(
+                stack, module.decoder.final_layernorm, lambda out: record.keep("final_norm", rows(tensor_of(out)))
+            )
+            on_output(stack, module.output_layer, lambda out: record.keep("logits", columns(tensor_of(out))))
         yield
 
 
@@ -174,7 +183,7 @@ def _is_norm(module: Any) -> bool:
 
 def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Module) -> None:
     def keep(name: str, whole: Any) -> Any:
-        return lambda output: record.keep(f"{number}.{name}", whole(first(output)))
+        return lambda output: record.keep(f"{number}.{name}", whole(tensor_of(output)))
 
     attention, mlp = layer.self_attention, layer.mlp
     if _is_norm(layer.input_layernorm):  # else the projection has the norm inside
@@ -198,7 +207,7 @@ def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Mo
         return
 
     def halves(output: Any) -> None:
-        mixed = columns(first(output)).unflatten(-1, (-1, 2, first(output).size(-1) // 2))  # ranks, gate and up
+        mixed = columns(tensor_of(output)).unflatten(-1, (-1, 2, tensor_of(output).size(-1) // 2))  # ranks, gate and up
         for name, part in zip(("gate", "up"), mixed.unbind(-2), strict=True):
             record.keep(f"{number}.{name}", part.flatten(1))
 
@@ -211,7 +220,7 @@ def _tap_projection(stack: ExitStack, record: Record, number: int, attention: to
     groups, width = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
 
     def split(output: Any) -> None:
-        mixed = columns(first(output)).unflatten(-1, (-1, *first(output).shape[-1:]))  # ranks, their columns
+        mixed = columns(tensor_of(output)).unflatten(-1, (-1, *tensor_of(output).shape[-1:]))  # ranks, their columns
         mixed = mixed.unflatten(-1, (groups, -1, width)).flatten(1, 2)  # [N, groups, heads + 2, D]
         for name, part in (("q", mixed[..., :-2, :]), ("k", mixed[..., -2, :]), ("v", mixed[..., -1, :])):
             record.keep(f"{number}.{name}", part.flatten(1))
@@ -223,7 +232,7 @@ def _tap_latent(stack: ExitStack, record: Record, number: int, attention: torch.
     """Latent attention, up to the queries, keys and values of heads. Latent vectors lie on ranks as rows do."""
 
     def keep(name: str, whole: Any) -> Any:
-        return lambda output: record.keep(f"{number}.{name}", whole(first(output)))
+        return lambda output: record.keep(f"{number}.{name}", whole(tensor_of(output)))
 
     config = attention.config
     if config.q_lora_rank is None:
@@ -239,7 +248,7 @@ def _tap_latent(stack: ExitStack, record: Record, number: int, attention: torch.
     widths = [config.qk_head_dim, config.v_head_dim]
 
     def split(output: Any) -> None:
-        parts = columns(first(output)).unflatten(-1, (-1, sum(widths))).split(widths, -1)
+        parts = columns(tensor_of(output)).unflatten(-1, (-1, sum(widths))).split(widths, -1)
         for name, part in zip("kv", parts, strict=True):
             record.keep(f"{number}.{name}", part.flatten(1))
 
@@ -335,7 +344,9 @@ def _tap_experts(stack: ExitStack, record: Record, number: int, moe: torch.nn.Mo
 
     def through(_module: torch.nn.Module, inputs: tuple, output: Any) -> None:
         x, counts, probs = inputs[0].detach(), inputs[1].tolist(), inputs[2].detach()
-        parts = zip(x.split(counts), probs.flatten().split(counts), first(output).detach().split(counts), strict=True)
+        parts = zip(
+            x.split(counts), probs.flatten().split(counts), tensor_of(output).detach().split(counts), strict=True
+        )
         for local, (row, scale, out) in enumerate(parts):
             group = ExpertRows(
                 moe.local_expert_indices[local],

@@ -3,12 +3,16 @@
 Rows are the tokens of the sequences back to back, [N, …]. Tensors have the type in which the witness keeps them and lie
 on the host. Heads, experts and halves of a projection are in the checkpoint's order. A tap of layer 3 is `3.q`; taps
 outside of layers have a plain name. The experts of a token are in the order of their numbers.
+
+The last functions watch a model while it runs: hooks and replaced methods that are gone when their block ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -146,3 +150,33 @@ def joined(records: Sequence[Record], witness: str) -> Record:
 
 def flat_tokens(sequences: Iterable[Sequence[int]]) -> Tensor:
     return torch.tensor([token for sequence in sequences for token in sequence])
+
+
+@contextmanager
+def replaced(owner: Any, name: str, make: Callable[[Callable], Callable]) -> Iterator[None]:
+    """Within the block, ``owner.name`` is ``make`` of what it was. ``owner``: a module of Python, class or object."""
+    had = name in vars(owner)
+    before = getattr(owner, name)
+    setattr(owner, name, make(before))
+    try:
+        yield
+    finally:
+        if had:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+def on_output(stack: ExitStack, module: torch.nn.Module, see: Callable[[Any], None]) -> None:
+    """Give ``see`` what comes out of ``module``, until ``stack`` closes."""
+    stack.callback(module.register_forward_hook(lambda _module, _inputs, output: see(output)).remove)
+
+
+def on_input(stack: ExitStack, module: torch.nn.Module, see: Callable[[tuple], None]) -> None:
+    """Give ``see`` the positional inputs of ``module``, until ``stack`` closes."""
+    stack.callback(module.register_forward_pre_hook(lambda _module, inputs: see(inputs)).remove)
+
+
+def tensor_of(output: Any) -> torch.Tensor:
+    """The tensor of an output that may come with a bias or a context."""
+    return output[0] if isinstance(output, tuple) else output

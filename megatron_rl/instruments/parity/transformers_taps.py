@@ -11,8 +11,16 @@ from typing import Any
 
 import torch
 
-from megatron_rl.instruments.parity.hooks import first, on_input, on_output, replaced
-from megatron_rl.instruments.parity.record import ExpertRows, Record, flat_tokens, joined
+from megatron_rl.instruments.parity.record import (
+    ExpertRows,
+    Record,
+    flat_tokens,
+    joined,
+    on_input,
+    on_output,
+    replaced,
+    tensor_of,
+)
 from megatron_rl.model.architecture import read_architecture
 from megatron_rl.model.families import FAMILIES as SUPPORTED
 
@@ -72,7 +80,7 @@ def tapped(model: torch.nn.Module, record: Record) -> Iterator[None]:
 
 def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Module, current: list[int]) -> None:
     def keep(name: str) -> Any:
-        return lambda output: record.keep(f"{number}.{name}", first(output)[0].flatten(1))
+        return lambda output: record.keep(f"{number}.{name}", tensor_of(output)[0].flatten(1))
 
     attention, mlp = layer.self_attn, layer.mlp
     stack.callback(attention.register_forward_pre_hook(lambda *_: current.__setitem__(slice(None), [number])).remove)

@@ -16,8 +16,16 @@ from typing import Any
 import torch
 
 from megatron_rl.instruments.parity.arithmetic import halves_of_pairs
-from megatron_rl.instruments.parity.hooks import first, on_input, on_output, replaced
-from megatron_rl.instruments.parity.record import ExpertRows, Record, flat_tokens, joined
+from megatron_rl.instruments.parity.record import (
+    ExpertRows,
+    Record,
+    flat_tokens,
+    joined,
+    on_input,
+    on_output,
+    replaced,
+    tensor_of,
+)
 from megatron_rl.rollout import process_state
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 
@@ -174,7 +182,7 @@ def _keep_norm(record: Record, tap: str, before: str, scale: float, output: Any)
 
 def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Module, current: list[int]) -> None:
     def keep(name: str) -> Any:
-        return lambda output: record.keep(f"{number}.{name}", first(output))
+        return lambda output: record.keep(f"{number}.{name}", tensor_of(output))
 
     attention, mlp = part_of(layer, "self_attn"), layer.mlp
     stack.callback(attention.register_forward_pre_hook(lambda *_: current.__setitem__(slice(None), [number])).remove)
@@ -214,7 +222,7 @@ def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Mo
         return
 
     def halves(output: Any) -> None:
-        gate, up = first(output).chunk(2, dim=-1)
+        gate, up = tensor_of(output).chunk(2, dim=-1)
         record.keep(f"{number}.gate", gate)
         record.keep(f"{number}.up", up)
 
@@ -254,7 +262,7 @@ def _scale_of_residual(layer: torch.nn.Module, record: Record) -> float:
 def _tap_projection(stack: ExitStack, record: Record, number: int, attention: torch.nn.Module) -> None:
     def split(output: Any) -> None:
         keys = part_of(attention, "kv_size")
-        parts = first(output).split([part_of(attention, "q_size"), keys, keys], dim=-1)
+        parts = tensor_of(output).split([part_of(attention, "q_size"), keys, keys], dim=-1)
         for name, part in zip("qkv", parts, strict=True):
             record.keep(f"{number}.{name}", part)
 
@@ -265,7 +273,7 @@ def _tap_latent(stack: ExitStack, record: Record, number: int, attention: torch.
     """Latent attention. A step of decoding makes no keys and values, so they have no taps."""
 
     def keep(name: str) -> Any:
-        return lambda output: record.keep(f"{number}.{name}", first(output))
+        return lambda output: record.keep(f"{number}.{name}", tensor_of(output))
 
     if attention.q_lora_rank is None:
         on_output(stack, attention.q_proj, keep("q"))
@@ -273,7 +281,7 @@ def _tap_latent(stack: ExitStack, record: Record, number: int, attention: torch.
     else:
 
         def split(output: Any) -> None:
-            both = first(output)
+            both = tensor_of(output)
             for name, part in zip(
                 ("q_latent", "kv_latent"),
                 both.split([attention.q_lora_rank, both.size(-1) - attention.q_lora_rank], dim=-1),

@@ -1,8 +1,14 @@
-"""Runs every witness over the same tokens, one after the other, so that one model is in memory at a time."""
+"""Runs every witness over the same tokens, one after the other, so that one model is in memory at a time.
+
+`write_first_layers` cuts a model that is too large down to its first layers, at full width.
+"""
 
 from __future__ import annotations
 
 import gc
+import json
+import math
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -11,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.checkpoint.hf_folder import HFFolder, check_weights, model_shapes, model_weights, write_hf_checkpoint
 from megatron_rl.checkpoint.manifest import list_checkpoints
 from megatron_rl.checkpoint.shards import WeightMap
 from megatron_rl.config import Recipe, load_recipe
@@ -19,13 +26,12 @@ from megatron_rl.config.model_rules import beyond_exact
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.parity import exact_taps, learner_taps, transformers_taps, vllm_taps
-from megatron_rl.instruments.parity.first_layers import fewest_layers, first_layers_of, write_first_layers
 from megatron_rl.instruments.parity.memory import GIB, SIZES, parity_memory
 from megatron_rl.instruments.parity.record import Record
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.model import DTYPES, build_model
 from megatron_rl.learner.process_groups import initialize
-from megatron_rl.model.architecture import Architecture, read_architecture
+from megatron_rl.model.architecture import Architecture, read_architecture, read_object
 from megatron_rl.monitor import RunDirectory
 from megatron_rl.process.devices import default_device
 from megatron_rl.process.ranks import broadcast_object, world_rank, world_size
@@ -276,3 +282,49 @@ def vllm_records(setup: Setup, engine: VllmGenerator) -> list[Record]:
         vllm_taps.prefill(engine, setup.sequences, product),
         vllm_taps.decode(engine, setup.sequences, product, setup.temperature),
     ]
+
+
+def first_layers_of(a: Architecture, num_layers: int) -> Architecture:
+    """The shape of the first layers of ``a``. Raises `InputError` where there are fewer, or none has experts."""
+    fewest = fewest_layers(a)
+    if not fewest <= num_layers <= a.num_layers:
+        why = f": layer {fewest - 1} is the first with experts" if fewest > 1 else ""
+        raise InputError(
+            f"parity: --layers {num_layers}: the model has {a.num_layers} layers; {fewest} … {a.num_layers} are "
+            f"allowed{why}"
+        )
+    return replace(a, num_layers=num_layers, moe_layers=a.moe_layers[:num_layers], unused_layers=0)
+
+
+def fewest_layers(a: Architecture) -> int:
+    """So many that one has experts, if any has."""
+    return a.moe_layers.index(True) + 1 if a.is_moe else 1
+
+
+def write_first_layers(model: Path, num_layers: int, folder: Path) -> None:
+    """Write the first ``num_layers`` layers of ``model`` to ``folder``, with embedding, last norm and head.
+
+    Every rank calls it; the first one writes. Only the tensors that stay are read.
+    """
+    source = HFFolder(model)
+    whole = read_architecture(model)
+    check_weights(source, whole)
+    cut = first_layers_of(whole, num_layers)
+    shapes = model_shapes(cut)
+    size = sum(math.prod(shape) * source.dtype(name).itemsize for name, shape in shapes.items())
+    if (free := shutil.disk_usage(folder.parent).free) < size:
+        raise InputError(
+            f"parity: --layers {num_layers} writes {size / GIB:.1f} GiB below {folder.parent}, where {free / GIB:.1f} "
+            "are free; name another folder with TMPDIR, or ask for fewer layers"
+        )
+    write_hf_checkpoint(folder, model_weights(source, cut), model)
+    if world_rank() == 0:
+        file = folder / "config.json"
+        config = read_object(file) | {"num_hidden_layers": num_layers}
+        if "num_nextn_predict_layers" in config:
+            config["num_nextn_predict_layers"] = 0
+        if config.get("layer_types"):
+            config["layer_types"] = config["layer_types"][:num_layers]
+        if config.get("mlp_only_layers"):
+            config["mlp_only_layers"] = [layer for layer in config["mlp_only_layers"] if layer < num_layers]
+        file.write_text(json.dumps(config, indent=2) + "\n")

@@ -21,7 +21,7 @@ from megatron_rl.config.recipe import dispatcher_problems
 from megatron_rl.config.yaml12 import parse
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.translate.shell import readable, unresolved_names
-from megatron_rl.model.known_models import KNOWN_MODELS
+from megatron_rl.model.architecture import KNOWN_MODELS
 
 MAX_UNKNOWN_SHOWN = 40
 

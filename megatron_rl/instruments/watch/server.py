@@ -24,7 +24,7 @@ from urllib.parse import parse_qs, urlsplit
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.watch import views
 from megatron_rl.instruments.watch.run import WatchedRun, dumps
-from megatron_rl.monitor.curves import X_LABELS
+from megatron_rl.monitor.plots import X_LABELS
 
 REFRESH_S = 1.0
 COMPRESS_FROM = 1024  # bytes

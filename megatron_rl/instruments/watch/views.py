@@ -16,7 +16,7 @@ from megatron_rl.config.monitor import level_rules
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.watch.run import WatchedRun, decimated, number, numbers
 from megatron_rl.instruments.why import find, page
-from megatron_rl.monitor.curves import PANELS, matching
+from megatron_rl.monitor.plots import PANELS, matching
 from megatron_rl.monitor.run_directory import read_metrics
 from megatron_rl.monitor.samples import printable
 from megatron_rl.monitor.terminal import COLUMNS

@@ -40,7 +40,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rl.errors import InputError
-from megatron_rl.learner.context import WHOLE, ContextShare
+from megatron_rl.learner.process_groups import WHOLE_ROW, ContextShare
 
 # PyTorch's attention, as all layers call it that compute without TransformerEngine.
 
@@ -195,7 +195,7 @@ class PackedSequences(PackedSeqParams):
 
     @classmethod
     def from_lengths(
-        cls, lengths: list[int], device: torch.device, thd: bool = False, share: ContextShare = WHOLE
+        cls, lengths: list[int], device: torch.device, thd: bool = False, share: ContextShare = WHOLE_ROW
     ) -> PackedSequences:
         """Parameters for sequences of these lengths (≥ 1), in this order. ``share``: the part of each that is here;
         lengths are those of the whole sequences, of whole chunks.

@@ -50,11 +50,10 @@ from megatron_rl.rollout.requests import (
 )
 from megatron_rl.rollout.servers.arrivals import Arrivals, Share, Ticket, next_arrivals, owners_by_prompt, wait_on_all
 from megatron_rl.rollout.servers.client import request_body
-from megatron_rl.rollout.servers.dispatch import Balance, Dispatch, Line
+from megatron_rl.rollout.servers.dispatch import Balance, Conversations, Dispatch, Line, TalkLoop
 from megatron_rl.rollout.servers.pool import load_metrics, prompt_tokens
 from megatron_rl.rollout.servers.rendezvous import agreed_settings
 from megatron_rl.rollout.servers.run_servers import RunServers, Started
-from megatron_rl.rollout.servers.turns import Conversations, TalkLoop
 from megatron_rl.rollout.servers.weight_updates import WeightUpdates
 from megatron_rl.rollout.servers.wire import Answer, ModelLimits
 from megatron_rl.routing import RouteShape

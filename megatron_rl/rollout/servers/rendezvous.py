@@ -169,13 +169,13 @@ def server_arguments(
     """Arguments of vLLM's server, by the names of its engine: those of the in-process engine, but for what a process
     of its own does otherwise. Imports vLLM."""
     from megatron_rl.rollout.engine_arguments import engine_arguments
-    from megatron_rl.rollout.fp32_modules import overrides
-    from megatron_rl.rollout.servers.extension import BACKEND, ServerExtension
+    from megatron_rl.rollout.precision import overrides
+    from megatron_rl.rollout.worker_extension import SERVER_BACKEND, ServerExtension
 
     arguments = engine_arguments(config, model_path, device, max_prompt_length, record_routes=record_routes)
     arguments |= {
         "hf_overrides": overrides(precision),
-        "weight_transfer_config": {"backend": BACKEND},
+        "weight_transfer_config": {"backend": SERVER_BACKEND},
         "worker_extension_cls": f"{ServerExtension.__module__}.{ServerExtension.__name__}",
         "distributed_executor_backend": "uni" if config.tensor_parallel == 1 else "mp",
         "enable_scale_out": True,  # token ids in, token ids out

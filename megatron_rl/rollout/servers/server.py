@@ -292,7 +292,7 @@ async def _prepare_weights(engine: Any, spec: ServerSpec) -> None:
 
 async def _settings(engine: Any, spec: ServerSpec, address: Address) -> dict[str, Any]:
     """What the trainer compares with its recipe, and the rollout column of its precision contract."""
-    from megatron_rl.rollout.fp32_modules import described
+    from megatron_rl.rollout.precision import described
 
     precision = described(engine.model_config, (await engine.collective_rpc("describe"))[0])
     agreed = agreed_settings(

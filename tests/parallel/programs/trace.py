@@ -10,8 +10,7 @@ from typing import Any
 
 from megatron_rl.config import load_recipe
 from megatron_rl.instruments.plan import GPUS, Workload, make_workload
-from megatron_rl.model.architecture import Architecture
-from megatron_rl.model.known_models import shape_of
+from megatron_rl.model.architecture import Architecture, shape_of
 
 
 def shrunk(architecture: Architecture, layers: int | None) -> Architecture:

@@ -126,8 +126,7 @@ def ring_attention(lengths: list[int]) -> dict[str, Any]:
     from transformer_engine.pytorch.attention.dot_product_attention.context_parallel import attn_forward_func_with_cp
 
     from megatron_rl.config.learner import ParallelConfig
-    from megatron_rl.learner.context import ContextShare
-    from megatron_rl.learner.process_groups import initialize
+    from megatron_rl.learner.process_groups import ContextShare, initialize
 
     initialize(ParallelConfig(context=dist.get_world_size() if dist.is_initialized() else 2), "cpu", seed=0)
     group, share = parallel_state.get_context_parallel_group(), ContextShare.of_this_rank()

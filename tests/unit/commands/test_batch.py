@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from megatron_rl.commands.batch import print_attribution
-from megatron_rl.instruments.stored.rerun import Attribution, Part
+from megatron_rl.instruments.rerun import Attribution, Part
 
 
 def test_the_report_says_that_it_is_not_of_the_collapse(tmp_path, capsys):

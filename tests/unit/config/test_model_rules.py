@@ -8,9 +8,8 @@ import pytest
 
 from megatron_rl.config.model_rules import beyond_exact, model_problems, rollout_problems
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.model.architecture import architecture_from, read_architecture
+from megatron_rl.model.architecture import KNOWN_MODELS, architecture_from, read_architecture
 from megatron_rl.model.families import FAMILIES
-from megatron_rl.model.known_models import KNOWN_MODELS
 from tests.support.families import DENSE
 from tests.support.tiny import MODEL, tiny_recipe
 

@@ -9,9 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from megatron_rl.config.model_rules import model_problems
-from megatron_rl.model.architecture import architecture_from
+from megatron_rl.model.architecture import KNOWN_MODELS, architecture_from
 from megatron_rl.model.families import FAMILIES
-from megatron_rl.model.known_models import KNOWN_MODELS
 from tests.support.tiny import REPOSITORY, tiny_recipe
 
 PAGE = (REPOSITORY / "docs" / "families.md").read_text()

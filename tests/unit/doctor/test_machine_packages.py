@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.doctor import machine
 from megatron_rl.doctor.checks import Setting
-from megatron_rl.patching.target import Target, find
+from megatron_rl.patching.releases import Target, find_target
 from megatron_rl.shipped import shipped
 from tests.support.series import megatron_core
 
@@ -95,12 +95,12 @@ def test_a_gpu_node_is_held_against_the_other_file(monkeypatch):
 def tree(tmp_path, monkeypatch):
     """A copy of the patched files of Megatron-Core, which `patches` takes for the installed package."""
     series = megatron_core()
-    package = find(series, None, True)
+    package = find_target(series, None, True)
     for name, content in series.load(package.root).items():
         if content is not None:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(package.root / name, tmp_path / name)
-    monkeypatch.setattr(machine.target, "find", lambda *arguments: Target(tmp_path, package.version))
+    monkeypatch.setattr(machine.releases, "find_target", lambda *arguments: Target(tmp_path, package.version))
     return tmp_path, series
 
 

@@ -13,7 +13,7 @@ from megatron_rl.doctor.checks import Outcome, Setting, failed, not_run, passed
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.plan import GPUS, find_gpu
 from megatron_rl.instruments.plan.learner import active_parameters
-from megatron_rl.model.known_models import shape_of
+from megatron_rl.model.architecture import shape_of
 from tests.support.rounding import rounded
 from tests.support.tiny import REPOSITORY
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.learner.context import WHOLE
 from megatron_rl.learner.packing import Row, build_microbatch, deal
+from megatron_rl.learner.process_groups import WHOLE_ROW
 from megatron_rl.types import Batch, Sequence
 from tests.support.rounding import assert_as_double
 
@@ -79,9 +79,9 @@ def test_layout_of_a_microbatch():
 
 def test_a_row_knows_where_its_sequences_start():
     """Padding follows its sequence; the tail is a sequence of its own."""
-    assert Row([3, 5], [1, 3], 2, WHOLE).starts == [0, 4, 12]
-    assert Row([3, 5], [0, 0], 0, WHOLE).starts == [0, 3]
-    assert Row([], [], 0, WHOLE).starts == []
+    assert Row([3, 5], [1, 3], 2, WHOLE_ROW).starts == [0, 4, 12]
+    assert Row([3, 5], [0, 0], 0, WHOLE_ROW).starts == [0, 3]
+    assert Row([], [], 0, WHOLE_ROW).starts == []
 
 
 def test_transformer_engine_is_told_where_sequences_end(monkeypatch):

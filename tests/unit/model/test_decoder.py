@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.model.architecture import architecture_from
-from megatron_rl.model.known_models import KNOWN_MODELS
+from megatron_rl.model.architecture import KNOWN_MODELS, architecture_from
 
 MOE = architecture_from(KNOWN_MODELS["Qwen3-30B-A3B"])
 LLAMA3 = {

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.model.architecture import architecture_from
-from megatron_rl.model.known_models import KNOWN_MODELS
+from megatron_rl.model.architecture import KNOWN_MODELS, architecture_from
 from megatron_rl.model.names import find_weight, stored_tensors
 
 DENSE, MOE = (architecture_from(KNOWN_MODELS[name]) for name in ("Qwen3-4B-Base", "Qwen3-30B-A3B"))

@@ -6,8 +6,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from megatron_rl.model.architecture import KNOWN_MODELS
 from megatron_rl.model.families import FAMILIES
-from megatron_rl.model.known_models import KNOWN_MODELS
 from megatron_rl.model.transformers_classes import BailingMoeConfig
 from tests.support.families import save_family
 

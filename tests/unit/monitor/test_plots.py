@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.text import Text
 
-from megatron_rl.monitor.curves import Curves
-from megatron_rl.monitor.plots import PANELS, View, disagreement, draw_disagreement, draw_figure, escaped
+from megatron_rl.monitor.plots import PANELS, Curves, View, disagreement, draw_disagreement, draw_figure, escaped
 from tests.support.rounding import rounded
 
 

@@ -53,7 +53,7 @@ def test_rounding_is_vllms_own_on_cuda(place, block, name):
     """Its names of quantization while loading, with routers left out; ours on a CPU; nothing where nothing is asked."""
     from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
 
-    from megatron_rl.rollout import quantized_layers
+    from megatron_rl.rollout import precision
 
     def arguments(device: str, **fields) -> dict:
         config = RolloutConfig.model_validate(fields)
@@ -72,5 +72,5 @@ def test_rounding_is_vllms_own_on_cuda(place, block, name):
     assert not chosen, "kernels of quantized experts and caches are vLLM's choice"
     assert name in ONLINE_QUANT_SHORTHAND_NAMES
     found = {key: value for key, value in arguments("cpu", quantization=wanted).items() if key in keys}
-    ours = {quantized_layers.KEY: wanted}
-    assert found == {"quantization": quantized_layers.NAME, "additional_config": ours, "kv_cache_dtype": "fp8"}
+    ours = {precision.ROUNDING_KEY: wanted}
+    assert found == {"quantization": precision.ROUNDED, "additional_config": ours, "kv_cache_dtype": "fp8"}

@@ -17,7 +17,7 @@ import pytest
 
 from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.config.rollout import ON_CUDA
-from megatron_rl.model.known_models import shape_of
+from megatron_rl.model.architecture import shape_of
 from megatron_rl.rollout.engine_arguments import VLLM_DTYPE
 from tests.support import cuda_platform
 from tests.support.patience import PATIENCE_S

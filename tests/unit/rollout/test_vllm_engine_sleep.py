@@ -12,7 +12,7 @@ from megatron_rl.config.learner import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.process.devices import leave_default_stream
-from megatron_rl.rollout import fp32_modules, vllm_engine
+from megatron_rl.rollout import precision, vllm_engine
 from megatron_rl.rollout.generator import RolloutError, Sampling
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from tests.support import streams
@@ -161,7 +161,7 @@ def test_an_engine_with_other_products_than_the_recipe_says_is_refused(kind, is_
 
 @pytest.mark.parametrize("kind", ["fp32", "tf32"])
 def test_what_an_engine_says_of_fp32_is_measured(kind, monkeypatch):
-    monkeypatch.setattr(fp32_modules.fp32_products, "measured_products", lambda *_, **__: {"PyTorch": kind})
-    monkeypatch.setattr(fp32_modules, "describe_configuration", lambda _: {"head": "fp32", "dtype": "bf16"})
-    said = fp32_modules.described(SimpleNamespace(), fp32_modules.describe_model(torch.nn.Linear(1, 1)))
+    monkeypatch.setattr(precision.fp32_products, "measured_products", lambda *_, **__: {"PyTorch": kind})
+    monkeypatch.setattr(precision, "describe_configuration", lambda _: {"head": "fp32", "dtype": "bf16"})
+    said = precision.described(SimpleNamespace(), precision.describe_model(torch.nn.Linear(1, 1)))
     assert said == {"weights": "", "head": kind, "dtype": "bf16"}

@@ -143,8 +143,7 @@ def test_a_fault_that_is_kept_keeps_its_causes():
 
 @pytest.mark.parametrize("place", ["beside the learner", "server"])
 def test_an_engine_that_shut_down_has_no_weights(place):
-    from megatron_rl.rollout.servers.extension import ServerWeightTransfer
-    from megatron_rl.rollout.worker_extension import StreamWeightTransfer
+    from megatron_rl.rollout.worker_extension import ServerWeightTransfer, StreamWeightTransfer
 
     kind = ServerWeightTransfer if place == "server" else StreamWeightTransfer
     transfer, model = kind.__new__(kind), torch.nn.Linear(1, 1)

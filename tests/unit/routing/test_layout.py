@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from megatron_rl.learner.context import ContextShare, cut
+from megatron_rl.learner.process_groups import ContextShare, cut_ranges
 from megatron_rl.routing import missing_id, pack_routes, packed_keys
 from megatron_rl.routing.layout import PADDING_ID, CheckedRoutes, padding_routes, parts_in
 from megatron_rl.routing.payload import malformed_rows
@@ -26,7 +26,7 @@ def test_slices_of_context_parallel_ranks_are_those_of_their_tokens():
     for rank in range(size):
         ranges = ContextShare(size, rank).ranges([*padded, 4])
         half = sum(b - a for a, b in ranges) // 2
-        for own in (cut(ranges, 0, half), cut(ranges, half, 2 * half)):
+        for own in (cut_ranges(ranges, 0, half), cut_ranges(ranges, half, 2 * half)):
             taken = packed.take(own, [1, 3])
             parts = parts_in(taken.parts, own)
             ids, sizes = zip(*parts, strict=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.model.known_models import KNOWN_MODELS
+from megatron_rl.model.architecture import KNOWN_MODELS
 from tests.support.plain_routers import near_ties, watched_routers
 from tests.support.plain_training import load, logits, logprobs
 from tests.support.rounding import bound_from_double, unit_roundoff

@@ -29,13 +29,13 @@ STATEMENTS = {
     "unit/tools/test_scale.py::test_unit_costs_of_steps_that_cost_what_they_hold": "least squares of ones and zeros",
     "unit/monitor/test_alarms.py::test_t_quantiles": "what t_quantile_975 allows its series",
     "unit/monitor/test_alarms.py::test_slope_and_interval_of_a_worked_example": "the same series",
-    "unit/instruments/parity/test_first_layers.py::test_memory_at_30_billion_parameters": "its card has three digits",
-    "unit/instruments/parity/test_first_layers.py::test_a_model_too_large_is_refused_and_its_layers_offered": "digits",
+    "unit/instruments/parity/test_witnesses_first_layers.py::test_memory_at_30_billion_parameters": "three digits",
+    "unit/instruments/parity/test_witnesses_first_layers.py::test_a_model_too_large_is_refused": "digits",
     "unit/instruments/plan/test_servers.py::test_plan_prints_and_writes_the_arms": "a mean of some 1e5 draws",
     "unit/instruments/plan/test_head.py::test_the_peak_in_the_output_layer_is_the_one_that_is_planned": "is left out",
     "unit/instruments/watch/test_run_data.py::test_points_are_means_between_the_extremes_of_their_neighbours": "digits",
     "unit/instruments/watch/test_page.py::test_tokens_are_coloured_by_rho_and_responses_stay_text": "three digits",
-    "unit/schedule/test_learning_rate_recipes.py::test_schedule_is_what_its_name_says": "what the documentation says",
+    "unit/schedule/test_schedule_recipes.py::test_schedule_is_what_its_name_says": "what the documentation says",
 }
 
 

@@ -17,7 +17,7 @@ from megatron_rl.instruments.lab import runner as runner_module
 from megatron_rl.instruments.lab.runner import StudyRunner
 from megatron_rl.instruments.plan import GPUS, make_plan, make_workload
 from megatron_rl.instruments.why import Change, Finding, Sign, find
-from megatron_rl.model.known_models import shape_of
+from megatron_rl.model.architecture import shape_of
 from megatron_rl.monitor.run_directory import RunDirectory
 from megatron_rl.run.identity import keep_recipe
 from tests.support.rounding import rounded

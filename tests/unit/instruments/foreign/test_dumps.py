@@ -21,8 +21,8 @@ import yaml
 from megatron_rl.__main__ import main
 from megatron_rl.config import foreign_keys
 from megatron_rl.errors import InputError
+from megatron_rl.instruments import rerun
 from megatron_rl.instruments.foreign import dumps
-from megatron_rl.instruments.stored import rerun
 from megatron_rl.routing import route_checksums
 from megatron_rl.run.recorded_batches import RecordedBatch, batch_path, load_batch
 from megatron_rl.types import Batch

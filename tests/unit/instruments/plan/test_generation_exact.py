@@ -17,7 +17,7 @@ from megatron_rl.instruments.plan import generation as model
 from megatron_rl.instruments.plan.memory import exact_cache, memory_plan
 from megatron_rl.instruments.plan.workload import Workload
 from megatron_rl.learner.layers import invariant
-from megatron_rl.model.known_models import shape_of
+from megatron_rl.model.architecture import shape_of
 from tests.support.reach import REPOSITORY
 from tests.support.rounding import rounded
 from tools.dev import check_recipes

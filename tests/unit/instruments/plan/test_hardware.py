@@ -13,7 +13,7 @@ from megatron_rl.config import load_recipe
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.plan import GPUS, find_gpu, hardware, make_plan, make_workload, render
 from megatron_rl.instruments.plan.search import flops_forward, step_time
-from megatron_rl.model.known_models import shape_of
+from megatron_rl.model.architecture import shape_of
 from tests.support.rounding import rounded
 from tests.support.tiny import REPOSITORY
 

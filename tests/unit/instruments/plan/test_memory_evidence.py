@@ -26,8 +26,7 @@ from megatron_rl.instruments.plan.memory import (
 from megatron_rl.instruments.plan.report import render
 from megatron_rl.instruments.plan.search import step_time
 from megatron_rl.instruments.plan.workload import Workload
-from megatron_rl.model.architecture import read_architecture
-from megatron_rl.model.known_models import shape_of
+from megatron_rl.model.architecture import read_architecture, shape_of
 from megatron_rl.run.recorded_batches import record_batch
 from tests.support.rounding import rounded
 from tests.support.routes import random_routes, with_routes

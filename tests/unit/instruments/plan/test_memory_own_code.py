@@ -11,7 +11,7 @@ from megatron_rl.config import load_recipe
 from megatron_rl.instruments.plan import GPUS, make_plan, make_workload
 from megatron_rl.instruments.plan.hardware import HOST_NETWORK
 from megatron_rl.instruments.plan.memory import DRIVERS, FETCHED, JOINED, OF_A_PASS, OF_OWNER, on_record, own_code
-from megatron_rl.model.known_models import shape_of
+from megatron_rl.model.architecture import shape_of
 from tests.support.rounding import rounded
 from tests.support.tiny import REPOSITORY
 from tests.unit.instruments.plan.test_report import work

@@ -28,9 +28,8 @@ from megatron_rl.instruments.plan.memory import memory_plan
 from megatron_rl.instruments.plan.report import render
 from megatron_rl.instruments.plan.search import num_tensors
 from megatron_rl.instruments.plan.workload import Workload
-from megatron_rl.model.architecture import architecture_from, read_architecture
+from megatron_rl.model.architecture import KNOWN_MODELS, architecture_from, read_architecture, shape_of
 from megatron_rl.model.families import FAMILIES
-from megatron_rl.model.known_models import KNOWN_MODELS, shape_of
 from megatron_rl.rollout.servers.weight_broadcast import CHUNK_BYTES, NUM_BUFFERS
 from tests.support.planned import DENSE, MOE, STAYS, work
 from tests.support.rounding import printed, rounded

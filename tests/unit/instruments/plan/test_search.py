@@ -13,7 +13,7 @@ from megatron_rl.config.model_rules import layout_problems
 from megatron_rl.instruments.plan import GPUS, make_plan, make_workload
 from megatron_rl.instruments.plan.hardware import MOST_UTILIZATION
 from megatron_rl.instruments.plan.report import render
-from megatron_rl.model.known_models import shape_of
+from megatron_rl.model.architecture import shape_of
 from tests.support.planned import MOE, STAYS, work
 from tests.support.rounding import rounded
 from tests.support.tiny import REPOSITORY

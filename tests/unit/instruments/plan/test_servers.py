@@ -18,7 +18,7 @@ from megatron_rl.instruments.plan.memory import memory_plan
 from megatron_rl.instruments.plan.search import step_time
 from megatron_rl.instruments.plan.servers import Asking, Pipeline, PipelineTime, simulate
 from megatron_rl.instruments.plan.workload import Lengths, read_lengths
-from megatron_rl.model.known_models import shape_of
+from megatron_rl.model.architecture import shape_of
 from tests.support.rounding import gamma
 from tests.support.slow import slow_but
 from tests.support.tiny import REPOSITORY

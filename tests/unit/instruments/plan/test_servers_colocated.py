@@ -14,7 +14,7 @@ from megatron_rl.instruments.plan.memory import memory_plan
 from megatron_rl.instruments.plan.search import step_time
 from megatron_rl.instruments.plan.servers import Generation, colocated_plan, engine_costs
 from megatron_rl.instruments.plan.workload import Lengths, Workload
-from megatron_rl.model.known_models import shape_of
+from megatron_rl.model.architecture import shape_of
 from tests.support.tiny import REPOSITORY
 from tests.unit.instruments.plan.test_servers import close, constant
 

@@ -9,7 +9,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.instruments.plan import GPUS, make_workload
 from megatron_rl.instruments.plan.generation import Decoding, engine_memory
 from megatron_rl.instruments.plan.workload import Workload
-from megatron_rl.model.known_models import shape_of
+from megatron_rl.model.architecture import shape_of
 from tests.support.rounding import rounded
 from tests.support.tiny import REPOSITORY
 

@@ -31,8 +31,8 @@ class Captured(BaseException):
 
 def model_folder(root: Path, name: str) -> Path:
     """A checkpoint's folder as the hub has it, without weights."""
+    from megatron_rl.model.architecture import KNOWN_MODELS
     from megatron_rl.model.families import FAMILIES
-    from megatron_rl.model.known_models import KNOWN_MODELS
 
     folder, shape = root / name, KNOWN_MODELS[name]
     folder.mkdir(exist_ok=True)

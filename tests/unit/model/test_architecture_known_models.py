@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.errors import InputError
-from megatron_rl.model.known_models import shape_of
+from megatron_rl.model.architecture import shape_of
 from tests.support.tiny import MODEL
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from megatron_rl.instruments.stored.gradient_bias import ExpertReport, _add
+from megatron_rl.instruments.gradient_bias import ExpertReport, _add
 from megatron_rl.routing import RouteShape
 from megatron_rl.types import Sequence
 from tests.support.rounding import rounded

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.errors import InputError
-from megatron_rl.learner.context import ContextShare, cut
 from megatron_rl.learner.layers import attention
 from megatron_rl.learner.layers.attention import ContextKeys, refuse_unfused_attention
 from megatron_rl.learner.packing import build_microbatch
+from megatron_rl.learner.process_groups import ContextShare, cut_ranges
 from megatron_rl.types import Batch, Sequence
 from tests.support.rounding import assert_as_double
 
@@ -97,7 +97,7 @@ def test_cut_takes_rows_across_ranges():
     rows = [row for a, b in ranges for row in range(a, b)]
     for start in range(len(rows) + 1):
         for stop in range(start, len(rows) + 1):
-            assert [row for a, b in cut(ranges, start, stop) for row in range(a, b)] == rows[start:stop]
+            assert [row for a, b in cut_ranges(ranges, start, stop) for row in range(a, b)] == rows[start:stop]
 
 
 @pytest.mark.parametrize("entries", [2**24, 50], ids=["one call", "blocks"])

@@ -10,9 +10,9 @@ import pytest
 from megatron_rl.__main__ import main
 from megatron_rl.config import ObjectiveConfig
 from megatron_rl.errors import EXIT_BAD_INPUT
-from megatron_rl.monitor import paper_figures
-from megatron_rl.monitor.curves import Curves, group_runs
-from megatron_rl.monitor.paper_figures import PAPERS, draw_paper
+from megatron_rl.instruments import paper_figures
+from megatron_rl.instruments.paper_figures import PAPERS, draw_paper
+from megatron_rl.monitor.plots import Curves, group_runs
 from megatron_rl.objective import compute_objective
 from tests.support.rounding import rounded
 from tests.unit.objective.batches import padded, random_batch

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from megatron_rl.config.base import name_of_cached
 from megatron_rl.monitor import RunDirectory
 from megatron_rl.monitor.run_directory import encode_line
-from megatron_rl.run.model_card import model_card, run_of_checkpoint, write_model_card
+from megatron_rl.run.saving import model_card, run_of_checkpoint, write_model_card
 from tests.support.tiny import tiny_recipe
 
 SNAPSHOT = "/home/someone/.cache/huggingface/hub/models--Qwen--Qwen3-30B-A3B/snapshots/0123abc"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from megatron_rl.instruments.stored.rerun import repeat_update
+from megatron_rl.instruments.rerun import repeat_update
 from megatron_rl.run.recorded_batches import RecordedBatch
 from tests.support.tiny import stored_rollouts
 

@@ -12,10 +12,9 @@ import torch
 from megatron_rl.checkpoint.hf_folder import HFFolder, check_weights
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.parity import transformers_taps, witnesses
-from megatron_rl.instruments.parity.first_layers import fewest_layers, first_layers_of, write_first_layers
 from megatron_rl.instruments.parity.memory import GIB, numbers_in_layer, parity_memory
-from megatron_rl.model.architecture import read_architecture
-from megatron_rl.model.known_models import shape_of
+from megatron_rl.instruments.parity.witnesses import fewest_layers, first_layers_of, write_first_layers
+from megatron_rl.model.architecture import read_architecture, shape_of
 from tests.support.families import save_family
 from tests.support.tiny import MODEL
 
@@ -86,7 +85,7 @@ def test_memory_at_30_billion_parameters():
     assert memory.host(6) - memory.host(6, model_on_host=False) == memory.model
 
 
-def test_a_model_too_large_is_refused_and_its_layers_offered(monkeypatch, tmp_path):
+def test_a_model_too_large_is_refused(monkeypatch, tmp_path):
     setup = witnesses.of_model(MODEL, "bf16", [[1, 2, 3]])
     monkeypatch.setattr(witnesses, "read_architecture", lambda path: qwen3_30b())
     enough = witnesses.host_gib(setup, first_layers_of(qwen3_30b(), 2))

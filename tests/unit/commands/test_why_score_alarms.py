@@ -8,7 +8,7 @@ import re
 import pytest
 
 from megatron_rl.__main__ import main
-from megatron_rl.commands.score_alarms import read_rules
+from megatron_rl.commands.why import read_rules
 from megatron_rl.errors import InputError
 from megatron_rl.monitor.alarms import read_packed
 from tests.support.finished_run import curve, packed, write_run

@@ -1,6 +1,8 @@
-"""Traces the learner of a recipe as one rank of its job: construction, optimizer states, save, and an update.
+"""`megatron-rl recipe trace`: the real learner of a recipe, built at full size as one rank of its job, on any machine.
 
-Traces are shown as text and as JSON values.
+A trace is construction, optimizer states, save, and an update, shown as text and as JSON values. Tensors are fake
+(shapes, dtypes and devices without values), and so are other ranks (collectives return at once). `fake_rank` lists the
+substitutions and counts.
 
 An update is a forward and a backward pass over a microbatch, and Adam's step.
 """
@@ -26,13 +28,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rl.checkpoint.shards import CONTENT_METADATA, allocate_moments, distributed_optimizers, sharded_state
 from megatron_rl.config import Recipe
 from megatron_rl.config.learner import ParallelConfig, RoutingConfig
+from megatron_rl.instruments.fake_rank import DEVICE, HOST, Phase, fake_rank, storage_bytes
 from megatron_rl.instruments.plan.hardware import GIB, GRAPHS_GIB, RUNTIME_GIB
 from megatron_rl.instruments.plan.learner import learner_memory
 from megatron_rl.instruments.plan.memory import PLACEMENT, learner_stages
 from megatron_rl.instruments.plan.workload import Workload
-from megatron_rl.instruments.trace.fake_rank import DEVICE, HOST, Phase, fake_rank, storage_bytes
-from megatron_rl.learner.context import ContextShare
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.process_groups import ContextShare
 from megatron_rl.model.architecture import Architecture
 from megatron_rl.types import Batch, Sequence
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 from vllm.model_executor.models.bailing_moe import BailingMoE
 
-from megatron_rl.rollout import fp32_modules
+from megatron_rl.rollout import precision
 
 
 def test_logits_of_lings_router_stay_in_fp32():
@@ -16,7 +16,7 @@ def test_logits_of_lings_router_stay_in_fp32():
     seen = []
     block = SimpleNamespace(gate=gate, experts=lambda **given: seen.append(given) or given["hidden_states"])
     hidden = torch.randn(3, 8).bfloat16()
-    assert BailingMoE.forward is fp32_modules.ling_experts
+    assert BailingMoE.forward is precision.ling_experts
     assert BailingMoE.forward(block, hidden) is hidden
     assert torch.equal(seen[0]["router_logits"], gate(hidden.float()))
     assert seen[0]["router_logits"].dtype is torch.float32

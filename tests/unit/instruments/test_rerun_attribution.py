@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from megatron_rl.errors import InputError
-from megatron_rl.instruments.stored import rerun
-from megatron_rl.instruments.stored.rerun import CAUSES, Attribution, _every_set, left_over, shapley
+from megatron_rl.instruments import rerun
+from megatron_rl.instruments.rerun import CAUSES, Attribution, _every_set, left_over, shapley
 from megatron_rl.run.recorded_batches import RecordedBatch
 from tests.support.rounding import rounded
 from tests.support.routes import random_routes, with_routes

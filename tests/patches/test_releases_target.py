@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from megatron_rl.patching import releases, target
+from megatron_rl.patching import releases
 from megatron_rl.patching.series import PatchError
 from tests.support.series import install, megatron_core
 from tests.support.tiny import REPOSITORY
@@ -21,11 +21,11 @@ def test_a_missing_or_foreign_package_is_told_what_to_install(version, tree, mon
     install(monkeypatch, version, tree)
     (series,) = releases.of_installed_packages(PATCHES)
     with pytest.raises(PatchError) as error:
-        target.find(series, None, allow_global=True)
+        releases.find_target(series, None, allow_global=True)
     assert re.search(rf": install {re.escape(PINNED)}( first)?, or name a source tree with --tree$", str(error.value))
     install(monkeypatch, PINNED.split("==")[1], tree)  # the advice is taken
     (series,) = releases.of_installed_packages(PATCHES)
-    assert target.find(series, None, allow_global=True).root == tree
+    assert releases.find_target(series, None, allow_global=True).root == tree
 
 
 def test_a_package_without_its_files_is_told_where_they_are(tmp_path, monkeypatch):
@@ -33,7 +33,7 @@ def test_a_package_without_its_files_is_told_where_they_are(tmp_path, monkeypatc
     origin = {"url": "file:///home/me/Megatron%20LM", "dir_info": {"editable": True}}
     install(monkeypatch, version, tmp_path, json.dumps(origin))
     with pytest.raises(PatchError, match=r"editable install, so name its source tree: --tree '/home/me/Megatron LM'$"):
-        target.find(series, None, allow_global=True)
+        releases.find_target(series, None, allow_global=True)
     install(monkeypatch, version, tmp_path)
     with pytest.raises(PatchError, match=rf"reinstall it \(pip install .*megatron-core=={version}\), or name a source"):
-        target.find(series, None, allow_global=True)
+        releases.find_target(series, None, allow_global=True)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron_rl.instruments.stored.gradient_bias import GradientBias
+from megatron_rl.instruments.gradient_bias import GradientBias
 from tests.support.rounding import rounded
 
 

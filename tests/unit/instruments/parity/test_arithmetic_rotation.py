@@ -9,8 +9,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_rl.instruments.parity.arithmetic import FP32
-from megatron_rl.instruments.parity.rotation import rotation_of
+from megatron_rl.instruments.parity.arithmetic import FP32, rotation_of
 from tests.support.rounding import rounded
 
 WIDTH, LONGEST = 16, 16384

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_rl.monitor.curves import group_runs, smoothed, smoothing_span
+from megatron_rl.monitor.plots import group_runs, smoothed, smoothing_span
 from megatron_rl.monitor.run_directory import JsonlSink
 from tests.support.rounding import CLOSED_FORM, gamma, rounded
 

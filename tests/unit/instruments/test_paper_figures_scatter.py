@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from megatron_rl.__main__ import main
-from megatron_rl.instruments.stored.scatter import draw_scatter, probabilities
+from megatron_rl.instruments.paper_figures import draw_scatter, probabilities
 from megatron_rl.run.recorded_batches import record_batch
 from tests.support.rounding import gamma
 from tests.support.tiny import stored_rollouts
