@@ -99,9 +99,9 @@ def test_what_cannot_be_exact_is_refused(tmp_path):
 
 def test_vllm_draws_the_responses_that_the_exact_engine_draws():
     """Both take a token by the same random number: an arm with vLLM differs from one without by rounding only."""
-    (found,) = run_ranks("tests.e2e.programs.rollout", "exact_and_vllm", 1)
-    bound = 2 * rounding_bound(found["exact"], Sampling(24))
-    drawn = {engine: [rollout for group in groups for rollout in group.rollouts] for engine, groups in found.items()}
+    (result,) = run_ranks("tests.e2e.programs.rollout", "exact_and_vllm", 1)
+    bound = 2 * rounding_bound(result["exact"], Sampling(24))
+    drawn = {engine: [rollout for group in groups for rollout in group.rollouts] for engine, groups in result.items()}
     assert len(drawn["exact"]) == 128
     for exact, vllm in zip(drawn["exact"], drawn["vllm"], strict=True):
         assert (exact.prompt_id, exact.sample, exact.tokens.tolist()) == (

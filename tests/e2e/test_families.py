@@ -41,9 +41,9 @@ QUICK = tuple(family for family in MOE if family not in ("olmoe", "gpt_oss"))
 
 @pytest.mark.parametrize("family", slow_but(QUICK, MOE + DENSE))
 def test_engines_agree_in_fp32_before_and_after_an_update(family, compared):
-    found = compared(family)["fp32"]
-    for scores in (found, found["after refit"]):
-        assert scores["replayed"] <= math.expm1(2 * found["bound"]) < 0.01  # two engines, neither in float64
+    distances = compared(family)["fp32"]
+    for scores in (distances, distances["after refit"]):
+        assert scores["replayed"] <= math.expm1(2 * distances["bound"]) < 0.01  # two engines, neither in float64
         if family in DENSE:
             continue
         assert scores["metrics"]["router/replay_coverage"] == 1.0
@@ -53,10 +53,10 @@ def test_engines_agree_in_fp32_before_and_after_an_update(family, compared):
 
 @pytest.mark.parametrize("family", slow_but(MOE[:1], MOE))
 def test_every_row_is_replayed_in_bf16(family, compared):
-    found = compared(family)["bf16"]
-    assert (found["router"], found["head"]) == ("fp32", "fp32")
-    for scores in (found, found["after refit"]):
+    distances = compared(family)["bf16"]
+    assert (distances["router"], distances["head"]) == ("fp32", "fp32")
+    for scores in (distances, distances["after refit"]):
         assert scores["metrics"]["router/replay_coverage"] == 1.0
         assert scores["metrics"]["router/fallback_frac"] == 0.0
     # In bf16 rounding alone is between the engines: far less than another function would give.
-    assert found["replayed"] < 0.1
+    assert distances["replayed"] < 0.1

@@ -72,8 +72,8 @@ def benches(tmp_path_factory):
 
 @pytest.mark.parametrize("name", slow_but(QUICK, sorted(FAULTS, key=lambda name: MODELS.index(FAULTS[name].model))))
 def test_a_planted_fault_is_named(benches, name):
-    found = examine(benches.of(FAULTS[name].model), FAULTS[name])
-    assert found["located"], found
+    comparison = examine(benches.of(FAULTS[name].model), FAULTS[name])
+    assert comparison["located"], comparison
 
 
 IN_EXACT_MODE = {"qwen3_moe": 17, "olmoe": 17, "qwen3": 17, "qwen2": 15, "llama": 15}
@@ -118,8 +118,8 @@ def test_a_dose_of_exact_mode_is_in_the_operator_that_it_names(benches, operator
     with dose.on(bench.exact):
         dose.before_pass(torch.zeros_like(positions), positions)
         record = learner_record(bench.setup, bench.architecture, bench.exact, exact=True)
-    found = compare(bench.checkpoint, [record])
-    assert [error.tap for error in found.failures] == [tap]
+    comparison = compare(bench.checkpoint, [record])
+    assert [error.tap for error in comparison.failures] == [tap]
 
 
 def test_the_command_writes_a_certificate(tmp_path):
@@ -127,19 +127,19 @@ def test_the_command_writes_a_certificate(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "pass: every operator of every witness is within its bound" in done.stdout
     assert "exact mode: 72 taps of its pass and of its generation: all equal bit for bit" in done.stdout
-    found = json.loads((tmp_path / "parity.json").read_text())
-    assert (found["verdict"], found["first"]) == ("pass", [])
-    assert found["dtypes"] == {"learner": "bf16", "rollout": "bf16"}
-    assert {entry["witness"] for entry in found["operators"]} == set(WITNESSES)
-    assert len(found["operators"]) == 76 * len(WITNESSES)
-    assert all(entry["pass"] for entry in found["operators"])
-    assert len(found["model"]["sha256"]) == 64
-    assert set(found["prefill_against_decode"]) >= {"embedding", "3.attention", "logits", "logprob"}
+    certificate = json.loads((tmp_path / "parity.json").read_text())
+    assert (certificate["verdict"], certificate["first"]) == ("pass", [])
+    assert certificate["dtypes"] == {"learner": "bf16", "rollout": "bf16"}
+    assert {entry["witness"] for entry in certificate["operators"]} == set(WITNESSES)
+    assert len(certificate["operators"]) == 76 * len(WITNESSES)
+    assert all(entry["pass"] for entry in certificate["operators"])
+    assert len(certificate["model"]["sha256"]) == 64
+    assert set(certificate["prefill_against_decode"]) >= {"embedding", "3.attention", "logits", "logprob"}
     assert (tmp_path / "parity.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "parity.txt").read_text() in done.stdout
     written = (tmp_path / "parity.html").read_text()
-    assert written.count("<tr") == 3 + 6 + len(found["prefill_against_decode"]) + len(found["operators"])
-    assert found["model"]["sha256"] in written
+    assert written.count("<tr") == 3 + 6 + len(certificate["prefill_against_decode"]) + len(certificate["operators"])
+    assert certificate["model"]["sha256"] in written
 
 
 def parity_of(folder: Path, *arguments: str, ranks: int = 1) -> dict:
@@ -159,11 +159,11 @@ def test_a_recipes_layout_and_first_layers_on_two_ranks(tmp_path):
     arguments = ["parity", GRPO, *BOTH, "--witnesses", "learner", "--layers", "1", "--tokens", "1,5,3"]
     done = run_ranks_of_command("megatron_rl", [*arguments, "--out", str(tmp_path)], tmp_path, 2)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found = json.loads((tmp_path / "parity.json").read_text())
-    assert {found["layout"][name] for name in ("tensor", "expert", "ranks")} == {2}
-    assert found["model"]["layers"] == 1
-    assert {entry["tap"].split(".")[0] for entry in found["operators"] if "." in entry["tap"]} == {"0"}
-    assert found["tokens"] == [[1, 5, 3]]
+    certificate = json.loads((tmp_path / "parity.json").read_text())
+    assert {certificate["layout"][name] for name in ("tensor", "expert", "ranks")} == {2}
+    assert certificate["model"]["layers"] == 1
+    assert {entry["tap"].split(".")[0] for entry in certificate["operators"] if "." in entry["tap"]} == {"0"}
+    assert certificate["tokens"] == [[1, 5, 3]]
 
 
 @pytest.mark.slow
@@ -188,8 +188,12 @@ def test_doctor_looks_at_the_first_layers_of_a_recipes_model(tmp_path):
     assert outcome.status == "pass", outcome
     assert "tiny model: 456 operators of 6 witnesses are within their bounds; the first 2 layers of" in outcome.reason
     for name, layers, dtype in (("tiny", 4, "bf16"), ("first-layers", 2, "fp16")):
-        found = json.loads((tmp_path / "made" / name / "parity.json").read_text())
-        assert (found["verdict"], found["model"]["layers"], found["dtypes"]["rollout"]) == ("pass", layers, dtype)
+        certificate = json.loads((tmp_path / "made" / name / "parity.json").read_text())
+        assert (certificate["verdict"], certificate["model"]["layers"], certificate["dtypes"]["rollout"]) == (
+            "pass",
+            layers,
+            dtype,
+        )
         assert (tmp_path / "made" / name / "parity.html").is_file()
 
 

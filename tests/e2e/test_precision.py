@@ -147,14 +147,14 @@ def test_fp16_is_at_least_five_times_closer_than_bf16(tmp_path):
     pairs = "bf16/bf16,fp16/fp16,fp32/fp32"
     status = main(["mismatch", recipe, "--pairs", pairs, "--prompts", "128", "--out", str(tmp_path)])
     assert status == 0
-    found = {row["learner"]: row for row in json.loads((tmp_path / "mismatch.json").read_text())["pairs"]}
+    rows = {row["learner"]: row for row in json.loads((tmp_path / "mismatch.json").read_text())["pairs"]}
     # Nearly the same responses: no further apart than independent ones, whose spread is half their range at most.
-    lengths, count = [row["mean_length"] for row in found.values()], min(row["num_sequences"] for row in found.values())
+    lengths, count = [row["mean_length"] for row in rows.values()], min(row["num_sequences"] for row in rows.values())
     assert max(lengths) - min(lengths) < math.sqrt(2) * standard_errors(24 / 2, count)
     for spread in ("sequence_log_ratio_std", "sequence_log_ratio_iqr_std"):
-        assert found["bf16"][spread] > 5 * found["fp16"][spread], spread
-        assert found["fp16"][spread] > 5 * found["fp32"][spread], spread
-    assert found["bf16"]["routes_differ_frac"] > found["fp16"]["routes_differ_frac"] > 0
+        assert rows["bf16"][spread] > 5 * rows["fp16"][spread], spread
+        assert rows["fp16"][spread] > 5 * rows["fp32"][spread], spread
+    assert rows["bf16"]["routes_differ_frac"] > rows["fp16"]["routes_differ_frac"] > 0
     page = (tmp_path / "mismatch.html").read_text()
     assert "data:image/png;base64," in page
     assert "http" not in page.replace("http-equiv", "")

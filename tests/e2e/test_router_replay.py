@@ -21,13 +21,13 @@ def results(tmp_path_factory, request) -> dict[str, dict]:
 
     model = save_random_model(tmp_path_factory.mktemp("model"), initializer_range=0.12)
     dtypes = [dtype for dtype in ("bf16", "fp16", "fp32") if dtype != "fp16" or (dtype,) in asked(request, "dtype")]
-    (found,) = run_ranks("tests.e2e.programs.replay", "in_each_dtype", 1, model=str(model), dtypes=dtypes)
+    (result,) = run_ranks("tests.e2e.programs.replay", "in_each_dtype", 1, model=str(model), dtypes=dtypes)
     # `pytest -s` prints the figures of docs/router-replay.md.
     print("\ndtype  std of rho, own routes  replayed  rows alike  tokens with a flip")
-    for dtype, run in found.items():
+    for dtype, run in result.items():
         agree, flips = (run["metrics"][f"router/{name}"] for name in ("agree_frac", "any_flip_frac"))
         print(f"{dtype:<5}  {run['native']:>22.2e}  {run['replayed']:>8.2e}  {agree:>10.4f}  {flips:>18.4f}")
-    return found
+    return result
 
 
 @pytest.mark.parametrize("dtype", slow_but(["bf16"], ["bf16", "fp16"]))

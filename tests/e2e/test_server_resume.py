@@ -140,9 +140,9 @@ def test_every_token_is_of_weights_that_the_run_had_when_its_batch_was_sampled(r
     """At most one step older than the learner's; none older than the checkpoint, in the step after a resume."""
     for (step, batch), row in zip(sorted(run.batches().items()), run.rows, strict=True):
         assert batch.policy_version == step
-        found = versions(batch)
+        sampled_by = versions(batch)
         begun_with = step if step in (0, *RESUMED_AT) else step - 1
-        assert begun_with <= found.min() <= found.max() <= step
-        assert row["rollout/staleness_max"] == step - found.min()
+        assert begun_with <= sampled_by.min() <= sampled_by.max() <= step
+        assert row["rollout/staleness_max"] == step - sampled_by.min()
         assert row["rollout/legs_mean"] >= 1.0
         assert row["rollout/versions_mean"] >= 1.0

@@ -220,9 +220,9 @@ def test_a_learner_that_steps_aside_trains_the_same(root):
     offload = "learner.offload={gradients: true, optimizer: true, weights: true, during_passes: true}"
     checkpoint = "checkpoint={every: 2, keep_last: 0, export_hf: true}"
     succeeded(train(root, "aside", checkpoint, "validation.every=2", offload))
-    found = metrics(root, "aside")
-    assert without_times(found) == without_times(metrics(root, "whole"))
-    assert all(row["perf/time/offload"] > 0 for row in found[:STEPS])
+    measured = metrics(root, "aside")
+    assert without_times(measured) == without_times(metrics(root, "whole"))
+    assert all(row["perf/time/offload"] > 0 for row in measured[:STEPS])
     aside, whole = (HFFolder(root / name / "checkpoints" / "hf") for name in ("aside", "whole"))
     assert all(torch.equal(tensor, whole(name)) for name, tensor in aside.items())
 

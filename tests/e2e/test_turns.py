@@ -78,10 +78,10 @@ def check_masks(batch) -> int:
         while calls < 2 and (call := text.find("#", place)) >= 0:
             if len(text) == call + 1:
                 break  # there was no room for a result
-            found = RESULT.match(text, call + 1)
-            assert found, text
-            expected[call + 1 : found.end()] = False
-            calls, place = calls + 1, found.end()
+            match = RESULT.match(text, call + 1)
+            assert match, text
+            expected[call + 1 : match.end()] = False
+            calls, place = calls + 1, match.end()
         assert sequence.loss_mask.tolist() == expected.tolist(), text
         assert (sequence.inference_logprobs[~expected] == 0).all()
         assert (sequence.inference_logprobs[expected] != 0).any()

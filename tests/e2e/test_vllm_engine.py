@@ -423,12 +423,12 @@ def test_preempted_responses_are_the_same_responses():
             preempted.append(request.request_id),
             preempt(request, *args, **kwargs),
         )[1]
-        found = tight.rollout(prompts(4), 3, policy_version=0, step=0)
+        groups = tight.rollout(prompts(4), 3, policy_version=0, step=0)
     assert preempted
-    assert_same(expected, found, same_batches=False)
+    assert_same(expected, groups, same_batches=False)
     assert all(
         (np.sort(a, -1) == np.sort(b, -1)).all()
-        for a, b in zip(flat(expected, "routed_experts"), flat(found, "routed_experts"), strict=True)
+        for a, b in zip(flat(expected, "routed_experts"), flat(groups, "routed_experts"), strict=True)
     )
 
 

@@ -149,10 +149,10 @@ def test_a_trained_checkpoint_gives_its_weights_or_its_masters(saved, tmp_path):
 
 @pytest.mark.parametrize("which", ["mixed", "dense"])
 def test_the_table_is_what_megatron_writes(which, saved, dense):
-    found = conversion.MegatronFolder(Path(saved[which])).reader.read_metadata().state_dict_metadata
+    stored = conversion.MegatronFolder(Path(saved[which])).reader.read_metadata().state_dict_metadata
     a = read_architecture(dense if which == "dense" else MODEL)
     ours = {entry.key for entry in stored_tensors(a)} | set(extra_states(a))
-    assert ours == {key for key in found if not key.startswith("optimizer.")}
+    assert ours == {key for key in stored if not key.startswith("optimizer.")}
     assert sum(EXTRA_STATE in key for key in ours) == len(extra_states(a))
 
 
@@ -161,9 +161,9 @@ def test_the_table_is_what_megatron_writes(which, saved, dense):
 
 def changed(folder: Path, change) -> Path:
     shutil.copytree(MODEL, folder)
-    found = tensors(folder)
-    change(found)
-    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    converted = tensors(folder)
+    change(converted)
+    save_file(converted, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

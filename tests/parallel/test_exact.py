@@ -124,21 +124,21 @@ def jobs_named(start: str) -> list[Any]:
 
 @pytest.mark.parametrize(("results", "name"), jobs_named("bits"), indirect=["results"])
 def test_no_token_differs_in_any_batch(results, name):
-    _, found = results
-    assert max(found[name]["lengths"]) > 2 * min(found[name]["lengths"]), "lengths are mixed"
-    assert set(found[name]["differing"].values()) == {0}, found[name]["differing"]
+    _, of_rank = results
+    assert max(of_rank[name]["lengths"]) > 2 * min(of_rank[name]["lengths"]), "lengths are mixed"
+    assert set(of_rank[name]["differing"].values()) == {0}, of_rank[name]["differing"]
 
 
 @pytest.mark.parametrize(("results", "name"), jobs_named("gate"), indirect=["results"])
 def test_the_gate_is_zero_in_updates(results, name):
-    _, found = results
-    assert found[name] == [0.0] * 6
+    _, of_rank = results
+    assert of_rank[name] == [0.0] * 6
 
 
 @pytest.mark.parametrize(("results", "name"), jobs_named("broken"), indirect=["results"])
 def test_the_gate_names_what_differs(results, name):
-    _, found = results
-    message = found[name]
+    _, of_rank = results
+    message = of_rank[name]
     assert message.startswith("exact mode, step 0: sequence 'p:"), message
     assert "response token" in message
     assert "output of the layer 2" in message
@@ -147,34 +147,34 @@ def test_the_gate_names_what_differs(results, name):
 
 @pytest.mark.parametrize("results", slow_but([2], [2, 4]), indirect=True)
 def test_ranks_are_added_in_their_order(results):
-    _, found = results
-    assert found["sums"]
-    assert set(found["sums"].values()) == {True}, found["sums"]
+    _, of_rank = results
+    assert of_rank["sums"]
+    assert set(of_rank["sums"].values()) == {True}, of_rank["sums"]
 
 
 @pytest.mark.parametrize("results", [1], indirect=True)
 def test_the_gate_names_what_a_step_computes_otherwise(results):
-    _, found = results
+    _, of_rank = results
     first_step = len(prompts(1)[0].tokens)
-    assert f"token {first_step} of the sequence, output of the layer 2" in found["broken step"]
+    assert f"token {first_step} of the sequence, output of the layer 2" in of_rank["broken step"]
 
 
 @pytest.mark.parametrize("results", [1], indirect=True)
 @pytest.mark.parametrize("dtype", slow_but(["bf16"], DTYPES))
 def test_the_gate_is_zero_for_any_number_of_responses(results, dtype):
-    _, found = results
-    assert found[f"sizes {dtype}"] == [0.0] * len(STEPS)
+    _, of_rank = results
+    assert of_rank[f"sizes {dtype}"] == [0.0] * len(STEPS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("results", [1], indirect=True)
 def test_every_schedule_gives_the_same_responses(results):
-    _, found = results
-    plain, *others = found["schedules"]["found"].items()
+    _, of_rank = results
+    plain, *others = of_rank["schedules"]["found"].items()
     assert len(others) == 7
     for name, responses in others:
         assert responses == plain[1], name
-    assert max(found["schedules"]["lengths"]) == 100 > min(found["schedules"]["lengths"])
+    assert max(of_rank["schedules"]["lengths"]) == 100 > min(of_rank["schedules"]["lengths"])
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ def test_every_schedule_gives_the_same_responses(results):
     indirect=["results"],
 )
 def test_ranks_that_exchange_rows_give_the_responses_of_the_module(results, parallel):
-    _, found = results
-    responses, lengths = (found[f"schedules {parallel}"][name] for name in ("found", "lengths"))
+    _, of_rank = results
+    responses, lengths = (of_rank[f"schedules {parallel}"][name] for name in ("found", "lengths"))
     assert len(responses) == 4
     assert max(lengths) == TWO_PAGES > min(lengths)
     for name in ("five rows", "module", "graphs"):
@@ -195,8 +195,8 @@ def test_ranks_that_exchange_rows_give_the_responses_of_the_module(results, para
 @pytest.mark.parametrize("results", [2], indirect=True)
 def test_replicas_that_share_experts_take_as_many_rows_as_the_one_that_needs_most(results):
     """More than a tile of rows on one of them, and less on the other: the exchange has one shape."""
-    _, found = results
-    plain, *others = found["uneven rows"]["found"].values()
+    _, of_rank = results
+    plain, *others = of_rank["uneven rows"]["found"].values()
     assert len(plain) == 40
     assert others == [plain] * 2
 
@@ -204,8 +204,8 @@ def test_replicas_that_share_experts_take_as_many_rows_as_the_one_that_needs_mos
 @pytest.mark.slow
 @pytest.mark.parametrize("results", [1], indirect=True)
 def test_counts_say_how_full_generation_was(results):
-    _, found = results
-    counts, lengths = found["schedules"]["counts"], found["schedules"]["lengths"]
+    _, of_rank = results
+    counts, lengths = of_rank["schedules"]["counts"], of_rank["schedules"]["lengths"]
     plain, five, small = (counts[name] for name in ("plain", "five rows", "small cache"))
     # The first token comes with the prompt, and the second in the same turn.
     turns = [max(1, length - 1) for length in lengths]
@@ -222,16 +222,16 @@ def test_counts_say_how_full_generation_was(results):
 @pytest.mark.parametrize("results", [1], indirect=True)
 @pytest.mark.parametrize("dtype", slow_but(["bf16"], DTYPES))
 def test_every_row_of_a_batch_is_the_row_alone(results, dtype):
-    _, found = results
-    assert found[f"alone {dtype}"]["differing"] == dict.fromkeys(ROWS, 0)
-    assert len(set(found[f"alone {dtype}"]["lengths"])) > 2, "rows end one after the other"
+    _, of_rank = results
+    assert of_rank[f"alone {dtype}"]["differing"] == dict.fromkeys(ROWS, 0)
+    assert len(set(of_rank[f"alone {dtype}"]["lengths"])) > 2, "rows end one after the other"
 
 
 @pytest.mark.parametrize("results", [1], indirect=True)
 def test_the_cost_of_the_gate_is_a_phase_of_its_own(results):
     """Two comparisons a step of three seconds each: after the pass for old log-probs, and in the first update."""
-    _, found = results
-    times = {name: seconds for name, seconds in found["time"].items() if name.startswith("perf/time/")}
+    _, of_rank = results
+    times = {name: seconds for name, seconds in of_rank["time"].items() if name.startswith("perf/time/")}
     assert times.pop("perf/time/gate") == times.pop("perf/time/step") == 6.0
     assert set(times.values()) == {0.0}, times
 
@@ -239,8 +239,8 @@ def test_the_cost_of_the_gate_is_a_phase_of_its_own(results):
 @pytest.mark.parametrize("results", [2], indirect=True)
 @pytest.mark.parametrize("parallel", slow_but([HOLDERS[0]], HOLDERS), ids=str)
 def test_a_response_is_on_one_rank_and_then_where_it_is_learned_from(results, parallel):
-    _, found = results
-    held = found[f"held {parallel}"]
+    _, of_rank = results
+    held = of_rank[f"held {parallel}"]
     assert set(held["owners"]) == {0, 1}
     assert held["sampled"] == [[owner] for owner in held["owners"]]
     assert held["learned"] == held["homes"]
@@ -250,14 +250,14 @@ def test_a_response_is_on_one_rank_and_then_where_it_is_learned_from(results, pa
 
 @pytest.mark.parametrize("results", [1], indirect=True)
 def test_weights_that_changed_are_told_apart(results):
-    _, found = results
-    assert "the weights changed between generation and update" in found["changed"]
+    _, of_rank = results
+    assert "the weights changed between generation and update" in of_rank["changed"]
 
 
 @pytest.mark.parametrize("results", slow_but([1], [1, 2]), indirect=True)
 def test_doses_stand_apart_from_what_is_computed_without_them(results):
-    _, found = results
-    for name, dose in found["doses"].items():
+    _, of_rank = results
+    for name, dose in of_rank["doses"].items():
         assert dose["gate"] == 0.0, name
         assert dose["same in other batches"], name
         assert dose["same weights"], name
@@ -265,14 +265,14 @@ def test_doses_stand_apart_from_what_is_computed_without_them(results):
         assert dose["std"] > 0, name
         for of_metrics, of_stats in zip(dose["metrics"], dose["stats"], strict=True):
             assert of_metrics == rounded(of_stats, scale=of_stats, dtype=torch.float32), name
-    assert found["doses"].get("fp8", {"std": 0})["std"] < found["doses"]["int4"]["std"]
+    assert of_rank["doses"].get("fp8", {"std": 0})["std"] < of_rank["doses"]["int4"]["std"]
 
 
 @pytest.mark.parametrize("results", [1], indirect=True)
 def test_noise_on_logits_has_the_size_that_was_asked_for(results):
-    _, found = results
+    _, of_rank = results
     for std in (1e-3, 1e-1):
-        dose = found["doses"][f"logits {std:g}"]
+        dose = of_rank["doses"][f"logits {std:g}"]
         # log mu moves by the token's own noise minus the policy's mean of it: between 0 and about 1.4 std
         assert 0.2 * std < dose["std"] < 1.5 * std
         assert dose["rho_std"] > 0.2 * std

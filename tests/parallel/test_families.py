@@ -73,13 +73,13 @@ def runs(models, tmp_path_factory):
         sections = {key: value for key, value in train({}, **adapters)[1].items() if key != "num_steps"}
 
         def resume(saved: str = f"{family} lora saved", sections: dict = sections) -> tuple[str, dict]:
-            return "load_and_continue", sections | {"path": found[saved][0]["path"]}
+            return "load_and_continue", sections | {"path": results[saved][0]["path"]}
 
         jobs[1][f"{family} lora resumed"] = resume
         call = train(two)[1] | {"folder": folder, "num_steps": 1}
         jobs[2][f"{family} saved"] = ("save_after", call)
-    with Jobs(jobs, module="tests.parallel.programs.learner") as found:
-        yield found
+    with Jobs(jobs, module="tests.parallel.programs.learner") as results:
+        yield results
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -178,10 +178,10 @@ def test_biases_that_are_to_move_follow_the_load(runs, models):
 @pytest.mark.parametrize("family", slow_but([*STORED, DENSE[0]], FAMILIES))
 def test_a_checkpoint_of_two_ranks_becomes_the_weights_that_were_trained(family, runs, models, tmp_path):
     saved = Path(runs[f"{family} saved"][0]["path"])
-    found = conversion.MegatronFolder(saved).reader.read_metadata().state_dict_metadata
+    stored = conversion.MegatronFolder(saved).reader.read_metadata().state_dict_metadata
     a = read_architecture(models[family])
     assert {entry.key for entry in stored_tensors(a)} | set(extra_states(a)) == {
-        key for key in found if not key.startswith("optimizer.")
+        key for key in stored if not key.startswith("optimizer.")
     }
     conversion.to_hf(saved, tmp_path / "hf", models[family])
     conversion.to_megatron(tmp_path / "hf", tmp_path / "megatron")

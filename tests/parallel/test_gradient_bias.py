@@ -46,22 +46,25 @@ def test_without_mismatch_nothing_is_biased(one):
 
 def test_a_mu_that_is_half_of_po_halves_the_gradient(one):
     """rho = 2 at every token: token-level importance sampling doubles the gradient and turns nothing."""
-    found, (_, limits) = one["half"], expected("half")
-    assert abs(found["norm ratio"] - 0.5) <= limits["norm ratio"]
-    assert abs(found["cosine"] - 1) <= limits["cosine"]
-    assert abs(found["bias norm"] - found["gradient norm"]) <= limits["bias norm"] + limits["gradient norm"]
+    measured, (_, limits) = one["half"], expected("half")
+    assert abs(measured["norm ratio"] - 0.5) <= limits["norm ratio"]
+    assert abs(measured["cosine"] - 1) <= limits["cosine"]
+    assert abs(measured["bias norm"] - measured["gradient norm"]) <= limits["bias norm"] + limits["gradient norm"]
     apart = limits["reference variance"] + 4 * limits["variance"]
-    assert abs(found["reference variance"] - 4 * found["variance"]) <= apart
+    assert abs(measured["reference variance"] - 4 * measured["variance"]) <= apart
 
 
 def test_noise_turns_the_gradient(one):
-    found, (_, limits) = one["noisy"], expected("noisy")
-    assert 0 < found["cosine"] < 1 - limits["cosine"]
-    assert found["bias norm"] > limits["bias norm"]
-    assert found["bias / reference"] == found["bias norm"] / found["reference norm"]
-    assert found["LD Eq 13, C"] == found["variance"] + found["bias norm"] ** 2
-    dot, square = found["cosine"] * found["gradient norm"] * found["reference norm"], found["reference norm"] ** 2
-    assert found["LD Eq 13, B"] == rounded(dot - square, scale=square)
+    measured, (_, limits) = one["noisy"], expected("noisy")
+    assert 0 < measured["cosine"] < 1 - limits["cosine"]
+    assert measured["bias norm"] > limits["bias norm"]
+    assert measured["bias / reference"] == measured["bias norm"] / measured["reference norm"]
+    assert measured["LD Eq 13, C"] == measured["variance"] + measured["bias norm"] ** 2
+    dot, square = (
+        measured["cosine"] * measured["gradient norm"] * measured["reference norm"],
+        measured["reference norm"] ** 2,
+    )
+    assert measured["LD Eq 13, B"] == rounded(dot - square, scale=square)
 
 
 MUTATIONS = {
@@ -82,8 +85,8 @@ def test_other_weights_are_not_within_the_limits(mutation):
 
 
 def test_a_part_left_out_is_not_within_the_limits():
-    found = gradients("noisy", torch.float64)
-    half = type(found)(found.mine, np.concatenate([found.reference[:-1], 0 * found.reference[-1:]]))
+    computed = gradients("noisy", torch.float64)
+    half = type(computed)(computed.mine, np.concatenate([computed.reference[:-1], 0 * computed.reference[-1:]]))
     with pytest.raises(AssertionError, match="reference norm"):
         assert_within_limits("noisy", figures(half))
 

@@ -152,13 +152,13 @@ def test_adapters_of_experts_equal_those_of_one_rank(one, two, layout):
     """Gradient norms of three updates, and how far each kind of weight moved in them."""
     expected = one["experts"]
     for rank in two:
-        found = rank[layout]
-        assert all(torch.equal(found["exported before"][name], t) for name, t in expected["exported before"].items())
-        for got, want in zip(found["metrics"], expected["metrics"], strict=True):
+        result = rank[layout]
+        assert all(torch.equal(result["exported before"][name], t) for name, t in expected["exported before"].items())
+        for got, want in zip(result["metrics"], expected["metrics"], strict=True):
             assert abs(got["actor/grad_norm"] - want["actor/grad_norm"]) <= PRECISION * want["actor/grad_norm"]
         for target in TARGETS:
             names = [name for name in expected["exported"] if target in name]
-            differences = [moved(found, name) - moved(expected, name) for name in names]
+            differences = [moved(result, name) - moved(expected, name) for name in names]
             whole = sum(float(moved(expected, name).square().sum()) for name in names) ** 0.5
             assert whole > 0, f"{target} did not move"
             assert sum(float(part.square().sum()) for part in differences) ** 0.5 <= PRECISION * whole, target

@@ -61,23 +61,23 @@ def runs():
 
 @pytest.mark.parametrize("layout", slow_but(QUICK, WITH_PARTS))
 def test_squared_norms_are_those_of_the_parts(runs, layout):
-    found = runs[layout][0][0]
+    result = runs[layout][0][0]
     (parts,) = runs[f"parts, {layout}"]
     *sizes, total = parts["sizes"]
     *squares, whole = parts["squares"]
-    assert found["noise/batch_big"] == total == 24
-    assert found["noise/batch_small"] == rounded(len(sizes) / sum(1 / size for size in sizes))
+    assert result["noise/batch_big"] == total == 24
+    assert result["noise/batch_small"] == rounded(len(sizes) / sum(1 / size for size in sizes))
     # The tokens of a part are among those of the whole: its gradient's error in norm is no larger.
     error = float32_limits(1).gradients[0]
 
     def square_error(square: float) -> float:
         return 2 * math.sqrt(square) * error + error**2
 
-    assert abs(found["noise/sq_big"] - whole) <= square_error(whole)
+    assert abs(result["noise/sq_big"] - whole) <= square_error(whole)
     scales = [(total / size) ** 2 for size in sizes]
     mean = sum(square * scale for square, scale in zip(squares, scales, strict=True)) / len(scales)
     small = sum(square_error(square) * scale for square, scale in zip(squares, scales, strict=True)) / len(scales)
-    assert abs(found["noise/sq_small"] - mean) <= small < 0.01 * mean
+    assert abs(result["noise/sq_small"] - mean) <= small < 0.01 * mean
 
 
 @pytest.mark.parametrize("layout", slow_but(QUICK, LAYOUTS))
@@ -86,8 +86,8 @@ def test_update_size_is_what_the_weights_did(runs, layout):
         # What the weights did is a difference of two weights that are rounded themselves, each by up to u.
         roundings = CLOSED_FORM + 4 / metrics["test/relative_update"]
         for name in ("update_rms", "relative_update"):
-            found = metrics[f"noise/{name}"]
-            assert found == rounded(metrics[f"test/{name}"], roundings, scale=0, dtype=torch.float32), name
+            measured = metrics[f"noise/{name}"]
+            assert measured == rounded(metrics[f"test/{name}"], roundings, scale=0, dtype=torch.float32), name
         assert gamma(roundings, torch.float32) < 1e-3
     assert all(rank == runs[layout][0] for rank in runs[layout])
 
@@ -97,8 +97,8 @@ def test_first_update_is_the_same_on_every_layout(runs, layout):
     plain = run(torch.float64, 0)
     error = adam_first_update(float32_limits(1).gradients[0], OPTIMIZER["lr"], OPTIMIZER["eps"])
     limit = error / math.sqrt(len(plain.weights))  # clipping makes the gradient smaller, and its error
-    found, expected = (runs[name][0][0]["noise/update_rms"] for name in (layout, "one"))
-    assert abs(found - expected) <= limit < 0.01 * expected
+    result, expected = (runs[name][0][0]["noise/update_rms"] for name in (layout, "one"))
+    assert abs(result - expected) <= limit < 0.01 * expected
 
 
 def test_without_parts_there_is_no_noise_scale(runs):

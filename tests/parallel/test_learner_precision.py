@@ -162,12 +162,12 @@ def test_nan_that_does_not_clear_ends_the_run(one, dtype):
 
 
 def test_fp32_head_and_router(one):
-    found = one["head"]["found"]
-    assert len(found["head"]) >= 1
-    assert len(found["router"]) == 4 * len(found["head"])
-    assert {dtype for kind in found.values() for dtype, _ in kind} == {torch.float32}
+    result = one["head"]["found"]
+    assert len(result["head"]) >= 1
+    assert len(result["router"]) == 4 * len(result["head"])
+    assert {dtype for kind in result.values() for dtype, _ in kind} == {torch.float32}
     width = read_architecture(MODEL).hidden_size
-    assert max(error for kind in found.values() for _, error in kind) <= gamma(width, torch.float32)
+    assert max(error for kind in result.values() for _, error in kind) <= gamma(width, torch.float32)
     assert unit_roundoff(torch.bfloat16) > 100 * gamma(width, torch.float32), "an output in bf16 would pass"
     assert one["head"]["description"]["head"] == one["head"]["description"]["router"] == "fp32"
 

@@ -32,18 +32,18 @@ def test_no_change_of_a_folder_goes_in_unnoticed(family, tmp_path):
 
 def test_the_witness_tells_equal_models_from_others(tmp_path):
     """Both compute in fp32: models that are equal differ by less than `BOUND`, with a factor to spare."""
-    (found,) = run_ranks(PROGRAM, "differences", 1, folder=str(tmp_path))
+    (result,) = run_ranks(PROGRAM, "differences", 1, folder=str(tmp_path))
     for name in ("whole", "ends"):
-        assert found[name].largest < compare_logits.BOUND / 10
-        assert (found[name].beyond, found[name].num_tokens) == (0, 23)
-    assert found["another rope"].is_another_function
-    assert found["another norm"].is_another_function
+        assert result[name].largest < compare_logits.BOUND / 10
+        assert (result[name].beyond, result[name].num_tokens) == (0, 23)
+    assert result["another rope"].is_another_function
+    assert result["another norm"].is_another_function
 
 
 def test_queries_from_a_latent_vector_and_experts_in_groups(tmp_path):
-    (found,) = run_ranks(PROGRAM, "latent_queries", 1, folder=str(tmp_path))
-    assert found.largest < compare_logits.BOUND / 10
-    assert found.num_tokens == 23
+    (result,) = run_ranks(PROGRAM, "latent_queries", 1, folder=str(tmp_path))
+    assert result.largest < compare_logits.BOUND / 10
+    assert result.num_tokens == 23
 
 
 ANSWERS = {

@@ -37,7 +37,7 @@ LAYOUTS = {
 def alone() -> dict:
     """What one rank computed, in float32 and in float64."""
     (results,) = run_ranks(PROGRAMS, "layout_gradients", 1, layouts={"one": Layout(), "double": DOUBLE})
-    assert not any(isinstance(found, str) for found in results.values()), results
+    assert not any(isinstance(result, str) for result in results.values()), results
     return results
 
 

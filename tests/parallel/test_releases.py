@@ -33,9 +33,9 @@ def call(python: str, action: str, folder: Path | str, result: Path) -> dict[str
 def test_a_checkpoint_crosses_releases_bit_for_bit(way, tmp_path):
     writer, reader = (sys.executable, OTHER) if way == "here to there" else (OTHER, sys.executable)
     written = call(writer, "write", tmp_path / "run", tmp_path / "written.json")
-    found = call(reader, "read", written["path"], tmp_path / "read.json")
-    assert written["release"] != found["release"]
-    assert found["state"] == written["state"]
-    assert found["updates"] == 2
-    assert found["sums"] == written["sums"]
-    assert found["grad_norm"] > 0
+    result = call(reader, "read", written["path"], tmp_path / "read.json")
+    assert written["release"] != result["release"]
+    assert result["state"] == written["state"]
+    assert result["updates"] == 2
+    assert result["sums"] == written["sums"]
+    assert result["grad_norm"] > 0

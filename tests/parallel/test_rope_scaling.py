@@ -53,8 +53,8 @@ def test_yarn_is_transformers(tmp_path):
         config = AutoConfig.from_pretrained(folder, rope_parameters=YARN | change)
         other = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
         with torch.no_grad():
-            found = other(torch.randint(3, 98, (1, LENGTH), generator=torch.Generator().manual_seed(0))).logits[0]
-        assert (found - double).abs().max() > bound, change
+            result = other(torch.randint(3, 98, (1, LENGTH), generator=torch.Generator().manual_seed(0))).logits[0]
+        assert (result - double).abs().max() > bound, change
 
 
 @pytest.mark.parametrize("change", [{"rope_type": "yarn"}, {"high_freq_factor": 8.0}, {"factor": 0}])

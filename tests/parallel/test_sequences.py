@@ -51,8 +51,8 @@ def test_every_replica_gets_what_it_learns_from_and_nothing_else(world_size, num
 
 def test_numbers_of_every_item_are_on_every_rank():
     for rank in jobs(4, {str(n): ("numbers", {"num_items": n}) for n in (0, 1, 2, 9)}):
-        for number, found in rank.items():
-            assert found == [[i, -i / 3] for i in range(int(number))]
+        for number, result in rank.items():
+            assert result == [[i, -i / 3] for i in range(int(number))]
 
 
 def test_what_a_rank_holds_does_not_grow_with_the_number_of_ranks():

@@ -260,9 +260,9 @@ def test_the_command(tmp_path):
     ],
 )
 def test_an_update_that_needs_values_is_not_traced(recipe, overrides, reason):
-    found = why_untraced(workload(recipe, 4, overrides))
-    assert found.startswith(reason)
-    assert bool(found) == bool(reason)
+    reasons = why_untraced(workload(recipe, 4, overrides))
+    assert reasons.startswith(reason)
+    assert bool(reasons) == bool(reason)
 
 
 @pytest.mark.parametrize("recipe", slow_but([next(iter(EXACT))], EXACT))

@@ -90,8 +90,8 @@ def local(tmp_path_factory, dense):
         "lora": lora(dense),
         "saved": save_after(tmp_path_factory.mktemp("run"), learner()),
     }
-    with over_local(jobs) as found:
-        yield found.of_rank(0)
+    with over_local(jobs) as results:
+        yield results.of_rank(0)
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +116,8 @@ def runs(transformer_engine, local, other, dense, tmp_path_factory):
     jobs[1]["loaded"] = lambda: load(local["saved"]["path"], learner())
     jobs[1]["converted"] = convert(other, tmp_path_factory.mktemp("converted"))
     jobs[1]["attention"] = ("thd_choices", {})
-    with over_te(transformer_engine, jobs) as found:
-        yield found
+    with over_te(transformer_engine, jobs) as results:
+        yield results
 
 
 @pytest.mark.parametrize("name", slow_but(["tp2ep2"], [*LAYOUTS, *VARIANTS]))
@@ -192,8 +192,8 @@ def test_it_continues_a_run_of_megatrons_own_layers(runs, local):
 
 def test_megatrons_own_layers_continue_a_run_of_it(runs):
     saved = runs["saved"][0]
-    with over_local({"loaded": load(saved["path"], learner())}) as found:
-        same_continuation(found["loaded"][0], saved)
+    with over_local({"loaded": load(saved["path"], learner())}) as results:
+        same_continuation(results["loaded"][0], saved)
 
 
 def test_conversion_both_ways(runs, other, tmp_path):

@@ -43,8 +43,8 @@ def runs(transformer_engine, models):
             jobs[ranks][f"parity {family} {dtype} {name}"] = ("parity.learner_errors", call)
     call = {"path": str(models["qwen3_moe"]), "parallel": {}, "dtype": "fp32", "other_rope": True}
     jobs[1]["other rope"] = ("parity.learner_errors", call)
-    with over_local(own) as local, over_te(transformer_engine, jobs) as found:
-        yield local, found
+    with over_local(own) as local, over_te(transformer_engine, jobs) as results:
+        yield local, results
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -101,8 +101,8 @@ def local(tmp_path_factory, dense):
             "lora, experts": lora(str(MODEL)),
             "saved": save_after(tmp_path_factory.mktemp("run"), learner()),
         }
-    ) as found:
-        yield found.of_rank(0)
+    ) as results:
+        yield results.of_rank(0)
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +139,8 @@ def runs(transformer_engine, local, other, dense, tmp_path_factory):
     jobs[2] |= {
         f"lora, experts {name}": lora(str(MODEL), parallel=parallel) for name, parallel in ADAPTERS_OF_EXPERTS.items()
     }
-    with over_te(transformer_engine, jobs) as found:
-        yield found
+    with over_te(transformer_engine, jobs) as results:
+        yield results
 
 
 @pytest.fixture(scope="module")
@@ -299,8 +299,8 @@ def test_a_layout_continues_a_run_of_megatrons_own_layers(runs, local, layout):
 @pytest.mark.parametrize("layout", slow_but(["tp2etp2"], CUT_MODELS))
 def test_megatrons_own_layers_continue_runs_of_layouts(runs, layout):
     saved = runs[f"saved, {layout}"][0]
-    with over_local({"loaded": load(saved["path"], learner())}) as found:
-        same_continuation(found["loaded"][0], saved)
+    with over_local({"loaded": load(saved["path"], learner())}) as results:
+        same_continuation(results["loaded"][0], saved)
 
 
 @pytest.mark.parametrize("layout", slow_but(["tp2etp2"], CUT_MODELS))

@@ -62,5 +62,5 @@ def test_a_file_has_one_worker_and_so_has_the_folder_of_the_cluster(tmp_path, mo
 
 def test_one_core_has_no_workers(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    found = workers_of(tmp_path, {min(os.sched_getaffinity(0))})
-    assert set.union(*found.values()) == {"None"}
+    workers = workers_of(tmp_path, {min(os.sched_getaffinity(0))})
+    assert set.union(*workers.values()) == {"None"}

@@ -95,9 +95,9 @@ def same_weights(checkpoint: str, wanted: Path, folder: Path) -> None:
     """A checkpoint of a run, converted to Hugging Face's format in ``folder``, holds the weights in ``wanted``."""
     conversion.to_hf(Path(checkpoint), folder, MODEL)
     expected = load_file(wanted / "hf" / WEIGHTS.name)
-    found = {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    tensors = {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+    assert tensors.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(tensors[name], expected[name])] == []
 
 
 def worst(result: dict, reference: dict) -> float:

@@ -200,8 +200,8 @@ if tree := os.environ.get("MEGATRON_LM"):  # a checkout of Megatron-LM at a pinn
             list(map(str, command)), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LOOP_S
         )
         assert done.returncode == 0, done.stderr[-4000:]
-        found = json.loads((tmp_path / "found.json").read_text())
-        optimizer = SimpleNamespace(param_groups=[{"wd_mult": 1.0} for _ in found["rates"][0]])
+        printed = json.loads((tmp_path / "found.json").read_text())
+        optimizer = SimpleNamespace(param_groups=[{"wd_mult": 1.0} for _ in printed["rates"][0]])
         config = ScheduleConfig(style="length-decay", mode=mode, warmup_steps=warmup, min_lr=1e-4)
         ours = build_scheduler(config, OptimizerConfig(lr=1e-3, weight_decay=0.1), optimizer, STEPS)
         rates = []
@@ -209,5 +209,5 @@ if tree := os.environ.get("MEGATRON_LM"):  # a checkout of Megatron-LM at a pinn
             ours.observe_length(ours.num_steps, length)
             rates.append([group["lr"] for group in optimizer.param_groups])
             ours.step(1)
-        assert found["rates"] == rates
+        assert printed["rates"] == rates
         assert len({rate for rate, *_ in rates}) > (1 + warmup if mode == "auto" else warmup)

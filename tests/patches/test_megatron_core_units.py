@@ -18,8 +18,8 @@ def test_router_runs_without_transformer_engine():
         logits = hidden @ weight.t()
         return [logits, *torch.autograd.grad(logits.sin().sum(), weight)]
 
-    found = [logits, *torch.autograd.grad(logits.sin().sum(), weight)]
-    assert_as_double(found, plain, [hidden, weight], longest_sum=8)
+    computed = [logits, *torch.autograd.grad(logits.sin().sum(), weight)]
+    assert_as_double(computed, plain, [hidden, weight], longest_sum=8)
 
 
 def test_norm_of_moe_layers_keeps_its_name_in_checkpoints():

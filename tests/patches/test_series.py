@@ -302,17 +302,17 @@ def test_headers_are_ready_for_a_pull_request():
         notes = Series.read(PATCHES / name).notes["Superseded"]
         since |= dict(note.split(" since ") for note in notes if " since " in note)
     for path in PATCHES.glob("megatron/*/*.patch"):
-        found = Patch.read(path)
+        patch = Patch.read(path)
         message = path.read_text().partition("\n---\n")[0].partition("\nSubject: ")[2]
         assert not re.search(r"megatron_rl|\b[Ww]e\b|\b[Oo]ur\b", message), path
-        backport = found.trailers["Origin"].startswith("backport")
-        assert (found.trailers["Forwarded"] == "not-needed") == backport == (found.path in since), path
+        backport = patch.trailers["Origin"].startswith("backport")
+        assert (patch.trailers["Forwarded"] == "not-needed") == backport == (patch.path in since), path
         if backport:
-            release = since[found.path]
-            assert found.trailers["Drop-When"] == f"the pinned megatron-core is {release} or later"
-            assert found.trailers["Origin"].endswith(f"megatron-core {release}")
+            release = since[patch.path]
+            assert patch.trailers["Drop-When"] == f"the pinned megatron-core is {release} or later"
+            assert patch.trailers["Origin"].endswith(f"megatron-core {release}")
         else:
-            assert re.match(r"tests/unit_tests/\S+\.py: \w", found.trailers["Upstream-Test"]), path
+            assert re.match(r"tests/unit_tests/\S+\.py: \w", patch.trailers["Upstream-Test"]), path
 
 
 def test_the_text_of_a_header_is_no_part_of_a_patch(tmp_path):

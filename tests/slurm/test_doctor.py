@@ -20,8 +20,8 @@ def test_nodes_and_what_is_between_them_on_one_page(site):
     job = site.submit("doctor.sbatch", "--only", QUICK)
     assert job.wait() == "COMPLETED", job.log
     folder = site.folder / f"doctor-{job.number}"
-    found = json.loads((folder / "doctor.json").read_text())
-    by_node = {node["node"]: {c["name"]: c for c in node["checks"]} for node in found["nodes"]}
+    report = json.loads((folder / "doctor.json").read_text())
+    by_node = {node["node"]: {c["name"]: c for c in node["checks"]} for node in report["nodes"]}
     assert list(by_node) == [*NODES, "between nodes"]
     assert set(by_node["between nodes"]) == {"nodes", "collectives"}
     assert set(by_node[NODES[0]]) == set(QUICK.split(","))
@@ -80,8 +80,8 @@ def test_what_hangs_is_named_and_the_job_ends(site, planted, expected):
     environment = {"PYTHONPATH": str(site.folder), "PLANTED": planted, "MRL_DOCTOR_SECONDS": str(SECONDS)}
     job = site.submit(*arguments, **environment)
     assert job.wait() == "FAILED", job.log
-    found = json.loads((site.folder / f"doctor-{job.number}" / "doctor.json").read_text())
-    statuses = {node["node"]: {c["name"]: c["status"] for c in node["checks"]} for node in found["nodes"]}
+    report = json.loads((site.folder / f"doctor-{job.number}" / "doctor.json").read_text())
+    statuses = {node["node"]: {c["name"]: c["status"] for c in node["checks"]} for node in report["nodes"]}
     assert set(statuses[NODES[0]].values()) == {"pass"}, job.log
     assert {name: statuses[name] for name in expected} == expected, job.log
     named = JOB if place == "between" else place

@@ -91,7 +91,7 @@ def main(dtype: str) -> dict[str, Any]:
             for rollout in group.rollouts:
                 rollout.reward = float(rollout.sample)
         batch, everything = batch_of(learner, groups), list(range(4))
-        found = gradients()
+        computed = gradients()
         metrics = learner.update(batch_of(learner, groups))
         before = dict(calls)
         on_kernels.close()
@@ -103,8 +103,10 @@ def main(dtype: str) -> dict[str, Any]:
         "rho_std": metrics["mismatch/rho_std"],
         "calls": calls,
         "calls after": calls != before,
-        "error": max(float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in zip(found, expected, strict=True)),
-        "nonzero": sum(bool(x.any()) for x in found),
+        "error": max(
+            float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in zip(computed, expected, strict=True)
+        ),
+        "nonzero": sum(bool(x.any()) for x in computed),
     }
 
 

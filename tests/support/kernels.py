@@ -376,8 +376,8 @@ def attention(dtype: torch.dtype) -> dict[str, Any]:
     different = 0
     for _ in range(COMPOSITIONS):
         rows = some_rows(total, 4)
-        found = kernels.step_attention(query[rows], *cache.unbind(), positions[rows], pages[sequences[rows]], scale)
-        different += not torch.equal(found, whole[rows])
+        computed = kernels.step_attention(query[rows], *cache.unbind(), positions[rows], pages[sequences[rows]], scale)
+        different += not torch.equal(computed, whole[rows])
     prompts = kernels.paged_attention(query, *cache.unbind(), tiles, sequences, positions, pages, scale)
     padded = [F.pad(x[:70], (0, 0, 0, 0, 0, 26)).transpose(0, 1)[None] for x in (query, key, value)]
     cpu = invariant.attention(*padded, torch.arange(96)[None].clamp(max=69), scale)[0].transpose(0, 1)[:70]

@@ -124,7 +124,7 @@ def run_on(
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=lr, betas=BETAS, eps=eps, weight_decay=0.0)
     with torch.no_grad():
-        found = Updates(_double(logprobs(model, stored_rollouts(100))))
+        updates = Updates(_double(logprobs(model, stored_rollouts(100))))
     for batch in batches:
         parts = [minibatch(batch, part) for part in batch.minibatches]
         old = []
@@ -134,14 +134,14 @@ def run_on(
         for part, old_logprobs in zip(parts, old):
             seen: list[np.ndarray] = []
             with watched_routers(model, part, seen, replay):
-                _update(model, optimizer, part, old_logprobs, found, mutate_gradients)
-            found.router_logits.append(np.concatenate(seen) if seen else np.zeros((0, 2)))
+                _update(model, optimizer, part, old_logprobs, updates, mutate_gradients)
+            updates.router_logits.append(np.concatenate(seen) if seen else np.zeros((0, 2)))
     with torch.no_grad():
-        found.after = _double(logprobs(model, stored_rollouts(100)))
-    found.weights = np.concatenate([_double(p).ravel() for p in trained])
-    found.sizes = [p.numel() for p in trained]
-    found.topk = getattr(model.config, "num_experts_per_tok", 0)
-    return found
+        updates.after = _double(logprobs(model, stored_rollouts(100)))
+    updates.weights = np.concatenate([_double(p).ravel() for p in trained])
+    updates.sizes = [p.numel() for p in trained]
+    updates.topk = getattr(model.config, "num_experts_per_tok", 0)
+    return updates
 
 
 def _update(model, optimizer, batch: Batch, old: torch.Tensor, found: Updates, mutate: Mutation | None) -> None:
@@ -304,13 +304,13 @@ def relative_norm_error(num_batches: int, num_sequences: int, path: str = str(MO
     batches = [stored_rollouts(number, num_sequences) for number in range(num_batches)]
 
     def norms(dtype: torch.dtype) -> np.ndarray:
-        model, found = load(path, dtype), Updates(np.zeros(0))
+        model, updates = load(path, dtype), Updates(np.zeros(0))
         nothing = torch.optim.SGD(model.parameters(), lr=0.0)
         for batch in batches:
             with torch.no_grad():
                 old = logprobs(model, batch)
-            _update(model, nothing, batch, old, found, None)
-        return np.array([np.linalg.norm(gradient) for gradient in found.gradients])
+            _update(model, nothing, batch, old, updates, None)
+        return np.array([np.linalg.norm(gradient) for gradient in updates.gradients])
 
     single, double = norms(torch.float32), norms(torch.float64)
     longest_sum = max(sum(len(s.tokens) for s in batch.sequences) for batch in batches)

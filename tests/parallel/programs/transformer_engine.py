@@ -168,9 +168,9 @@ def ring_attention(lengths: list[int]) -> dict[str, Any]:
         use_fused_attention=True,
         window_size=(-1, 0),
     ).flatten(1)
-    found = [out.detach(), *torch.autograd.grad((out * weights[own]).sum(), inputs)]
+    computed = [out.detach(), *torch.autograd.grad((out * weights[own]).sum(), inputs)]
     single, double = plain(torch.float32), plain(torch.float64)
-    errors = [float((a.flatten(1) - b).abs().max()) for a, b in zip(found, double, strict=True)]
+    errors = [float((a.flatten(1) - b).abs().max()) for a, b in zip(computed, double, strict=True)]
     return {"errors": errors, "single": [x.numpy() for x in single], "double": [x.numpy() for x in double]}
 
 

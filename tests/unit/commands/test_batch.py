@@ -12,13 +12,13 @@ from megatron_rl.instruments.rerun import Attribution, Part
 
 def test_the_report_says_that_it_is_not_of_the_collapse(tmp_path, capsys):
     parts = (Part("routing", "the engine's routes replayed", 3.0), Part("remainder", "left over: int4", 1.0))
-    found = Attribution(4.0, parts, {frozenset(): 4.0}, 10, "exact")
+    attribution = Attribution(4.0, parts, {frozenset(): 4.0}, 10, "exact")
     options = SimpleNamespace(step=3, run=Path("runs/a"), json=tmp_path / "out.json")
     print_attribution(
         options,
         SimpleNamespace(plots=tmp_path),
         SimpleNamespace(batch=SimpleNamespace(sequences=[]), metrics={}),
-        found,
+        attribution,
     )
     text = capsys.readouterr().out
     assert "remainder" in text

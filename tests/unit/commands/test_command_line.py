@@ -105,9 +105,9 @@ def test_help_of_a_command_is_its_docstring(helps, name):
 
 def test_every_function_that_runs_a_command_is_a_command():
     folder = REPOSITORY / "megatron_rl" / "commands"
-    found = {(path.stem, node.name) for path in folder.glob("*.py") for node in functions(path)}
+    defined = {(path.stem, node.name) for path in folder.glob("*.py") for node in functions(path)}
     named = {(module_of(name).rpartition(".")[2], f"run_{function_name(name)}") for name in COMMANDS}
-    assert {(stem, name) for stem, name in found if name.startswith("run_")} == named
+    assert {(stem, name) for stem, name in defined if name.startswith("run_")} == named
 
 
 def test_the_list_of_commands_imports_none_of_them():

@@ -41,8 +41,8 @@ def test_the_exit_status_says_whether_one_failed(outcomes, capsys, tmp_path):
     arguments = ["doctor", "--only", "packages,patches", "--only", "open-files", "--shared", str(tmp_path)]
     assert main([*arguments, "--json", str(tmp_path / "a" / "r.json"), "--page", str(tmp_path / "r.html")]) == 0
     assert "3 pass, 0 fail, 0 not run" in capsys.readouterr().out
-    found = json.loads((tmp_path / "a" / "r.json").read_text())
-    assert [check["name"] for check in found["nodes"][0]["checks"]] == ["packages", "patches", "open-files"]
+    report = json.loads((tmp_path / "a" / "r.json").read_text())
+    assert [check["name"] for check in report["nodes"][0]["checks"]] == ["packages", "patches", "open-files"]
     assert "nothing failed" in (tmp_path / "r.html").read_text()
     outcomes[0]["patches"] = failed("no", "do")
     assert main(arguments) == 1

@@ -65,9 +65,12 @@ def test_a_run_tells_which_servers_it_uses_and_why_not(run_dir, capsys):
     assert lines[4].split()[:3] == ["d", "-", "refused"]
     assert lines[5] == "policy version that is due: 4"
     assert main(["servers", str(run_dir), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["due"], [one["state"] for one in found["servers"]]) == (4, ["ready", "updating", "lost", "refused"])
-    assert found["servers"][0]["tokens_per_s"] == 300.0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["due"], [one["state"] for one in printed["servers"]]) == (
+        4,
+        ["ready", "updating", "lost", "refused"],
+    )
+    assert printed["servers"][0]["tokens_per_s"] == 300.0
 
 
 def test_after_the_run_its_servers_have_ended(run_dir):

@@ -67,16 +67,16 @@ def test_every_section_of_the_schema_is_here():
 
 def line_about(message: str, path: str, tmp_path: Path) -> str:
     """The line of ``message`` that begins with ``path``; the file and line that it names must hold the key."""
-    found = [line for line in message.splitlines() if re.match(rf"  {re.escape(path)}(?![\w])[.\w]*: ", line)]
-    assert found, f"{path} is not named in:\n{message}"
-    place = re.search(rf"\(set in {re.escape(str(tmp_path / 'base.yaml'))}:(\d+)\)$", found[0])
-    assert place, found[0]
+    text = [line for line in message.splitlines() if re.match(rf"  {re.escape(path)}(?![\w])[.\w]*: ", line)]
+    assert text, f"{path} is not named in:\n{message}"
+    place = re.search(rf"\(set in {re.escape(str(tmp_path / 'base.yaml'))}:(\d+)\)$", text[0])
+    assert place, text[0]
     written = (tmp_path / "base.yaml").read_text().splitlines()[int(place[1]) - 1]
-    if written.strip().startswith("- ") and found[0].partition(": ")[0].rpartition(".")[2].isdigit():
-        return found[0]  # an item of a list, on a line of its own
+    if written.strip().startswith("- ") and text[0].partition(": ")[0].rpartition(".")[2].isdigit():
+        return text[0]  # an item of a list, on a line of its own
     last = [part for part in path.split(".") if not part.isdigit()][-1]
-    assert f"{last}:" in written, (found[0], written)
-    return found[0]
+    assert f"{last}:" in written, (text[0], written)
+    return text[0]
 
 
 @pytest.mark.parametrize("key", KEYS, ids=IDS)
@@ -116,13 +116,13 @@ def test_out_of_range(key, message, tmp_path):
 
 @pytest.mark.parametrize("key", KEYS, ids=IDS)
 def test_null(key, message, tmp_path):
-    found = message(key.values({key.name: None}))
+    text = message(key.values({key.name: None}))
     if takes_null(key.field):
-        assert f"{key.path}: found null" not in found
+        assert f"{key.path}: found null" not in text
     elif is_tag(key):
-        line_about(found, key.path, tmp_path)
+        line_about(text, key.path, tmp_path)
     else:
-        assert f"{key.path}: found null" in line_about(found, key.path, tmp_path)
+        assert f"{key.path}: found null" in line_about(text, key.path, tmp_path)
 
 
 def is_tag(key: Key) -> bool:
@@ -238,18 +238,18 @@ def outside(field: FieldInfo) -> Iterator[tuple[Any, list[str]]]:
     ],
 )
 def test_messages_by_name(override, said, message):
-    found = message({}, override)
-    assert said in found, found
+    text = message({}, override)
+    assert said in text, text
 
 
 def test_a_rule_between_sections_says_where_each_of_its_keys_was_set(message, tmp_path):
-    found = message({"batch": {"prompts": 3}, "rollout": {"num_samples": 3}}, "batch.minibatches=2")
+    text = message({"batch": {"prompts": 3}, "rollout": {"num_samples": 3}}, "batch.minibatches=2")
     base = (tmp_path / "base.yaml").read_text().splitlines()
     lines = [f"{tmp_path}/base.yaml:{number}" for number, line in enumerate(base, 1) if ": 3" in line]
-    assert f"(set: batch.minibatches in --set batch.minibatches=2; batch.prompts in {lines[0]}, " in found.replace(
+    assert f"(set: batch.minibatches in --set batch.minibatches=2; batch.prompts in {lines[0]}, " in text.replace(
         ", batch.prompts", "; batch.prompts"
     )
-    assert f"rollout.num_samples in {lines[1]})" in found
+    assert f"rollout.num_samples in {lines[1]})" in text
 
 
 def test_aliases_and_bases_that_double_are_refused_or_read_once(tmp_path):

@@ -30,11 +30,11 @@ def test_every_pair_of_dtypes_is_legal(learner, rollout):
 
 
 def test_one_key_sets_both_sides():
-    found = rows(tiny_recipe(learner={"dtype": "bf16"}, precision={"fp32_head": True}))
-    assert (found["head"].learner, found["head"].rollout, found["head"].verdict) == ("fp32", "fp32", "same")
-    assert found["router"].verdict == "rounding"
-    found = rows(tiny_recipe(rollout={"dtype": "bf16"}, learner={"dtype": "bf16"}, precision={"fp32_router": True}))
-    assert (found["router"].learner, found["router"].rollout) == ("fp32", "fp32")
+    by_aspect = rows(tiny_recipe(learner={"dtype": "bf16"}, precision={"fp32_head": True}))
+    assert (by_aspect["head"].learner, by_aspect["head"].rollout, by_aspect["head"].verdict) == ("fp32", "fp32", "same")
+    assert by_aspect["router"].verdict == "rounding"
+    by_aspect = rows(tiny_recipe(rollout={"dtype": "bf16"}, learner={"dtype": "bf16"}, precision={"fp32_router": True}))
+    assert (by_aspect["router"].learner, by_aspect["router"].rollout) == ("fp32", "fp32")
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,13 @@ def test_a_learner_that_cannot_round_alike_is_refused(sections, message):
 def test_kept_sets_make_one_policy_of_both():
     recipe = tiny_recipe(rollout={"top_p": 0.9, "top_k": 20, "kept_sets": True})
     check_recipe(recipe)
-    found = rows(recipe)
-    assert (found["top-p"].learner, found["top-p"].rollout, found["top-p"].verdict) == ("0.9", "0.9", "same")
-    assert (found["top-k"].learner, found["top-k"].rollout, found["top-k"].verdict) == ("20", "20", "same")
+    by_aspect = rows(recipe)
+    assert (by_aspect["top-p"].learner, by_aspect["top-p"].rollout, by_aspect["top-p"].verdict) == (
+        "0.9",
+        "0.9",
+        "same",
+    )
+    assert (by_aspect["top-k"].learner, by_aspect["top-k"].rollout, by_aspect["top-k"].verdict) == ("20", "20", "same")
     bounds = {rule.name: rule.above for rule in first_step_alarms(recipe, read_architecture(MODEL))}
     assert bounds == {"first-step-difference": 1e-3, "first-step-mismatch": 1e-3}
 
@@ -124,8 +128,8 @@ def test_rounded_weights_and_cache_are_rows_of_the_contract():
     """Rounding, not another policy: legal and measured. Without the key there are no such rows."""
     recipe = tiny_recipe(rollout={"quantization": {"weights": "fp8", "block": [1, None], "kv_cache": "fp8"}})
     stated = contract(recipe, read_architecture(MODEL))
-    found = {row.aspect: (row.rollout, row.verdict) for row in stated}
-    assert (found["weights"], found["kv cache"]) == (("fp8 [1, all]", "rounding"), ("fp8", "rounding"))
+    by_aspect = {row.aspect: (row.rollout, row.verdict) for row in stated}
+    assert (by_aspect["weights"], by_aspect["kv cache"]) == (("fp8 [1, all]", "rounding"), ("fp8", "rounding"))
     assert not {"weights", "kv cache"} & rows(tiny_recipe()).keys()
     engine = {"weights": "fp8 [1, all], dtype", "kv cache": "fp8"}
     with pytest.raises(
@@ -155,9 +159,9 @@ FIRST_FP32 = {"first-step-difference": 1e-3, "first-step-mismatch": 1e-3}
     ],
 )
 def test_the_first_steps_mismatch_is_bounded_by_the_coarsest_type(sections, bounds):
-    found = first_step_alarms(tiny_recipe(**sections), read_architecture(MODEL))
-    assert {rule.name: rule.above for rule in found} == bounds
-    assert all(rule.then == ["warn", "stop"] for rule in found)
+    alarms = first_step_alarms(tiny_recipe(**sections), read_architecture(MODEL))
+    assert {rule.name: rule.above for rule in alarms} == bounds
+    assert all(rule.then == ["warn", "stop"] for rule in alarms)
 
 
 # -- tf32
@@ -175,9 +179,9 @@ def on_a_gpu(learner: str, rollout: str, engine: str = "vllm", **precision):
 
 @pytest.mark.parametrize(("learner", "rollout"), [("tf32", "tf32"), ("tf32", "bf16"), ("fp16", "tf32")])
 def test_tf32_is_a_dtype_of_its_own(learner, rollout):
-    found = rows(on_a_gpu(learner, rollout))
-    assert (found["dtype"].learner, found["dtype"].rollout) == (learner, rollout)
-    assert found["dtype"].verdict == ("same" if learner == rollout else "rounding")
+    by_aspect = rows(on_a_gpu(learner, rollout))
+    assert (by_aspect["dtype"].learner, by_aspect["dtype"].rollout) == (learner, rollout)
+    assert by_aspect["dtype"].verdict == ("same" if learner == rollout else "rounding")
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,9 @@ NO_PO = {"batch": {"minibatches": 4}, "objective": {"policy_term": "vespo"}}
     ],
 )
 def test_the_contract_bounds_rho_by_the_coarser_type(values, bound):
-    found = {rule.name: rule.above for rule in level_rules(values)}
-    assert found.get("mismatch-contract") == bound
-    assert set(found) - {"mismatch-contract"} == {rule.name for rule in LEVELS}
+    rules = {rule.name: rule.above for rule in level_rules(values)}
+    assert rules.get("mismatch-contract") == bound
+    assert set(rules) - {"mismatch-contract"} == {rule.name for rule in LEVELS}
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_the_contract_bounds_rho_by_the_coarser_type(values, bound):
     ],
 )
 def test_rules_are_left_out_where_their_metric_means_something_else(keys, left_out):
-    found = {rule.name for rule in level_rules(tiny_recipe(**keys).model_dump(mode="json"))}
-    assert {rule.name for rule in LEVELS} - found == left_out
+    rules = {rule.name for rule in level_rules(tiny_recipe(**keys).model_dump(mode="json"))}
+    assert {rule.name for rule in LEVELS} - rules == left_out
 
 
 def test_risks_are_rules_on_levels():

@@ -21,8 +21,8 @@ def test_a_bound_of_a_term_may_be_absent():
 
 
 def terms() -> list[type[TermSection]]:
-    found = [value for value in vars(policy_terms).values() if isinstance(value, type)]
-    return [value for value in found if issubclass(value, TermSection) and "name" in value.model_fields]
+    classes = [value for value in vars(policy_terms).values() if isinstance(value, type)]
+    return [value for value in classes if issubclass(value, TermSection) and "name" in value.model_fields]
 
 
 def named(mark: str) -> set[str]:

@@ -34,8 +34,8 @@ def test_sets_that_nobody_returns_are_refused(rollout, message):
     ],
 )
 def test_a_type_alone_brings_its_own_block(written, kind, block):
-    found = tiny_recipe(rollout={"quantization": written}).rollout.quantization
-    assert (found.weights, found.of_weights) == (kind, block)
+    quantization = tiny_recipe(rollout={"quantization": written}).rollout.quantization
+    assert (quantization.weights, quantization.of_weights) == (kind, block)
 
 
 @pytest.mark.parametrize(

@@ -205,8 +205,8 @@ def test_rows_that_repeat_a_problem_are_one_problem(tokenizer, tmp_path, caplog)
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps({"problem": q, "answer": a}) + "\n" for q, a in rows))
     data, validation = validation_of([DataSourceConfig(path=str(path))])
-    found = load_validation(data, validation, tokenizer)
-    assert [prompt.id for prompt in found] == ["x:0", "x:1", "x:3"]
+    loaded = load_validation(data, validation, tokenizer)
+    assert [prompt.id for prompt in loaded] == ["x:0", "x:1", "x:3"]
     assert "5 rows hold 3 problems" in caplog.text
     data, keeping = validation_of([DataSourceConfig(path=str(path))], repeated_rows="keep")
     assert len(load_validation(data, keeping, tokenizer)) == 5

@@ -167,9 +167,9 @@ def test_a_mix_goes_on_where_it_was_interrupted(batches, stop):
     sizes, weights = {"a": 5, "b": 3, "c": 8}, {"a": 0.2, "b": 0.5, "c": 1.1}
     whole, first, second = mix(sizes, weights), mix(sizes, weights), mix(sizes, weights)
     expected = [[p.id for p in whole.take(size)] for size in batches]
-    found = [[p.id for p in first.take(size)] for size in batches[:stop]]
+    taken = [[p.id for p in first.take(size)] for size in batches[:stop]]
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert found + [[p.id for p in second.take(size)] for size in batches[stop:]] == expected
+    assert taken + [[p.id for p in second.take(size)] for size in batches[stop:]] == expected
 
 
 def test_other_weights_hold_from_the_resumption_on():

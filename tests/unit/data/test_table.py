@@ -140,16 +140,16 @@ def test_other_settings_make_another_entry(tokenizer, source, tmp_path, change):
         (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}")
         change = {"chat_template": str(tmp_path / "chat.jinja")}
     load_prompts(source, tokenizer, cache=tmp_path / "cache")
-    found = load_prompts(source, tokenizer, PromptConfig(**change), cache=tmp_path / "cache")
-    assert list(found) == list(load_prompts(source, tokenizer, PromptConfig(**change)))
+    loaded = load_prompts(source, tokenizer, PromptConfig(**change), cache=tmp_path / "cache")
+    assert list(loaded) == list(load_prompts(source, tokenizer, PromptConfig(**change)))
     assert len(entries(tmp_path / "cache")) == 2
 
 
 def test_another_tokenizer_makes_another_entry(tokenizer, source, tmp_path):
     load_prompts(source, tokenizer, cache=tmp_path / "cache")
     tokenizer.add_tokens(["^1"])
-    found = load_prompts(source, tokenizer, cache=tmp_path / "cache")
-    assert list(found) == list(load_prompts(source, tokenizer))
+    loaded = load_prompts(source, tokenizer, cache=tmp_path / "cache")
+    assert list(loaded) == list(load_prompts(source, tokenizer))
     assert len(entries(tmp_path / "cache")) == 2
 
 
@@ -236,8 +236,8 @@ def test_one_process_writes_while_the_others_wait_and_say_so(tokenizer, source, 
 
 def test_a_folder_that_cannot_be_used_leaves_prompts_in_memory_and_says_why(tokenizer, source, tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    found = load_prompts(source, tokenizer, cache=tmp_path / "file")
-    assert list(found) == list(load_prompts(source, tokenizer))
+    loaded = load_prompts(source, tokenizer, cache=tmp_path / "file")
+    assert list(loaded) == list(load_prompts(source, tokenizer))
     assert "in its memory" in caplog.text
     assert "Not a directory" in caplog.text
 
@@ -246,8 +246,8 @@ def test_rows_that_json_does_not_hold_stay_in_memory(tokenizer, tmp_path, caplog
     extra = [{"day": datetime.date(2026, 1, day)} for day in (1, 2)]
     table = pyarrow.table({"problem": ["^1=", "^2="], "answer": ["1", "2"], "extra_info": extra})
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
-    found = load_prompts(DataSourceConfig(path=str(tmp_path / "x.parquet")), tokenizer, cache=tmp_path / "cache")
-    assert [prompt.extra for prompt in found] == extra
+    loaded = load_prompts(DataSourceConfig(path=str(tmp_path / "x.parquet")), tokenizer, cache=tmp_path / "cache")
+    assert [prompt.extra for prompt in loaded] == extra
     assert "extra_info that JSON does not hold" in caplog.text
     assert entries(tmp_path / "cache") == []
 

@@ -37,8 +37,8 @@ def prose(file: Path) -> str:
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".py":
         strings = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr))
-        found = [node.value for node in strings if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-        return "\n".join([*found, *re.findall(r"(?:^|\s)# (.*)", text)])
+        texts = [node.value for node in strings if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        return "\n".join([*texts, *re.findall(r"(?:^|\s)# (.*)", text)])
     if file.suffix == ".yaml":
         lines = [line for line in text.splitlines() if "#" in line or line.startswith(("claim:", "source:"))]
         return "\n".join(line.partition("#")[2] or line for line in lines)
@@ -50,8 +50,8 @@ def prose(file: Path) -> str:
 def cited_keys(text: str) -> set[str]:
     """Keys in brackets: of ``[OH §2; LD Eqs 7-8]`` OH and LD."""
     keys = set()
-    for found in CITATION.finditer(text):
-        parts = re.split(r"[;,]\s*", found[1])
+    for match in CITATION.finditer(text):
+        parts = re.split(r"[;,]\s*", match[1])
         if any(re.fullmatch(r"[A-Za-z]|[a-z_\d]+|[.…]+", part) for part in parts):
             continue  # a shape: [B, T], [LAYERS, K]
         for part in parts:

@@ -24,8 +24,8 @@ def command_lines() -> Iterator[tuple[str, str, str]]:
         text = file.read_text(encoding="utf-8")
         if file.suffix == ".yaml":
             text = "\n".join(line for line in text.splitlines() if line.startswith("#"))
-        for found in STARTED.finditer(text.replace("\\\n", " ")):
-            name, rest = found[1], found[2]
+        for match in STARTED.finditer(text.replace("\\\n", " ")):
+            name, rest = match[1], match[2]
             if name in GROUPS:
                 own, _, rest = rest.strip().partition(" ")
                 name = f"{name} {own}"
@@ -40,11 +40,11 @@ def parser_of(command: str) -> argparse.ArgumentParser:
 
 def options(parser: argparse.ArgumentParser) -> set[str]:
     """Options of a command and of its own subcommands."""
-    found = set(parser._option_string_actions)
+    names = set(parser._option_string_actions)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            found = found.union(*(options(child) for child in action.choices.values()))
-    return found
+            names = names.union(*(options(child) for child in action.choices.values()))
+    return names
 
 
 def test_commands_exist_and_stand_behind_their_groups():

@@ -61,8 +61,8 @@ def test_surge_table_of_schedule_and_alarms_md(row, cases):
     (told,) = [numbers for name, numbers in surge_rows().items() if name.startswith(row)]
     known = {name: (curve, outcome) for name, curve, outcome in CASES}
     for ratio, figures in zip((2.0, 3.0), told, strict=True):
-        found = [right_outcomes(DetectorConfig(surge_ratio=ratio), *known[case], noise=0.10) for case in cases]
-        assert [round(share, 2) for share in (found if len(figures) == len(found) else {min(found)})] == figures
+        shares = [right_outcomes(DetectorConfig(surge_ratio=ratio), *known[case], noise=0.10) for case in cases]
+        assert [round(share, 2) for share in (shares if len(figures) == len(shares) else {min(shares)})] == figures
 
 
 def test_noise_at_which_the_detector_is_not_quiet():
@@ -82,8 +82,8 @@ def test_table_of_the_rules_on_levels(page, runs):
         row[0]: row[1:] for row in re.findall(r"^\| (set|judge) \| " + r"([^|]+) \| " * 6 + r"([^|]+) \|$", text, re.M)
     }
     for half, score in score_packed(sorted(DOCS.glob(runs)), None, CollapseRule()).items():
-        found = (score.runs, score.collapses, f"{score.share_noticed:.1%}", score.in_time, f"{score.median_lead:g}")
-        assert told[half] == tuple(map(str, (*found, score.healthy_steps, f"{score.false_per_thousand:.2f}")))
+        figures = (score.runs, score.collapses, f"{score.share_noticed:.1%}", score.in_time, f"{score.median_lead:g}")
+        assert told[half] == tuple(map(str, (*figures, score.healthy_steps, f"{score.false_per_thousand:.2f}")))
 
 
 def test_table_of_runs_of_a_known_cause():
@@ -141,9 +141,9 @@ def test_costs_of_the_evidence_of_reading_a_run_md():
         recipe = load_recipe(recipe_file, settings)
         work = make_workload(recipe, shape_of(recipe.model.path)[0], GPUS["h100-80"])
         own, step = own_code(work), step_time(work, memory_plan(work).engine).total
-        found = evidence_cost(work, own, checkpoint=0.0)
-        figures = f"{found.batch / GIB:.2f} GiB | {found.disk / GIB:.0f} GiB | {found.seconds:.2f} s, "
-        assert f"| {name} | {figures}{found.seconds / step:.2%} |" in text
+        costs = evidence_cost(work, own, checkpoint=0.0)
+        figures = f"{costs.batch / GIB:.2f} GiB | {costs.disk / GIB:.0f} GiB | {costs.seconds:.2f} s, "
+        assert f"| {name} | {figures}{costs.seconds / step:.2%} |" in text
         assert f"{own.seconds:.1f} s" in text
         assert f"in a step of {step:.0f} s" in text
 

@@ -40,14 +40,14 @@ class Row:
 
 
 def rows_of(text: str) -> list[Row]:
-    found = []
+    complaints = []
     for number, line in enumerate(text.splitlines(), 1):
         cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")]
         if not line.startswith("|") or cells == HEADER or set(line) <= set("|- "):
             continue
         assert len(cells) == len(HEADER), f"line {number}: {len(cells)} cells: {line}"
-        found.append(Row(number, *cells))
-    return found
+        complaints.append(Row(number, *cells))
+    return complaints
 
 
 @cache
@@ -91,32 +91,32 @@ def is_there(name: str, folders: list[Path]) -> bool:
 
 def problems(row: Row, folders: list[Path]) -> list[str]:
     tests, objects = TEST.findall(row.proof), OBJECT.findall(row.proof)
-    found = []
+    complaints = []
     if not (tests or objects or WHEEL.search(row.proof) or UNPROVEN.search(row.proof)):
-        found.append('no test, no name of a package, no wheel and not the word "unproven"')
+        complaints.append('no test, no name of a package, no wheel and not the word "unproven"')
     for file, function in tests:
         if not (ROOT / file).is_file():
-            found.append(f"no file {file}")
+            complaints.append(f"no file {file}")
         elif function and function not in {
             n.name for n in ast.walk(tree(ROOT / file)) if isinstance(n, ast.FunctionDef)
         }:
-            found.append(f"{file} has no {function}")
+            complaints.append(f"{file} has no {function}")
     for name in objects:
         if name.startswith("transformer_engine") and te.MISSING:
             continue
         if not is_there(name, folders):
-            found.append(f"no {name} in the installed packages")
+            complaints.append(f"no {name} in the installed packages")
     if not (files := OURS.findall(row.ours)):
-        found.append("no file of ours")
-    found += [f"no file {file}" for file in files if not (ROOT / file).exists()]
+        complaints.append("no file of ours")
+    complaints += [f"no file {file}" for file in files if not (ROOT / file).exists()]
     if not row.tick:
-        found.append("nothing to tick off")
+        complaints.append("nothing to tick off")
     for names in re.findall(r"doctor: ((?:`[a-z0-9-]+`(?:, )?)+)", row.tick):
         known = {check.name for check in CHECKS}
-        found += [f"the doctor has no check {name}" for name in CHECKED.findall(names) if name not in known]
+        complaints += [f"the doctor has no check {name}" for name in CHECKED.findall(names) if name not in known]
     for names in re.findall(r"doctor --only ([a-z0-9,-]+)", row.tick):
-        found += [f"the doctor has no check {n}" for n in names.split(",") if n not in {c.name for c in CHECKS}]
-    return found
+        complaints += [f"the doctor has no check {n}" for n in names.split(",") if n not in {c.name for c in CHECKS}]
+    return complaints
 
 
 FOLDERS = [*map(Path, sys.path), te.FOLDER]
@@ -169,6 +169,6 @@ GOOD = Row(
     ],
 )
 def test_a_row_that_does_not_hold_is_seen(changes, problem):
-    found = problems(Row(**(GOOD.__dict__ | changes)), FOLDERS)
-    assert len(found) == (problem is not None)
-    assert problem is None or problem in found[0]
+    complaints = problems(Row(**(GOOD.__dict__ | changes)), FOLDERS)
+    assert len(complaints) == (problem is not None)
+    assert problem is None or problem in complaints[0]

@@ -41,12 +41,12 @@ def is_placeholder(path: str) -> bool:
 
 def named_paths(text: str) -> set[str]:
     """Paths from the root of the repository, ``{a,b}`` written out."""
-    found = set()
+    paths = set()
     for name in FULL.findall(text):
         group = re.match(r"(.*)\{([^}]*)\}(.*)$", name)
         names = [group[1] + part + group[3] for part in group[2].split(",")] if group else [name]
-        found.update(names)
-    return {name for name in found if not is_placeholder(name)}
+        paths.update(names)
+    return {name for name in paths if not is_placeholder(name)}
 
 
 def exists(name: str) -> bool:

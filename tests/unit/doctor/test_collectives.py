@@ -38,17 +38,17 @@ def test_a_link_far_slower_than_its_kind_is_bad():
 
 
 def test_a_link_with_a_problem_is_bad_and_no_measure_for_others():
-    found = links(100, 90, 0, 95)
-    found[2]["problem"] = "all_reduce gave wrong values"
-    assert judge(found, True) == ["ranks 2: all_reduce gave wrong values"]
+    speeds_of_links = links(100, 90, 0, 95)
+    speeds_of_links[2]["problem"] = "all_reduce gave wrong values"
+    assert judge(speeds_of_links, True) == ["ranks 2: all_reduce gave wrong values"]
 
 
 def outcome(device: str, *problems: str):
     whole = {"ranks": "all", "kind": "all", "problem": "", "all_reduce": 2.0, "all_to_all": 3.0}
-    found = [*links(*[1.0] * len(problems)), whole]
-    for link, problem in zip(found, problems):
+    speeds_of_links = [*links(*[1.0] * len(problems)), whole]
+    for link, problem in zip(speeds_of_links, problems):
         link["problem"] = problem
-    return collectives._outcome(found, len(problems), device)
+    return collectives._outcome(speeds_of_links, len(problems), device)
 
 
 def test_the_outcome_names_links_and_a_fix():

@@ -77,9 +77,9 @@ def test_distances_are_medians_over_all_tokens():
         )
 
     sequences = [SimpleNamespace(inference_logprobs=np.array(v, dtype=np.float32)) for v in ([-1.5, -2.5], [-3.5])]
-    found = engine.distances(SimpleNamespace(sequences=sequences), scores(0.25), scores(1.0))
-    assert (found.mu_po, found.mu_fp32, found.po_fp32) == (0.75, 1.5, 0.75)
-    assert found.rho_std == 0.0
+    measured = engine.distances(SimpleNamespace(sequences=sequences), scores(0.25), scores(1.0))
+    assert (measured.mu_po, measured.mu_fp32, measured.po_fp32) == (0.75, 1.5, 0.75)
+    assert measured.rho_std == 0.0
 
 
 # -- memory
@@ -140,8 +140,8 @@ def test_phases_follow_each_other_as_in_a_step(monkeypatch, tmp_path):
     monkeypatch.setattr(engine, "start_engine", lambda *arguments, **options: generator)
     monkeypatch.setattr(engine, "generate", said("generate"))
     monkeypatch.setattr(engines, "hand_over", said("hand over"))
-    found = engine.measure(None, meter, tmp_path)
-    assert found.keys() == engine.PHASES.keys()
+    measured = engine.measure(None, meter, tmp_path)
+    assert measured.keys() == engine.PHASES.keys()
     order = "learner, generate, now, sleep, now, begin, update, peak, begin, hand over, peak, begin, save, peak, close"
     assert Learner.calls == order.split(", ")
 

@@ -51,9 +51,9 @@ def test_without_transformer_engine_nothing_is_chosen():
     ("ranks", "wanted"), [(1, (1, 1)), (2, (2, 2)), (3, (1, 1)), (4, (2, 4)), (6, (2, 2)), (8, (2, 8)), (16, (2, 8))]
 )
 def test_layouts_divide_ranks_and_model(ranks, wanted):
-    found = learner.layout(ranks)
-    assert (found["tensor"], found["expert"]) == wanted
-    assert ranks % found["tensor"] == ranks % found["expert"] == 0
+    layout = learner.layout(ranks)
+    assert (layout["tensor"], layout["expert"]) == wanted
+    assert ranks % layout["tensor"] == ranks % layout["expert"] == 0
 
 
 def test_batches_are_the_same_on_every_rank():

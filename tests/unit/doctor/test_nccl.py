@@ -94,9 +94,9 @@ def speeds(network, job: Job, monkeypatch) -> list[float]:
 
 @pytest.mark.parametrize(("nodes", "groups"), [(2, 2), (4, 5)])
 def test_the_preflights_groups(nodes, groups, network, monkeypatch):
-    found = speeds(network, Job(nodes, 8, per_node=1), monkeypatch)
-    assert len(found) == groups
-    assert all(found)
+    speed = speeds(network, Job(nodes, 8, per_node=1), monkeypatch)
+    assert len(speed) == groups
+    assert all(speed)
 
 
 @pytest.mark.parametrize(("nodes", "groups"), [(2, 2), (4, 5)])
@@ -200,9 +200,9 @@ BINDINGS = {
 @pytest.mark.parametrize("name", BINDINGS)
 def test_every_rank_has_a_gpu_of_its_own(name, monkeypatch):
     per_node = 2 if name == "two a task" else 4
-    found = gpus(Job(2, 4, per_node=per_node, environment=BINDINGS[name]), monkeypatch)
-    assert len({gpu for gpu, _, _ in found}) == 2 * per_node
-    assert devices.sharing(found) == ""
+    gpu_of_rank = gpus(Job(2, 4, per_node=per_node, environment=BINDINGS[name]), monkeypatch)
+    assert len({gpu for gpu, _, _ in gpu_of_rank}) == 2 * per_node
+    assert devices.sharing(gpu_of_rank) == ""
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,9 @@ def make(monkeypatch, node: str, results=RESULTS) -> dict:
 
 
 def test_a_report_holds_everything(monkeypatch):
-    found = json.loads(json.dumps(make(monkeypatch, "n1")))
-    (node,) = found["nodes"]
-    assert (found["format"], node["node"], node["device"], node["ranks"]) == (1, "n1", "cpu", 2)
+    read_back = json.loads(json.dumps(make(monkeypatch, "n1")))
+    (node,) = read_back["nodes"]
+    assert (read_back["format"], node["node"], node["device"], node["ranks"]) == (1, "n1", "cpu", 2)
     assert [c["status"] for c in node["checks"]] == ["pass", "fail", "not run"]
     assert node["checks"][1] == {
         "name": "two",
@@ -39,7 +39,7 @@ def test_a_report_holds_everything(monkeypatch):
         "seconds": 2.0,
         "log": "Traceback & more",
     }
-    assert [name for name, _ in report.failures(found)] == ["n1"]
+    assert [name for name, _ in report.failures(read_back)] == ["n1"]
     assert "torch" in node["versions"]
 
 
@@ -60,10 +60,10 @@ def test_nodes_are_merged_and_a_missing_one_fails(monkeypatch, tmp_path):
     good = report.merge(files[:2])
     assert [node["node"] for node in good["nodes"]] == ["n1", "n2"]
     assert not report.failures(good)
-    found = report.merge(files, ["n1", "n2", "n3"])
-    assert [(name, check["name"]) for name, check in report.failures(found)] == [("n3", "report")]
-    assert "--exclude=n3" in page(found)
-    assert "n3: report: no report of this node" in report.summary(found)
+    merged = report.merge(files, ["n1", "n2", "n3"])
+    assert [(name, check["name"]) for name, check in report.failures(merged)] == [("n3", "report")]
+    assert "--exclude=n3" in page(merged)
+    assert "n3: report: no report of this node" in report.summary(merged)
 
 
 def test_of_many_nodes_the_overview_shows_those_that_failed(monkeypatch):

@@ -37,17 +37,17 @@ def test_equal_bits_pass(batch):
 @pytest.mark.parametrize("change", [lambda x: np.nextafter(x, np.float32(0)), lambda x: np.float32("nan")])
 def test_one_bit_and_nan_end_the_run(batch, change, monkeypatch):
     monkeypatch.setattr(gate, "first_divergence", lambda *_: "Somewhere")
-    found = recorded(batch)
-    found[1][0] = change(found[1][0])
+    recording = recorded(batch)
+    recording[1][0] = change(recording[1][0])
     with pytest.raises(RunEnded, match=r"sequence 'train:1/0', response token 0 .* 1 of \d+ .*Somewhere"):
-        check(batch, found)
+        check(batch, recording)
 
 
 def test_nothing_recorded_is_no_agreement(batch):
-    found = recorded(batch)
+    recording = recorded(batch)
     batch.sequences[2].exact_logprobs = None
     with pytest.raises(AssertionError, match="sequence 'train:2/0' has no exact_logprobs"):
-        check(batch, found)
+        check(batch, recording)
 
 
 @pytest.mark.parametrize("compare", [1, 2, 3, 4])
@@ -57,10 +57,10 @@ def test_a_sample_is_drawn_anew_in_every_step(batch, compare, monkeypatch):
     caught = []
     for batch.step in range(30):
         for wrong in range(3):
-            found = recorded(batch)
-            found[wrong] = found[wrong] + 1
+            recording = recorded(batch)
+            recording[wrong] = recording[wrong] + 1
             try:
-                check(batch, found, compare)
+                check(batch, recording, compare)
             except RunEnded:
                 caught.append((batch.step, wrong))
     assert len(caught) == 30 * min(compare, 3)

@@ -39,9 +39,9 @@ def test_three_causes_by_hand():
     """v(S) is what S takes away: 1 and 2 for a and b alone, 5 for both; c takes away nothing with any of them."""
     gain = {frozenset(): 0.0, frozenset("a"): 1.0, frozenset("b"): 2.0, frozenset("ab"): 5.0}
     left = {taken: 9.0 - gain[taken - {"c"}] for taken in subsets("abc")}
-    found = shapley(left, "abc")
-    assert found == rounded({"a": 2.0, "b": 3.0, "c": 0.0})
-    assert sum(found.values()) == left[frozenset()] - left[frozenset("abc")]
+    shares = shapley(left, "abc")
+    assert shares == rounded({"a": 2.0, "b": 3.0, "c": 0.0})
+    assert sum(shares.values()) == left[frozenset()] - left[frozenset("abc")]
 
 
 def test_sets_that_need_no_measurement_are_filled_in():
@@ -56,8 +56,8 @@ def test_a_body_in_fp32_has_its_head_in_fp32():
     measured = _every_set(run | {taken | {"routing"}: value - 1.0 for taken, value in run.items()})
     assert measured[frozenset({"body"})] == 1.0
     assert measured[frozenset({"body", "routing"})] == 0.0
-    found = shapley(measured, CAUSES)
-    assert found == rounded({"routing": 1.0, "LM head": 1.0, "body": 6.0})
+    shares = shapley(measured, CAUSES)
+    assert shares == rounded({"routing": 1.0, "LM head": 1.0, "body": 6.0})
 
 
 @pytest.mark.parametrize(

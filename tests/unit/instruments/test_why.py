@@ -210,12 +210,12 @@ def test_a_rate_that_was_raised_counts_from_the_raise_on():
 
 def shares(study: str, arm: str, suspect: str) -> tuple[int, int]:
     """Of the arm's runs with a sign: how many there are, and how many have ``suspect`` among their first two."""
-    found = [
+    runs = [
         find(run.name, run.records, run.recipe)
         for run in read_packed(STUDIES / f"{study}.jsonl.xz")
         if run.name.startswith(f"{study}/{arm}-seed")
     ]
-    unwell = [finding for finding in found if not finding.is_healthy]
+    unwell = [finding for finding in runs if not finding.is_healthy]
     return len(unwell), sum(suspect in [s.name for s in finding.suspects[:2]] for finding in unwell)
 
 

@@ -37,10 +37,10 @@ def test_where_16_bits_fail_they_are_computed_in_fp32(monkeypatch, dtype, masked
     options = {"attn_mask": mask.float()} if masked else {"is_causal": True}
     expected = F.scaled_dot_product_attention(*wide, scale=0.3, enable_gqa=True, **options)
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", failing(f"{PACKS_IN_VAIN} when …"))
-    found = attend(*qkv, scale=0.3, mask=mask, is_causal=not masked)
-    assert found.dtype == dtype
-    assert torch.equal(found, expected.to(dtype))
-    grads = torch.autograd.grad(found.float().sum(), qkv)
+    computed = attend(*qkv, scale=0.3, mask=mask, is_causal=not masked)
+    assert computed.dtype == dtype
+    assert torch.equal(computed, expected.to(dtype))
+    grads = torch.autograd.grad(computed.float().sum(), qkv)
     for grad, whole in zip(grads, torch.autograd.grad(expected.sum(), wide), strict=True):
         assert torch.equal(grad, whole.to(dtype))
 

@@ -34,11 +34,11 @@ def test_each_rank_has_its_part_of_values_and_gradients(own, monkeypatch):
     ]
     monkeypatch.setattr(attention, "_over_ranks", lambda part: part + sums.pop(0).float())
     mine, part = (tensor.detach()[..., own].float().requires_grad_() for tensor in (x, weight))
-    found = attention._WideNorm.apply(mine, part, WIDTH, EPS)
-    found.backward(grad[:, own].float())
+    computed = attention._WideNorm.apply(mine, part, WIDTH, EPS)
+    computed.backward(grad[:, own].float())
     assert sums == []
     for got, want in (
-        (found.detach(), expected.detach()[:, own]),
+        (computed.detach(), expected.detach()[:, own]),
         (mine.grad, x.grad[:, own]),
         (part.grad, weight.grad[own]),
     ):

@@ -158,7 +158,7 @@ def test_gated_silu_in_bf16():
         out = F.silu(gate) * up * probs[:, None]
         return [out, out, *torch.autograd.grad(out, [hidden, probs], rounded[0].to(out.dtype))]
 
-    found = cpu_layers.gated_silu_backward(rounded[0].clone(), rounded[1], rounded[2].float())
+    computed = cpu_layers.gated_silu_backward(rounded[0].clone(), rounded[1], rounded[2].float())
     forward = cpu_layers.gated_silu(rounded[1], rounded[2].float())
     inputs = [x.requires_grad_() for x in rounded[1:]]
-    assert_as_double([forward, *found], with_gradients, inputs, longest_sum=grad.size(1))
+    assert_as_double([forward, *computed], with_gradients, inputs, longest_sum=grad.size(1))

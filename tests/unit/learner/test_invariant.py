@@ -42,9 +42,9 @@ def test_products_do_not_depend_on_other_rows(dtype, width, out):
             lambda x: torch.matmul(x[:, None], weight.t())[:, 0],
         ):
             assert rows_that_change(product, x) == 0
-        found = F.linear(x, weight)
-    assert found.dtype == dtype
-    assert_as_double([found], lambda x, weight: [x @ weight.t()], [x, weight], longest_sum=width)
+        computed = F.linear(x, weight)
+    assert computed.dtype == dtype
+    assert_as_double([computed], lambda x, weight: [x @ weight.t()], [x, weight], longest_sum=width)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -54,8 +54,8 @@ def test_functions_do_not_depend_on_the_place_in_the_loop(dtype, function):
     x = torch.randn(ROWS, 33).to(dtype)  # 33: rows begin anywhere in a register
     with BatchInvariant():
         assert rows_that_change(function, x) == 0
-        found = function(x)
-    assert_rounded(found, function(x.double()), FUNCTION if dtype == torch.float32 else HALF, dtype=dtype)
+        computed = function(x)
+    assert_rounded(computed, function(x.double()), FUNCTION if dtype == torch.float32 else HALF, dtype=dtype)
 
 
 def test_functions_in_place_and_on_strided_views():
@@ -79,8 +79,8 @@ def test_gradients_pass_through():
 
     expected = torch.autograd.grad(loss(), (x, weight))
     with BatchInvariant():
-        found = torch.autograd.grad(loss(), (x, weight))
-    for got, want in zip(found, expected, strict=True):
+        computed = torch.autograd.grad(loss(), (x, weight))
+    for got, want in zip(computed, expected, strict=True):
         # Sums over 19 rows and 8 columns of closed forms, whose exp has arguments of up to 10.
         assert_rounded(got, want, 19 * 8 + 10 * CLOSED_FORM, scale=float(want.abs().max()))
 
@@ -93,8 +93,8 @@ def test_rows_are_added_in_the_order_of_the_source():
     one_by_one = torch.zeros((), dtype=torch.bfloat16)
     for value in source[index == 0, 0]:
         one_by_one = one_by_one + value
-    found = add_rows(torch.zeros(2, 3, dtype=torch.bfloat16), 0, expanded, source)
-    assert found.tolist() == [[one_by_one.item()] * 3, [5.0] * 3]
+    computed = add_rows(torch.zeros(2, 3, dtype=torch.bfloat16), 0, expanded, source)
+    assert computed.tolist() == [[one_by_one.item()] * 3, [5.0] * 3]
 
 
 def attention_inputs(dtype, num_sequences=3, queries=21, heads=4, kv_heads=2, width=8):
@@ -109,13 +109,13 @@ def attention_inputs(dtype, num_sequences=3, queries=21, heads=4, kv_heads=2, wi
 @pytest.mark.parametrize("queries", [1, 21, 40, 70])
 def test_attention_is_causal_softmax_attention(dtype, queries):
     query, key, value, last = attention_inputs(dtype, queries=queries)
-    found = attention(query, key, value, last, 0.3)
+    computed = attention(query, key, value, last, 0.3)
 
     def plain(*tensors: torch.Tensor) -> list[torch.Tensor]:
         return [attend(*tensors, scale=0.3, is_causal=True)]
 
-    assert_as_double([found], plain, [query, key, value], longest_sum=key.size(2))
-    assert found.dtype == dtype
+    assert_as_double([computed], plain, [query, key, value], longest_sum=key.size(2))
+    assert computed.dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -79,8 +79,8 @@ def log_probs(dtype: torch.dtype) -> Rows:
 
     def call(rows: Tensor) -> Tensor:
         places = torch.arange(len(rows))
-        found = token_logprobs(logits[rows], places, labels[rows], vocab_size=47, temperature=0.9)
-        return torch.stack(found, 1)
+        computed = token_logprobs(logits[rows], places, labels[rows], vocab_size=47, temperature=0.9)
+        return torch.stack(computed, 1)
 
     return call
 

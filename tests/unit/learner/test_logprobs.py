@@ -28,8 +28,8 @@ def test_equals_log_softmax(dtype, temperature):
         (grad,) = torch.autograd.grad((chosen * weight.to(chosen.dtype)).sum(), logits, retain_graph=True)
         return [chosen, entropy[positions], grad]
 
-    found = [logprobs, entropy, grad]
-    assert_as_double(found, plain, [logits.detach().float().requires_grad_()], longest_sum=90)
+    computed = [logprobs, entropy, grad]
+    assert_as_double(computed, plain, [logits.detach().float().requires_grad_()], longest_sum=90)
     assert logprobs.dtype == torch.float32
     assert not entropy.requires_grad
 

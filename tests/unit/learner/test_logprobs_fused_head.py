@@ -95,8 +95,8 @@ def test_the_entropy_has_a_gradient_where_it_is_asked_for():
         log_p = ((h @ w.t())[values["positions"], :TRUE_V] / 0.7).log_softmax(-1)
         return log_p.gather(1, values["labels"][:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
 
-    found = gradients(fused_head, *leaves(values))
-    assert_as_double(found, lambda h, w: gradients(by_autograd, h, w), leaves(values), LONGEST_SUM)
+    computed = gradients(fused_head, *leaves(values))
+    assert_as_double(computed, lambda h, w: gradients(by_autograd, h, w), leaves(values), LONGEST_SUM)
 
 
 def test_gradient_is_the_derivative():

@@ -135,5 +135,5 @@ def test_packed_attention_equals_one_sequence_at_a_time(lengths):
         out = torch.cat(pieces)[:, None]
         return [out, *torch.autograd.grad((out * weight).sum(), (q, k, v), retain_graph=True)]
 
-    found = [out, *torch.autograd.grad((out * weight).sum(), (q, k, v))]
-    assert_as_double(found, reference, [q, k, v], longest_sum=max(8, *lengths))
+    computed = [out, *torch.autograd.grad((out * weight).sum(), (q, k, v))]
+    assert_as_double(computed, reference, [q, k, v], longest_sum=max(8, *lengths))

@@ -118,5 +118,5 @@ def test_chunks_attend_as_in_the_whole_sequence(monkeypatch, entries, rank):
     def whole(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[:, :, own]
 
-    found = through(lambda q, k, v: keys.attend(q[:, :, own], k, v, None, 0), query, key, value)
-    assert_as_double(found, lambda *x: through(whole, *x), (query, key, value), longest_sum=4 * length * 8)
+    computed = through(lambda q, k, v: keys.attend(q[:, :, own], k, v, None, 0), query, key, value)
+    assert_as_double(computed, lambda *x: through(whole, *x), (query, key, value), longest_sum=4 * length * 8)

@@ -36,6 +36,6 @@ def test_megatrons_groups_carry_objects_over_gloo():
         [sys.executable, "-c", PROGRAM], cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    printed = json.loads(done.stdout.splitlines()[-1])
     both = {"cpu": "ProcessGroupGloo", "cuda": "FakeProcessGroup"}
-    assert found == {"world": both, "data": both, "model": both}
+    assert printed == {"world": both, "data": both, "model": both}

@@ -59,8 +59,8 @@ def test_the_three_products_of_a_linear_layer(extension):
     dw = product(extension, plain[0], False, dy, True)
     twice = dw.clone()
     product(extension, plain[0], False, dy, True, twice, accumulate=True)
-    found = product(extension, plain[1], True, plain[0], False), product(extension, plain[1], False, dy, False)
-    assert_closed_form([*found, dw, twice], linear, [x, w, dy])
+    computed = product(extension, plain[1], True, plain[0], False), product(extension, plain[1], False, dy, False)
+    assert_closed_form([*computed, dw, twice], linear, [x, w, dy])
 
 
 def test_rms_norm(extension):
@@ -86,10 +86,10 @@ def test_masked_softmax(extension):
         out = (scores * 0.5).masked_fill(mask, -10000.0).softmax(-1) * ~mask.all(-1, keepdim=True)
         return [out, *torch.autograd.grad(out, scores, grad, retain_graph=True)]
 
-    found = extension.scaled_masked_softmax_forward(scores.detach(), mask, 0.5)
-    assert not found[1, :, 0].any()
-    backward = extension.scaled_masked_softmax_backward(grad, found.clone(), 0.5)
-    assert_closed_form([found, backward], softmax, [scores, grad])
+    computed = extension.scaled_masked_softmax_forward(scores.detach(), mask, 0.5)
+    assert not computed[1, :, 0].any()
+    backward = extension.scaled_masked_softmax_backward(grad, computed.clone(), 0.5)
+    assert_closed_form([computed, backward], softmax, [scores, grad])
 
 
 def test_rotary_embedding_of_packed_rows_is_megatrons(extension):
@@ -108,8 +108,8 @@ def test_rotary_embedding_of_packed_rows_is_megatrons(extension):
         return [out, *torch.autograd.grad(out, x, grad, retain_graph=True)]
 
     options = (freqs, None, extension.NVTE_QKV_Format.NVTE_THD, False, cu_seqlens, 1, 0)
-    found = [extension.fused_rope_forward(x.detach(), *options), extension.fused_rope_backward(grad, *options)]
-    assert_closed_form(found, rotated, [x, freqs, grad])
+    computed = [extension.fused_rope_forward(x.detach(), *options), extension.fused_rope_backward(grad, *options)]
+    assert_closed_form(computed, rotated, [x, freqs, grad])
 
 
 def test_rotary_embedding_of_parts_of_sequences(extension):
@@ -120,9 +120,9 @@ def test_rotary_embedding_of_parts_of_sequences(extension):
     whole = extension.fused_rope_forward(x, freqs, None, thd, False, cu_seqlens, 1, 0)
     for rank, rows in enumerate(([0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9])):
         options = (freqs, None, thd, False, cu_seqlens, 2, rank)
-        found = extension.fused_rope_forward(x[rows], *options)
-        assert (found == whole[rows]).all()
-        back = extension.fused_rope_backward(found, *options)
+        computed = extension.fused_rope_forward(x[rows], *options)
+        assert (computed == whole[rows]).all()
+        back = extension.fused_rope_backward(computed, *options)
         assert_rounded(back, x[rows], CLOSED_FORM, 1.0, torch.float32)
 
 

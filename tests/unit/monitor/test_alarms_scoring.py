@@ -20,9 +20,9 @@ from tests.support.finished_run import curve, packed
 
 def test_packed_runs_are_read_once_each(tmp_path):
     runs = [{"run": name, "cause": "rate", "records": curve([0.5, 0.1])} for name in ("a", "b")]
-    found = read_packed(packed(tmp_path / "x.xz", runs))
-    assert [(run.name, run.cause, len(run.records)) for run in found] == [("s/a", "rate", 2), ("s/b", "rate", 2)]
-    assert [run.name for run in distinct(found)] == ["s/a"]
+    unpacked = read_packed(packed(tmp_path / "x.xz", runs))
+    assert [(run.name, run.cause, len(run.records)) for run in unpacked] == [("s/a", "rate", 2), ("s/b", "rate", 2)]
+    assert [run.name for run in distinct(unpacked)] == ["s/a"]
     (tmp_path / "bad.xz").write_bytes(b"no xz")
     with pytest.raises(InputError, match="cannot be read as packed runs"):
         read_packed(tmp_path / "bad.xz")

@@ -47,8 +47,8 @@ def test_noise_scale_of_a_quadratic(sizes):
 
 def test_noise_scale_parts_undo_the_expectations():
     grad_sq, trace = 3.0, 40.0
-    found = noise_scale_parts(grad_sq + trace / 8, grad_sq + trace / 64, 8, 64)
-    assert found == rounded((grad_sq, trace))
+    parts = noise_scale_parts(grad_sq + trace / 8, grad_sq + trace / 64, 8, 64)
+    assert parts == rounded((grad_sq, trace))
     with pytest.raises(ValueError, match="small one first"):
         noise_scale_parts(1.0, 1.0, 8, 8)
 
@@ -81,9 +81,9 @@ def test_noise_monitor_resumes_and_passes_over_overflows():
     whole = NoiseMonitor(0.5)
     expected = [whole.observe(metrics) for metrics in inputs]
     first, second = NoiseMonitor(0.5), NoiseMonitor(0.5)
-    found = [first.observe(metrics) for metrics in inputs[:2]]
+    observed = [first.observe(metrics) for metrics in inputs[:2]]
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert found + [second.observe(metrics) for metrics in inputs[2:]] == expected
+    assert observed + [second.observe(metrics) for metrics in inputs[2:]] == expected
     # Weights 1/2, 1/4, 1/8 from the newest back, the overflow left out.
     assert expected[-1]["noise/grad_norm_ema"] == rounded((2 / 2 + 3 / 4 + 1 / 8) / (7 / 8))
     assert expected[1]["noise/grad_norm_ema"] == 1.0

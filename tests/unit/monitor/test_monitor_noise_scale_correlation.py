@@ -13,16 +13,16 @@ def test_it_is_the_pearson_correlation_and_survives_a_restart():
     steps = np.arange(1000, 1060)
     values = 1e6 + 0.01 * steps + rng.normal(size=60)
     straight, first, second = StepCorrelation(), StepCorrelation(), StepCorrelation()
-    found = [straight.observe(int(s), v) for s, v in zip(steps, values)]
+    observed = [straight.observe(int(s), v) for s, v in zip(steps, values)]
     for s, v in zip(steps[:30], values[:30]):
         first.observe(int(s), v)
     second.load_state_dict(first.state_dict())
     resumed = [second.observe(int(s), v) for s, v in zip(steps[30:], values[30:])]
-    assert found[:2] == [None, None]
-    assert resumed == found[30:]
+    assert observed[:2] == [None, None]
+    assert resumed == observed[30:]
     spread = 1e6  # over deviations near 1: a mean of values near 1e6 loses that many digits of theirs
     for n in (3, 17, 60):
-        assert found[n - 1] == rounded(np.corrcoef(steps[:n], values[:n])[0, 1], roundings=8 * n, scale=spread)
+        assert observed[n - 1] == rounded(np.corrcoef(steps[:n], values[:n])[0, 1], roundings=8 * n, scale=spread)
 
 
 def test_constant_and_broken_values():

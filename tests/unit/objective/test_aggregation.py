@@ -191,10 +191,10 @@ def test_a_mean_over_no_tokens_is_absent(detail):
     entropy = torch.ones_like(inputs.current_logprobs)
     some = compute_objective(replace(inputs, entropy=entropy), config)
     masked = replace(inputs, entropy=entropy, loss_mask=torch.zeros_like(inputs.loss_mask))
-    found = compute_objective(masked, config)
+    result = compute_objective(masked, config)
     assert some.metrics["actor/entropy"] == 1.0
     counts = {name: 0.0 for name in some.metrics if name.startswith("mismatch/rho_count/")}
     assert counts
-    assert found.metrics == {"actor/pg_loss": 0.0, **counts}
-    both = MetricStats.merge([some.stats, found.stats])
+    assert result.metrics == {"actor/pg_loss": 0.0, **counts}
+    both = MetricStats.merge([some.stats, result.stats])
     assert finalize_metrics(both) == some.metrics

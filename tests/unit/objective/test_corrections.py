@@ -55,8 +55,8 @@ def test_mask_edges_include_the_bound():
     entry = {"mode": "icepop", "lower": 0.5, "upper": 5.0}
     below, above = math.log(0.5), math.log(5.0)
     edges = [below - STEP, below + STEP, above - STEP, above + STEP]
-    found = weights([edges], [entry])[0]
-    assert found.tolist() == rounded([0.0, math.exp(edges[1]), math.exp(edges[2]), 0.0])
+    applied = weights([edges], [entry])[0]
+    assert applied.tolist() == rounded([0.0, math.exp(edges[1]), math.exp(edges[2]), 0.0])
     edges = [-3.0, math.log(3) - STEP, math.log(3) + STEP]
     one_sided = weights([edges], [{"mode": "mis", "cap": 3.0}])[0]
     assert one_sided.tolist() == rounded([math.exp(-3), math.exp(edges[1]), 0.0])
@@ -84,8 +84,8 @@ def test_a_ratio_on_the_bound_is_kept(correction):
 def test_levels():
     log_rho = [[0.2, -0.1, 0.5]]
     for level, want in (("sequence", [0.6] * 3), ("geometric", [0.2] * 3), ("token", log_rho[0])):
-        found = weights(log_rho, [{"mode": "is", "level": level}])[0]
-        assert found.tolist() == rounded([math.exp(x) for x in want])
+        applied = weights(log_rho, [{"mode": "is", "level": level}])[0]
+        assert applied.tolist() == rounded([math.exp(x) for x in want])
 
 
 def test_the_sequence_ratio_is_clamped_after_the_sum():
@@ -96,13 +96,13 @@ def test_the_sequence_ratio_is_clamped_after_the_sum():
 
 def test_modes_multiply():
     chain = [{"mode": "tis", "cap": 2.0}, {"mode": "reject", "statistic": "seq_mean_k3", "upper": 0.5}]
-    found = weights([[math.log(3.0), 0.0], [2.0, 2.0]], chain)
-    assert found.tolist() == [rounded([2.0, 1.0]), [0.0, 0.0]]
+    applied = weights([[math.log(3.0), 0.0], [2.0, 2.0]], chain)
+    assert applied.tolist() == [rounded([2.0, 1.0]), [0.0, 0.0]]
 
 
 def test_veto_is_for_tokens_the_learner_finds_impossible():
-    found = weights([[math.log(0.9e-4), 0.0], [math.log(1.1e-4), 0.0]], [{"mode": "veto"}])
-    assert found.tolist() == [[0.0, 0.0], [1.0, 1.0]]
+    applied = weights([[math.log(0.9e-4), 0.0], [math.log(1.1e-4), 0.0]], [{"mode": "veto"}])
+    assert applied.tolist() == [[0.0, 0.0], [1.0, 1.0]]
 
 
 @pytest.mark.parametrize("pi_old", ["rollout", "learner"])
@@ -215,9 +215,9 @@ def test_metrics_of_the_weights():
     inputs = ObjectiveInputs(current, current, current - log_rho, torch.ones(1, dtype=torch.float64), mask)
 
     def metrics(*correction: dict) -> dict[str, float]:
-        found = compute_objective(inputs, ObjectiveConfig.model_validate({"correction": correction})).metrics
+        measured = compute_objective(inputs, ObjectiveConfig.model_validate({"correction": correction})).metrics
         return {
-            k.removeprefix("rollout_corr/"): v for k, v in found.items() if "rollout_is_" in k or "rollout_rs_" in k
+            k.removeprefix("rollout_corr/"): v for k, v in measured.items() if "rollout_is_" in k or "rollout_rs_" in k
         }
 
     bounded = torch.tensor([1.0, 2.0, 0.5]).double()
@@ -269,8 +269,8 @@ def test_weights_as_applied_are_measured_with_what_was_dropped():
     )
     metrics = compute_objective(inputs, ObjectiveConfig.model_validate({"correction": ["icepop"]})).metrics
     expected = {"mean": 1.0, "std": math.sqrt(2 / 3), "max": 2.0, "min": 0.0, "eff_sample_size": 1 / (5 / 3)}
-    found = {name: metrics[f"rollout_corr/applied_weight_{name}"] for name in expected}
-    assert list(found.values()) == rounded(list(expected.values()))
+    measured = {name: metrics[f"rollout_corr/applied_weight_{name}"] for name in expected}
+    assert list(measured.values()) == rounded(list(expected.values()))
     assert metrics["rollout_corr/rollout_is_mean"] == rounded(3.0)
 
 
@@ -286,8 +286,8 @@ def test_weights_as_applied_are_those_of_trained_tokens():
         metrics = compute_objective(inputs, ObjectiveConfig.model_validate({"correction": [entry]})).metrics
         share = kept / 4
         expected = {"mean": share, "std": math.sqrt(share - share**2), "min": float(kept == 4), "max": 1.0}
-        found = {name: metrics[f"rollout_corr/applied_weight_{name}"] for name in expected}
-        assert found == rounded(expected)
+        measured = {name: metrics[f"rollout_corr/applied_weight_{name}"] for name in expected}
+        assert measured == rounded(expected)
         assert metrics["rollout_corr/applied_weight_eff_sample_size"] == rounded(share)
 
 

@@ -48,18 +48,18 @@ def test_mismatch_metrics_by_hand():
     log_po = torch.tensor([[math.log(0.5), math.log(0.5)], [math.log(0.05), 0.0]], dtype=torch.float64)
     log_mu = torch.tensor([[math.log(0.25), 0.0], [math.log(0.05), -3.0]], dtype=torch.float64)
     mask = torch.tensor([[True, True], [True, False]])
-    found = mismatch_metrics(log_po, log_mu, mask, bands=(0.1,))
-    assert found["rollout_corr/kl"] == rounded(0.0)
-    assert found["rollout_corr/k3_kl"] == rounded((1 - math.log(2) - 0.5 + math.log(2)) / 3)
-    assert found["rollout_corr/chi2_token"] == rounded((4 + 0.25 + 1) / 3 - 1)
-    assert found["rollout_corr/chi2_seq"] == rounded(0.0)
-    assert found["rollout_corr/eff_sample_size_seq"] == rounded(1.0)  # both products are 1
-    assert found["mismatch/rho_max"] == 2.0
-    assert found["mismatch/rho_std"] == rounded(np.std([2, 0.5, 1], ddof=1))
-    assert found["mismatch/rho_mean/0-0.1"] == 1.0
-    assert found["mismatch/rho_mean/0.1-1"] == rounded(1.25)
-    assert found["mismatch/rho_count/0.1-1"] == 2.0
-    assert found["training/rollout_probs_diff_max"] == rounded(0.5)
+    measured = mismatch_metrics(log_po, log_mu, mask, bands=(0.1,))
+    assert measured["rollout_corr/kl"] == rounded(0.0)
+    assert measured["rollout_corr/k3_kl"] == rounded((1 - math.log(2) - 0.5 + math.log(2)) / 3)
+    assert measured["rollout_corr/chi2_token"] == rounded((4 + 0.25 + 1) / 3 - 1)
+    assert measured["rollout_corr/chi2_seq"] == rounded(0.0)
+    assert measured["rollout_corr/eff_sample_size_seq"] == rounded(1.0)  # both products are 1
+    assert measured["mismatch/rho_max"] == 2.0
+    assert measured["mismatch/rho_std"] == rounded(np.std([2, 0.5, 1], ddof=1))
+    assert measured["mismatch/rho_mean/0-0.1"] == 1.0
+    assert measured["mismatch/rho_mean/0.1-1"] == rounded(1.25)
+    assert measured["mismatch/rho_count/0.1-1"] == 2.0
+    assert measured["training/rollout_probs_diff_max"] == rounded(0.5)
 
 
 def test_the_effective_sample_of_two_sequences():
@@ -67,16 +67,16 @@ def test_the_effective_sample_of_two_sequences():
     log_rho = torch.tensor([[2.0, 1.5], [0.5, 2.0], [9.0, 9.0]], dtype=torch.float64).log()
     log_po = torch.full_like(log_rho, -5.0)
     mask = torch.tensor([[True, True], [True, True], [False, False]])
-    found = mismatch_metrics(log_po, log_po - log_rho, mask)
-    assert found["rollout_corr/eff_sample_size_seq"] == rounded(0.8)
+    measured = mismatch_metrics(log_po, log_po - log_rho, mask)
+    assert measured["rollout_corr/eff_sample_size_seq"] == rounded(0.8)
 
 
 def test_the_effective_sample_of_sequences_that_all_weigh_nothing():
     """Products of rho of e^-30, clamped to e^-20 as every ratio is, and e^-19: it is their relation that counts."""
     log_rho = torch.tensor([[-15.0, -15.0], [-9.0, -10.0]], dtype=torch.float64)
-    found = mismatch_metrics(log_rho - 30, torch.full_like(log_rho, -30.0), torch.ones(2, 2, dtype=torch.bool))
+    measured = mismatch_metrics(log_rho - 30, torch.full_like(log_rho, -30.0), torch.ones(2, 2, dtype=torch.bool))
     expected = (math.exp(-20) + math.exp(-19)) ** 2 / (2 * (math.exp(-40) + math.exp(-38)))
-    assert found["rollout_corr/eff_sample_size_seq"] == rounded(expected)
+    assert measured["rollout_corr/eff_sample_size_seq"] == rounded(expected)
 
 
 def test_extremes_look_at_trained_tokens_only():
@@ -86,9 +86,9 @@ def test_extremes_look_at_trained_tokens_only():
     mask = torch.tensor([[True, True, False]])
     assert mismatch_metrics(log_po, log_mu, mask)["mismatch/rho_max"] == rounded(math.exp(-0.5), dtype=torch.float32)
     inputs = ObjectiveInputs(log_po, log_po, log_mu, torch.ones(1), mask)
-    found = compute_objective(inputs, ObjectiveConfig.model_validate({"correction": ["is"]})).metrics
-    assert found["rollout_corr/rollout_is_max"] == rounded(math.exp(-0.5), dtype=torch.float32)
-    assert found["rollout_corr/rollout_is_min"] == rounded(math.exp(-1.0), dtype=torch.float32)
+    measured = compute_objective(inputs, ObjectiveConfig.model_validate({"correction": ["is"]})).metrics
+    assert measured["rollout_corr/rollout_is_max"] == rounded(math.exp(-0.5), dtype=torch.float32)
+    assert measured["rollout_corr/rollout_is_min"] == rounded(math.exp(-1.0), dtype=torch.float32)
 
 
 def test_names_of_the_specification_are_all_there():
@@ -145,31 +145,31 @@ def test_small_differences_keep_their_digits_in_float32():
     log_po = -(10 ** (-4 * torch.rand(64, 500, generator=generator) - 1))
     log_mu = log_po - GAP * log_po * torch.randn(64, 500, generator=generator)
     mask = torch.ones_like(log_po, dtype=torch.bool)
-    found = mismatch_metrics(log_po, log_mu, mask)
+    measured = mismatch_metrics(log_po, log_mu, mask)
     po, mu = log_po.double(), log_mu.double()
     difference = po - mu  # exact in float32 too: the two lie within a factor of two (Sterbenz)
     rho = difference.expm1()
     one_function = gamma(9, torch.float32)  # expm1 to 4 units of the last place, and one rounding
     k3, bound = (rho - difference).mean().item(), one_function * difference.abs().mean().item()
-    assert abs(found["rollout_corr/k3_kl"] - k3) <= bound
+    assert abs(measured["rollout_corr/k3_kl"] - k3) <= bound
     naive = log_po - log_mu
     assert abs((naive.exp() - 1 - naive).double().mean().item() - k3) > bound
-    assert found["mismatch/rho_std"] == pytest.approx(rho.std().item(), rel=one_function, abs=0)
+    assert measured["mismatch/rho_std"] == pytest.approx(rho.std().item(), rel=one_function, abs=0)
     # 1 - pcc is half the variance of differences, GAP of the probabilities 1 - po, each rounded once to float32.
     exact = np.corrcoef(-po.expm1().flatten().numpy(), -mu.expm1().flatten().numpy())[0, 1]
     bound = 2 * 2 * one_function / GAP * (1 - exact)
-    assert abs(exact - found["mismatch/pcc"]) <= bound
+    assert abs(exact - measured["mismatch/pcc"]) <= bound
     naive = log_po.exp().flatten(), log_mu.exp().flatten()
     assert abs(exact - torch.corrcoef(torch.stack(naive))[0, 1].item()) > bound
 
 
 def test_equal_engines_have_exactly_zero_mismatch():
     log_po = -torch.rand(8, 9, generator=torch.Generator().manual_seed(0)) - 0.01
-    found = mismatch_metrics(log_po, log_po.clone(), torch.ones(8, 9, dtype=torch.bool))
-    zero = [name for name, value in found.items() if value == 0.0 and "count" not in name]
+    measured = mismatch_metrics(log_po, log_po.clone(), torch.ones(8, 9, dtype=torch.bool))
+    zero = [name for name, value in measured.items() if value == 0.0 and "count" not in name]
     assert {"rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/chi2_seq", "mismatch/rho_std"} <= set(zero)
-    assert found["mismatch/rho_max"] == found["rollout_corr/ppl_ratio"] == 1.0
-    assert found["mismatch/pcc"] == rounded(1.0)
+    assert measured["mismatch/rho_max"] == measured["rollout_corr/ppl_ratio"] == 1.0
+    assert measured["mismatch/pcc"] == rounded(1.0)
 
 
 @pytest.mark.parametrize("term", POLICY_TERMS)

@@ -40,19 +40,19 @@ def test_labels():
 
 def test_each_age_has_the_moments_of_its_tokens_over_any_split():
     parts = [batch(0, [30, 50]), batch(1, [64, 3])]
-    found = metrics(parts)
+    measured = metrics(parts)
     mask = torch.cat([part.loss_mask for part in parts])
     distance = torch.cat([part.distances for part in parts])[mask].numpy()
     log_rho = torch.cat([part.old_logprobs - part.inference_logprobs for part in parts])[mask].numpy()
     for label, low, high in zip(LABELS, EDGES, [*EDGES[1:], np.inf]):
         here = log_rho[(low <= distance) & (distance < high)]
-        names = {name for name in NAMES if f"mismatch/{name}/distance/{label}" in found}
+        names = {name for name in NAMES if f"mismatch/{name}/distance/{label}" in measured}
         assert names == (set(NAMES) if len(here) else set())
         if len(here):
             k3 = np.exp(here) - 1 - here
             plain = (len(here) / len(log_rho), here.mean(), here.std(ddof=1), k3.mean())
             for name, expected in zip(NAMES, plain, strict=True):
-                assert found[f"mismatch/{name}/distance/{label}"] == rounded(expected, 8 * len(log_rho))
+                assert measured[f"mismatch/{name}/distance/{label}"] == rounded(expected, 8 * len(log_rho))
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -74,7 +74,7 @@ def test_every_figure_is_its_formula(batch, form):
 @pytest.mark.parametrize("form", [padded, packed])
 def test_quantiles_lie_in_the_bin_of_the_exact_ones(batch, form):
     inputs, _ = form(batch)
-    found = compute_objective(inputs, DETAIL).metrics
+    measured = compute_objective(inputs, DETAIL).metrics
     po, mu = (np.array([x for s in batch for x in getattr(s, name)]) for name in ("po", "mu"))
     edges = np.array([-20.0, *log_rho_edges(), 20.0])
     for label, (low, high) in BANDS.items():
@@ -82,7 +82,7 @@ def test_quantiles_lie_in_the_bin_of_the_exact_ones(batch, form):
         for share in (0.05, 0.5, 0.95):
             exact = log_rho[int(np.ceil(share * len(log_rho))) - 1]
             bin_of = np.digitize(exact, edges)
-            interpolated = np.log(found[f"mismatch/rho_q{100 * share:02.0f}/{label}"])
+            interpolated = np.log(measured[f"mismatch/rho_q{100 * share:02.0f}/{label}"])
             assert edges[bin_of - 1] - ROUNDING <= interpolated <= edges[bin_of] + ROUNDING
 
 

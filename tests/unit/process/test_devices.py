@@ -86,9 +86,9 @@ def test_no_module_touches_cuda_while_it_is_imported(path):
 
 
 def test_only_one_place_asks_whether_there_is_a_gpu():
-    found = [
+    askers = [
         str(path.relative_to(PACKAGE))
         for path in PACKAGE.rglob("*.py")
         if any(asks_cuda(n) and n.func.attr == "is_available" for n in ast.walk(ast.parse(path.read_text())))
     ]
-    assert found == ["process/devices.py"]
+    assert askers == ["process/devices.py"]

@@ -105,11 +105,11 @@ def test_the_contract_says_what_was_measured():
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 def test_triton_takes_tf32_where_the_environment_leaves_it_to_it():
     """On A100, H100 and B200: the kernel that measures, and vLLM's own for experts."""
-    found = json.loads(run_with_triton("tests.support.compiled_products", interpreted=False).splitlines()[-1])
-    assert {kind: set(kernels) for kind, kernels in found.items()} == {
+    printed = json.loads(run_with_triton("tests.support.compiled_products", interpreted=False).splitlines()[-1])
+    assert {kind: set(kernels) for kind, kernels in printed.items()} == {
         kind: {"measured", "vLLM's experts"} for kind in ("fp32", "tf32")
     }
-    counts = {kind: [n for kernel in kernels.values() for n in kernel.values()] for kind, kernels in found.items()}
+    counts = {kind: [n for kernel in kernels.values() for n in kernel.values()] for kind, kernels in printed.items()}
     assert counts["fp32"] == [0] * 6
     assert len(counts["tf32"]) == 6
     assert min(counts["tf32"]) > 0

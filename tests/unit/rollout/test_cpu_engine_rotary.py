@@ -34,8 +34,8 @@ def test_every_head_is_turned_by_its_token_position(halves, has_dimension_of_hea
     given = query.clone(), key.clone()
     if not has_dimension_of_heads:
         given = given[0].flatten(1), given[1].flatten(1)
-    found = cpu_engine.rotate(embedding, positions, *given)
-    for turned_by_engine, want in zip(found, wanted, strict=True):
+    computed = cpu_engine.rotate(embedding, positions, *given)
+    for turned_by_engine, want in zip(computed, wanted, strict=True):
         got = turned_by_engine.view(want.shape)
         # Angles up to 7 in float32, two products and a sum of numbers up to 5.
         assert (got.double() - want).abs().max() <= 64 * torch.finfo(torch.float32).eps

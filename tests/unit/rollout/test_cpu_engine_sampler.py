@@ -55,8 +55,8 @@ class TestSelect:
         probs = torch.rand(2000, 3, generator=generator).softmax(-1)
         probs[:4] = torch.tensor([[0.25, 0.25, 0.0], [0.5, 0.5, 0.0], [1.0, 1.0, 0.0], [1.0, 2.0**-23, 0.0]])
         probs[:, 2] = 0.0
-        found = select(probs, torch.full((2000,), LARGEST, dtype=torch.float64))
-        assert found.tolist() == [1] * 2000
+        chosen = select(probs, torch.full((2000,), LARGEST, dtype=torch.float64))
+        assert chosen.tolist() == [1] * 2000
 
     def test_a_large_vocabulary_is_added_up_in_float64(self):
         """In float32 the sum of 151,936 probabilities is off by more than many of them are."""
@@ -68,8 +68,8 @@ class TestSelect:
         assert select(probs.expand(200, -1), uniforms).tolist() == expected.tolist()
 
     def test_nan_gives_some_token_of_the_vocabulary(self):
-        found = select(torch.full((2, 5), torch.nan), torch.tensor([0.0, LARGEST], dtype=torch.float64))
-        assert ((found >= 0) & (found < 5)).all()
+        chosen = select(torch.full((2, 5), torch.nan), torch.tensor([0.0, LARGEST], dtype=torch.float64))
+        assert ((chosen >= 0) & (chosen < 5)).all()
 
     def test_has_the_frequencies_of_the_probabilities_and_of_vllm(self):
         """χ² with 10 degrees of freedom: 37.7 is passed once in 23,000 times."""

@@ -40,10 +40,10 @@ def test_bit_for_bit_what_numpy_makes_of_the_definitions(kind, block, dtype):
     """300 × 200 is no multiple of any block; a block of zeros, one of tiny numbers and an outlier are in it."""
     weight = normal(300, 200, dtype=dtype)
     weight[128:256, :128], weight[256:, 128:], weight[3, 5] = 0, weight[256:, 128:] * 1e-6, 300
-    found = rounded(weight, kind, block)
-    assert found.dtype == dtype
-    assert torch.equal(bits(found), bits(plain_rounded(weight, kind, block)))
-    assert not torch.equal(found, weight)
+    rounding = rounded(weight, kind, block)
+    assert rounding.dtype == dtype
+    assert torch.equal(bits(rounding), bits(plain_rounded(weight, kind, block)))
+    assert not torch.equal(rounding, weight)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -35,13 +35,13 @@ def test_metrics_are_ratios_of_counts():
     counts = np.zeros((2, 2 + MARGIN_BINS))
     counts[:, :2] = [[90, 100], [100, 100]]
     sums = {"flipped": 10, "tokens": 100, "due": 220, "missing": 20, "bytes_per_token": 12}
-    found = router_metrics([1, 3], counts, **sums, is_replayed=True)
-    assert found["router/agree_frac"] == rounded(0.95)
-    assert found["router/agree_frac/layer_1"] == rounded(0.9)
-    assert found["router/agree_frac/layer_3"] == 1.0
-    assert found["router/any_flip_frac"] == rounded(0.1)
-    assert found["router/replay_coverage"] + found["router/fallback_frac"] == 1.0
-    assert found["router/fallback_frac"] == rounded(20 / 220)
+    measured = router_metrics([1, 3], counts, **sums, is_replayed=True)
+    assert measured["router/agree_frac"] == rounded(0.95)
+    assert measured["router/agree_frac/layer_1"] == rounded(0.9)
+    assert measured["router/agree_frac/layer_3"] == 1.0
+    assert measured["router/any_flip_frac"] == rounded(0.1)
+    assert measured["router/replay_coverage"] + measured["router/fallback_frac"] == 1.0
+    assert measured["router/fallback_frac"] == rounded(20 / 220)
 
 
 def test_a_share_of_no_rows_is_absent():

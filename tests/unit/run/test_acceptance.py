@@ -42,8 +42,8 @@ def test_the_score_is_the_papers():
     lengths, advantages = [1, 5, 9, 3], [1.5, -0.5, -1.0, 0.0]
     pi, mu = ([random.uniform(0.01, 1, n).tolist() for n in lengths] for _ in range(2))
     sequences = [sequence(m, a) for m, a in zip(mu, advantages)]
-    found = post_update_gap(sequences, [np.log(p) for p in pi])
-    assert found == rounded(T_post(pi, mu, advantages), scale=max(map(abs, advantages)) * 100)
+    gap = post_update_gap(sequences, [np.log(p) for p in pi])
+    assert gap == rounded(T_post(pi, mu, advantages), scale=max(map(abs, advantages)) * 100)
 
 
 def test_worked_numbers():

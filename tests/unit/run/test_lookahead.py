@@ -126,12 +126,12 @@ def test_staleness_is_counted_token_by_token_and_bounded_by_the_step_of_the_olde
     for step in range(4):
         ahead.sample(1, step=step, policy_version=3 * step)
         oldest = 3 * max(step - 2, 0)
-        found = staleness_metrics(sampled(oldest, 3 * step, 3 * step), num_updates=3 * step)
-        assert found == {
+        measured = staleness_metrics(sampled(oldest, 3 * step, 3 * step), num_updates=3 * step)
+        assert measured == {
             "rollout/staleness_mean": (3 * step - oldest) / 3,
             "rollout/staleness_max": 3.0 * step - oldest,
         }
-        ahead.check_staleness(step, found)
+        ahead.check_staleness(step, measured)
     ahead.sample(1, step=4, policy_version=12)
     with pytest.raises(
         RolloutError, match=r"step 4: a token was sampled by weights 7 optimizer steps before .* allows 6"
@@ -153,8 +153,8 @@ def test_staleness_is_of_the_responses_of_all_ranks(monkeypatch):
     """Another rank has three tokens, of age 2, 3 and 7; this one has two."""
     monkeypatch.setattr(lookahead, "gather_objects", lambda own: [own, (12, 3, 7)])
     rollout = Rollout("toy:0", 0, [5, 6], np.zeros(2), "stop", np.array([8, 9], np.int32))
-    found = staleness_metrics([Group(PROMPTS[0], [rollout])], num_updates=10)
-    assert found == {"rollout/staleness_mean": (2 + 1 + 12) / 5, "rollout/staleness_max": 7.0}
+    measured = staleness_metrics([Group(PROMPTS[0], [rollout])], num_updates=10)
+    assert measured == {"rollout/staleness_mean": (2 + 1 + 12) / 5, "rollout/staleness_max": 7.0}
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])

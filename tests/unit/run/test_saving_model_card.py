@@ -31,11 +31,11 @@ VALIDATION = {
 
 @pytest.fixture(scope="module")
 def recipe() -> dict:
-    found = tiny_recipe().model_dump(mode="json")
-    found["model"]["path"] = SNAPSHOT
-    found["data"]["train"][0]["path"] = SNAPSHOT.replace("models--", "datasets--") + "/train.parquet"
-    found["data"]["validation"] = [{"path": "/home/someone/data/held-out.jsonl"}]
-    return found
+    values = tiny_recipe().model_dump(mode="json")
+    values["model"]["path"] = SNAPSHOT
+    values["data"]["train"][0]["path"] = SNAPSHOT.replace("models--", "datasets--") + "/train.parquet"
+    values["data"]["validation"] = [{"path": "/home/someone/data/held-out.jsonl"}]
+    return values
 
 
 def card(recipe: dict, records: list[dict], step: int = 10) -> ModelCard:
@@ -62,9 +62,9 @@ def test_the_text_names_what_it_was_trained_with_and_no_folder(recipe):
 
 def test_the_recipe_in_the_card_is_the_one_in_force(recipe):
     block = str(card(recipe, [])).partition("```yaml\n")[2].partition("```")[0]
-    found = yaml.safe_load(block)
-    assert found["batch"] == recipe["batch"]
-    assert found["model"]["path"] == "Qwen/Qwen3-30B-A3B@0123abc"
+    fields = yaml.safe_load(block)
+    assert fields["batch"] == recipe["batch"]
+    assert fields["model"]["path"] == "Qwen/Qwen3-30B-A3B@0123abc"
 
 
 def test_the_latest_validation_up_to_the_checkpoint_counts(recipe):
@@ -74,9 +74,9 @@ def test_the_latest_validation_up_to_the_checkpoint_counts(recipe):
         {"step": 7, "actor/lr": 1.0},
         {"step": 11, **VALIDATION, "val/gsm8k/pass@1": 0.9},
     ]
-    found = card(recipe, records)
-    assert {result.metric_value for result in found.data.eval_results} == {0.2, 0.75}
-    assert "Of the weights after 5 steps" in str(found)
+    text = card(recipe, records)
+    assert {result.metric_value for result in text.data.eval_results} == {0.2, 0.75}
+    assert "Of the weights after 5 steps" in str(text)
 
 
 def test_a_run_without_validation_and_with_a_model_of_its_own(recipe):

@@ -28,10 +28,10 @@ def surge_steps(curve: length_curves.Curve, noise: float, seed: int) -> list[tup
 @pytest.mark.parametrize("at", [40, 110, 250])
 def test_threefold_surge_is_found_once_within_five_steps(at, noise):
     for seed in range(SEEDS):
-        found = surge_steps(length_curves.step_surge(at), noise, seed)
-        assert len(found) == 1
-        assert found[0][0] == found[0][1]
-        assert at <= found[0][1] <= at + 5
+        surges = surge_steps(length_curves.step_surge(at), noise, seed)
+        assert len(surges) == 1
+        assert surges[0][0] == surges[0][1]
+        assert at <= surges[0][1] <= at + 5
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_threefold_surge_is_found_once_within_five_steps(at, noise):
 )
 @pytest.mark.parametrize("noise", NOISES)
 def test_silence(curve, noise):
-    assert [found for seed in range(SEEDS) if (found := surge_steps(curve, noise, seed))] == []
+    assert [surges for seed in range(SEEDS) if (surges := surge_steps(curve, noise, seed))] == []
 
 
 def test_first_steps_are_silent_even_in_a_surge():

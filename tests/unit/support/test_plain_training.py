@@ -86,11 +86,11 @@ class Types(TorchDispatchMode):
         self.seen: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        for x in found if isinstance(found, tuple | list) else [found]:
+        computed = function(*args, **(kwargs or {}))
+        for x in computed if isinstance(computed, tuple | list) else [computed]:
             if isinstance(x, torch.Tensor) and x.is_floating_point():
                 self.seen.add(x.dtype)
-        return found
+        return computed
 
 
 @pytest.mark.parametrize("path", [MODEL, "llama"], ids=str)

@@ -24,8 +24,8 @@ def lines(tmp_path_factory) -> dict[str, reach.Seen]:
     arguments = {"files": list(REACHED), "tests": tests, "trace": SMALL_TRACE, "name": TRACE, "folder": str(folder)}
     child = zygote().start("tests.unit.support.programs.reach", "run", arguments, log=folder / "log")
     assert child.wait() == 0, child.output
-    found = json.loads((folder / "lines.json").read_text())
-    return {test: {(file, line) for file, line in ran} for test, ran in found.items()}
+    printed = json.loads((folder / "lines.json").read_text())
+    return {test: {(file, line) for file, line in ran} for test, ran in printed.items()}
 
 
 @pytest.mark.slow

@@ -72,11 +72,11 @@ def test_records_say_their_commit_and_are_judged_by_later_ones(tmp_path, monkeyp
     file = tmp_path / "performance.json"
     file.write_text('{"about": "kept"}')
     benches.record(file, "head", ["--rounds", "1"], "a table\nof two lines")
-    found = json.loads(file.read_text())
-    assert found["about"] == "kept"
-    assert found["records"]["head"]["command"] == "python -m tools.bench.head --rounds 1"
-    assert found["records"]["head"]["commit"] == "1234567"
-    assert found["records"]["head"]["output"] == ["a table", "of two lines"]
+    record = json.loads(file.read_text())
+    assert record["about"] == "kept"
+    assert record["records"]["head"]["command"] == "python -m tools.bench.head --rounds 1"
+    assert record["records"]["head"]["commit"] == "1234567"
+    assert record["records"]["head"]["output"] == ["a table", "of two lines"]
     assert benches.age(file) == 0
     said = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
     assert said["head"].endswith("older than what it measures: 2 later commits, the last abcdef0")

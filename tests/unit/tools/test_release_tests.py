@@ -32,10 +32,10 @@ def test_each_series_of_a_release_has_tests_that_exist(version):
 
 def test_outcomes_are_counted_by_file(tmp_path):
     (tmp_path / "report.xml").write_text(REPORT)
-    found = release_tests.outcomes_of(tmp_path / "report.xml")
-    assert list(found.values()) == ["passed", "skipped", "failed", "failed"]
-    assert release_tests.cell(found, {"tests/parallel/test_a.py"}) == "1 of 2"
-    assert release_tests.cell(found, {"tests/parallel/test_a.py", "tests/parallel/test_b.py"}) == "1 of 3"
+    outcomes = release_tests.outcomes_of(tmp_path / "report.xml")
+    assert list(outcomes.values()) == ["passed", "skipped", "failed", "failed"]
+    assert release_tests.cell(outcomes, {"tests/parallel/test_a.py"}) == "1 of 2"
+    assert release_tests.cell(outcomes, {"tests/parallel/test_a.py", "tests/parallel/test_b.py"}) == "1 of 3"
     assert release_tests.cell({"tests.test_c::one": "passed"}, {"tests/test_c.py"}) == "1"
 
 
@@ -45,9 +45,9 @@ def test_megatrons_tests_are_those_of_files_that_patches_change(tmp_path):
     (folder / "test_router.py").write_text("from megatron.core.transformer.moe.router import TopKRouter\n")
     (folder / "test_package.py").write_text("from megatron.core.transformer.moe import experts, router\n")
     (folder / "test_other.py").write_text("from megatron.core.transformer.moe.router_of_others import x\n")
-    found = release_tests.touched_tests(SERIES["0.16.1"], tmp_path, "")
-    assert found == ["tests/unit_tests/moe/test_package.py", "tests/unit_tests/moe/test_router.py"]
-    assert release_tests.touched_tests(SERIES["0.16.1"], tmp_path, "models,moe/test_r") == found[1:]
+    touched = release_tests.touched_tests(SERIES["0.16.1"], tmp_path, "")
+    assert touched == ["tests/unit_tests/moe/test_package.py", "tests/unit_tests/moe/test_router.py"]
+    assert release_tests.touched_tests(SERIES["0.16.1"], tmp_path, "models,moe/test_r") == touched[1:]
     assert release_tests.touched_tests(SERIES["0.16.1"], tmp_path, "dist_checkpointing") == []
 
 
@@ -98,8 +98,8 @@ def test_the_files_after_one_that_ends_the_process_run(monkeypatch, tmp_path, ca
     for name, text in zip(names, (ENDS, "import nothing_of_this_name", "def test_x(): pass", "import os; os._exit(1)")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    found = release_tests.run_theirs(tmp_path, names)
-    assert found == {"a/test_a.py::test_one": "passed", "b/test_a.py::test_x": "passed"}
+    outcomes = release_tests.run_theirs(tmp_path, names)
+    assert outcomes == {"a/test_a.py::test_one": "passed", "b/test_a.py::test_x": "passed"}
     ended = "b/test_c.py: ended the process\na/test_a.py: ended the process\n"  # one while it was read
     assert capsys.readouterr().err == ended
 

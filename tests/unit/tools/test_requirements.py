@@ -91,10 +91,10 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def test_the_containerfile_can_be_read():
-    found = instructions()
-    assert {name for name, _ in found} == INSTRUCTIONS
-    assert [name for name, _ in found[:2]] == ["ARG", "FROM"]
-    for name, text in found:
+    lines = instructions()
+    assert {name for name, _ in lines} == INSTRUCTIONS
+    assert [name for name, _ in lines[:2]] == ["ARG", "FROM"]
+    for name, text in lines:
         if name == "RUN":
             done = subprocess.run(["bash", "-n", "-c", text], capture_output=True, text=True, check=False)
             assert done.returncode == 0, f"{text}: {done.stderr}"

@@ -22,9 +22,9 @@ def test_costs_are_found_again(costs):
 
 def test_no_cost_is_negative():
     rows = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
-    found = fit(rows, np.array([3.0, 2.0, 1.0]))
-    assert (found >= 0).all()
-    assert found[0] > 0
+    fitted = fit(rows, np.array([3.0, 2.0, 1.0]))
+    assert (fitted >= 0).all()
+    assert fitted[0] > 0
 
 
 def test_what_costs_nothing_is_nothing():

@@ -65,11 +65,11 @@ def test_they_are_those_of_the_server(monkeypatch):
     client = MadeUpClient()
     monkeypatch.setattr(server_costs, "ServerClient", lambda *arguments: client)
     monkeypatch.setattr(server_costs, "time", SimpleNamespace(perf_counter=lambda: client.now))
-    found = asyncio.run(server_costs.server_costs(None, "", 100, rounds=1))
+    costs = asyncio.run(server_costs.server_costs(None, "", 100, rounds=1))
     prompt_tokens = server_costs.PREFILLED[0]
-    assert [found.read[number] for number in server_costs.RUNNING] == [STEP * (1 + n) for n in server_costs.RUNNING]
-    assert found.request == REQUEST + TOKEN * prompt_tokens
-    assert found.prefill == (TOKEN, 0.0)
+    assert [costs.read[number] for number in server_costs.RUNNING] == [STEP * (1 + n) for n in server_costs.RUNNING]
+    assert costs.request == REQUEST + TOKEN * prompt_tokens
+    assert costs.prefill == (TOKEN, 0.0)
 
 
 def measured(tokens: list[float], seconds: list[float]) -> Measured:
@@ -90,5 +90,5 @@ def measured(tokens: list[float], seconds: list[float]) -> Measured:
 )
 def test_a_step_that_learns_is_a_line_through_the_steps(seconds, expected):
     """By least squares, through the mean of all steps."""
-    found = measured([1.0, 2.0, 3.0, 6.0], seconds).learn
-    assert found == pytest.approx(expected, rel=gamma(32), abs=gamma(32))
+    costs = measured([1.0, 2.0, 3.0, 6.0], seconds).learn
+    assert costs == pytest.approx(expected, rel=gamma(32), abs=gamma(32))

@@ -47,11 +47,11 @@ def test_a_packed_run_has_its_recipe_without_paths_and_four_digits(tmp_path):
     (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     file = tmp_path / "packed.jsonl.xz"
     assert pack(tmp_path, file) == 1
-    (found,) = read_packed(file)
-    assert (found.name, found.cause) == (f"unstable/{run.name}", "rate")
-    assert found.recipe["reward"]["name"] == "unstable_runs.py:longer"
-    assert found.recipe["model"]["path"] == "model"
-    assert str(found.records) == "[{'step': 0, 'critic/rewards/mean': 0.1235, 'actor/grad_norm': nan}]"
+    (runs,) = read_packed(file)
+    assert (runs.name, runs.cause) == (f"unstable/{run.name}", "rate")
+    assert runs.recipe["reward"]["name"] == "unstable_runs.py:longer"
+    assert runs.recipe["model"]["path"] == "model"
+    assert str(runs.records) == "[{'step': 0, 'critic/rewards/mean': 0.1235, 'actor/grad_norm': nan}]"
     written = file.read_bytes()
     (empty := tmp_path / "empty").mkdir()
     assert pack(empty, file) == 1  # what the file has stays

@@ -46,8 +46,8 @@ def test_it_starts_at_the_newest_complete_checkpoint_up_to_the_onset(tmp_path):
 
 
 def finding(signs: list[int], changes: list[int]) -> Finding:
-    found = [Change("actor/entropy", step, 1.0, 2.0, 0.001) for step in changes]
-    return Finding("run", 90, None, tuple(Sign("reward-drop", step, "") for step in signs), tuple(found), ())
+    changed = [Change("actor/entropy", step, 1.0, 2.0, 0.001) for step in changes]
+    return Finding("run", 90, None, tuple(Sign("reward-drop", step, "") for step in signs), tuple(changed), ())
 
 
 @pytest.mark.parametrize(

@@ -55,9 +55,9 @@ def test_a_log_of_verl_has_the_collapse_of_the_same_curve_as_metrics_jsonl(logs,
     ours, theirs = read_run(tmp_path / "metrics.jsonl"), read_run(logs / log)
     assert (ours.project, theirs.project.name) == (None, "verl")
     for find in (collapse_step, first_collapse):
-        found = find(ours.records, CollapseRule())
-        assert found == 13
-        assert find(theirs.records, CollapseRule()) == found
+        collapse = find(ours.records, CollapseRule())
+        assert collapse == 13
+        assert find(theirs.records, CollapseRule()) == collapse
 
 
 @pytest.mark.parametrize("log", [*VERL, *OTHERS])
@@ -237,9 +237,9 @@ def test_why_reads_a_log(logs, capsys):
     assert "recipe.resolved.yaml" not in text
     assert "run branch" not in text
     assert main(["run", "why", str(logs / "prime"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["collapse"], found["read"]["actor/lr"]) == (14, ["optim/lr"])
-    assert set(found["lacks"]) == {"rules", "suspects"}
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["collapse"], printed["read"]["actor/lr"]) == (14, ["optim/lr"])
+    assert set(printed["lacks"]) == {"rules", "suspects"}
 
 
 def test_score_alarms_reads_a_log(logs, capsys):

@@ -160,8 +160,8 @@ def test_a_packed_run_is_verified_in_every_metric(study, runs, tmp_path, changes
         f"import pathlib, shutil; f = pathlib.Path({str(root / 'verify' / '1' / job.name)!r}); f.mkdir(parents=True); "
         f"shutil.copy({str(second)!r}, f / 'metrics.jsonl'); (f / 'DONE').touch()"
     )
-    found = verify(study, root, [job], 1, lambda _: None, lambda _: [sys.executable, "-c", copies])[job.name]
-    assert found == says if says is None else found.startswith(says)
+    differences = verify(study, root, [job], 1, lambda _: None, lambda _: [sys.executable, "-c", copies])[job.name]
+    assert differences == says if says is None else differences.startswith(says)
 
 
 @pytest.mark.parametrize(

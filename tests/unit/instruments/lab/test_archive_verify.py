@@ -53,9 +53,9 @@ def test_a_run_is_made_again_in_a_folder_of_its_own(study, tmp_path):
     same = verify(study, tmp_path, jobs, 1, lambda _: None, command_below(tmp_path / "verify" / "1"))
     assert same == {jobs[0].name: None, jobs[1].name: None}
     values[jobs[1].arm] = "0.25"
-    found = verify(study, tmp_path, jobs, 1, lambda _: None, command_below(tmp_path / "verify" / "2"))
-    assert found[jobs[0].name] is None
-    assert found[jobs[1].name] == "step 0: a is 0.5 in the first run and 0.25 in the second"
+    differences = verify(study, tmp_path, jobs, 1, lambda _: None, command_below(tmp_path / "verify" / "2"))
+    assert differences[jobs[0].name] is None
+    assert differences[jobs[1].name] == "step 0: a is 0.5 in the first run and 0.25 in the second"
     assert (tmp_path / jobs[0].name / "metrics.jsonl").read_text() == before
 
 

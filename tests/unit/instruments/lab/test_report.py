@@ -174,9 +174,9 @@ def test_a_figure_smooths_over_steps_and_not_over_validations():
     records = [{"step": step, "reward": float(step), "val": 10.0 * step} for step in range(8)]
     for record in records[1:5] + records[6:7]:
         del record["val"]  # measured at the steps 0, 5 and 7
-    found = smoothed(records, ["reward", "val"])
-    assert [record["reward"] for record in found] == [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
-    assert {record["step"]: record["val"] for record in found if "val" in record} == {0: 0.0, 5: 50.0, 7: 60.0}
+    smooth = smoothed(records, ["reward", "val"])
+    assert [record["reward"] for record in smooth] == [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
+    assert {record["step"]: record["val"] for record in smooth if "val" in record} == {0: 0.0, 5: 50.0, 7: 60.0}
 
 
 def test_a_panel_without_curves_says_why(runs):
@@ -214,19 +214,23 @@ def test_report_holds_the_numbers_and_a_figure(runs):
 
 def test_primaries_are_decided_together(runs):
     study, root = runs
-    found = {decision.name: decision for decision in read_results(study, root).decisions()}
-    assert list(found) == ["one", "two", "later", "reward on rho"]
+    decisions = {decision.name: decision for decision in read_results(study, root).decisions()}
+    assert list(decisions) == ["one", "two", "later", "reward on rho"]
     # No spread: p is 0 for a difference, and for equivalence where there is none.
-    assert (found["one"].p, found["one"].verdict) == (printed(0.0, 12), "as predicted")
-    assert (found["two"].expected, found["two"].p, found["two"].verdict) == ("same", 0.0, "as predicted")
+    assert (decisions["one"].p, decisions["one"].verdict) == (printed(0.0, 12), "as predicted")
+    assert (decisions["two"].expected, decisions["two"].p, decisions["two"].verdict) == ("same", 0.0, "as predicted")
     # Nothing was run: it stays in the family.
-    assert (found["later"].effect, found["later"].p_holm, found["later"].verdict) == (None, 1.0, "undecided")
-    slope = found["reward on rho"].effect
+    assert (decisions["later"].effect, decisions["later"].p_holm, decisions["later"].verdict) == (
+        None,
+        1.0,
+        "undecided",
+    )
+    slope = decisions["reward on rho"].effect
     rho = 0.01 * sum(1.02**t for t in range(NUM_STEPS)) / NUM_STEPS
     # The outcome rho is a ratio; as a dose it counts as it is: 0.2 more reward over one more rho.
     assert slope.mean == printed(0.2 / rho, 5)  # files hold six digits
-    rest = found["reward on rho"].p
-    assert found["reward on rho"].p_holm == min(1.0, 2 * rest)
+    rest = decisions["reward on rho"].p
+    assert decisions["reward on rho"].p_holm == min(1.0, 2 * rest)
 
 
 def test_behind_a_gate_that_fails_nothing_is_testable(runs):

@@ -53,8 +53,8 @@ def complete(study, root, arms, reward, seeds=(0, 1, 2)):
 
 
 def parts(study, root):
-    found = stage(study, root)
-    return [{job.arm for job in jobs} for jobs in (found.jobs, found.waiting, found.ruled_out)]
+    reached = stage(study, root)
+    return [{job.arm for job in jobs} for jobs in (reached.jobs, reached.waiting, reached.ruled_out)]
 
 
 def test_other_arms_wait_until_the_gate_is_decided_in_every_seed(study, tmp_path):

@@ -107,12 +107,12 @@ def test_verdicts(found, verdicts):
 
 def test_a_verdict_is_of_corrected_p_values():
     assert effect(1.0, p=0.01).verdict("higher", adjusted=0.06) == "undecided"
-    found = effect(1.0, p=0.01, p_same=0.04)
-    assert found.verdict("higher", adjusted=0.06, family=2) == "undecided"
-    assert found.verdict("higher", adjusted=0.04) == "as predicted"
+    judged = effect(1.0, p=0.01, p_same=0.04)
+    assert judged.verdict("higher", adjusted=0.06, family=2) == "undecided"
+    assert judged.verdict("higher", adjusted=0.04) == "as predicted"
     # "same" is what is tested: the difference, which the family does not count, is corrected by its full number
-    assert found.verdict("same", adjusted=0.08, family=4) == "contrary"
-    assert found.verdict("same", adjusted=0.08, family=6) == "undecided"
+    assert judged.verdict("same", adjusted=0.08, family=4) == "contrary"
+    assert judged.verdict("same", adjusted=0.08, family=6) == "undecided"
 
 
 def test_restricted_mean_without_censoring_is_a_mean():
@@ -145,8 +145,8 @@ def test_censored_runs_hand_their_weight_to_later_ones():
         times = list(rng.integers(1, 12, size=n).astype(float))
         collapsed = [bool(x) for x in rng.integers(0, 2, size=n)]
         for horizon in (4.0, 8.0, 20.0):
-            found = restricted_mean(times, collapsed, horizon)
-            assert found == rounded(redistributed(times, collapsed, horizon), scale=20)
+            mean = restricted_mean(times, collapsed, horizon)
+            assert mean == rounded(redistributed(times, collapsed, horizon), scale=20)
 
 
 def test_a_mixed_regression_of_complete_seeds_is_that_within_seeds():
@@ -155,24 +155,24 @@ def test_a_mixed_regression_of_complete_seeds_is_that_within_seeds():
     doses, num_seeds = np.array([0.0, 1.0, 2.5, 4.0]), 7
     values = 0.3 * doses + rng.normal(0, 5, size=(num_seeds, 1)) + rng.normal(0, 0.2, size=(num_seeds, 4))
     seeds = np.repeat(np.arange(num_seeds), 4)
-    found = mixed_regression(seeds, np.tile(doses, num_seeds), values.ravel())
+    fitted = mixed_regression(seeds, np.tile(doses, num_seeds), values.ravel())
     x, y = doses - doses.mean(), values - values.mean(axis=1, keepdims=True)
     slope = (x * y).sum() / (num_seeds * (x**2).sum())
     degrees = num_seeds * 4 - num_seeds - 1
     variance = ((y - slope * x) ** 2).sum() / degrees
-    assert found.degrees == degrees
-    assert found.slope == rounded(slope, 1000, scale=10)
+    assert fitted.degrees == degrees
+    assert fitted.slope == rounded(slope, 1000, scale=10)
     # The likelihood's optimum is flat: the error follows from a ratio that is found to a root of the unit roundoff.
-    assert found.error == printed(math.sqrt(variance / num_seeds / (x**2).sum()), 6)
+    assert fitted.error == printed(math.sqrt(variance / num_seeds / (x**2).sum()), 6)
 
 
 def test_without_differences_between_seeds_it_is_least_squares():
     doses = np.array([0.0, 1.0, 2.0, 0.0, 1.0, 2.0])
     values = np.array([0.0, 1.2, 1.8, 0.2, 0.8, 2.0])  # both seeds have the mean 1
-    found = mixed_regression([0, 0, 0, 1, 1, 1], doses, values)
+    fitted = mixed_regression([0, 0, 0, 1, 1, 1], doses, values)
     least = stats.linregress(doses, values)
-    assert (found.seed_variance, found.degrees) == (0.0, 3)
-    assert (found.slope, found.error) == (rounded(least.slope), rounded(least.stderr))
+    assert (fitted.seed_variance, fitted.degrees) == (0.0, 3)
+    assert (fitted.slope, fitted.error) == (rounded(least.slope), rounded(least.stderr))
 
 
 def test_its_likelihood_is_that_of_the_dense_covariance():
@@ -193,8 +193,8 @@ def test_its_likelihood_is_that_of_the_dense_covariance():
 
     for ratio in (0.0, 0.1, 1.0, 30.0):
         assert fit.deviance(ratio) == rounded(dense(ratio), 10_000, scale=10)
-    found = mixed_regression(seeds, x, y)
-    best = fit.deviance(found.seed_variance / found.residual_variance)
+    fitted = mixed_regression(seeds, x, y)
+    best = fit.deviance(fitted.seed_variance / fitted.residual_variance)
     assert all(best <= dense(ratio) + 10 * 1e-12 for ratio in np.geomspace(1e-4, 1e3, 200))
 
 

@@ -47,8 +47,8 @@ def test_equivalence_is_statsmodels():
 
 def test_holm_is_statsmodels():
     """``multipletests(p, method="holm")[1]``"""
-    found = holm([0.003, 0.021, 0.004, 0.6, 0.021, 0.17, 0.0004])
-    assert found == rounded([0.018, 0.084, 0.02, 0.6, 0.084, 0.34, 0.0028])
+    corrected = holm([0.003, 0.021, 0.004, 0.6, 0.021, 0.17, 0.0004])
+    assert corrected == rounded([0.018, 0.084, 0.02, 0.6, 0.084, 0.34, 0.0028])
 
 
 def test_power_is_statsmodels():
@@ -70,11 +70,11 @@ def test_the_mixed_regression_is_statsmodels():
     The slope's error is ``normalized_cov_params`` of ``GLS`` under that covariance. MixedLM's own, 0.0066402, is by the
     Hessian of the profiled likelihood instead.
     """
-    found = mixed_regression(SEEDS, DOSES, REWARDS)
-    assert found.slope == printed(-0.1004063, 7)
-    assert found.error == printed(0.00663925, 8)
-    assert found.seed_variance == printed(0.0005233, 7)
-    assert found.residual_variance == printed(0.00016943, 8)
+    fitted = mixed_regression(SEEDS, DOSES, REWARDS)
+    assert fitted.slope == printed(-0.1004063, 7)
+    assert fitted.error == printed(0.00663925, 8)
+    assert fitted.seed_variance == printed(0.0005233, 7)
+    assert fitted.residual_variance == printed(0.00016943, 8)
 
 
 def test_the_trends_interval_is_that_of_its_degrees_of_freedom():

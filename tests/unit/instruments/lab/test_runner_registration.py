@@ -62,12 +62,12 @@ def test_a_study_with_values_to_be_set_does_not_begin(write, tmp_path):
 def test_an_amendment_keeps_its_reason_and_how_much_was_known(write, tmp_path):
     root = tmp_path / "runs"
     first = register(write(), root, 0)
-    found = register(write(seeds=[0, 1, 2, 3]), root, 5, amend="three seeds saw nothing")
-    assert found.sha256 == first.sha256
-    said = " ".join(found.history(write(seeds=[0, 1, 2, 3]).study))
+    registration = register(write(seeds=[0, 1, 2, 3]), root, 5, amend="three seeds saw nothing")
+    assert registration.sha256 == first.sha256
+    said = " ".join(registration.history(write(seeds=[0, 1, 2, 3]).study))
     assert "Changed after 5 finished runs (seeds): three seeds saw nothing." in said
     assert "not amended" not in said
-    assert register(write(seeds=[0, 1, 2, 3]), root, 6) == found  # once is enough
+    assert register(write(seeds=[0, 1, 2, 3]), root, 6) == registration  # once is enough
     with pytest.raises(InputError, match="seeds changed"):
         register(write(), root, 6)
 

@@ -125,8 +125,8 @@ class TestOperators:
     def test_logprobs(self, dtype):
         logits, tokens = 4 * drawn(N, 120, dtype=dtype), torch.arange(N)
         wanted = arithmetic.logprobs(exact(logits), tokens, 0.8)
-        found = (logits.float() / 0.8).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-        assert share(found, wanted) <= 1
+        computed = (logits.float() / 0.8).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        assert share(computed, wanted) <= 1
         padded = (F.pad(logits, (0, 8)).float() / 0.8).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
         assert share(padded, wanted) > 1
         assert share(logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0], wanted) > 1

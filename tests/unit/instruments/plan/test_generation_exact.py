@@ -133,17 +133,17 @@ def test_a_dose_of_old_weights_keeps_as_many_as_planned(updates):
     dose = make_dose(work(f"exact.noise={{kind: stale, updates: {updates}}}").recipe.exact, seed=0)
     for step in range(9):
         dose.new_weights(torch.nn.Linear(1, 1), version=4 * step)
-    found = make_plan(dosed(kind="stale", updates=updates))
-    assert dict(found.host.items)["weights of earlier updates"] == 8 * len(dose._kept) * weights
-    assert found.time.offload - plain.time.offload == rounded(
-        2 * weights / (hardware.HOST_LINK * GPUS["h100-80"].host_link), scale=found.time.offload
+    plan = make_plan(dosed(kind="stale", updates=updates))
+    assert dict(plan.host.items)["weights of earlier updates"] == 8 * len(dose._kept) * weights
+    assert plan.time.offload - plain.time.offload == rounded(
+        2 * weights / (hardware.HOST_LINK * GPUS["h100-80"].host_link), scale=plan.time.offload
     )
 
 
 def test_too_small_a_cache_does_not_fit():
     """A cache that does not hold the longest sequence: train would end with the same key."""
-    found = make_plan(work("rollout.kv_cache_gib=0.25")).problems
-    assert any("rollout.kv_cache_gib" in problem for problem in found), found
+    problems = make_plan(work("rollout.kv_cache_gib=0.25")).problems
+    assert any("rollout.kv_cache_gib" in problem for problem in problems), problems
 
 
 def test_fewer_rows_at_a_time_take_longer():

@@ -47,11 +47,11 @@ def seconds(gpu):
 
 
 def test_a_file_with_every_figure_of_a_named_gpu_is_that_gpu(tmp_path):
-    found = find_gpu(str(written(tmp_path, WHOLE)))
-    assert found == replace(GPUS["h100-80"], name="ours")
+    gpu = find_gpu(str(written(tmp_path, WHOLE)))
+    assert gpu == replace(GPUS["h100-80"], name="ours")
     as_json = {"base": "h200-141", "name": "other", "memory_gib": 100}
-    found = find_gpu(str(written(tmp_path, json.dumps(as_json), "a.json")))
-    assert found == replace(GPUS["h200-141"], name="other", memory_gib=100.0)
+    gpu = find_gpu(str(written(tmp_path, json.dumps(as_json), "a.json")))
+    assert gpu == replace(GPUS["h200-141"], name="other", memory_gib=100.0)
 
 
 def test_measured_figures_replace_the_assumed_ones(tmp_path):

@@ -69,13 +69,13 @@ def test_a_batch_has_the_planned_bytes(tmp_path, routed, minibatches, top_k):
 
 def test_disk_and_seconds():
     """Four nodes write, and eight replicas copy and hash."""
-    found, planned = cost(work(R3)), work(R3)
+    costs, planned = cost(work(R3)), work(R3)
     (recorder,) = [stage.seconds for stage in own_code(planned).stages if stage.name == "recorder"]
-    assert found.batch == batch_size(planned)
-    assert found.batches == 12
-    assert found.disk == 12 * found.batch
-    assert found.after_alarm == 24 * found.batch + CHECKPOINT
-    assert found.seconds == rounded(recorder + found.batch / 4 / 2e9)
+    assert costs.batch == batch_size(planned)
+    assert costs.batches == 12
+    assert costs.disk == 12 * costs.batch
+    assert costs.after_alarm == 24 * costs.batch + CHECKPOINT
+    assert costs.seconds == rounded(recorder + costs.batch / 4 / 2e9)
 
 
 def test_the_disk_is_bounded():
@@ -104,8 +104,8 @@ def test_our_own_code_has_the_recorder_only_where_it_records():
 
 
 def test_without_periodic_checkpoints_none_is_kept():
-    found = cost(work(R3, "h100-80", "checkpoint.every=0"))
-    assert found.after_alarm == 2 * found.disk
+    costs = cost(work(R3, "h100-80", "checkpoint.every=0"))
+    assert costs.after_alarm == 2 * costs.disk
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ def test_without_periodic_checkpoints_none_is_kept():
 def test_it_takes_a_hundredth_of_a_step_at_most(prompts, response, nodes):
     overrides = (f"batch.prompts={prompts}", f"rollout.max_response_length={response}", "data.prompt.max_length=256")
     planned = work(R3, "h100-80", *overrides, nodes=nodes, mean_response=response, mean_prompt=256)
-    found = cost(planned)
-    assert 0 < found.seconds <= 0.01 * step_time(planned, memory_plan(planned).engine).total
-    assert found.disk <= 128 * GIB or found.batches == 1
+    costs = cost(planned)
+    assert 0 < costs.seconds <= 0.01 * step_time(planned, memory_plan(planned).engine).total
+    assert costs.disk <= 128 * GIB or costs.batches == 1
 
 
 def test_the_command_prints_it(capsys):

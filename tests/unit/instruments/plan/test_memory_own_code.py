@@ -34,10 +34,10 @@ def test_a_stage_goes_by_what_its_rank_holds(stage, holders, driver):
     unit[driver] = 1e-6
     tokens = 2048 * (256 + 4096) / holders
     amount = [tokens, tokens * 48 * 8, 2048 / holders, 2048, 32][driver]
-    found = own_code(work(R3), record(stage, seconds=unit, peak=unit))
-    assert found.seconds == rounded(1e-6 * amount)
-    assert found.host_rank == rounded(1e-6 * amount)
-    assert found.host_node == 8 * found.host_rank
+    costs = own_code(work(R3), record(stage, seconds=unit, peak=unit))
+    assert costs.seconds == rounded(1e-6 * amount)
+    assert costs.host_rank == rounded(1e-6 * amount)
+    assert costs.host_node == 8 * costs.host_rank
 
 
 SERVED = ("rollout.engine=vllm_server", "rollout.servers.count=4")
@@ -48,12 +48,12 @@ def test_one_rank_a_node_fetches_answers_while_they_are_sampled(driver):
     """As above, with servers: 4 ranks fetch 2048 responses of 4096 tokens with their routes."""
     units = record("responses", seconds=[1.0] * 5, peak=[1.0, 0, 0, 0, 0])
     units["fetch"] = [1e-6 * (i == driver) for i in range(3)]
-    found = own_code(work(R3, "h100-80", *SERVED), units)
-    (stage,) = [stage for stage in found.stages if stage.name == FETCHED]
+    costs = own_code(work(R3, "h100-80", *SERVED), units)
+    (stage,) = [stage for stage in costs.stages if stage.name == FETCHED]
     mean = work(R3).mean_response
     assert stage.seconds == rounded(1e-6 * 2048 / 4 * [1, mean, mean * 48 * 8][driver])
-    assert found.seconds == 0.0  # servers sample meanwhile
-    assert found.host_node == found.host_rank == rounded(2048 * 4352 / 4)
+    assert costs.seconds == 0.0  # servers sample meanwhile
+    assert costs.host_node == costs.host_rank == rounded(2048 * 4352 / 4)
 
 
 TURNS = ("rollout.function=turns.py:hold", "rollout.tensor_parallel=1")
@@ -93,8 +93,8 @@ def test_ranks_that_fetch_own_all_responses(stage):
 
 
 def test_bytes_take_their_time_over_the_network():
-    found = own_code(work(R3), record("exchange", received=[1.0, 0, 0, 0, 0]))
-    assert found.seconds == rounded(2048 * 4352 / 8 / HOST_NETWORK)
+    costs = own_code(work(R3), record("exchange", received=[1.0, 0, 0, 0, 0]))
+    assert costs.seconds == rounded(2048 * 4352 / 8 / HOST_NETWORK)
 
 
 def test_recipes_without_recorded_routes_pay_for_none():
@@ -144,11 +144,11 @@ def test_the_command_says_it_as_text_and_as_json(capsys):
     assert main(["plan", str(R3), "--gpu", "h100-80"]) == 0
     text = capsys.readouterr().out
     assert main(["plan", str(R3), "--gpu", "h100-80", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    printed = json.loads(capsys.readouterr().out)
     recipe = load_recipe(R3)
     plan = make_plan(make_workload(recipe, shape_of(recipe.model.path)[0], GPUS["h100-80"]))
-    assert found["own_code"]["seconds"] == plan.own.seconds
-    assert found["step_s"] == plan.time.total
+    assert printed["own_code"]["seconds"] == plan.own.seconds
+    assert printed["step_s"] == plan.time.total
     assert f"about {plan.own.seconds:.1f} s a step beside the engines" in text
     for stage in plan.own.stages:
         assert f"s  {stage.name}" in text

@@ -48,39 +48,39 @@ def close(value: float) -> object:
 # ---------------------------------------------------------------- closed forms
 def test_synchronous_steps_of_constant_lengths():
     """generate + learn + gather + load: 32 responses of 10 tokens at once, each step of 0.75 + 32 / 64 seconds."""
-    found = simulate(pipeline(publish_s=3.0, load_s=0.5, learn=(2.0, 1 / 320)), constant(10), 3, warm=1)
+    simulated = simulate(pipeline(publish_s=3.0, load_s=0.5, learn=(2.0, 1 / 320)), constant(10), 3, warm=1)
     generate, learn = 10 * (0.75 + 0.5), 2.0 + 1.0
-    assert found.step_s == close(generate + learn + 3.0 + 0.5)
-    assert found.tokens_per_s == close(320 / found.step_s)
-    assert found.learner_idle == close((generate + 0.5) / found.step_s)
-    assert found.servers_idle == close((learn + 3.0) / found.step_s)
-    assert found.servers_paused == close(0.5 / found.step_s)
-    assert found.running == close(32 * generate / found.step_s)
-    assert found.staleness == {0: 1.0}
+    assert simulated.step_s == close(generate + learn + 3.0 + 0.5)
+    assert simulated.tokens_per_s == close(320 / simulated.step_s)
+    assert simulated.learner_idle == close((generate + 0.5) / simulated.step_s)
+    assert simulated.servers_idle == close((learn + 3.0) / simulated.step_s)
+    assert simulated.servers_paused == close(0.5 / simulated.step_s)
+    assert simulated.running == close(32 * generate / simulated.step_s)
+    assert simulated.staleness == {0: 1.0}
 
 
 def test_responses_wait_for_slots():
     """32 responses on two servers of 8: two rounds one after the other."""
     costs = replace(COSTS, slots=8)
-    found = simulate(pipeline(costs, num_servers=2, learn=(0.0, 0.0)), constant(10), 2, warm=1)
-    assert found.step_s == close(2 * 10 * (0.75 + 8 / 64))
-    assert found.servers_idle == 0
+    simulated = simulate(pipeline(costs, num_servers=2, learn=(0.0, 0.0)), constant(10), 2, warm=1)
+    assert simulated.step_s == close(2 * 10 * (0.75 + 8 / 64))
+    assert simulated.servers_idle == 0
 
 
 def test_prompts_are_prefilled_once_for_all_their_samples():
     asking = Asking(num_prompts=8, num_samples=4, prompt_tokens=16.0)
     costs = replace(COSTS, request=0.25)
-    found = simulate(pipeline(costs, asking=asking), constant(10), 2, warm=1)
+    simulated = simulate(pipeline(costs, asking=asking), constant(10), 2, warm=1)
     prefill = 8 * 16 / 128 + 32 * 0.25
-    assert found.step_s == close(prefill + 12.5 + 2.0)
-    assert found.servers_prefilling == close(prefill / found.step_s)
+    assert simulated.step_s == close(prefill + 12.5 + 2.0)
+    assert simulated.servers_prefilling == close(prefill / simulated.step_s)
 
 
 def test_reading_the_context_and_computing():
     """Memory traffic grows with the context, until computation takes longer: the integral over a step's tokens."""
     by_context = ServerCosts(slots=64, overhead=0.5, read=[0.25] * 65, read_token=1 / 64)
-    found = simulate(pipeline(by_context, learn=(0.0, 0.0)), constant(10), 2, warm=1)
-    assert found.step_s == close(10 * (0.5 + 0.25 + 32 * 5 / 64))
+    simulated = simulate(pipeline(by_context, learn=(0.0, 0.0)), constant(10), 2, warm=1)
+    assert simulated.step_s == close(10 * (0.5 + 0.25 + 32 * 5 / 64))
     by_compute = replace(by_context, compute=1.0)
     assert simulate(pipeline(by_compute, learn=(0.0, 0.0)), constant(10), 2, warm=1).step_s == close(10 * 32.5)
 
@@ -90,9 +90,9 @@ def test_reading_the_context_and_computing():
 def test_ahead_with_finish_the_longer_of_the_two_counts(learn_s, max_staleness):
     """Servers: a batch and the loading. Learner: learning and gathering. Each waits for the other, never for both."""
     arm = pipeline(max_staleness=max_staleness, learn=(learn_s, 0.0), publish_s=1.0, load_s=0.5)
-    found = simulate(arm, constant(10), 20, warm=6, cool=max_staleness)
-    assert found.step_s == close(max(12.5 + 0.5, learn_s + 1.0))
-    assert found.staleness == {max_staleness: 1.0}
+    simulated = simulate(arm, constant(10), 20, warm=6, cool=max_staleness)
+    assert simulated.step_s == close(max(12.5 + 0.5, learn_s + 1.0))
+    assert simulated.staleness == {max_staleness: 1.0}
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 3])
@@ -100,8 +100,8 @@ def test_infinite_slots_overlap_all_batches_that_staleness_allows(max_staleness)
     """No learner, no waiting for slots, a step's time the same for any number: k + 1 batches at a time."""
     costs = ServerCosts(slots=1024, overhead=1.0, read=[0.0] * 1025)
     arm = pipeline(costs, "keep", max_staleness, learn=(0.0, 0.0))
-    found = simulate(arm, constant(12), 12 * (max_staleness + 1), warm=max_staleness + 1, cool=max_staleness)
-    assert found.step_s == close(12 / (max_staleness + 1))
+    simulated = simulate(arm, constant(12), 12 * (max_staleness + 1), warm=max_staleness + 1, cool=max_staleness)
+    assert simulated.step_s == close(12 / (max_staleness + 1))
 
 
 def test_cut_responses_are_prefilled_again():
@@ -120,9 +120,9 @@ def test_a_full_cache_gives_up_the_response_admitted_last():
     """Two of 10 tokens in a cache of 14: both reach 7, the second is given up and computes its 7 again at the end."""
     costs = ServerCosts(slots=2, overhead=1.0, read=[0.0] * 3, prefill=(1 / 8, 0.0), capacity=14)
     asking = Asking(num_prompts=1, num_samples=2, prompt_tokens=0.0)
-    found = simulate(pipeline(costs, asking=asking, learn=(0.0, 0.0)), constant(10), 2, warm=1)
-    assert found.step_s == close(10 + 7 / 8 + 3)
-    assert found.recomputed == close(7 / 20)
+    simulated = simulate(pipeline(costs, asking=asking, learn=(0.0, 0.0)), constant(10), 2, warm=1)
+    assert simulated.step_s == close(10 + 7 / 8 + 3)
+    assert simulated.recomputed == close(7 / 20)
 
 
 def test_broadcast_keeps_the_learner_until_the_servers_have_it():
@@ -156,17 +156,22 @@ def test_what_must_hold(mode, factor, rest, sigma, slots, num_servers, max_stale
     asking = Asking(6, 3, 4.0, factor, rest)
     costs = replace(COSTS, slots=slots)
     arm = pipeline(costs, mode, max_staleness, learn=(learn_s, 0.0), asking=asking, num_servers=num_servers, load_s=1.0)
-    found = simulate(arm, lengths, 6)
-    assert sum(found.staleness.values()) == close(1.0)
-    assert all(0 <= steps <= max_staleness for steps in found.staleness)
-    assert found.step_s >= learn_s * (1 - 1e-9)
+    simulated = simulate(arm, lengths, 6)
+    assert sum(simulated.staleness.values()) == close(1.0)
+    assert all(0 <= steps <= max_staleness for steps in simulated.staleness)
+    assert simulated.step_s >= learn_s * (1 - 1e-9)
     most = num_servers * slots / (0.75 + slots / 64)  # every server with all its slots taken
-    assert found.tokens_per_s <= most * (1 + 1e-9)
-    assert 0 <= found.running <= slots * (1 + 1e-9)
-    for share in (found.learner_idle, found.servers_idle, found.servers_paused, found.servers_prefilling):
+    assert simulated.tokens_per_s <= most * (1 + 1e-9)
+    assert 0 <= simulated.running <= slots * (1 + 1e-9)
+    for share in (
+        simulated.learner_idle,
+        simulated.servers_idle,
+        simulated.servers_paused,
+        simulated.servers_prefilling,
+    ):
         assert -1e-9 <= share <= 1 + 1e-9
-    assert (found.recomputed > 0) <= (mode == "abort_and_resume" and max_staleness > 0)
-    assert (found.given_up > 0) <= (rest == "abort")
+    assert (simulated.recomputed > 0) <= (mode == "abort_and_resume" and max_staleness > 0)
+    assert (simulated.given_up > 0) <= (rest == "abort")
 
 
 @given(**{name: strategy for name, strategy in ANY.items() if name != "slots"})
@@ -207,9 +212,9 @@ def test_carrying_over_leaves_nobody_out():
     learned = {}
     for rest in ("carry_over", "abort"):
         made = pipeline(mode="keep", max_staleness=1, asking=replace(asking, rest=rest), learn=(0.0, 0.0))
-        found = simulate(made, lengths.again(), 200)
-        learned[rest] = found.tokens_per_s * found.step_s / 8  # mean length
-        assert (found.given_up == 0) == (rest == "carry_over")
+        simulated = simulate(made, lengths.again(), 200)
+        learned[rest] = simulated.tokens_per_s * simulated.step_s / 8  # mean length
+        assert (simulated.given_up == 0) == (rest == "carry_over")
     assert learned["abort"] < learned["carry_over"] / 2
 
 
@@ -222,11 +227,11 @@ FEW = ["--set", "batch.prompts=16"]
 def test_plan_prints_and_writes_the_arms(capsys):
     arguments = ["plan", str(SERVERS), "--gpu", "h100", "--lengths", "lognormal:600,1"]
     assert main([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    arms = {(arm["mode"], arm["max_staleness"]): arm for arm in found["pipeline"]["arms"]}
+    printed = json.loads(capsys.readouterr().out)
+    arms = {(arm["mode"], arm["max_staleness"]): arm for arm in printed["pipeline"]["arms"]}
     assert [key for key, arm in arms.items() if arm["is_recipes"]] == [("finish", 1)]
     assert set(arms) == {("finish", 0), *((mode, 1) for mode in MODES), ("keep", 2)}
-    tokens = 2048 * found["pipeline"]["mean_length"]
+    tokens = 2048 * printed["pipeline"]["mean_length"]
     for arm in arms.values():
         assert arm["time"]["tokens_per_s"] * arm["time"]["step_s"] == pytest.approx(tokens, rel=0.05)  # of ~ 1e5 draws
     assert main([*arguments, *FEW]) == 0

@@ -114,20 +114,20 @@ numbers = st.one_of(st.floats(-1e6, 1e6), st.sampled_from([math.nan, math.inf, -
 @given(st.lists(numbers, min_size=1, max_size=60), st.integers(2, 20))
 def test_points_are_means_between_the_extremes_of_their_neighbours(values, points):
     x = np.arange(len(values), dtype=float)
-    found = decimated(x, np.array(values), points)
-    json.dumps(found, allow_nan=False)
-    assert found["num_holes"] == sum(not math.isfinite(value) for value in values)
+    points_left = decimated(x, np.array(values), points)
+    json.dumps(points_left, allow_nan=False)
+    assert points_left["num_holes"] == sum(not math.isfinite(value) for value in values)
     if len(values) <= points:
-        assert found["x"] == x.tolist()
-        assert [value is None for value in found["y"]] == [not math.isfinite(value) for value in values]
+        assert points_left["x"] == x.tolist()
+        assert [value is None for value in points_left["y"]] == [not math.isfinite(value) for value in values]
         return
-    assert len(found["x"]) == points
-    assert found["x"][-1] == len(values) - 1
+    assert len(points_left["x"]) == points
+    assert points_left["x"][-1] == len(values) - 1
     start = 0
-    for i, end in enumerate(found["x"]):
+    for i, end in enumerate(points_left["x"]):
         group = [value for value in values[start : int(end) + 1] if math.isfinite(value)]
         start = int(end) + 1
-        got = [found[name][i] for name in ("low", "y", "high")]
+        got = [points_left[name][i] for name in ("low", "y", "high")]
         if not group:
             assert got == [None, None, None]
         else:  # six digits of each

@@ -243,10 +243,10 @@ def test_of_thousands_of_batches_the_newest_are_listed_and_every_one_is_answered
 
 
 def test_the_page_of_why(server, tmp_path):
-    found = api(server, "why")
-    assert found["healthy"] is False
-    assert f"{server.runs[0].label}: 12 steps" in found["text"]
-    assert "step     4  mismatch-contract" in found["text"]
+    answer = api(server, "why")
+    assert answer["healthy"] is False
+    assert f"{server.runs[0].label}: 12 steps" in answer["text"]
+    assert "step     4  mismatch-contract" in answer["text"]
     (tmp_path / "metrics.jsonl").write_text("no json\n{}\n")
     with serving(tmp_path) as other:
         assert "line 1: not valid JSON" in api(other, "why")["text"]

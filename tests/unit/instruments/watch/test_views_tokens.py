@@ -58,17 +58,17 @@ def test_every_response_is_that_of_the_whole_batch(run, monkeypatch, parts, bloc
     path = batch_path(run.directory.batches, 3)
     if parts == 2:
         split_in_two(path)
-    found = BatchSlices(path)
+    slices = BatchSlices(path)
     for i, s in enumerate(load_batch(path).batch.sequences):
-        got = found.response(i)
+        got = slices.response(i)
         assert got.prompt.tolist() == s.tokens[: s.prompt_length].tolist()
         assert got.tokens.tolist() == s.tokens[s.prompt_length :].tolist()
         assert np.array_equal(got.rollout_logprobs, s.inference_logprobs)
         assert np.array_equal(got.learner_logprobs, s.old_logprobs)
         assert np.array_equal(got.loss_mask, s.loss_mask)
         assert np.array_equal(got.policy_versions, s.policy_versions)
-        assert found.lengths[i] == s.response_length
-        assert found.largest_log_rho[i] == np.abs(s.old_logprobs - s.inference_logprobs).max()
+        assert slices.lengths[i] == s.response_length
+        assert slices.largest_log_rho[i] == np.abs(s.old_logprobs - s.inference_logprobs).max()
 
 
 def test_a_response_with_what_both_engines_say_of_it(run):

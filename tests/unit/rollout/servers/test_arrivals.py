@@ -68,10 +68,10 @@ def test_groups_of_several_batches_come_in_the_order_of_completion():
     tickets = [begun(2, 1, news), begun(2, 1, news)]
     for ticket, number in ((1, 1), (0, 0), (1, 0)):
         fetch(tickets[ticket], number)
-    found = next_arrivals(tickets, news, num_fetchers=1)
-    assert [(tickets.index(arrival.ticket), arrival.place) for arrival in found] == [(1, 1), (0, 0), (1, 0)]
-    assert [arrival.group.prompt.id for arrival in found] == ["p1", "p0", "p0"]
-    assert {rollout.owner for arrival in found for rollout in arrival.group.rollouts} == {0}
+    arrived = next_arrivals(tickets, news, num_fetchers=1)
+    assert [(tickets.index(arrival.ticket), arrival.place) for arrival in arrived] == [(1, 1), (0, 0), (1, 0)]
+    assert [arrival.group.prompt.id for arrival in arrived] == ["p1", "p0", "p0"]
+    assert {rollout.owner for arrival in arrived for rollout in arrival.group.rollouts} == {0}
 
 
 def test_a_group_brings_how_updates_met_its_responses():

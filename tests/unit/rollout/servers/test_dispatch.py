@@ -77,8 +77,8 @@ def test_a_server_says_how_busy_it_is():
     meter.begin()
     meter.end(7)
     meter.end(None)  # its caller hung up
-    found = Load.of(meter.header())
-    assert (found.running, found.answered, found.tokens) == (0, 1, 7)
+    load = Load.of(meter.header())
+    assert (load.running, load.answered, load.tokens) == (0, 1, 7)
     assert Load.of("no JSON") == Load.of(None) == Load.of("[1]") == Load()
     assert Load.of({"running": 2, "waiting": 3, "of a later version": 1}).queue == 5
 
@@ -168,9 +168,9 @@ def test_each_request_is_answered_exactly_once_whatever_servers_do(plans, reques
             for dispatch in ranks:
                 dispatch.give_up(range(num_given_up))
             async with asyncio.timeout(30):
-                found = await asyncio.gather(*work)
+                answers = await asyncio.gather(*work)
             assert all(m.in_flight == 0 for pool in pools for m in pool.members.values() if not m.lost)
-            return found
+            return answers
         finally:
             for pool in pools:
                 await pool.close()

@@ -84,8 +84,8 @@ def test_a_batch_that_is_waited_for_may_have_no_other_weights_and_one_that_runs_
         tasks = [rank.begin(name, 1, is_awaited=name == "validation") for name in ("validation", "ahead")]
         await clock.tick(4)
         await pool.push(Weights(1))
-        found = await clock.until(asyncio.gather(*tasks, return_exceptions=True))
-        return found
+        answers = await clock.until(asyncio.gather(*tasks, return_exceptions=True))
+        return answers
 
     validation, ahead = play(mode, scene, monkeypatch)
     assert isinstance(validation, RolloutError)

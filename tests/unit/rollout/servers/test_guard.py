@@ -102,8 +102,8 @@ def test_nothing_is_answered_without_the_token(path, token):
     [("bearer {}", 200), ("Bearer  {}", 200), ("Basic {}", 401), ("{}", 401), (" {}", 401), ("Bearer{}", 401)],
 )
 def test_a_token_comes_as_a_bearer(authorization, status):
-    found = asyncio.run(call(Guard(App(), GuardState(token=TOKEN)), "/health", authorization=authorization))
-    assert found[0] == status
+    answer = asyncio.run(call(Guard(App(), GuardState(token=TOKEN)), "/health", authorization=authorization))
+    assert answer[0] == status
 
 
 def test_a_server_without_a_token_answers_nobody():

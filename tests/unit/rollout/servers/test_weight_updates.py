@@ -30,8 +30,8 @@ def test_files_hold_every_tensor_with_the_values_it_had(tmp_path, monkeypatch):
     weights = WeightFolder(tmp_path / "weights", tmp_path / "run").write(exported(5), version=3)
     assert weights.version == 3
     assert len(weights.files) == 3
-    found = {name: tensor for file in weights.files for name, tensor in load_file(file).items()}
-    assert {name: tensor.unique().tolist() for name, tensor in found.items()} == {f"layer.{i}": [i] for i in range(5)}
+    tensors = {name: tensor for file in weights.files for name, tensor in load_file(file).items()}
+    assert {name: tensor.unique().tolist() for name, tensor in tensors.items()} == {f"layer.{i}": [i] for i in range(5)}
 
 
 def test_only_older_files_go_even_where_a_version_comes_twice(tmp_path):
